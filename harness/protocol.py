@@ -1,0 +1,52 @@
+"""Protocols: the rules of a measurement as data, read from ``harness/protocols/*.toml``. Standard library only."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "protocols"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One sentence with the number that messages cite."""
+
+    id: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """``sampling`` is ``poisson`` or ``consecutive``; without ``warm_up`` the first epoch, compile included, counts."""
+
+    name: str
+    version: int
+    title: str
+    sampling: str
+    noise_multiplier: float
+    max_grad_norm: float
+    delta: float
+    precision: str
+    warm_up: bool
+    default_epochs: int
+    rules: tuple[Rule, ...]
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}-v{self.version}"
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def load(name: str) -> Protocol:
+    """Raises ValueError with a remedy where there is no such protocol."""
+    path = FOLDER / f"{name}.toml"
+    if name not in names():
+        raise ValueError(f"There is no protocol {name!r}; choose one of {', '.join(names())}.")
+    data = tomllib.loads(path.read_text())
+    rules = tuple(Rule(**rule) for rule in data.pop("rules"))
+    return Protocol(**data, rules=rules)

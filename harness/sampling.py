@@ -1,0 +1,58 @@
+"""Batches as index lists, drawn by the harness so that every framework trains on the same ones. numpy only."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+PADDED_SIZE_SIGMAS = (-1.0, 0.0, 1.0, 2.0, 4.0)
+"""A static-shape framework compiles one step for each B + k*sqrt(B(1-q)). Binomial batch sizes fall at most that far
+above B with probability 0.16, 0.5, 0.84, 0.98, 0.99997, so the mean padding stays near half a standard deviation."""
+
+
+def poisson_batches(dataset_size: int, sample_rate: float, steps: int, seed: int) -> list[np.ndarray]:
+    """``steps`` independent Poisson samples: each of ``dataset_size`` rows is in each batch with probability
+    ``sample_rate``, independently. Exact: the size is Binomial(n, q), and given its size a batch is a uniform subset.
+
+    Returns int64 arrays of varying length, possibly empty.
+    """
+    rng = np.random.default_rng([seed, 0x5A3B])
+    sizes = rng.binomial(dataset_size, sample_rate, size=steps)
+    return [rng.choice(dataset_size, size=int(k), replace=False).astype(np.int64) for k in sizes]
+
+
+def consecutive_batches(dataset_size: int, batch_size: int) -> list[np.ndarray]:
+    """Slices in the order of the data, the last partial one kept (the paper's suite)."""
+    return [
+        np.arange(start, min(start + batch_size, dataset_size), dtype=np.int64)
+        for start in range(0, dataset_size, batch_size)
+    ]
+
+
+def padded_sizes(batch_size: int, dataset_size: int) -> tuple[int, ...]:
+    """The short list of compiled batch sizes for an expected batch size, ascending."""
+    deviation = math.sqrt(batch_size * (1.0 - batch_size / dataset_size))
+    sizes = {max(1, math.ceil(batch_size + k * deviation)) for k in PADDED_SIZE_SIGMAS}
+    sizes.add(min(dataset_size, math.ceil(batch_size + 8.0 * deviation)))
+    return tuple(sorted(sizes))
+
+
+def pad(indices: np.ndarray, sizes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """(indices, mask) of the smallest size that holds ``indices``; padding rows point to row 0 and are masked out."""
+    size = next((s for s in sizes if s >= len(indices)), None)
+    if size is None:
+        raise ValueError(
+            f"A batch of {len(indices)} examples is larger than every compiled size {sizes}; "
+            "add a larger size to the list rather than cut the batch."
+        )
+    padded = np.zeros(size, dtype=np.int64)
+    padded[: len(indices)] = indices
+    mask = np.zeros(size, dtype=bool)
+    mask[: len(indices)] = True
+    return padded, mask
+
+
+def steps_per_epoch(dataset_size: int, batch_size: int) -> int:
+    """ceil(N / B)."""
+    return -(-dataset_size // batch_size)
