@@ -1,0 +1,156 @@
+"""The tasks' networks in plain PyTorch, for every contestant that is built on PyTorch.
+
+Only standard layers (``nn.Conv2d``, ``nn.Linear``, ``nn.Embedding``, ``nn.LSTM`` …) in one ``nn.Sequential`` whose
+children carry the task's layer names, so that a DP library can wrap the model as its users' models come.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from harness import tasks
+from harness.tasks import Task
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Mean(nn.Module):
+    """Mean over the dimensions ``dims``."""
+
+    def __init__(self, *dims: int) -> None:
+        super().__init__()
+        self.dims = dims
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean(self.dims)
+
+    def extra_repr(self) -> str:
+        return f"dims={self.dims}"
+
+
+class LstmOutput(nn.Module):
+    """The hidden states [B, T, H] out of what an LSTM returns, (hidden states, last state)."""
+
+    def forward(self, outputs: tuple[torch.Tensor, object]) -> torch.Tensor:
+        return outputs[0]
+
+
+def build_model(
+    task: Task,
+    initial: Mapping[str, np.ndarray],
+    dtype: torch.dtype = torch.float32,
+    lstm: type[nn.Module] = nn.LSTM,
+) -> nn.Sequential:
+    """The task's network on the CPU with the canonical weights ``initial``; maps inputs [B, *input_shape] to logits.
+
+    ``lstm``: a class with the constructor and the parameter names of ``nn.LSTM``, for libraries that bring their own.
+    PyTorch's LSTM has two bias vectors where the task has one: ``bias_hh`` is zero and frozen, ``bias_ih`` is trained.
+    """
+    children: OrderedDict[str, nn.Module] = OrderedDict()
+    for position, layer in enumerate(task.layers):
+        name = getattr(layer, "name", f"{type(layer).__name__.lower()}{position}")
+        children[name] = _module(layer, lstm)
+        if isinstance(layer, tasks.Lstm):
+            children[f"{name}_output"] = LstmOutput()
+    model = nn.Sequential(children).to(dtype)
+    for layer in task.layers:
+        if isinstance(layer, tasks.Lstm):
+            frozen = model.get_submodule(layer.name).bias_hh_l0
+            frozen.requires_grad_(False)
+            with torch.no_grad():
+                frozen.zero_()
+    load_parameters(model, task, initial)
+    return model
+
+
+def _module(layer: tasks.Layer, lstm: type[nn.Module]) -> nn.Module:
+    match layer:
+        case tasks.Conv2d(_, c_in, c_out, kernel, stride, padding):
+            return nn.Conv2d(c_in, c_out, kernel, stride, padding)
+        case tasks.Linear(_, n_in, n_out):
+            return nn.Linear(n_in, n_out)
+        case tasks.Embedding(_, rows, dim):
+            return nn.Embedding(rows, dim)
+        case tasks.Lstm(_, n_in, hidden):
+            return lstm(n_in, hidden, batch_first=True)
+        case tasks.ReLU():
+            return nn.ReLU()
+        case tasks.MaxPool2d(kernel, stride):
+            return nn.MaxPool2d(kernel, stride)
+        case tasks.AvgPool2d(kernel, stride):
+            return nn.AvgPool2d(kernel, stride)
+        case tasks.Flatten():
+            return nn.Flatten()
+        case tasks.MeanOverSpace():
+            return Mean(2, 3)
+        case tasks.MeanOverTime():
+            return Mean(1)
+    raise TypeError(f"There is no PyTorch module for the layer {type(layer).__name__}.")
+
+
+_LSTM_NAMES = {"weight_ih": "weight_ih_l0", "weight_hh": "weight_hh_l0", "bias": "bias_ih_l0"}
+
+
+def canonical_parameters(model: nn.Module, task: Task) -> dict[str, nn.Parameter]:
+    """The trained parameters themselves under the task's canonical names, in the task's order."""
+    kinds = {layer.name: type(layer) for layer in task.layers if hasattr(layer, "name")}
+    found = {}
+    for full_name in task.parameters:
+        layer, _, name = full_name.rpartition(".")
+        attribute = _LSTM_NAMES[name] if kinds[layer] is tasks.Lstm else name
+        found[full_name] = getattr(model.get_submodule(layer), attribute)
+    return found
+
+
+def load_parameters(model: nn.Module, task: Task, initial: Mapping[str, np.ndarray]) -> None:
+    """Copies canonical weights into the model in place: the parameters keep their identity and storage."""
+    with torch.no_grad():
+        for name, parameter in canonical_parameters(model, task).items():
+            parameter.copy_(torch.from_numpy(np.asarray(initial[name])))
+
+
+def read_parameters(model: nn.Module, task: Task) -> dict[str, np.ndarray]:
+    """Copies of the trained weights as numpy arrays in the model's own precision, under the canonical names."""
+    return {name: p.detach().cpu().numpy().copy() for name, p in canonical_parameters(model, task).items()}
+
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that training changes."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def loss_fn(task: Task) -> Loss:
+    """(logits [B, outputs], labels [B]) -> the examples' own losses [B]. The one place where logits become losses."""
+    if task.loss == "cross_entropy":
+        return _cross_entropy
+    if task.loss == "binary_cross_entropy":
+        return _binary_cross_entropy
+    raise ValueError(f"{task.name}: there is no loss {task.loss!r}.")
+
+
+def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, labels, reduction="none")
+
+
+def _binary_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.binary_cross_entropy_with_logits(logits.squeeze(-1), labels.to(logits.dtype), reduction="none")
+
+
+def correct(task: Task, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Whether each example is classified right, bool [B]."""
+    predicted = logits.squeeze(-1) > 0 if task.loss == "binary_cross_entropy" else logits.argmax(-1)
+    return predicted == labels
+
+
+def place(x: np.ndarray, y: np.ndarray, device: str | torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The data as tensors on ``device``, owned by them: float inputs as they are, token ids and labels as int64."""
+    inputs = torch.tensor(x, device=device)
+    if not inputs.is_floating_point():
+        inputs = inputs.long()
+    return inputs, torch.tensor(y, device=device).long()
