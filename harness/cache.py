@@ -1,0 +1,57 @@
+"""Where the harness keeps what can be made again: data, environments, references, gate verdicts. Standard library only."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from harness.errors import BadInput
+
+
+def root() -> Path:
+    """``$DPBENCH_CACHE`` or ``~/.cache/dpbench``; made if missing. Raises :class:`BadInput` where it cannot be written."""
+    path = Path(os.environ.get("DPBENCH_CACHE") or Path.home() / ".cache" / "dpbench").expanduser()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"The cache folder {path} cannot be made ({error.strerror}); set DPBENCH_CACHE to another.") from None
+    return path
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """The whole content or nothing, and on the disk before the name appears.
+
+    Raises :class:`BadInput` on a full disk or a folder that cannot be written.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(part, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise BadInput(
+            f"{path} could not be written ({error.strerror}); free some space or choose another folder with --out, then "
+            "run the same command again: it goes on where it stopped."
+        ) from None
+
+
+@contextmanager
+def locked(path: Path, busy: str | None = None) -> Iterator[None]:
+    """Holds ``path`` as a lock file. Waits, or, given ``busy``, raises :class:`BadInput` with that sentence. The lock ends
+    with the process, however it ends."""
+    try:
+        file = open(path, "a+")
+    except OSError as error:
+        raise BadInput(f"{path} cannot be written ({error.strerror}); choose another folder with --out.") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
+        except OSError:
+            raise BadInput(str(busy)) from None
+        yield

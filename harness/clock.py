@@ -1,0 +1,84 @@
+"""The one clock of the instrument, and what disturbs it. Standard library only."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from harness.contract import Adapter
+
+Batch = tuple["np.ndarray", "np.ndarray | None"]
+
+
+def timed_steps(adapter: Adapter, batches: Sequence[Batch]) -> float:
+    """Seconds from a device at rest to a device at rest, around one ``step`` for each (indices, mask)."""
+    step = adapter.step
+    adapter.synchronize()
+    start = time.perf_counter()
+    for indices, mask in batches:
+        step(indices, mask)
+    adapter.synchronize()
+    return time.perf_counter() - start
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Python's cycle collector off, so that its pauses, which depend on what else was imported, fall on nobody."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@dataclass
+class ForeignLoad:
+    """Adds up, over timed windows, what share of the machine's processors other processes took.
+
+    Linux's /proc/stat counts all busy ticks (and ticks stolen by the host); what this process and its children used
+    is taken off. Ticks are 10 ms, so windows much shorter than a second are coarse.
+    """
+
+    foreign: float = 0.0
+    available: float = 0.0
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        before = _cpu_seconds()
+        yield
+        after = _cpu_seconds()
+        if before is None or after is None:
+            return
+        wall, busy, own = (b - a for a, b in zip(before, after, strict=True))
+        self.foreign += max(0.0, busy - own)
+        self.available += wall * (os.cpu_count() or 1)
+
+    @property
+    def share(self) -> float:
+        return self.foreign / self.available if self.available else 0.0
+
+
+def _cpu_seconds() -> tuple[float, float, float] | None:
+    """(wall, all processors' busy seconds, this process tree's CPU seconds); None where there is no /proc/stat."""
+    try:
+        first = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    except OSError:
+        return None
+    user, nice, system, _idle, _iowait, irq, softirq, steal = (int(v) for v in first)
+    busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    own = sum(
+        usage.ru_utime + usage.ru_stime
+        for usage in (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
+    )
+    return time.perf_counter(), busy, own

@@ -1,0 +1,205 @@
+"""Where a worker runs: inside this process (for tests), in a venv, and, as the seam for later, in a container.
+
+Every place takes a request and yields the worker's events; what went wrong outside the worker (a kill, a limit, a
+time-out, silence) becomes a ``result`` event as well, so that the caller has one kind of ending.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from harness.limits import MemoryLimit
+from harness.registry import ROOT
+from harness.request import Request
+
+Event = dict[str, Any]
+POLL_SECONDS = 0.1
+LOG_TAIL = 4000
+
+
+@dataclass(frozen=True)
+class Limits:
+    memory_bytes: int
+    timeout_seconds: float
+
+
+class Place(Protocol):
+    """``name`` goes into the cell."""
+
+    name: str
+
+    def run(self, request: Request, limits: Limits, on_event: Callable[[Event], None]) -> Event:
+        """The ``result`` event, always; with ``log_tail``."""
+        ...
+
+
+class InProcess:
+    """For tests of the harness: no isolation, no limits."""
+
+    name = "inprocess"
+
+    def run(self, request: Request, limits: Limits, on_event: Callable[[Event], None]) -> Event:
+        from harness import worker
+
+        events: list[Event] = []
+
+        def emit(event: Event) -> None:
+            events.append(event)
+            on_event(event)
+
+        worker.run(request, emit)
+        return {"log_tail": "", **events[-1]}
+
+
+class Venv:
+    """A fresh process of a framework's own interpreter."""
+
+    name = "venv"
+
+    def __init__(self, python: Path, environment: Mapping[str, str] | None = None) -> None:
+        self.python = python
+        self.environment = dict(environment or {})
+
+    def run(self, request: Request, limits: Limits, on_event: Callable[[Event], None]) -> Event:
+        with tempfile.TemporaryDirectory(prefix="dpbench-") as folder:
+            path = Path(folder, "request.json")
+            path.write_text(request.to_json())
+            log = Path(folder, "log.txt")
+            with log.open("wb") as errors:
+                result = self._run([str(self.python), "-m", "harness.worker", str(path)], request, errors, limits, on_event)
+            result["log_tail"] = log.read_text(errors="replace")[-LOG_TAIL:]
+        return result
+
+    def _run(
+        self, command: list[str], request: Request, errors: Any, limits: Limits, on_event: Callable[[Event], None]
+    ) -> Event:
+        limit = MemoryLimit(limits.memory_bytes)
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=worker_environment(request.threads, self.environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,
+            text=True,
+        )
+        try:
+            limit.adopt(process.pid)
+            return _follow(process, limit, limits, on_event)
+        finally:
+            kill_tree(process)
+            limit.close()
+
+
+def worker_environment(threads: int, extra: Mapping[str, str]) -> dict[str, str]:
+    """The worker sees the repository, its thread count, and nothing of the harness's own virtual environment."""
+    kept = {k: v for k, v in os.environ.items() if k not in {"PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP"}}
+    pools = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+    return {
+        **kept,
+        **dict.fromkeys(pools, str(threads)),
+        "PYTHONPATH": str(ROOT),
+        "PYTHONHASHSEED": "0",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        **extra,
+    }
+
+
+def _follow(
+    process: subprocess.Popen[str], limit: MemoryLimit, limits: Limits, on_event: Callable[[Event], None]
+) -> Event:
+    """Passes events on until the result, the end of the process, the memory limit or the time-out."""
+    deadline = time.monotonic() + limits.timeout_seconds
+    result: Event | None = None
+    lines = _lines(process)
+    while True:
+        try:
+            line = lines.get(timeout=POLL_SECONDS)
+        except queue.Empty:
+            line = ""
+        if line is None:
+            break
+        if line:
+            event = _event(line)
+            if event.get("event") == "result":
+                result = event
+            on_event(event)
+        if result is None and limit.exceeded(process.pid):
+            return _failed("oom", f"the process passed the memory limit of {limits.memory_bytes / 2**30:.1f} GiB ({limit.kind}).")
+        if time.monotonic() > deadline:
+            return result or _failed("timeout", f"no result within {limits.timeout_seconds:.0f} s.")
+    code = process.wait()
+    if result is not None:
+        return result
+    if limit.exceeded(process.pid):
+        return _failed("oom", f"killed at the memory limit of {limits.memory_bytes / 2**30:.1f} GiB ({limit.kind}).")
+    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return _failed("crashed", f"the worker {how} before it had a result.")
+
+
+def _failed(state: str, reason: str) -> Event:
+    return {"event": "result", "state": state, "reason": reason}
+
+
+def _event(line: str) -> Event:
+    """A line that is not an event is a library's print that slipped past the redirection: passed on as noise."""
+    with suppress(json.JSONDecodeError):
+        event = json.loads(line)
+        if isinstance(event, dict):
+            return event
+    return {"event": "noise", "text": line.rstrip()}
+
+
+def _lines(process: subprocess.Popen[str]) -> queue.Queue[str | None]:
+    """The process's output lines, then None. A thread reads, so that the watchdog never blocks on a silent worker."""
+    out: queue.Queue[str | None] = queue.Queue()
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            out.put(line)
+        out.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    return out
+
+
+def kill_tree(process: subprocess.Popen[Any]) -> None:
+    """Ends the worker and everything it started (it leads a session of its own)."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def run_tool(python: Path, module: str, arguments: list[str], timeout_seconds: float = 900.0) -> str:
+    """Standard output of ``python -m module arguments`` in an environment; for references and evaluation.
+
+    Raises RuntimeError with the tail of the error output.
+    """
+    done = subprocess.run(
+        [str(python), "-m", module, *arguments],
+        cwd=ROOT,
+        env=worker_environment(os.cpu_count() or 1, {}),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_seconds,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{module} ended with {done.returncode}: {done.stderr[-1500:]}")
+    return done.stdout

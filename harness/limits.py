@@ -1,0 +1,99 @@
+"""A memory limit on a worker's process tree: a cgroup where this process may make one, else a watchdog.
+
+Never an address-space limit: frameworks reserve far more addresses than they use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import psutil
+
+V2 = Path("/sys/fs/cgroup")
+V1 = Path("/sys/fs/cgroup/memory")
+
+
+class MemoryLimit:
+    """``kind`` says what enforces the limit. Call ``adopt(pid)`` right after the start, ``exceeded(pid)`` now and then and
+    once after the end, ``close`` at last."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._group, self.kind = _make_group(limit_bytes)
+        self._watched_peak = 0
+
+    def adopt(self, pid: int) -> None:
+        """Moves a fresh process into the limited group."""
+        if self._group is not None:
+            try:
+                (self._group / "cgroup.procs").write_text(str(pid))
+            except OSError:
+                self.close()
+                self.kind = "watchdog"
+
+    def exceeded(self, pid: int) -> bool:
+        """Whether the limit was passed: the kernel killed inside the group, or the tree's resident set is too large."""
+        if self._group is not None:
+            return _kills(self._group) > 0
+        self._watched_peak = max(self._watched_peak, tree_resident(pid))
+        return self._watched_peak > self.limit_bytes
+
+    def close(self) -> None:
+        if self._group is not None:
+            with contextlib.suppress(OSError):
+                self._group.rmdir()
+            self._group = None
+
+
+def _make_group(limit_bytes: int) -> tuple[Path | None, str]:
+    name = f"dpbench-{os.getpid()}-{os.urandom(4).hex()}"
+    candidates = (
+        ("cgroup v2", V2 / name, "memory.max", V2 / "cgroup.controllers"),
+        ("cgroup v1", V1 / name, "memory.limit_in_bytes", V1 / "memory.limit_in_bytes"),
+    )
+    for kind, group, limit_file, marker in candidates:
+        if not marker.exists():
+            continue
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            (group / limit_file).write_text(str(limit_bytes))
+            return group, kind
+        except OSError:
+            with contextlib.suppress(OSError):
+                group.rmdir()
+    return None, "watchdog"
+
+
+def _kills(group: Path) -> int:
+    """How often the kernel's out-of-memory killer struck inside the group."""
+    for name in ("memory.events", "memory.oom_control"):
+        with contextlib.suppress(OSError):
+            for line in (group / name).read_text().splitlines():
+                key, _, value = line.partition(" ")
+                if key == "oom_kill":
+                    return int(value)
+    return 0
+
+
+def tree_resident(pid: int) -> int:
+    """Bytes resident in a process and its children; 0 once it is gone."""
+    try:
+        process = psutil.Process(pid)
+        family = [process, *process.children(recursive=True)]
+    except psutil.Error:
+        return 0
+    total = 0
+    for member in family:
+        with contextlib.suppress(psutil.Error):
+            total += member.memory_info().rss
+    return total
+
+
+def default_limit() -> int:
+    """Nine tenths of the memory that is available now: the machine must survive what a contestant does."""
+    return int(psutil.virtual_memory().available * 0.9)

@@ -1,0 +1,109 @@
+"""The store: a run folder with a plan, a lock and one atomic JSON record per process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from harness import cache, record
+from harness.errors import BadInput
+from harness.record import Record
+
+PLAN = "plan.json"
+
+
+class RunFolder:
+    """``records/`` holds what was measured; ``scratch/`` holds weights that may be lost at any time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.records = path / "records"
+        self.scratch = path / "scratch"
+
+    @contextmanager
+    def open(self, description: dict[str, Any], fresh: bool) -> Iterator[None]:
+        """Makes or continues the run, alone. Raises :class:`BadInput` where another run is at work in the folder, the
+        folder cannot be written, or it holds a run with other options or other code."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BadInput(
+                f"The folder {self.path} cannot be made ({error.strerror}); choose another with --out."
+            ) from None
+        busy = f"Another run is at work in {self.path}; wait for it, or choose another folder with --out."
+        with cache.locked(self.path / ".lock", busy):
+            if fresh:
+                self._set_aside()
+            self._check_plan(description)
+            for folder in (self.records, self.scratch):
+                try:
+                    folder.mkdir(exist_ok=True)
+                except OSError as error:
+                    raise BadInput(
+                        f"{folder} cannot be made ({error.strerror}); free some space or choose another folder with --out."
+                    ) from None
+            for part in self.records.glob(".*.part"):
+                part.unlink()
+            yield
+
+    def _check_plan(self, description: dict[str, Any]) -> None:
+        path = self.path / PLAN
+        text = json.dumps(description, indent=1, sort_keys=True)
+        if not path.exists():
+            cache.write_atomically(path, text.encode())
+            return
+        try:
+            old = json.loads(path.read_text())
+        except json.JSONDecodeError:
+            raise BadInput(f"{path} is corrupt; start anew with --fresh (the old records are kept aside).") from None
+        if old != json.loads(text):
+            what = ", ".join(_differences(old, json.loads(text)))
+            raise BadInput(
+                f"{self.path} holds a run that differs in {what}; start anew with --fresh (the old records are kept "
+                "aside), or choose another folder with --out."
+            )
+
+    def _set_aside(self) -> None:
+        if not (self.path / PLAN).exists():
+            return
+        aside = self.path / "earlier" / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
+        aside.mkdir(parents=True)
+        for name in (PLAN, "records", "report"):
+            if (self.path / name).exists():
+                (self.path / name).rename(aside / name)
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def read(self, name: str) -> Record | None:
+        """The record of that name, or None. Raises :class:`BadInput` where it is corrupt."""
+        path = self.records / name
+        return record.read(path)[0] if path.exists() else None
+
+    def write(self, name: str, value: Record) -> None:
+        cache.write_atomically(self.records / name, value.to_json().encode())
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """Dotted names of what differs."""
+    names: list[str] = []
+    for key in sorted(old.keys() | new.keys()):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            names += _differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            names.append(f"{prefix}{key} ({a!r} then, {b!r} now)")
+    return names
+
+
+def pack(folder: Path, target: Path) -> int:
+    """Writes all records of a run into one ``.jsonl``, a record a line, sorted by name; returns how many."""
+    paths = sorted((folder / "records").glob("*.json"))
+    if not paths:
+        raise BadInput(f"{folder} has no records to pack; name the folder of a finished run.")
+    lines = [record.read(path)[0].to_json() for path in paths]
+    cache.write_atomically(target, ("\n".join(lines) + "\n").encode())
+    return len(lines)

@@ -1,0 +1,363 @@
+"""The worker: one fresh process inside a framework's own environment, one measurement.
+
+``python -m harness.worker REQUEST.json`` writes JSON lines to its standard output: ``phase`` events for the progress
+display and one ``result`` at the end. What the framework prints goes to standard error. Standard library and numpy only,
+because nothing of the harness may be installed into a framework's environment.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import platform
+import signal
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness import resident, sampling
+from harness.clock import Batch, ForeignLoad, collector_paused, timed_steps
+from harness.contract import Adapter, Setting, Unsupported
+from harness.request import Request
+from harness.tasks import TASKS, Task, check_parameters, initial_parameters
+
+REPLAYED_STEPS = 8
+"""The first steps of the first epoch, after which the weights are read for comparison with the untimed replay."""
+
+MINIMUM_STEPS = 3
+CALIBRATION_STEPS = 2
+
+Emit = Callable[[dict[str, Any]], None]
+
+
+def load_create(folder: Path) -> Callable[[str], Adapter]:
+    """``create`` of the folder's ``adapter.py``, imported by path so that a framework may live outside the repository."""
+    spec = importlib.util.spec_from_file_location(f"dpbench_adapter_{folder.name}", folder / "adapter.py")
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(f"{folder} has no adapter.py.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    create: Callable[[str], Adapter] = module.create
+    return create
+
+
+def setting_of(request: Request) -> Setting:
+    sizes: tuple[int, ...] = ()
+    if request.static_shapes and request.sampling == "poisson":
+        sizes = sampling.padded_sizes(request.batch_size, request.dataset_size)
+    elif request.static_shapes:
+        last = request.dataset_size % request.batch_size
+        sizes = tuple(sorted({request.batch_size, last or request.batch_size}))
+    return Setting(
+        variant=request.variant,
+        private=request.private,
+        batch_size=request.batch_size,
+        dataset_size=request.dataset_size,
+        noise_multiplier=request.noise_multiplier if request.private else 0.0,
+        max_grad_norm=request.max_grad_norm,
+        learning_rate=request.learning_rate,
+        seed=request.noise_seed,
+        device=request.device,
+        threads=request.threads,
+        precision=request.precision,
+        padded_sizes=sizes,
+    )
+
+
+def epoch_batches(request: Request, setting: Setting, epoch: int, steps: int) -> list[Batch]:
+    """The first ``steps`` batches of an epoch, the same for every framework that gets the same seed."""
+    if request.sampling == "poisson":
+        seed = request.batch_seed + 7919 * epoch
+        whole = sampling.steps_per_epoch(request.dataset_size, request.batch_size)
+        lists = sampling.poisson_batches(request.dataset_size, setting.sample_rate, whole, seed)[:steps]
+    else:
+        lists = sampling.consecutive_batches(request.dataset_size, request.batch_size)[:steps]
+    return [_shaped(indices, setting) for indices in lists]
+
+
+def _shaped(indices: np.ndarray, setting: Setting) -> Batch:
+    return sampling.pad(indices, setting.padded_sizes) if setting.padded_sizes else (indices, None)
+
+
+def warm_up_batches(request: Request, setting: Setting) -> list[Batch]:
+    """Every compiled size once, then two of ordinary size. Their indices are not those of any epoch."""
+    rng = np.random.default_rng([request.batch_seed, 0xA12])
+
+    def batch(count: int) -> Batch:
+        return _shaped(rng.choice(request.dataset_size, size=count, replace=False).astype(np.int64), setting)
+
+    ordinary = min(request.batch_size, request.dataset_size)
+    return [batch(size) for size in setting.padded_sizes] + [batch(ordinary), batch(ordinary)]
+
+
+def padding_fraction(batches: list[Batch]) -> float:
+    """Share of the rows computed that were padding."""
+    rows = sum(len(indices) for indices, _ in batches)
+    real = sum(len(indices) if mask is None else int(mask.sum()) for indices, mask in batches)
+    return 1.0 - real / rows if rows else 0.0
+
+
+class Measurement:
+    """An adapter with a task, a setting, its data and its starting weights; ``reset`` puts it back to the start."""
+
+    def __init__(self, request: Request, emit: Emit) -> None:
+        self.request = request
+        self.emit = emit
+        self.task: Task = TASKS[request.task]
+        self.setting = setting_of(request)
+        self.initial = initial_parameters(self.task, request.initial_seed)
+        self.whole_epoch = sampling.steps_per_epoch(request.dataset_size, request.batch_size)
+        emit({"event": "phase", "phase": "import"})
+        self.adapter = load_create(Path(request.folder))(request.variant)
+        self.adapter.build(self.task, self.setting, self.initial)
+        fault = check_parameters(self.task, self.adapter.parameters())
+        if fault:
+            raise ValueError(fault)
+
+    def place(self) -> None:
+        from harness.data import load
+
+        self.emit({"event": "phase", "phase": "data"})
+        data = load(self.request.data, "train", synthetic=self.request.synthetic)
+        self.adapter.place(data.x[: self.request.dataset_size], data.y[: self.request.dataset_size])
+
+    def reset(self) -> None:
+        self.adapter.build(self.task, self.setting, self.initial)
+
+    def warm_up(self) -> tuple[float, float, int]:
+        """(seconds of all warm-up steps, seconds of an ordinary step, number of steps)."""
+        self.emit({"event": "phase", "phase": "warm-up"})
+        batches = warm_up_batches(self.request, self.setting)
+        first = timed_steps(self.adapter, batches[:-CALIBRATION_STEPS])
+        last = [timed_steps(self.adapter, [batch]) for batch in batches[-CALIBRATION_STEPS:]]
+        return first + sum(last), min(last), len(batches)
+
+    def steps(self, step_seconds: float | None) -> int:
+        if self.request.steps is not None:
+            return min(self.whole_epoch, self.request.steps)
+        if self.request.budget_seconds is None or step_seconds is None:
+            return self.whole_epoch
+        wanted = math.ceil(self.request.budget_seconds / max(step_seconds, 1e-6))
+        return min(self.whole_epoch, max(MINIMUM_STEPS, wanted))
+
+
+def measure_time(request: Request, emit: Emit) -> dict[str, Any]:
+    """Warm-up, then timed epochs. In the first epoch the clock stops once more, after the first steps, so that their
+    weights can be compared with an untimed replay in another process."""
+    m = Measurement(request, emit)
+    m.place()
+    first_pass, step_seconds, warm_up_steps = None, None, 0
+    if request.warm_up:
+        first_pass, step_seconds, warm_up_steps = m.warm_up()
+        m.reset()
+    steps = m.steps(step_seconds)
+    load = ForeignLoad()
+    measured: list[float] = []
+    reads: list[dict[str, float]] = []
+    padding: list[float] = []
+    weights: dict[str, np.ndarray] = {}
+    for epoch in range(request.epochs):
+        emit({"event": "phase", "phase": f"epoch {epoch + 1}/{request.epochs}"})
+        batches = epoch_batches(request, m.setting, epoch, steps)
+        padding.append(padding_fraction(batches))
+        parts = [batches[:REPLAYED_STEPS], batches[REPLAYED_STEPS:]] if epoch == 0 else [batches]
+        measured.append(0.0)
+        for part in parts:
+            if not part:
+                continue
+            with collector_paused(), load.watch():
+                seconds = timed_steps(m.adapter, part)
+            measured[-1] += seconds
+            weights, first_read, second_read = _read_twice(m.adapter)
+            reads.append({"timed": seconds, "first": first_read, "second": second_read})
+            if epoch == 0 and part is parts[0] and request.snapshot:
+                save_weights(request.snapshot, weights)
+    if request.weights:
+        save_weights(request.weights, weights)
+    scale = m.whole_epoch / steps
+    compile_seconds = None
+    if first_pass is not None:
+        compile_seconds = max(0.0, first_pass - warm_up_steps * statistics.median(measured) / steps)
+    total_steps = m.whole_epoch * request.epochs
+    return {
+        "state": "ok",
+        **_fault(weights, m.initial, reads),
+        "epoch_seconds": [seconds * scale for seconds in measured],
+        "compile_seconds": compile_seconds,
+        "timed": {
+            "steps_per_epoch": m.whole_epoch,
+            "steps_timed": steps,
+            "epochs": request.epochs,
+            "extrapolated": steps < m.whole_epoch,
+            "measured_seconds": measured,
+            "first_pass_seconds": first_pass,
+            "warm_up_steps": warm_up_steps,
+            "padding_fraction": statistics.fmean(padding),
+            "parameters_read_seconds": [read["first"] for read in reads],
+        },
+        "foreign_share": load.share,
+        "epsilon_own": m.adapter.epsilon(total_steps, request.delta) if request.private else None,
+        "epsilon_steps": total_steps,
+    }
+
+
+def measure_memory(request: Request, emit: Emit) -> dict[str, Any]:
+    """Peak memory of the first steps of the first epoch, which are also the untimed replay of the timed process.
+
+    The steps run twice from the same start: once for whatever compiles, then once more for the steady peak.
+    """
+    m = Measurement(request, emit)
+    m.place()
+    batches = epoch_batches(request, m.setting, 0, min(REPLAYED_STEPS, m.steps(None)))
+    resident.settle()
+    loaded = resident.now()
+    resident.reset_peak()
+    emit({"event": "phase", "phase": "memory"})
+    for indices, mask in batches:
+        m.adapter.step(indices, mask)
+    m.adapter.synchronize()
+    peak_with_compile = resident.peak()
+    m.reset()
+    resident.settle()
+    resident.reset_peak()
+    for indices, mask in batches:
+        m.adapter.step(indices, mask)
+        m.adapter.synchronize()
+    memory = {
+        resident.NOTION: max(0, resident.peak() - loaded),
+        resident.NOTION_WITH_COMPILE: max(0, peak_with_compile - loaded),
+        **m.adapter.peak_memory().bytes_by_notion,
+    }
+    if request.snapshot:
+        save_weights(request.snapshot, dict(m.adapter.parameters()))
+    return {"state": "ok", "memory": memory, "replayed_steps": len(batches)}
+
+
+def run_gate(request: Request, emit: Emit) -> dict[str, Any]:
+    """The admission gate of this adapter on this task; needs no data set."""
+    from harness.gate import run_gate as checks_of
+
+    emit({"event": "phase", "phase": "gate"})
+    create = load_create(Path(request.folder))
+    with np.load(str(request.reference), allow_pickle=False) as reference:
+        checks = checks_of(
+            lambda: create(request.variant),
+            TASKS[request.task],
+            setting_of(request),
+            request.static_shapes,
+            dict(reference),
+            budget=request.budget,
+        )
+    return {"state": "ok", "checks": checks}
+
+
+def _read_twice(adapter: Adapter) -> tuple[dict[str, np.ndarray], float, float]:
+    """(weights, seconds of the first read, seconds of a second one): work that was deferred past the clock shows as a
+    slow first read."""
+    start = time.perf_counter()
+    weights = dict(adapter.parameters())
+    middle = time.perf_counter()
+    adapter.parameters()
+    return weights, middle - start, time.perf_counter() - middle
+
+
+READ_FLOOR_SECONDS = 0.02
+READ_SHARE = 0.1
+
+
+def _fault(
+    weights: dict[str, np.ndarray], initial: dict[str, np.ndarray], reads: list[dict[str, float]]
+) -> dict[str, str]:
+    """Why the timed run itself must be rejected, or nothing."""
+    if not all(np.isfinite(value).all() for value in weights.values()):
+        return {"state": "rejected", "reason": "the weights after the timed steps are not finite."}
+    if all(np.array_equal(weights[name], initial[name]) for name in initial):
+        return {"state": "rejected", "reason": "the timed steps left every weight unchanged."}
+    for read in reads:
+        limit = READ_FLOOR_SECONDS + READ_SHARE * read["timed"] + 3.0 * read["second"]
+        if read["first"] > limit:
+            return {
+                "state": "rejected",
+                "reason": f"reading the weights after the clock stopped took {read['first']:.3f} s (limit {limit:.3f} s): "
+                "work was deferred past the clock.",
+            }
+    return {}
+
+
+def save_weights(path: str, weights: dict[str, np.ndarray]) -> None:
+    """Atomic: a reader sees the whole file or none."""
+    part = f"{path}.{os.getpid()}.part"
+    with open(part, "wb") as file:
+        np.savez(file, **weights)  # type: ignore[arg-type]
+    os.replace(part, path)
+
+
+def versions() -> dict[str, str]:
+    """Every distribution that this environment holds."""
+    found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    return {"python": platform.python_version(), **dict(sorted(found.items()))}
+
+
+MODES: dict[str, Callable[[Request, Emit], dict[str, Any]]] = {
+    "time": measure_time,
+    "memory": measure_memory,
+    "gate": run_gate,
+}
+
+OUT_OF_MEMORY = ("out of memory", "resource_exhausted", "can't allocate memory", "cannot allocate memory", "bad_alloc")
+
+
+def run(request: Request, emit: Emit) -> None:
+    """One measurement; whatever happens, the last event is a ``result``."""
+    try:
+        result = MODES[request.mode](request, emit)
+    except Unsupported as error:
+        result = {"state": "unsupported", "reason": str(error)}
+    except MemoryError as error:
+        result = {"state": "oom", "reason": f"MemoryError: {error}"}
+    except Exception as error:
+        traceback.print_exc()
+        text = f"{type(error).__name__}: {error}"
+        is_oom = any(mark in text.lower() for mark in OUT_OF_MEMORY)
+        result = {"state": "oom" if is_oom else "crashed", "reason": text[:2000]}
+    emit({"event": "result", **result, "versions": versions()})
+
+
+def pin(threads: int) -> None:
+    """Only ``threads`` of the processors that this process may use. Before any framework starts its pools."""
+    if hasattr(os, "sched_setaffinity"):
+        allowed = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, allowed[:threads])
+
+
+def die_with_parent() -> None:
+    """Asks Linux to kill this process when the harness dies (prctl PR_SET_PDEATHSIG), even by kill -9: an orphan would
+    disturb whatever is measured next."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
+def main() -> None:
+    die_with_parent()
+    request = Request.from_json(Path(sys.argv[1]).read_text())
+    events = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    pin(request.threads)
+    run(request, lambda event: print(json.dumps(event), file=events, flush=True))
+
+
+if __name__ == "__main__":
+    main()
