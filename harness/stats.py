@@ -13,10 +13,10 @@ both contestants of the block), and independent noise e. The difference of two c
 
     x[k] = log t[b, k] - log t[a, k] = (m[b] - m[a]) + (e[b, k] - e[a, k]),
 
-is free of d however large the drift is. The x[k] are independent with a common mean log(ratio), so the mean of n of them
-with Student's interval  mean +- t[n-1] * sd / sqrt(n)  covers log(ratio) with the stated probability if e is normal, and
-nearly so otherwise. Exponentiated this is a ratio of (geometric) mean times and its interval. A bootstrap of the median
-is not used: at n = 3 it calls 27 % of equal pairs different, at n = 5 still 7 %.
+is free of d however large the drift is. The x[k] are independent with a common mean log(ratio), so the mean of n of
+them with Student's interval  mean +- t[n-1] * sd / sqrt(n)  covers log(ratio) with the stated probability if e is
+normal, and nearly so otherwise. Exponentiated this is a ratio of (geometric) mean times and its interval. A bootstrap
+of the median is not used: at n = 3 it calls 27 % of equal pairs different, at n = 5 still 7 %.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> 
     """Median with its distribution-free interval from order statistics.
 
     Each of n independent values of a continuous distribution lies below the true median with probability 1/2, so the
-    number below it is binomial(n, 1/2), and [x(j), x(n+1-j)] (the j-th smallest and j-th largest) misses the median only
-    if fewer than j lie on one side: coverage(j) = 1 - 2 P(Bin(n, 1/2) <= j - 1). The largest j with
+    number below it is binomial(n, 1/2), and [x(j), x(n+1-j)] (the j-th smallest and j-th largest) misses the median
+    only if fewer than j lie on one side: coverage(j) = 1 - 2 P(Bin(n, 1/2) <= j - 1). The largest j with
     coverage(j) >= confidence is taken. For n < 6 not even j = 1 reaches 95 % (coverage 1 - 2^(1-n)): then the whole
     range is given, with its true coverage, and callers must call it a range.
 
