@@ -1,0 +1,1 @@
+"""Opacus, DP-SGD for PyTorch."""

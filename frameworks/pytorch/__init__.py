@@ -1,0 +1,1 @@
+"""PyTorch without differential privacy."""

@@ -1,0 +1,68 @@
+"""Plain SGD by PyTorch: the non-private baseline, eager and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from frameworks import torch_models
+from frameworks.torch_adapter import TorchAdapter
+from harness.contract import Adapter, Setting, Unsupported
+from harness.tasks import Task
+
+# One graph per padded batch size, and the gate brings sizes of its own; the default of 8 would fall back to eager.
+torch._dynamo.config.recompile_limit = 64
+
+
+def create(variant: str) -> Adapter:
+    """The adapter of ``variant``, ``eager`` or ``compiled``."""
+    return PyTorch(compiled=variant == "compiled")
+
+
+class PyTorch(TorchAdapter):
+    """w <- w - lr/B * sum_i g_i by ``torch.optim.SGD`` on the sum of the examples' losses."""
+
+    def __init__(self, compiled: bool) -> None:
+        self.compiled = compiled
+        self.task = None
+
+    def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
+        if setting.private:
+            raise Unsupported("PyTorch alone has no differential privacy.")
+        known = self.task is not None and self.task == task and self.setting.device == setting.device
+        self.configure(task, setting)
+        if known:  # the compiled step holds on to these very parameters
+            torch_models.load_parameters(self.model, task, initial)
+        else:
+            self.model = torch_models.build_model(task, initial).to(self.device)
+            self.loss = self._summed_loss()
+        # The divisor goes into the rate, so that no pass over the gradients is spent on it.
+        rate = setting.learning_rate / setting.batch_size
+        self.optimizer = torch.optim.SGD(torch_models.trained_parameters(self.model), lr=rate, fused=True)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _summed_loss(self):
+        model, losses = self.model, torch_models.loss_fn(self.task)
+
+        def summed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return losses(model(x), y).sum()
+
+        def summed_where(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return (losses(model(x), y) * mask).sum()
+
+        return torch.compile(summed_where, dynamic=False) if self.compiled else summed
+
+    def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
+        if len(indices) == 0:
+            return
+        x, y = self.batch(indices)
+        if self.compiled:
+            kept = np.ones(len(indices), bool) if mask is None else mask
+            loss = self.loss(x, y, torch.from_numpy(kept).to(self.device, non_blocking=True))
+        else:
+            loss = self.loss(x, y)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)

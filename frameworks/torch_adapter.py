@@ -1,0 +1,61 @@
+"""What every adapter on PyTorch does alike: device and precision, resident data, weights in and out, CUDA's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from frameworks import torch_models
+from harness.contract import Adapter, Memory, Setting, Unsupported
+from harness.tasks import Task
+
+
+class TorchAdapter(Adapter):
+    """Leaves ``build`` and ``step`` to the framework; ``build`` calls :meth:`configure` and sets ``self.model``."""
+
+    model: torch.nn.Module
+
+    def configure(self, task: Task, setting: Setting) -> None:
+        """Applies device, threads and precision of ``setting`` to this process.
+
+        Raises :class:`Unsupported` where the machine or the variant cannot do it.
+        """
+        if setting.precision not in ("float32", "tf32"):
+            raise Unsupported(f"precision {setting.precision!r}: this adapter trains in float32 or tf32.")
+        self.task = task
+        self.setting = setting
+        self.device = torch.device(setting.device)
+        if self.device.type == "cuda":
+            if not torch.cuda.is_available():
+                raise Unsupported("PyTorch finds no CUDA device here.")
+            torch.backends.cuda.matmul.allow_tf32 = setting.precision == "tf32"
+            torch.backends.cudnn.allow_tf32 = setting.precision == "tf32"
+            torch.cuda.reset_peak_memory_stats(self.device)
+        torch.set_num_threads(setting.threads)
+
+    def place(self, x: np.ndarray, y: np.ndarray) -> None:
+        self.x, self.y = torch_models.place(x, y, self.device)
+
+    def batch(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and labels of the rows ``indices`` of the placed data."""
+        rows = torch.from_numpy(indices).to(self.device, non_blocking=True)
+        return self.x[rows], self.y[rows]
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def parameters(self) -> Mapping[str, np.ndarray]:
+        return torch_models.read_parameters(self.model, self.task)
+
+    def peak_memory(self) -> Memory:
+        if self.device.type != "cuda":
+            return Memory({})
+        return Memory(
+            {
+                "cuda_peak_allocated": torch.cuda.max_memory_allocated(self.device),
+                "cuda_peak_reserved": torch.cuda.max_memory_reserved(self.device),
+            }
+        )
