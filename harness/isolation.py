@@ -203,3 +203,9 @@ def run_tool(python: Path, module: str, arguments: list[str], timeout_seconds: f
     if done.returncode:
         raise RuntimeError(f"{module} ended with {done.returncode}: {done.stderr[-1500:]}")
     return done.stdout
+
+
+def json_tool(python: Path, module: str, arguments: list[str]) -> dict[str, Any]:
+    """The JSON object on the last line of a tool's output."""
+    result: dict[str, Any] = json.loads(run_tool(python, module, arguments).strip().splitlines()[-1])
+    return result

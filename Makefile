@@ -1,0 +1,66 @@
+# Every target does its own set-up. PYTHON: a Python 3.11; PRESET: smoke, quick, full, paper; ARGS: more options of dpbench.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PRESET ?= quick
+ARGS ?=
+VENV := .venv
+TORCH := .venvs/torch
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+TORCH_READY := $(TORCH)/ready
+PIP := -m pip install --disable-pip-version-check --quiet
+
+.PHONY: bench-e2e report gate test lint test-harness test-dpcore test-frameworks test-slow doctor clean
+
+bench-e2e: $(READY)  ## median seconds per epoch of every framework x task x batch size
+	@echo "==> dpbench run e2e --preset $(PRESET): data and environments are made where they are missing"
+	$(BIN)/dpbench run e2e --preset $(PRESET) $(ARGS)
+
+report: $(READY)  ## tables and figures from the records of the last run with this preset
+	$(BIN)/dpbench report results/local/$(PRESET) $(ARGS)
+
+gate: $(READY)  ## the admission gate alone
+	$(BIN)/dpbench gate $(ARGS)
+
+doctor: $(READY)  ## checks of the instrument itself
+	$(BIN)/dpbench doctor
+
+test: lint test-harness test-dpcore test-frameworks  ## everything that CI runs
+
+lint: $(READY)
+	@echo "==> ruff and mypy"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test-harness: $(READY)
+	@echo "==> tests of the harness"
+	$(BIN)/pytest -q tests/harness -m "not slow and not network and not frameworks"
+
+test-dpcore: $(TORCH_READY)
+	@echo "==> tests of dpcore, in an environment with torch"
+	$(TORCH)/bin/pytest -q tests/dpcore -m "not slow" -p no:cacheprovider
+
+test-frameworks: $(READY)
+	@echo "==> the gate on every framework and mutant, and a short run end to end, in the frameworks' own environments"
+	$(BIN)/pytest -q tests/harness tests/frameworks -m "frameworks and not slow"
+
+test-slow: $(READY) $(TORCH_READY)  ## the long proofs
+	$(BIN)/pytest -q tests/harness tests/frameworks -m "slow or network"
+	$(TORCH)/bin/pytest -q tests/dpcore -m slow -p no:cacheprovider
+
+$(READY): requirements.txt pyproject.toml
+	@echo "==> Setting up the harness: a virtual environment in $(VENV) with the pins of requirements.txt"
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "dpbench needs Python 3.11 or later; this is " + sys.version.split()[0] + ". Say make PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python $(PIP) -r requirements.txt
+	$(BIN)/python $(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(TORCH_READY): tests/requirements-torch.txt
+	@echo "==> Setting up the test environment with torch in $(TORCH)"
+	$(PYTHON) -m venv $(TORCH)
+	$(TORCH)/bin/python $(PIP) -r tests/requirements-torch.txt
+	@touch $@
+
+clean:  ## removes the virtual environments of this folder; results stay
+	rm -rf $(VENV) .venvs

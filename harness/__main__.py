@@ -1,0 +1,5 @@
+"""``python -m harness`` is ``dpbench``."""
+
+from harness.cli import main
+
+main()

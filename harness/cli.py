@@ -1,0 +1,256 @@
+"""The command line. Every verb imports what it needs when it runs, so that ``--help`` stays fast.
+
+Exit codes: 0 ok, 1 a finding (gate failed, regression found), 2 bad input, 3 a cell failed to run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+# One thread for the harness's own arithmetic, before numpy is imported: the canary must not depend on the core count.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import typer
+
+from harness.errors import BadInput
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+run_app = typer.Typer(no_args_is_help=True, help="Measure: plan, isolate, gate, time, store.")
+env_app = typer.Typer(no_args_is_help=True, help="Environments of the frameworks: list, make, remove.")
+app.add_typer(run_app, name="run")
+app.add_typer(env_app, name="env")
+
+FINDING, BAD_INPUT, CELL_FAILED, INTERRUPTED = 1, 2, 3, 130
+LOCAL_RESULTS = Path("results/local")
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of a table.")]
+Names = Annotated[
+    str | None,
+    typer.Option(help="Comma-separated: opacus (its default variant), opacus-ghost, opacus:all, or all."),
+]
+
+
+def _list(text: str | None) -> tuple[str, ...] | None:
+    return tuple(part.strip() for part in text.split(",") if part.strip()) if text is not None else None
+
+
+def _integers(text: str | None, option: str) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise BadInput(f"{option} is {text!r}: give whole numbers separated by commas, for instance 64,512.") from None
+
+
+@run_app.command("e2e")
+def run_e2e(
+    preset: Annotated[str, typer.Option(help="smoke, quick, full or paper.")] = "quick",
+    tasks: Annotated[str | None, typer.Option(help="Comma-separated task names.")] = None,
+    frameworks: Names = None,
+    batch_sizes: Annotated[str | None, typer.Option(help="Comma-separated expected batch sizes.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Processes per cell, in randomised paired blocks.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Timed epochs per process.")] = None,
+    subset: Annotated[float | None, typer.Option(help="Fraction of an epoch; the figures are then extrapolated.")] = None,
+    budget_seconds: Annotated[float | None, typer.Option(help="Time about so long; extrapolated to the epoch.")] = None,
+    memory: Annotated[bool, typer.Option(help="Also measure peak memory, in a process of its own.")] = True,
+    protocol: Annotated[str, typer.Option(help="verified or paper.")] = "verified",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    isolation: Annotated[str, typer.Option(help="venv, or inprocess (tests only).")] = "venv",
+    threads: Annotated[int | None, typer.Option(help="Threads and pinned cores per process; default all.")] = None,
+    sigma: Annotated[float | None, typer.Option(help="Another noise multiplier than the protocol's.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of plan, batches, weights and noise.")] = 0,
+    timeout: Annotated[float | None, typer.Option(help="Seconds after which a process is stopped.")] = None,
+    memory_limit: Annotated[float | None, typer.Option(help="GiB per process; default 90 % of what is free.")] = None,
+    synthetic: Annotated[bool, typer.Option(help="Use the synthetic twins of the data sets; marked everywhere.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Run folder; default results/local/PRESET.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh/--resume", help="Start anew, or go on where the run stopped.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Median seconds per epoch and peak memory of every framework, task and batch size."""
+    from rich.console import Console
+
+    from harness import plan, registry, report
+    from harness.progress import Progress
+    from harness.run import Run, command_line
+    from harness.store import RunFolder
+
+    if isolation not in {"venv", "inprocess"}:
+        raise BadInput(f"--isolation is {isolation!r}: choose venv or inprocess.")
+    if memory_limit is not None and not memory_limit > 0:
+        raise BadInput(f"--memory-limit is {memory_limit}: it must be above 0 GiB.")
+    options = plan.preset(
+        preset,
+        tasks=_list(tasks),
+        frameworks=_list(frameworks),
+        batch_sizes=_integers(batch_sizes, "--batch-sizes"),
+        rounds=rounds,
+        epochs=epochs,
+        subset=subset,
+        budget_seconds=budget_seconds,
+        memory=memory,
+        protocol=protocol,
+        device=device,
+        isolation=isolation,
+        threads=threads,
+        sigma=sigma,
+        seed=seed,
+        timeout_seconds=timeout,
+        memory_limit_bytes=None if memory_limit is None else int(memory_limit * 2**30),
+        synthetic=synthetic,
+    )
+    contestants = registry.select(options.frameworks)
+    folder = RunFolder((out or LOCAL_RESULTS / preset).resolve())
+    console = Console(stderr=as_json)
+    run = Run(options, contestants, folder, command_line())
+    try:
+        with Progress(console, quiet=as_json) as progress:
+            summary = run.execute(progress, fresh)
+    except KeyboardInterrupt:
+        console.print(f"Stopped. What was measured is in {folder.path}; the same command goes on from there.", markup=False)
+        raise typer.Exit(INTERRUPTED) from None
+    paths = report.write(folder.path, folder.path / "report", folder.path / "report" / "plots")
+    if as_json:
+        written = [str(path) for path in paths]
+        print(json.dumps({"folder": str(folder.path), "states": summary.states, "resumed": summary.resumed, "written": written}))
+    else:
+        report.show(report.load(folder.path), console)
+        console.print(f"Records: {folder.records} ({summary.total}, {summary.resumed} of them from before)", markup=False)
+        console.print(f"Report:  {folder.path / 'report'}", markup=False)
+    raise typer.Exit(_exit_code(summary.states))
+
+
+def _exit_code(states: dict[str, int]) -> int:
+    if {"crashed", "oom", "timeout"} & states.keys():
+        return CELL_FAILED
+    return FINDING if "rejected" in states else 0
+
+
+@app.command()
+def gate(
+    frameworks: Names = None,
+    tasks: Annotated[str | None, typer.Option(help="Comma-separated task names; default the four of the paper.")] = None,
+    mutants: Annotated[bool, typer.Option(help="Judge the deliberately wrong adapters: each must be rejected.")] = False,
+    fresh: Annotated[bool, typer.Option(help="Judge again even where nothing has changed.")] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(help="Threads and pinned cores per process.")] = None,
+    every_check: Annotated[bool, typer.Option("--all-checks", help="A row per check, not only the tightest.")] = False,
+    as_json: Json = False,
+) -> None:
+    """The admission gate alone: check, adapter, task, measured error, limit, verdict."""
+    from harness.gate_table import judge_all
+
+    raise typer.Exit(judge_all(_list(frameworks), _list(tasks), mutants, fresh, device, threads, every_check, as_json))
+
+
+@app.command("list")
+def list_all(as_json: Json = False) -> None:
+    """Tasks, frameworks with their variants, protocols and presets."""
+    from harness.listing import show_all
+
+    show_all(as_json)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Checks the instrument itself: known sleeps, known bytes, clock, noise floor, machine, engines."""
+    from harness.doctor import examine
+
+    raise typer.Exit(0 if examine(as_json) else FINDING)
+
+
+@app.command()
+def pack(
+    folder: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
+    target: Annotated[Path, typer.Argument(help="The .jsonl file to write.")],
+    as_json: Json = False,
+) -> None:
+    """Packs a finished run's records into one file, a record a line, to be committed."""
+    from harness.store import pack as pack_records
+
+    count = pack_records(folder, target)
+    print(json.dumps({"records": count, "target": str(target)}) if as_json else f"{count} records in {target}")
+
+
+@env_app.command("list")
+def env_list(as_json: Json = False) -> None:
+    """The environments that exist, with their sizes."""
+    from harness import env, listing
+
+    rows = [
+        {"lock": e.lock_hash, "made_for": ", ".join(e.frameworks), "mib": e.size_bytes // 2**20, "seconds": e.seconds}
+        for e in env.existing()
+    ]
+    listing.table("Environments", rows, as_json)
+
+
+@env_app.command("make")
+def env_make(
+    names: Annotated[list[str] | None, typer.Argument(help="Frameworks; default all.")] = None, as_json: Json = False
+) -> None:
+    """Builds environments ahead of a run."""
+    from harness import env, listing, registry
+
+    say = (lambda text: None) if as_json else print
+    rows: list[dict[str, Any]] = []
+    for framework in {c.framework.name: c.framework for c in registry.select(names or None)}.values():
+        try:
+            made = env.ensure(framework, say)
+            rows.append({"framework": framework.name, "state": "ready", "where": str(made.folder)})
+        except env.EnvironmentFault as fault:
+            rows.append({"framework": framework.name, "state": "unsupported", "where": str(fault)})
+    listing.table("Environments", rows, as_json)
+
+
+@env_app.command("rm")
+def env_rm(
+    names: Annotated[list[str] | None, typer.Argument(help="Frameworks.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All environments.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Removes environments; the next run builds them anew."""
+    from harness import env, listing, registry
+
+    if not names and not everything:
+        raise BadInput("env rm was given no framework: name one, or say --all.")
+    locks = None if everything else {c.framework.lock_hash for c in registry.select(names)}
+    rows = []
+    for environment in env.existing():
+        if locks is None or environment.lock_hash in locks:
+            env.remove(environment)
+            rows.append({"lock": environment.lock_hash, "removed": str(environment.folder)})
+    listing.table("Removed environments", rows, as_json)
+
+
+def _mount() -> None:
+    """Verbs that live beside what they show."""
+    from harness.data.cli import app as data_app
+    from harness.report.cli import compare, explain, report
+
+    app.add_typer(data_app, name="data")
+    app.command()(report)
+    app.command()(compare)
+    app.command()(explain)
+
+
+_mount()
+
+
+def main() -> None:
+    """Console script: bad input is one sentence on standard error and exit code 2."""
+    try:
+        app()
+    except BadInput as error:
+        print(f"dpbench: {error}", file=sys.stderr)
+        sys.exit(BAD_INPUT)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

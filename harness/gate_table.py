@@ -1,0 +1,133 @@
+"""``dpbench gate``: judges contestants and prints a table of checks."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from harness import env, gatekeeper, limits, registry
+from harness.errors import BadInput
+from harness.gatekeeper import Verdict
+from harness.isolation import Limits, Venv
+from harness.record import GateCheck
+from harness.registry import Contestant
+from harness.run import check_device
+from harness.tasks import PAPER_TASKS, TASKS
+
+TIMEOUT_SECONDS = 900.0
+MUTANTS = "mutants"
+EXACT = "exact"
+"""The one variant of the mutants that is right: it shows that the others fail for their fault alone."""
+
+
+def judge_all(
+    frameworks: tuple[str, ...] | None,
+    tasks: tuple[str, ...] | None,
+    mutants: bool,
+    fresh: bool,
+    device: str,
+    threads: int | None,
+    every_check: bool,
+    as_json: bool,
+) -> int:
+    """Exit code: 0 where every contestant passed (with ``mutants``: every mutant was rejected), else 1."""
+    from rich.console import Console
+
+    from harness.progress import Progress
+
+    check_device(device)
+    for task in tasks or ():
+        if task not in TASKS:
+            raise BadInput(f"There is no task {task!r}; choose from {', '.join(TASKS)}.")
+    contestants = registry.select([f"{MUTANTS}:all"] if mutants else frameworks, hidden=mutants)
+    pairs = [(c, t) for t in tasks or (("mnist-cnn",) if mutants else PAPER_TASKS) for c in contestants]
+    console = Console(stderr=as_json)
+    verdicts: dict[tuple[str, str], Verdict] = {}
+    with Progress(console, quiet=as_json) as progress:
+        progress.begin(len(pairs), "gate")
+        for contestant, task in pairs:
+            progress.doing(f"{task} · {contestant.name}")
+            verdict = _judge(contestant, task, device, threads, progress, fresh)
+            verdicts[contestant.name, task] = verdict
+            progress.done(_word(verdict))
+    rows = [row for (name, task), v in verdicts.items() for row in _rows(name, task, v, every_check)]
+    if as_json:
+        print(json.dumps(rows, indent=1))
+    else:
+        _print(rows, console)
+    return int(not all(_as_wanted(name, verdict) for (name, _), verdict in verdicts.items()))
+
+
+def _judge(
+    contestant: Contestant, task: str, device: str, threads: int | None, progress: Any, fresh: bool
+) -> Verdict:
+    from harness.record import Gate
+
+    nothing = Gate(passed=False, key="", checks=[])
+    if task in contestant.variant.unsupported:
+        return Verdict("unsupported", contestant.variant.unsupported[task], nothing, {})
+    try:
+        python = env.ensure(contestant.framework, progress.say).python
+    except env.EnvironmentFault as fault:
+        return Verdict("unsupported", str(fault), nothing, {})
+    place = Venv(python, contestant.variant.environment)
+    bounds = Limits(limits.default_limit(), TIMEOUT_SECONDS)
+    cores = threads or len(os.sched_getaffinity(0))
+    return gatekeeper.judge(contestant, task, place, bounds, device, cores, progress.say, fresh)
+
+
+def _as_wanted(name: str, verdict: Verdict) -> bool:
+    if verdict.state == "unsupported":
+        return True
+    is_wrong_on_purpose = name.startswith(f"{MUTANTS}-") and name != f"{MUTANTS}-{EXACT}"
+    return verdict.state == "ok" and verdict.gate.passed != is_wrong_on_purpose
+
+
+def _word(verdict: Verdict) -> str:
+    if verdict.state != "ok":
+        return verdict.state
+    return "passed" if verdict.gate.passed else "rejected"
+
+
+def _rows(name: str, task: str, verdict: Verdict, every_check: bool) -> list[dict[str, Any]]:
+    """A row per check; or per contestant and task: the failed checks, or where all passed the one nearest its limit."""
+    base = {"adapter": name, "task": task}
+    if verdict.state != "ok" or not verdict.gate.checks:
+        return [{**base, "check": "-", "error": None, "limit": None, "verdict": verdict.state, "detail": verdict.reason or ""}]
+    checks = verdict.gate.checks
+    if not every_check:
+        failed = [check for check in checks if not check.passed]
+        checks = failed or [max(checks, key=_nearness)]
+    count = f"{len(verdict.gate.checks)} checks" + (", remembered" if verdict.cached else "")
+    return [
+        {
+            **base,
+            "check": check.check,
+            "error": check.error,
+            "limit": check.limit,
+            "verdict": "passed" if check.passed else "rejected",
+            "detail": check.detail or count,
+        }
+        for check in checks
+    ]
+
+
+def _nearness(check: GateCheck) -> float:
+    """Error over limit: 1 is at the limit."""
+    return (check.error or 0.0) / check.limit if check.limit else 0.0
+
+
+def _print(rows: list[dict[str, Any]], console: Any) -> None:
+    from rich.table import Table
+
+    view = Table(title="Admission gate (passed: the check nearest its limit; rejected: every failed check)", title_justify="left")
+    for title in ("adapter", "task", "check", "error", "limit", "verdict", "detail"):
+        view.add_column(title, justify="right" if title in {"error", "limit"} else "left", overflow="fold")
+    for row in rows:
+        numbers = ["-" if row[k] is None else f"{row[k]:.2e}" for k in ("error", "limit")]
+        colour = {"passed": "green", "rejected": "red"}.get(row["verdict"], "yellow")
+        view.add_row(
+            row["adapter"], row["task"], row["check"], *numbers, f"[{colour}]{row['verdict']}[/]", row["detail"]
+        )
+    console.print(view)

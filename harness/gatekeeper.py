@@ -1,0 +1,149 @@
+"""The parent's side of the admission gate: makes the reference, runs the gate in a contestant's own environment, and
+remembers verdicts by what they depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness import accounting, cache, env, isolation
+from harness.gate_cases import DATASET_SIZE, EXPECTED_BATCH_SIZE
+from harness.isolation import Limits, Place
+from harness.record import Gate, GateCheck
+from harness.registry import ROOT, Contestant, frameworks
+from harness.request import Request
+
+REFERENCE_SOURCES = (
+    "dpcore/reference.py",
+    "frameworks/reference.py",
+    "frameworks/torch_models.py",
+    "harness/gate_cases.py",
+    "harness/tasks.py",
+)
+GATE_SOURCES = (*REFERENCE_SOURCES, "harness/gate.py", "harness/gatekeeper.py", "harness/clock.py")
+BUDGET_STEPS = 500
+NOISE_MULTIPLIER = 1.1
+DELTA = 1e-5
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``state`` is ``ok`` where the gate ran; then ``gate`` says whether it passed. Else why it could not run."""
+
+    state: str
+    reason: str | None
+    gate: Gate
+    versions: dict[str, str]
+    log_tail: str = ""
+    cached: bool = False
+
+    @property
+    def passed(self) -> bool:
+        return self.state == "ok" and self.gate.passed
+
+
+def key_of(contestant: Contestant, task: str, device: str) -> str:
+    """Hash of everything that the verdict depends on."""
+    framework = contestant.framework
+    parts = [task, contestant.name, device, framework.adapter_hash, framework.lock_hash, sources_hash(GATE_SOURCES)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def sources_hash(sources: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for source in sources:
+        digest.update((ROOT / source).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def reference(task: str, say: Callable[[str], None]) -> Path:
+    """The float64 reference of a task, computed once in the environment of plain PyTorch."""
+    folder = cache.root() / "references"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{task}-{sources_hash(REFERENCE_SOURCES)}.npz"
+    with cache.locked(folder / f"{task}.lock"):
+        if not path.exists():
+            python = env.ensure(frameworks()["pytorch"], say).python
+            say(f"Reference of {task}: float64, one example at a time")
+            isolation.run_tool(python, "frameworks.reference", ["--task", task, "--out", str(path)])
+    return path
+
+
+def judge(
+    contestant: Contestant,
+    task: str,
+    place: Place,
+    limits: Limits,
+    device: str,
+    threads: int,
+    say: Callable[[str], None],
+    fresh: bool = False,
+) -> Verdict:
+    """The verdict on one contestant and task, from memory where nothing that it depends on has changed."""
+    key = key_of(contestant, task, device)
+    folder = cache.root() / "gate"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{key}.json"
+    if path.exists() and not fresh:
+        return _remembered(path, key)
+    rdp, pld = accounting.epsilons(EXPECTED_BATCH_SIZE / DATASET_SIZE, NOISE_MULTIPLIER, BUDGET_STEPS, DELTA)
+    request = Request(
+        mode="gate",
+        folder=str(contestant.framework.folder),
+        variant=contestant.variant.name,
+        private=contestant.variant.private,
+        static_shapes=contestant.variant.static_shapes,
+        task=task,
+        batch_size=EXPECTED_BATCH_SIZE,
+        dataset_size=DATASET_SIZE,
+        sampling="poisson",
+        warm_up=False,
+        noise_multiplier=NOISE_MULTIPLIER,
+        max_grad_norm=1.0,
+        learning_rate=float(EXPECTED_BATCH_SIZE),
+        delta=DELTA,
+        device=device,
+        threads=threads,
+        precision="float32",
+        initial_seed=0,
+        batch_seed=0,
+        noise_seed=1,
+        reference=str(reference(task, say)),
+        budget={"steps": BUDGET_STEPS, "delta": DELTA, "rdp": rdp, "pld": pld},
+    )
+    result = place.run(request, limits, lambda event: None)
+    verdict = _verdict(result, key)
+    if verdict.state == "ok":
+        cache.write_atomically(path, json.dumps(result).encode())
+    return verdict
+
+
+def _remembered(path: Path, key: str) -> Verdict:
+    verdict = _verdict(json.loads(path.read_text()), key)
+    return Verdict(verdict.state, verdict.reason, verdict.gate, verdict.versions, cached=True)
+
+
+def _verdict(result: dict[str, Any], key: str) -> Verdict:
+    checks = [GateCheck.model_validate(check) for check in result.get("checks", [])]
+    passed = result["state"] == "ok" and bool(checks) and all(check.passed for check in checks)
+    return Verdict(
+        state=result["state"],
+        reason=result.get("reason"),
+        gate=Gate(passed=passed, key=key, checks=checks),
+        versions=result.get("versions", {}),
+        log_tail=result.get("log_tail", ""),
+    )
+
+
+def failures(gate: Gate) -> str:
+    """One line: which checks failed, by how much."""
+    failed = [check for check in gate.checks if not check.passed]
+    return "; ".join(f"{c.check} (error {_number(c.error)}, limit {_number(c.limit)})" for c in failed)
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3g}"

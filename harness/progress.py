@@ -1,0 +1,69 @@
+"""What people see while a run is under way: one bar, what is being done now, and lines that stay."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+
+class Progress:
+    """Redraws twice a second only: the harness must not be the foreign load that it looks for. Without a terminal it
+    prints a line for each finished piece instead."""
+
+    def __init__(self, console: Console, quiet: bool = False) -> None:
+        self.console = console
+        self.quiet = quiet
+        self._counts: dict[str, int] = {}
+        self._text = ""
+        self._done = 0
+        self._total = 0
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[now]}"),
+            console=console,
+            refresh_per_second=2,
+            disable=quiet or not console.is_terminal,
+        )
+        self._task: Any = None
+
+    def __enter__(self) -> Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._bar.stop()
+
+    def begin(self, total: int, title: str = "measure") -> None:
+        """A new bar of ``total`` pieces."""
+        if self._task is not None:
+            self._bar.remove_task(self._task)
+        self._task = self._bar.add_task(title, total=total, now="")
+        self._total, self._done, self._counts = total, 0, {}
+
+    def doing(self, text: str) -> None:
+        self._text = text
+        self._bar.update(self._task, now=text)
+
+    def event(self, event: dict[str, Any]) -> None:
+        """A worker's event."""
+        if event.get("event") == "phase":
+            self._bar.update(self._task, now=f"{self._text} · {event['phase']}")
+
+    def done(self, state: str) -> None:
+        self._done += 1
+        self._counts[state] = self._counts.get(state, 0) + 1
+        self._bar.update(self._task, advance=1)
+        if not self.quiet and not self.console.is_terminal:
+            self.console.print(f"[{self._done}/{self._total}] {self._text}: {state}", markup=False, soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        if not self.quiet:
+            self.console.print(text, markup=False, soft_wrap=True)

@@ -1,0 +1,349 @@
+"""Runs a plan: prepares data and environments, judges by the gate, measures block by block, stores a record per process."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness import accounting, canary, env, gatekeeper, isolation, limits, machine, plan
+from harness import data as datasets
+from harness import protocol as protocols
+from harness.errors import BadInput
+from harness.gatekeeper import Verdict
+from harness.isolation import InProcess, Limits, Place, Venv
+from harness.plan import Job, Options
+from harness.progress import Progress
+from harness.record import Accuracy, Block, Cell, Data, Epsilon, Gate, Load, Record, Seeds, Source, State, Timed
+from harness.registry import Contestant, frameworks
+from harness.request import Request
+from harness.store import RunFolder
+from harness.tasks import TASKS, initial_parameters
+
+DISTURBED_SHARE = 0.05
+REPEATS = 1
+REPLAY_TOLERANCE = 1e-4
+"""Relative distance of the timed from the replayed weights, over the distance travelled: kernels that sum in another
+order from run to run differ by a few float32 roundings, a skipped step or another noise by about 1."""
+
+FINAL_STATES = {"rejected", "oom", "timeout", "unsupported"}
+"""States of a cell that another round cannot change: it is recorded again, not run again."""
+
+
+@dataclass
+class Summary:
+    """How many records of each state the run holds, and how many of them were measured before it."""
+
+    total: int
+    resumed: int
+    states: dict[str, int]
+    folder: Path
+
+
+class Run:
+    """One run folder's work. ``command`` reproduces it and goes into every record."""
+
+    def __init__(self, options: Options, contestants: list[Contestant], folder: RunFolder, command: str) -> None:
+        self.options = options
+        self.contestants = contestants
+        self.folder = folder
+        self.command = command
+        self.protocol = protocols.load(options.protocol)
+        self.threads = options.threads or len(os.sched_getaffinity(0))
+        self.limits = Limits(options.memory_limit_bytes or limits.default_limit(), options.timeout_seconds)
+        self.places: dict[str, Place | str] = {}
+        self.data: dict[str, Data] = {}
+        self.verdicts: dict[tuple[str, str], Verdict] = {}
+        self.ended: dict[str, Record] = {}
+        check_device(options.device)
+
+    def execute(self, progress: Progress, fresh: bool = False) -> Summary:
+        """Everything, or what is left of it. Ctrl-C or a kill at any moment loses at most the process under way."""
+        jobs = plan.jobs(self.options, self.contestants)
+        with self.folder.open(plan.description(self.options, self.contestants), fresh):
+            self._prepare(progress.say)
+            self._judge_all(progress)
+            states: dict[str, int] = {}
+            resumed = 0
+            progress.begin(len(jobs))
+            for job in jobs:
+                record = self.folder.read(job.record_name)
+                if record is None:
+                    progress.doing(f"round {job.round + 1}/{self.options.rounds} · {job.cell.name} · {job.purpose}")
+                    record = self._measure(job, progress)
+                    self.folder.write(job.record_name, record)
+                else:
+                    resumed += 1
+                self._remember(job, record)
+                states[record.state] = states.get(record.state, 0) + 1
+                progress.done(record.state)
+            return Summary(len(jobs), resumed, states, self.folder.path)
+
+    def _prepare(self, say: Callable[[str], None]) -> None:
+        """Data sets and environments. An environment that cannot be built makes its cells ``unsupported``."""
+        for name in sorted({TASKS[task].dataset for task in self.options.tasks}):
+            self.data[name] = ensure_data(name, self.options.synthetic, say)
+        for contestant in self.contestants:
+            self.places[contestant.name] = self._place(contestant, say)
+
+    def _place(self, contestant: Contestant, say: Callable[[str], None]) -> Place | str:
+        if self.options.isolation == "inprocess":
+            return InProcess()
+        try:
+            python = env.ensure(contestant.framework, say).python
+        except env.EnvironmentFault as fault:
+            say(f"{contestant.name}: {fault}")
+            return str(fault)
+        return Venv(python, contestant.variant.environment)
+
+    def _judge_all(self, progress: Progress) -> None:
+        pairs = [(c, task) for task in self.options.tasks for c in self.contestants]
+        progress.begin(len(pairs), "gate")
+        for contestant, task in pairs:
+            progress.doing(f"gate · {task} · {contestant.name}")
+            verdict = self._judge(contestant, task, progress.say)
+            self.verdicts[contestant.name, task] = verdict
+            self.folder.write(f"{task}.{contestant.name}.gate.{verdict.gate.key[:8]}.json", self._gate_record(contestant, task))
+            progress.done("ok" if verdict.passed else "rejected" if verdict.state == "ok" else verdict.state)
+
+    def _judge(self, contestant: Contestant, task: str, say: Callable[[str], None]) -> Verdict:
+        place = self.places[contestant.name]
+        key = gatekeeper.key_of(contestant, task, self.options.device)
+        nothing = Gate(passed=False, key=key, checks=[])
+        if isinstance(place, str):
+            return Verdict("unsupported", place, nothing, {})
+        if task in contestant.variant.unsupported:
+            return Verdict("unsupported", contestant.variant.unsupported[task], nothing, {})
+        return gatekeeper.judge(contestant, task, place, self.limits, self.options.device, self.threads, say)
+
+    def _gate_record(self, contestant: Contestant, task: str) -> Record:
+        verdict = self.verdicts[contestant.name, task]
+        cell = plan.cell_of(self.options, contestant, task, gatekeeper.EXPECTED_BATCH_SIZE)
+        job = Job(contestant, cell, 0, 0, "gate")
+        state = "rejected" if verdict.state == "ok" and not verdict.gate.passed else verdict.state
+        reason = verdict.reason or gatekeeper.failures(verdict.gate) or None
+        result = {"state": state, "reason": reason, "versions": verdict.versions, "log_tail": verdict.log_tail}
+        return self._record(job, result, started=time.time(), gate=verdict.gate)
+
+    def _measure(self, job: Job, progress: Progress) -> Record:
+        """One process, or the record of why there is none."""
+        started = time.time()
+        verdict = self.verdicts[job.contestant.name, job.cell.task]
+        gate = Gate(passed=verdict.passed, key=verdict.gate.key, checks=[])
+        refusal = self._refusal(job, verdict)
+        if refusal is not None:
+            return self._record(job, refusal, started, gate)
+        place = self.places[job.contestant.name]
+        assert not isinstance(place, str)
+        request = self._request(job)
+        for repeat in range(REPEATS + 1):
+            before = canary.seconds()
+            result = place.run(request, self.limits, progress.event)
+            after = canary.seconds()
+            share = result.get("foreign_share", 0.0)
+            if share <= DISTURBED_SHARE or result["state"] != "ok":
+                break
+            progress.say(f"{job.cell.name}: others took {share:.0%} of the processors" + (", repeated" if repeat < REPEATS else ""))
+        load = Load(
+            foreign_share=share,
+            disturbed=share > DISTURBED_SHARE,
+            repeats=repeat,
+            canary_before=before,
+            canary_after=after,
+        )
+        if job.purpose == "time" and result["state"] == "ok":
+            result |= self._compare_with_replay(job, request)
+        accuracy = self._evaluate(job, request, result)
+        return self._record(job, result, started, gate, load, accuracy)
+
+    def _refusal(self, job: Job, verdict: Verdict) -> dict[str, Any] | None:
+        """A result without a process: the gate failed, or an earlier process of this cell showed that it cannot run."""
+        if verdict.state != "ok":
+            return {"state": verdict.state, "reason": verdict.reason, "versions": verdict.versions, "log_tail": verdict.log_tail}
+        if not verdict.gate.passed:
+            return {"state": "rejected", "reason": f"by the gate: {gatekeeper.failures(verdict.gate)}"}
+        earlier = self.ended.get(job.cell.name)
+        if earlier is not None:
+            return {"state": earlier.state, "reason": f"as in round {earlier.block.round + 1}: {earlier.reason}"}
+        return None
+
+    def _remember(self, job: Job, record: Record) -> None:
+        if record.state in FINAL_STATES and job.purpose == "time":
+            self.ended.setdefault(job.cell.name, record)
+
+    def _request(self, job: Job) -> Request:
+        options, cell = self.options, job.cell
+        task = TASKS[cell.task]
+        seeds = self._seeds(job)
+        epochs = options.epochs or self.protocol.default_epochs
+        whole = options.subset is None and options.budget_seconds is None
+        is_first_time = job.purpose == "time" and job.round == 0
+        return Request(
+            mode="time" if job.purpose == "time" else "memory",
+            folder=str(job.contestant.framework.folder),
+            variant=cell.variant,
+            private=cell.private,
+            static_shapes=job.contestant.variant.static_shapes,
+            task=cell.task,
+            batch_size=cell.batch_size,
+            dataset_size=task.train_size,
+            sampling=self.protocol.sampling,
+            warm_up=self.protocol.warm_up,
+            noise_multiplier=self._sigma,
+            max_grad_norm=self.protocol.max_grad_norm,
+            learning_rate=task.learning_rate,
+            delta=self.protocol.delta,
+            device=options.device,
+            threads=self.threads,
+            precision=self.protocol.precision,
+            initial_seed=seeds.initial,
+            batch_seed=seeds.batches,
+            noise_seed=seeds.noise,
+            data=task.dataset,
+            synthetic=options.synthetic,
+            epochs=epochs if job.purpose == "time" else 1,
+            steps=plan.steps_of(options, cell.task, cell.batch_size),
+            budget_seconds=options.budget_seconds,
+            snapshot=str(self._snapshot(job)) if is_first_time or job.purpose == "memory" else None,
+            weights=str(self._scratch(job, "weights")) if whole and job.purpose == "time" else None,
+        )
+
+    @property
+    def _sigma(self) -> float:
+        return self.protocol.noise_multiplier if self.options.sigma is None else self.options.sigma
+
+    def _seeds(self, job: Job) -> Seeds:
+        """The same for all contestants of a block; every round has its own."""
+        base = self.options.seed * 1000 + job.round
+        return Seeds(initial=base, batches=base, noise=base + 1)
+
+    def _scratch(self, job: Job, what: str) -> Path:
+        return self.folder.scratch / f"{job.cell.task}.{job.contestant.name}.b{job.cell.batch_size}.{what}.npz"
+
+    def _snapshot(self, job: Job) -> Path:
+        return self._scratch(job, f"after-first-steps.{job.purpose}")
+
+    def _compare_with_replay(self, job: Job, request: Request) -> dict[str, Any]:
+        """Gate, part 5, on the measured cell itself: the weights after the first timed steps against the replay."""
+        if request.snapshot is None:
+            return {}
+        replayed = Path(request.snapshot.replace(".time.", ".memory."))
+        if not replayed.exists():
+            return {}
+        error = _relative_distance(Path(request.snapshot), replayed, initial_parameters(TASKS[job.cell.task], request.initial_seed))
+        if error <= REPLAY_TOLERANCE:
+            return {}
+        return {
+            "state": "rejected",
+            "reason": f"timed = replayed: the weights after the first timed steps differ from an untimed replay by {error:.3g} "
+            f"(limit {REPLAY_TOLERANCE:g}) of the way travelled.",
+        }
+
+    def _evaluate(self, job: Job, request: Request, result: dict[str, Any]) -> Accuracy | None:
+        """Test accuracy after whole epochs, by one evaluator for all frameworks."""
+        if request.weights is None or result["state"] != "ok" or not Path(request.weights).exists():
+            return None
+        python = env.ensure(frameworks()["pytorch"], lambda text: None).python
+        test = datasets.folder(request.data, request.synthetic)
+        arguments = ["--task", request.task, "--parameters", request.weights]
+        arguments += ["--x", str(test / "test_x.npy"), "--y", str(test / "test_y.npy")]
+        measured = isolation.json_tool(python, "frameworks.evaluate", arguments)
+        return Accuracy(test=measured["accuracy"], after_steps=result["epsilon_steps"])
+
+    def _record(
+        self,
+        job: Job,
+        result: dict[str, Any],
+        started: float,
+        gate: Gate | None = None,
+        load: Load | None = None,
+        accuracy: Accuracy | None = None,
+    ) -> Record:
+        commit, dirty = machine.commit()
+        state: State = result["state"]
+        framework = job.contestant.framework
+        return Record(
+            purpose=job.purpose,
+            state=state,
+            reason=result.get("reason"),
+            cell=job.cell,
+            key=job.key,
+            data=self.data.get(TASKS[job.cell.task].dataset),
+            epoch_seconds=result.get("epoch_seconds", []),
+            compile_seconds=result.get("compile_seconds"),
+            timed=Timed.model_validate(result["timed"]) if "timed" in result else None,
+            memory=result.get("memory", {}),
+            gate=gate,
+            epsilon=self._epsilon(job.cell, result),
+            accuracy=accuracy,
+            versions=result.get("versions", {}),
+            machine={**machine.describe(), **machine.state(), "threads": self.threads},
+            seeds=self._seeds(job),
+            block=Block(run=self.folder.path.name, round=job.round, order=job.order),
+            source=Source(commit=commit, dirty=dirty, adapter_hash=framework.adapter_hash, lock_hash=framework.lock_hash),
+            load=load,
+            started=datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
+            wall_seconds=time.time() - started,
+            command=self.command,
+            log_tail="" if state == "ok" else result.get("log_tail", ""),
+        )
+
+    def _epsilon(self, cell: Cell, result: dict[str, Any]) -> Epsilon | None:
+        """Of the whole epochs that the figure stands for. None where the protocol does not sample as accountants assume."""
+        if not cell.private or self.protocol.sampling != "poisson" or "epsilon_steps" not in result:
+            return None
+        rate = cell.batch_size / TASKS[cell.task].train_size
+        rdp, pld = accounting.epsilons(rate, self._sigma, result["epsilon_steps"], self.protocol.delta)
+        return Epsilon(
+            delta=self.protocol.delta,
+            steps=result["epsilon_steps"],
+            rdp=accounting.finite(rdp),
+            pld=accounting.finite(pld),
+            own=accounting.finite(result.get("epsilon_own")),
+        )
+
+
+def check_device(device: str) -> None:
+    """Raises :class:`BadInput` where the device is not there."""
+    if device == "cuda" and not machine.gpus():
+        raise BadInput("--device is cuda, but nvidia-smi sees no GPU on this machine; use --device cpu, or repair the driver.")
+    if device not in {"cpu", "cuda"}:
+        raise BadInput(f"--device is {device!r}: choose cpu or cuda.")
+
+
+def ensure_data(name: str, synthetic: bool, say: Callable[[str], None]) -> Data:
+    """The data set in the cache, fetched where it is missing. A synthetic twin only where the user asked for it."""
+    meta = datasets.describe(name, synthetic=synthetic)
+    if meta is None:
+        say(f"Data: fetching {name}")
+        meta = datasets.fetch(name, allow_synthetic=synthetic, synthetic_only=synthetic)
+    return Data(
+        name=name,
+        synthetic=meta["synthetic"],
+        origin=meta["origin"],
+        sha256=meta["sha256"],
+        train_size=meta["shapes"]["train_x"][0],
+    )
+
+
+def _relative_distance(a: Path, b: Path, start: dict[str, np.ndarray]) -> float:
+    """|a - b| / |a - start| over all weights; 0 where all three are equal. NaN never passes a limit."""
+    apart, travelled = 0.0, 0.0
+    with np.load(a) as left, np.load(b) as right:
+        for name, origin in start.items():
+            here = left[name].astype(np.float64)
+            apart += float(np.sum((here - right[name]) ** 2))
+            travelled += float(np.sum((here - origin) ** 2))
+    return float(np.sqrt(apart / travelled)) if travelled else float(np.sqrt(apart))
+
+
+def command_line() -> str:
+    return "dpbench " + shlex.join(sys.argv[1:])
