@@ -1,0 +1,94 @@
+"""Computes the gate's expected updates in float64: ``python -m frameworks.reference --task mnist-cnn --out FILE.npz``.
+
+The bridge between the gate's cases, which know no framework, and ``dpcore.reference``, which knows no harness.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dpcore import reference
+from frameworks import torch_models
+from harness import gate_cases
+from harness.gate_cases import Case
+from harness.tasks import TASKS, MaxPool2d, ReLU, Task
+
+PERTURBATION = 1e-6
+"""Relative change of every weight: what the rounding of float32 contractions amounts to."""
+
+
+def gate_reference(task: Task) -> dict[str, np.ndarray]:
+    """``norms`` and ``instability`` [pool] of the pool's examples, then the displacement of every case, float64."""
+    x, y = torch_models.place(*gate_cases.pool(task), "cpu")
+    values = {key: torch_models.build_model(task, gate_cases.starting_weights(task, key), torch.float64) for key in (False, True)}
+    found = _pool_facts(task, values[False], x, y)
+    for private in (True, False):
+        for case in gate_cases.cases(task, found, private):
+            name = gate_cases.truth_name(case, private)
+            if not case.stored:
+                displacement = _displacement(task, values[case.saturated], case, private, x, y)
+                found |= gate_cases.pack(name, displacement)
+    return found
+
+
+def _pool_facts(task: Task, model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> dict[str, np.ndarray]:
+    """Norm of each example's gradient, and by how much, relative to it, the gradient moves when the weights move by
+    what float32 rounds away. Large only next to a kink of the network; zero for networks without one."""
+    loss = torch_models.loss_fn(task)
+    norms = np.array([float(reference.norm(g)) for g in reference.example_gradients(model, loss, x, y)])
+    instability = np.zeros(len(x))
+    if any(isinstance(layer, ReLU | MaxPool2d) for layer in task.layers):
+        moved = copy.deepcopy(model)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in moved.parameters():
+                noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+                parameter.mul_(1 + PERTURBATION * noise)
+        pairs = zip(
+            reference.example_gradients(model, loss, x, y), reference.example_gradients(moved, loss, x, y), strict=True
+        )
+        changes = [float(reference.norm({name: a[name] - b[name] for name in a})) for a, b in pairs]
+        instability = np.array(changes) / np.maximum(norms, np.finfo(float).tiny)
+    return {"norms": norms, "instability": instability}
+
+
+def _displacement(
+    task: Task, start: torch.nn.Module, case: Case, private: bool, x: torch.Tensor, y: torch.Tensor
+) -> dict[str, np.ndarray]:
+    """Starting weights minus final weights under the canonical names."""
+    model = copy.deepcopy(start)
+    trained = torch_models.canonical_parameters(model, task)
+    names = {id(p): name for name, p in model.named_parameters()}
+    for rows in case.batches:
+        truth = reference.clipped_sum(model, torch_models.loss_fn(task), x[rows], y[rows], case.max_grad_norm)
+        sums = truth.clipped if private else truth.plain
+        with torch.no_grad():
+            for parameter in trained.values():
+                parameter -= case.learning_rate / case.batch_size * sums[names[id(parameter)]]
+    before = torch_models.canonical_parameters(start, task)
+    return {name: (before[name] - p).detach().numpy() for name, p in trained.items()}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--task", required=True, choices=sorted(TASKS))
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--threads", type=int, default=1, help="more than one seldom pays for batches of one example")
+    chosen = parser.parse_args(arguments)
+    torch.set_num_threads(chosen.threads)
+    found = gate_reference(TASKS[chosen.task])
+    part = chosen.out.with_name(f"{chosen.out.name}.{os.getpid()}.part")
+    with open(part, "wb") as file:
+        np.savez(file, **found)
+    os.replace(part, chosen.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

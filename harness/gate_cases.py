@@ -1,0 +1,243 @@
+"""What the admission gate trains on: a pool of examples, starting weights, and the list of batches with known updates.
+
+All of it follows from the task alone, so the process that computes the float64 truth and the one that drives an adapter
+agree without exchanging anything but the truth. Standard library and numpy only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from harness.tasks import Embedding, Task, initial_parameters
+
+Values = dict[str, np.ndarray]
+
+POOL_SIZE = 128
+BATCH = 16
+LARGE_BATCH = 96
+"""Larger than what adapters that cut a batch into physical chunks are likely to take at once on small tasks."""
+COPIES = 8
+"""The last rows of the pool repeat rows 1 ... COPIES; the OUTLIERS rows before them are outliers."""
+OUTLIERS = 2
+OUTLIER_SCALE = 1000.0
+OUTLIER_EMBEDDING_SCALE = 30.0
+"""Of one embedding row only: larger would drown the update in the float32 rounding of that row."""
+CORE = 48
+"""So many rows, those farthest from a kink of a ReLU or max-pooling, make up the small batches."""
+SATURATION = 300.0
+"""exp(-300) is zero in float32 and logits of ordinary examples stay far below: softmax and sigmoid give 1 exactly."""
+SEED = 1
+
+SOURCES = (
+    "harness/gate_cases.py",
+    "harness/tasks.py",
+    "dpcore/reference.py",
+    "frameworks/reference.py",
+    "frameworks/torch_models.py",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One or more steps from the starting weights, whose total displacement is known.
+
+    ``slack``: factor on the tolerance of the precision. ``stored``: the case whose truth this one shares.
+    """
+
+    name: str
+    batches: tuple[np.ndarray, ...]
+    max_grad_norm: float
+    batch_size: int = BATCH
+    learning_rate: float = float(BATCH)
+    saturated: bool = False
+    slack: float = 1.0
+    stored: str = ""
+
+    @property
+    def truth(self) -> str:
+        return self.stored or self.name
+
+
+def reference_key(task: Task) -> str:
+    """Changes whenever the truth of ``task`` may change; names the file that holds it."""
+    root = Path(__file__).resolve().parent.parent
+    digest = hashlib.sha256(task.name.encode())
+    for source in SOURCES:
+        digest.update((root / source).read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def pool(task: Task) -> tuple[np.ndarray, np.ndarray]:
+    """(x, y) of POOL_SIZE examples with the task's shapes and types: ordinary rows, outliers, copies."""
+    rng = np.random.default_rng([SEED, 0x9A7E])
+    y = rng.permutation(np.arange(POOL_SIZE) % task.classes).astype(np.int32)
+    make = _tokens if task.input_dtype == "int32" else _images if len(task.input_shape) == 3 else _table
+    x = make(task, rng)
+    outliers = np.arange(POOL_SIZE - COPIES - OUTLIERS, POOL_SIZE - COPIES)
+    if task.input_dtype == "int32":
+        x[outliers] = _outlier_token(task)
+    else:
+        x[outliers] = OUTLIER_SCALE * x[outliers[0]]
+    # The same example under different labels: at least one of them is badly misclassified.
+    y[outliers] = np.arange(OUTLIERS) % task.classes
+    x[-COPIES:], y[-COPIES:] = x[1 : 1 + COPIES], y[1 : 1 + COPIES]
+    return x, y
+
+
+def _images(task: Task, rng: np.random.Generator) -> np.ndarray:
+    """Blobs of light on a black ground, in [0, 1]."""
+    channels, height, width = task.input_shape
+    rows, columns = np.mgrid[0:height, 0:width]
+    images = np.zeros((POOL_SIZE, *task.input_shape))
+    for image in images:
+        for _ in range(int(rng.integers(2, 6))):
+            row, column, radius = rng.uniform(0, height), rng.uniform(0, width), rng.uniform(2, height / 4)
+            blob = np.exp(-((rows - row) ** 2 + (columns - column) ** 2) / (2 * radius**2))
+            image += rng.uniform(0.3, 1.0, (channels, 1, 1)) * blob
+    return np.clip(images, 0.0, 1.0).astype(np.float32)
+
+
+def _table(task: Task, rng: np.random.Generator) -> np.ndarray:
+    """Rows of zeros, ones and fractions, like a table after one-hot encoding and scaling."""
+    shape = (POOL_SIZE, *task.input_shape)
+    return np.where(rng.random(shape) < 0.2, rng.choice([1.0, 0.5, 0.123], shape), 0.0).astype(np.float32)
+
+
+def _tokens(task: Task, rng: np.random.Generator) -> np.ndarray:
+    """Texts of different lengths, padded in front with 0, word frequencies falling as 1/rank."""
+    words = 4 + rng.choice(_vocabulary(task) - 5, size=300, replace=False)
+    frequency = 1.0 / np.arange(1, len(words) + 1)
+    x = np.zeros((POOL_SIZE, *task.input_shape), dtype=np.int32)
+    for row in x:
+        length = int(rng.integers(16, len(row) + 1))
+        row[-length:] = rng.choice(words, size=length, p=frequency / frequency.sum())
+    return x
+
+
+def _vocabulary(task: Task) -> int:
+    return next(layer.num_embeddings for layer in task.layers if isinstance(layer, Embedding))
+
+
+def _outlier_token(task: Task) -> int:
+    """A word that no ordinary row uses."""
+    return _vocabulary(task) - 1
+
+
+def starting_weights(task: Task, saturated: bool = False) -> Values:
+    """The task's own kind of starting weights. ``saturated``: the last bias is so large that class 1 has p = 1 exactly,
+    so that the gradient of every ordinary example with that label is zero."""
+    values = initial_parameters(task, SEED)
+    for layer in task.layers:
+        if isinstance(layer, Embedding):
+            values[f"{layer.name}.weight"][_outlier_token(task)] *= OUTLIER_EMBEDDING_SCALE
+    if saturated:
+        last = list(values)[-1]
+        values[last][-1 if task.loss == "binary_cross_entropy" else 1] += SATURATION
+    return values
+
+
+def zero_gradient_rows(task: Task) -> np.ndarray:
+    """Ordinary rows whose gradient is zero at the saturated weights, at least 8."""
+    _, y = pool(task)
+    return np.flatnonzero(y[: POOL_SIZE - COPIES - OUTLIERS] == 1).astype(np.int64)[:8]
+
+
+def clipping_norm(reference: Mapping[str, np.ndarray]) -> float:
+    """The median norm of the core rows, as a float32 so that every framework clips at the same number."""
+    return float(np.float32(np.median(reference["norms"][_core(reference)])))
+
+
+def _core(reference: Mapping[str, np.ndarray]) -> np.ndarray:
+    ordinary = POOL_SIZE - COPIES - OUTLIERS
+    return np.argsort(reference["instability"][:ordinary], kind="stable")[:CORE]
+
+
+def cases(task: Task, reference: Mapping[str, np.ndarray], private: bool) -> list[Case]:
+    """The batches of the gate, given ``norms`` and ``instability`` [POOL_SIZE] of the pool's examples.
+
+    Most cases share clipping norm, batch size and rate (= batch size, so that the update is the sum itself), since a
+    framework may have to compile for a new setting.
+    """
+    norms, instability = reference["norms"], reference["instability"]
+    core = _core(reference)
+    by_norm = core[np.argsort(norms[core], kind="stable")].astype(np.int64)
+    low, high = by_norm[:8], by_norm[-8:][::-1].copy()
+    some = np.stack([high, low], axis=1).ravel()
+    steady_copies = 1 + np.argsort(instability[1 : 1 + COPIES], kind="stable")[:2]
+    copied = np.concatenate([[i, POOL_SIZE - COPIES - 1 + i] for i in steady_copies] + [high[:1], low[:1]])
+    outlier = POOL_SIZE - COPIES - OUTLIERS + int(np.argmax(norms[-COPIES - OUTLIERS : -COPIES]))
+    zero = zero_gradient_rows(task)
+    not_zero = core[pool(task)[1][core] != 1][:4].astype(np.int64)
+    everyone = np.argsort(instability[: POOL_SIZE - COPIES - OUTLIERS], kind="stable")[:LARGE_BATCH].astype(np.int64)
+    c = clipping_norm(reference)
+    shared = [
+        Case("some clipped", (some,), c),
+        Case("permuted", (np.roll(some[::-1], 3).copy(),), c, stored="some clipped"),
+        Case("one, clipped", (high[:1],), c),
+        Case("duplicates", (copied.astype(np.int64),), c),
+        Case("empty", (np.zeros(0, dtype=np.int64),), c),
+        Case("other C, B and rate", (some,), 0.37 * c, batch_size=10, learning_rate=5.0),
+        Case("large batch", (everyone,), c, batch_size=LARGE_BATCH, learning_rate=float(LARGE_BATCH), slack=2.0),
+        # After the first step the weights may come near a kink, hence the slack.
+        Case("three steps", (some, low, high), c, learning_rate=BATCH / 16, slack=20.0),
+    ]
+    if not private:
+        return shared
+    return [
+        Case("all clipped", (high,), c),
+        Case("none clipped", (low,), c),
+        *shared[:2],
+        shared[2],
+        Case("one, not clipped", (low[:1],), c),
+        *shared[3:5],
+        Case("outlier", (np.append(low[:5], outlier),), c),
+        Case("zero gradients", (zero,), c, saturated=True),
+        Case("zero and other gradients", (np.append(zero[:4], not_zero),), c, saturated=True),
+        *shared[5:],
+    ]
+
+
+def sensitivity_pairs(task: Task, reference: Mapping[str, np.ndarray]) -> list[tuple[str, np.ndarray, np.ndarray]]:
+    """(name, batch, the same batch with one example more)."""
+    by_name = {case.name: case.batches[0] for case in cases(task, reference, private=True)}
+    some, outlier = by_name["some clipped"], by_name["outlier"]
+    return [
+        ("a clipped one", some[1:], some),
+        ("one that is not clipped", some[:-1], some),
+        ("an outlier", outlier[:-1], outlier),
+        ("the first one", some[:0], some[:1]),
+    ]
+
+
+def pack(name: str, values: Mapping[str, np.ndarray]) -> Values:
+    """Arrays for an npz file: of a matrix with mostly empty rows (an embedding's gradient) only the others are kept."""
+    packed = {}
+    for parameter, value in values.items():
+        rows = np.flatnonzero(value.any(axis=tuple(range(1, value.ndim)))) if value.ndim > 1 else np.arange(len(value))
+        if 2 * len(rows) < len(value):
+            packed[f"{name}/{parameter}:rows"], packed[f"{name}/{parameter}:values"] = rows, value[rows]
+        else:
+            packed[f"{name}/{parameter}"] = value
+    return packed
+
+
+def unpack(name: str, task: Task, packed: Mapping[str, np.ndarray]) -> Values:
+    """What :func:`pack` was given, float64."""
+    values = {}
+    for parameter, shape in task.parameters.items():
+        key = f"{name}/{parameter}"
+        if key in packed:
+            values[parameter] = packed[key]
+        else:
+            values[parameter] = np.zeros(shape)
+            values[parameter][packed[f"{key}:rows"]] = packed[f"{key}:values"]
+    return values
+
+
+def truth_name(case: Case, private: bool) -> str:
+    return f"{'clipped' if private else 'plain'}/{case.truth}"
