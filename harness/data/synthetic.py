@@ -1,0 +1,115 @@
+"""Synthetic twins: random data with the shape, type, class balance and value distribution of a genuine data set.
+
+They keep a benchmark's cost honest where genuine data cannot be had (an embedding's time depends on how often a token
+repeats, not on what it means). Each class leaves a weak trace, so that training moves; accuracies mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from harness.data import imdb
+from harness.data.source import Arrays, Content, Expected, Source
+
+SEED = 2023
+CHUNK = 4096
+
+# IMDb's words as measured on the genuine training reviews: p(rank) = c / (rank + ZIPF_SHIFT) ** ZIPF_EXPONENT passes
+# the frequencies of ranks 1, 101, 1001 and 10000 to 20 %; unknown words; and the lengths' quantiles.
+ZIPF_EXPONENT = 1.2
+ZIPF_SHIFT = 3.6
+UNKNOWN_SHARE = 0.054
+MEDIAN_LENGTH = 178
+LOG_LENGTH_DEVIATION = 0.6
+
+ADULT_CONTINUOUS = 6
+ADULT_CATEGORIES = (7, 16, 7, 14, 6, 5, 2, 41)
+"""Number of values of each categorical attribute of the census data."""
+
+
+def make(source: Source) -> Content:
+    """The synthetic twin of ``source``: the same bytes on every call."""
+    generators: dict[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {
+        "mnist": _digits,
+        "cifar10": _pictures,
+        "imdb": _reviews,
+        "adult": _census,
+    }
+    arrays: Arrays = {}
+    for split, counts in _splits(source.expected).items():
+        # Labels and noise differ between the splits, what a class looks like does not (see _traces).
+        rng = np.random.default_rng([SEED, len(source.name), split == "test"])
+        labels = rng.permutation(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
+        arrays[f"{split}_x"] = generators[source.name](rng, labels)
+        arrays[f"{split}_y"] = labels
+    return Content(arrays)
+
+
+def _splits(expected: Expected) -> dict[str, tuple[int, ...]]:
+    return {"train": expected.train_counts, "test": expected.test_counts}
+
+
+def _traces() -> np.random.Generator:
+    """The source of what a class looks like: the same for both splits."""
+    return np.random.default_rng([SEED, 0])
+
+
+def _digits(rng: np.random.Generator, labels: np.ndarray) -> np.ndarray:
+    """uint8 [n, 1, 28, 28]: a dark ground with bright 4 x 4 cells, some of them the class's own; mean near 33."""
+    own = _traces().random((10, 7, 7)) < 0.12
+    images = np.empty((len(labels), 1, 28, 28), dtype=np.uint8)
+    for start in range(0, len(labels), CHUNK):
+        part = labels[start : start + CHUNK]
+        bright = (own[part] & (rng.random((len(part), 7, 7)) < 0.8)) | (rng.random((len(part), 7, 7)) < 0.08)
+        cells = bright * rng.integers(128, 256, bright.shape)
+        images[start : start + CHUNK, 0] = cells.repeat(4, axis=1).repeat(4, axis=2)
+    return images
+
+
+def _pictures(rng: np.random.Generator, labels: np.ndarray) -> np.ndarray:
+    """uint8 [n, 3, 32, 32]: noise around 120 on top of a faint pattern of 8 x 8 patches per class."""
+    own = _traces().integers(-25, 26, (10, 3, 4, 4)).repeat(8, axis=2).repeat(8, axis=3).astype(np.int16)
+    images = np.empty((len(labels), 3, 32, 32), dtype=np.uint8)
+    for start in range(0, len(labels), CHUNK):
+        part = labels[start : start + CHUNK]
+        noise = rng.integers(25, 216, (len(part), 3, 32, 32), dtype=np.int16)
+        images[start : start + CHUNK] = noise + own[part]
+    return images
+
+
+def _reviews(rng: np.random.Generator, labels: np.ndarray) -> np.ndarray:
+    """int32 [n, 256]: Zipf-like ids, log-normal lengths, start token, padding in front, as the genuine ones."""
+    ranks = np.arange(1, imdb.VOCABULARY_SIZE + 1)
+    weights = (ranks + ZIPF_SHIFT) ** -ZIPF_EXPONENT
+    leaning = _traces().choice((0.8, 1.25), len(ranks))  # words that one class prefers
+    tokens = np.empty((len(labels), imdb.LENGTH), dtype=np.int32)
+    for label, tilt in enumerate((leaning, 1 / leaning)):
+        rows = np.flatnonzero(labels == label)
+        cumulative = np.cumsum(weights * tilt)
+        drawn = rng.random((len(rows), imdb.LENGTH)) * cumulative[-1]
+        tokens[rows] = np.minimum(np.searchsorted(cumulative, drawn), len(ranks) - 1) + imdb.OFFSET + 1
+    tokens[rng.random(tokens.shape) < UNKNOWN_SHARE] = imdb.UNKNOWN
+    lengths = np.exp(rng.normal(np.log(MEDIAN_LENGTH), LOG_LENGTH_DEVIATION, len(labels))).astype(int) + 1
+    first = imdb.LENGTH - lengths[:, None]  # where the start token stands; negative where it was cut off
+    position = np.arange(imdb.LENGTH)
+    tokens[position < first] = imdb.PADDING
+    tokens[position == first] = imdb.START
+    return tokens
+
+
+def _census(rng: np.random.Generator, labels: np.ndarray) -> np.ndarray:
+    """float32 [n, 104]: normal columns shifted by the class, and one value of each attribute."""
+    n = len(labels)
+    x = np.zeros((n, ADULT_CONTINUOUS + sum(ADULT_CATEGORIES)), dtype=np.float32)
+    x[:, :ADULT_CONTINUOUS] = rng.standard_normal((n, ADULT_CONTINUOUS)) + 0.4 * (labels[:, None] - 0.25)
+    start = ADULT_CONTINUOUS
+    traces = _traces()
+    for values in ADULT_CATEGORIES:
+        odds = 1 / np.arange(1, values + 1) * traces.uniform(0.5, 2.0, (2, values))
+        cumulative = np.cumsum(odds / odds.sum(axis=1, keepdims=True), axis=1)
+        chosen = (rng.random((n, 1)) > cumulative[labels, :-1]).sum(axis=1)
+        x[np.arange(n), start + chosen] = 1.0
+        start += values
+    return x
