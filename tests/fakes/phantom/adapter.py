@@ -1,0 +1,87 @@
+"""Adapters that behave and misbehave in known ways, so that the instrument itself can be tested."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+
+import numpy as np
+
+from harness.contract import Adapter, Array, Setting, Unsupported
+from harness.tasks import Task
+
+
+class Phantom(Adapter):
+    def __init__(self, variant: str) -> None:
+        self.variant = variant
+        self.hoard: list[Array] = []
+
+    def build(self, task: Task, setting: Setting, initial: Mapping[str, Array]) -> None:
+        if self.variant == "refuses":
+            raise Unsupported("it does not want to.")
+        self.setting = setting
+        self.weights = {name: value.copy() for name, value in initial.items()}
+        self.pending = 0
+        self.count = 0
+        if self.variant == "shapeless":
+            self.weights = {name: value[..., None] for name, value in self.weights.items()}
+
+    def place(self, x: Array, y: Array) -> None:
+        self.rows = len(x)
+
+    def step(self, indices: Array, mask: Array | None) -> None:
+        self.count += 1
+        if self.variant == "padded":
+            assert mask is not None and len(indices) in self.setting.padded_sizes
+        if self.variant == "idle":
+            return
+        for value in self.weights.values():
+            value += 1e-3
+        misbehave = getattr(self, f"_{self.variant}", None)
+        if misbehave is not None:
+            misbehave()
+
+    def _sleeper(self) -> None:
+        time.sleep(0.01)
+
+    def _crash(self) -> None:
+        if self.count == 4:
+            raise RuntimeError("something the framework did not like")
+
+    def _vanish(self) -> None:
+        os._exit(7)
+
+    def _glutton(self) -> None:
+        while True:
+            self.hoard.append(np.ones(2**24, dtype=np.uint8))
+
+    def _hang(self) -> None:
+        time.sleep(3600)
+
+    def _nan(self) -> None:
+        for value in self.weights.values():
+            value[:] = np.nan
+
+    def _deferred(self) -> None:
+        self.pending += 1
+
+    def _fickle(self) -> None:
+        for value in self.weights.values():
+            value += np.random.default_rng().standard_normal(value.shape).astype(np.float32)
+
+    def _chatty(self) -> None:
+        print("a library's idea of logging")
+        os.write(1, b"and a C library's\n")
+
+    def synchronize(self) -> None:
+        pass
+
+    def parameters(self) -> Mapping[str, Array]:
+        time.sleep(0.02 * self.pending)
+        self.pending = 0
+        return {name: value.copy() for name, value in self.weights.items()}
+
+
+def create(variant: str) -> Phantom:
+    return Phantom(variant)

@@ -1,0 +1,149 @@
+"""The instrument measured: known sleeps, known bytes, its own overhead, its start-up, the limits that it sets."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from harness import canary, doctor, limits, machine
+from harness.clock import ForeignLoad, timed_steps
+
+
+@pytest.mark.parametrize("milliseconds", [5, 10, 50])
+def test_known_sleeps_are_measured_within_5_percent(milliseconds: int) -> None:
+    # The fastest of three: a busy machine makes a sleep longer, never shorter.
+    errors = [doctor.sleep_error(milliseconds / 1e3, steps=8) for _ in range(3)]
+    assert 0.0 <= min(errors) <= 0.05
+
+
+@pytest.mark.parametrize("mib", [0, 1, 4, 16])
+def test_known_bytes_are_measured(mib: int) -> None:
+    errors = [abs(doctor.bytes_error(mib * 2**20)) for _ in range(3)]
+    assert min(errors) <= max(2**16, 0.05 * mib * 2**20)
+
+
+def test_overhead_is_under_half_a_percent_of_the_shortest_step() -> None:
+    assert doctor.overhead_seconds() < 0.005 * doctor.SHORTEST_STEP_SECONDS
+
+
+def test_the_clock_waits_for_the_device() -> None:
+    class Late(doctor.Phantom):
+        def synchronize(self) -> None:
+            time.sleep(0.03)
+
+    # Once before the clock starts (not counted) and once before it stops (counted).
+    seconds = timed_steps(Late(), [(doctor.NO_INDICES, None)])
+    assert 0.03 <= seconds < 0.055
+
+
+def test_foreign_load_sees_another_process_and_not_its_own() -> None:
+    load = ForeignLoad()
+    with load.watch():
+        end = time.monotonic() + 0.6
+        while time.monotonic() < end:
+            np.ones(1000).sum()
+    own = load.share
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        time.sleep(0.2)
+        load = ForeignLoad()
+        with load.watch():
+            time.sleep(0.6)
+    finally:
+        busy.kill()
+        busy.wait()
+    assert load.share > own + 0.2
+
+
+def test_the_memory_limit_stops_a_process_and_says_so() -> None:
+    limit = limits.MemoryLimit(200 * 2**20)
+    code = "import time\nhoard = []\nwhile True: hoard.append(bytearray(2**22)); time.sleep(0.002)"
+    process = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        limit.adopt(process.pid)
+        deadline = time.monotonic() + 20
+        while not limit.exceeded(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert limit.exceeded(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+        limit.close()
+
+
+def test_the_watchdog_counts_the_whole_tree() -> None:
+    code = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; x = bytearray(60 * 2**20); time.sleep(30)'])\n"
+        "time.sleep(30)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    try:
+        deadline = time.monotonic() + 10
+        while limits.tree_resident(process.pid) < 60 * 2**20 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert limits.tree_resident(process.pid) >= 60 * 2**20
+    finally:
+        import os
+        import signal
+
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert limits.tree_resident(process.pid) == 0
+
+
+def test_help_is_quick_and_imports_no_framework() -> None:
+    code = (
+        "import sys; sys.argv = ['dpbench', '--help']\n"
+        "from harness.cli import app\n"
+        "try: app()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'jax', 'tensorflow', 'pandas', 'scipy', 'matplotlib', 'pydantic', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        seconds.append(time.perf_counter() - start)
+        assert done.returncode == 0, done.stderr
+    # The design asks for 0.3 s on a quiet machine; CI machines are shared, so the fastest of five with some room.
+    assert min(seconds) < 0.6
+
+
+def test_the_worker_needs_numpy_only() -> None:
+    """What runs inside a framework's environment must import nothing of the harness's own dependencies."""
+    code = (
+        "import sys\n"
+        "class Block:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in {'pydantic', 'typer', 'rich', 'pandas', 'scipy', 'matplotlib', 'psutil', 'PIL'}:\n"
+        "            raise ImportError(name + ' is not in a framework environment')\n"
+        "sys.meta_path.insert(0, Block())\n"
+        "import harness.worker, harness.gate, harness.data"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_canary_does_the_same_work_each_time() -> None:
+    values = [canary.seconds() for _ in range(5)]
+    assert 0 < min(values) and max(values) < 20 * min(values)
+
+
+def test_the_machine_has_an_identity_without_a_name() -> None:
+    facts = machine.describe()
+    assert facts["cores"] >= 1 and facts["memory_bytes"] > 2**30 and len(facts["id"]) == 8
+
+
+def test_doctor_reports_every_check(capsys: pytest.CaptureFixture[str]) -> None:
+    import json
+
+    doctor.examine(as_json=True)
+    report = json.loads(capsys.readouterr().out)
+    assert len(report["checks"]) == len(doctor.CHECKS)
+    assert {c["state"] for c in report["checks"]} <= {"ok", "warning", "fault"}

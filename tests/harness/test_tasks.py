@@ -1,0 +1,130 @@
+"""The tasks' networks, counted; their batches, drawn; their plans."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from harness import plan, protocol, registry, sampling
+from harness.tasks import TASKS, check_parameters, initial_parameters
+
+PARAMETERS = {
+    "mnist-cnn": 26_010,
+    "cifar10-cnn": 605_226,
+    "imdb-embedding": 160_098,
+    "imdb-lstm": 1_081_002,
+    "logreg": 105,
+    "ffnn": 5_352,
+}
+
+
+@pytest.mark.parametrize(("name", "count"), PARAMETERS.items())
+def test_parameter_counts(name: str, count: int) -> None:
+    assert TASKS[name].parameter_count == count
+    values = initial_parameters(TASKS[name], seed=0)
+    assert sum(v.size for v in values.values()) == count
+    assert all(v.dtype == np.float32 for v in values.values())
+    assert check_parameters(TASKS[name], values) is None
+
+
+def test_wrong_weights_are_named() -> None:
+    task = TASKS["logreg"]
+    values = initial_parameters(task, 0)
+    assert "fc.bias has shape (2,)" in str(check_parameters(task, {**values, "fc.bias": np.zeros(2)}))
+    assert "parameter names" in str(check_parameters(task, {"fc.weight": values["fc.weight"]}))
+
+
+def test_initial_weights_depend_on_the_seed_alone() -> None:
+    task = TASKS["mnist-cnn"]
+    one, again, other = (initial_parameters(task, seed) for seed in (3, 3, 4))
+    assert all(np.array_equal(one[k], again[k]) for k in one)
+    assert not np.array_equal(one["conv1.weight"], other["conv1.weight"])
+
+
+def test_floor_of_the_mnist_network_by_hand() -> None:
+    task = TASKS["mnist-cnn"]
+    conv1 = 2 * 16 * 14 * 14 * 1 * 8 * 8
+    conv2 = 2 * 32 * 5 * 5 * 16 * 4 * 4
+    linear = 2 * (512 * 32 + 32 * 10)
+    assert task.forward_flops == conv1 + conv2 + linear
+    assert task.training_flops == 3 * task.forward_flops - conv1
+    maps = 16 * 14 * 14 * 2 + 16 * 13 * 13 + 32 * 5 * 5 * 2 + 32 * 4 * 4
+    assert task.activation_bytes == 4 * (maps + 512 + 32 * 2 + 10)
+
+
+def test_poisson_batches_have_the_right_distribution() -> None:
+    n, rate, steps = 2000, 0.03, 4000
+    batches = sampling.poisson_batches(n, rate, steps, seed=5)
+    sizes = np.array([len(b) for b in batches])
+    mean, variance = n * rate, n * rate * (1 - rate)
+    assert abs(sizes.mean() - mean) < 5 * math.sqrt(variance / steps)
+    assert abs(sizes.var() / variance - 1) < 5 * math.sqrt(2 / steps)
+    counts = np.bincount(np.concatenate(batches), minlength=n)
+    deviations = (counts - steps * rate) / math.sqrt(steps * rate * (1 - rate))
+    assert abs(deviations).max() < 5.5
+    assert all(len(np.unique(b)) == len(b) for b in batches)
+    together = np.mean([np.isin([0, 1], b).all() for b in batches])
+    assert together < 5 * rate**2 + 0.002
+
+
+def test_poisson_batches_may_be_empty() -> None:
+    assert any(len(b) == 0 for b in sampling.poisson_batches(100, 0.01, 50, seed=0))
+
+
+def test_the_same_seed_gives_the_same_lists() -> None:
+    a, b = (sampling.poisson_batches(500, 0.1, 5, seed=9) for _ in range(2))
+    assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_consecutive_batches_keep_the_partial_one() -> None:
+    batches = sampling.consecutive_batches(10, 4)
+    assert [b.tolist() for b in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+@pytest.mark.parametrize("batch_size", [1, 16, 64, 512, 2048, 60_000])
+def test_padded_sizes_hold_every_batch_with_little_waste(batch_size: int) -> None:
+    n = 60_000
+    sizes = sampling.padded_sizes(batch_size, n)
+    assert len(sizes) <= 6 and sizes[-1] <= n
+    batches = sampling.poisson_batches(n, batch_size / n, 300, seed=1)
+    padded = [sampling.pad(b, sizes) for b in batches]
+    for indices, (rows, mask) in zip(batches, padded, strict=True):
+        assert np.array_equal(rows[mask], indices) and len(rows) in sizes and not rows[~mask].any()
+    if batch_size >= 64:
+        waste = 1 - sum(map(len, batches)) / sum(len(rows) for rows, _ in padded)
+        assert waste < 0.08
+
+
+def test_padding_never_cuts_a_batch() -> None:
+    with pytest.raises(ValueError, match="larger than every compiled size"):
+        sampling.pad(np.arange(9), (4, 8))
+
+
+def test_protocols_are_data_and_the_page_quotes_every_rule() -> None:
+    page = (registry.ROOT / "docs" / "protocol.md").read_text()
+    for name in protocol.names():
+        loaded = protocol.load(name)
+        assert loaded.name == name and (loaded.noise_multiplier, loaded.max_grad_norm) == (1.1, 1.0)
+        for rule in loaded.rules:
+            assert f"**{rule.id}** {rule.text}" in page
+
+
+def test_every_block_of_the_quick_plan_is_whole() -> None:
+    contestants = registry.select(None)
+    options = plan.preset("quick")
+    jobs = [j for j in plan.jobs(options, contestants) if j.purpose == "time"]
+    blocks: dict[tuple[str, int, int], list[str]] = {}
+    for job in jobs:
+        blocks.setdefault((job.cell.task, job.cell.batch_size, job.round), []).append(job.contestant.name)
+    assert len(blocks) == 7 * 3
+    names = sorted(c.name for c in contestants)
+    assert all(sorted(block) == names for block in blocks.values())
+    assert len({job.record_name for job in jobs}) == len(jobs)
+
+
+def test_the_plan_depends_on_its_seed_alone() -> None:
+    contestants = registry.select(None)
+    names = [[j.record_name for j in plan.jobs(plan.preset("quick", seed=s), contestants)] for s in (1, 1, 2)]
+    assert names[0] == names[1] != names[2] and sorted(names[0]) == sorted(names[2])
