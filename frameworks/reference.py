@@ -27,7 +27,10 @@ PERTURBATION = 1e-6
 def gate_reference(task: Task) -> dict[str, np.ndarray]:
     """``norms`` and ``instability`` [pool] of the pool's examples, then the displacement of every case, float64."""
     x, y = torch_models.place(*gate_cases.pool(task), "cpu")
-    values = {key: torch_models.build_model(task, gate_cases.starting_weights(task, key), torch.float64) for key in (False, True)}
+    values = {
+        key: torch_models.build_model(task, gate_cases.starting_weights(task, key), torch.float64)
+        for key in (False, True)
+    }
     found = _pool_facts(task, values[False], x, y)
     for private in (True, False):
         for case in gate_cases.cases(task, found, private):

@@ -17,7 +17,9 @@ def root() -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BadInput(f"The cache folder {path} cannot be made ({error.strerror}); set DPBENCH_CACHE to another.") from None
+        raise BadInput(
+            f"The cache folder {path} cannot be made ({error.strerror}); set DPBENCH_CACHE to another."
+        ) from None
     return path
 
 

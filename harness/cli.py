@@ -55,7 +55,9 @@ def run_e2e(
     batch_sizes: Annotated[str | None, typer.Option(help="Comma-separated expected batch sizes.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Processes per cell, in randomised paired blocks.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Timed epochs per process.")] = None,
-    subset: Annotated[float | None, typer.Option(help="Fraction of an epoch; the figures are then extrapolated.")] = None,
+    subset: Annotated[
+        float | None, typer.Option(help="Fraction of an epoch; the figures are then extrapolated.")
+    ] = None,
     budget_seconds: Annotated[float | None, typer.Option(help="Time about so long; extrapolated to the epoch.")] = None,
     memory: Annotated[bool, typer.Option(help="Also measure peak memory, in a process of its own.")] = True,
     protocol: Annotated[str, typer.Option(help="verified or paper.")] = "verified",
@@ -66,9 +68,13 @@ def run_e2e(
     seed: Annotated[int, typer.Option(help="Seed of plan, batches, weights and noise.")] = 0,
     timeout: Annotated[float | None, typer.Option(help="Seconds after which a process is stopped.")] = None,
     memory_limit: Annotated[float | None, typer.Option(help="GiB per process; default 90 % of what is free.")] = None,
-    synthetic: Annotated[bool, typer.Option(help="Use the synthetic twins of the data sets; marked everywhere.")] = False,
+    synthetic: Annotated[
+        bool, typer.Option(help="Use the synthetic twins of the data sets; marked everywhere.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Run folder; default results/local/PRESET.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh/--resume", help="Start anew, or go on where the run stopped.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh/--resume", help="Start anew, or go on where the run stopped.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Median seconds per epoch and peak memory of every framework, task and batch size."""
@@ -111,15 +117,23 @@ def run_e2e(
         with Progress(console, quiet=as_json) as progress:
             summary = run.execute(progress, fresh)
     except KeyboardInterrupt:
-        console.print(f"Stopped. What was measured is in {folder.path}; the same command goes on from there.", markup=False)
+        console.print(
+            f"Stopped. What was measured is in {folder.path}; the same command goes on from there.", markup=False
+        )
         raise typer.Exit(INTERRUPTED) from None
     paths = report.write(folder.path, folder.path / "report", folder.path / "report" / "plots")
     if as_json:
         written = [str(path) for path in paths]
-        print(json.dumps({"folder": str(folder.path), "states": summary.states, "resumed": summary.resumed, "written": written}))
+        print(
+            json.dumps(
+                {"folder": str(folder.path), "states": summary.states, "resumed": summary.resumed, "written": written}
+            )
+        )
     else:
         report.show(report.load(folder.path), console)
-        console.print(f"Records: {folder.records} ({summary.total}, {summary.resumed} of them from before)", markup=False)
+        console.print(
+            f"Records: {folder.records} ({summary.total}, {summary.resumed} of them from before)", markup=False
+        )
         console.print(f"Report:  {folder.path / 'report'}", markup=False)
     raise typer.Exit(_exit_code(summary.states))
 
@@ -133,8 +147,12 @@ def _exit_code(states: dict[str, int]) -> int:
 @app.command()
 def gate(
     frameworks: Names = None,
-    tasks: Annotated[str | None, typer.Option(help="Comma-separated task names; default the four of the paper.")] = None,
-    mutants: Annotated[bool, typer.Option(help="Judge the deliberately wrong adapters: each must be rejected.")] = False,
+    tasks: Annotated[
+        str | None, typer.Option(help="Comma-separated task names; default the four of the paper.")
+    ] = None,
+    mutants: Annotated[
+        bool, typer.Option(help="Judge the deliberately wrong adapters: each must be rejected.")
+    ] = False,
     fresh: Annotated[bool, typer.Option(help="Judge again even where nothing has changed.")] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int | None, typer.Option(help="Threads and pinned cores per process.")] = None,

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from harness import cache, canary, env, limits, machine, resident
-from harness import data as datasets
 from harness.clock import ForeignLoad, timed_steps
 from harness.contract import Adapter, Array, Setting
+from harness.data import store
 from harness.tasks import TASKS, Task
 
 
@@ -147,19 +147,29 @@ def _memory() -> Finding:
     limit.close()
     text = f"{limits.default_limit() / 2**30:.1f} GiB a process, enforced by {kind}"
     state = "ok" if kind != "watchdog" else "warning"
-    return Finding("memory limit", state, text, "a cgroup", "the watchdog samples every 0.1 s; run where cgroups may be made")
+    return Finding(
+        "memory limit", state, text, "a cgroup", "the watchdog samples every 0.1 s; run where cgroups may be made"
+    )
 
 
 def _disk() -> Finding:
     free = shutil.disk_usage(cache.root()).free / 2**30
-    return Finding("disk", "ok" if free > 10 else "warning", f"{free:.0f} GiB free in {cache.root()}", "10 GiB", "set DPBENCH_CACHE")
+    return Finding(
+        "disk",
+        "ok" if free > 10 else "warning",
+        f"{free:.0f} GiB free in {cache.root()}",
+        "10 GiB",
+        "set DPBENCH_CACHE",
+    )
 
 
 def _data() -> Finding:
     names = sorted({task.dataset for task in TASKS.values()})
-    there = {name: datasets.describe(name) is not None for name in names}
+    there = {name: store.describe(name) is not None for name in names}
     text = ", ".join(f"{name} {'genuine' if ok else 'missing'}" for name, ok in there.items())
-    return Finding("data", "ok" if all(there.values()) else "warning", text, "genuine data in the cache", "dpbench data fetch")
+    return Finding(
+        "data", "ok" if all(there.values()) else "warning", text, "genuine data in the cache", "dpbench data fetch"
+    )
 
 
 def _environments() -> Finding:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.tasks import Embedding, Task, initial_parameters
+from harness.tasks import Embedding, ReLU, Task, initial_parameters
 
 Values = dict[str, np.ndarray]
 
@@ -27,6 +27,9 @@ OUTLIERS = 2
 OUTLIER_SCALE = 1000.0
 OUTLIER_EMBEDDING_SCALE = 30.0
 """Of one embedding row only: larger would drown the update in the float32 rounding of that row."""
+RELU_GAIN = np.float32(6**0.5)
+"""Turns uniform +-1/sqrt(fan_in) into He's variance 2/fan_in. Otherwise the gradient of a deep ReLU network is nearly
+that of its last bias, the same for every example, and a fault in an early layer would hardly show."""
 CORE = 48
 """So many rows, those farthest from a kink of a ReLU or max-pooling, make up the small batches."""
 SATURATION = 300.0
@@ -129,9 +132,13 @@ def _outlier_token(task: Task) -> int:
 
 
 def starting_weights(task: Task, saturated: bool = False) -> Values:
-    """The task's own kind of starting weights. ``saturated``: the last bias is so large that class 1 has p = 1 exactly,
-    so that the gradient of every ordinary example with that label is zero."""
+    """The task's own kind of starting weights, rescaled so that every layer matters. ``saturated``: the last bias is so
+    large that class 1 has p = 1 exactly, and the gradient of every ordinary example with that label is zero."""
     values = initial_parameters(task, SEED)
+    if any(isinstance(layer, ReLU) for layer in task.layers):
+        for name, value in values.items():
+            if value.ndim > 1:
+                values[name] = RELU_GAIN * value
     for layer in task.layers:
         if isinstance(layer, Embedding):
             values[f"{layer.name}.weight"][_outlier_token(task)] *= OUTLIER_EMBEDDING_SCALE

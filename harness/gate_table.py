@@ -59,9 +59,7 @@ def judge_all(
     return int(not all(_as_wanted(name, verdict) for (name, _), verdict in verdicts.items()))
 
 
-def _judge(
-    contestant: Contestant, task: str, device: str, threads: int | None, progress: Any, fresh: bool
-) -> Verdict:
+def _judge(contestant: Contestant, task: str, device: str, threads: int | None, progress: Any, fresh: bool) -> Verdict:
     from harness.record import Gate
 
     nothing = Gate(passed=False, key="", checks=[])
@@ -94,7 +92,16 @@ def _rows(name: str, task: str, verdict: Verdict, every_check: bool) -> list[dic
     """A row per check; or per contestant and task: the failed checks, or where all passed the one nearest its limit."""
     base = {"adapter": name, "task": task}
     if verdict.state != "ok" or not verdict.gate.checks:
-        return [{**base, "check": "-", "error": None, "limit": None, "verdict": verdict.state, "detail": verdict.reason or ""}]
+        return [
+            {
+                **base,
+                "check": "-",
+                "error": None,
+                "limit": None,
+                "verdict": verdict.state,
+                "detail": verdict.reason or "",
+            }
+        ]
     checks = verdict.gate.checks
     if not every_check:
         failed = [check for check in checks if not check.passed]
@@ -121,7 +128,9 @@ def _nearness(check: GateCheck) -> float:
 def _print(rows: list[dict[str, Any]], console: Any) -> None:
     from rich.table import Table
 
-    view = Table(title="Admission gate (passed: the check nearest its limit; rejected: every failed check)", title_justify="left")
+    view = Table(
+        title="Admission gate (passed: the check nearest its limit; rejected: every failed check)", title_justify="left"
+    )
     for title in ("adapter", "task", "check", "error", "limit", "verdict", "detail"):
         view.add_column(title, justify="right" if title in {"error", "limit"} else "left", overflow="fold")
     for row in rows:

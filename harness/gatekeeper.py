@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import accounting, cache, env, isolation
-from harness.gate_cases import DATASET_SIZE, EXPECTED_BATCH_SIZE
+from harness.gate_cases import BATCH, POOL_SIZE
 from harness.isolation import Limits, Place
 from harness.record import Gate, GateCheck
 from harness.registry import ROOT, Contestant, frameworks
@@ -90,7 +90,7 @@ def judge(
     path = folder / f"{key}.json"
     if path.exists() and not fresh:
         return _remembered(path, key)
-    rdp, pld = accounting.epsilons(EXPECTED_BATCH_SIZE / DATASET_SIZE, NOISE_MULTIPLIER, BUDGET_STEPS, DELTA)
+    rdp, pld = accounting.epsilons(BATCH / POOL_SIZE, NOISE_MULTIPLIER, BUDGET_STEPS, DELTA)
     request = Request(
         mode="gate",
         folder=str(contestant.framework.folder),
@@ -98,13 +98,13 @@ def judge(
         private=contestant.variant.private,
         static_shapes=contestant.variant.static_shapes,
         task=task,
-        batch_size=EXPECTED_BATCH_SIZE,
-        dataset_size=DATASET_SIZE,
+        batch_size=BATCH,
+        dataset_size=POOL_SIZE,
         sampling="poisson",
         warm_up=False,
         noise_multiplier=NOISE_MULTIPLIER,
         max_grad_norm=1.0,
-        learning_rate=float(EXPECTED_BATCH_SIZE),
+        learning_rate=float(BATCH),
         delta=DELTA,
         device=device,
         threads=threads,

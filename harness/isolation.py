@@ -78,7 +78,9 @@ class Venv:
             path.write_text(request.to_json())
             log = Path(folder, "log.txt")
             with log.open("wb") as errors:
-                result = self._run([str(self.python), "-m", "harness.worker", str(path)], request, errors, limits, on_event)
+                result = self._run(
+                    [str(self.python), "-m", "harness.worker", str(path)], request, errors, limits, on_event
+                )
             result["log_tail"] = log.read_text(errors="replace")[-LOG_TAIL:]
         return result
 
@@ -138,7 +140,9 @@ def _follow(
                 result = event
             on_event(event)
         if result is None and limit.exceeded(process.pid):
-            return _failed("oom", f"the process passed the memory limit of {limits.memory_bytes / 2**30:.1f} GiB ({limit.kind}).")
+            return _failed(
+                "oom", f"the process passed the memory limit of {limits.memory_bytes / 2**30:.1f} GiB ({limit.kind})."
+            )
         if time.monotonic() > deadline:
             return result or _failed("timeout", f"no result within {limits.timeout_seconds:.0f} s.")
     code = process.wait()

@@ -67,7 +67,9 @@ def variants() -> list[dict[str, Any]]:
 
 def protocols() -> list[dict[str, Any]]:
     loaded = [protocol.load(name) for name in protocol.names()]
-    return [{"protocol": p.label, "sampling": p.sampling, "sigma": p.noise_multiplier, "title": p.title} for p in loaded]
+    return [
+        {"protocol": p.label, "sampling": p.sampling, "sigma": p.noise_multiplier, "title": p.title} for p in loaded
+    ]
 
 
 def presets() -> list[dict[str, Any]]:

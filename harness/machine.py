@@ -33,11 +33,7 @@ def describe() -> dict[str, Any]:
 
 def state() -> dict[str, Any]:
     """What changes from minute to minute: load and clock."""
-    clocks = [
-        float(line.split(":")[1])
-        for line in _read("/proc/cpuinfo").splitlines()
-        if line.startswith("cpu MHz")
-    ]
+    clocks = [float(line.split(":")[1]) for line in _read("/proc/cpuinfo").splitlines() if line.startswith("cpu MHz")]
     return {
         "load_average": round(os.getloadavg()[0], 2),
         "cpu_mhz": round(sum(clocks) / len(clocks), 0) if clocks else None,

@@ -9,7 +9,7 @@ from typing import Any
 
 from harness import protocol as protocols
 from harness.errors import BadInput
-from harness.record import Cell
+from harness.record import Cell, Purpose
 from harness.registry import Contestant
 from harness.sampling import steps_per_epoch
 from harness.tasks import PAPER_BATCH_SIZES, PAPER_TASKS, TASKS
@@ -47,7 +47,7 @@ class Job:
     cell: Cell
     round: int
     order: int
-    purpose: str
+    purpose: Purpose
 
     @property
     def key(self) -> str:
@@ -65,7 +65,9 @@ class Job:
 QUICK_SIZES = {"imdb-lstm": (64,)}
 
 
-def _sizes(tasks: tuple[str, ...], default: tuple[int, ...], special: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def _sizes(
+    tasks: tuple[str, ...], default: tuple[int, ...], special: dict[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
     return {task: special.get(task, default) for task in tasks}
 
 

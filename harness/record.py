@@ -45,9 +45,7 @@ class Cell(_Model):
     @property
     def name(self) -> str:
         """What ``dpbench explain`` takes."""
-        return "/".join(
-            (self.task, self.contestant, str(self.batch_size), self.protocol, self.device, self.isolation)
-        )
+        return "/".join((self.task, self.contestant, str(self.batch_size), self.protocol, self.device, self.isolation))
 
 
 class Data(_Model):

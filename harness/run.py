@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from harness import accounting, canary, env, gatekeeper, isolation, limits, machine, plan
-from harness import data as datasets
 from harness import protocol as protocols
+from harness.data import store
 from harness.errors import BadInput
 from harness.gatekeeper import Verdict
 from harness.isolation import InProcess, Limits, Place, Venv
@@ -111,7 +111,9 @@ class Run:
             progress.doing(f"gate · {task} · {contestant.name}")
             verdict = self._judge(contestant, task, progress.say)
             self.verdicts[contestant.name, task] = verdict
-            self.folder.write(f"{task}.{contestant.name}.gate.{verdict.gate.key[:8]}.json", self._gate_record(contestant, task))
+            self.folder.write(
+                f"{task}.{contestant.name}.gate.{verdict.gate.key[:8]}.json", self._gate_record(contestant, task)
+            )
             progress.done("ok" if verdict.passed else "rejected" if verdict.state == "ok" else verdict.state)
 
     def _judge(self, contestant: Contestant, task: str, say: Callable[[str], None]) -> Verdict:
@@ -126,7 +128,7 @@ class Run:
 
     def _gate_record(self, contestant: Contestant, task: str) -> Record:
         verdict = self.verdicts[contestant.name, task]
-        cell = plan.cell_of(self.options, contestant, task, gatekeeper.EXPECTED_BATCH_SIZE)
+        cell = plan.cell_of(self.options, contestant, task, gatekeeper.BATCH)
         job = Job(contestant, cell, 0, 0, "gate")
         state = "rejected" if verdict.state == "ok" and not verdict.gate.passed else verdict.state
         reason = verdict.reason or gatekeeper.failures(verdict.gate) or None
@@ -151,7 +153,10 @@ class Run:
             share = result.get("foreign_share", 0.0)
             if share <= DISTURBED_SHARE or result["state"] != "ok":
                 break
-            progress.say(f"{job.cell.name}: others took {share:.0%} of the processors" + (", repeated" if repeat < REPEATS else ""))
+            progress.say(
+                f"{job.cell.name}: others took {share:.0%} of the processors"
+                + (", repeated" if repeat < REPEATS else "")
+            )
         load = Load(
             foreign_share=share,
             disturbed=share > DISTURBED_SHARE,
@@ -167,7 +172,12 @@ class Run:
     def _refusal(self, job: Job, verdict: Verdict) -> dict[str, Any] | None:
         """A result without a process: the gate failed, or an earlier process of this cell showed that it cannot run."""
         if verdict.state != "ok":
-            return {"state": verdict.state, "reason": verdict.reason, "versions": verdict.versions, "log_tail": verdict.log_tail}
+            return {
+                "state": verdict.state,
+                "reason": verdict.reason,
+                "versions": verdict.versions,
+                "log_tail": verdict.log_tail,
+            }
         if not verdict.gate.passed:
             return {"state": "rejected", "reason": f"by the gate: {gatekeeper.failures(verdict.gate)}"}
         earlier = self.ended.get(job.cell.name)
@@ -238,7 +248,9 @@ class Run:
         replayed = Path(request.snapshot.replace(".time.", ".memory."))
         if not replayed.exists():
             return {}
-        error = _relative_distance(Path(request.snapshot), replayed, initial_parameters(TASKS[job.cell.task], request.initial_seed))
+        error = _relative_distance(
+            Path(request.snapshot), replayed, initial_parameters(TASKS[job.cell.task], request.initial_seed)
+        )
         if error <= REPLAY_TOLERANCE:
             return {}
         return {
@@ -252,7 +264,7 @@ class Run:
         if request.weights is None or result["state"] != "ok" or not Path(request.weights).exists():
             return None
         python = env.ensure(frameworks()["pytorch"], lambda text: None).python
-        test = datasets.folder(request.data, request.synthetic)
+        test = store.folder(request.data, request.synthetic)
         arguments = ["--task", request.task, "--parameters", request.weights]
         arguments += ["--x", str(test / "test_x.npy"), "--y", str(test / "test_y.npy")]
         measured = isolation.json_tool(python, "frameworks.evaluate", arguments)
@@ -288,7 +300,9 @@ class Run:
             machine={**machine.describe(), **machine.state(), "threads": self.threads},
             seeds=self._seeds(job),
             block=Block(run=self.folder.path.name, round=job.round, order=job.order),
-            source=Source(commit=commit, dirty=dirty, adapter_hash=framework.adapter_hash, lock_hash=framework.lock_hash),
+            source=Source(
+                commit=commit, dirty=dirty, adapter_hash=framework.adapter_hash, lock_hash=framework.lock_hash
+            ),
             load=load,
             started=datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
             wall_seconds=time.time() - started,
@@ -314,23 +328,27 @@ class Run:
 def check_device(device: str) -> None:
     """Raises :class:`BadInput` where the device is not there."""
     if device == "cuda" and not machine.gpus():
-        raise BadInput("--device is cuda, but nvidia-smi sees no GPU on this machine; use --device cpu, or repair the driver.")
+        raise BadInput(
+            "--device is cuda, but nvidia-smi sees no GPU on this machine; use --device cpu, or repair the driver."
+        )
     if device not in {"cpu", "cuda"}:
         raise BadInput(f"--device is {device!r}: choose cpu or cuda.")
 
 
 def ensure_data(name: str, synthetic: bool, say: Callable[[str], None]) -> Data:
     """The data set in the cache, fetched where it is missing. A synthetic twin only where the user asked for it."""
-    meta = datasets.describe(name, synthetic=synthetic)
+    meta = store.describe(name, synthetic)
     if meta is None:
-        say(f"Data: fetching {name}")
-        meta = datasets.fetch(name, allow_synthetic=synthetic, synthetic_only=synthetic)
+        from harness.data import fetch
+
+        say(f"Data: {'making the synthetic twin of' if synthetic else 'fetching'} {name}")
+        meta = fetch.make_synthetic(name) if synthetic else fetch.fetch(name)
     return Data(
         name=name,
         synthetic=meta["synthetic"],
         origin=meta["origin"],
         sha256=meta["sha256"],
-        train_size=meta["shapes"]["train_x"][0],
+        train_size=meta["arrays"]["train_x"]["shape"][0],
     )
 
 

@@ -1,8 +1,8 @@
 """The worker: one fresh process inside a framework's own environment, one measurement.
 
 ``python -m harness.worker REQUEST.json`` writes JSON lines to its standard output: ``phase`` events for the progress
-display and one ``result`` at the end. What the framework prints goes to standard error. Standard library and numpy only,
-because nothing of the harness may be installed into a framework's environment.
+display and one ``result`` at the end. What the framework prints goes to standard error. Standard library and numpy
+only, because nothing of the harness may be installed into a framework's environment.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Emit = Callable[[dict[str, Any]], None]
 
 
 def load_create(folder: Path) -> Callable[[str], Adapter]:
-    """``create`` of the folder's ``adapter.py``, imported by path so that a framework may live outside the repository."""
+    """``create`` of the folder's ``adapter.py``, imported by path: a framework may live outside the repository."""
     spec = importlib.util.spec_from_file_location(f"dpbench_adapter_{folder.name}", folder / "adapter.py")
     if spec is None or spec.loader is None:
         raise FileNotFoundError(f"{folder} has no adapter.py.")
@@ -90,15 +90,10 @@ def _shaped(indices: np.ndarray, setting: Setting) -> Batch:
     return sampling.pad(indices, setting.padded_sizes) if setting.padded_sizes else (indices, None)
 
 
-def warm_up_batches(request: Request, setting: Setting) -> list[Batch]:
-    """Every compiled size once, then two of ordinary size. Their indices are not those of any epoch."""
-    rng = np.random.default_rng([request.batch_seed, 0xA12])
-
-    def batch(count: int) -> Batch:
-        return _shaped(rng.choice(request.dataset_size, size=count, replace=False).astype(np.int64), setting)
-
-    ordinary = min(request.batch_size, request.dataset_size)
-    return [batch(size) for size in setting.padded_sizes] + [batch(ordinary), batch(ordinary)]
+def warm_up_batch(request: Request, setting: Setting, size: int) -> Batch:
+    """A batch of ``size`` rows that belongs to no epoch."""
+    rng = np.random.default_rng([request.batch_seed, size, 0xA12])
+    return _shaped(rng.choice(request.dataset_size, size=size, replace=False).astype(np.int64), setting)
 
 
 def padding_fraction(batches: list[Batch]) -> float:
@@ -135,13 +130,19 @@ class Measurement:
     def reset(self) -> None:
         self.adapter.build(self.task, self.setting, self.initial)
 
-    def warm_up(self) -> tuple[float, float, int]:
-        """(seconds of all warm-up steps, seconds of an ordinary step, number of steps)."""
+    def calibrate(self) -> tuple[float, float, int]:
+        """(seconds of all steps, seconds of the last one, how many). The first step of ordinary size compiles and
+        allocates, the others show what a step costs."""
         self.emit({"event": "phase", "phase": "warm-up"})
-        batches = warm_up_batches(self.request, self.setting)
-        first = timed_steps(self.adapter, batches[:-CALIBRATION_STEPS])
-        last = [timed_steps(self.adapter, [batch]) for batch in batches[-CALIBRATION_STEPS:]]
-        return first + sum(last), min(last), len(batches)
+        batch = warm_up_batch(self.request, self.setting, self.request.batch_size)
+        seconds = [timed_steps(self.adapter, [batch]) for _ in range(CALIBRATION_STEPS)]
+        return sum(seconds), seconds[-1], len(seconds)
+
+    def warm_up(self, batches: list[Batch]) -> tuple[float, int]:
+        """(seconds, steps): one step of every other compiled size that occurs in ``batches``."""
+        occurring = {len(indices) for indices, mask in batches if mask is not None} - {self.request.batch_size}
+        extra = [warm_up_batch(self.request, self.setting, size) for size in sorted(occurring)]
+        return timed_steps(self.adapter, extra), len(extra)
 
     def steps(self, step_seconds: float | None) -> int:
         if self.request.steps is not None:
@@ -159,18 +160,19 @@ def measure_time(request: Request, emit: Emit) -> dict[str, Any]:
     m.place()
     first_pass, step_seconds, warm_up_steps = None, None, 0
     if request.warm_up:
-        first_pass, step_seconds, warm_up_steps = m.warm_up()
-        m.reset()
+        first_pass, step_seconds, warm_up_steps = m.calibrate()
     steps = m.steps(step_seconds)
+    epochs = [epoch_batches(request, m.setting, epoch, steps) for epoch in range(request.epochs)]
+    if first_pass is not None:
+        seconds, count = m.warm_up([batch for batches in epochs for batch in batches])
+        first_pass, warm_up_steps = first_pass + seconds, warm_up_steps + count
+        m.reset()
     load = ForeignLoad()
     measured: list[float] = []
     reads: list[dict[str, float]] = []
-    padding: list[float] = []
     weights: dict[str, np.ndarray] = {}
-    for epoch in range(request.epochs):
+    for epoch, batches in enumerate(epochs):
         emit({"event": "phase", "phase": f"epoch {epoch + 1}/{request.epochs}"})
-        batches = epoch_batches(request, m.setting, epoch, steps)
-        padding.append(padding_fraction(batches))
         parts = [batches[:REPLAYED_STEPS], batches[REPLAYED_STEPS:]] if epoch == 0 else [batches]
         measured.append(0.0)
         for part in parts:
@@ -203,7 +205,7 @@ def measure_time(request: Request, emit: Emit) -> dict[str, Any]:
             "measured_seconds": measured,
             "first_pass_seconds": first_pass,
             "warm_up_steps": warm_up_steps,
-            "padding_fraction": statistics.fmean(padding),
+            "padding_fraction": padding_fraction([batch for batches in epochs for batch in batches]),
             "parameters_read_seconds": [read["first"] for read in reads],
         },
         "foreign_share": load.share,
@@ -289,8 +291,8 @@ def _fault(
         if read["first"] > limit:
             return {
                 "state": "rejected",
-                "reason": f"reading the weights after the clock stopped took {read['first']:.3f} s (limit {limit:.3f} s): "
-                "work was deferred past the clock.",
+                "reason": f"reading the weights after the clock stopped took {read['first']:.3f} s "
+                f"(limit {limit:.3f} s): work was deferred past the clock.",
             }
     return {}
 

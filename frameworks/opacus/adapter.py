@@ -69,10 +69,29 @@ class Opacus(TorchAdapter):
             self.loss = DPLossFastGradientClipping(self.wrapped, self.optimizer, self.loss, loss_reduction="sum")
 
     def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
-        x, y = self.batch(indices)
         self.optimizer.zero_grad(set_to_none=True)
-        self.loss(self.wrapped(x), y).backward()
+        if len(indices) == 0:
+            self._contribute_nothing()
+        elif len(indices) == 1 and self.mode == "ew":
+            self._single_example(indices)
+        else:
+            x, y = self.batch(indices)
+            self.loss(self.wrapped(x), y).backward()
         self.optimizer.step()
+
+    def _contribute_nothing(self) -> None:
+        """What the hooks leave behind for an empty batch. The other modes raise on one, so none runs the model."""
+        for p in self.optimizer.params:
+            if self.mode == "ghost":
+                p.grad = torch.zeros_like(p)
+            else:
+                p.grad_sample = p.new_zeros((0, *p.shape))
+
+    def _single_example(self, indices: np.ndarray) -> None:
+        """PyTorch 2.13's expanded weights get a convolution's gradient wrong for a batch of one (input and output
+        channels come out swapped); with a second example whose gradient is zero they are right."""
+        x, y = self.batch(np.repeat(indices, 2))
+        self.loss(self.wrapped(x)[:1], y[:1]).backward()
 
     def epsilon(self, steps: int, delta: float) -> float | None:
         if steps == 0 or self.setting.noise_multiplier == 0:

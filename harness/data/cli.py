@@ -38,15 +38,15 @@ def fetch(
     refused: list[str] = []
     with _bar() as bar:
         for name in chosen:
-            task = bar.add_task(f"{name}: looking", total=None)
+            task = bar.add_task(f"{name}: looking", total=None, size="")
             try:
                 meta = fetch_one(name, folder, synthetic, _callback(bar, task, name))
             except BadInput as error:
                 refused.append(str(error))
-                bar.update(task, description=f"{name}: failed", total=1, completed=0)
+                bar.update(task, description=f"{name}: failed", total=1, completed=0, size="")
             else:
                 kind = "SYNTHETIC" if meta["synthetic"] else "genuine, verified"
-                bar.update(task, description=f"{name}: {kind}", total=1, completed=1)
+                bar.update(task, description=f"{name}: {kind}", total=1, completed=1, size="")
     _print([row for name in chosen for row in _rows(name)], as_json)
     if refused:
         raise BadInput("\n".join(refused))
@@ -132,32 +132,31 @@ def _print(rows: Iterable[dict[str, Any]], as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("data set", "state", "train / test", "size", "licence", "origin", "obtained", title="Data sets")
-    folders = []
+    table = Table("data set", "state", "train", "test", "size", "licence, origin, where it was had, folder")
+    table.columns[-1].overflow = "fold"
+    for column in table.columns[2:5]:
+        column.justify = "right"
     for row in rows:
         arrays = row.get("arrays", {})
-        counts = " / ".join(f"{arrays[f'{s}_y']['shape'][0]:,}" for s in ("train", "test")) if arrays else ""
+        counts = [f"{arrays[f'{split}_y']['shape'][0]:,}" if arrays else "" for split in ("train", "test")]
         size = f"{row['bytes'] / 1e6:.0f} MB" if "bytes" in row else ""
-        what = row.get("obtained") or row.get("remedy") or row.get("detail", "")
-        table.add_row(row["name"], row["state"], counts, size, row.get("licence", ""), row.get("origin", ""), what)
-        folders += [row["folder"]] if "folder" in row else []
-    console = Console()
-    console.print(table)
-    for place in folders:
-        console.print(place, soft_wrap=True, highlight=False)
+        about = [row[key] for key in ("licence", "origin", "obtained", "folder", "detail", "remedy") if key in row]
+        table.add_row(row["name"], row["state"], *counts, size, "\n".join(about), end_section=True)
+    Console().print(table, highlight=False)
 
 
 def _bar() -> Bar:
     """On stderr, so that --json stays alone on stdout."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn()
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[size]}"), TimeElapsedColumn()
     return Progress(*columns, console=Console(stderr=True))
 
 
 def _callback(bar: Bar, task: Any, name: str) -> Progress:
     def progress(message: str, done: int, total: int | None) -> None:
-        bar.update(task, description=f"{name}: {message}", completed=done, total=total)
+        size = f"{done / 1e6:.1f} of {total / 1e6:.1f} MB" if total else ""
+        bar.update(task, description=f"{name}: {message}", completed=done, total=total, size=size)
 
     return progress

@@ -16,8 +16,8 @@ from harness.data.source import Arrays, Content, Expected, Source
 SEED = 2023
 CHUNK = 4096
 
-# IMDb's words as measured on the genuine training reviews: p(rank) = c / (rank + ZIPF_SHIFT) ** ZIPF_EXPONENT passes
-# the frequencies of ranks 1, 101, 1001 and 10000 to 20 %; unknown words; and the lengths' quantiles.
+# Fitted to the genuine training reviews: p(rank) = c / (rank + ZIPF_SHIFT) ** ZIPF_EXPONENT stays within a factor of 1.5
+# of the measured frequency at ranks 1, 2, 101, 1001, 5001 and 10000; a batch of 64 holds 2,340 different ids, genuine 2,360.
 ZIPF_EXPONENT = 1.2
 ZIPF_SHIFT = 3.6
 UNKNOWN_SHARE = 0.054
@@ -70,11 +70,11 @@ def _digits(rng: np.random.Generator, labels: np.ndarray) -> np.ndarray:
 
 def _pictures(rng: np.random.Generator, labels: np.ndarray) -> np.ndarray:
     """uint8 [n, 3, 32, 32]: noise around 120 on top of a faint pattern of 8 x 8 patches per class."""
-    own = _traces().integers(-25, 26, (10, 3, 4, 4)).repeat(8, axis=2).repeat(8, axis=3).astype(np.int16)
+    own = _traces().integers(-3, 4, (10, 3, 4, 4)).repeat(8, axis=2).repeat(8, axis=3).astype(np.int16)
     images = np.empty((len(labels), 3, 32, 32), dtype=np.uint8)
     for start in range(0, len(labels), CHUNK):
         part = labels[start : start + CHUNK]
-        noise = rng.integers(25, 216, (len(part), 3, 32, 32), dtype=np.int16)
+        noise = rng.integers(24, 217, (len(part), 3, 32, 32), dtype=np.int16)
         images[start : start + CHUNK] = noise + own[part]
     return images
 

@@ -1,0 +1,287 @@
+"""The clipped sum against float64 micro-batches: layers, shapes, masks, micro-batches, hard examples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import dpcore
+from dpcore import Engine, clipped_sum, reference
+from tests.dpcore.comparison import check, odd_loss, relative_error
+
+DTYPES = [torch.float64, torch.float32]
+
+
+class First(nn.Module):
+    """The first of a recurrent layer's outputs."""
+
+    def forward(self, outputs):
+        return outputs[0]
+
+
+def _labels(batch: int) -> torch.Tensor:
+    return torch.arange(batch) % 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=25, deadline=None)
+@given(
+    batch=st.integers(1, 5),
+    middle=st.lists(st.integers(1, 6), max_size=3),
+    p=st.integers(1, 7),
+    d=st.integers(1, 7),
+    bias=st.booleans(),
+)
+def test_linear_of_any_rank(dtype, batch, middle, p, d, bias):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(p, d, bias=bias), nn.Tanh(), nn.Linear(d, 3)).to(dtype)
+    check(model, torch.randn(batch, *middle, p, dtype=dtype), _labels(batch), clipped_sum)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=40, deadline=None)
+@given(
+    dims=st.integers(1, 3),
+    batch=st.integers(1, 4),
+    groups=st.integers(1, 2),
+    kernel=st.integers(1, 3),
+    stride=st.integers(1, 2),
+    dilation=st.integers(1, 2),
+    padding=st.one_of(st.integers(0, 2), st.sampled_from(["valid", "same"])),
+    mode=st.sampled_from(["zeros", "reflect", "replicate", "circular"]),
+    bias=st.booleans(),
+)
+def test_convolution(dtype, dims, batch, groups, kernel, stride, dilation, padding, mode, bias):
+    torch.manual_seed(0)
+    kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+    stride = 1 if padding == "same" else stride
+    layer = kind(
+        2 * groups, 3 * groups, kernel, stride, padding, dilation, groups, bias=bias, padding_mode=mode
+    )
+    model = nn.Sequential(layer, nn.Tanh()).to(dtype)
+    size = (7, 6, 5)[:dims]
+    check(model, torch.randn(batch, 2 * groups, *size, dtype=dtype), _labels(batch), clipped_sum)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [4, 12])
+def test_small_and_large_convolutions_behind_each_other(dtype, size):
+    """At size 4 the second layer's norm is a ghost norm, at 12 it is instantiated."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, 16, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(16, 24, 3, 2, 1, 1, 2), nn.ReLU(), nn.Flatten()
+    ).to(dtype)
+    check(model, torch.randn(5, 2, size, size, dtype=dtype), _labels(5), clipped_sum)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pooled", [True, False])
+@settings(max_examples=25, deadline=None)
+@given(
+    batch=st.integers(1, 5),
+    shape=st.lists(st.integers(1, 6), max_size=2),
+    rows=st.integers(1, 9),
+    padding_idx=st.sampled_from([None, 0, -1]),
+)
+def test_embedding_with_repeated_tokens(dtype, pooled, batch, shape, rows, padding_idx):
+    torch.manual_seed(0)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(rows, 3, padding_idx=padding_idx)
+            self.fc = nn.Linear(3, 2)
+
+        def forward(self, ids):
+            vectors = self.embedding(ids)
+            return self.fc(vectors.flatten(1, -2).mean(1) if pooled and ids.dim() > 1 else vectors.tanh())
+
+    ids = torch.randint(0, rows, (batch, *shape))
+    check(Model().to(dtype), ids, _labels(batch), clipped_sum)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=20, deadline=None)
+@given(
+    batch=st.integers(1, 4),
+    steps=st.integers(1, 5),
+    layers=st.integers(1, 2),
+    bidirectional=st.booleans(),
+    bias=st.booleans(),
+    frozen=st.booleans(),
+    batch_first=st.booleans(),
+)
+def test_lstm(dtype, batch, steps, layers, bidirectional, bias, frozen, batch_first):
+    torch.manual_seed(0)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(3, 4, layers, bias, batch_first, bidirectional=bidirectional)
+
+        def forward(self, x):
+            out, (h, c) = self.lstm(x if batch_first else x.transpose(0, 1))
+            out = out if batch_first else out.transpose(0, 1)
+            return torch.cat([out.flatten(1), h.transpose(0, 1).flatten(1), c.transpose(0, 1).flatten(1)], 1)
+
+    model = Model().to(dtype)
+    if bias and frozen:
+        model.lstm.bias_hh_l0.requires_grad_(False)
+    check(model, torch.randn(batch, steps, 3, dtype=dtype), _labels(batch), clipped_sum)
+
+
+def _text_model(dtype=torch.float64):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Embedding(11, 5), nn.LSTM(5, 4, batch_first=True), First(), nn.Flatten(), nn.Linear(24, 3)
+    ).to(dtype)
+
+
+def test_the_physical_batch_size_does_not_change_the_sum():
+    model, ids, y = _text_model(), torch.randint(0, 11, (7, 6)), _labels(7)
+    truth = reference.clipped_sum(model, odd_loss, ids, y, 0.5)
+    for size in (1, 2, 3, 7, 100):
+        result = clipped_sum(model, odd_loss, ids, y, 0.5, physical_batch_size=size)
+        assert relative_error(result.sums, truth.clipped) < 1e-12
+        assert result.norms.shape == result.factors.shape == result.losses.shape == (7,)
+
+
+def test_masked_examples_and_an_empty_batch_contribute_nothing():
+    model, ids, y = _text_model(), torch.randint(0, 11, (7, 6)), _labels(7)
+    mask = torch.tensor([1, 0, 1, 1, 0, 0, 1], dtype=torch.bool)
+    truth = reference.clipped_sum(model, odd_loss, ids[mask], y[mask], 0.5)
+    masked = clipped_sum(model, odd_loss, ids, y, 0.5, mask=mask, physical_batch_size=3)
+    assert relative_error(masked.sums, truth.clipped) < 1e-12
+    empty = clipped_sum(model, odd_loss, ids[:0], y[:0], 0.5)
+    assert empty.norms.shape == (0,) and all(not s.any() for s in empty.sums.values())
+    nobody = clipped_sum(model, odd_loss, ids, y, 0.5, mask=torch.zeros(7, dtype=torch.bool))
+    assert all(not s.any() for s in nobody.sums.values())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_a_hostile_example_is_bounded_and_harms_no_other(value):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Flatten(), nn.Linear(8, 3))
+    x, y = torch.randn(5, 1, 3, 3), _labels(5)
+    x[2] = value
+
+    def loss(outputs, y):
+        return nn.functional.cross_entropy(outputs, y, reduction="none")
+
+    result = clipped_sum(model, loss, x, y, 0.1)
+    truth = reference.clipped_sum(model, loss, x, y, 0.1)
+    assert all(s.isfinite().all() for s in result.sums.values())
+    assert relative_error(result.sums, truth.clipped) < 1e-5
+    assert result.nonfinite == int((~truth.norms.isfinite()).sum()) == (0 if value == 1e30 else 1)
+
+
+def test_cancelling_positions_do_not_slip_through_the_ghost_norm():
+    """Large opposite gradients at two nearly equal positions: the Gram form loses the small true norm."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 48, bias=False)
+    base = 300.0 * torch.randn(4, 1, 64)
+    x = torch.cat([base, base + 0.01 * torch.randn(4, 1, 64)], 1)
+
+    def loss(outputs, y):
+        return 3.0 * (outputs[:, 0] - outputs[:, 1]).sin().sum(1) / 7.0
+
+    truth = reference.clipped_sum(model, loss, x, _labels(4), 1.0)
+    assert (truth.norms > 0.1).all()
+    clip = float(truth.norms.median())
+    truth = reference.clipped_sum(model, loss, x, _labels(4), clip)
+    result = clipped_sum(model, loss, x, _labels(4), clip)
+    assert relative_error(result.sums, truth.clipped) < 1e-4
+    engine = Engine(model, loss, max_grad_norm=clip)
+    engine.clipped_sum(x, _labels(4))
+    assert "ghost" in engine.explain()
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**31), scale=st.floats(0.01, 100.0))
+def test_one_example_moves_the_sum_by_at_most_the_sensitivity(seed, scale):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+    x, y = scale * torch.randn(4, 1, 4, 4), _labels(4)
+    engine = Engine(model, odd_loss, max_grad_norm=0.3)
+    with_all = {n: s.clone() for n, s in engine.clipped_sum(x, y).sums.items()}
+    without = engine.clipped_sum(x[:-1], y[:-1])
+    moved = sum(float((with_all[n].double() - s.double()).square().sum()) for n, s in without.sums.items()) ** 0.5
+    assert moved <= without.sensitivity * (1 + 1e-5)
+
+
+def test_what_cannot_be_told_apart_by_example_is_refused():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return x * self.scale
+
+    x, y = torch.randn(4, 3), _labels(4)
+    with pytest.raises(dpcore.UnsupportedError, match="scale is used by an operation"):
+        clipped_sum(Scaled(), odd_loss, x, y, 1.0)
+    with pytest.raises(dpcore.UnsupportedError, match="not the batch of 4"):
+        clipped_sum(nn.Sequential(nn.Flatten(0), nn.Unflatten(0, (6, 2)), nn.Linear(2, 2)), odd_loss, x, y, 1.0)
+    with pytest.raises(dpcore.PrivacyError, match="one loss per example"):
+        clipped_sum(nn.Linear(3, 2), lambda out, y: out.mean(), x, y, 1.0)
+    with pytest.raises(dpcore.UnsupportedError, match="max_norm"):
+        clipped_sum(nn.Embedding(5, 2, max_norm=1.0), odd_loss, torch.ones(4, 2, dtype=torch.long), y, 1.0)
+    with pytest.raises(dpcore.UnsupportedError, match="scale_grad_by_freq"):
+        clipped_sum(nn.Embedding(5, 2, scale_grad_by_freq=True), odd_loss, torch.ones(4, 2, dtype=torch.long), y, 1.0)
+
+
+def test_an_input_changed_in_place_after_its_use_is_refused():
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+
+        def forward(self, x):
+            x = x * 1.0
+            out = self.fc(x)
+            x.add_(1.0)
+            return out
+
+    with pytest.raises(dpcore.UnsupportedError, match="changed in place"):
+        clipped_sum(Late(), odd_loss, torch.randn(4, 3), _labels(4), 1.0)
+
+
+def test_reused_and_unused_layers_and_frozen_parameters():
+    torch.manual_seed(0)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(7, 4)
+            self.shared = nn.Linear(4, 4)
+            self.unused = nn.Linear(4, 4)
+            self.frozen = nn.Linear(4, 4).requires_grad_(False)
+            self.head = nn.Linear(4, 7, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, ids):
+            hidden = self.embedding(ids)
+            hidden = self.frozen(self.shared(input=self.shared(hidden).tanh()).tanh())
+            return self.head(hidden)
+
+    model = Model().double()
+    check(model, torch.randint(0, 7, (4, 5)), _labels(4), clipped_sum)
+
+
+def test_per_layer_bounds():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x, y = torch.randn(6, 3, dtype=torch.float64), _labels(6)
+    bounds = [0.3, 0.1, 0.5, 0.2]
+    result = Engine(model, odd_loss, max_grad_norm=bounds).clipped_sum(x, y)
+    assert result.sensitivity == pytest.approx(sum(c * c for c in bounds) ** 0.5)
+    assert result.norms.shape == (4, 6)
+    expected = dict.fromkeys(result.sums, 0)
+    for grads in reference.example_gradients(model, odd_loss, x, y):
+        for bound, (name, grad) in zip(bounds, grads.items(), strict=True):
+            expected[name] = expected[name] + grad * min(1.0, bound / float(grad.norm()))
+    assert relative_error(result.sums, expected) < 1e-10
