@@ -1,4 +1,4 @@
-"""Where the harness keeps what can be made again: data, environments, references, gate verdicts. Standard library only."""
+"""Where the harness keeps what can be made again: data, environments, references, verdicts. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.errors import BadInput
 
 
 def root() -> Path:
-    """``$DPBENCH_CACHE`` or ``~/.cache/dpbench``; made if missing. Raises :class:`BadInput` where it cannot be written."""
+    """``$DPBENCH_CACHE`` or ``~/.cache/dpbench``; made if missing. Raises :class:`BadInput` where it cannot be."""
     path = Path(os.environ.get("DPBENCH_CACHE") or Path.home() / ".cache" / "dpbench").expanduser()
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -38,17 +38,17 @@ def write_atomically(path: Path, content: bytes) -> None:
     except OSError as error:
         part.unlink(missing_ok=True)
         raise BadInput(
-            f"{path} could not be written ({error.strerror}); free some space or choose another folder with --out, then "
-            "run the same command again: it goes on where it stopped."
+            f"{path} could not be written ({error.strerror}); free some space or choose another folder with --out, "
+            "then run the same command again: it goes on where it stopped."
         ) from None
 
 
 @contextmanager
 def locked(path: Path, busy: str | None = None) -> Iterator[None]:
-    """Holds ``path`` as a lock file. Waits, or, given ``busy``, raises :class:`BadInput` with that sentence. The lock ends
-    with the process, however it ends."""
+    """Holds ``path`` as a lock file. Waits, or, given ``busy``, raises :class:`BadInput` with that sentence. The lock
+    ends with the process, however it ends."""
     try:
-        file = open(path, "a+")
+        file = open(path, "a+")  # noqa: SIM115 (the `with` below closes it; only opening may fail as bad input)
     except OSError as error:
         raise BadInput(f"{path} cannot be written ({error.strerror}); choose another folder with --out.") from None
     with file:

@@ -60,14 +60,14 @@ class Memory:
 class Adapter(ABC):
     """One framework training one task. Never reads a clock; never draws its own batches.
 
-    Life: ``build``, ``place``, then any number of ``step``; ``build`` may be called again at any time with the same task
-    and resets parameters, optimiser and noise stream to what (setting, initial) say, keeping compiled code and placed
-    data where they are still valid. The same (setting, initial, index lists) gives the same parameters.
+    Life: ``build``, ``place``, then any number of ``step``; ``build`` may be called again at any time with the same
+    task and resets parameters, optimiser and noise stream to what (setting, initial) say, keeping compiled code and
+    placed data where they are still valid. The same (setting, initial, index lists) gives the same parameters.
     """
 
     @abstractmethod
     def build(self, task: Task, setting: Setting, initial: Mapping[str, Array]) -> None:
-        """Untimed. Makes the model with the canonical float32 weights ``initial`` (names and layouts of ``task.parameters``).
+        """Untimed. Makes the model with the canonical float32 weights ``initial`` (as in ``task.parameters``).
 
         Raises :class:`Unsupported` with a reason where the framework cannot train this task or setting.
         """
@@ -84,8 +84,8 @@ class Adapter(ABC):
         """The timed path: one update. May return before the device has finished; :meth:`synchronize` waits.
 
         ``indices``: int64 [k] rows of the placed data. ``mask``: None, or bool [k] for variants that declare
-        ``static_shapes`` (then k is one of ``setting.padded_sizes``; rows whose mask is False are padding, point to row 0
-        and contribute nothing). k, or the number of True rows, may be zero: a private step then still adds its noise.
+        ``static_shapes`` (then k is one of ``setting.padded_sizes``; rows whose mask is False are padding, point to row
+        0 and contribute nothing). k, or the number of True rows, may be zero: a private step then still adds its noise.
 
         Private: w <- w - lr/B * (sum_i min(1, C/|g_i|) g_i + sigma*C*N(0, I)). Not private: w <- w - lr/B * sum_i g_i.
         g_i is the gradient of example i's own loss over all trained parameters, B is ``setting.batch_size``.

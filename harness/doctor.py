@@ -33,7 +33,7 @@ class Finding:
 
 
 class Phantom(Adapter):
-    """An adapter that does nothing but sleep a known time and hold known bytes: what is measured of it is the instrument."""
+    """An adapter that sleeps a known time and holds known bytes: what is measured of it is the instrument."""
 
     def __init__(self, sleep_seconds: float = 0.0, allocate_bytes: int = 0) -> None:
         self.sleep_seconds = sleep_seconds

@@ -74,14 +74,14 @@ def _build(framework: Framework, folder: Path, say: Say) -> Environment:
     start = time.monotonic()
     say(f"Environment of {framework.name}: installing {framework.requirements.name} into {folder}")
     log = parent() / f"{framework.lock_hash}.log"
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "-q"]
     commands = [
         [interpreter(framework.python), "-m", "venv", str(folder)],
-        [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "-q"]
-        + ["-r", str(framework.requirements)],
+        [*pip, "-r", str(framework.requirements)],
     ]
     no_deps = framework.folder / "requirements-no-deps.txt"
     if no_deps.exists():
-        commands.append([*commands[1][:-2], "--no-deps", "-r", str(no_deps)])
+        commands.append([*pip, "--no-deps", "-r", str(no_deps)])
     with log.open("w") as output:
         for command in commands:
             done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)

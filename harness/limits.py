@@ -16,8 +16,8 @@ V1 = Path("/sys/fs/cgroup/memory")
 
 
 class MemoryLimit:
-    """``kind`` says what enforces the limit. Call ``adopt(pid)`` right after the start, ``exceeded(pid)`` now and then and
-    once after the end, ``close`` at last."""
+    """``kind`` says what enforces the limit. Call ``adopt(pid)`` right after the start, ``exceeded(pid)`` now and then
+    and once after the end, ``close`` at last."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes

@@ -141,8 +141,8 @@ def check(options: Options) -> None:
         for size in sizes:
             if not 1 <= size <= TASKS[task].train_size:
                 raise BadInput(
-                    f"Batch size {size} is impossible for {task}: it must lie between 1 and the {TASKS[task].train_size} "
-                    "training examples; change --batch-sizes."
+                    f"Batch size {size} is impossible for {task}: it must lie between 1 and the "
+                    f"{TASKS[task].train_size} training examples; change --batch-sizes."
                 )
     for name, value in (("rounds", options.rounds), ("epochs", options.epochs), ("threads", options.threads)):
         if value is not None and value < 1:

@@ -72,7 +72,7 @@ class Timed(_Model):
 
 
 class GateCheck(_Model):
-    """One line of the admission gate. ``error`` and ``limit`` are in the check's own measure; passes if error <= limit."""
+    """One line of the admission gate. ``error`` and ``limit`` in the check's own measure; passes if error <= limit."""
 
     check: str
     error: float | None
@@ -88,7 +88,7 @@ class Gate(_Model):
 
 
 class Epsilon(_Model):
-    """After ``steps`` steps at ``delta``; ``own`` is the library's. None where the protocol does not sample by Poisson."""
+    """After ``steps`` steps at ``delta``; ``own`` is the library's. None where batches are no Poisson samples."""
 
     delta: float
     steps: int

@@ -1,4 +1,4 @@
-"""Runs a plan: prepares data and environments, judges by the gate, measures block by block, stores a record per process."""
+"""Runs a plan: prepares data and environments, judges by the gate, measures block by block, stores records."""
 
 from __future__ import annotations
 
@@ -255,8 +255,8 @@ class Run:
             return {}
         return {
             "state": "rejected",
-            "reason": f"timed = replayed: the weights after the first timed steps differ from an untimed replay by {error:.3g} "
-            f"(limit {REPLAY_TOLERANCE:g}) of the way travelled.",
+            "reason": f"timed = replayed: the weights after the first timed steps differ from an untimed replay by "
+            f"{error:.3g} (limit {REPLAY_TOLERANCE:g}) of the way travelled.",
         }
 
     def _evaluate(self, job: Job, request: Request, result: dict[str, Any]) -> Accuracy | None:
@@ -311,7 +311,7 @@ class Run:
         )
 
     def _epsilon(self, cell: Cell, result: dict[str, Any]) -> Epsilon | None:
-        """Of the whole epochs that the figure stands for. None where the protocol does not sample as accountants assume."""
+        """Of the whole epochs that the figure stands for. None where batches are no Poisson samples."""
         if not cell.private or self.protocol.sampling != "poisson" or "epsilon_steps" not in result:
             return None
         rate = cell.batch_size / TASKS[cell.task].train_size

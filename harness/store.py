@@ -45,7 +45,7 @@ class RunFolder:
                     folder.mkdir(exist_ok=True)
                 except OSError as error:
                     raise BadInput(
-                        f"{folder} cannot be made ({error.strerror}); free some space or choose another folder with --out."
+                        f"{folder} cannot be made ({error.strerror}); free some space, or choose another with --out."
                     ) from None
             for part in self.records.glob(".*.part"):
                 part.unlink()
