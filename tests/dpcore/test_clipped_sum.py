@@ -58,9 +58,7 @@ def test_convolution(dtype, dims, batch, groups, kernel, stride, dilation, paddi
     torch.manual_seed(0)
     kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
     stride = 1 if padding == "same" else stride
-    layer = kind(
-        2 * groups, 3 * groups, kernel, stride, padding, dilation, groups, bias=bias, padding_mode=mode
-    )
+    layer = kind(2 * groups, 3 * groups, kernel, stride, padding, dilation, groups, bias=bias, padding_mode=mode)
     model = nn.Sequential(layer, nn.Tanh()).to(dtype)
     size = (7, 6, 5)[:dims]
     check(model, torch.randn(batch, 2 * groups, *size, dtype=dtype), _labels(batch), clipped_sum)

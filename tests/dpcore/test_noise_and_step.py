@@ -20,7 +20,12 @@ def test_a_stream_depends_on_seed_step_and_rank_only():
     again = GaussianNoise(5)
     _draw(again, 2)
     assert torch.equal(first, _draw(again, 3))
-    others = [(GaussianNoise(6), 3), (GaussianNoise(5), 4), (GaussianNoise(5, rank=1), 3), (GaussianNoise(5 + 2**32), 3)]
+    others = [
+        (GaussianNoise(6), 3),
+        (GaussianNoise(5), 4),
+        (GaussianNoise(5, rank=1), 3),
+        (GaussianNoise(5 + 2**32), 3),
+    ]
     for other, step in others:
         drawn = _draw(other, step)
         assert not torch.equal(first, drawn)

@@ -1,0 +1,136 @@
+"""Rules for y = x Wᵀ + b at every position: ``F.linear`` of any rank, and the building block of recurrent layers.
+
+Per example, with inputs X (T x p) and output gradients G (T x d): dW = Gᵀ X, db = Σ_t G_t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn import functional as F
+
+from dpcore.grad_sample.tape import Saved, Tape, Use, handles
+
+# A float of memory traffic costs about as much as this many FLOPs on a CPU core (50 GFLOP/s beside 10 GB/s, three
+# passes over the kept gradient: written, squared, summed).
+FLOPS_PER_KEPT_FLOAT = 60
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """In float32 or better: norms and sums of half-precision gradients are not taken in half precision."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def gram_norm_sq(gram_x: Tensor, gram_g: Tensor) -> tuple[Tensor, Tensor]:
+    """([B] Σ_ts (XXᵀ)_ts (GGᵀ)_ts, [B] (Σ_t |x_t||g_t|)²) for Gram matrices [B, T, T].
+
+    The first is |GᵀX|² but its terms may cancel; the second bounds every partial sum, hence its rounding error.
+    """
+    norm_sq = (gram_x * gram_g).sum((-2, -1))
+    diagonals = gram_x.diagonal(dim1=-2, dim2=-1) * gram_g.diagonal(dim1=-2, dim2=-1)
+    return norm_sq, diagonals.clamp(min=0).sqrt().sum(-1).square()
+
+
+class ContractionUse(Use):
+    """Weights [d, p_k] applied to inputs x_k [B, ..., p_k], and biases [d], all sharing one output gradient [B, ...,
+    d].
+
+    A linear layer has one weight; a recurrent layer has one for its input and one for its previous state.
+    """
+
+    def __init__(
+        self, name: str, inputs: dict[Parameter, Tensor], biases: tuple[Parameter, ...], time_major: bool = False
+    ) -> None:
+        self.name = name
+        self.params = (*inputs, *biases)
+        self.time_major = time_major
+        self._inputs = {param: Saved(x) for param, x in inputs.items()}
+
+    def _x(self, param: Parameter) -> Tensor:
+        """[B, p] or [B, T, p]."""
+        return self._positions(self._inputs[param].get(self.name))
+
+    def _g(self) -> Tensor:
+        """[B, d] or [B, T, d]."""
+        assert self.grad is not None
+        return self._positions(self.grad)
+
+    def _positions(self, tensor: Tensor) -> Tensor:
+        tensor = wide(tensor.detach())
+        if self.time_major:
+            return tensor.transpose(0, 1)
+        return tensor if tensor.dim() <= 3 else tensor.flatten(1, -2)
+
+    def norm_sq(self, param: Parameter) -> tuple[Tensor, Tensor | None]:
+        g = self._g()
+        if param not in self._inputs:
+            summed = g if g.dim() == 2 else g.sum(1)
+            return summed.square().sum(-1), None
+        x = self._x(param)
+        if x.dim() == 2:
+            return x.square().sum(-1) * g.square().sum(-1), None
+        return gram_norm_sq(torch.bmm(x, x.transpose(1, 2)), torch.bmm(g, g.transpose(1, 2)))
+
+    def grad_sample(self, param: Parameter) -> Tensor:
+        g = self._g()
+        if param not in self._inputs:
+            return g if g.dim() == 2 else g.sum(1)
+        x = self._x(param)
+        return g.unsqueeze(2) * x.unsqueeze(1) if x.dim() == 2 else torch.bmm(g.transpose(1, 2), x)
+
+    def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
+        g = self._g()
+        if param not in self._inputs:
+            out.addmv_((g if g.dim() == 2 else g.sum(1)).t(), factors)
+            return
+        x = self._x(param)
+        factors = factors.view(-1, *[1] * (x.dim() - 1))
+        if x.shape[-1] < g.shape[-1]:
+            x = x * factors
+        else:
+            g = g * factors
+        out.addmm_(g.reshape(-1, g.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
+
+    def ghost_is_cheaper(self, param: Parameter) -> bool:
+        assert self.grad is not None
+        if param not in self._inputs:
+            return False
+        if self.grad.dim() == 2:
+            return True
+        positions = self.grad.shape[0] if self.time_major else self.grad.shape[1:-1].numel()
+        d, p = param.shape
+        return 2 * positions**2 * (p + d) < FLOPS_PER_KEPT_FLOAT * p * d
+
+    def rows(self, index: Tensor, dtype: torch.dtype) -> ContractionUse:
+        batch = 1 if self.time_major else 0
+        inputs = {
+            p: saved.get(self.name).detach().index_select(batch, index).to(dtype) for p, saved in self._inputs.items()
+        }
+        use = ContractionUse(self.name, inputs, self.params[len(inputs) :], self.time_major)
+        use.grad = None if self.grad is None else self.grad.index_select(batch, index).to(dtype)
+        return use
+
+    def stash_bytes(self) -> int:
+        inputs = sum(saved.tensor.nbytes for saved in self._inputs.values())
+        return inputs + (0 if self.grad is None else self.grad.nbytes)
+
+
+@handles(F.linear)
+def _linear(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def call(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        trained_weight, trained_bias = tape.trains(weight), tape.trains(bias)
+        if not trained_weight and not trained_bias:
+            return func(input, weight, bias)
+        params = [p for p, trained in ((weight, trained_weight), (bias, trained_bias)) if trained]
+        tape.check_batch(input, params)
+        output = func(input, tape.constant(weight), tape.constant(bias))
+        use = ContractionUse(
+            tape.name(params), {weight: input} if trained_weight else {}, (bias,) if trained_bias else ()
+        )
+        return tape.record(use, output)
+
+    return call(*args, **kwargs)

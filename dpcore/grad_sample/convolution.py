@@ -1,0 +1,184 @@
+"""Rules for convolutions in one, two or three dimensions, with groups, stride, dilation and any zero padding.
+
+Other padding modes need nothing: the module pads first and then calls a convolution without padding. Per example, with
+unfolded inputs U (p x T) and output gradients G (d x T): dW = G Uᵀ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn import functional as F
+
+from dpcore.grad_sample.contraction import FLOPS_PER_KEPT_FLOAT, gram_norm_sq, wide
+from dpcore.grad_sample.tape import Saved, Tape, Use, handles
+
+
+class ConvolutionUse(Use):
+    """Input [B, c, *size], weight [d, c / groups, *kernel], output gradient [B, d, *out]."""
+
+    def __init__(
+        self,
+        name: str,
+        x: Tensor,
+        weight: Tensor,
+        trained: tuple[Parameter, ...],
+        stride: tuple[int, ...],
+        padding: tuple[int, ...],
+        dilation: tuple[int, ...],
+        groups: int,
+    ) -> None:
+        self.name = name
+        self.params = trained
+        self.weight = weight.detach()
+        self.geometry = (stride, padding, dilation, groups)
+        self._x = Saved(x)
+
+    def _input(self) -> Tensor:
+        return wide(self._x.get(self.name).detach())
+
+    def _gradient(self) -> Tensor:
+        assert self.grad is not None
+        return wide(self.grad)
+
+    def _is_bias(self, param: Parameter) -> bool:
+        return param.dim() == 1
+
+    def _bias_grad_sample(self) -> Tensor:
+        return self._gradient().flatten(2).sum(2)
+
+    def _unfolded(self) -> Tensor:
+        """[B, groups, c / groups * kernel, T]: for every output position the inputs that it saw."""
+        stride, padding, dilation, groups = self.geometry
+        kernel = self.weight.shape[2:]
+        out = self._gradient().shape[2:]
+        x = F.pad(self._input(), [pad for p in reversed(padding) for pad in (p, p)])
+        strides = x.stride()
+        view = x.as_strided(
+            (*x.shape[:2], *kernel, *out),
+            (
+                *strides[:2],
+                *(s * d for s, d in zip(strides[2:], dilation, strict=True)),
+                *(s * d for s, d in zip(strides[2:], stride, strict=True)),
+            ),
+        )
+        return view.reshape(len(x), groups, -1, out.numel())
+
+    def norm_sq(self, param: Parameter) -> tuple[Tensor, Tensor | None]:
+        if self._is_bias(param):
+            return self._bias_grad_sample().square().sum(1), None
+        groups = self.geometry[3]
+        if groups == 1:
+            g = self._gradient().flatten(2)
+            return gram_norm_sq(self._window_gram(), torch.bmm(g.transpose(1, 2), g))
+        u = self._unfolded().flatten(0, 1)
+        g = self._gradient().reshape(len(u), -1, u.shape[-1])
+        norm_sq, scale = gram_norm_sq(torch.bmm(u.transpose(1, 2), u), torch.bmm(g.transpose(1, 2), g))
+        return norm_sq.view(-1, groups).sum(1), scale.view(-1, groups).sum(1)
+
+    def _window_gram(self) -> Tensor:
+        """[B, T, T] products of windows, UᵀU, from the Gram matrix M of single pixels, without unfolding:
+
+        (UᵀU)[t, s] = Σ_k M[stride t + dilation k, stride s + dilation k] over the kernel's offsets k.
+        """
+        stride, padding, dilation, _ = self.geometry
+        kernel, out = self.weight.shape[2:], self._gradient().shape[2:]
+        x = F.pad(self._input(), [pad for p in reversed(padding) for pad in (p, p)])
+        size = x.shape[2:]
+        pixels = x.flatten(2)
+        gram = torch.bmm(pixels.transpose(1, 2), pixels)
+        n = pixels.shape[2]
+        steps = [size[i + 1 :].numel() for i in range(len(size))]
+        shape = (len(x), *out, *out)
+        strides = (
+            n * n,
+            *(step * s * n for step, s in zip(steps, stride, strict=True)),
+            *(step * s for step, s in zip(steps, stride, strict=True)),
+        )
+        total = torch.zeros(shape, dtype=gram.dtype, device=gram.device)
+        for offset in torch.cartesian_prod(*(torch.arange(k) for k in kernel)).view(-1, len(kernel)).tolist():
+            start = sum(step * d * k for step, d, k in zip(steps, dilation, offset, strict=True))
+            total += gram.as_strided(shape, strides, start * (n + 1))
+        return total.view(len(x), out.numel(), out.numel())
+
+    def grad_sample(self, param: Parameter) -> Tensor:
+        if self._is_bias(param):
+            return self._bias_grad_sample()
+        u = self._unfolded()
+        g = self._gradient().reshape(len(u), u.shape[1], -1, u.shape[-1])
+        return torch.matmul(g, u.transpose(2, 3)).view(len(u), *self.weight.shape)
+
+    def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
+        if self._is_bias(param):
+            out.addmv_(self._bias_grad_sample().t(), factors)
+            return
+        stride, padding, dilation, groups = self.geometry
+        g = self._gradient()
+        g = g * factors.view(-1, *[1] * (g.dim() - 1))
+        x, weight = self._input(), wide(self.weight)
+        nothing = [0] * len(stride)
+        mask = (False, True, False)
+        summed = torch.ops.aten.convolution_backward(
+            g, x, weight, None, stride, padding, dilation, False, nothing, groups, mask
+        )[1]
+        out.add_(summed)
+
+    def ghost_is_cheaper(self, param: Parameter) -> bool:
+        if self._is_bias(param):
+            return False
+        x, g = self._x.tensor, self._gradient()
+        positions, pixels = g.shape[2:].numel(), x.shape[2:].numel()
+        kernel = self.weight.shape[2:].numel()
+        ghost = 2 * pixels**2 * x.shape[1] + (2 * g.shape[1] + FLOPS_PER_KEPT_FLOAT * kernel) * positions**2
+        return ghost < FLOPS_PER_KEPT_FLOAT * self.weight.numel()
+
+    def rows(self, index: Tensor, dtype: torch.dtype) -> ConvolutionUse:
+        x = self._x.get(self.name).detach().index_select(0, index).to(dtype)
+        use = ConvolutionUse(self.name, x, self.weight.to(dtype), self.params, *self.geometry)
+        use.grad = None if self.grad is None else self.grad.index_select(0, index).to(dtype)
+        return use
+
+    def stash_bytes(self) -> int:
+        return self._x.tensor.nbytes + (0 if self.grad is None else self.grad.nbytes)
+
+
+def _tuple(value: int | tuple[int, ...], dims: int) -> tuple[int, ...]:
+    return (value,) * dims if isinstance(value, int) else tuple(value) * (dims if len(value) == 1 else 1)
+
+
+@handles(torch.conv1d, torch.conv2d, torch.conv3d)
+def _convolution(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def call(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Tensor:
+        params = tuple(p for p in (weight, bias) if tape.trains(p))
+        if not params:
+            return func(input, weight, bias, stride, padding, dilation, groups)
+        tape.check_batch(input, params)
+        dims = weight.dim() - 2
+        if input.dim() != weight.dim():
+            tape.check_batch(input[:0], params)
+        stride, dilation = _tuple(stride, dims), _tuple(dilation, dims)
+        if padding == "valid":
+            padding = 0
+        elif padding == "same":
+            # Total padding dilation (kernel - 1) per dimension; an odd remainder goes to the end.
+            totals = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+            input = F.pad(input, [pad for t in reversed(totals) for pad in (0, t % 2)])
+            padding = tuple(t // 2 for t in totals)
+        padding = _tuple(padding, dims)
+        output = func(input, tape.constant(weight), tape.constant(bias), stride, padding, dilation, groups)
+        use = ConvolutionUse(tape.name(params), input, weight, params, stride, padding, dilation, groups)
+        return tape.record(use, output)
+
+    return call(*args, **kwargs)

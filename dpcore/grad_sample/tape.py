@@ -1,0 +1,191 @@
+"""What one forward and backward pass leave behind: for every use of a parameter, its input and its output's gradient.
+
+While a :class:`Tape` is active, calls of the torch functions that have a rule (``F.linear``, ``torch.conv2d``,
+``F.embedding`` ...) are intercepted, whichever module makes them. The parameters enter detached, so that autograd
+computes no weight gradients and, for layers fed by data, no input gradients either; the output's place in the graph is
+remembered, and one call of ``torch.autograd.grad`` then yields the gradients at all those places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+
+from dpcore.errors import UnsupportedError
+
+Handler = Callable[["Tape", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+HANDLERS: dict[Callable[..., Any], Handler] = {}
+
+
+def handles(*functions: Callable[..., Any]) -> Callable[[Handler], Handler]:
+    """Decorator: the handler for calls of these torch functions while a tape is active."""
+
+    def register(handler: Handler) -> Handler:
+        for function in functions:
+            HANDLERS[function] = handler
+        return handler
+
+    return register
+
+
+class Use:
+    """One application of one or more parameters; a rule file per kind of layer subclasses this.
+
+    After the backward pass ``grad`` is the gradient at the output, None where the loss does not depend on it. All
+    tensors are batch first. ``params`` are the trained parameters that this application contributes to.
+    """
+
+    params: tuple[Parameter, ...] = ()
+    grad: Tensor | None = None
+
+    def norm_sq(self, param: Parameter) -> tuple[Tensor, Tensor | None]:
+        """([B] squared norm of the per-sample gradient without forming it, [B] scale of its rounding error or None).
+
+        The error of the first is at most a few units of float precision times the second; None: relative precision.
+        """
+        raise NotImplementedError
+
+    def grad_sample(self, param: Parameter) -> Tensor:
+        """[B, *param.shape] per-sample gradients."""
+        raise NotImplementedError
+
+    def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
+        """out += sum_i factors[i] * gradient of example i; ``out`` has the parameter's shape."""
+        raise NotImplementedError
+
+    def ghost_is_cheaper(self, param: Parameter) -> bool:
+        """Whether the norm without per-sample gradients, then a second contraction, costs less than keeping them."""
+        raise NotImplementedError
+
+    def rows(self, index: Tensor, dtype: torch.dtype) -> Use:
+        """The same application restricted to the examples ``index`` [k], in ``dtype``."""
+        raise NotImplementedError
+
+    def stash_bytes(self) -> int:
+        """Bytes of inputs and output gradients that this application holds for the batch."""
+        raise NotImplementedError
+
+
+@dataclass
+class Saved:
+    """An input kept by a rule, and its version: an in-place change after the use would falsify the gradient."""
+
+    tensor: Tensor
+    version: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.version = self.tensor._version
+
+    def get(self, name: str) -> Tensor:
+        if self.tensor._version != self.version:
+            raise UnsupportedError(
+                f"The input of {name} was changed in place after {name} had used it, so its gradient can no longer be "
+                "computed; make that operation out-of-place (for instance ReLU(inplace=False))."
+            )
+        return self.tensor
+
+
+class _Attach(torch.autograd.Function):
+    """Gives a tensor that needs no gradient a place in the graph, without a copy.
+
+    A leaf with requires_grad would do, but refuses in-place activations behind it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+class Tape(TorchFunctionMode):
+    """Records the uses of ``parameters`` (names by identity) for a batch of ``batch_size`` examples."""
+
+    def __init__(self, parameters: dict[Parameter, str], batch_size: int) -> None:
+        super().__init__()
+        self.parameters = parameters
+        self.batch_size = batch_size
+        self.uses: list[Use] = []
+        self._edges: list[GradientEdge] = []
+        self._targets: list[Callable[[Tensor | None], None]] = []
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = HANDLERS.get(func)
+        if handler is None:
+            return func(*args, **(kwargs or {}))
+        return handler(self, func, args, kwargs or {})
+
+    def trains(self, tensor: Any) -> bool:
+        """Whether this is one of the trained parameters."""
+        return isinstance(tensor, Parameter) and tensor in self.parameters
+
+    def constant(self, tensor: Tensor | None) -> Tensor | None:
+        """A trained parameter as a constant of the graph; anything else as it is."""
+        return tensor.detach() if tensor is not None and self.trains(tensor) else tensor
+
+    def attach(self, output: Tensor, target: Callable[[Tensor | None], None]) -> Tensor:
+        """Remembers ``output``'s place in the graph; ``target`` receives the gradient there. Returns the output to
+        use.
+        """
+        if not output.requires_grad:
+            if output._is_view():
+                output = output.clone()
+            output = _Attach.apply(output, self._anchor)
+        self._edges.append(get_gradient_edge(output))
+        self._targets.append(target)
+        return output
+
+    def record(self, use: Use, output: Tensor) -> Tensor:
+        """Records ``use``, whose ``grad`` will be the gradient at ``output``. Returns the output to use."""
+        self.uses.append(use)
+
+        def set_grad(grad: Tensor | None) -> None:
+            use.grad = grad
+
+        return self.attach(output, set_grad)
+
+    def backward(self, losses: Tensor, weights: Tensor) -> None:
+        """Fills in every use's gradient from per-example ``losses`` [B], weighted by ``weights`` [B].
+
+        The trained parameters themselves are asked for too: one that turns up was used in a way no rule has seen.
+        """
+        raw = list(self.parameters)
+        if not losses.requires_grad:
+            for target in self._targets:
+                target(None)
+            return
+        grads = torch.autograd.grad(losses, [*self._edges, *raw], grad_outputs=weights, allow_unused=True)
+        for param, grad in zip(raw, grads[len(self._edges) :], strict=True):
+            if grad is not None:
+                raise UnsupportedError(
+                    f"Parameter {self.parameters[param]} is used by an operation that dpcore has no rule for; "
+                    f"wrap that "
+                    "operation in a module of its own, or freeze the parameter with requires_grad_(False)."
+                )
+        for target, grad in zip(self._targets, grads, strict=False):
+            target(grad)
+
+    def name(self, params: Sequence[Parameter]) -> str:
+        """The layer's name in messages: the first parameter's, without its last part."""
+        return self.parameters[params[0]].rpartition(".")[0] or self.parameters[params[0]]
+
+    def check_batch(self, x: Tensor, params: Sequence[Parameter], dim: int = 0) -> None:
+        """UnsupportedError unless dimension ``dim`` of an input is the batch."""
+        if x.dim() <= dim or x.shape[dim] != self.batch_size:
+            raise UnsupportedError(
+                f"{self.name(params)} got an input of shape {tuple(x.shape)} whose dimension {dim} is not the batch of "
+                f"{self.batch_size} examples, so gradients cannot be told apart by example; keep the batch first."
+            )
