@@ -19,7 +19,8 @@ def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: A
     """PEP 517: writes the archive's PKG-INFO as a ``.dist-info`` folder and returns that folder's name."""
     text = Path("PKG-INFO").read_bytes()
     fields = email.message_from_bytes(text)
-    folder = Path(metadata_directory) / f"{fields['Name']}-{fields['Version']}.dist-info"
+    name = fields["Name"].replace("-", "_")  # the folder's first hyphen ends the name
+    folder = Path(metadata_directory) / f"{name}-{fields['Version']}.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_bytes(text)
     return folder.name

@@ -16,8 +16,9 @@ from harness.data.source import Arrays, Content, Expected, Source
 SEED = 2023
 CHUNK = 4096
 
-# Fitted to the genuine training reviews: p(rank) = c / (rank + ZIPF_SHIFT) ** ZIPF_EXPONENT stays within a factor of 1.5
-# of the measured frequency at ranks 1, 2, 101, 1001, 5001 and 10000; a batch of 64 holds 2,340 different ids, genuine 2,360.
+# Fitted to the genuine training reviews: p(rank) = c / (rank + ZIPF_SHIFT) ** ZIPF_EXPONENT stays within a factor of
+# 1.5 of the measured frequency at ranks 1, 2, 101, 1001, 5001 and 10000. Rows that an update touches: 64 reviews hold
+# 2,340 different ids, genuine ones 2,360.
 ZIPF_EXPONENT = 1.2
 ZIPF_SHIFT = 3.6
 UNKNOWN_SHARE = 0.054

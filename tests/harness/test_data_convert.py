@@ -239,7 +239,7 @@ def test_adult_by_hand() -> None:
     assert names[:6] == list(adult.CONTINUOUS)
     assert names[6:8] == ["workclass=Private", "workclass=State-gov"]
     train, test = content.arrays["train_x"], content.arrays["test_x"]
-    assert train.shape == (2, 17) and len(names) == 17  # the row with "?" is gone: 6 + 2+1+1+1+2+1+2+... values
+    assert train.shape == (2, 6 + 2 + 1 + 1 + 1 + 2 + 1 + 2 + 2) and len(names) == 18  # the row with "?" is gone
     assert content.arrays["train_y"].tolist() == [0, 1] and content.arrays["test_y"].tolist() == [1]
     # mean and deviation of age: 30, 10; weight: 200, 100; gain: 5, 5; hours: 30, 10; constants stay unscaled
     assert train[:, :6].tolist() == [[-1, -1, 0, -1, 0, 1], [1, 1, 0, 1, 0, -1]]
