@@ -1,0 +1,441 @@
+"""Figures as PDF, SVG and PNG, readable at the width of a printed page (165 mm) and with colour-blind eyes."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import matplotlib
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from harness import stats
+from harness.report import layout
+from harness.report.layout import Section
+from harness.report.naming import machine_slug, slug
+from harness.report.table import Tables
+
+WIDTH = 6.5
+"""Inches: the text width of a printed page, so that 8-point letters are printed as 8 points."""
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31", "#7B4FA3")
+"""Okabe and Ito's colours (told apart by colour-blind people), two more for long lists; markers differ besides."""
+MARKERS = "os^Dv<>PX*hd"
+STYLE: dict[Any, Any] = {
+    "font.size": 8,
+    "axes.titlesize": 9,
+    "axes.labelsize": 8,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "legend.fontsize": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.5,
+    "lines.linewidth": 1.2,
+    "pdf.fonttype": 42,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "dpbench",
+}
+PAPER_EPOCHS = 20
+PAPER_BATCH_SIZE = 512
+
+
+@dataclass(frozen=True)
+class Look:
+    colour: str
+    marker: str
+    line: Literal["-", ":"]
+
+
+def looks(tables: Tables) -> dict[str, Look]:
+    """The same look for a contestant in all figures of a report. Without DP: black and dotted."""
+    private = dict(zip(tables.raw.contestant, tables.raw.private, strict=True))
+    coloured = [c for c in PALETTE if c != "#000000"]
+    shown: dict[str, Look] = {}
+    for i, name in enumerate(tables.order):
+        number_of_private = sum(private[other] for other in tables.order[:i])
+        colour = coloured[number_of_private % len(coloured)] if private[name] else "#000000"
+        shown[name] = Look(colour, MARKERS[i % len(MARKERS)], "-" if private[name] else ":")
+    return shown
+
+
+def draw(tables: Tables, folder: Path) -> list[Path]:
+    """Draws all figures into ``folder`` (which must exist); returns the files written."""
+    written: list[Path] = []
+    style = looks(tables)
+    with matplotlib.rc_context(STYLE):
+        for section in layout.sections(tables):
+            for task, synthetic, group in layout.blocks(section.of(tables.cells)):
+                if (group.state == "ok").any():
+                    name = file_name("seconds-per-epoch", section, group, task)
+                    figure = seconds(tables, section, task, synthetic, group, style)
+                    written += save(figure, folder / name)
+            if len(section.of(tables.ratios)):
+                name = file_name("relative-to-pytorch", section, section.of(tables.ratios))
+                written += save(relative(tables, section, style), folder / name)
+            runs = cumulative_runs(tables, section)
+            if runs:
+                shown = pd.concat([run.cells for run in runs])
+                extended = any(run.measured_epochs < PAPER_EPOCHS for run in runs)
+                name = file_name(
+                    "cumulative-seconds", section, shown.assign(extrapolated=shown.extrapolated | extended)
+                )
+                written += save(cumulative(tables, section, runs, style), folder / name)
+    return written
+
+
+def file_name(kind: str, section: Section, shown: pd.DataFrame, task: str = "") -> str:
+    """Kind, task, protocol, device, isolation and machine; then ``extrapolated`` and ``synthetic`` where they apply."""
+    flags = [flag for flag in ("extrapolated", "synthetic") if shown[flag].any()]
+    return slug(kind, task, section.protocol, section.device, section.isolation, machine_slug(section.machine), *flags)
+
+
+def save(figure: Figure, stem: Path) -> list[Path]:
+    """PDF, SVG and PNG without a date inside: the same records make the same bytes."""
+    FigureCanvasAgg(figure)
+    metadata: Mapping[str, Mapping[str, Any]] = {
+        ".pdf": {"CreationDate": None},
+        ".svg": {"Date": None},
+        ".png": {"Software": None},
+    }
+    paths = [stem.with_name(stem.name + suffix) for suffix in metadata]
+    for path in paths:
+        figure.savefig(path, dpi=200, metadata=dict(metadata[path.suffix]), bbox_inches="tight", pad_inches=0.06)
+    return paths
+
+
+def seconds(
+    tables: Tables, section: Section, task: str, synthetic: bool, group: pd.DataFrame, style: Mapping[str, Look]
+) -> Figure:
+    """Median seconds per epoch over batch size for one task, both axes logarithmic, with intervals."""
+    figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
+    axes = figure.add_subplot()
+    ok = group[group.state == "ok"]
+    names = list(dict.fromkeys(group.contestant))
+    sizes = sorted(group.batch_size.unique())
+    for i, name in enumerate(names):
+        mine = ok[ok.contestant == name].sort_values("batch_size")
+        if mine.empty:
+            continue
+        bars = [mine["median"] - mine.low, mine.high - mine["median"]]
+        _line(axes, mine.batch_size * _shift(i, len(names)), mine["median"], bars, style[name])
+    _log_axes(axes, sizes)
+    axes.set_ylabel("median seconds per epoch (log)")
+    axes.set_xlabel("batch size (log; contestants side by side)")
+    marks = _flags(ok)
+    axes.set_title(f"{layout.task_title(task, synthetic)}: seconds per epoch{marks}", loc="left", fontweight="bold")
+    shown = [name for name in names if name in set(ok.contestant)]
+    _below(figure, tables, section, [_bars(ok), *_failures(group)], shown, style)
+    return figure
+
+
+ROWS_UP_TO = 3
+"""Batch sizes that are shown as rows in the figure of ratios; more become an axis."""
+
+
+def relative(tables: Tables, section: Section, style: Mapping[str, Look]) -> Figure:
+    """Seconds relative to PyTorch without DP with 95 % intervals, a panel per task."""
+    frame = section.of(tables.ratios)
+    panels = list(layout.blocks(frame))
+    names = [n for n in tables.order if n in set(frame.contestant)]
+    sizes = sorted(frame.batch_size.unique())
+    in_rows = len(sizes) <= ROWS_UP_TO
+    rows = [(name, size) for name in names for size in sizes]
+    columns = 2 if len(panels) > 1 else 1
+    lines = -(-len(panels) // columns)
+    height = 0.45 + 0.17 * len(rows) if in_rows else 2.2
+    figure = Figure(figsize=(WIDTH, 0.6 + lines * height), layout="constrained")
+    grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=not in_rows)
+    base = str(frame.baseline.iloc[0])
+    cells = section.of(tables.cells)
+    for k, axes in enumerate(grid.flat):
+        if k >= len(panels):
+            axes.set_visible(False)
+            continue
+        task, synthetic, group = panels[k]
+        if in_rows:
+            here = cells[(cells.task == task) & (cells.synthetic == synthetic)]
+            states = {(row.contestant, row.batch_size): row.state for row in here.itertuples()}
+            _relative_rows(axes, group, rows, states, style, labelled=k % columns == 0)
+        else:
+            _relative_lines(axes, group, sizes, style)
+            axes.set_ylabel(f"seconds / {base} (log)" if k % columns == 0 else "")
+        axes.tick_params(labelbottom=True)
+        axes.set_title(layout.task_title(task, synthetic) + _flags(group), loc="left")
+    title = f"Seconds per epoch relative to {base} (without DP)"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=9, fontweight="bold")
+    if in_rows:
+        figure.supxlabel(
+            f"seconds of the contestant · batch size / seconds of {base} (log; left is faster)", fontsize=8
+        )
+    else:
+        figure.supxlabel("batch size (log; contestants side by side)", fontsize=8)
+    n = layout.usual(frame.n)
+    fewer = " (fewer where pairs were disturbed)" if frame.left_out.any() else ""
+    notes = [f"Point: mean of {n} paired rounds{fewer}; bar: 95 % interval (Student's t on log-ratios)."]
+    _below(figure, tables, section, notes, [] if in_rows else names, style)
+    return figure
+
+
+def _relative_rows(
+    axes: Axes,
+    group: pd.DataFrame,
+    rows: Sequence[tuple[str, int]],
+    states: Mapping[tuple[str, int], str],
+    style: Mapping[str, Look],
+    labelled: bool,
+) -> None:
+    """A row per contestant and batch size; where there is no ratio, the reason in its place."""
+    by_place = {(row.contestant, row.batch_size): row for row in group.itertuples()}
+    for y, place in enumerate(rows):
+        row: Any = by_place.get(place)
+        if row is None:
+            why = states.get(place, "not measured").replace("ok", "no pair")
+            axes.text(0.03, y, why, transform=axes.get_yaxis_transform(), va="center", color="#555555", style="italic")
+            continue
+        look = style[place[0]]
+        bars = None if pd.isna(row.low) else [[row.ratio - row.low], [row.high - row.ratio]]
+        axes.errorbar(row.ratio, y, xerr=bars, color=look.colour, marker=look.marker, markersize=4, capsize=2.5)
+    axes.axvline(1.0, color="#000000", linestyle=":")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_yticks(range(len(rows)), [f"{name} · {size}" for name, size in rows] if labelled else [""] * len(rows))
+
+
+def _relative_lines(axes: Axes, group: pd.DataFrame, sizes: Sequence[int], style: Mapping[str, Look]) -> None:
+    """Ratio over batch size, a line per contestant."""
+    names = list(dict.fromkeys(group.contestant))
+    for i, name in enumerate(names):
+        mine = group[group.contestant == name].sort_values("batch_size")
+        bars = [(mine.ratio - mine.low).fillna(0.0), (mine.high - mine.ratio).fillna(0.0)]
+        _line(axes, mine.batch_size * _shift(i, len(names)), mine.ratio, bars, style[name])
+    axes.axhline(1.0, color="#000000", linestyle=":")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
+
+
+def _shift(i: int, count: int) -> float:
+    """Contestants stand side by side instead of on top of each other: one factor for all points of a contestant."""
+    return float(2.0 ** ((i - (count - 1) / 2) * min(0.09, 0.5 / count)))
+
+
+def _line(axes: Axes, x: pd.Series, y: pd.Series, bars: list[pd.Series], look: Look) -> None:
+    axes.errorbar(
+        x,
+        y,
+        yerr=bars,
+        color=look.colour,
+        marker=look.marker,
+        linestyle=look.line,
+        markersize=4,
+        capsize=2.5,
+        elinewidth=1.0,
+    )
+
+
+@dataclass(frozen=True)
+class CumulativeRun:
+    """One panel: per contestant the cumulative seconds of each process, [processes, PAPER_EPOCHS]."""
+
+    task: str
+    synthetic: bool
+    batch_size: int
+    curves: Mapping[str, np.ndarray]
+    compiles: bool
+    measured_epochs: int
+    cells: pd.DataFrame
+
+
+def cumulative_runs(tables: Tables, section: Section) -> list[CumulativeRun]:
+    """Per task at batch size 512, or the largest that was measured."""
+    runs = []
+    cells = section.of(tables.cells)
+    raw = section.of(tables.raw)
+    raw = raw[~raw.superseded & (raw.purpose == "time") & (raw.state == "ok") & raw.seconds.notna()]
+    for task, synthetic, group in layout.blocks(cells[cells.state == "ok"]):
+        sizes = sorted(group.batch_size.unique())
+        size = PAPER_BATCH_SIZE if PAPER_BATCH_SIZE in sizes else sizes[-1]
+        here = raw[(raw.task == task) & (raw.synthetic == synthetic) & (raw.batch_size == size)]
+        curves = {
+            str(name): np.array(
+                [cumulative_seconds(tables.records[i].epoch_seconds, _compile(raw, i)) for i in rows.index]
+            )
+            for name, rows in here.groupby("contestant", sort=False)
+        }
+        shown = group[group.batch_size == size]
+        runs.append(
+            CumulativeRun(
+                task,
+                synthetic,
+                int(size),
+                curves,
+                bool((here.compile_seconds > 0).any()),
+                int(here.epochs.min()),
+                shown,
+            )
+        )
+    return runs
+
+
+def _compile(raw: pd.DataFrame, index: int) -> float:
+    value = raw.at[index, "compile_seconds"]
+    return 0.0 if pd.isna(value) else float(value)
+
+
+def cumulative_seconds(epoch_seconds: Sequence[float], compile_seconds: float) -> np.ndarray:
+    """Seconds from the start to the end of epochs 1 to 20, compilation first. [PAPER_EPOCHS]
+
+    Where fewer epochs were measured, the process's median epoch stands for the others.
+    """
+    measured = list(epoch_seconds)[:PAPER_EPOCHS]
+    rest = [stats.process_value(epoch_seconds)] * (PAPER_EPOCHS - len(measured))
+    return compile_seconds + np.cumsum(measured + rest)
+
+
+def cumulative(tables: Tables, section: Section, runs: Sequence[CumulativeRun], style: Mapping[str, Look]) -> Figure:
+    """The paper's figure: cumulative seconds over 20 epochs, compile time included, a panel per task."""
+    columns = 2 if len(runs) > 1 else 1
+    lines = -(-len(runs) // columns)
+    figure = Figure(figsize=(WIDTH, 0.6 + 2.2 * lines), layout="constrained")
+    grid = figure.subplots(lines, columns, squeeze=False)
+    epochs = np.arange(1, PAPER_EPOCHS + 1)
+    for k, axes in enumerate(grid.flat):
+        if k >= len(runs):
+            axes.set_visible(False)
+            continue
+        run = runs[k]
+        for name in [n for n in tables.order if n in run.curves]:
+            look = style[name]
+            curves = run.curves[name]
+            middle = np.median(curves, axis=0)
+            known = run.measured_epochs
+            axes.plot(epochs[:known], middle[:known], color=look.colour, linestyle=look.line)
+            axes.plot(epochs[known - 1 :], middle[known - 1 :], color=look.colour, linestyle=(0, (4, 2)), linewidth=0.9)
+            axes.plot(epochs[::5], middle[::5], color=look.colour, marker=look.marker, markersize=4, linestyle="")
+            axes.fill_between(
+                epochs, curves.min(axis=0), curves.max(axis=0), color=look.colour, alpha=0.18, linewidth=0
+            )
+        _log_seconds(axes)
+        axes.set_xticks([1, 5, 10, 15, 20])
+        axes.set_xlim(0.5, PAPER_EPOCHS + 0.5)
+        flag = ", extrapolated" if run.cells.extrapolated.any() else ""
+        axes.set_title(f"{layout.task_title(run.task, run.synthetic)}\nbatch {run.batch_size}{flag}", loc="left")
+        if k % columns == 0:
+            axes.set_ylabel("cumulative seconds (log)")
+        if k + columns >= len(runs):
+            axes.set_xlabel("epoch")
+    extended = min(run.measured_epochs for run in runs) < PAPER_EPOCHS
+    title = "Cumulative seconds over 20 epochs, compile time included" + (", extrapolated" if extended else "")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=9, fontweight="bold")
+    notes = ["Line: median over processes; band: lowest to highest process."]
+    gone = section.of(tables.cells)
+    gone = gone[gone.state != "ok"]
+    missing = [
+        f"{row.contestant} on {row.task} ({row.state})"
+        for run in runs
+        for row in gone[(gone.task == run.task) & (gone.batch_size == run.batch_size)].itertuples()
+    ]
+    if missing:
+        notes.append(f"Not shown: {', '.join(missing)}.")
+    if extended:
+        notes.append("Dashed: beyond the measured epochs, each process goes on with its median epoch.")
+    shown = [n for n in tables.order if any(n in run.curves for run in runs)]
+    _below(figure, tables, section, notes, shown, style)
+    return figure
+
+
+def _log_axes(axes: Axes, sizes: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlim(min(sizes) / 1.6, max(sizes) * 1.6)
+    _log_seconds(axes)
+
+
+def _log_seconds(axes: Axes) -> None:
+    """A logarithmic y axis in plain numbers. Under two decades the powers of ten alone would label it once or never, so
+    2 and 5 are labelled too; under one decade, every digit."""
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    digits = "23456789" if high / low < 6 else "25" if high / low < 100 else ""
+
+    def minor(value: float, _: int) -> str:
+        return f"{value:g}" if f"{value:e}"[0] in digits else ""
+
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(FuncFormatter(minor))
+    axes.tick_params(axis="y", which="minor", labelsize=8)
+    axes.grid(which="minor", axis="y", linewidth=0.3, color="#e8e8e8")
+
+
+def _flags(frame: pd.DataFrame) -> str:
+    return " (extrapolated)" if frame.extrapolated.any() else ""
+
+
+def _bars(ok: pd.DataFrame) -> str:
+    n = layout.usual(ok.n)
+    if n == 1:
+        return "Point: one process."
+    kind = "lowest to highest process" if n < 6 else "distribution-free 95 % interval"
+    return f"Point: median of n = {n} processes (median of its epochs each); bar: {kind}."
+
+
+def _failures(group: pd.DataFrame) -> Iterator[str]:
+    for (contestant, state), rows in group[group.state != "ok"].groupby(["contestant", "state"], sort=False):
+        yield f"{contestant} at {', '.join(map(str, sorted(rows.batch_size)))}: {state}."
+    disturbed = group[(group.state == "ok") & (group.disturbed > 0)]
+    if len(disturbed):
+        yield "Disturbed: " + ", ".join(f"{r.contestant} at {r.batch_size}" for r in disturbed.itertuples()) + "."
+
+
+LEGEND_COLUMNS = 4
+LEGEND_ROW = 0.17
+"""Inches."""
+
+
+def _below(
+    figure: Figure,
+    tables: Tables,
+    section: Section,
+    notes: Sequence[str],
+    names: Sequence[str],
+    style: Mapping[str, Look],
+) -> None:
+    """Below the figure: the legend (of ``names``), what the marks are, and where, when and under which rules it was
+    measured. It lies outside of the figure's own area, so that any number of lines fits; saving crops around it all."""
+    depth = 0.05
+    if names:
+        handles = [
+            Line2D(
+                [], [], color=style[n].colour, marker=style[n].marker, linestyle=style[n].line, markersize=4, label=n
+            )
+            for n in names
+        ]
+        figure.legend(
+            handles=handles,
+            loc="upper left",
+            bbox_to_anchor=(0.0, 0.0),
+            ncols=LEGEND_COLUMNS,
+            frameon=False,
+            borderpad=0.2,
+            labelspacing=0.3,
+        )
+        depth += 0.05 + LEGEND_ROW * -(-len(names) // LEGEND_COLUMNS)
+    text = [*notes, f"{section.title}; measured {layout.provenance(tables, section)}."]
+    lines = [line for part in text for line in textwrap.wrap(part, 118)]
+    y = -depth / figure.get_size_inches()[1]
+    figure.text(0.01, y, "\n".join(lines), ha="left", va="top", fontsize=7, color="#444444")

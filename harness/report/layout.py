@@ -1,0 +1,334 @@
+"""Grids of text that Markdown and the terminal show: the same tables in both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from harness.report.naming import factor, number
+from harness.report.table import PUBLISHED_LABEL, SECTION, Tables
+from harness.tasks import TASKS
+
+MISSING = "–"
+MEBIBYTE = 2**20
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table as text. ``header[0]`` and the first entry of every row name the row."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Section:
+    """One machine, device, protocol and isolation."""
+
+    machine: str
+    device: str
+    protocol: str
+    isolation: str
+
+    @property
+    def title(self) -> str:
+        return f"{self.machine} · {self.device} · protocol {self.protocol} · {self.isolation}"
+
+    def of(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """The rows of ``frame`` in this section."""
+        if frame.empty:
+            return frame
+        keep = pd.Series(True, index=frame.index)
+        for column in SECTION:
+            keep &= frame[column] == getattr(self, column)
+        return frame[keep]
+
+
+def sections(tables: Tables) -> list[Section]:
+    return [Section(*key) for key in sorted(set(tables.raw[SECTION].itertuples(index=False, name=None)))]
+
+
+def blocks(frame: pd.DataFrame) -> Iterator[tuple[str, bool, pd.DataFrame]]:
+    """(task, synthetic, rows) in the order of the frame."""
+    if frame.empty:
+        return
+    for (task, synthetic), group in frame.groupby(["task", "synthetic"], sort=False):
+        yield str(task), bool(synthetic), group
+
+
+def task_title(task: str, synthetic: bool) -> str:
+    title = TASKS[task].title if task in TASKS else task
+    return f"{title} – synthetic data" if synthetic else title
+
+
+def provenance(tables: Tables, section: Section) -> str:
+    """When and with which code a section was measured."""
+    here = section.of(tables.raw)
+    days = sorted({str(started)[:10] for started in here.started})
+    pairs = zip(here.commit, here.dirty, strict=True)
+    commits = sorted({str(commit)[:9] + ("+changes" if dirty else "") for commit, dirty in pairs if commit})
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return f"{when}, commit {', '.join(commits) or 'unknown'}"
+
+
+def seconds(tables: Tables, section: Section) -> list[Grid]:
+    """The main table, a grid per task: median seconds per epoch [range or interval] and n, failures in place."""
+    return [_seconds_grid(task, synthetic, group) for task, synthetic, group in blocks(section.of(tables.cells))]
+
+
+def _seconds_grid(task: str, synthetic: bool, group: pd.DataFrame) -> Grid:
+    sizes = sorted(group.batch_size.unique())
+    usual_n = usual(group[group.state == "ok"].n)
+    by_place = {(row.contestant, row.batch_size): row for row in group.itertuples()}
+    body = tuple(
+        (name, *(_seconds_cell(by_place.get((name, size)), usual_n) for size in sizes))
+        for name in dict.fromkeys(group.contestant)
+    )
+    title = f"{task_title(task, synthetic)}: median seconds per epoch"
+    header = ("contestant", *(f"batch {size}" for size in sizes))
+    return Grid(title, header, body, tuple(seconds_notes(group, body)))
+
+
+def usual(n: pd.Series) -> int:
+    """The most frequent number of processes per cell; cells that differ say so themselves."""
+    return int(n.mode().max()) if len(n) else 0
+
+
+def _seconds_cell(row: Any, usual_n: int) -> str:
+    if row is None:
+        return MISSING
+    if row.state != "ok":
+        return str(row.state)
+    spread = f" [{number(row.low)}, {number(row.high)}]" if row.n > 1 else ""
+    return f"{number(row.median)}{marks(row)}{spread}" + ("" if row.n == usual_n else f" n={row.n}")
+
+
+def marks(row: Any) -> str:
+    """ᵉ extrapolated, ᵈ disturbed, ᶠ some processes of the cell failed."""
+    return ("ᵉ" if row.extrapolated else "") + ("ᵈ" if row.disturbed else "") + ("ᶠ" if row.failed else "")
+
+
+def spread_note(n: int, unless: str = "unless shown") -> str:
+    """What the brackets are."""
+    if n == 1:
+        return f"n = 1 process per cell {unless}."
+    if n < 6:
+        return f"n = {n} processes per cell {unless}; [lowest, highest] process (under 6 there is no 95 % interval)."
+    return (
+        f"n = {n} processes per cell {unless}; [distribution-free 95 % interval of the median, under 6 processes "
+        "the lowest and highest]."
+    )
+
+
+def seconds_notes(group: pd.DataFrame, body: tuple[tuple[str, ...], ...]) -> Iterator[str]:
+    """The legend of the marks that occur, and the reason of every failure."""
+    ok = group[group.state == "ok"]
+    if len(ok):
+        yield spread_note(usual(ok.n))
+    if ok.extrapolated.any():
+        yield "ᵉ extrapolated: a part of an epoch was measured and scaled up to a whole one."
+    disturbed = ok[ok.disturbed > 0]
+    if len(disturbed):
+        where = ", ".join(f"{r.contestant} at {r.batch_size} ({r.disturbed} of {r.n})" for r in disturbed.itertuples())
+        yield f"ᵈ disturbed, other programs took processor time: {where}."
+    for row in ok[ok.failed > 0].itertuples():
+        yield f"ᶠ {row.contestant} at {row.batch_size}, besides the {row.n} shown: {row.failures}: {row.reason}"
+    failed = group[group.state != "ok"]
+    for (contestant, state, reason), rows in failed.groupby(["contestant", "state", "reason"], sort=False):
+        sizes = ", ".join(map(str, sorted(rows.batch_size)))
+        yield f"{state}: {contestant} at {sizes}: {reason}"
+    older = int(group.superseded.sum())
+    if older:
+        yield (
+            f"Left out: {_count(older, 'process', 'processes')} measured with an earlier adapter or environment, or "
+            "for a part of an epoch where whole epochs exist."
+        )
+    if any(MISSING in row for row in body):
+        yield f"{MISSING} not measured."
+
+
+def _count(n: int, singular: str, plural: str) -> str:
+    return f"{n} {singular if n == 1 else plural}"
+
+
+def published(tables: Tables, task: str, sizes: list[int]) -> Grid | None:
+    """The paper's values of a task at these batch sizes, or None where the paper has none of them."""
+    frame = tables.published[(tables.published.task == task) & tables.published.batch_size.isin(sizes)]
+    if frame.empty:
+        return None
+    columns = sorted(frame.batch_size.unique())
+    by_place = {(row.paper_row, row.batch_size): f"{row.seconds:.2f}" for row in frame.itertuples()}
+    rows = tuple(
+        (name, *(by_place.get((name, size), MISSING) for size in columns)) for name in dict.fromkeys(frame.paper_row)
+    )
+    title = f"{task_title(task, False)}: {PUBLISHED_LABEL} (another machine; median of 20 epochs of one process)"
+    return Grid(title, ("framework", *(f"batch {size}" for size in columns)), rows)
+
+
+def ratios(tables: Tables, section: Section) -> list[Grid]:
+    """Seconds over those of PyTorch without DP, paired in blocks."""
+    grids = []
+    for task, synthetic, group in blocks(section.of(tables.ratios)):
+        sizes = sorted(group.batch_size.unique())
+        n = usual(group.n)
+        cell = {(row.contestant, row.batch_size): _ratio_cell(row, n) for row in group.itertuples()}
+        rows = tuple(
+            (name, *(cell.get((name, size), MISSING) for size in sizes)) for name in dict.fromkeys(group.contestant)
+        )
+        notes = [f"Mean of {n} paired rounds unless shown, with its 95 % interval (Student's t on log-ratios)."]
+        if group.extrapolated.any():
+            notes.append("ᵉ extrapolated: from a part of an epoch.")
+        if group.left_out.sum():
+            notes.append(f"Left out: {_count(int(group.left_out.sum()), 'pair', 'pairs')} with a disturbed process.")
+        if group.disturbed.any():
+            notes.append("ᵈ disturbed: too few undisturbed pairs, so that all were used.")
+        if any(MISSING in row for row in rows):
+            notes.append(f"{MISSING} no block holds both.")
+        title = f"{task_title(task, synthetic)}: seconds relative to {group.baseline.iloc[0]} (without DP)"
+        grids.append(Grid(title, ("contestant", *(f"batch {size}" for size in sizes)), rows, tuple(notes)))
+    return grids
+
+
+def _ratio_cell(row: Any, usual_n: int) -> str:
+    mark = ("ᵉ" if row.extrapolated else "") + ("ᵈ" if row.disturbed else "")
+    interval = "" if math.isnan(row.low) else f" [{factor(row.low)}, {factor(row.high)}]"
+    return f"{factor(row.ratio)}×{mark}{interval}" + ("" if row.n == usual_n else f" n={row.n}")
+
+
+def values(frame: pd.DataFrame, title: str, scale: float = 1.0, notes: tuple[str, ...] = ()) -> list[Grid]:
+    """Median [low, high] of a frame of cells, a grid per task; the values are divided by ``scale``."""
+    grids = []
+    for task, synthetic, group in blocks(frame):
+        sizes = sorted(group.batch_size.unique())
+        n = usual(group.n)
+        cell = {}
+        for row in group.itertuples():
+            spread = f" [{number(row.low / scale)}, {number(row.high / scale)}]" if row.n > 1 else ""
+            cell[row.contestant, row.batch_size] = (
+                number(row.median / scale) + spread + ("" if row.n == n else f" n={row.n}")
+            )
+        rows = tuple(
+            (name, *(cell.get((name, size), MISSING) for size in sizes)) for name in dict.fromkeys(group.contestant)
+        )
+        header = ("contestant", *(f"batch {size}" for size in sizes))
+        missing = (f"{MISSING} nothing recorded.",) if any(MISSING in row for row in rows) else ()
+        grids.append(Grid(f"{task_title(task, synthetic)}: {title}", header, rows, (*notes, spread_note(n), *missing)))
+    return grids
+
+
+def compile_seconds(tables: Tables, section: Section) -> list[Grid]:
+    notes = (
+        "Warm-up of every compiled shape less the same number of ordinary steps; before the clock, in no epoch above.",
+    )
+    return values(section.of(tables.compile), "compile and warm-up seconds", notes=notes)
+
+
+NOTIONS = {
+    "cpu_peak_resident_growth": "peak resident memory above the loaded data and model",
+    "cpu_peak_resident_growth_with_compile": "the same, compilation included",
+    "cuda_peak_allocated": "peak bytes that tensors occupied on the GPU",
+    "cuda_peak_reserved": "peak bytes that the allocator held on the GPU",
+}
+
+
+def memory(tables: Tables, section: Section) -> list[Grid]:
+    """One grid per task and notion of memory; the notion is in the title."""
+    here = section.of(tables.memory)
+    if here.empty:
+        return []
+    return [
+        grid
+        for notion, group in here.groupby("notion", sort=False)
+        for grid in values(
+            group, f"MiB of {notion}", MEBIBYTE, (f"{notion}: {NOTIONS[notion]}.",) if notion in NOTIONS else ()
+        )
+    ]
+
+
+def gate(tables: Tables, section: Section) -> list[Grid]:
+    here = section.of(tables.gate)
+    grids = []
+    for task, group in here.groupby("task", sort=False) if len(here) else ():
+        rows = tuple(
+            (r.contestant, r.check, _measure(r.error), _measure(r.limit), "passed" if r.passed else "FAILED", r.detail)
+            for r in group.itertuples()
+        )
+        header = ("contestant", "check", "error", "limit", "verdict", "detail")
+        note = "Each check in its own measure; the largest error over all records. Passed: error <= limit."
+        grids.append(Grid(f"{task_title(str(task), False)}: admission gate", header, rows, (note,)))
+    return grids
+
+
+def _measure(value: float | None) -> str:
+    return MISSING if value is None or pd.isna(value) else f"{value:.2g}"
+
+
+def privacy(tables: Tables, section: Section) -> list[Grid]:
+    grids = []
+    for task, synthetic, group in blocks(section.of(tables.privacy)):
+        rows = tuple(
+            (
+                r.contestant,
+                str(r.batch_size),
+                str(r.steps),
+                f"{r.delta:g}",
+                *(_measure4(v) for v in (r.rdp, r.pld, r.own)),
+            )
+            for r in group.itertuples()
+        )
+        header = ("contestant", "batch", "steps", "δ", "ε (RDP)", "ε (PLD)", "ε (its own)")
+        note = (
+            f"{MISSING} void: the protocol does not sample as the accountant assumes, or the library has no accountant."
+        )
+        grids.append(
+            Grid(
+                f"{task_title(task, synthetic)}: privacy spent",
+                header,
+                rows,
+                (note,) if any(MISSING in row for row in rows) else (),
+            )
+        )
+    return grids
+
+
+def _measure4(value: float | None) -> str:
+    return MISSING if value is None or pd.isna(value) else f"{value:.4g}"
+
+
+def accuracy(tables: Tables, section: Section) -> list[Grid]:
+    grids = []
+    for task, synthetic, group in blocks(section.of(tables.accuracy)):
+        rows = tuple(
+            (
+                r.contestant,
+                str(r.batch_size),
+                str(r.after_steps),
+                f"{r.median:.2%}",
+                f"{r.low:.2%} – {r.high:.2%}",
+                str(r.n),
+            )
+            for r in group.itertuples()
+        )
+        header = ("contestant", "batch", "after steps", "median test accuracy", "lowest – highest", "n")
+        grids.append(Grid(f"{task_title(task, synthetic)}: accuracy", header, rows))
+    return grids
+
+
+def coverage(tables: Tables, section: Section) -> list[Grid]:
+    here = section.of(tables.coverage)
+    if here.empty:
+        return []
+    columns = [c for c in here.columns if c not in SECTION]
+    rows = tuple(tuple(str(getattr(r, c)) for c in columns) for r in here.itertuples())
+    return [Grid("Coverage: cells by state", tuple(columns), rows)]
+
+
+def versions(tables: Tables) -> list[Grid]:
+    rows = tuple((r.contestant, r.versions) for r in tables.versions.itertuples())
+    return [Grid("Versions", ("contestant", "python and packages"), rows)] if rows else []
