@@ -1,0 +1,1 @@
+"""Deliberately wrong adapters, by which the admission gate itself is tested."""
