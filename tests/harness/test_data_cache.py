@@ -346,11 +346,13 @@ def test_npm_is_asked_for_the_version_and_the_archive_is_checked(
     with pytest.raises(download.Unavailable, match=r"npm package thing 1\.0: npm error 404"):
         obtain(tmp_path)
     assert entries(tmp_path / "downloads") == set()
+    (tmp_path / "downloads" / ".client-killed").mkdir()
     fake_client(
         tmp_path / "bin",
         "import sys\nassert sys.argv[1:3] == ['pack', 'thing@1.0']\nopen('thing-1.0.tgz', 'w').write('bytes')",
     )
     assert obtain(tmp_path).read_bytes() == b"bytes"
+    assert entries(tmp_path / "downloads") == {ARCHIVE.file}  # what a killed client left is gone
     fake_client(tmp_path / "bin", "raise SystemExit('must not be asked again')")
     assert obtain(tmp_path).read_bytes() == b"bytes"
 

@@ -90,8 +90,8 @@ def test_cifar_from_pickles_and_from_pictures_is_the_same(tmp_path: Path) -> Non
         tarfile.open(tmp_path / cifar10.NPM_ARCHIVE.file, "w:gz") as npm,
     ):
         for batch in batches:
-            content = {b"data": images[batch].reshape(2, 3072), b"labels": labels[batch]}
-            add(official, f"cifar-10-batches-py/{batch}", pickle.dumps(content, protocol=2))
+            rows = {b"data": images[batch].reshape(2, 3072), b"labels": labels[batch]}
+            add(official, f"cifar-10-batches-py/{batch}", pickle.dumps(rows, protocol=2))
             picture = io.BytesIO()
             Image.fromarray(images[batch].reshape(2, 3, 1024).transpose(0, 2, 1)).save(picture, "png")
             add(npm, f"package/{batch}.png", picture.getvalue())
