@@ -190,5 +190,5 @@ def _run(command: list[str], package: Package, staging: Path, environment: dict[
     output = result.stderr + result.stdout
     if any(phrase in output for phrase in NO_SPACE_PHRASES):
         raise no_space(staging.parent, str(package))
-    lines = [line.strip() for line in output.splitlines() if "error" in line.lower()] or ["no message"]
-    raise Unavailable(f"{package}: {lines[-1][:200]}")
+    lines = [line.strip() for line in output.splitlines() if "error" in line.lower()]
+    raise Unavailable(f"{package}: {lines[0][:200] if lines else 'no message'}")
