@@ -27,16 +27,22 @@ PERTURBATION = 1e-6
 def gate_reference(task: Task) -> dict[str, np.ndarray]:
     """``norms`` and ``instability`` [pool] of the pool's examples, then the displacement of every case, float64."""
     x, y = torch_models.place(*gate_cases.pool(task), "cpu")
-    values = {
-        key: torch_models.build_model(task, gate_cases.starting_weights(task, key), torch.float64)
-        for key in (False, True)
+    models = {
+        saturated: torch_models.build_model(task, gate_cases.starting_weights(task, saturated), torch.float64)
+        for saturated in (False, True)
     }
-    found = _pool_facts(task, values[False], x, y)
-    for private in (True, False):
-        for case in gate_cases.cases(task, found, private):
+    found = _pool_facts(task, models[False], x, y)
+    wanted = {
+        gate_cases.truth_name(case, private)
+        for private in (True, False)
+        for case in gate_cases.cases(task, found, private)
+    }
+    for case in gate_cases.cases(task, found, private=True):
+        if case.stored:
+            continue
+        for private, displacement in _displacements(task, models[case.saturated], case, x, y).items():
             name = gate_cases.truth_name(case, private)
-            if not case.stored:
-                displacement = _displacement(task, values[case.saturated], case, private, x, y)
+            if name in wanted:
                 found |= gate_cases.pack(name, displacement)
     return found
 
@@ -62,21 +68,30 @@ def _pool_facts(task: Task, model: torch.nn.Module, x: torch.Tensor, y: torch.Te
     return {"norms": norms, "instability": instability}
 
 
-def _displacement(
-    task: Task, start: torch.nn.Module, case: Case, private: bool, x: torch.Tensor, y: torch.Tensor
-) -> dict[str, np.ndarray]:
-    """Starting weights minus final weights under the canonical names."""
-    model = copy.deepcopy(start)
-    trained = torch_models.canonical_parameters(model, task)
-    names = {id(p): name for name, p in model.named_parameters()}
-    for rows in case.batches:
-        truth = reference.clipped_sum(model, torch_models.loss_fn(task), x[rows], y[rows], case.max_grad_norm)
-        sums = truth.clipped if private else truth.plain
-        with torch.no_grad():
-            for parameter in trained.values():
-                parameter -= case.learning_rate / case.batch_size * sums[names[id(parameter)]]
+def _displacements(
+    task: Task, start: torch.nn.Module, case: Case, x: torch.Tensor, y: torch.Tensor
+) -> dict[bool, dict[str, np.ndarray]]:
+    """Starting minus final weights under the canonical names, with clipping (key True) and without (False)."""
+    loss = torch_models.loss_fn(task)
     before = torch_models.canonical_parameters(start, task)
-    return {name: (before[name] - p).detach().numpy() for name, p in trained.items()}
+    models = {private: copy.deepcopy(start) for private in (True, False)}
+    for step, rows in enumerate(case.batches):
+        truth = reference.clipped_sum(models[True], loss, x[rows], y[rows], case.max_grad_norm)
+        sums = {True: truth.clipped}
+        if step > 0:  # before the first step both stand at the same weights
+            truth = reference.clipped_sum(models[False], loss, x[rows], y[rows], case.max_grad_norm)
+        sums[False] = truth.plain
+        for private, model in models.items():
+            for name, parameter in model.named_parameters():
+                if name in sums[private]:
+                    parameter.data -= case.learning_rate / case.batch_size * sums[private][name]
+    return {
+        private: {
+            name: (before[name] - parameter).detach().numpy()
+            for name, parameter in torch_models.canonical_parameters(model, task).items()
+        }
+        for private, model in models.items()
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:

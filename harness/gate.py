@@ -10,6 +10,7 @@ not a number fails.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -91,7 +92,7 @@ def checks(
     driver = Driver(create(), task, setting, static_shapes, reference)
     yield from _guarded("parameters", driver.parameter_checks)
     for case in driver.cases:
-        yield from _guarded(f"update: {case.name}", lambda case=case: [driver.update_check(case)])
+        yield from _guarded(f"update: {case.name}", functools.partial(driver.update_check, case))
     yield from _guarded("update: worst tensor", driver.worst_tensor_check)
     if setting.private:
         yield from _guarded("sensitivity", driver.sensitivity_check)
@@ -102,10 +103,10 @@ def checks(
     yield from _guarded("timed = replayed", driver.replay_check)
     yield from _guarded("deferred work", driver.deferred_check)
     if setting.private and budget is not None:
-        yield from _guarded("budget", lambda: driver.budget_check(budget))
+        yield from _guarded("budget", functools.partial(driver.budget_check, budget))
 
 
-def _guarded(name: str, run: Callable[[], Any]) -> Iterator[Check]:
+def _guarded(name: str, run: Callable[[], Iterator[Check]]) -> Iterator[Check]:
     try:
         yield from run()
     except (Unsupported, MemoryError):
@@ -227,7 +228,7 @@ class Driver:
             worst = float(np.abs(self._flat(values) - self.starts[False]).max())
             yield _check("parameters: as given to build", worst, 0.0, "largest difference of any weight")
 
-    def update_check(self, case: Case) -> Check:
+    def update_check(self, case: Case) -> Iterator[Check]:
         """Relative L2 error over all parameters. To the tolerance comes the float32 rounding of the weights that move,
         at most half a unit in the last place, 2^-24 |w|, at every step."""
         truth = gate_cases.truth_name(case, self.setting.private)
@@ -245,16 +246,16 @@ class Driver:
         if size == 0.0:
             # |g| = 1 would move the weights by learning_rate / batch_size.
             unit = case.learning_rate / case.batch_size
-            return _check(
-                f"update: {case.name}", error / unit, REPRODUCTION_LIMIT, "must not move; measured in units of |g|"
-            )
+            detail = "must not move; measured in units of |g|"
+            yield _check(f"update: {case.name}", error / unit, REPRODUCTION_LIMIT, detail)
+            return
         touched = expected != 0
         moved = np.where(touched, self.starts[case.saturated], 0.0)
         rounding = len(case.batches) * 2.0**-24 * moved
         limit = case.slack * self.tolerance + float(np.linalg.norm(rounding)) / size
         if len(case.batches) == 1:
             self._note_tensors(case, found - expected, expected, rounding)
-        return _check(
+        yield _check(
             f"update: {case.name}",
             error / size,
             limit,

@@ -6,10 +6,8 @@ agree without exchanging anything but the truth. Standard library and numpy only
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -36,14 +34,6 @@ SATURATION = 300.0
 """exp(-300) is zero in float32 and logits of ordinary examples stay far below: softmax and sigmoid give 1 exactly."""
 SEED = 1
 
-SOURCES = (
-    "harness/gate_cases.py",
-    "harness/tasks.py",
-    "dpcore/reference.py",
-    "frameworks/reference.py",
-    "frameworks/torch_models.py",
-)
-
 
 @dataclass(frozen=True)
 class Case:
@@ -64,15 +54,6 @@ class Case:
     @property
     def truth(self) -> str:
         return self.stored or self.name
-
-
-def reference_key(task: Task) -> str:
-    """Changes whenever the truth of ``task`` may change; names the file that holds it."""
-    root = Path(__file__).resolve().parent.parent
-    digest = hashlib.sha256(task.name.encode())
-    for source in SOURCES:
-        digest.update((root / source).read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def pool(task: Task) -> tuple[np.ndarray, np.ndarray]:
@@ -165,7 +146,8 @@ def _core(reference: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def cases(task: Task, reference: Mapping[str, np.ndarray], private: bool) -> list[Case]:
-    """The batches of the gate, given ``norms`` and ``instability`` [POOL_SIZE] of the pool's examples.
+    """The batches of the gate, given ``norms`` and ``instability`` [POOL_SIZE] of the pool's examples. Those of an
+    adapter without privacy are some of the private ones.
 
     Most cases share clipping norm, batch size and rate (= batch size, so that the update is the sum itself), since a
     framework may have to compile for a new setting.

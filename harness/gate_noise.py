@@ -18,7 +18,8 @@ ALPHA = 1e-6
 """Chance of one false alarm per check; a gate has some ten of them."""
 
 SMALLEST_FOR_SPREAD = 8
-"""Wilson and Hilferty's approximation of chi-square is good to the tails from about here."""
+"""Wilson and Hilferty's approximation of chi-square is good from about here; where it errs, below, it errs to the side
+of admitting."""
 
 SMALLEST_FOR_CORRELATION = 1000
 """A sum of n products of normals has excess kurtosis 6/n: at 5 standard deviations the normal tail is right to 16 %."""

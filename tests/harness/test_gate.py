@@ -1,0 +1,158 @@
+"""The gate in this process: a right adapter passes every check, wrong ones fail the check that names their fault."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+
+from harness import gate_cases
+from harness.contract import Setting, Unsupported
+from harness.gate import checks, run_gate
+from harness.record import GateCheck
+from harness.tasks import TASKS
+from tests.harness import gate_numpy
+
+PRIVATE = Setting(
+    variant="exact",
+    private=True,
+    batch_size=64,
+    dataset_size=30_162,
+    noise_multiplier=1.1,
+    max_grad_norm=1.0,
+    learning_rate=0.15,
+    seed=5,
+)
+PLAIN = dataclasses.replace(PRIVATE, private=False, noise_multiplier=0.0)
+BUDGET = {"steps": 500, "delta": 1e-5, "rdp": 0.5, "pld": 0.1}
+
+reference = functools.cache(lambda task: gate_numpy.reference(TASKS[task]))
+
+
+def gate(adapter, task="ffnn", setting=PRIVATE, static=False, budget=BUDGET):
+    return run_gate(lambda: adapter, TASKS[task], setting, static, reference(task), budget)
+
+
+def failed(found):
+    return {check["check"] for check in found if not check["passed"]}
+
+
+@pytest.mark.parametrize("task", ["logreg", "ffnn"])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("setting", [PRIVATE, PLAIN], ids=["private", "plain"])
+def test_the_right_adapter_passes(task, static, setting):
+    found = gate(gate_numpy.Exact(), task, setting, static)
+    assert failed(found) == set()
+    assert [GateCheck.model_validate(check).check for check in found]
+    updates = [check for check in found if check["check"].startswith("update: ") and "three" not in check["check"]]
+    assert max(check["error"] for check in updates if "tensor" not in check["check"]) < 1e-5
+    assert len(found) == (31 if setting.private else 14)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "caught"),
+    [
+        (gate_numpy.Laplace, {"noise: normal"}),
+        (gate_numpy.TwoPercentLess, {"noise: standard deviation sigma C / B"}),
+        (gate_numpy.SameForAllRows, {"noise: independent coordinates"}),
+        (gate_numpy.EveryThirdStep, {"noise: independent steps"}),
+        (gate_numpy.Shifted, {"noise: mean 0"}),
+        (gate_numpy.NanOnOutliers, {"update: outlier", "sensitivity"}),
+        (gate_numpy.RaisesOnEmpty, {"update: empty", "noise"}),
+        (gate_numpy.WorksWhenRead, {"deferred work"}),
+    ],
+)
+def test_wrong_adapters_are_caught_by_name(mutant, caught):
+    found = gate(mutant())
+    assert caught <= failed(found)
+    if mutant not in (gate_numpy.NanOnOutliers, gate_numpy.RaisesOnEmpty):
+        assert not any(name.startswith("update") for name in failed(found))
+
+
+def test_a_raising_adapter_fails_the_check_and_says_why():
+    (empty,) = [check for check in gate(gate_numpy.RaisesOnEmpty()) if check["check"] == "update: empty"]
+    assert empty["error"] is None and "IndexError: no rows" in empty["detail"]
+
+
+def test_a_twin_without_privacy_must_not_add_noise():
+    assert "no noise" in failed(gate(gate_numpy.NoisyTwin(), setting=PLAIN))
+
+
+def test_slow_but_equal_readings_are_not_deferred_work():
+    assert failed(gate(gate_numpy.SlowToRead())) == set()
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "passes"),
+    [(0.1, True), (0.0995, True), (0.52, True), (0.0985, False), (0.54, False), (float("nan"), False)],
+)
+def test_own_epsilon_between_the_tight_and_the_renyi_value(epsilon, passes):
+    assert ("budget" in failed(gate(gate_numpy.Reports(epsilon)))) != passes
+
+
+def test_unsupported_goes_through():
+    class Refuses(gate_numpy.Exact):
+        def build(self, task, setting, initial):
+            raise Unsupported("not this task")
+
+    with pytest.raises(Unsupported, match="not this task"):
+        gate(Refuses())
+
+
+def test_checks_come_one_by_one():
+    stream = checks(gate_numpy.Exact, TASKS["ffnn"], PRIVATE, False, reference("ffnn"))
+    assert next(stream)["check"].startswith("parameters")
+
+
+@pytest.mark.parametrize("task", sorted(TASKS))
+def test_pool_has_the_tasks_shapes_and_the_promised_rows(task):
+    task = TASKS[task]
+    x, y = gate_cases.pool(task)
+    again, _ = gate_cases.pool(task)
+    copies, ordinary = gate_cases.COPIES, gate_cases.POOL_SIZE - gate_cases.COPIES - gate_cases.OUTLIERS
+    assert x.shape == (gate_cases.POOL_SIZE, *task.input_shape) and x.dtype == task.input_dtype
+    assert y.dtype == np.int32 and set(y) == set(range(task.classes))
+    np.testing.assert_array_equal(x, again)
+    np.testing.assert_array_equal(x[-copies:], x[1 : 1 + copies])
+    np.testing.assert_array_equal(y[-copies:], y[1 : 1 + copies])
+    if task.input_dtype == "float32":
+        assert x[:ordinary].min() >= 0 and x[:ordinary].max() <= 1
+    else:
+        assert x.min() >= 0 and x.max() < 10_004
+        started = np.maximum.accumulate(x != 0, axis=1)
+        assert ((x == 0) == ~started).all(), "padding stands in front only"
+    assert len(gate_cases.zero_gradient_rows(task)) == 8
+
+
+def test_cases_contain_what_their_names_say():
+    known = reference("ffnn")
+    norms = known["norms"]
+    by_name = {case.name: case for case in gate_cases.cases(TASKS["ffnn"], known, private=True)}
+    c = gate_cases.clipping_norm(known)
+    rows = {name: case.batches[0] for name, case in by_name.items()}
+    assert (norms[rows["all clipped"]] > c).all() and (norms[rows["none clipped"]] < c).all()
+    assert 0 < (norms[rows["some clipped"]] > c).sum() < len(rows["some clipped"]) == gate_cases.BATCH
+    assert sorted(rows["permuted"]) == sorted(rows["some clipped"]) and (rows["permuted"] != rows["some clipped"]).any()
+    assert norms[rows["one, clipped"]] > c > norms[rows["one, not clipped"]]
+    assert rows["empty"].size == 0
+    assert norms[rows["outlier"]].max() > 100 * c
+    x, _ = gate_cases.pool(TASKS["ffnn"])
+    assert len(np.unique(x[rows["duplicates"]], axis=0)) <= len(rows["duplicates"]) - 2
+    assert all(len(np.unique(r)) == len(r) for r in rows.values()), "no row twice, as in Poisson samples"
+    assert len(by_name["three steps"].batches) == 3
+    assert len(rows["large batch"]) == gate_cases.LARGE_BATCH
+
+
+def test_pack_keeps_only_rows_that_are_not_empty_and_unpack_restores():
+    task = TASKS["imdb-embedding"]
+    rng = np.random.default_rng(1)
+    values = {name: np.zeros(shape) for name, shape in task.parameters.items()}
+    values["embedding.weight"][[3, 77]] = rng.standard_normal((2, 16))
+    values["fc.weight"][:] = rng.standard_normal((2, 16))
+    packed = gate_cases.pack("clipped/x", values)
+    assert sum(v.nbytes for v in packed.values()) < 1000
+    restored = gate_cases.unpack("clipped/x", task, packed)
+    for name, value in values.items():
+        np.testing.assert_array_equal(restored[name], value)

@@ -1,0 +1,98 @@
+"""Every deliberately wrong adapter is rejected, by the check that names its fault, and the right ones are not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+
+import pytest
+
+from harness import env, registry
+
+pytestmark = pytest.mark.frameworks
+
+UPDATES = {"update: all clipped", "update: none clipped", "update: some clipped", "update: large batch"}
+SPREAD = "noise: standard deviation sigma C / B"
+
+CAUGHT_BY = {
+    "clips-batch": UPDATES | {"sensitivity"},
+    "clips-per-layer": UPDATES | {"update: one, clipped"},
+    "ignores-c": UPDATES | {"update: other C, B and rate"},
+    "inverts-factor": UPDATES | {"sensitivity", "noise: on zero gradients"},
+    "zero-norm": {"update: zero gradients", "update: zero and other gradients"},
+    "noise-on-mean": {SPREAD, "noise: on empty batches", "noise: on a real batch"},
+    "reuses-noise": {"noise: independent steps"},
+    "ignores-seed": {"noise: fresh per seed"},
+    "fresh-entropy": {"noise: same seed, same noise", "timed = replayed"},
+    "one-stream": {"noise: independent coordinates"},
+    "noise-on-some-layers": {SPREAD},
+    "half-noise": {SPREAD, "noise: on a real batch"},
+    "uniform-noise": {"noise: normal"},
+    "no-noise-on-empty": {"noise: on empty batches"},
+    "caches-gradients": {"update: three steps"},
+    "accumulates": {"update: three steps"},
+    "drops-example": UPDATES | {"update: one, clipped"},
+    "drops-large-batch": {"update: large batch", "update: worst tensor"},
+    "drops-layer": UPDATES | {"update: worst tensor"},
+    "actual-batch": {"update: one, clipped", "update: other C, B and rate", "sensitivity"},
+    "ignores-rate": {"update: other C, B and rate"},
+    "counts-padding": {"update: empty", "update: one, clipped"},
+    "defers": {"deferred work"},
+    "embedding-off": UPDATES | {"update: worst tensor"},
+    "drops-recurrent": UPDATES | {"update: worst tensor"},
+    "misnamed": {"parameters: names, shapes, count"},
+    "own-start": {"parameters: as given to build"},
+    "under-reports": {"budget"},
+    "plain-actual-batch": {"update: one, clipped", "update: other C, B and rate"},
+}
+ONLY = {
+    "reuses-noise",
+    "ignores-seed",
+    "one-stream",
+    "uniform-noise",
+    "caches-gradients",
+    "accumulates",
+    "drops-large-batch",
+    "defers",
+    "under-reports",
+}
+"""Faults that nothing but the named checks may find in the updates: all single steps are right."""
+RIGHT = ("exact", "exact-static", "exact-plain")
+
+
+@pytest.fixture(scope="session")
+def verdicts(tmp_path_factory):
+    python = os.environ.get("DPBENCH_TORCH_PYTHON")
+    if not python:
+        try:
+            python = env.ensure(registry.frameworks()["pytorch"], print).python
+        except (env.EnvironmentFault, KeyError) as fault:
+            pytest.skip(f"no environment with torch ({fault}); DPBENCH_TORCH_PYTHON may name an interpreter")
+    out = tmp_path_factory.mktemp("mutants") / "checks.json"
+    subprocess.run([python, "-m", "tests.harness.mutant_gates", out], cwd=registry.ROOT, check=True, timeout=900)
+    return json.loads(out.read_text())
+
+
+def _failed(checks):
+    return {check["check"] for check in checks if not check["passed"]}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_the_right_ones_pass(verdicts, name):
+    assert _failed(verdicts[name]) == set()
+
+
+@pytest.mark.parametrize("name", sorted(CAUGHT_BY))
+def test_every_fault_is_caught_by_name(verdicts, name):
+    failed = _failed(verdicts[name])
+    assert failed >= CAUGHT_BY[name]
+    if name in ONLY:
+        assert {check for check in failed if check.startswith("update")} == {
+            check for check in CAUGHT_BY[name] if check.startswith("update")
+        }
+
+
+def test_no_mutant_is_forgotten(verdicts):
+    variants = {v.name for v in registry.frameworks(hidden=True)["mutants"].variants}
+    assert variants == {*RIGHT, *CAUGHT_BY} == set(verdicts)

@@ -1,0 +1,104 @@
+"""The scores under their null distribution: right noise passes over many seeds, and known faults have known sizes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from harness import gate_noise, gate_sampling
+from harness.gate_sampling import sampler_checks
+
+SHAPES = {"w": (40, 30), "b": (40,), "v": (30, 40), "c": (3,)}
+
+
+def slices():
+    found, end = {}, 0
+    for name, shape in SHAPES.items():
+        found[name] = slice(end, end + math.prod(shape))
+        end = found[name].stop
+    return found
+
+
+PARAMETERS = sum(math.prod(shape) for shape in SHAPES.values())
+
+
+def test_right_noise_passes_two_hundred_gates():
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        z, other = rng.standard_normal((2, 8, PARAMETERS))
+        scores = [
+            *gate_noise.moments(z, slices()),
+            gate_noise.normality(z),
+            gate_noise.independent_coordinates(z, slices(), SHAPES),
+            gate_noise.independent_steps(z),
+            gate_noise.independent_runs(z, other),
+        ]
+        assert all(score.passed for score in scores), (seed, scores)
+
+
+@pytest.mark.parametrize("n", [gate_noise.SMALLEST_FOR_SPREAD, 30, 1000])
+def test_spread_score_is_the_chi_square_tail(n):
+    for probability in (1e-6, 1e-3, 0.5, 1 - 1e-3, 1 - 1e-6):
+        square = stats.chi2.ppf(probability, n)
+        score = gate_noise.spread_score(np.full(n, math.sqrt(square / n)))
+        expected = stats.norm.ppf(probability)
+        assert abs(score) <= abs(expected) + 0.12
+        if n > gate_noise.SMALLEST_FOR_SPREAD or probability >= 0.5:
+            assert score == pytest.approx(expected, abs=0.12)
+
+
+def test_limits_are_bonferroni_tails():
+    assert gate_noise.normal_limit(1) == pytest.approx(stats.norm.isf(0.5e-6), rel=1e-6)
+    assert gate_noise.normal_limit(50) == pytest.approx(stats.norm.isf(1e-8), rel=1e-6)
+
+
+def test_kolmogorov_distance_is_that_of_scipy():
+    z = np.random.default_rng(3).uniform(-1.7, 1.7, 500)
+    expected = stats.kstest(z, "norm").statistic * math.sqrt(500)
+    assert gate_noise.normality(z[None]).value == pytest.approx(expected, rel=1e-12)
+
+
+def test_nan_never_passes():
+    z = np.random.default_rng(0).standard_normal((8, PARAMETERS))
+    z[3, 5] = np.nan
+    for score in (*gate_noise.moments(z, slices()), gate_noise.normality(z), gate_noise.independent_steps(z)):
+        assert not score.passed
+
+
+def test_the_same_numbers_in_two_tensors_or_rows_show():
+    rng = np.random.default_rng(0)
+    z = rng.standard_normal((8, PARAMETERS))
+    parts = slices()
+    shared = z.copy()
+    shared[:, parts["v"]] = shared[:, parts["w"]]
+    assert not gate_noise.independent_coordinates(shared, parts, SHAPES).passed
+    repeated = z.copy()
+    repeated[:, parts["w"]] = np.tile(rng.standard_normal((8, 30)), (1, 40))
+    score = gate_noise.independent_coordinates(repeated, parts, SHAPES)
+    assert not score.passed and score.where == "rows of w"
+
+
+def test_the_harness_samples_pass_and_other_samplers_fail_by_name():
+    assert [check for check in sampler_checks() if not check["passed"]] == []
+    rng = np.random.default_rng(1)
+    rows, rate, steps = gate_sampling.ROWS, gate_sampling.RATE, gate_sampling.STEPS
+    size = round(rows * rate)
+
+    def failed(batches):
+        return {check["check"] for check in sampler_checks(batches) if not check["passed"]}
+
+    fixed = [rng.choice(rows, size, replace=False) for _ in range(steps)]
+    assert failed(fixed) == {"sampler: batch sizes are binomial"}
+    again = [rng.integers(rows, size=rng.binomial(rows, rate)) for _ in range(steps)]
+    assert "sampler: no row twice in a batch" in failed(again)
+    shuffled = np.concatenate([rng.permutation(rows) for _ in range(-(-steps * size // rows))])
+    epochs = [shuffled[t * size : (t + 1) * size] for t in range(steps)]
+    assert "sampler: every row at rate q" in failed(epochs)
+    favoured = [np.flatnonzero(rng.random(rows) < np.where(np.arange(rows) == 7, 2 * rate, rate)) for _ in range(steps)]
+    assert failed(favoured) == {"sampler: every row at rate q"}
+    sticky = [np.flatnonzero(rng.random(rows) < rate) for _ in range(steps)]
+    sticky[1::2] = sticky[::2]
+    assert "sampler: rows and steps independent" in failed(sticky)
