@@ -82,6 +82,7 @@ def run_e2e(
 
     from harness import plan, registry, report
     from harness.progress import Progress
+    from harness.report.records import load
     from harness.run import Run, command_line
     from harness.store import RunFolder
 
@@ -130,7 +131,7 @@ def run_e2e(
             )
         )
     else:
-        report.show(report.load(folder.path), console)
+        report.show(load(folder.path), console)
         console.print(
             f"Records: {folder.records} ({summary.total}, {summary.resumed} of them from before)", markup=False
         )

@@ -13,8 +13,8 @@ Mode = Literal["time", "memory", "gate"]
 @dataclass(frozen=True)
 class Request:
     """``steps``: fixed number of steps of an epoch, or None; then ``budget_seconds`` decides after the warm-up, or,
-    where that is None too, the whole epoch is run. ``snapshot``: where the weights after the first steps are written, for
-    comparison with the untimed replay. ``weights``: where the final weights go, for evaluation."""
+    where that is None too, the whole epoch is run. ``snapshot``: where the weights after the first steps are
+    written, for comparison with the untimed replay. ``weights``: where the final weights go, for evaluation."""
 
     mode: Mode
     folder: str

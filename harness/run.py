@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
@@ -111,10 +112,12 @@ class Run:
             progress.doing(f"gate · {task} · {contestant.name}")
             verdict = self._judge(contestant, task, progress.say)
             self.verdicts[contestant.name, task] = verdict
-            self.folder.write(
-                f"{task}.{contestant.name}.gate.{verdict.gate.key[:8]}.json", self._gate_record(contestant, task)
-            )
-            progress.done("ok" if verdict.passed else "rejected" if verdict.state == "ok" else verdict.state)
+            name = f"{task}.{contestant.name}.gate.{verdict.gate.key[:8]}.json"
+            record = self._gate_record(contestant, task)
+            before = self.folder.read(name)
+            if before is None or before.state != record.state:
+                self.folder.write(name, record)
+            progress.done(record.state)
 
     def _judge(self, contestant: Contestant, task: str, say: Callable[[str], None]) -> Verdict:
         place = self.places[contestant.name]
@@ -319,9 +322,9 @@ class Run:
         return Epsilon(
             delta=self.protocol.delta,
             steps=result["epsilon_steps"],
-            rdp=accounting.finite(rdp),
-            pld=accounting.finite(pld),
-            own=accounting.finite(result.get("epsilon_own")),
+            rdp=_finite(rdp),
+            pld=_finite(pld),
+            own=_finite(result.get("epsilon_own")),
         )
 
 
@@ -350,6 +353,11 @@ def ensure_data(name: str, synthetic: bool, say: Callable[[str], None]) -> Data:
         sha256=meta["sha256"],
         train_size=meta["arrays"]["train_x"]["shape"][0],
     )
+
+
+def _finite(value: float | None) -> float | None:
+    """None for infinity (no noise, no privacy), which JSON cannot carry."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _relative_distance(a: Path, b: Path, start: dict[str, np.ndarray]) -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 FAKES = Path(__file__).resolve().parent.parent / "fakes"
 os.environ["DPBENCH_FRAMEWORKS"] = str(FAKES)
 
-from harness import cli, env, gatekeeper  # noqa: E402
+from harness import cli, env, gatekeeper, report  # noqa: E402
 from harness.gatekeeper import Verdict  # noqa: E402
 from harness.record import Gate  # noqa: E402
 
@@ -28,6 +28,8 @@ def install() -> None:
     gatekeeper.judge = lambda contestant, task, *rest, **named: Verdict(
         "ok", None, Gate(passed=contestant.variant.name != "unfit", key="fake", checks=[]), {}
     )
+    if "DRIVE_WITH_REPORT" not in os.environ:  # figures take longer than the fake cells
+        report.write = lambda records, out, plots: []
 
 
 if __name__ == "__main__":

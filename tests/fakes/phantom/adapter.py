@@ -78,7 +78,7 @@ class Phantom(Adapter):
         pass
 
     def parameters(self) -> Mapping[str, Array]:
-        time.sleep(0.02 * self.pending)
+        time.sleep(min(1.0, 0.02 * self.pending))
         self.pending = 0
         return {name: value.copy() for name, value in self.weights.items()}
 
