@@ -1,0 +1,1 @@
+"""dpcore, this repository's DP-SGD library."""

@@ -1,0 +1,43 @@
+"""DP-SGD by dpcore's engine: one forward and one backward pass per micro-batch, no per-example gradients kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from dpcore import Engine, GaussianNoise
+
+from frameworks import torch_models
+from frameworks.torch_adapter import TorchAdapter
+from harness.contract import Adapter, Setting, Unsupported
+from harness.tasks import Task
+
+
+def create(variant: str) -> Adapter:
+    """The adapter of the only variant, ``engine``."""
+    return Dpcore()
+
+
+class Dpcore(TorchAdapter):
+    """A thin shell: the engine clips, sums, adds noise, divides by B and calls the optimiser."""
+
+    def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
+        if not setting.private:
+            raise Unsupported("dpcore only trains with differential privacy; its non-private twin is pytorch.")
+        self.configure(task, setting)
+        self.model = torch_models.build_model(task, initial).to(self.device)
+        parameters = torch_models.trained_parameters(self.model)
+        self.engine = Engine(
+            self.model,
+            torch_models.loss_fn(task),
+            max_grad_norm=setting.max_grad_norm,
+            noise_multiplier=setting.noise_multiplier,
+            expected_batch_size=setting.batch_size,
+            optimizer=torch.optim.SGD(parameters, lr=setting.learning_rate, fused=True),
+            noise=GaussianNoise(setting.seed),
+        )
+
+    def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
+        x, y = self.batch(indices)
+        self.engine.step(x, y)

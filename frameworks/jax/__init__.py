@@ -1,0 +1,1 @@
+"""JAX: DP-SGD by jit(vmap(grad)), and the same without privacy."""

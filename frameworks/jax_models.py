@@ -1,0 +1,128 @@
+"""The tasks' networks as pure JAX functions of ONE example, for every contestant that is built on JAX.
+
+Parameters are a dict under the task's canonical names and layouts; a batch is ``jax.vmap``'s business. Convolution and
+LSTM exist in two formulations each with the same values, because what is fast under ``vmap(grad)`` differs between
+backends; every measurement behind the choice is in frameworks/jax/NOTES.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from harness import tasks
+from harness.tasks import Task
+
+Params = Mapping[str, jax.Array]
+
+
+def logits(task: Task, params: Params, x: jax.Array, patches: bool) -> jax.Array:
+    """Logits [outputs] of one example ``x``.
+
+    x: float32 [*input_shape] or int32 tokens [T]; for a task that starts with an embedding it may also be the rows
+    already looked up, float32 [T, dim]. ``patches``: convolutions as matrix products over image patches.
+    """
+    for layer in task.layers:
+        x = _apply(layer, params, x, patches)
+    return x
+
+
+def loss(task: Task, outputs: jax.Array, y: jax.Array) -> jax.Array:
+    """One example's own loss from its logits. The one place where logits become a loss."""
+    if task.loss == "binary_cross_entropy":
+        return jax.nn.softplus(outputs[0]) - y * outputs[0]
+    return jax.nn.logsumexp(outputs) - outputs[y]
+
+
+def parameters(task: Task, values: Mapping[str, np.ndarray], device: jax.Device) -> dict[str, jax.Array]:
+    """Canonical numpy weights as arrays on ``device`` that share no memory with them (a step may donate its weights)."""
+    return {
+        name: jax.device_put(np.array(values[name], np.float32), device, may_alias=False) for name in task.parameters
+    }
+
+
+def _apply(layer: tasks.Layer, params: Params, x: jax.Array, patches: bool) -> jax.Array:
+    match layer:
+        case tasks.Conv2d(name, _, _, _, stride, padding):
+            convolve = _convolve_patches if patches else _convolve
+            return convolve(x, params[f"{name}.weight"], stride, padding) + params[f"{name}.bias"][:, None, None]
+        case tasks.Linear(name):
+            return params[f"{name}.weight"] @ x + params[f"{name}.bias"]
+        case tasks.Embedding(name):
+            return x if jnp.issubdtype(x.dtype, jnp.floating) else params[f"{name}.weight"][x]
+        case tasks.Lstm(name, _, hidden):
+            gates = x @ params[f"{name}.weight_ih"].T + params[f"{name}.bias"]
+            return _recur(gates, params[f"{name}.weight_hh"], hidden)
+        case tasks.ReLU():
+            return jax.nn.relu(x)
+        case tasks.MaxPool2d(kernel, stride):
+            return _max_pool(x, kernel, stride)
+        case tasks.AvgPool2d(kernel, stride):
+            return lax.reduce_window(x, 0.0, lax.add, (1, kernel, kernel), (1, stride, stride), "VALID") / kernel**2
+        case tasks.Flatten():
+            return x.reshape(-1)
+        case tasks.MeanOverSpace():
+            return x.mean((1, 2))
+        case tasks.MeanOverTime():
+            return x.mean(0)
+    raise TypeError(f"There is no JAX function for the layer {type(layer).__name__}.")
+
+
+def _convolve(x: jax.Array, weight: jax.Array, stride: int, padding: int) -> jax.Array:
+    """[C, H, W] to [O, H', W'] by XLA's convolution."""
+    return lax.conv_general_dilated(x[None], weight, (stride, stride), [(padding, padding)] * 2)[0]
+
+
+def _convolve_patches(x: jax.Array, weight: jax.Array, stride: int, padding: int) -> jax.Array:
+    """The same as one matrix product [O, C*k*k] @ [C*k*k, H'*W'].
+
+    Under vmap the weight's gradient of :func:`_convolve` is a grouped convolution with a group per example, which XLA
+    runs as a slow loop on a CPU (and every convolution inside a scan on one thread); this one's is a batched product.
+    """
+    kernel = weight.shape[2]
+    x = jnp.pad(x, ((0, 0), (padding, padding), (padding, padding)))
+    height, width = ((size - kernel) // stride + 1 for size in x.shape[1:])
+    shifted = [
+        x[:, i : i + stride * (height - 1) + 1 : stride, j : j + stride * (width - 1) + 1 : stride]
+        for i in range(kernel)
+        for j in range(kernel)
+    ]
+    columns = jnp.stack(shifted, 1).reshape(-1, height * width)
+    return (weight.reshape(len(weight), -1) @ columns).reshape(-1, height, width)
+
+
+def _max_pool(x: jax.Array, kernel: int, stride: int) -> jax.Array:
+    """Maximum over windows as maxima of shifted slices: their gradient is a select, that of reduce_window a scatter.
+
+    Equal values: the first in the window's row-major order takes the whole gradient, as in PyTorch.
+    """
+    for axis in (2, 1):
+        size = (x.shape[axis] - kernel) // stride + 1
+        best = lax.slice_in_dim(x, 0, stride * (size - 1) + 1, stride, axis)
+        for shift in range(1, kernel):
+            other = lax.slice_in_dim(x, shift, shift + stride * (size - 1) + 1, stride, axis)
+            best = jnp.where(best >= other, best, other)
+        x = best
+    return x
+
+
+def _cell(gates: jax.Array, c: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(h, c) from gate pre-activations [4H] in the order i, f, g, o and the previous cell state [H]."""
+    i, f, g, o = jnp.split(gates, 4)
+    c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+    return jax.nn.sigmoid(o) * jnp.tanh(c), c
+
+
+def _recur(gates: jax.Array, weight_hh: jax.Array, hidden: int) -> jax.Array:
+    """Hidden states [T, H] of an LSTM from the inputs' share of its gates, [T, 4H], and a zero initial state."""
+
+    def step(state: tuple[jax.Array, jax.Array], gate: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        h, c = _cell(gate + weight_hh @ state[0], state[1])
+        return (h, c), h
+
+    zero = jnp.zeros(hidden, gates.dtype)
+    return lax.scan(step, (zero, zero), gates)[1]
