@@ -26,6 +26,7 @@ SPECIAL: Mapping[str, str] = {
     "^": r"\textasciicircum{}",
     "–": "--",
     "·": r"$\cdot$",
+    "…": r"\ldots{}",
     "×": r"$\times$",
     "σ": r"$\sigma$",
     "ε": r"$\varepsilon$",
@@ -188,7 +189,7 @@ def _caption(tables: Tables, section: Section, cells: pd.DataFrame) -> str:
     failed = cells[cells.state != "ok"]
     for (state, reason), group in failed.groupby(["state", "reason"], sort=False):
         where = ", ".join(dict.fromkeys(f"{r.contestant} on {r.task}" for r in group.itertuples()))
-        sentences.append(f"{state} ({where}): {reason.rstrip('.')}.")
+        sentences.append(f"{state} ({where}): {layout.short(reason).rstrip('.')}.")
     if _has_gaps(cells):
         sentences.append("--: not measured.")
     return escape(" ".join(s for s in sentences if s))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
+from harness.report import paper
 from harness.report.naming import factor, number
 from harness.report.table import PUBLISHED_LABEL, SECTION, Tables
 from harness.tasks import TASKS
@@ -138,11 +140,11 @@ def seconds_notes(group: pd.DataFrame, body: tuple[tuple[str, ...], ...]) -> Ite
         where = ", ".join(f"{r.contestant} at {r.batch_size} ({r.disturbed} of {r.n})" for r in disturbed.itertuples())
         yield f"ᵈ disturbed, other programs took processor time: {where}."
     for row in ok[ok.failed > 0].itertuples():
-        yield f"ᶠ {row.contestant} at {row.batch_size}, besides the {row.n} shown: {row.failures}: {row.reason}"
+        yield f"ᶠ {row.contestant} at {row.batch_size}, besides the {row.n} shown: {row.failures}: {short(row.reason)}"
     failed = group[group.state != "ok"]
     for (contestant, state, reason), rows in failed.groupby(["contestant", "state", "reason"], sort=False):
         sizes = ", ".join(map(str, sorted(rows.batch_size)))
-        yield f"{state}: {contestant} at {sizes}: {reason}"
+        yield f"{state}: {contestant} at {sizes}: {short(reason)}"
     older = int(group.superseded.sum())
     if older:
         yield (
@@ -151,6 +153,11 @@ def seconds_notes(group: pd.DataFrame, body: tuple[tuple[str, ...], ...]) -> Ite
         )
     if any(MISSING in row for row in body):
         yield f"{MISSING} not measured."
+
+
+def short(reason: str) -> str:
+    """A reason as a note under a table; ``explain`` shows all of it."""
+    return textwrap.shorten(reason, 240, placeholder=" …")
 
 
 def _count(n: int, singular: str, plural: str) -> str:
@@ -266,7 +273,7 @@ def gate(tables: Tables, section: Section) -> list[Grid]:
 
 
 def _measure(value: float | None) -> str:
-    return MISSING if value is None or pd.isna(value) else f"{value:.2g}"
+    return MISSING if value is None or pd.isna(value) else f"{value:.5g}"
 
 
 def privacy(tables: Tables, section: Section) -> list[Grid]:
@@ -327,6 +334,35 @@ def coverage(tables: Tables, section: Section) -> list[Grid]:
     columns = [c for c in here.columns if c not in SECTION]
     rows = tuple(tuple(str(getattr(r, c)) for c in columns) for r in here.itertuples())
     return [Grid("Coverage: cells by state", tuple(columns), rows)]
+
+
+def against_the_paper(tables: Tables, section: Section) -> list[Grid]:
+    """Ratios then and now, rank correlation, claims. The paper's machine was another one: no seconds are compared."""
+    grids = []
+    now = section.of(paper.then_and_now(tables))
+    for task, synthetic, group in blocks(now):
+        rows = tuple(
+            (r.contestant, r.paper_row, str(r.batch_size), f"{factor(r.paper_ratio)}×", _ratio_cell(r, r.n), str(r.n))
+            for r in group.itertuples()
+        )
+        header = ("contestant", "row of the paper", "batch", "paper", "measured", "n")
+        grids.append(Grid(f"{task_title(task, synthetic)}: seconds relative to PyTorch without DP", header, rows))
+    ranks = section.of(paper.rank_correlation(tables))
+    if len(ranks):
+        order = tuple(
+            (task_title(r.task, r.synthetic), str(r.batch_size), f"{r.spearman:.2f}", str(r.rows))
+            for r in ranks.itertuples()
+        )
+        note = "Spearman's correlation of published and measured seconds over the rows of the paper that were measured."
+        grids.append(Grid("Order of the contestants", ("task", "batch", "rank correlation", "rows"), order, (note,)))
+    stated = section.of(paper.claims(tables))
+    outcomes = tuple((r.claim, r.paper_section, r.paper, r.measured or MISSING, r.outcome) for r in stated.itertuples())
+    note = (
+        "Holds: every measured value on genuine data agrees, within its 95 % interval, with the paper's range widened "
+        f"by a factor of {paper.TOLERANCE:g} at both ends. Places are among those rows of the paper that were measured."
+    )
+    grids.append(Grid("The paper's figures", ("claim", "section", "paper", "measured", "outcome"), outcomes, (note,)))
+    return grids
 
 
 def versions(tables: Tables) -> list[Grid]:

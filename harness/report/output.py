@@ -9,7 +9,7 @@ import pandas as pd
 
 from harness.cache import write_atomically
 from harness.errors import BadInput
-from harness.report import figures, latex, layout, markdown, naming, records, table
+from harness.report import figures, latex, layout, markdown, naming, paper, records, table
 from harness.report.table import Tables
 
 
@@ -43,6 +43,9 @@ def _texts(tables: Tables, pictures: list[str]) -> dict[str, str]:
     frames = {
         "seconds-per-epoch": tables.cells,
         "relative-to-pytorch": tables.ratios,
+        "paper-then-and-now": paper.then_and_now(tables),
+        "paper-rank-correlation": paper.rank_correlation(tables),
+        "paper-claims": paper.claims(tables),
         "compile-seconds": tables.compile,
         "peak-memory": tables.memory,
         "privacy": tables.privacy,

@@ -38,11 +38,7 @@ def load(place: Path) -> list[Record]:
         raise BadInput(f"Files keep vanishing from {place} while they are read; wait for the run to finish.")
     if not found:
         raise BadInput(f"There are no records in {place}; make some with `dpbench run e2e`.")
-    unique = {
-        (r.purpose, r.key, r.block.run, r.block.round, r.block.order, r.started, r.state, *r.epoch_seconds): r
-        for r in found
-    }
-    return list(unique.values())
+    return list({r.to_json(): r for r in found}.values())
 
 
 def _files(place: Path) -> Iterator[Path]:

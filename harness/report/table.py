@@ -129,7 +129,7 @@ def tidy(records: Sequence[Record]) -> pd.DataFrame:
                 "private": r.cell.private,
                 "purpose": r.purpose,
                 "state": state,
-                "reason": reason or "",
+                "reason": " ".join((reason or "").split()),
                 "seconds": stats.process_value(r.epoch_seconds) if state == "ok" and r.epoch_seconds else float("nan"),
                 "epochs": len(r.epoch_seconds),
                 "compile_seconds": r.compile_seconds if state == "ok" else None,
@@ -229,7 +229,7 @@ def _cell(place: dict[str, Any], group: pd.DataFrame, older: int) -> dict[str, A
         **place,
         "private": bool(group.private.iloc[0]),
         "state": "ok" if len(ok) else str(failed.state.iloc[-1]),
-        "reason": "" if failed.empty else str(failed.reason.iloc[-1] or "no reason recorded"),
+        "reason": "" if failed.empty else failed.reason.iloc[-1] or "no reason recorded",
         "failures": ", ".join(f"{count} {state}" for state, count in Counter(failed.state).items()),
         "failed": len(failed),
         "superseded": older,
@@ -285,7 +285,7 @@ def _paired(here: pd.DataFrame, a: str, b: str) -> tuple[stats.Comparison | None
     left, right = (here[here.contestant == name].set_index(PAIRING)[columns] for name in (a, b))
     # A cell that was measured twice in one block (a retry) counts with its later value.
     left, right = (side[~side.index.duplicated(keep="last")] for side in (left, right))
-    both = left.join(right, how="inner", lsuffix="_a", rsuffix="_b")
+    both = left.merge(right, left_index=True, right_index=True, suffixes=("_a", "_b"))
     if both.empty:
         return None, 0, False
     clean = both[~(both.disturbed_a | both.disturbed_b)]

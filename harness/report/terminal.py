@@ -17,7 +17,7 @@ FAILURES = {"oom", "rejected", "timeout", "crashed", "ungated"}
 def show(tables: Tables, console: Console) -> None:
     """Seconds per epoch, ratio to PyTorch without DP, and failed gate checks, section by section."""
     for section in layout.sections(tables):
-        console.rule(f"[bold]{escape(section.title)}", align="left")
+        console.print(f"\n[bold]{escape(section.title)}")
         console.print(f"[dim]measured {escape(layout.provenance(tables, section))}")
         for grid in layout.seconds(tables, section):
             _print(grid, console)

@@ -1,0 +1,105 @@
+"""The verbs ``report``, ``compare`` and ``explain``. Heavy imports happen inside: the help must appear at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+RECORDS = Path("results/local")
+"""Where runs leave their records unless told otherwise."""
+
+Folder = Annotated[Path, typer.Argument(help="Folder (or .json, .jsonl file) with records.")]
+In = Annotated[Path, typer.Option("--in", help="Folder (or .json, .jsonl file) with records.")]
+Json = Annotated[bool, typer.Option("--json", help="For machines.")]
+
+
+def report(
+    folder: Folder = RECORDS,
+    out: Annotated[Path | None, typer.Option(help="Folder for tables (default: FOLDER/report).")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder for figures (default: OUT/plots).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Tables (Markdown, CSV, LaTeX) and figures (PDF, SVG, PNG) from records; the main tables here."""
+    from rich.console import Console
+
+    from harness.report import output, records, table, terminal
+
+    out = out or (folder if folder.is_dir() else folder.parent) / "report"
+    tables = table.build(records.load(folder))
+    written = output.write_tables(tables, out, plots or out / "plots")
+    if as_json:
+        cells = json.loads(tables.cells.to_json(orient="records"))
+        typer.echo(json.dumps({"records": len(tables.records), "cells": cells, "files": [str(p) for p in written]}))
+        return
+    console = Console()
+    terminal.show(tables, console)
+    console.print(f"\n{len(tables.records)} records; {len(written)} files:")
+    for path in written:
+        console.print(f"  {path}", soft_wrap=True, highlight=False, markup=False)
+
+
+def compare(
+    a: Annotated[str, typer.Argument(help="Contestant, for instance dpcore-book-keeping; a unique part suffices.")],
+    b: Annotated[str, typer.Argument(help="Contestant to compare it with.")],
+    folder: In = RECORDS,
+    as_json: Json = False,
+) -> None:
+    """How much faster or slower A is than B, cell by cell, with interval and verdict."""
+    from harness.report import compare as comparison
+    from harness.report import records, table
+
+    tables = table.build(records.load(folder))
+    lines = comparison.compare(tables, a, b)
+    if as_json:
+        typer.echo(json.dumps([line.as_json() for line in lines]))
+        return
+    section = None
+    several = len({line.section for line in lines}) > 1
+    for line in lines:
+        if several and line.section != section:
+            typer.echo(f"{line.section.title}:")
+            section = line.section
+        typer.echo(line.text)
+
+
+def explain(
+    cell: Annotated[
+        str, typer.Argument(help="task/framework-variant/batch/protocol/device/isolation, or a part of it.")
+    ],
+    folder: In = RECORDS,
+    as_json: Json = False,
+) -> None:
+    """From a number in a table back to its processes: seconds, block, load, gate, environment, command."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from harness.report import explain as explanation
+    from harness.report import records, table
+
+    tables = table.build(records.load(folder))
+    found = explanation.rows(tables, cell)
+    if as_json:
+        shown = [
+            {"shown_state": row["state"], "superseded": bool(row["superseded"]), "record": json.loads(record.to_json())}
+            for record, row in found
+        ]
+        typer.echo(json.dumps(shown))
+        return
+    console = Console()
+    full_name = found[0][0].cell.name
+    console.print(Text(full_name, style="bold"))
+    for line in explanation.summary(tables, full_name):
+        console.print(Text(line))
+    for i, (record, row) in enumerate(found, 1):
+        console.print(Text(f"\n{record.purpose} process {i} of {len(found)}", style="bold"))
+        grid = Table.grid(padding=(0, 2))
+        *facts, (label, command) = explanation.lines(record, row)
+        for name, text in facts:
+            grid.add_row(Text(name, style="dim"), Text(text))
+        console.print(grid)
+        # In one line, however long, so that it can be copied.
+        console.print(Text.assemble((f"{label}  ", "dim"), command), soft_wrap=True)

@@ -1,0 +1,119 @@
+"""From a number in a table back to the processes that it comes from."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from harness.errors import BadInput
+from harness.record import Record
+from harness.report import layout
+from harness.report.naming import machine_label, number
+from harness.report.table import SHOWN_PACKAGES, Tables
+
+NEAR = 8
+"""How many similar names an error lists."""
+
+
+def cell_name(fragment: str, known: Iterable[str]) -> str:
+    """The cell of that name, or the only one that the fragment fits.
+
+    A fragment that fits whole parts of a name (between slashes) goes before one that fits in the middle of a part, so
+    that ``mnist-cnn/opacus-hooks/16`` does not mean 16 and 1600 alike. Parts may be left out at either end.
+
+    Raises :class:`BadInput` that lists near ones where there is none or more than one.
+    """
+    known = sorted(set(known))
+    whole = [k for k in known if f"/{fragment.strip('/')}/" in f"/{k}/"]
+    found = [k for k in known if k == fragment] or whole or [k for k in known if fragment in k]
+    if len(found) == 1:
+        return found[0]
+    near = found or difflib.get_close_matches(fragment, known, n=NEAR, cutoff=0.3) or known
+    listed = ", ".join(near[:NEAR]) + (f" and {len(near) - NEAR} more" if len(near) > NEAR else "")
+    what = "fits more than one cell" if found else "is no cell"
+    raise BadInput(f"{fragment!r} {what} of these records; choose one of {listed}.")
+
+
+def rows(tables: Tables, fragment: str) -> list[tuple[Record, dict[str, Any]]]:
+    """The records of a cell, each with its row of the tidy frame (state as shown, superseded or not), oldest first."""
+    name = cell_name(fragment, tables.raw.cell)
+    here = tables.raw[tables.raw.cell == name].sort_values(["machine", "started"], kind="stable")
+    return [(tables.records[i], {str(k): v for k, v in row.items()}) for i, row in here.iterrows()]
+
+
+def summary(tables: Tables, name: str) -> Iterator[str]:
+    """What the tables show for this cell, a line per machine."""
+    for row in tables.cells[tables.cells.cell == name].itertuples():
+        value = row.state
+        if row.state == "ok":
+            value = f"median {number(row.median)} s [{number(row.low)}, {number(row.high)}], n = {row.n}"
+            value += f" {layout.marks(row)}" if layout.marks(row) else ""
+        yield f"{row.machine}: {value}" + (f" ({row.failures}: {row.reason})" if row.failures else "")
+
+
+def lines(record: Record, row: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(label, text) of everything that one process left behind."""
+    yield "state", row["state"] + (f": {row['reason']}" if row["reason"] else "")
+    if row["superseded"]:
+        yield "", "left out of the tables: a newer adapter or environment, or whole epochs, were measured later"
+    yield "started", f"{record.started}, ran {record.wall_seconds:.1f} s"
+    block = record.block
+    yield "block", f"run {block.run}, round {block.round}, place {block.order} in its block"
+    if record.epoch_seconds:
+        yield "epoch seconds", ", ".join(f"{s:.4g}" for s in record.epoch_seconds)
+    if record.timed:
+        yield "steps", _timed(record)
+    if record.compile_seconds is not None:
+        yield "compile seconds", f"{record.compile_seconds:.4g}"
+    for notion, value in record.memory.items():
+        yield notion, f"{value / layout.MEBIBYTE:.1f} MiB"
+    if record.load:
+        yield "load", _load(record)
+    for check in record.gate.checks if record.gate else ():
+        limits = (
+            "" if check.error is None or check.limit is None else f" error {check.error:.5g}, limit {check.limit:.5g}"
+        )
+        detail = f" ({check.detail})" if check.detail else ""
+        yield f"gate {check.check}", ("passed" if check.passed else "FAILED") + limits + detail
+    if record.epsilon:
+        e = record.epsilon
+        yield "epsilon", f"RDP {e.rdp}, PLD {e.pld}, its own {e.own}, after {e.steps} steps at delta {e.delta:g}"
+    if record.accuracy:
+        yield "accuracy", f"{record.accuracy.test:.2%} after {record.accuracy.after_steps} steps"
+    if record.data:
+        kind = "synthetic" if record.data.synthetic else "genuine"
+        yield "data", f"{record.data.name}, {kind}, {record.data.origin}, sha256 {record.data.sha256[:12]}"
+    if record.seeds:
+        yield "seeds", f"weights {record.seeds.initial}, batches {record.seeds.batches}, noise {record.seeds.noise}"
+    yield "machine", machine_label(record.machine)
+    shown = [f"{name} {record.versions[name]}" for name in ("python", *SHOWN_PACKAGES) if name in record.versions]
+    rest = len(record.versions) - len(shown)
+    yield "versions", ", ".join(shown) + (f" and {rest} more (see --json)" if rest else "")
+    if record.image:
+        yield "image", record.image
+    source = record.source
+    dirty = " with uncommitted changes" if source.dirty else ""
+    yield "source", f"commit {source.commit}{dirty}, adapter {source.adapter_hash}, environment {source.lock_hash}"
+    yield "key", record.key
+    if record.log_tail:
+        yield "log", record.log_tail
+    yield "reproduce", record.command or "no command recorded"
+
+
+def _timed(record: Record) -> str:
+    t = record.timed
+    assert t is not None
+    text = f"{t.steps_timed} of {t.steps_per_epoch} per epoch timed, {t.warm_up_steps} warm-up"
+    return f"{text}, padding {t.padding_fraction:.1%}" + (", extrapolated to whole epochs" if t.extrapolated else "")
+
+
+def _load(record: Record) -> str:
+    load = record.load
+    assert load is not None
+    canary = [f"{c:.3g} s" for c in (load.canary_before, load.canary_after) if c is not None]
+    return (
+        f"other programs took {load.foreign_share:.1%} of the processors, {load.repeats} repeats"
+        + (", disturbed" if load.disturbed else "")
+        + (f", canary before and after {' and '.join(canary)}" if canary else "")
+    )

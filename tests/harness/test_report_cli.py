@@ -1,0 +1,171 @@
+"""The verbs: what people read, what machines read, and what bad input says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from harness.errors import BadInput
+from harness.report import cli
+from tests.harness import record_factory as factory
+
+app = typer.Typer()
+for verb in (cli.report, cli.compare, cli.explain):
+    app.command()(verb)
+
+
+def run(*arguments):
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(a) for a in arguments])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("run")
+    return factory.write(factory.quick_run(rounds=6), place)
+
+
+def fixed(b_seconds, rounds=10, **more):
+    a = [factory.record(framework="dpcore", variant="book-keeping", round=r, seconds=[1.0]) for r in range(rounds)]
+    return a + [factory.record(round=r, seconds=[s], **more) for r, s in zip(range(rounds), b_seconds, strict=True)]
+
+
+def line(tmp_path, records, a="dpcore", b="opacus"):
+    return run("compare", a, b, "--in", factory.write(records, tmp_path)).strip()
+
+
+def test_a_certain_difference_is_one_plain_sentence(tmp_path):
+    assert line(tmp_path, fixed([2.3, 2.4] * 5)) == (
+        "dpcore-book-keeping is 2.35× [2.31, 2.39] faster than opacus-hooks on mnist-cnn at 512, n = 10 "
+        "(verdict: faster)"
+    )
+
+
+def test_turned_round_it_is_slower(tmp_path):
+    assert line(tmp_path, fixed([2.3, 2.4] * 5), "opacus", "dpcore") == (
+        "opacus-hooks is 2.35× [2.31, 2.39] slower than dpcore-book-keeping on mnist-cnn at 512, n = 10 "
+        "(verdict: slower)"
+    )
+
+
+@pytest.mark.parametrize(("noise", "verdict"), [(0.01, "equivalent"), (0.5, "ambiguous")])
+def test_no_difference_is_not_called_one(tmp_path, noise, verdict):
+    text = line(tmp_path, fixed([1 + noise, 1 / (1 + noise)] * 5))
+    assert "takes 1.00× [" in text and f"(verdict: {verdict})" in text
+    assert "faster" not in text and "slower" not in text
+
+
+def test_a_difference_below_the_margin_says_so(tmp_path):
+    assert "(verdict: faster, by less than 5%)" in line(tmp_path, fixed([1.019, 1.021] * 5))
+
+
+def test_few_rounds_give_an_interval_and_no_verdict(tmp_path):
+    text = line(tmp_path, fixed([2.3, 2.4, 2.3], rounds=3))
+    assert "[" in text and "(no verdict: under 5 rounds)" in text
+
+
+def test_failures_are_named_instead_of_compared(tmp_path):
+    records = [factory.record(framework="dpcore", variant="a"), factory.record(state="oom")]
+    assert line(tmp_path, records) == (
+        "dpcore-a and opacus-hooks cannot be compared on mnist-cnn at 512: dpcore-a ok, opacus-hooks oom"
+    )
+
+
+def test_two_machines_are_compared_apart(tmp_path):
+    records = fixed([2.0] * 10) + [
+        r.model_copy(update={"machine": factory.OTHER_MACHINE, "epoch_seconds": [3.0 * s for s in r.epoch_seconds]})
+        for r in fixed([4.0] * 10)
+    ]
+    lines = line(tmp_path, records).splitlines()
+    assert len(lines) == 4 and "2.00×" in lines[1] and "4.00×" in lines[3]
+    assert lines[0].startswith("AMD") and "H200" in lines[2]
+
+
+def test_compare_for_machines(tmp_path):
+    out = run("compare", "dpcore", "opacus", "--in", factory.write(fixed([2.0] * 10), tmp_path), "--json")
+    (entry,) = json.loads(out)
+    assert (entry["ratio"], entry["n"], entry["verdict"], entry["not_slower"]) == (2.0, 10, "faster", True)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "words"),
+    [
+        ("opacus", "dpcore", "more than one contestant"),
+        ("opacus-hoks", "dpcore", "is no contestant .*opacus-hooks"),
+        ("dpcore", "dpcore-book", "Both names mean"),
+    ],
+)
+def test_names_that_cannot_be_compared(folder, a, b, words):
+    with pytest.raises(BadInput, match=words):
+        run("compare", a, b, "--in", folder)
+
+
+def test_explain_shows_every_process_of_a_cell(folder):
+    text = run("explain", "mnist-cnn/opacus-hooks/512", "--in", folder)
+    assert text.splitlines()[0] == "mnist-cnn/opacus-hooks/512/verified-v1/cpu/venv"
+    assert text.count("time process") == 6 and text.count("memory process") == 1
+    for part in (
+        "n = 6",
+        "round 5, place",
+        "epoch seconds",
+        "update-equality",
+        "other programs took",
+        "opacus 1.6.0",
+        "commit b618197aa",
+        "dpbench run e2e --tasks mnist-cnn --frameworks opacus-hooks --batch-sizes 512",
+    ):
+        assert part in text, part
+
+
+def test_explain_shows_why_a_cell_has_no_number(folder):
+    text = run("explain", "imdb-lstm/opacus-ghost/64", "--in", folder)
+    assert "unsupported: ghost clipping has no rule for an LSTM layer" in text
+
+
+def test_explain_for_machines_gives_the_records(folder):
+    entries = json.loads(run("explain", "imdb-lstm/jax-vmap/64/verified-v1/cpu/venv", "--in", folder, "--json"))
+    assert {e["record"]["cell"]["task"] for e in entries} == {"imdb-lstm"}
+    assert all(e["record"]["schema"] == 1 for e in entries)
+
+
+def test_a_fragment_that_fits_whole_parts_goes_first(tmp_path):
+    records = [factory.record(batch_size=b) for b in (16, 1600)]
+    assert "/16/verified" in run("explain", "opacus-hooks/16", "--in", factory.write(records, tmp_path))
+
+
+@pytest.mark.parametrize(("fragment", "words"), [("mnist", "fits more than one .*mnist-cnn/"), ("mnsit", "is no cell")])
+def test_unclear_cells_list_near_ones(folder, fragment, words):
+    with pytest.raises(BadInput, match=words):
+        run("explain", fragment, "--in", folder)
+
+
+def test_report_writes_beside_the_records_and_lists_its_files(tmp_path):
+    records = factory.write(factory.quick_run(rounds=1, tasks=("mnist-cnn",)), tmp_path, packed=True)
+    out = json.loads(run("report", records, "--json"))
+    assert out["records"] == 20 and len(out["cells"]) == 10
+    assert str(tmp_path / "report" / "report.md") in out["files"]
+    text = run("report", records, "--out", tmp_path / "o", "--plots", tmp_path / "p")
+    assert "median seconds per epoch" in text and str(tmp_path / "p") in text
+
+
+@pytest.mark.parametrize("verb", [("report",), ("compare", "a", "b", "--in"), ("explain", "x", "--in")])
+def test_no_records_is_one_clear_sentence(tmp_path, verb):
+    with pytest.raises(BadInput, match="There are no records in .*dpbench run e2e"):
+        run(*verb, tmp_path)
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys, harness.report.cli; "
+        "print([m for m in ('pandas', 'matplotlib', 'scipy', 'numpy', 'torch', 'jax') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr

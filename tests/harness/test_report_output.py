@@ -1,0 +1,207 @@
+"""Files: what is written, what stands in it, and that LaTeX takes it."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pandas as pd
+import pytest
+from rich.console import Console
+
+import harness.report
+from harness.errors import BadInput
+from harness.report import figures, latex, layout, markdown, output
+from harness.report.table import build
+from tests.harness import record_factory as factory
+
+
+@pytest.fixture(scope="module")
+def quick():
+    return build(factory.quick_run(synthetic_tasks=("imdb-embedding",)), factory.PAPER_ROWS)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory, quick):
+    folder = tmp_path_factory.mktemp("report")
+    return output.write_tables(quick, folder / "out", folder / "plots")
+
+
+def named(paths, start, suffix):
+    found = [p for p in paths if p.name.startswith(start) and p.suffix == suffix]
+    assert found, (start, suffix)
+    return found
+
+
+def test_everything_is_written_and_nothing_is_empty(written):
+    assert all(p.stat().st_size > 200 for p in written)
+    for kind in ("seconds-per-epoch", "relative-to-pytorch", "cumulative-seconds"):
+        for suffix in (".pdf", ".svg", ".png"):
+            named(written, kind, suffix)
+    assert len(named(written, "seconds-per-epoch", ".png")) == 4
+
+
+def test_file_names_say_synthetic_and_extrapolated_where_they_apply(written):
+    names = {p.name for p in written if p.suffix == ".png"}
+    by_task = {task: next(n for n in names if f"_{task}_" in n) for task in factory.LEVEL}
+    assert "synthetic" in by_task["imdb-embedding"] and "extrapolated" not in by_task["imdb-embedding"]
+    assert "extrapolated" in by_task["cifar10-cnn"] and "synthetic" not in by_task["cifar10-cnn"]
+    assert not re.search("synthetic|extrapolated", by_task["mnist-cnn"])
+    assert any(p.name == "report_synthetic.md" for p in written)
+
+
+def test_the_words_stand_in_the_figure_and_it_says_where_when_and_how(written, monkeypatch, quick):
+    section = layout.sections(quick)[0]
+    with_words = {}
+    monkeypatch.setattr(figures, "save", lambda figure, stem: with_words.setdefault(stem.name, _words(figure)) and [])
+    figures.draw(quick, written[0].parent)
+    assert len(with_words) == 6
+    for name, words in with_words.items():
+        for part in ("AMD EPYC 7B13", "2026-11-20", "verified-v1", "n = 3" if "seconds-per" in name else "b618197aa"):
+            assert part in words, (name, part)
+        assert ("synthetic" in name) == ("synthetic" in words)
+        assert ("extrapolated" in name) == ("extrapolated" in words)
+    assert "opacus-hooks at 512: oom" in next(w for n, w in with_words.items() if "seconds-per-epoch_imdb-lstm" in n)
+    assert section.machine in with_words[next(iter(with_words))].replace("\n", " ")
+
+
+def _words(figure):
+    from matplotlib.text import Text
+
+    return "\n".join(t.get_text() for t in figure.findobj(Text))
+
+
+def test_the_same_records_draw_the_same_bytes(tmp_path, quick, written):
+    again = output.write_tables(quick, tmp_path / "out", tmp_path / "plots")
+    for old, new in zip(written, again, strict=True):
+        assert old.name == new.name
+        assert old.read_bytes() == new.read_bytes() or old.suffix == ".tex", old.name
+
+
+def test_csv_can_be_read_back(written, quick):
+    path = named(written, "seconds-per-epoch", ".csv")[0]
+    frame = pd.read_csv(path)
+    assert len(frame) == len(quick.cells) == 40
+    assert np.allclose(frame["median"].dropna(), quick.cells["median"].dropna())
+    assert set(frame.state) == {"ok", "oom", "unsupported"}
+
+
+def test_markdown_shows_measured_and_published_values_apart(quick):
+    page = markdown.page(quick)
+    assert page.index("**MNIST CNN: median seconds per epoch**") < page.index("published in 2021, NVIDIA A100")
+    for chapter in (
+        "Relative to PyTorch without DP",
+        "Compile seconds",
+        "Peak memory",
+        "Privacy",
+        "Accuracy",
+        "Coverage",
+    ):
+        assert f"### {chapter}" in page
+    widths = [line.count("|") for line in page.splitlines() if line.startswith("|")]
+    assert min(widths) >= 3
+
+
+def test_markdown_survives_bars_and_line_breaks_in_a_reason():
+    t = build([factory.record(state="crashed", reason="a | b\nc")], factory.PAPER_ROWS)
+    assert all(not line.startswith("c") for line in markdown.page(t).splitlines())
+
+
+def test_latex_escapes_whatever_a_reason_holds():
+    assert latex.escape("50% & $x_1$ #{~^\\ <日>") == (
+        r"50\% \& \$x\_1\$ \#\{\textasciitilde{}\textasciicircum{}\textbackslash{} \textless{}?\textgreater{}"
+    )
+
+
+def test_latex_has_the_paper_s_layout(quick):
+    text = latex.seconds(quick, layout.sections(quick)[0])
+    assert text.count(r"\toprule") == 4 and text.count("published in 2021") == 4
+    assert r"Batch size & 64 & 512 \\" in text
+    assert r"\textit{PyTorch without DP} & \textit{1.55} & \textit{0.26} \\" in text
+    assert r"\textsf{unsupported}" in text and "no rule for an LSTM" in text
+    assert "measured on synthetic data" in text
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
+def test_latex_compiles_and_fits_on_its_pages(tmp_path, written):
+    wide = factory.quick_run(rounds=6, batch_sizes=(16, 32, 64, 128, 256, 512, 1024, 2048), extrapolated_tasks=())
+    output.write_tables(build(wide, factory.PAPER_ROWS), tmp_path / "wide", tmp_path / "plots")
+    for folder in (written[0].parent, tmp_path / "wide"):
+        done = subprocess.run(
+            ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "report.tex"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            errors="replace",
+        )
+        assert done.returncode == 0, done.stdout[-2000:]
+        assert "Overfull" not in done.stdout and "Float too large" not in done.stdout
+
+
+def test_cumulative_seconds_start_with_the_compilation_and_go_on_with_the_median():
+    curve = figures.cumulative_seconds([1.0, 3.0, 2.0], 10.0)
+    assert curve[:4].tolist() == [11.0, 14.0, 16.0, 18.0]
+    assert curve[-1] == 10.0 + 6.0 + 17 * 2.0
+    whole = figures.cumulative_seconds([1.0] * 25, 0.0)
+    assert len(whole) == 20 and whole[-1] == 20.0
+
+
+def test_contestants_without_dp_are_black_and_all_looks_differ(quick):
+    looks = figures.looks(quick)
+    assert looks["pytorch-eager"].colour == "#000000"
+    assert len({(look.colour, look.marker) for look in looks.values()}) == len(looks)
+
+
+def test_failures_only_make_a_report_without_figures(tmp_path):
+    t = build([factory.record(state="crashed", reason="boom")], factory.PAPER_ROWS)
+    paths = output.write_tables(t, tmp_path / "out", tmp_path / "plots")
+    assert not [p for p in paths if p.suffix == ".png"]
+    assert "boom" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_two_machines_make_figures_of_their_own(tmp_path):
+    tasks = ("mnist-cnn",)
+    runs = factory.quick_run(rounds=1, tasks=tasks)
+    runs += factory.quick_run(rounds=1, tasks=tasks, machine=factory.OTHER_MACHINE)
+    factory.write(runs, tmp_path / "records")
+    paths = harness.report.write(tmp_path / "records", tmp_path / "out", tmp_path / "plots")
+    assert len({p.name for p in paths}) == len(paths)
+    assert len([p for p in paths if p.suffix == ".png"]) == 6
+
+
+def test_a_folder_that_cannot_be_made_is_bad_input(tmp_path, quick):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match="cannot be made"):
+        output.write_tables(quick, tmp_path / "file" / "out", tmp_path / "plots")
+
+
+def shown(records, width=100):
+    console = Console(file=io.StringIO(), width=width)
+    harness.report.show(records, console)
+    return console.file.getvalue()
+
+
+def test_the_terminal_shows_times_ratios_and_failures():
+    text = shown(factory.quick_run())
+    for part in (
+        "MNIST CNN: median seconds per epoch",
+        "relative to pytorch-eager",
+        "unsupported: opacus-ghost",
+        "oom",
+    ):
+        assert part in text
+
+
+def test_a_narrow_terminal_shows_every_column_all_the_same():
+    sizes = (16, 32, 64, 128, 256, 512, 1024, 2048)
+    text = shown(factory.quick_run(rounds=1, batch_sizes=sizes), width=70)
+    assert all(f"batch {size}" in text for size in sizes)
+    assert "…" not in text
+
+
+def test_the_terminal_names_failed_gate_checks():
+    text = shown([factory.record(state="rejected", gate_passed=False, reason="gate")], width=160)
+    assert "failed checks" in text and "the noise is 10 times too small" in text
