@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn import functional as F
 
+from dpcore.grad_sample.products import products
 from dpcore.grad_sample.tape import Saved, Tape, Use, handles
 
 # A float of memory traffic costs about as much as this many FLOPs on a CPU core (50 GFLOP/s beside 10 GB/s, three
@@ -80,7 +81,7 @@ class ContractionUse(Use):
         if param not in self._inputs:
             return g if g.dim() == 2 else g.sum(1)
         x = self._x(param)
-        return g.unsqueeze(2) * x.unsqueeze(1) if x.dim() == 2 else torch.bmm(g.transpose(1, 2), x)
+        return g.unsqueeze(2) * x.unsqueeze(1) if x.dim() == 2 else products(g.transpose(1, 2), x.transpose(1, 2))
 
     def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
         g = self._g()

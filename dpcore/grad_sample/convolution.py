@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from dpcore.grad_sample.contraction import FLOPS_PER_KEPT_FLOAT, gram_norm_sq, wide
+from dpcore.grad_sample.products import products
 from dpcore.grad_sample.tape import Saved, Tape, Use, handles
 
 
@@ -31,11 +32,13 @@ class ConvolutionUse(Use):
         padding: tuple[int, ...],
         dilation: tuple[int, ...],
         groups: int,
+        channels_last: bool,
     ) -> None:
         self.name = name
         self.params = trained
         self.weight = weight.detach()
         self.geometry = (stride, padding, dilation, groups)
+        self.channels_last = groups == 1 and x.dim() == 4 and channels_last
         self._x = Saved(x)
 
     def _input(self) -> Tensor:
@@ -52,21 +55,23 @@ class ConvolutionUse(Use):
         return self._gradient().flatten(2).sum(2)
 
     def _unfolded(self) -> Tensor:
-        """[B, groups, c / groups * kernel, T]: for every output position the inputs that it saw."""
+        """[B, groups, c / groups * kernel, T]: for every output position the inputs that it saw.
+
+        Rows in the order of the weight's memory, (c, *kernel), or (*kernel, c) where the weight is channels-last.
+        """
         stride, padding, dilation, groups = self.geometry
         kernel = self.weight.shape[2:]
         out = self._gradient().shape[2:]
         x = F.pad(self._input(), [pad for p in reversed(padding) for pad in (p, p)])
         strides = x.stride()
-        view = x.as_strided(
-            (*x.shape[:2], *kernel, *out),
-            (
-                *strides[:2],
-                *(s * d for s, d in zip(strides[2:], dilation, strict=True)),
-                *(s * d for s, d in zip(strides[2:], stride, strict=True)),
-            ),
-        )
-        return view.reshape(len(x), groups, -1, out.numel())
+        kernel_strides = [s * d for s, d in zip(strides[2:], dilation, strict=True)]
+        out_strides = [s * d for s, d in zip(strides[2:], stride, strict=True)]
+        if self.channels_last:
+            shape = (len(x), *out, *kernel, x.shape[1])
+            windows = x.as_strided(shape, (strides[0], *out_strides, *kernel_strides, strides[1]))
+            return windows.reshape(len(x), 1, out.numel(), -1).transpose(2, 3)
+        windows = x.as_strided((*x.shape[:2], *kernel, *out), (*strides[:2], *kernel_strides, *out_strides))
+        return windows.reshape(len(x), groups, -1, out.numel())
 
     def norm_sq(self, param: Parameter) -> tuple[Tensor, Tensor | None]:
         if self._is_bias(param):
@@ -110,7 +115,13 @@ class ConvolutionUse(Use):
             return self._bias_grad_sample()
         u = self._unfolded()
         g = self._gradient().reshape(len(u), u.shape[1], -1, u.shape[-1])
-        return torch.matmul(g, u.transpose(2, 3)).view(len(u), *self.weight.shape)
+        if u.shape[1] > 1:
+            return torch.matmul(g, u.transpose(2, 3)).view(len(u), *self.weight.shape)
+        grads = products(g.squeeze(1), u.squeeze(1))
+        if self.channels_last:
+            d, c, *kernel = self.weight.shape
+            return grads.view(len(u), d, *kernel, c).movedim(-1, 2)
+        return grads.view(len(u), *self.weight.shape)
 
     def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
         if self._is_bias(param):
@@ -138,7 +149,7 @@ class ConvolutionUse(Use):
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> ConvolutionUse:
         x = self._x.get(self.name).detach().index_select(0, index).to(dtype)
-        use = ConvolutionUse(self.name, x, self.weight.to(dtype), self.params, *self.geometry)
+        use = ConvolutionUse(self.name, x, self.weight.to(dtype), self.params, *self.geometry, self.channels_last)
         use.grad = None if self.grad is None else self.grad.index_select(0, index).to(dtype)
         return use
 
@@ -177,8 +188,15 @@ def _convolution(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kw
             input = F.pad(input, [pad for t in reversed(totals) for pad in (0, t % 2)])
             padding = tuple(t // 2 for t in totals)
         padding = _tuple(padding, dims)
+        if tape.channels_last and input.dim() == 4 and input.shape[1] == 1:
+            # One channel: plain and channels-last strides mean the same, but only the latter make the output
+            # channels-last.
+            h, w = input.shape[2:]
+            input = input.contiguous().as_strided(input.shape, (h * w, 1, w, 1))
         output = func(input, tape.constant(weight), tape.constant(bias), stride, padding, dilation, groups)
-        use = ConvolutionUse(tape.name(params), input, weight, params, stride, padding, dilation, groups)
+        use = ConvolutionUse(
+            tape.name(params), input, weight, params, stride, padding, dilation, groups, tape.channels_last
+        )
         return tape.record(use, output)
 
     return call(*args, **kwargs)

@@ -15,6 +15,7 @@ from dpcore.grad_sample.tape import Use
 # each to start, so very few examples at a time are no gain.
 CPU_STASH_BYTES = 4 * 2**20
 CPU_FEWEST_EXAMPLES = 16
+CPU_FEWEST_IN_A_LOOP = 64
 CUDA_FREE_FRACTION = 0.25
 
 
@@ -48,9 +49,10 @@ def stash_bytes(choices: Sequence[Choice], uses: Sequence[Use], batch_size: int)
     return kept + sum(use.stash_bytes() for use in uses) / batch_size
 
 
-def physical_batch_size(bytes_per_example: float, device: torch.device) -> int:
+def physical_batch_size(bytes_per_example: float, uses: Sequence[Use], device: torch.device) -> int:
     """How many examples to process at once. The clipped sum is associative: the result does not depend on it."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return max(1, int(CUDA_FREE_FRACTION * free / bytes_per_example))
-    return max(CPU_FEWEST_EXAMPLES, int(CPU_STASH_BYTES / bytes_per_example))
+    fewest = CPU_FEWEST_IN_A_LOOP if any(use.sequential for use in uses) else CPU_FEWEST_EXAMPLES
+    return max(fewest, int(CPU_STASH_BYTES / bytes_per_example))

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from dpcore.errors import UnsupportedError
 from dpcore.grad_sample.contraction import ContractionUse
+from dpcore.grad_sample.products import Projection
 from dpcore.grad_sample.tape import Tape, handles
 
 
@@ -97,7 +98,7 @@ def _lstm_layer(
     frozen = [w for w in weights if w.requires_grad and not tape.trains(w)]
     if frozen:
         raise UnsupportedError("An LSTM's weights must be parameters of the model, all trained or all frozen.")
-    z = F.linear(x, w_ih.detach(), bias)
+    z = Projection.apply(x, w_ih.detach(), bias)
     trained = [w for w in weights if tape.trains(w)]
     if not trained:
         h, c_last = LstmRecurrence.apply(z, w_hh.detach(), h0, c0)
@@ -109,6 +110,7 @@ def _lstm_layer(
     if tape.trains(w_hh):
         inputs[w_hh] = torch.cat([h0.unsqueeze(0), h[:-1]]).detach()
     use = ContractionUse(tape.name(trained), inputs, tuple(b for b in biases if tape.trains(b)), time_major=True)
+    use.sequential = True
     attached.append(use)
     tape.uses.append(use)
     return h, h[-1], c_last

@@ -44,6 +44,8 @@ class Use:
 
     params: tuple[Parameter, ...] = ()
     grad: Tensor | None = None
+    sequential: bool = False
+    """Whether its forward pass is a loop of many small operations, which wants many examples at a time."""
 
     def norm_sq(self, param: Parameter) -> tuple[Tensor, Tensor | None]:
         """([B] squared norm of the per-sample gradient without forming it, [B] scale of its rounding error or None).
@@ -113,6 +115,7 @@ class Tape(TorchFunctionMode):
 
     def __init__(self, parameters: dict[Parameter, str], batch_size: int) -> None:
         super().__init__()
+        self.channels_last = any(_is_channels_last(p) for p in parameters)
         self.parameters = parameters
         self.batch_size = batch_size
         self.uses: list[Use] = []
@@ -189,3 +192,7 @@ class Tape(TorchFunctionMode):
                 f"{self.name(params)} got an input of shape {tuple(x.shape)} whose dimension {dim} is not the batch of "
                 f"{self.batch_size} examples, so gradients cannot be told apart by example; keep the batch first."
             )
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    return tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)

@@ -65,14 +65,21 @@ def test_convolution(dtype, dims, batch, groups, kernel, stride, dilation, paddi
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [4, 12])
-def test_small_and_large_convolutions_behind_each_other(dtype, size):
-    """At size 4 the second layer's norm is a ghost norm, at 12 it is instantiated."""
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(("channels", "size"), [(1, 4), (2, 4), (1, 12), (2, 12), (2, 40)])
+def test_small_and_large_convolutions_behind_each_other(dtype, memory_format, channels, size):
+    """At size 4 the second layer's norm is a ghost norm, at 12 it is instantiated, at 40 by a product per example."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(2, 16, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(16, 24, 3, 2, 1, 1, 2), nn.ReLU(), nn.Flatten()
-    ).to(dtype)
-    check(model, torch.randn(5, 2, size, size, dtype=dtype), _labels(5), clipped_sum)
+        nn.Conv2d(channels, 16, 3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(16, 32, 3, 1, 1),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(32, 24, 3, 2, 1, 1, 2),
+        nn.Flatten(),
+    ).to(dtype=dtype, memory_format=memory_format)
+    x = torch.randn(5, channels, size, size, dtype=dtype).to(memory_format=memory_format)
+    check(model, x, _labels(5), clipped_sum)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -129,6 +136,15 @@ def test_lstm(dtype, batch, steps, layers, bidirectional, bias, frozen, batch_fi
     if bias and frozen:
         model.lstm.bias_hh_l0.requires_grad_(False)
     check(model, torch.randn(batch, steps, 3, dtype=dtype), _labels(batch), clipped_sum)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_long_wide_lstm(dtype):
+    """Large enough for a product per example."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 40), nn.LSTM(40, 48, batch_first=True), First()).to(dtype)
+    ids = torch.randint(0, 50, (3, 150))
+    check(model, ids, _labels(3), clipped_sum, lambda out, y: odd_loss(out.mean(1), y))
 
 
 def _text_model(dtype=torch.float64):
