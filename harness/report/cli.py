@@ -90,7 +90,7 @@ def explain(
         typer.echo(json.dumps(shown))
         return
     console = Console()
-    full_name = found[0][0].cell.name
+    full_name = next((r.cell.name for r, _ in found if r.purpose != "gate"), found[0][0].cell.name)
     console.print(Text(full_name, style="bold"))
     for line in explanation.summary(tables, full_name):
         console.print(Text(line))

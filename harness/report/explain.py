@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import pandas as pd
+
 from harness.errors import BadInput
 from harness.record import Record
 from harness.report import layout
@@ -36,9 +38,15 @@ def cell_name(fragment: str, known: Iterable[str]) -> str:
 
 
 def rows(tables: Tables, fragment: str) -> list[tuple[Record, dict[str, Any]]]:
-    """The records of a cell, each with its row of the tidy frame (state as shown, superseded or not), oldest first."""
-    name = cell_name(fragment, tables.raw.cell)
-    here = tables.raw[tables.raw.cell == name].sort_values(["machine", "started"], kind="stable")
+    """The records of a cell and of the gate that admitted it, each with its row of the tidy frame, oldest first."""
+    measured = tables.raw[tables.raw.purpose != "gate"]
+    name = cell_name(fragment, tables.raw.cell if measured.empty else measured.cell)
+    here = tables.raw[tables.raw.cell == name]
+    # The gate judges a contestant on a task once, at a batch size of its own.
+    same = ["machine", "device", "task", "contestant", "code"]
+    judged = pd.MultiIndex.from_frame(tables.raw[same]).isin(pd.MultiIndex.from_frame(here[same]))
+    gates = tables.raw[judged & (tables.raw.purpose == "gate") & (tables.raw.cell != name)]
+    here = pd.concat([gates, here]).sort_values(["machine", "started"], kind="stable")
     return [(tables.records[i], {str(k): v for k, v in row.items()}) for i, row in here.iterrows()]
 
 
@@ -70,6 +78,8 @@ def lines(record: Record, row: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield notion, f"{value / layout.MEBIBYTE:.1f} MiB"
     if record.load:
         yield "load", _load(record)
+    if record.gate:
+        yield "gate", f"{'passed' if record.gate.passed else 'not passed'}, key {record.gate.key}"
     for check in record.gate.checks if record.gate else ():
         limits = (
             "" if check.error is None or check.limit is None else f" error {check.error:.5g}, limit {check.limit:.5g}"

@@ -163,8 +163,7 @@ def _admitted(r: Record) -> tuple[str, str | None]:
     if r.gate is None:
         return UNGATED, UNGATED_REASON
     if not r.gate.passed:
-        failed = ", ".join(c.check for c in r.gate.checks if not c.passed)
-        return "rejected", f"the admission gate failed: {failed}"
+        return "rejected", r.reason or "the admission gate failed; its record says which check"
     return "ok", r.reason
 
 

@@ -112,6 +112,7 @@ def test_explain_shows_every_process_of_a_cell(folder):
     text = run("explain", "mnist-cnn/opacus-hooks/512", "--in", folder)
     assert text.splitlines()[0] == "mnist-cnn/opacus-hooks/512/verified-v1/cpu/venv"
     assert text.count("time process") == 6 and text.count("memory process") == 1
+    assert text.count("gate process") == 1
     for part in (
         "n = 6",
         "round 5, place",
@@ -150,7 +151,7 @@ def test_unclear_cells_list_near_ones(folder, fragment, words):
 def test_report_writes_beside_the_records_and_lists_its_files(tmp_path):
     records = factory.write(factory.quick_run(rounds=1, tasks=("mnist-cnn",)), tmp_path, packed=True)
     out = json.loads(run("report", records, "--json"))
-    assert out["records"] == 20 and len(out["cells"]) == 10
+    assert out["records"] == 25 and len(out["cells"]) == 10
     assert str(tmp_path / "report" / "report.md") in out["files"]
     text = run("report", records, "--out", tmp_path / "o", "--plots", tmp_path / "p")
     assert "median seconds per epoch" in text and str(tmp_path / "p") in text

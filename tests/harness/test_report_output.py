@@ -203,5 +203,5 @@ def test_a_narrow_terminal_shows_every_column_all_the_same():
 
 
 def test_the_terminal_names_failed_gate_checks():
-    text = shown([factory.record(state="rejected", gate_passed=False, reason="gate")], width=160)
+    text = shown([factory.record(purpose="gate", state="rejected", gate_passed=False, reason="gate")], width=160)
     assert "failed checks" in text and "the noise is 10 times too small" in text
