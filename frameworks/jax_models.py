@@ -39,7 +39,7 @@ def loss(task: Task, outputs: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def parameters(task: Task, values: Mapping[str, np.ndarray], device: jax.Device) -> dict[str, jax.Array]:
-    """Canonical numpy weights as arrays on ``device`` that share no memory with them (a step may donate its weights)."""
+    """Canonical numpy weights as arrays on ``device`` in memory of their own (a step may donate it)."""
     return {
         name: jax.device_put(np.array(values[name], np.float32), device, may_alias=False) for name in task.parameters
     }

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from dpcore import Engine, GaussianNoise
 
+from dpcore import Engine, GaussianNoise
 from frameworks import torch_models
 from frameworks.torch_adapter import TorchAdapter
 from harness.contract import Adapter, Setting, Unsupported

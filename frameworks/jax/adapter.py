@@ -35,8 +35,8 @@ def create(variant: str) -> Adapter:
 class Formulation:
     """How the same mathematics is put to XLA.
 
-    ``patches``: convolutions as matrix products. ``rows``: an embedding's gradient as the gradient of the rows that were
-    looked up, [T, dim], never as a table per example. ``micro_batch``: examples per scan step; None takes the batch.
+    ``patches``: convolutions as matrix products. ``rows``: an embedding's gradient as that of the rows looked up,
+    [T, dim], never as a table per example. ``micro_batch``: examples per scan step; None takes the whole batch.
     """
 
     patches: bool
