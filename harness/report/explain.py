@@ -88,7 +88,8 @@ def lines(record: Record, row: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"gate {check.check}", ("passed" if check.passed else "FAILED") + limits + detail
     if record.epsilon:
         e = record.epsilon
-        yield "epsilon", f"RDP {e.rdp}, PLD {e.pld}, its own {e.own}, after {e.steps} steps at delta {e.delta:g}"
+        rdp, pld, own = (layout.MISSING if v is None else f"{v:.4g}" for v in (e.rdp, e.pld, e.own))
+        yield "epsilon", f"RDP {rdp}, PLD {pld}, its own {own}, after {e.steps} steps at delta {e.delta:g}"
     if record.accuracy:
         yield "accuracy", f"{record.accuracy.test:.2%} after {record.accuracy.after_steps} steps"
     if record.data:

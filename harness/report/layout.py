@@ -237,8 +237,8 @@ def compile_seconds(tables: Tables, section: Section) -> list[Grid]:
 
 
 NOTIONS = {
-    "cpu_peak_resident_growth": "peak resident memory above the loaded data and model",
-    "cpu_peak_resident_growth_with_compile": "the same, compilation included",
+    "peak_resident_growth": "peak resident memory of the process above the loaded data and model",
+    "peak_resident_growth_with_compile": "the same, compilation included",
     "cuda_peak_allocated": "peak bytes that tensors occupied on the GPU",
     "cuda_peak_reserved": "peak bytes that the allocator held on the GPU",
 }
@@ -346,7 +346,9 @@ def against_the_paper(tables: Tables, section: Section) -> list[Grid]:
             for r in group.itertuples()
         )
         header = ("contestant", "row of the paper", "batch", "paper", "measured", "n")
-        grids.append(Grid(f"{task_title(task, synthetic)}: seconds relative to PyTorch without DP", header, rows))
+        title = f"{task_title(task, synthetic)}: seconds relative to PyTorch without DP, {PUBLISHED_LABEL}, and here"
+        legend = ("ᵉ extrapolated: from a part of an epoch.",) if group.extrapolated.any() else ()
+        grids.append(Grid(title, header, rows, legend))
     ranks = section.of(paper.rank_correlation(tables))
     if len(ranks):
         order = tuple(

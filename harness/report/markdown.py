@@ -51,17 +51,21 @@ def _reading() -> str:
 
 def table(grid: Grid) -> str:
     """A GitHub table with its title above and its notes below."""
-    numeric = len(grid.header) - 1
     lines = [
         f"**{grid.title}**",
         "",
         _line(grid.header),
-        "|:--|" + "--:|" * numeric,
+        "|:--|"
+        + "".join("--:|" if _is_numeric(column) else ":--|" for column in list(zip(*grid.rows, strict=True))[1:]),
         *map(_line, grid.rows),
     ]
     if grid.notes:
         lines += ["", *(f"- {note}" for note in grid.notes)]
     return "\n".join(lines)
+
+
+def _is_numeric(column: tuple[str, ...]) -> bool:
+    return any(cell[:1].isdigit() for cell in column)
 
 
 def _line(cells: tuple[str, ...]) -> str:

@@ -39,7 +39,8 @@ def ordered(contestants: Iterable[tuple[str, str]], rows: Mapping[str, str]) -> 
 
 
 def machine_label(machine: Mapping[str, Any]) -> str:
-    """``AMD EPYC 7B13, 2 cores, 16 GiB [3f2a91c0]``: readable, and different for two machines that only look alike."""
+    """``AMD EPYC 7B13, 2 cores, 16 GiB [3f2a91c0 2 threads]``: readable; in brackets what tells two machines apart that
+    only look alike, and one machine that was used with different numbers of threads."""
     parts = [re.sub(r"\((R|TM)\)|\bCPU\b|@.*$", " ", str(machine.get("cpu") or "unknown processor"))]
     if machine.get("cores"):
         parts.append(f"{machine['cores']} cores")
@@ -47,11 +48,13 @@ def machine_label(machine: Mapping[str, Any]) -> str:
         parts.append(f"{machine['memory_bytes'] / 2**30:.0f} GiB")
     parts += [str(gpu).split(",")[0] for gpu in machine.get("gpus") or []]
     label = re.sub(r"\s+", " ", ", ".join(part.strip() for part in parts))
-    return f"{label} [{machine['id']}]" if machine.get("id") else label
+    threads = machine.get("threads")
+    identity = [str(machine.get("id") or ""), f"{threads} thread{'' if threads == 1 else 's'}" if threads else ""]
+    return f"{label} [{' '.join(part for part in identity if part)}]" if any(identity) else label
 
 
 def machine_slug(label: str) -> str:
-    """The short identity at the end of a :func:`machine_label`, or all of a label that has none."""
+    """The identity in brackets at the end of a :func:`machine_label`, or all of a label that has none."""
     return label.rpartition("[")[2].rstrip("]")
 
 

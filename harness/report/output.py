@@ -27,18 +27,18 @@ def write_tables(tables: Tables, out: Path, plots: Path) -> list[Path]:
             raise BadInput(f"The folder {folder} cannot be made ({error.strerror}); choose another.") from None
     try:
         drawn = figures.draw(tables, plots)
-        texts = _texts(tables, [os.path.relpath(path, out) for path in drawn if path.suffix == ".pdf"])
-        for name, text in texts.items():
+        written = texts(tables, [os.path.relpath(path, out) for path in drawn if path.suffix == ".pdf"])
+        for name, text in written.items():
             write_atomically(out / name, text.encode())
     except OSError as error:
         raise BadInput(
             f"The report cannot be written ({error.strerror}: {error.filename}); free space, or choose another folder."
         ) from None
-    return [*(out / name for name in texts), *drawn]
+    return [*(out / name for name in written), *drawn]
 
 
-def _texts(tables: Tables, pictures: list[str]) -> dict[str, str]:
-    """File name -> content."""
+def texts(tables: Tables, pictures: list[str]) -> dict[str, str]:
+    """File name -> content of all tables; ``pictures``: paths of the PDFs that ``report.tex`` shows."""
     texts = {f"{naming.slug('report', *_flags(tables.raw, 'synthetic'))}.md": markdown.page(tables)}
     frames = {
         "seconds-per-epoch": tables.cells,

@@ -153,7 +153,7 @@ def tidy(records: Sequence[Record]) -> pd.DataFrame:
     return frame
 
 
-_MACHINE_FACTS = {"id", "cpu", "cores", "memory_bytes", "gpus"}
+_MACHINE_FACTS = {"id", "cpu", "cores", "memory_bytes", "gpus", "threads"}
 
 
 def _admitted(r: Record) -> tuple[str, str | None]:

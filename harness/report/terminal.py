@@ -38,14 +38,9 @@ def _print(grid: Grid, console: Console) -> None:
         if chunks[-1] and sum(widths[j] for j in chunks[-1]) + width > room:
             chunks.append([])
         chunks[-1].append(i)
-    console.print()
-    for number, chunk in enumerate(chunks):
-        table = Table(
-            title=escape(grid.title) if number == 0 else None,
-            title_justify="left",
-            title_style="bold",
-            box=box.SIMPLE_HEAD,
-        )
+    console.print(f"\n[bold]{escape(grid.title)}")
+    for chunk in chunks:
+        table = Table(box=box.SIMPLE_HEAD)
         table.add_column(escape(grid.header[0]), no_wrap=True)
         for i in chunk:
             table.add_column(escape(grid.header[i]), justify="right")

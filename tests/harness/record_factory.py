@@ -237,7 +237,7 @@ def quick_run(
                             record(
                                 **common,
                                 purpose="memory",
-                                memory={"cpu_peak_resident_growth": 90 * 2**20 + per_example},
+                                memory={"peak_resident_growth": 90 * 2**20 + per_example},
                             )
                         )
     return records

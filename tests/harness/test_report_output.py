@@ -74,11 +74,12 @@ def _words(figure):
     return "\n".join(t.get_text() for t in figure.findobj(Text))
 
 
-def test_the_same_records_draw_the_same_bytes(tmp_path, quick, written):
-    again = output.write_tables(quick, tmp_path / "out", tmp_path / "plots")
-    for old, new in zip(written, again, strict=True):
+def test_the_same_records_draw_the_same_bytes(tmp_path):
+    t = build(factory.quick_run(tasks=("mnist-cnn",)), factory.PAPER_ROWS)
+    first, again = (output.write_tables(t, tmp_path / n / "out", tmp_path / n / "plots") for n in ("a", "b"))
+    for old, new in zip(first, again, strict=True):
         assert old.name == new.name
-        assert old.read_bytes() == new.read_bytes() or old.suffix == ".tex", old.name
+        assert old.read_bytes() == new.read_bytes(), old.name
 
 
 def test_csv_can_be_read_back(written, quick):
@@ -128,7 +129,9 @@ def test_latex_has_the_paper_s_layout(quick):
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
 def test_latex_compiles_and_fits_on_its_pages(tmp_path, written):
     wide = factory.quick_run(rounds=6, batch_sizes=(16, 32, 64, 128, 256, 512, 1024, 2048), extrapolated_tasks=())
-    output.write_tables(build(wide, factory.PAPER_ROWS), tmp_path / "wide", tmp_path / "plots")
+    (tmp_path / "wide").mkdir()
+    for name, text in output.texts(build(wide, factory.PAPER_ROWS), pictures=[]).items():
+        (tmp_path / "wide" / name).write_text(text)
     for folder in (written[0].parent, tmp_path / "wide"):
         done = subprocess.run(
             ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "report.tex"],

@@ -69,6 +69,12 @@ def test_machines_that_look_alike_are_told_apart_by_their_id():
     assert len(layout.sections(t)) == 2
 
 
+def test_one_machine_with_different_threads_is_two_sections_with_files_of_their_own():
+    t = tables([factory.record(machine={**factory.MACHINE, "threads": n}) for n in (1, 2)])
+    slugs = {naming.machine_slug(section.machine) for section in layout.sections(t)}
+    assert slugs == {"3f2a91c0 1 thread", "3f2a91c0 2 threads"}
+
+
 def test_a_changing_load_does_not_make_another_machine():
     busy = {**factory.MACHINE, "load_average": 7.0}
     t = tables([factory.record(round=0), factory.record(round=1, machine=busy)])
@@ -186,10 +192,10 @@ def test_without_a_baseline_there_are_no_ratios():
 
 
 def test_memory_comes_from_memory_processes_and_names_its_notion():
-    memory = factory.record(purpose="memory", memory={"cpu_peak_resident_growth": 3 * 2**20})
-    t = tables([memory, factory.record(memory={"cpu_peak_resident_growth": 10**12})])
+    memory = factory.record(purpose="memory", memory={"peak_resident_growth": 3 * 2**20})
+    t = tables([memory, factory.record(memory={"peak_resident_growth": 10**12})])
     grids = layout.memory(t, layout.sections(t)[0])
-    assert "MiB of cpu_peak_resident_growth" in grids[0].title
+    assert "MiB of peak_resident_growth" in grids[0].title
     assert grids[0].rows == (("opacus-hooks", "3.00"),)
 
 
