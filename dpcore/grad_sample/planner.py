@@ -10,10 +10,9 @@ from torch.nn import Parameter
 
 from dpcore.grad_sample.tape import Use
 
-# What an example leaves behind should still be in the cache when the norms and sums are taken (measured on a core with
-# 1 MB of L2 and 16 MB of L3; the minimum is flat within a factor of two either way). Operators cost some microseconds
-# each to start, so very few examples at a time are no gain.
-CPU_STASH_BYTES = 4 * 2**20
+# What a micro-batch leaves behind should still be in the last-level cache when its norms and sums are taken. Every
+# piece costs some 0.5 ms of operator starts whatever its size, so smaller pieces that fit a smaller cache were slower.
+CPU_STASH_BYTES = 32 * 2**20
 CPU_FEWEST_EXAMPLES = 16
 CPU_FEWEST_IN_A_LOOP = 64
 CUDA_FREE_FRACTION = 0.25
