@@ -62,7 +62,7 @@ class Job:
         return f"{cell.task}.{cell.contestant}.b{cell.batch_size}.r{self.round}.{self.purpose}.{self.key[:8]}.json"
 
 
-QUICK_SIZES = {"imdb-lstm": (64,)}
+QUICK_SIZES: dict[str, tuple[int, ...]] = {"imdb-lstm": (64,)}
 
 
 def _sizes(

@@ -302,7 +302,7 @@ class Run:
             versions=result.get("versions", {}),
             machine={**machine.describe(), **machine.state(), "threads": self.threads},
             seeds=self._seeds(job),
-            block=Block(run=self.folder.path.name, round=job.round, order=job.order),
+            block=Block(run=self.folder.id, round=job.round, order=job.order),
             source=Source(
                 commit=commit, dirty=dirty, adapter_hash=framework.adapter_hash, lock_hash=framework.lock_hash
             ),

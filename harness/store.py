@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ class RunFolder:
         self.path = path
         self.records = path / "records"
         self.scratch = path / "scratch"
+        self.id = path.name
 
     @contextmanager
     def open(self, description: dict[str, Any], fresh: bool) -> Iterator[None]:
@@ -53,16 +55,19 @@ class RunFolder:
 
     def _check_plan(self, description: dict[str, Any]) -> None:
         path = self.path / PLAN
-        text = json.dumps(description, indent=1, sort_keys=True)
+        wanted = json.loads(json.dumps(description))
         if not path.exists():
-            cache.write_atomically(path, text.encode())
+            # A name alone would let two runs of one preset be paired with each other.
+            self.id = f"{self.path.name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{os.urandom(2).hex()}"
+            cache.write_atomically(path, json.dumps({"id": self.id, **wanted}, indent=1).encode())
             return
         try:
             old = json.loads(path.read_text())
-        except json.JSONDecodeError:
+            self.id = old.pop("id")
+        except (json.JSONDecodeError, KeyError):
             raise BadInput(f"{path} is corrupt; start anew with --fresh (the old records are kept aside).") from None
-        if old != json.loads(text):
-            what = ", ".join(_differences(old, json.loads(text)))
+        if old != wanted:
+            what = ", ".join(_differences(old, wanted))
             raise BadInput(
                 f"{self.path} holds a run that differs in {what}; start anew with --fresh (the old records are kept "
                 "aside), or choose another folder with --out."

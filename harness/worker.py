@@ -31,10 +31,11 @@ from harness.contract import Adapter, Setting, Unsupported
 from harness.request import Request
 from harness.tasks import TASKS, Task, check_parameters, initial_parameters
 
-REPLAYED_STEPS = 8
-"""The first steps of the first epoch, after which the weights are read for comparison with the untimed replay."""
-
 MINIMUM_STEPS = 3
+REPLAYED_STEPS = MINIMUM_STEPS
+"""The first steps of the first epoch, after which the weights are read for comparison with the untimed replay. Every
+timed process makes at least so many, so that both have the same steps behind them."""
+
 CALIBRATION_STEPS = 2
 
 Emit = Callable[[dict[str, Any]], None]

@@ -50,15 +50,15 @@ def total(task: Task, weights: Values, x: np.ndarray, y: np.ndarray, max_grad_no
     return sums
 
 
-def reference(task: Task) -> Values:
-    """The same content as ``frameworks.reference``, without instabilities."""
+def reference(task: Task, instability: np.ndarray | None = None) -> Values:
+    """The same content as ``frameworks.reference``, but for the instabilities: zero, or as they are given."""
     x, y = gate_cases.pool(task)
     starts = {
         key: {name: value.astype(np.float64) for name, value in gate_cases.starting_weights(task, key).items()}
         for key in (False, True)
     }
     norms = [norm(gradients(task, starts[False], a, int(b))) for a, b in zip(x, y, strict=True)]
-    found: Values = {"norms": np.array(norms), "instability": np.zeros(len(x))}
+    found: Values = {"norms": np.array(norms), "instability": np.zeros(len(x)) if instability is None else instability}
     for private in (True, False):
         for case in gate_cases.cases(task, found, private):
             if case.stored:

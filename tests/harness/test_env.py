@@ -1,4 +1,4 @@
-"""Environments: built once, shared by equal pins, rebuilt when half-built, removed on request. With a local empty pin list."""
+"""Environments: built once, shared by equal pins, rebuilt when half-built, removed on request. With no pins at all."""
 
 from __future__ import annotations
 

@@ -6,9 +6,12 @@ import json
 import os
 import subprocess
 
+import numpy as np
 import pytest
 
 from harness import env, registry
+from harness.tasks import TASKS
+from tests.harness import gate_numpy
 
 pytestmark = pytest.mark.frameworks
 
@@ -62,20 +65,37 @@ RIGHT = ("exact", "exact-static", "exact-plain")
 
 
 @pytest.fixture(scope="session")
-def verdicts(tmp_path_factory):
+def torch_python():
     python = os.environ.get("DPBENCH_TORCH_PYTHON")
     if not python:
         try:
             python = env.ensure(registry.frameworks()["pytorch"], print).python
         except (env.EnvironmentFault, KeyError) as fault:
             pytest.skip(f"no environment with torch ({fault}); DPBENCH_TORCH_PYTHON may name an interpreter")
+    return python
+
+
+@pytest.fixture(scope="session")
+def verdicts(torch_python, tmp_path_factory):
     out = tmp_path_factory.mktemp("mutants") / "checks.json"
-    subprocess.run([python, "-m", "tests.harness.mutant_gates", out], cwd=registry.ROOT, check=True, timeout=900)
+    subprocess.run([torch_python, "-m", "tests.harness.mutant_gates", out], cwd=registry.ROOT, check=True, timeout=900)
     return json.loads(out.read_text())
 
 
 def _failed(checks):
     return {check["check"] for check in checks if not check["passed"]}
+
+
+@pytest.mark.parametrize("task", ["logreg", "ffnn"])
+def test_the_truth_from_torch_is_that_of_numpy(torch_python, tmp_path, task):
+    out = tmp_path / "reference.npz"
+    command = [torch_python, "-m", "frameworks.reference", "--task", task, "--out", out]
+    subprocess.run(command, cwd=registry.ROOT, check=True, timeout=300)
+    found = dict(np.load(out))
+    expected = gate_numpy.reference(TASKS[task], found["instability"])
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
 @pytest.mark.parametrize("name", RIGHT)
