@@ -8,6 +8,7 @@ from typing import Any
 
 from harness import env, gatekeeper, limits, registry
 from harness.errors import BadInput
+from harness.gate_sampling import sampler_checks
 from harness.gatekeeper import Verdict
 from harness.isolation import Limits, Venv
 from harness.record import GateCheck
@@ -17,8 +18,10 @@ from harness.tasks import PAPER_TASKS, TASKS
 
 TIMEOUT_SECONDS = 900.0
 MUTANTS = "mutants"
-EXACT = "exact"
-"""The one variant of the mutants that is right: it shows that the others fail for their fault alone."""
+EXACT = f"{MUTANTS}-exact"
+"""Their variants that begin so are right: they show that the others fail for their fault alone."""
+MUTANT_TASKS = ("mnist-cnn", "imdb-embedding", "imdb-lstm")
+"""A mutant is judged on the first of these that its fault can show on."""
 
 
 def judge_all(
@@ -41,7 +44,10 @@ def judge_all(
         if task not in TASKS:
             raise BadInput(f"There is no task {task!r}; choose from {', '.join(TASKS)}.")
     contestants = registry.select([f"{MUTANTS}:all"] if mutants else frameworks, hidden=mutants)
-    pairs = [(c, t) for t in tasks or (("mnist-cnn",) if mutants else PAPER_TASKS) for c in contestants]
+    if mutants and tasks is None:
+        pairs = [(c, next(t for t in MUTANT_TASKS if t not in c.variant.unsupported)) for c in contestants]
+    else:
+        pairs = [(c, t) for t in tasks or PAPER_TASKS for c in contestants]
     console = Console(stderr=as_json)
     verdicts: dict[tuple[str, str], Verdict] = {}
     with Progress(console, quiet=as_json) as progress:
@@ -51,12 +57,15 @@ def judge_all(
             verdict = _judge(contestant, task, device, threads, progress, fresh)
             verdicts[contestant.name, task] = verdict
             progress.done(_word(verdict))
-    rows = [row for (name, task), v in verdicts.items() for row in _rows(name, task, v, every_check)]
+    sampler = [GateCheck.model_validate(check) for check in sampler_checks()]
+    rows = [_row("harness", "poisson sampling", check, "") for check in sampler]
+    rows += [row for (name, task), v in verdicts.items() for row in _rows(name, task, v, every_check)]
     if as_json:
         print(json.dumps(rows, indent=1))
     else:
         _print(rows, console)
-    return int(not all(_as_wanted(name, verdict) for (name, _), verdict in verdicts.items()))
+    is_sampler_right = all(check.passed for check in sampler)
+    return int(not is_sampler_right or not all(_as_wanted(name, verdict) for (name, _), verdict in verdicts.items()))
 
 
 def _judge(contestant: Contestant, task: str, device: str, threads: int | None, progress: Any, fresh: bool) -> Verdict:
@@ -78,7 +87,7 @@ def _judge(contestant: Contestant, task: str, device: str, threads: int | None, 
 def _as_wanted(name: str, verdict: Verdict) -> bool:
     if verdict.state == "unsupported":
         return True
-    is_wrong_on_purpose = name.startswith(f"{MUTANTS}-") and name != f"{MUTANTS}-{EXACT}"
+    is_wrong_on_purpose = name.startswith(f"{MUTANTS}-") and not name.startswith(EXACT)
     return verdict.state == "ok" and verdict.gate.passed != is_wrong_on_purpose
 
 
@@ -107,17 +116,19 @@ def _rows(name: str, task: str, verdict: Verdict, every_check: bool) -> list[dic
         failed = [check for check in checks if not check.passed]
         checks = failed or [max(checks, key=_nearness)]
     count = f"{len(verdict.gate.checks)} checks" + (", remembered" if verdict.cached else "")
-    return [
-        {
-            **base,
-            "check": check.check,
-            "error": check.error,
-            "limit": check.limit,
-            "verdict": "passed" if check.passed else "rejected",
-            "detail": check.detail or count,
-        }
-        for check in checks
-    ]
+    return [_row(name, task, check, count) for check in checks]
+
+
+def _row(name: str, task: str, check: GateCheck, note: str) -> dict[str, Any]:
+    return {
+        "adapter": name,
+        "task": task,
+        "check": check.check,
+        "error": check.error,
+        "limit": check.limit,
+        "verdict": "passed" if check.passed else "rejected",
+        "detail": check.detail or note,
+    }
 
 
 def _nearness(check: GateCheck) -> float:

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from harness import accounting, cache, env, isolation
-from harness.gate_cases import BATCH, POOL_SIZE
 from harness.isolation import Limits, Place
 from harness.record import Gate, GateCheck
 from harness.registry import ROOT, Contestant, frameworks
 from harness.request import Request
+from harness.sampling import steps_per_epoch
+from harness.tasks import TASKS
 
 REFERENCE_SOURCES = (
     "dpcore/reference.py",
@@ -24,8 +25,13 @@ REFERENCE_SOURCES = (
     "harness/gate_cases.py",
     "harness/tasks.py",
 )
-GATE_SOURCES = (*REFERENCE_SOURCES, "harness/gate.py", "harness/gatekeeper.py", "harness/clock.py")
-BUDGET_STEPS = 500
+GATE_SOURCES = (
+    *REFERENCE_SOURCES,
+    *(f"harness/{name}.py" for name in ("gate", "gate_noise", "gatekeeper", "clock", "sampling", "worker")),
+)
+BUDGET_BATCH = 64
+"""The ε of one epoch at this batch size is what an adapter's own accountant is asked for."""
+
 NOISE_MULTIPLIER = 1.1
 DELTA = 1e-5
 
@@ -90,7 +96,9 @@ def judge(
     path = folder / f"{key}.json"
     if path.exists() and not fresh:
         return _remembered(path, key)
-    rdp, pld = accounting.epsilons(BATCH / POOL_SIZE, NOISE_MULTIPLIER, BUDGET_STEPS, DELTA)
+    rows = TASKS[task].train_size
+    steps = steps_per_epoch(rows, BUDGET_BATCH)
+    rdp, pld = accounting.epsilons(BUDGET_BATCH / rows, NOISE_MULTIPLIER, steps, DELTA)
     request = Request(
         mode="gate",
         folder=str(contestant.framework.folder),
@@ -98,13 +106,13 @@ def judge(
         private=contestant.variant.private,
         static_shapes=contestant.variant.static_shapes,
         task=task,
-        batch_size=BATCH,
-        dataset_size=POOL_SIZE,
+        batch_size=BUDGET_BATCH,
+        dataset_size=rows,
         sampling="poisson",
         warm_up=False,
         noise_multiplier=NOISE_MULTIPLIER,
         max_grad_norm=1.0,
-        learning_rate=float(BATCH),
+        learning_rate=TASKS[task].learning_rate,
         delta=DELTA,
         device=device,
         threads=threads,
@@ -113,7 +121,7 @@ def judge(
         batch_seed=0,
         noise_seed=1,
         reference=str(reference(task, say)),
-        budget={"steps": BUDGET_STEPS, "delta": DELTA, "rdp": rdp, "pld": pld},
+        budget={"steps": steps, "delta": DELTA, "rdp": rdp, "pld": pld},
     )
     result = place.run(request, limits, lambda event: None)
     verdict = _verdict(result, key)

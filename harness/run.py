@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from harness import accounting, canary, env, gatekeeper, isolation, limits, machine, plan
+from harness import accounting, canary, env, gate_cases, gatekeeper, isolation, limits, machine, plan
 from harness import protocol as protocols
 from harness.data import store
 from harness.errors import BadInput
@@ -131,7 +131,7 @@ class Run:
 
     def _gate_record(self, contestant: Contestant, task: str) -> Record:
         verdict = self.verdicts[contestant.name, task]
-        cell = plan.cell_of(self.options, contestant, task, gatekeeper.BATCH)
+        cell = plan.cell_of(self.options, contestant, task, gate_cases.BATCH)
         job = Job(contestant, cell, 0, 0, "gate")
         state = "rejected" if verdict.state == "ok" and not verdict.gate.passed else verdict.state
         reason = verdict.reason or gatekeeper.failures(verdict.gate) or None
