@@ -1,0 +1,82 @@
+"""What every accountant is: a history of (noise multiplier, sample rate, steps) and a way to read an epsilon off it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+History = list[tuple[float, float, int]]
+
+
+class IAccountant(ABC):
+    """``history``: (noise multiplier, sample rate, steps) of consecutive steps; equal neighbours are counted
+    together.
+    """
+
+    def __init__(self) -> None:
+        self.history: History = []
+
+    def step(self, *, noise_multiplier: float, sample_rate: float, steps: int = 1) -> None:
+        """Adds ``steps`` steps of the subsampled Gaussian mechanism. ValueError where it is none."""
+        if not noise_multiplier >= 0.0:
+            raise ValueError(f"noise_multiplier is {noise_multiplier}; it must be at least 0.")
+        if not 0.0 <= sample_rate <= 1.0:
+            raise ValueError(f"sample_rate is {sample_rate}; it is a probability, so it must lie in [0, 1].")
+        if self.history and self.history[-1][:2] == (noise_multiplier, sample_rate):
+            steps += self.history.pop()[2]
+        self.history.append((noise_multiplier, sample_rate, steps))
+
+    def get_epsilon(self, delta: float, **options: Any) -> float:
+        """The epsilon at ``delta`` of the whole history: 0 without steps, infinity where a step had no noise."""
+        if not 0.0 < delta < 1.0:
+            raise ValueError(f"delta is {delta}; it must lie in (0, 1), and well below 1 / (number of examples).")
+        released = [entry for entry in self.history if entry[1] > 0.0 and entry[2] > 0]
+        if not released:
+            return 0.0
+        if any(noise == 0.0 for noise, _, _ in released):
+            return float("inf")
+        return self._epsilon(released, delta, **options)
+
+    @abstractmethod
+    def _epsilon(self, history: History, delta: float, **options: Any) -> float:
+        """The epsilon of a non-empty history with positive noise multipliers and sample rates."""
+
+    @classmethod
+    @abstractmethod
+    def mechanism(cls) -> str:
+        """The name under which the accountant is registered."""
+
+    def __len__(self) -> int:
+        """Number of steps so far."""
+        return sum(steps for _, _, steps in self.history)
+
+    def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[Any], None]:
+        """A hook for ``DPOptimizer.attach_step_hook``: counts every step at the optimiser's current noise
+        multiplier.
+        """
+
+        def hook(optimizer: Any) -> None:
+            self.step(
+                noise_multiplier=optimizer.noise_multiplier,
+                sample_rate=sample_rate * optimizer.accumulated_iterations,
+            )
+
+        return hook
+
+    def state_dict(self, destination: dict[str, Any] | None = None) -> dict[str, Any]:
+        destination = {} if destination is None else destination
+        destination["history"] = deepcopy(self.history)
+        destination["mechanism"] = self.mechanism()
+        return destination
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Replaces the history. ValueError where the state is another accountant's."""
+        if state_dict.get("mechanism") != self.mechanism():
+            raise ValueError(
+                f"The state is of the accountant {state_dict.get('mechanism')!r}, this one is "
+                f"{self.mechanism()!r}; create "
+                "the accountant under the name that the state was saved with."
+            )
+        self.history = [(float(noise), float(rate), int(steps)) for noise, rate, steps in state_dict["history"]]

@@ -1,0 +1,44 @@
+"""Gaussian differential privacy by the central limit theorem (Bu et al. 2020): an approximation, never a bound."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from scipy.optimize import brentq
+from scipy.special import log_ndtr
+
+from dpcore.accountants.accountant import History, IAccountant
+
+
+def gaussian_log_delta(epsilon: float, mu: float) -> float:
+    """log delta of the Gaussian mechanism with sensitivity / deviation ``mu`` (Balle and Wang 2018), exact:
+
+    delta = Φ(μ/2 - ε/μ) - e^ε Φ(-μ/2 - ε/μ).
+    """
+    first, second = log_ndtr(mu / 2 - epsilon / mu), epsilon + log_ndtr(-mu / 2 - epsilon / mu)
+    difference = second - first
+    return float(first + math.log(-math.expm1(difference))) if difference < 0.0 else -math.inf
+
+
+def gaussian_epsilon(delta: float, mu: float) -> float:
+    """The smallest epsilon >= 0 with which the Gaussian mechanism is (epsilon, delta)-private."""
+    if gaussian_log_delta(0.0, mu) <= math.log(delta):
+        return 0.0
+    # By Chernoff's bound this epsilon suffices.
+    upper = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta)) + 1e-12
+    return float(brentq(lambda eps: gaussian_log_delta(eps, mu) - math.log(delta), 0.0, upper, xtol=1e-13, rtol=1e-14))
+
+
+class GaussianAccountant(IAccountant):
+    """Central-limit approximation, μ² = Σ T q² (e^{1/σ²} - 1). It under-reports where few steps dominate (0.85
+    instead of 3.24 at q = 0.001, σ = 0.5, 1000 steps): use it to compare with papers that do, not to promise
+    anything.
+    """
+
+    def _epsilon(self, history: History, delta: float, **options: Any) -> float:
+        return gaussian_epsilon(delta, math.sqrt(sum(t * q * q * math.expm1(s**-2) for s, q, t in history)))
+
+    @classmethod
+    def mechanism(cls) -> str:
+        return "gdp"

@@ -1,0 +1,65 @@
+"""Rényi differential privacy (Mironov 2017; subsampled Gaussian: Mironov, Talwar and Zhang 2019): simple and looser."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from scipy.special import logsumexp
+
+from dpcore.accountants.accountant import History, IAccountant
+
+DEFAULT_ALPHAS = tuple([1 + x / 10.0 for x in range(1, 100)] + list(range(12, 64)))
+
+
+def renyi_divergence(sample_rate: float, noise_multiplier: float, alpha: float) -> float:
+    """D_α of one subsampled step, for any real α > 1: log E_{x ~ N(0, σ²)} (1 - q + q e^{(2x-1)/(2σ²)})^α / (α - 1).
+
+    The trapezoidal rule on this analytic, rapidly decaying integrand converges exponentially: 16 points per deviation
+    leave nothing beyond rounding.
+    """
+    q, sigma = sample_rate, noise_multiplier
+    if q == 1.0:
+        return alpha / (2 * sigma**2)
+    # The integrand is a sum of Gaussians of deviation σ with centres from 0 to α.
+    x = np.arange(-14.0 * sigma, alpha + 14.0 * sigma, sigma / 16)
+    log_ratio = np.logaddexp(math.log1p(-q), math.log(q) + (2 * x - 1) / (2 * sigma**2))
+    log_density = -(x**2) / (2 * sigma**2) - 0.5 * math.log(2 * math.pi) - math.log(16)
+    return max(0.0, float(logsumexp(log_density + alpha * log_ratio)) / (alpha - 1))
+
+
+def epsilon_of_renyi(divergence: float, alpha: float, delta: float) -> float:
+    """Balle et al. 2020, theorem 21: ε = D + log((α-1)/α) - (log δ + log α)/(α-1), and at least 0."""
+    return max(0.0, divergence + math.log1p(-1 / alpha) - (math.log(delta) + math.log(alpha)) / (alpha - 1))
+
+
+def renyi_epsilon(history: History, delta: float, alphas: Sequence[float] = DEFAULT_ALPHAS) -> tuple[float, float]:
+    """(epsilon, best order) of a history with positive noise multipliers and sample rates."""
+    return min(
+        (epsilon_of_renyi(sum(t * renyi_divergence(q, s, alpha) for s, q, t in history), alpha, delta), alpha)
+        for alpha in alphas
+    )
+
+
+class RDPAccountant(IAccountant):
+    """A valid upper bound, looser than the default accountant by some per cent (or by a factor for few steps)."""
+
+    DEFAULT_ALPHAS = DEFAULT_ALPHAS
+
+    def get_privacy_spent(self, *, delta: float, alphas: Sequence[float] | None = None) -> tuple[float, float]:
+        """(epsilon, the order alpha that gave it); (0, 0) without steps."""
+        released = [entry for entry in self.history if entry[1] > 0.0 and entry[2] > 0]
+        if not released:
+            return 0.0, 0.0
+        if any(noise == 0.0 for noise, _, _ in released):
+            return math.inf, math.inf
+        return renyi_epsilon(released, delta, alphas or DEFAULT_ALPHAS)
+
+    def _epsilon(self, history: History, delta: float, **options: Any) -> float:
+        return self.get_privacy_spent(delta=delta, alphas=options.get("alphas"))[0]
+
+    @classmethod
+    def mechanism(cls) -> str:
+        return "rdp"

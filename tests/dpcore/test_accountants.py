@@ -1,0 +1,189 @@
+"""Accountants against closed forms, independent tight values, and dp-accounting as an outside judge."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy.stats import norm
+
+from dpcore.accountants import (
+    GaussianAccountant,
+    IAccountant,
+    PLDAccountant,
+    RDPAccountant,
+    create_accountant,
+    get_noise_multiplier,
+    register_accountant,
+)
+from dpcore.accountants.rdp import renyi_divergence
+
+# (q, sigma, T, delta, truth by two independent tight accountants, RDP, GDP)
+KNOWN = [
+    (0.01, 4, 10_000, 1e-5, 0.946867, 1.035490, 0.942440),
+    (256 / 60_000, 1.1, 234, 1e-5, 0.306475, 0.740234, 0.245376),
+    (256 / 60_000, 1.1, 3515, 1e-5, 1.133706, 1.281144, 1.076994),
+    (256 / 60_000, 1.1, 14_062, 1e-5, 2.381597, 2.596556, 2.324269),
+    (250 / 60_000, 1.3, 3600, 1e-5, 0.852980, 0.942200, 0.823696),
+    (0.001, 0.5, 1000, 1e-5, 3.238878, 4.382145, 0.851525),
+    (1.0, 10, 100, 1e-5, 4.37717809568122, 4.728507, 4.389878),
+]
+EXACT = [
+    (1.0, 4, 1, 1e-5, 0.926341503998229),
+    (1.0, 20, 1000, 1e-6, 8.30622504995473),
+]
+ONE_STEP = [(0.01, 1, 1, 1e-5, 0.199450447795915), (0.5, 2, 1, 1e-6, 1.59256083620328)]
+
+
+def _of(accountant: IAccountant, q: float, sigma: float, steps: int) -> IAccountant:
+    accountant.step(noise_multiplier=sigma, sample_rate=q, steps=steps)
+    return accountant
+
+
+@pytest.mark.parametrize(("q", "sigma", "steps", "delta", "truth"), [row[:5] for row in KNOWN] + ONE_STEP)
+def test_the_default_accountant_bounds_the_truth_tightly(q, sigma, steps, delta, truth):
+    accountant = _of(PLDAccountant(), q, sigma, steps)
+    lower, upper = accountant.get_epsilon_bounds(delta)
+    assert lower - 1e-6 <= truth <= upper + 1e-6
+    assert upper - truth <= 1e-3
+    assert truth - lower <= 2e-3
+    assert accountant.get_epsilon(delta) == upper
+
+
+@pytest.mark.parametrize(("q", "sigma", "steps", "delta", "truth"), EXACT)
+def test_without_subsampling_the_answer_is_exact(q, sigma, steps, delta, truth):
+    assert _of(PLDAccountant(), q, sigma, steps).get_epsilon(delta) == pytest.approx(truth, rel=1e-12)
+
+
+@pytest.mark.parametrize(("q", "sigma", "steps", "delta", "truth", "rdp", "gdp"), KNOWN)
+def test_the_looser_accountants_give_their_known_values(q, sigma, steps, delta, truth, rdp, gdp):
+    assert _of(RDPAccountant(), q, sigma, steps).get_epsilon(delta) == pytest.approx(rdp, rel=5e-5)
+    assert rdp > truth
+    assert _of(GaussianAccountant(), q, sigma, steps).get_epsilon(delta) == pytest.approx(gdp, abs=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "value"), [(2, 2.339577600994916e-5), (16, 0.7918914327818945), (7.3, 8.918137988757537e-5)]
+)
+def test_renyi_divergence_of_one_step(alpha, value):
+    assert renyi_divergence(256 / 60_000, 1.1, alpha) == pytest.approx(value, rel=1e-9)
+
+
+def test_a_schedule_of_noise_multipliers():
+    accountant = PLDAccountant()
+    for t in range(50):
+        accountant.step(noise_multiplier=1.2 * 0.99**t, sample_rate=0.02)
+    assert 1.955737 - 1e-5 <= accountant.get_epsilon(1e-5) <= 1.955737 + 1e-3
+    assert len(accountant) == len(accountant.history) == 50
+
+
+@pytest.mark.parametrize(
+    ("q", "sigma", "steps", "delta"), [(0.02, 0.8, 500, 1e-6), (0.2, 3.0, 200, 1e-5), (1e-4, 0.7, 20_000, 1e-8)]
+)
+def test_against_an_outside_judge(q, sigma, steps, delta):
+    dp_accounting = pytest.importorskip("dp_accounting")
+    from dp_accounting.pld import PLDAccountant as Judge
+
+    event = dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(sigma))
+    judged = Judge(value_discretization_interval=1e-4).compose(event, steps).get_epsilon(delta)
+    ours = _of(PLDAccountant(), q, sigma, steps).get_epsilon(delta)
+    assert ours <= judged + 1e-3
+    assert ours >= judged * (1 - 0.002) - 2e-3
+
+
+@pytest.mark.parametrize("q", [1e-9, 1e-5, 0.003, 0.3])
+@pytest.mark.parametrize("sigma", [0.6, 5.0])
+@pytest.mark.parametrize("delta", [1e-12, 1e-5])
+def test_tiny_rates_and_deltas_stay_below_the_renyi_bound_and_grow_with_the_steps(q, sigma, delta):
+    values = [_of(PLDAccountant(), q, sigma, steps).get_epsilon(delta) for steps in (20, 2000)]
+    assert 0.0 <= values[0] <= values[1] + 1e-3
+    assert values[1] <= _of(RDPAccountant(), q, sigma, 2000).get_epsilon(delta)
+
+
+def test_one_step_equals_its_closed_form_for_many_deltas():
+    """δ(ε) of one removal step: the loss exceeds ε beyond x(ε), and both masses there are normal tails."""
+    q, sigma, epsilon = 0.05, 0.9, 1.0
+    x = sigma**2 * math.log1p(math.expm1(epsilon) / q) + 0.5
+    mixed = (1 - q) * norm.sf(x / sigma) + q * norm.sf((x - 1) / sigma)
+    delta = mixed - math.exp(epsilon) * norm.sf(x / sigma)
+    lower, upper = _of(PLDAccountant(), q, sigma, 1).get_epsilon_bounds(delta)
+    assert lower <= epsilon <= upper <= epsilon + 1e-3
+
+
+@pytest.mark.parametrize("mechanism", ["prv", "pld", "rdp", "gdp"])
+def test_edge_cases(mechanism):
+    accountant = create_accountant(mechanism)
+    assert accountant.get_epsilon(1e-5) == 0.0
+    accountant.step(noise_multiplier=1.0, sample_rate=0.0)
+    assert accountant.get_epsilon(1e-5) == 0.0
+    accountant.step(noise_multiplier=0.0, sample_rate=0.1)
+    assert accountant.get_epsilon(1e-5) == math.inf
+    with pytest.raises(ValueError, match="sample_rate is 1.5"):
+        accountant.step(noise_multiplier=1.0, sample_rate=1.5)
+    with pytest.raises(ValueError, match="noise_multiplier is -1"):
+        accountant.step(noise_multiplier=-1.0, sample_rate=0.5)
+    with pytest.raises(ValueError, match="delta is 0"):
+        accountant.get_epsilon(0.0)
+
+
+def test_equal_steps_are_counted_together_and_the_state_survives():
+    accountant = RDPAccountant()
+    for _ in range(3):
+        accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+    accountant.step(noise_multiplier=2.0, sample_rate=0.1)
+    assert accountant.history == [(1.0, 0.1, 3), (2.0, 0.1, 1)]
+    copy = RDPAccountant()
+    copy.load_state_dict(accountant.state_dict())
+    assert copy.get_epsilon(1e-5) == accountant.get_epsilon(1e-5)
+    with pytest.raises(ValueError, match="'rdp'"):
+        PLDAccountant().load_state_dict(accountant.state_dict())
+
+
+def test_registration():
+    class Halved(RDPAccountant):
+        @classmethod
+        def mechanism(cls):
+            return "halved-for-a-test"
+
+    register_accountant("halved-for-a-test", Halved)
+    assert isinstance(create_accountant("halved-for-a-test"), Halved)
+    with pytest.raises(ValueError, match="already"):
+        register_accountant("rdp", Halved)
+    with pytest.raises(ValueError, match="no accountant 'abc'"):
+        create_accountant("abc")
+
+
+@pytest.mark.parametrize(("accountant", "sigma"), [("prv", 1.185030), ("rdp", 1.263036)])
+def test_calibration_is_tight_and_never_overshoots(accountant, sigma):
+    q = 256 / 60_000
+    found = get_noise_multiplier(
+        target_epsilon=1.0, target_delta=1e-5, sample_rate=q, steps=3515, accountant=accountant
+    )
+    assert found == pytest.approx(sigma, abs=2e-4 if accountant == "prv" else 5e-5)
+
+    def epsilon(s: float) -> float:
+        return _of(create_accountant(accountant), q, s, 3515).get_epsilon(1e-5)
+
+    assert epsilon(found) <= 1.0 < epsilon(found - 2e-6)
+
+
+def test_epochs_become_whole_steps():
+    for n in (100, 234, 391, 468):
+        by_epochs = get_noise_multiplier(
+            target_epsilon=2.0, target_delta=1e-5, sample_rate=1 / n, epochs=1, accountant="rdp"
+        )
+        by_steps = get_noise_multiplier(
+            target_epsilon=2.0, target_delta=1e-5, sample_rate=1 / n, steps=n, accountant="rdp"
+        )
+        assert by_epochs == by_steps
+    with pytest.raises(ValueError, match="exactly one"):
+        get_noise_multiplier(target_epsilon=2.0, target_delta=1e-5, sample_rate=0.1)
+    with pytest.raises(ValueError, match="target_epsilon"):
+        get_noise_multiplier(target_epsilon=0.0, target_delta=1e-5, sample_rate=0.1, steps=1)
+
+
+def test_gdp_is_no_bound():
+    """The reason why it is labelled an approximation."""
+    assert _of(GaussianAccountant(), 0.001, 0.5, 1000).get_epsilon(1e-5) < 0.9
+    assert np.isclose(_of(PLDAccountant(), 0.001, 0.5, 1000).get_epsilon(1e-5), 3.2389, atol=1e-3)
