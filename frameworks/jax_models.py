@@ -7,7 +7,8 @@ backends; every measurement behind the choice is in frameworks/jax/NOTES.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
@@ -54,15 +55,15 @@ def _apply(layer: tasks.Layer, params: Params, x: jax.Array, patches: bool) -> j
             return params[f"{name}.weight"] @ x + params[f"{name}.bias"]
         case tasks.Embedding(name):
             return x if jnp.issubdtype(x.dtype, jnp.floating) else params[f"{name}.weight"][x]
-        case tasks.Lstm(name, _, hidden):
+        case tasks.Lstm(name):
             gates = x @ params[f"{name}.weight_ih"].T + params[f"{name}.bias"]
-            return _recur(gates, params[f"{name}.weight_hh"], hidden)
+            return _recur(gates, params[f"{name}.weight_hh"])
         case tasks.ReLU():
             return jax.nn.relu(x)
         case tasks.MaxPool2d(kernel, stride):
-            return _max_pool(x, kernel, stride)
+            return _pool(x, kernel, stride, _first_maximum)
         case tasks.AvgPool2d(kernel, stride):
-            return lax.reduce_window(x, 0.0, lax.add, (1, kernel, kernel), (1, stride, stride), "VALID") / kernel**2
+            return _pool(x, kernel, stride, jnp.add) / kernel**2
         case tasks.Flatten():
             return x.reshape(-1)
         case tasks.MeanOverSpace():
@@ -95,19 +96,19 @@ def _convolve_patches(x: jax.Array, weight: jax.Array, stride: int, padding: int
     return (weight.reshape(len(weight), -1) @ columns).reshape(-1, height, width)
 
 
-def _max_pool(x: jax.Array, kernel: int, stride: int) -> jax.Array:
-    """Maximum over windows as maxima of shifted slices: their gradient is a select, that of reduce_window a scatter.
-
-    Equal values: the first in the window's row-major order takes the whole gradient, as in PyTorch.
-    """
+def _pool(x: jax.Array, kernel: int, stride: int, combine: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+    """Windows of [C, H, W] reduced by ``combine`` over shifted slices; the gradient is elementwise where that of
+    ``lax.reduce_window`` is a scatter."""
     for axis in (2, 1):
-        size = (x.shape[axis] - kernel) // stride + 1
-        best = lax.slice_in_dim(x, 0, stride * (size - 1) + 1, stride, axis)
-        for shift in range(1, kernel):
-            other = lax.slice_in_dim(x, shift, shift + stride * (size - 1) + 1, stride, axis)
-            best = jnp.where(best >= other, best, other)
-        x = best
+        last = (x.shape[axis] - kernel) // stride * stride
+        x = reduce(combine, [lax.slice_in_dim(x, i, i + last + 1, stride, axis) for i in range(kernel)])
     return x
+
+
+def _first_maximum(a: jax.Array, b: jax.Array) -> jax.Array:
+    """max(a, b); of equal values the first takes the whole gradient. Along rows, then columns, this makes the first
+    maximum of the window in row-major order the one, as in PyTorch."""
+    return jnp.where(a >= b, a, b)
 
 
 def _cell(gates: jax.Array, c: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -117,12 +118,40 @@ def _cell(gates: jax.Array, c: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jax.nn.sigmoid(o) * jnp.tanh(c), c
 
 
-def _recur(gates: jax.Array, weight_hh: jax.Array, hidden: int) -> jax.Array:
-    """Hidden states [T, H] of an LSTM from the inputs' share of its gates, [T, 4H], and a zero initial state."""
+@jax.custom_vjp
+def _recur(gates: jax.Array, weight_hh: jax.Array) -> jax.Array:
+    """Hidden states [T, H] of an LSTM from the inputs' share of its gates, [T, 4H], and a zero initial state.
 
-    def step(state: tuple[jax.Array, jax.Array], gate: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-        h, c = _cell(gate + weight_hh @ state[0], state[1])
-        return (h, c), h
+    The gradient of ``weight_hh`` is one product after the backward scan. Left to itself, the scan would carry a
+    [4H, H] sum (under vmap one per example) through every time step.
+    """
+    return _recur_forward(gates, weight_hh)[0]
 
-    zero = jnp.zeros(hidden, gates.dtype)
-    return lax.scan(step, (zero, zero), gates)[1]
+
+def _recur_forward(gates: jax.Array, weight_hh: jax.Array):
+    def step(state: tuple[jax.Array, jax.Array], gate: jax.Array):
+        gate = gate + weight_hh @ state[0]
+        h, c = _cell(gate, state[1])
+        return (h, c), (h, c, gate)
+
+    zero = jnp.zeros(weight_hh.shape[1], gates.dtype)
+    _, (h, c, gates) = lax.scan(step, (zero, zero), gates)
+    return h, (weight_hh, h, c, gates)
+
+
+def _recur_backward(saved, h_gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    weight_hh, h, c, gates = saved
+    zero = jnp.zeros((1, h.shape[1]), h.dtype)
+    earlier_h, earlier_c = jnp.concatenate([zero, h[:-1]]), jnp.concatenate([zero, c[:-1]])
+
+    def step(carried: tuple[jax.Array, jax.Array], now: tuple[jax.Array, jax.Array, jax.Array]):
+        from_output, gate, previous_c = now
+        _, pull_back = jax.vjp(_cell, gate, previous_c)
+        gate_gradient, c_gradient = pull_back((carried[0] + from_output, carried[1]))
+        return (weight_hh.T @ gate_gradient, c_gradient), gate_gradient
+
+    _, gate_gradients = lax.scan(step, (zero[0], zero[0]), (h_gradient, gates, earlier_c), reverse=True)
+    return gate_gradients, gate_gradients.T @ earlier_h
+
+
+_recur.defvjp(_recur_forward, _recur_backward)
