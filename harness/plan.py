@@ -18,7 +18,8 @@ from harness.tasks import PAPER_BATCH_SIZES, PAPER_TASKS, TASKS
 @dataclass(frozen=True)
 class Options:
     """What the user asks for. ``batch_sizes`` per task. ``subset``: fraction of an epoch's steps that is measured;
-    ``budget_seconds``: measure about that long instead (both make the figures *extrapolated*)."""
+    ``budget_seconds``: measure about that long instead (both make the figures *extrapolated*). ``repeats``: how often a
+    disturbed measurement is made again."""
 
     tasks: tuple[str, ...]
     frameworks: tuple[str, ...] | None
@@ -37,6 +38,7 @@ class Options:
     memory_limit_bytes: int | None = None
     synthetic: bool = False
     sigma: float | None = None
+    repeats: int = 1
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,8 @@ def check(options: Options) -> None:
         raise BadInput(f"--subset is {options.subset}: it is a fraction of an epoch above 0 and at most 1.")
     if options.budget_seconds is not None and not options.budget_seconds > 0.0:
         raise BadInput(f"--budget-seconds is {options.budget_seconds}: it must be above 0.")
+    if options.repeats < 0:
+        raise BadInput(f"--repeats is {options.repeats}: it must be at least 0.")
     if options.sigma is not None and not 0.0 <= options.sigma < float("inf"):
         raise BadInput(f"--sigma is {options.sigma}: a noise multiplier is a finite number of at least 0.")
     if not options.timeout_seconds > 0.0:

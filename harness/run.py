@@ -30,7 +30,6 @@ from harness.store import RunFolder
 from harness.tasks import TASKS, initial_parameters
 
 DISTURBED_SHARE = 0.05
-REPEATS = 1
 REPLAY_TOLERANCE = 1e-4
 """Relative distance of the timed from the replayed weights, over the distance travelled: kernels that sum in another
 order from run to run differ by a few float32 roundings, a skipped step or another noise by about 1."""
@@ -149,7 +148,7 @@ class Run:
         place = self.places[job.contestant.name]
         assert not isinstance(place, str)
         request = self._request(job)
-        for repeat in range(REPEATS + 1):
+        for repeat in range(self.options.repeats + 1):
             before = canary.seconds()
             result = place.run(request, self.limits, progress.event)
             after = canary.seconds()
@@ -158,7 +157,7 @@ class Run:
                 break
             progress.say(
                 f"{job.cell.name}: others took {share:.0%} of the processors"
-                + (", repeated" if repeat < REPEATS else "")
+                + (", repeated" if repeat < self.options.repeats else "")
             )
         load = Load(
             foreign_share=share,
