@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
+from torch import nn
 
 from frameworks import torch_models
 from harness.contract import Adapter, Memory, Setting, Unsupported
@@ -15,7 +16,10 @@ from harness.tasks import Task
 class TorchAdapter(Adapter):
     """Leaves ``build`` and ``step`` to the framework; ``build`` calls :meth:`configure` and sets ``self.model``."""
 
-    model: torch.nn.Module
+    model: nn.Module
+    memory_format = torch.channels_last
+    """Layout of images and kernels in memory: the one that oneDNN's and cuDNN's fast convolutions take. Shapes, values
+    and canonical weights do not depend on it."""
 
     def configure(self, task: Task, setting: Setting) -> None:
         """Applies device, threads and precision of ``setting`` to this process.
@@ -35,8 +39,17 @@ class TorchAdapter(Adapter):
             torch.cuda.reset_peak_memory_stats(self.device)
         torch.set_num_threads(setting.threads)
 
+    def network(
+        self, initial: Mapping[str, np.ndarray], lstm: type[torch.nn.Module] = torch.nn.LSTM
+    ) -> torch.nn.Module:
+        """The task's model with the weights ``initial``, on the device."""
+        model = torch_models.build_model(self.task, initial, lstm=lstm)
+        return model.to(self.device, memory_format=self.memory_format)
+
     def place(self, x: np.ndarray, y: np.ndarray) -> None:
         self.x, self.y = torch_models.place(x, y, self.device)
+        if self.x.ndim == 4:
+            self.x = self.x.contiguous(memory_format=self.memory_format)
 
     def batch(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and labels of the rows ``indices`` of the placed data."""

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from dpcore import Engine, GaussianNoise
+from dpcore.accountants import PRVAccountant
 from frameworks import torch_models
 from frameworks.torch_adapter import TorchAdapter
 from harness.contract import Adapter, Setting, Unsupported
@@ -26,7 +27,7 @@ class Dpcore(TorchAdapter):
         if not setting.private:
             raise Unsupported("dpcore only trains with differential privacy; its non-private twin is pytorch.")
         self.configure(task, setting)
-        self.model = torch_models.build_model(task, initial).to(self.device)
+        self.model = self.network(initial)
         parameters = torch_models.trained_parameters(self.model)
         self.engine = Engine(
             self.model,
@@ -41,3 +42,12 @@ class Dpcore(TorchAdapter):
     def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
         x, y = self.batch(indices)
         self.engine.step(x, y)
+
+    def epsilon(self, steps: int, delta: float) -> float | None:
+        if steps == 0 or self.setting.noise_multiplier == 0:
+            return None
+        accountant = PRVAccountant()
+        accountant.step(
+            noise_multiplier=self.setting.noise_multiplier, sample_rate=self.setting.sample_rate, steps=steps
+        )
+        return float(accountant.get_epsilon(delta))

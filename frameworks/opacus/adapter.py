@@ -42,6 +42,9 @@ class Opacus(TorchAdapter):
     Losses are summed and the division by B sits in the learning rate, which spares Opacus' two passes of scaling.
     """
 
+    # Opacus 1.6.0 reads channels-last activations wrongly (NOTES.md), so it gets PyTorch's default layout.
+    memory_format = torch.contiguous_format
+
     def __init__(self, mode: str) -> None:
         self.mode = mode
 
@@ -49,7 +52,7 @@ class Opacus(TorchAdapter):
         if not setting.private:
             raise Unsupported("Opacus only trains with differential privacy; its non-private twin is pytorch.")
         self.configure(task, setting)
-        model = torch_models.build_model(task, initial, lstm=DPLSTM).to(self.device)
+        model = self.network(initial, lstm=DPLSTM)
         extra = {"max_grad_norm": setting.max_grad_norm} if self.mode == "ghost" else {}
         self.wrapped = wrap_model(model, self.mode, batch_first=True, loss_reduction="sum", **extra)
         self.model = model

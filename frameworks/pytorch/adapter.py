@@ -36,7 +36,7 @@ class PyTorch(TorchAdapter):
         if known:  # the compiled step holds on to these very parameters
             torch_models.load_parameters(self.model, task, initial)
         else:
-            self.model = torch_models.build_model(task, initial).to(self.device)
+            self.model = self.network(initial)
             self.loss = self._summed_loss()
         # The divisor goes into the rate, so that no pass over the gradients is spent on it.
         rate = setting.learning_rate / setting.batch_size
