@@ -3,6 +3,17 @@
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.functional import clipped_sum
 from dpcore.grad_sample.engine import ClippedSum, Engine
+from dpcore.grad_sample.grad_sample_module import GradSampleModule
 from dpcore.noise import GaussianNoise
+from dpcore.privacy_engine import PrivacyEngine
 
-__all__ = ["ClippedSum", "Engine", "GaussianNoise", "PrivacyError", "UnsupportedError", "clipped_sum"]
+__all__ = [
+    "ClippedSum",
+    "Engine",
+    "GaussianNoise",
+    "GradSampleModule",
+    "PrivacyEngine",
+    "PrivacyError",
+    "UnsupportedError",
+    "clipped_sum",
+]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +22,7 @@ class GaussianNoise:
     """Standard normal noise for one training run; ``seed`` None draws a secret 128-bit seed.
 
     The seed is as secret as the data: whoever knows it can subtract the noise. float32 draws come from torch's
-    Box-Muller with 24-bit uniforms and end at 5.77 standard deviations; ``dpcore`` offers ``secure_mode`` for those who
+    Box-Muller with 24-bit uniforms and end at 5.77 standard deviations; :class:`SecureNoise` is for those who
     must exclude floating-point attacks.
     """
 
@@ -51,9 +52,12 @@ class GaussianNoise:
         noise = torch.empty_like(target).normal_(generator=self.generator(step, target.device))
         return target.add_(noise, alpha=std)
 
-    def state_dict(self) -> dict[str, int]:
-        """Seed and rank: together with the step number this is the whole state."""
-        return {"seed": self.seed, "rank": self.rank}
+    def state_dict(self) -> dict[str, str]:
+        """Seed (up to 128 bits, as a decimal string) and rank: with the step number this is the whole state."""
+        return {"seed": str(self.seed), "rank": str(self.rank)}
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        self.seed, self.rank = int(state["seed"]), int(state["rank"])
 
     def _twister_state(self, generator: torch.Generator, words: bytes) -> Tensor:
         """Generator state with 624 fresh words. torch keeps each word in 8 bytes after a 24-byte header (seed,
@@ -64,3 +68,41 @@ class GaussianNoise:
         words32 = torch.frombuffer(bytearray(words), dtype=torch.int32).to(torch.int64) & 0xFFFFFFFF
         state[24 : 24 + 8 * _TWISTER_WORDS] = words32.view(torch.uint8)
         return state
+
+
+class SecureNoise(GaussianNoise):
+    """Noise from the operating system's cryptographic generator; nothing of it can be repeated or predicted.
+
+    A float is one of finitely many, and which ones a sampler can return depends on how it computes: an attacker who
+    sees the low bits of a noisy sum may rule out values of the sum (Mironov 2012). The answer is that of Holohan and
+    Braghin 2021: every value is the sum of four independent float64 normals, halved; inverting it takes more work
+    than 2^53 guesses for each of them, and the rounding to the target's precision comes last.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(seed=0)
+
+    def add_(self, target: Tensor, std: float, step: int) -> Tensor:
+        """target + std * N(0, I) in place, fresh at every call."""
+        if std == 0.0:
+            return target
+        total = sum(_urandom_normals(target.numel()) for _ in range(4)) / 2.0
+        noise = torch.from_numpy(std * total).view(target.shape)
+        return target.copy_(target.double() + noise.to(target.device))
+
+    def state_dict(self) -> dict[str, str]:
+        """There is no state: noise that is never repeated needs none to be resumed."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        return
+
+
+def _urandom_normals(count: int) -> np.ndarray:
+    """[count] float64 standard normals by Box-Muller from 53-bit uniforms in (0, 1]."""
+    pairs = (count + 1) // 2
+    bits = np.frombuffer(secrets.token_bytes(16 * pairs), dtype=np.uint64) >> np.uint64(11)
+    uniform = (bits.astype(np.float64) + 1.0) * 2.0**-53
+    radius = np.sqrt(-2.0 * np.log(uniform[:pairs]))
+    angle = 2.0 * np.pi * uniform[pairs:]
+    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]

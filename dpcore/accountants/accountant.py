@@ -53,15 +53,15 @@ class IAccountant(ABC):
         return sum(steps for _, _, steps in self.history)
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[Any], None]:
-        """A hook for ``DPOptimizer.attach_step_hook``: counts every step at the optimiser's current noise
-        multiplier.
+        """A hook for ``DPOptimizer.attach_step_hook``: counts every step at the optimiser's current noise multiplier.
+
+        k batches accumulated into one step may contain the same example k times. Their noise, N(0, σ²), is the sum of k
+        draws of N(0, σ²/k), so the step is what k steps with noise σ/√k release, or less.
         """
 
         def hook(optimizer: Any) -> None:
-            self.step(
-                noise_multiplier=optimizer.noise_multiplier,
-                sample_rate=sample_rate * optimizer.accumulated_iterations,
-            )
+            k = optimizer.accumulated_iterations
+            self.step(noise_multiplier=optimizer.noise_multiplier / k**0.5, sample_rate=sample_rate, steps=k)
 
         return hook
 

@@ -113,8 +113,13 @@ class _Attach(torch.autograd.Function):
 class Tape(TorchFunctionMode):
     """Records the uses of ``parameters`` (names by identity) for a batch of ``batch_size`` examples."""
 
-    def __init__(self, parameters: dict[Parameter, str], batch_size: int) -> None:
+    def __init__(self, parameters: dict[Parameter, str], batch_size: int, scale: float | None = None) -> None:
+        """``scale`` None: gradients come from :meth:`backward`. A number: they come from whatever backward pass runs
+        through the recorded places, and are multiplied by it (a mean loss divides every gradient by the batch size).
+        """
         super().__init__()
+        self.scale = scale
+        self.fired = False
         self.channels_last = any(_is_channels_last(p) for p in parameters)
         self.parameters = parameters
         self.batch_size = batch_size
@@ -147,6 +152,9 @@ class Tape(TorchFunctionMode):
             if output._is_view():
                 output = output.clone()
             output = _Attach.apply(output, self._anchor)
+        if self.scale is not None:
+            output.register_hook(self._hook(target))
+            return output
         self._edges.append(get_gradient_edge(output))
         self._targets.append(target)
         return output
@@ -159,6 +167,19 @@ class Tape(TorchFunctionMode):
             use.grad = grad
 
         return self.attach(output, set_grad)
+
+    def _hook(self, target: Callable[[Tensor | None], None]) -> Callable[[Tensor], None]:
+        """Hands gradients to ``target``, added up where several backward passes run through the same place."""
+        total: Tensor | None = None
+
+        def hook(grad: Tensor) -> None:
+            nonlocal total
+            scaled = grad.detach() * self.scale
+            total = scaled if total is None else total + scaled
+            self.fired = True
+            target(total)
+
+        return hook
 
     def backward(self, losses: Tensor, weights: Tensor) -> None:
         """Fills in every use's gradient from per-example ``losses`` [B], weighted by ``weights`` [B].

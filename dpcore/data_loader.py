@@ -1,0 +1,115 @@
+"""Data loaders whose batches are Poisson samples."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from dpcore.utils.uniform_sampler import UniformWithReplacementSampler
+
+
+def empty_like(batch: Any) -> Any:
+    """The same structure with every tensor cut to length 0; other leaves of a batch become empty lists."""
+    if isinstance(batch, Tensor):
+        return batch[:0]
+    if isinstance(batch, Mapping):
+        return {key: empty_like(value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(empty_like(value) for value in batch))
+    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)) and any(_has_tensor(v) for v in batch):
+        return type(batch)(empty_like(value) for value in batch)
+    return []
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    if isinstance(value, Mapping):
+        return any(_has_tensor(v) for v in value.values())
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and any(_has_tensor(v) for v in value)
+
+
+class _Collate:
+    """``collate`` that also knows an empty batch: the structure of a batch of the first example, without examples."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Dataset[Any]) -> None:
+        self.collate = collate
+        self.dataset = dataset
+
+    def __call__(self, examples: list[Any]) -> Any:
+        return self.collate(examples) if examples else empty_like(self.collate([self.dataset[0]]))
+
+
+class DPDataLoader(DataLoader[Any]):
+    """A loader of Poisson samples of ``dataset`` at the public ``sample_rate``; one round has ceil(1 / q) batches.
+
+    Batches may be empty; they then have the structure of the others and length 0.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        *,
+        sample_rate: float,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        seed: int | None = None,
+        secure: bool = False,
+        steps: int | None = None,
+        **options: Any,
+    ) -> None:
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise ValueError(
+                "Poisson sampling draws examples by number, and this data set is an iterable without a length; use a "
+                "map-style data set, or poisson_sampling=False (and then an accountant that does not assume it)."
+            )
+        self.sample_rate = float(sample_rate)
+        sampler = UniformWithReplacementSampler(
+            num_samples=len(dataset),  # type: ignore[arg-type]
+            sample_rate=sample_rate,
+            seed=seed,
+            secure=secure,
+            steps=steps,
+        )
+        super().__init__(
+            dataset, batch_sampler=sampler, collate_fn=_Collate(collate_fn or default_collate, dataset), **options
+        )
+
+    @classmethod
+    def from_data_loader(
+        cls, loader: DataLoader[Any], *, sample_rate: float | None = None, seed: int | None = None, secure: bool = False
+    ) -> DPDataLoader:
+        """The Poisson twin of an ordinary loader. Without ``sample_rate`` it is 1 / len(loader), with a warning."""
+        if isinstance(loader, DPDataLoader):
+            return loader
+        if sample_rate is None:
+            sample_rate = 1 / len(loader)
+            warnings.warn(
+                f"The sample rate {sample_rate:.6g} is derived from the number of examples, which is then no "
+                f"secret; pass "
+                "sample_rate= to keep it one.",
+                stacklevel=3,
+            )
+        return cls(
+            loader.dataset,
+            sample_rate=sample_rate,
+            collate_fn=loader.collate_fn,
+            seed=seed,
+            secure=secure,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+        )
+
+    @property
+    def sampler_state(self) -> UniformWithReplacementSampler:
+        """The batch sampler, which carries seed and position."""
+        assert isinstance(self.batch_sampler, UniformWithReplacementSampler)
+        return self.batch_sampler

@@ -1,0 +1,187 @@
+"""Turning recorded uses into clipped sums: norms, factors, and their accumulation over micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from dpcore.clipping import check_max_grad_norm, clip_factors
+from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.grad_sample.planner import Choice, choose
+from dpcore.grad_sample.tape import Use
+
+Factors = Callable[[Tensor, float], Tensor]
+
+# A squared ghost norm is off by about eps times the sum of its absolute terms. While that sum is within this factor
+# of the squared norm, the norm is good to a few eps, well inside the clip factor's margin of 32; beyond, the
+# example's gradient is formed in float64. Convolutional networks stay below 1.
+TOLERATED_CANCELLATION = 8.0
+
+
+class Accumulator:
+    """Sums of clipped gradients of named ``parameters``, in one flat buffer.
+
+    ``max_grad_norm``: one bound for the whole gradient, or one per parameter (per-layer clipping). ``factors(norms,
+    C)`` is the clipping rule.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        max_grad_norm: float | Sequence[float],
+        factors: Factors = clip_factors,
+    ) -> None:
+        if not parameters:
+            raise ValueError("The model has no parameter with requires_grad=True; there is nothing to train.")
+        self.parameters = dict(parameters)
+        self.names = {p: n for n, p in self.parameters.items()}
+        self.factors = factors
+        self.set_bounds(max_grad_norm)
+        self._allocate()
+
+    def set_bounds(self, max_grad_norm: float | Sequence[float]) -> None:
+        """Groups of parameters that are clipped together: all of them, or each on its own."""
+        if isinstance(max_grad_norm, Sequence):
+            self.bounds = tuple(check_max_grad_norm(c) for c in max_grad_norm)
+            if len(self.bounds) != len(self.parameters):
+                raise ValueError(
+                    f"max_grad_norm has {len(self.bounds)} bounds for {len(self.parameters)} trained parameters; give "
+                    "one per parameter, or a single number."
+                )
+            self._group = {p: i for i, p in enumerate(self.parameters.values())}
+        else:
+            self.bounds = (check_max_grad_norm(max_grad_norm),)
+            self._group = dict.fromkeys(self.parameters.values(), 0)
+
+    @property
+    def sensitivity(self) -> float:
+        """L2 norm of the bounds: how far one example can move the clipped sum."""
+        return sum(c * c for c in self.bounds) ** 0.5
+
+    def _allocate(self) -> None:
+        """One flat buffer for all sums, so that noise and scaling are one pass each."""
+        params = list(self.parameters.values())
+        dtypes = {torch.promote_types(p.dtype, torch.float32) for p in params}
+        devices = {p.device for p in params}
+        if len(dtypes) > 1 or len(devices) > 1:
+            raise UnsupportedError(
+                f"The trained parameters have dtypes {sorted(map(str, dtypes))} on {sorted(map(str, devices))}; "
+                f"bring the "
+                "model to one precision and one device with model.to(...)."
+            )
+        self.dtype, self.device = dtypes.pop(), devices.pop()
+        self.flat = torch.zeros(sum(p.numel() for p in params), dtype=self.dtype, device=self.device)
+        segments = torch.split(self.flat, [p.numel() for p in params])
+        self._segments = dict(zip(params, segments, strict=True))
+        # In memory each sum is laid out as its parameter is (channels-last, for instance), so that updates run
+        # straight.
+        self._order = {p: sorted(range(p.dim()), key=lambda d, p=p: -p.stride(d)) for p in params}
+        self.sums = {}
+        for p, segment in self._segments.items():
+            order = self._order[p]
+            permuted = segment.view([p.shape[d] for d in order])
+            self.sums[p] = permuted.permute([order.index(d) for d in range(p.dim())])
+
+    def add(self, uses: Sequence[Use], batch_size: int, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Adds a micro-batch of ``batch_size`` examples to the sums; returns norms and factors, [groups,
+        batch_size].
+        """
+        choices = choose(uses)
+        norms_sq, errors, kept = self._measure(choices, batch_size)
+        doubtful = self._doubtful(norms_sq, errors)
+        if not bool(doubtful.any()):
+            norms = norms_sq.sqrt_()
+            factors = self._factors(norms, mask)
+            self._add(choices, kept, factors)
+            return norms, factors
+        norms = norms_sq
+        factors = torch.zeros_like(norms)
+        good = (~doubtful).nonzero().squeeze(1)
+        if len(good):
+            part_mask = None if mask is None else mask[good]
+            part = choose([use.rows(good, self.dtype) for use in uses])
+            part_norms_sq, _, kept = self._measure(part, len(good))
+            norms[:, good] = part_norms_sq.sqrt()
+            factors[:, good] = self._factors(norms[:, good], part_mask)
+            self._add(part, kept, factors[:, good])
+        for i in doubtful.nonzero():
+            norms[:, i], factors[:, i] = self._add_singly([use.rows(i, torch.float64) for use in uses], mask, i)
+        return norms, factors
+
+    def _measure(
+        self, choices: Sequence[Choice], batch_size: int
+    ) -> tuple[Tensor, Tensor | None, dict[Parameter, Tensor]]:
+        """Squared norms [groups, m], the scale of their rounding errors [groups, m] or None, kept gradients [m, n]."""
+        norms_sq = torch.zeros((len(self.bounds), batch_size), dtype=self.dtype, device=self.device)
+        scales: Tensor | None = None
+        kept = {}
+        for choice in choices:
+            group = self._group[choice.param]
+            if choice.method == "ghost":
+                norm_sq, scale = choice.uses[0].norm_sq(choice.param)
+                if scale is not None:
+                    scales = torch.zeros_like(norms_sq) if scales is None else scales
+                    scales[group] += scale
+            else:
+                order = [0, *(d + 1 for d in self._order[choice.param])]
+                kept[choice.param] = _kept(choice).permute(order).reshape(batch_size, -1)
+                norm_sq = torch.linalg.vector_norm(kept[choice.param], dim=1).square_()
+            norms_sq[group] += norm_sq
+        return norms_sq, scales, kept
+
+    def _doubtful(self, norms_sq: Tensor, scales: Tensor | None) -> Tensor:
+        """[m] bool: examples whose squared norm overflowed, is not a number, or may be rounding error."""
+        doubtful = ~(norms_sq < torch.inf)
+        if scales is not None:
+            doubtful |= scales > TOLERATED_CANCELLATION * norms_sq
+        return doubtful.any(0)
+
+    def _factors(self, norms: Tensor, mask: Tensor | None) -> Tensor:
+        factors = torch.stack([self.factors(norms[i], c) for i, c in enumerate(self.bounds)])
+        return factors if mask is None else factors * mask
+
+    def _add(self, choices: Sequence[Choice], kept: Mapping[Parameter, Tensor], factors: Tensor) -> None:
+        for choice in choices:
+            out = self.sums[choice.param]
+            of = factors[self._group[choice.param]]
+            if choice.method == "ghost":
+                choice.uses[0].add_clipped_sum(choice.param, of, out)
+            else:
+                self._segments[choice.param].addmv_(kept[choice.param].t(), of)
+
+    def _add_singly(self, uses: Sequence[Use], mask: Tensor | None, i: Tensor) -> tuple[Tensor, Tensor]:
+        """One example by its float64 gradient: exact under cancellation, and 1e30 does not overflow when squared."""
+        grads: dict[Parameter, Tensor] = {}
+        norms_sq = torch.zeros((len(self.bounds), 1), dtype=torch.float64, device=self.device)
+        for use in uses:
+            for param in use.params if use.grad is not None else ():
+                grad = use.grad_sample(param)[0]
+                grads[param] = grads[param] + grad if param in grads else grad
+        for param, grad in grads.items():
+            norms_sq[self._group[param]] += grad.square().sum()
+        norms = norms_sq.sqrt_()
+        factors = self._factors(norms, None if mask is None else mask[i])
+        for param, grad in grads.items():
+            factor = factors[self._group[param], 0]
+            if factor > 0:
+                self.sums[param].add_((grad * factor).to(self.dtype))
+        return norms.to(self.dtype), factors.to(self.dtype)
+
+    def check_unchanged(self) -> None:
+        """PrivacyError where a parameter was frozen since: its sum would no longer be formed."""
+        for name, param in self.parameters.items():
+            if not param.requires_grad:
+                raise PrivacyError(
+                    f"Parameter {name} was frozen after the engine was built; build a new engine for the new set."
+                )
+
+
+def _kept(choice: Choice) -> Tensor:
+    """[m, ...] per-sample gradient of a parameter over all its uses."""
+    total = choice.uses[0].grad_sample(choice.param)
+    for use in choice.uses[1:]:
+        total = total + use.grad_sample(choice.param)
+    return total

@@ -1,0 +1,114 @@
+"""The module that users train: its forward passes are recorded, so that an ordinary ``loss.backward()`` leaves behind
+what the clipped sum needs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpcore.errors import UnsupportedError
+from dpcore.grad_sample import convolution, embedding, recurrent  # noqa: F401  (registers the rules)
+from dpcore.grad_sample.tape import Tape, Use
+
+
+class Iteration:
+    """The forward passes that one backward pass ran through: ``batch_size`` examples and all uses of parameters."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+        self._tapes: list[weakref.ref[Tape]] = []
+
+    def add(self, tape: Tape) -> None:
+        # The autograd graph keeps the tape; a forward pass that is dropped without backward takes it along.
+        self._tapes.append(weakref.ref(tape))
+
+    def tapes(self) -> list[Tape]:
+        return [tape for ref in self._tapes if (tape := ref()) is not None]
+
+
+class GradSampleModule(nn.Module):
+    """Wraps ``module``; attributes, ``state_dict`` keys apart from the prefix ``_module.``, and outputs are its own.
+
+    In training mode with gradients enabled, inputs must be batch first. ``loss_reduction``: "mean" or "sum", what the
+    user's loss does over the batch. ``p.grad`` stays None between ``backward()`` and the optimiser's step: the
+    gradient of the batch is never formed without clipping.
+    """
+
+    def __init__(self, module: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean") -> None:
+        super().__init__()
+        if loss_reduction not in ("mean", "sum"):
+            raise ValueError(f"loss_reduction is {loss_reduction!r}; it must be 'mean' or 'sum'.")
+        if not batch_first:
+            raise UnsupportedError("dpcore needs the batch as first dimension; transpose inside the model.")
+        self._module = module
+        self.loss_reduction = loss_reduction
+        self.batch_first = batch_first
+        self.trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self._names = {p: n for n, p in self.trained.items()}
+        self._iterations: list[tuple[Iteration, list[Tape]]] = []
+        self._open: Iteration | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self.training and torch.is_grad_enabled()):
+            return self._module(*args, **kwargs)
+        batch_size = _batch_size([*args, *kwargs.values()])
+        self._collect()
+        if self._open is None or self._open.batch_size != batch_size:
+            self._open = Iteration(batch_size)
+        tape = Tape(self._names, batch_size, float(batch_size) if self.loss_reduction == "mean" else 1.0)
+        self._open.add(tape)
+        with tape:
+            output = self._module(*args, **kwargs)
+        if batch_size == 0:
+            # Nothing will flow back from an empty batch, yet it is a step.
+            tape.fired = True
+            self._collect(keep=[tape])
+        return output
+
+    def _collect(self, keep: Sequence[Tape] = ()) -> None:
+        """Moves the open iteration to the finished ones once its backward pass has run."""
+        if self._open is None:
+            return
+        tapes = self._open.tapes()
+        if any(tape.fired for tape in tapes):
+            self._iterations.append((self._open, [*tapes, *keep]))
+            self._open = None
+
+    def take(self) -> Iterator[tuple[list[Use], int]]:
+        """(uses, batch size) of every backward pass since the last call, which are then forgotten."""
+        self._collect()
+        iterations, self._iterations = self._iterations, []
+        for iteration, tapes in iterations:
+            yield [use for tape in tapes for use in tape.uses], iteration.batch_size
+
+    def forget(self) -> None:
+        """Drops what earlier passes left behind."""
+        self._iterations, self._open = [], None
+
+    def to_standard_module(self) -> nn.Module:
+        """The wrapped module itself."""
+        return self._module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_module":
+                raise
+            return getattr(self._module, name)
+
+
+def _batch_size(values: Sequence[Any]) -> int:
+    """Length of the first tensor among the inputs."""
+    for value in values:
+        if isinstance(value, Tensor) and value.dim():
+            return len(value)
+        if isinstance(value, (list, tuple, dict)):
+            nested = list(value.values()) if isinstance(value, dict) else list(value)
+            if any(isinstance(v, (Tensor, list, tuple, dict)) for v in nested):
+                return _batch_size(nested)
+    raise UnsupportedError("The module was called without a tensor, so the number of examples is unknown.")

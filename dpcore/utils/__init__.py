@@ -1,0 +1,1 @@
+"""Samplers, memory management and small tools."""

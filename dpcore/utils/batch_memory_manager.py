@@ -1,0 +1,81 @@
+"""Large logical batches in small physical pieces, for loops that call ``backward`` themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from dpcore.optimizers.optimizer import DPOptimizer
+
+
+def batch_length(batch: Any) -> int:
+    """Number of examples: the length of the first tensor in a batch of any structure. ValueError where there is
+    none.
+    """
+    if isinstance(batch, Tensor):
+        return len(batch)
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, Sequence) else ()
+    for value in values:
+        if isinstance(value, (Tensor, Mapping, list, tuple)):
+            return batch_length(value)
+    raise ValueError(f"A batch of type {type(batch).__name__} holds no tensor, so it cannot be split into pieces.")
+
+
+def cut(batch: Any, rows: slice) -> Any:
+    """The examples ``rows`` of a batch, in the same structure."""
+    if isinstance(batch, Tensor):
+        return batch[rows]
+    if isinstance(batch, Mapping):
+        return {key: cut(value, rows) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(cut(value, rows) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(cut(value, rows) for value in batch)
+    return batch
+
+
+class PiecewiseLoader:
+    """Iterates over pieces of a loader's batches; the optimiser is told with each piece whether its batch goes on."""
+
+    def __init__(self, loader: DataLoader[Any], max_physical_batch_size: int, optimizer: DPOptimizer) -> None:
+        self.loader = loader
+        self.size = max_physical_batch_size
+        self.optimizer = optimizer
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            length = batch_length(batch)
+            pieces = max(1, -(-length // self.size))
+            for k in range(pieces):
+                # The flag travels with the piece: it is set when the piece is handed out, and for that piece only.
+                self.optimizer.signal_skip_step(k + 1 < pieces)
+                yield cut(batch, slice(k * length // pieces, (k + 1) * length // pieces))
+
+    def __len__(self) -> int:
+        """Number of logical batches."""
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+class BatchMemoryManager:
+    """``with BatchMemoryManager(data_loader=, max_physical_batch_size=, optimizer=) as loader:`` iterates over pieces.
+
+    The result equals that of whole batches to rounding; noise is added and steps are counted once per logical batch. A
+    loop that is abandoned midway leaves no flag and no part of a sum behind.
+    """
+
+    def __init__(self, *, data_loader: DataLoader[Any], max_physical_batch_size: int, optimizer: DPOptimizer) -> None:
+        if max_physical_batch_size < 1:
+            raise ValueError(f"max_physical_batch_size is {max_physical_batch_size}; it must be at least 1.")
+        self.loader = PiecewiseLoader(data_loader, max_physical_batch_size, optimizer)
+
+    def __enter__(self) -> PiecewiseLoader:
+        return self.loader
+
+    def __exit__(self, *exception: Any) -> None:
+        self.loader.optimizer.discard()

@@ -1,0 +1,64 @@
+"""Modules that mix examples, found by class, and their replacements."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+from torch import nn
+
+from dpcore.errors import UnsupportedError
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+class ModuleValidator:
+    """``validate`` lists the reasons against a module, ``fix`` removes them where that is possible."""
+
+    @staticmethod
+    def validate(module: nn.Module, *, strict: bool = False) -> list[UnsupportedError]:
+        """One error per offending submodule, naming it, the reason and the remedy; raised at once where ``strict``."""
+        errors = []
+        for name, child in module.named_modules():
+            where = name or type(module).__name__
+            if isinstance(child, _BATCH_NORMS):
+                errors.append(
+                    UnsupportedError(
+                        f"{where} is a {type(child).__name__}, which normalises an example by the others of its batch; "
+                        "use GroupNorm (ModuleValidator.fix does)."
+                    )
+                )
+            elif isinstance(child, _INSTANCE_NORMS) and child.track_running_stats:
+                errors.append(
+                    UnsupportedError(
+                        f"{where} keeps running statistics of the examples without noise; set "
+                        f"track_running_stats=False "
+                        "(ModuleValidator.fix does)."
+                    )
+                )
+        if strict and errors:
+            raise errors[0]
+        return errors
+
+    @classmethod
+    def is_valid(cls, module: nn.Module) -> bool:
+        """Whether :meth:`validate` finds nothing."""
+        return not cls.validate(module)
+
+    @classmethod
+    def fix(cls, module: nn.Module) -> nn.Module:
+        """A copy with BatchNorm replaced by GroupNorm of gcd(32, channels) groups and running statistics off."""
+        fixed = copy.deepcopy(module)
+        for name, child in list(fixed.named_modules()):
+            if isinstance(child, _INSTANCE_NORMS) and child.track_running_stats:
+                child.track_running_stats = False
+                child.running_mean = child.running_var = child.num_batches_tracked = None
+            if isinstance(child, _BATCH_NORMS):
+                channels = child.num_features
+                norm = nn.GroupNorm(math.gcd(32, channels), channels, eps=child.eps, affine=child.affine)
+                if not name:
+                    return norm
+                parent, _, leaf = name.rpartition(".")
+                setattr(fixed.get_submodule(parent), leaf, norm)
+        return fixed

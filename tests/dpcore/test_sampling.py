@@ -1,0 +1,93 @@
+"""Poisson batches: their distribution, their length, their structure when empty."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from dpcore.data_loader import DPDataLoader
+from dpcore.utils.batch_memory_manager import batch_length, cut
+from dpcore.utils.uniform_sampler import UniformWithReplacementSampler, steps_per_epoch
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_sizes_are_binomial_and_members_uniform_without_repeats(secure):
+    sampler = UniformWithReplacementSampler(num_samples=40, sample_rate=0.1, seed=3, steps=4000, secure=secure)
+    batches = list(sampler)
+    assert all(len(set(b)) == len(b) for b in batches)
+    sizes = np.bincount([len(b) for b in batches], minlength=12)
+    expected = len(batches) * stats.binom.pmf(np.arange(12), 40, 0.1)
+    few = expected < 5
+    observed = np.append(sizes[:12][~few], len(batches) - sizes[:12][~few].sum())
+    wanted = np.append(expected[~few], len(batches) - expected[~few].sum())
+    assert stats.chisquare(observed, wanted).pvalue > 1e-4
+    counts = np.bincount(np.concatenate([np.array(b, dtype=int) for b in batches]), minlength=40)
+    assert stats.chisquare(counts).pvalue > 1e-4
+    together = sum(0 in b and 1 in b for b in batches)
+    assert stats.binomtest(together, len(batches), 0.01).pvalue > 1e-4
+
+
+def test_a_tiny_rate_is_exact():
+    sampler = UniformWithReplacementSampler(num_samples=10**9, sample_rate=1e-9, seed=3, steps=3000)
+    total = sum(len(b) for b in sampler)
+    assert stats.poisson.sf(total - 1, 3000) > 1e-4 and stats.poisson.cdf(total, 3000) > 1e-4
+
+
+def test_no_step_of_a_round_is_lost():
+    assert all(steps_per_epoch(1 / n) == n for n in range(1, 3000))
+    assert steps_per_epoch(0.3) == 4
+
+
+def test_batches_are_a_function_of_seed_and_number():
+    a = UniformWithReplacementSampler(num_samples=100, sample_rate=0.1, seed=5)
+    b = UniformWithReplacementSampler(num_samples=100, sample_rate=0.1, seed=5)
+    first, second = list(a), list(a)
+    assert first == list(b) and first != second
+    with pytest.raises(ValueError, match="sample_rate is 0"):
+        UniformWithReplacementSampler(num_samples=100, sample_rate=0.0)
+
+
+Pair = namedtuple("Pair", "x y")
+
+
+class Named(Dataset):
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, i):
+        return {"pair": Pair(torch.full((2, 3), float(i)), i), "text": "abc"}
+
+
+def test_an_empty_batch_has_the_structure_of_the_others():
+    loader = DPDataLoader(Named(), sample_rate=1e-9, steps=3)
+    batches = list(loader)
+    assert len(batches) == 3
+    for batch in batches:
+        assert batch["pair"].x.shape == (0, 2, 3)
+        assert batch["pair"].y.shape == (0,) and batch["pair"].y.dtype == torch.int64
+        assert batch["text"] == []
+        assert batch_length(batch) == 0
+
+
+def test_cutting_keeps_the_structure():
+    batch = {"pair": Pair(torch.arange(6), [torch.arange(6)]), "other": 3}
+    part = cut(batch, slice(2, 4))
+    assert part["pair"].x.tolist() == [2, 3] and part["pair"].y[0].tolist() == [2, 3] and part["other"] == 3
+
+
+def test_only_map_style_data_can_be_sampled():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([torch.zeros(1)])
+
+    with pytest.raises(ValueError, match="map-style"):
+        DPDataLoader(Stream(), sample_rate=0.5)
+    loader = DPDataLoader(Named(), sample_rate=0.5)
+    assert DPDataLoader.from_data_loader(loader) is loader
+    with pytest.warns(UserWarning, match="derived"):
+        assert DPDataLoader.from_data_loader(DataLoader(Named(), batch_size=2)).sample_rate == 1 / 3
