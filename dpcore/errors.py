@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 
 class UnsupportedError(NotImplementedError):
     """dpcore cannot compute this exactly; the message says what, why and what to do instead."""
+
+
+class NoRuleError(UnsupportedError):
+    """No rule applies to the use of ``params``; the module around them may still be recorded as a whole."""
+
+    def __init__(self, message: str, params: Sequence[Any]) -> None:
+        super().__init__(message)
+        self.params = params
 
 
 class PrivacyError(RuntimeError):

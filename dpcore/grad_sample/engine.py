@@ -12,8 +12,10 @@ from torch.nn import Parameter
 
 from dpcore.clipping import clip_factors
 from dpcore.errors import PrivacyError
-from dpcore.grad_sample import convolution, embedding, recurrent  # noqa: F401  (registers the rules)
+from dpcore.grad_sample import convolution, embedding, normalization, recurrent  # noqa: F401  (registers the rules)
 from dpcore.grad_sample.accumulator import Accumulator, Factors
+from dpcore.grad_sample.fallback import Fallback
+from dpcore.grad_sample.layout import copies, find_fallbacks
 from dpcore.grad_sample.planner import choose, physical_batch_size, stash_bytes
 from dpcore.grad_sample.tape import Tape
 from dpcore.noise import GaussianNoise
@@ -77,6 +79,7 @@ class Engine:
             raise ValueError(f"physical_batch_size is {physical_batch_size}; it must be at least 1.")
         self._physical = physical_batch_size
         self._planned: dict[tuple[Any, ...], int] = {}
+        self._fallbacks: dict[str, Fallback] = {}
         self._plan: list[tuple[str, str]] = []
 
     # ---- the clipped sum
@@ -91,6 +94,13 @@ class Engine:
         self.accumulator.flat.zero_()
         batch_size = _length(x)
         norms, factors, losses = [], [], []
+        if batch_size and _kind(x) not in self._planned:
+            self._fallbacks = find_fallbacks(
+                self.model,
+                self.accumulator.names,
+                lambda count: _call(self.model, copies(x, batch_size, count)),
+                self._fallbacks,
+            )
         start = 0
         while start < batch_size:
             stop = start + self._next_size(x, batch_size - start)
@@ -132,7 +142,7 @@ class Engine:
 
     def _accumulate(self, x: Any, y: Any, mask: Tensor | None, batch_size: int) -> tuple[Tensor, Tensor, Tensor]:
         """Adds one micro-batch to the sums; norms and factors [groups, m], losses [m]."""
-        tape = Tape(self.accumulator.names, batch_size)
+        tape = Tape(self.accumulator.names, batch_size, fallbacks=self._fallbacks)
         with torch.enable_grad():
             with tape:
                 losses = self.loss_fn(_call(self.model, x), y)
@@ -196,6 +206,7 @@ class Engine:
     def explain(self) -> str:
         """One line per trained parameter: how its norm and its sum are computed; and the physical batch sizes."""
         lines = [f"{name}: {method}" for name, method in self._plan]
+        lines += [f"{name or 'the whole model'}: no rule, by vmap" for name in self._fallbacks]
         sizes = sorted(set(self._planned.values())) if self._physical is None else [self._physical]
         return "\n".join([*lines, f"physical batch size: {', '.join(map(str, sizes)) or 'not planned yet'}"])
 

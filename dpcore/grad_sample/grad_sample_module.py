@@ -11,8 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from dpcore.errors import UnsupportedError
-from dpcore.grad_sample import convolution, embedding, recurrent  # noqa: F401  (registers the rules)
+from dpcore.grad_sample import convolution, embedding, normalization, recurrent  # noqa: F401  (registers the rules)
+from dpcore.grad_sample.fallback import Fallback
+from dpcore.grad_sample.layout import copies, find_fallbacks
 from dpcore.grad_sample.tape import Tape, Use
+from dpcore.grad_sample.tree import flatten
 
 
 class Iteration:
@@ -51,6 +54,8 @@ class GradSampleModule(nn.Module):
         self._names = {p: n for n, p in self.trained.items()}
         self._iterations: list[tuple[Iteration, list[Tape]]] = []
         self._open: Iteration | None = None
+        self._fallbacks: dict[str, Fallback] = {}
+        self._kinds: set[tuple[Any, ...]] = set()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
@@ -59,7 +64,9 @@ class GradSampleModule(nn.Module):
         self._collect()
         if self._open is None or self._open.batch_size != batch_size:
             self._open = Iteration(batch_size)
-        tape = Tape(self._names, batch_size, float(batch_size) if self.loss_reduction == "mean" else 1.0)
+        self._prepare(args, kwargs, batch_size)
+        scale = float(batch_size) if self.loss_reduction == "mean" else 1.0
+        tape = Tape(self._names, batch_size, scale, self._fallbacks)
         self._open.add(tape)
         with tape:
             output = self._module(*args, **kwargs)
@@ -68,6 +75,23 @@ class GradSampleModule(nn.Module):
             tape.fired = True
             self._collect(keep=[tape])
         return output
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int) -> None:
+        """Before the first batch of a kind: finds what has no rule."""
+        kind = tuple(
+            (leaf.shape[1:], leaf.dtype)
+            for leaf in flatten((args, kwargs))[0]
+            if isinstance(leaf, Tensor) and leaf.dim()
+        )
+        if not batch_size or kind in self._kinds:
+            return
+
+        def run(count: int) -> Any:
+            few_args, few_kwargs = copies((args, kwargs), batch_size, count)
+            return self._module(*few_args, **few_kwargs)
+
+        self._fallbacks = find_fallbacks(self._module, self._names, run, self._fallbacks)
+        self._kinds.add(kind)
 
     def _collect(self, keep: Sequence[Tape] = ()) -> None:
         """Moves the open iteration to the finished ones once its backward pass has run."""

@@ -8,9 +8,9 @@ remembered, and one call of ``torch.autograd.grad`` then yields the gradients at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from dpcore.errors import UnsupportedError
+from dpcore.errors import NoRuleError, UnsupportedError
+
+if TYPE_CHECKING:
+    from dpcore.grad_sample.fallback import Fallback
 
 Handler = Callable[["Tape", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[Callable[..., Any], Handler] = {}
@@ -113,13 +116,21 @@ class _Attach(torch.autograd.Function):
 class Tape(TorchFunctionMode):
     """Records the uses of ``parameters`` (names by identity) for a batch of ``batch_size`` examples."""
 
-    def __init__(self, parameters: dict[Parameter, str], batch_size: int, scale: float | None = None) -> None:
+    def __init__(
+        self,
+        parameters: dict[Parameter, str],
+        batch_size: int,
+        scale: float | None = None,
+        fallbacks: Mapping[str, Fallback] | None = None,
+    ) -> None:
         """``scale`` None: gradients come from :meth:`backward`. A number: they come from whatever backward pass runs
         through the recorded places, and are multiplied by it (a mean loss divides every gradient by the batch size).
+        ``fallbacks``: modules that are recorded as a whole.
         """
         super().__init__()
         self.scale = scale
         self.fired = False
+        self.fallbacks = fallbacks or {}
         self.channels_last = any(_is_channels_last(p) for p in parameters)
         self.parameters = parameters
         self.batch_size = batch_size
@@ -127,6 +138,20 @@ class Tape(TorchFunctionMode):
         self._edges: list[GradientEdge] = []
         self._targets: list[Callable[[Tensor | None], None]] = []
         self._anchor = torch.zeros((), requires_grad=True)
+
+    def __enter__(self) -> Tape:
+        if self.fallbacks:
+            from dpcore.grad_sample.fallback import taped_forward
+
+            for fallback in self.fallbacks.values():
+                fallback.module.forward = taped_forward(self, fallback)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        for fallback in self.fallbacks.values():
+            fallback.module.__dict__.pop("forward", None)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -194,13 +219,18 @@ class Tape(TorchFunctionMode):
         grads = torch.autograd.grad(losses, [*self._edges, *raw], grad_outputs=weights, allow_unused=True)
         for param, grad in zip(raw, grads[len(self._edges) :], strict=True):
             if grad is not None:
-                raise UnsupportedError(
-                    f"Parameter {self.parameters[param]} is used by an operation that dpcore has no rule for; "
-                    f"wrap that "
-                    "operation in a module of its own, or freeze the parameter with requires_grad_(False)."
-                )
+                self.refuse_raw(param)
         for target, grad in zip(self._targets, grads, strict=False):
             target(grad)
+
+    def refuse_raw(self, param: Parameter) -> None:
+        """NoRuleError about a parameter that received an ordinary gradient."""
+        raise NoRuleError(
+            f"Parameter {self.parameters[param]} is used by an operation that dpcore has no rule for; wrap that "
+            f"operation "
+            "in a module of its own, or freeze the parameter with requires_grad_(False).",
+            (param,),
+        )
 
     def name(self, params: Sequence[Parameter]) -> str:
         """The layer's name in messages: the first parameter's, without its last part."""
@@ -209,9 +239,10 @@ class Tape(TorchFunctionMode):
     def check_batch(self, x: Tensor, params: Sequence[Parameter], dim: int = 0) -> None:
         """UnsupportedError unless dimension ``dim`` of an input is the batch."""
         if x.dim() <= dim or x.shape[dim] != self.batch_size:
-            raise UnsupportedError(
+            raise NoRuleError(
                 f"{self.name(params)} got an input of shape {tuple(x.shape)} whose dimension {dim} is not the batch of "
-                f"{self.batch_size} examples, so gradients cannot be told apart by example; keep the batch first."
+                f"{self.batch_size} examples, so gradients cannot be told apart by example; keep the batch first.",
+                params,
             )
 
 

@@ -1,0 +1,78 @@
+"""Which modules need the fallback, found by running the model before the first batch of a kind.
+
+With two and then with three copies of an example, an input whose first dimension is not the batch cannot pass for one
+by having the batch's length; and a parameter that receives a gradient was used by an operation without a rule. Either
+way the module around it is recorded as a whole, and the model is run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from dpcore.errors import NoRuleError, UnsupportedError
+from dpcore.grad_sample.fallback import Fallback, ModuleUse, owner
+from dpcore.grad_sample.tape import Tape
+from dpcore.grad_sample.tree import flatten, unflatten
+
+
+def copies(value: Any, batch_size: int, count: int) -> Any:
+    """``count`` copies of the first example of a batch: of every tensor whose first dimension is ``batch_size``."""
+    leaves, structure = flatten(value)
+    return unflatten(
+        structure,
+        [
+            leaf[:1].expand(count, *leaf.shape[1:]).contiguous()
+            if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == batch_size
+            else leaf
+            for leaf in leaves
+        ],
+    )
+
+
+def find_fallbacks(
+    model: nn.Module, names: dict[Parameter, str], run: Callable[[int], Any], known: dict[str, Fallback]
+) -> dict[str, Fallback]:
+    """Modules by name to record as a whole; ``run(n)`` calls the model on n examples. ``known`` are found already.
+
+    UnsupportedError where even the whole model does not keep its batch first. Random state is left as it was.
+    """
+    modules = dict(model.named_modules())
+    found = dict(known)
+    with torch.random.fork_rng(devices=[]):
+        for count in (2, 3):
+            while True:
+                try:
+                    _check(run, names, count, found)
+                    break
+                except NoRuleError as error:
+                    name = owner(model, error.params, list(found))
+                    if name is None:
+                        raise UnsupportedError(str(error)) from error
+                    found = {n: f for n, f in found.items() if name and not n.startswith(name + ".")}
+                    found[name] = Fallback(name, modules[name])
+    return found
+
+
+def _check(run: Callable[[int], Any], names: dict[Parameter, str], count: int, fallbacks: dict[str, Fallback]) -> None:
+    tape = Tape(names, count, fallbacks=fallbacks)
+    with torch.enable_grad(), tape:
+        output = run(count)
+    for use in tape.uses:
+        if isinstance(use, ModuleUse):
+            # What has the batch's length with two examples and with three has the batch first.
+            fallback = next(f for f in fallbacks.values() if f.module is use.module)
+            batched = frozenset(use.batched)
+            fallback.batched = batched if fallback.batched is None else fallback.batched & batched
+    outputs = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not outputs:
+        return
+    params = [p for p in names if p.requires_grad]
+    grads = torch.autograd.grad(outputs, params, [torch.ones_like(o) for o in outputs], allow_unused=True)
+    raw = [p for p, g in zip(params, grads, strict=True) if g is not None]
+    if raw:
+        tape.refuse_raw(raw[0])

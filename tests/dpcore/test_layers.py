@@ -1,0 +1,167 @@
+"""Normalisations, and layers without a rule of their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import dpcore
+from dpcore import Engine, clipped_sum
+from tests.dpcore.comparison import check, odd_loss
+
+DTYPES = [torch.float64, torch.float32]
+
+
+def _labels(batch: int) -> torch.Tensor:
+    return torch.arange(batch) % 3
+
+
+def _randomised(model: nn.Module) -> nn.Module:
+    """Weights of ones and biases of zeros would hide a wrong rule."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(0.5 * torch.randn_like(p) + 0.1)
+    return model
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: nn.LayerNorm(6),
+        lambda: nn.LayerNorm((4, 6)),
+        lambda: nn.LayerNorm(6, bias=False),
+        lambda: nn.LayerNorm(6, elementwise_affine=False),
+        lambda: nn.RMSNorm(6),
+        lambda: nn.RMSNorm((4, 6), elementwise_affine=False),
+        lambda: nn.GroupNorm(2, 4),
+        lambda: nn.GroupNorm(2, 4, affine=False),
+        lambda: nn.InstanceNorm1d(4, affine=True),
+        lambda: nn.InstanceNorm1d(4),
+    ],
+)
+def test_norms(dtype, layer):
+    model = _randomised(nn.Sequential(nn.Conv1d(3, 4, 1), layer(), nn.Tanh())).to(dtype)
+    check(model, torch.randn(5, 3, 6, dtype=dtype), _labels(5), clipped_sum)
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_instance_and_group_norm_of_images(dims):
+    conv, norm = ((nn.Conv2d, nn.InstanceNorm2d), (nn.Conv3d, nn.InstanceNorm3d))[dims - 2]
+    model = _randomised(nn.Sequential(conv(2, 4, 2), norm(4, affine=True), nn.ReLU(), nn.GroupNorm(2, 4))).double()
+    x = torch.randn(3, 2, *[4] * dims, dtype=torch.float64)
+    check(model, x, _labels(3), clipped_sum)
+
+
+class Positions(nn.Module):
+    """A table of positions without a batch dimension, and a raw parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(9, 4)
+        self.positions = nn.Embedding(5, 4)
+        self.scale = nn.Parameter(torch.randn(4))
+        self.fc = nn.Linear(4, 2)
+
+    def forward(self, ids):
+        return self.fc((self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))) * self.scale)
+
+
+class Rows(nn.Module):
+    """Examples and positions folded into rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 4)
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.out(self.fc(x.reshape(-1, 3)).tanh().view(len(x), -1, 4))
+
+
+class TimeFirst(nn.Module):
+    """Time first inside: with as many steps as examples the lengths cannot tell."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 4)
+
+    def forward(self, x):
+        return self.fc(x.transpose(0, 1)).tanh().transpose(0, 1)
+
+
+class Wrapped(nn.Module):
+    """Some layer with two inputs or several outputs, between two linear ones."""
+
+    def __init__(self, layer, call):
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.layer = layer
+        self.call = call
+
+    def forward(self, x):
+        return self.call(self.layer, self.first(x).tanh())
+
+
+OTHERS = {
+    "gru": lambda: Wrapped(nn.GRU(4, 3, batch_first=True), lambda m, h: m(h)[0]),
+    "rnn": lambda: Wrapped(nn.RNN(4, 3, 2, batch_first=True), lambda m, h: m(h)[0]),
+    "bidirectional gru": lambda: Wrapped(nn.GRU(4, 3, batch_first=True, bidirectional=True), lambda m, h: m(h)[0]),
+    "bilinear": lambda: Wrapped(nn.Bilinear(4, 4, 3), lambda m, h: m(h, h.sin())),
+    "prelu": lambda: Wrapped(nn.PReLU(), lambda m, h: m(h)),
+    "transposed convolution": lambda: Wrapped(nn.ConvTranspose1d(4, 2, 1), lambda m, h: m(h.transpose(1, 2))),
+    "attention": lambda: Wrapped(nn.MultiheadAttention(4, 2, batch_first=True), lambda m, h: m(h, h, h)[0]),
+    "cross attention": lambda: Wrapped(
+        nn.MultiheadAttention(4, 2, batch_first=True), lambda m, h: m(h[:, :2], h, h.cos())[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OTHERS)
+def test_layers_without_a_rule(dtype, name):
+    model = _randomised(OTHERS[name]()).to(dtype)
+    check(model, torch.randn(5, 5, 3, dtype=dtype), _labels(5), clipped_sum)
+
+
+@pytest.mark.parametrize("kind", [Rows, TimeFirst])
+def test_layouts_that_hide_the_batch(kind):
+    check(_randomised(kind()).double(), torch.randn(4, 4, 3, dtype=torch.float64), _labels(4), clipped_sum)
+
+
+def test_positions_without_a_batch_dimension():
+    model = _randomised(Positions()).double()
+    for batch in (3, 5):
+        check(model, torch.randint(0, 9, (batch, 5)), _labels(batch), clipped_sum)
+    engine = Engine(model, odd_loss)
+    engine.clipped_sum(torch.randint(0, 9, (4, 5)), _labels(4))
+    assert "no rule, by vmap" in engine.explain()
+
+
+def test_a_hostile_example_in_a_layer_without_a_rule():
+    model = _randomised(Wrapped(nn.Bilinear(4, 4, 3), lambda m, h: m(h, h.sin())))
+    x = torch.randn(4, 2, 3)
+    x[1] = float("nan")
+    result = clipped_sum(model, odd_loss, x, _labels(4), 0.5)
+    rest = clipped_sum(model, odd_loss, x[[0, 2, 3]], _labels(4)[[0, 2, 3]], 0.5)
+    assert result.nonfinite == 1
+    for name, summed in rest.sums.items():
+        torch.testing.assert_close(result.sums[name], summed)
+
+
+def test_dropout_inside_of_a_layer_without_a_rule_is_refused():
+    model = Wrapped(nn.Sequential(nn.PReLU(), nn.Dropout(0.5)), lambda m, h: m(h))
+    clipped_sum(model, odd_loss, torch.randn(3, 2, 3), _labels(3), 1.0)
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, h):
+            return nn.functional.dropout(h * self.scale, 0.5)
+
+    with pytest.raises(dpcore.UnsupportedError, match="random numbers"):
+        clipped_sum(Wrapped(Both(), lambda m, h: m(h)), odd_loss, torch.randn(3, 2, 3), _labels(3), 1.0)
