@@ -50,6 +50,8 @@ class ContractionUse(Use):
         self.params = (*inputs, *biases)
         self.time_major = time_major
         self._inputs = {param: Saved(x) for param, x in inputs.items()}
+        # [B, d, T] copy of the output gradients, where several weights share them.
+        self._columns: Tensor | None = None
 
     def _x(self, param: Parameter) -> Tensor:
         """[B, p] or [B, T, p]."""
@@ -81,7 +83,13 @@ class ContractionUse(Use):
         if param not in self._inputs:
             return g if g.dim() == 2 else g.sum(1)
         x = self._x(param)
-        return g.unsqueeze(2) * x.unsqueeze(1) if x.dim() == 2 else products(g.transpose(1, 2), x.transpose(1, 2))
+        if x.dim() == 2:
+            return g.unsqueeze(2) * x.unsqueeze(1)
+        if len(self._inputs) == 1:
+            return products(g.transpose(1, 2), x.transpose(1, 2))
+        if self._columns is None:
+            self._columns = g.transpose(1, 2).contiguous()
+        return products(self._columns, x.transpose(1, 2))
 
     def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
         g = self._g()

@@ -58,6 +58,10 @@ def products(a: Tensor, b: Tensor) -> Tensor:
     examples, m, k = a.shape
     if not prefers_onednn(a, 2.0 * m * k * b.shape[1]):
         return torch.bmm(a, b.transpose(1, 2))
+    # Rows of k in both operands where they are not dense already: all examples in one copy each.
+    a = a.contiguous()
+    if b.stride(2) != 1:
+        b = b.transpose(1, 2).contiguous().transpose(1, 2)
     out = a.new_empty((examples, m, b.shape[1]))
     for a_i, b_i, out_i in zip(a.unbind(0), b.unbind(0), out.unbind(0), strict=True):
         out_i.copy_(_onednn(a_i, b_i))
