@@ -1,5 +1,6 @@
 """Every adapter that this environment can import, on every task: its update against a float64 loop over examples.
 
+Run it inside a framework's environment (about two minutes): ``python -m pytest tests/frameworks/test_adapters_smoke.py``.
 Where there is no PyTorch, DPBENCH_TORCH_PYTHON names an interpreter that has it and computes the truth.
 """
 
@@ -24,6 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = {"pytorch": "torch", "opacus": "opacus", "jax": "jax", "dpcore": "torch"}
 BATCH = 9
 LIMIT = 2e-5
+
+pytestmark = pytest.mark.slow
 
 
 def _contestants():
