@@ -1,6 +1,6 @@
 """Every adapter that this environment can import, on every task: its update against a float64 loop over examples.
 
-Run it inside a framework's environment (about two minutes): ``python -m pytest tests/frameworks/test_adapters_smoke.py``.
+Run it inside a framework's environment (two minutes): ``python -m pytest tests/frameworks/test_adapters_smoke.py``.
 Where there is no PyTorch, DPBENCH_TORCH_PYTHON names an interpreter that has it and computes the truth.
 """
 
