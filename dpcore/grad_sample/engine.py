@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from dpcore.clipping import clip_factors
 from dpcore.errors import PrivacyError
-from dpcore.grad_sample import convolution, embedding, normalization, recurrent  # noqa: F401  (registers the rules)
+from dpcore.grad_sample import attention, convolution, embedding, normalization, recurrent  # noqa: F401  (the rules)
 from dpcore.grad_sample.accumulator import Accumulator, Factors
 from dpcore.grad_sample.fallback import Fallback
 from dpcore.grad_sample.layout import copies, find_fallbacks

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dpcore.errors import UnsupportedError
-from dpcore.grad_sample import convolution, embedding, normalization, recurrent  # noqa: F401  (registers the rules)
+from dpcore.grad_sample import attention, convolution, embedding, normalization, recurrent  # noqa: F401  (the rules)
 from dpcore.grad_sample.fallback import Fallback
 from dpcore.grad_sample.layout import copies, find_fallbacks
 from dpcore.grad_sample.tape import Tape, Use

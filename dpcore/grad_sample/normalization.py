@@ -67,7 +67,8 @@ def _affine(tape: Tape, x: Tensor, weight: Tensor | None, bias: Tensor | None, k
     return tape.record(AffineUse(tape.name(params), x, trained_weight, trained_bias, kept), output)
 
 
-def _bound(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def bound_arguments(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A call's arguments by name, defaults included."""
     bound = inspect.signature(func).bind(*args, **kwargs)
     bound.apply_defaults()
     return dict(bound.arguments)
@@ -75,7 +76,7 @@ def _bound(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 @handles(F.layer_norm, F.rms_norm)
 def _layer_norm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    call = _bound(func, args, kwargs)
+    call = bound_arguments(func, args, kwargs)
     weight, bias = call.pop("weight"), call.pop("bias", None)
     if not tape.trains(weight) and not tape.trains(bias):
         return func(*args, **kwargs)
@@ -86,7 +87,7 @@ def _layer_norm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwa
 
 @handles(F.group_norm, F.instance_norm)
 def _channel_norm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    call = _bound(func, args, kwargs)
+    call = bound_arguments(func, args, kwargs)
     weight, bias = call.pop("weight"), call.pop("bias")
     if not tape.trains(weight) and not tape.trains(bias):
         return func(*args, **kwargs)
@@ -95,7 +96,7 @@ def _channel_norm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], k
 
 @handles(F.batch_norm)
 def _batch_norm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    call = _bound(func, args, kwargs)
+    call = bound_arguments(func, args, kwargs)
     if not call["training"]:
         return func(*args, **kwargs)
     raise UnsupportedError(

@@ -126,6 +126,67 @@ def test_layers_without_a_rule(dtype, name):
     check(model, torch.randn(5, 5, 3, dtype=dtype), _labels(5), clipped_sum)
 
 
+MASK = torch.triu(torch.ones(5, 5, dtype=torch.bool), 1)
+ATTENTIONS = {
+    "averaged weights": {},
+    "no weights": {"need_weights": False},
+    "causal": {"attn_mask": MASK, "need_weights": False},
+    "causal with weights": {"attn_mask": MASK},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", ATTENTIONS)
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_self_attention(dtype, options, batch_first):
+    layer = nn.MultiheadAttention(4, 2, bias=batch_first, batch_first=batch_first)
+
+    def call(m, h):
+        out = m(h, h, h, **ATTENTIONS[options])[0] if batch_first else None
+        return out if batch_first else m(*[h.transpose(0, 1)] * 3, **ATTENTIONS[options])[0].transpose(0, 1)
+
+    model = _randomised(Wrapped(layer, call)).to(dtype)
+    check(model, torch.randn(3, 5, 3, dtype=dtype), _labels(3), clipped_sum)
+
+
+def test_self_attention_has_a_rule_and_its_values_are_torchs():
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(4, 2, batch_first=True).double()
+    x = torch.randn(3, 5, 4, dtype=torch.float64)
+    padding = torch.arange(5).expand(3, 5) > 3
+    seen = {}
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            out = seen["out"] = self.layer(x, x, x, key_padding_mask=padding[: len(x)], attn_mask=MASK)
+            return out[0]
+
+    model = Model()
+    engine = Engine(model, odd_loss)
+    engine.clipped_sum(x, _labels(3))
+    taped = [t.detach() for t in seen["out"]]
+    assert "vmap" not in engine.explain()
+    for a, b in zip(taped, layer(x, x, x, key_padding_mask=padding, attn_mask=MASK), strict=True):
+        torch.testing.assert_close(a, b.detach())
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_a_transformer_layer(norm_first):
+    def layer(dropout):
+        return nn.TransformerEncoderLayer(4, 2, 8, dropout, batch_first=True, norm_first=norm_first)
+
+    model = _randomised(Wrapped(layer(0.0), lambda m, h: m(h))).double()
+    check(model, torch.randn(3, 5, 3, dtype=torch.float64), _labels(3), clipped_sum)
+    with_dropout = Wrapped(layer(0.1), lambda m, h: m(h))
+    engine = Engine(with_dropout, odd_loss)
+    assert engine.clipped_sum(torch.randn(3, 5, 3), _labels(3)).norms.isfinite().all()
+    assert "vmap" not in engine.explain()
+
+
 @pytest.mark.parametrize("kind", [Rows, TimeFirst])
 def test_layouts_that_hide_the_batch(kind):
     check(_randomised(kind()).double(), torch.randn(4, 4, 3, dtype=torch.float64), _labels(4), clipped_sum)
