@@ -23,6 +23,20 @@ def root() -> Path:
     return path
 
 
+def folder(name: str) -> Path:
+    """A folder of the cache, made if missing. Raises :class:`BadInput` where it cannot be made or written."""
+    path = root() / name
+    try:
+        path.mkdir(exist_ok=True)
+    except OSError as error:
+        raise BadInput(
+            f"{path} cannot be made ({error.strerror}); set DPBENCH_CACHE to a folder you may write."
+        ) from None
+    if not os.access(path, os.W_OK):
+        raise BadInput(f"The cache folder {path} cannot be written; set DPBENCH_CACHE to another.")
+    return path
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """The whole content or nothing, and on the disk before the name appears.
 
@@ -38,8 +52,8 @@ def write_atomically(path: Path, content: bytes) -> None:
     except OSError as error:
         part.unlink(missing_ok=True)
         raise BadInput(
-            f"{path} could not be written ({error.strerror}); free some space or choose another folder with --out, "
-            "then run the same command again: it goes on where it stopped."
+            f"{path} could not be written ({error.strerror}); free some space or choose another folder "
+            f"({_option(path)}), then run the same command again: it goes on where it stopped."
         ) from None
 
 
@@ -50,10 +64,17 @@ def locked(path: Path, busy: str | None = None) -> Iterator[None]:
     try:
         file = open(path, "a+")  # noqa: SIM115 (the `with` below closes it; only opening may fail as bad input)
     except OSError as error:
-        raise BadInput(f"{path} cannot be written ({error.strerror}); choose another folder with --out.") from None
+        raise BadInput(
+            f"{path} cannot be written ({error.strerror}); choose another folder ({_option(path)})."
+        ) from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
         except OSError:
             raise BadInput(str(busy)) from None
         yield
+
+
+def _option(path: Path) -> str:
+    """How the user chooses another place for ``path``."""
+    return "DPBENCH_CACHE" if path.is_relative_to(root()) else "--out"

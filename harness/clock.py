@@ -44,7 +44,7 @@ def collector_paused() -> Iterator[None]:
 
 @dataclass
 class ForeignLoad:
-    """Adds up, over timed windows, what share of the machine's processors other processes took.
+    """Adds up, over timed windows, what share of the processors that this process may use others took.
 
     Linux's /proc/stat counts all busy ticks (and ticks stolen by the host); what this process and its children used
     is taken off. Ticks are 10 ms, so windows much shorter than a second are coarse.
@@ -62,23 +62,31 @@ class ForeignLoad:
             return
         wall, busy, own = (b - a for a, b in zip(before, after, strict=True))
         self.foreign += max(0.0, busy - own)
-        self.available += wall * (os.cpu_count() or 1)
+        self.available += wall * len(_own_processors())
 
     @property
     def share(self) -> float:
         return self.foreign / self.available if self.available else 0.0
 
 
+def _own_processors() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
 def _cpu_seconds() -> tuple[float, float, float] | None:
-    """(wall, all processors' busy seconds, this process tree's CPU seconds); None where there is no /proc/stat."""
+    """(wall, busy seconds of our processors, this process tree's CPU seconds); None where there is no /proc/stat."""
     try:
-        first = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+        lines = Path("/proc/stat").read_text().splitlines()
     except OSError:
         return None
-    user, nice, system, _idle, _iowait, irq, softirq, steal = (int(v) for v in first)
-    busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    ours = {f"cpu{number}" for number in _own_processors()}
+    busy = 0
+    for name, *fields in (line.split() for line in lines if line.startswith("cpu")):
+        if name in ours:
+            user, nice, system, _idle, _iowait, irq, softirq, steal = (int(v) for v in fields[:8])
+            busy += user + nice + system + irq + softirq + steal
     own = sum(
         usage.ru_utime + usage.ru_stime
         for usage in (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
     )
-    return time.perf_counter(), busy, own
+    return time.perf_counter(), busy / os.sysconf("SC_CLK_TCK"), own

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import cache
+from harness import cache, isolation
 from harness.registry import Framework
 
 MARKER = "dpbench.json"
@@ -43,9 +43,7 @@ class Environment:
 
 
 def parent() -> Path:
-    path = cache.root() / "envs"
-    path.mkdir(exist_ok=True)
-    return path
+    return cache.folder("envs")
 
 
 def existing() -> list[Environment]:
@@ -79,12 +77,11 @@ def _build(framework: Framework, folder: Path, say: Say) -> Environment:
         [interpreter(framework.python), "-m", "venv", str(folder)],
         [*pip, "-r", str(framework.requirements)],
     ]
-    no_deps = framework.folder / "requirements-no-deps.txt"
-    if no_deps.exists():
-        commands.append([*pip, "--no-deps", "-r", str(no_deps)])
     with log.open("w") as output:
         for command in commands:
-            done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+            done = subprocess.run(
+                isolation.mortal(command), stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+            )
             if done.returncode:
                 shutil.rmtree(folder, ignore_errors=True)
                 tail = " ".join(log.read_text(errors="replace").strip().splitlines()[-2:])

@@ -21,7 +21,7 @@ import numpy as np
 from harness import gate_cases, gate_noise, sampling
 from harness.clock import Batch, timed_steps
 from harness.contract import Adapter, Setting, Unsupported
-from harness.gate_cases import BATCH, LARGE_BATCH, Case
+from harness.gate_cases import BATCH, LARGE_ROWS, Case
 from harness.gate_noise import Score
 from harness.tasks import Task, check_parameters
 
@@ -182,16 +182,16 @@ class Driver:
             max_grad_norm=self.norm if max_grad_norm is None else max_grad_norm,
             noise_multiplier=noise_multiplier,
             seed=seed,
-            padded_sizes=(BATCH, LARGE_BATCH) if self.static else (),
+            padded_sizes=(BATCH, LARGE_ROWS) if self.static else (),
         )
         self.adapter.build(self.task, setting, gate_cases.starting_weights(self.task, saturated))
         if not self.placed:
-            self.adapter.place(*gate_cases.pool(self.task))
+            self.adapter.place(*gate_cases.placed(self.task))
             self.placed = True
         return self.starts[saturated]
 
     def batch(self, rows: np.ndarray) -> Batch:
-        return sampling.pad(rows, (BATCH, LARGE_BATCH)) if self.static else (rows, None)
+        return sampling.pad(rows, (BATCH, LARGE_ROWS)) if self.static else (rows, None)
 
     def step(self, rows: np.ndarray) -> None:
         self.adapter.step(*self.batch(rows))
@@ -199,8 +199,9 @@ class Driver:
 
     def displacement(self, case: Case) -> np.ndarray:
         """Starting minus final weights of a case, without noise."""
-        start = self.build(case.batch_size, case.learning_rate, case.max_grad_norm, saturated=case.saturated)
-        for rows in case.batches:
+        divisor = case.batch_size * case.repeats
+        start = self.build(divisor, case.learning_rate, case.max_grad_norm, saturated=case.saturated)
+        for rows in case.driven_batches:
             self.step(rows)
         return start - self.weights()
 

@@ -18,7 +18,10 @@ Values = dict[str, np.ndarray]
 POOL_SIZE = 128
 BATCH = 16
 LARGE_BATCH = 96
-"""Larger than what adapters that cut a batch into physical chunks are likely to take at once on small tasks."""
+LARGE_REPEATS = 4
+LARGE_ROWS = LARGE_BATCH * LARGE_REPEATS
+"""The adapter's data set is the pool LARGE_REPEATS times over, so that a batch of copies has a multiple of the known
+sum: more rows than adapters that cut a batch into chunks are likely to take at once, and no further truth."""
 COPIES = 8
 """The last rows of the pool repeat rows 1 ... COPIES; the OUTLIERS rows before them are outliers."""
 OUTLIERS = 2
@@ -39,7 +42,8 @@ SEED = 1
 class Case:
     """One or more steps from the starting weights, whose total displacement is known.
 
-    ``slack``: factor on the tolerance of the precision. ``stored``: the case whose truth this one shares.
+    ``slack``: factor on the tolerance of the precision. ``stored``: the case whose truth this one shares. ``repeats``:
+    so many copies of every row make up the driven batch, and so many times ``batch_size`` is the divisor.
     """
 
     name: str
@@ -50,10 +54,23 @@ class Case:
     saturated: bool = False
     slack: float = 1.0
     stored: str = ""
+    repeats: int = 1
+
+    @property
+    def driven_batches(self) -> tuple[np.ndarray, ...]:
+        """Rows of :func:`placed`: every copy of each row, so that none occurs twice."""
+        copies = POOL_SIZE * np.arange(self.repeats)[:, None]
+        return tuple((rows + copies).ravel() for rows in self.batches)
 
     @property
     def truth(self) -> str:
         return self.stored or self.name
+
+
+def placed(task: Task) -> tuple[np.ndarray, np.ndarray]:
+    """The adapter's whole data set: the pool, LARGE_REPEATS times."""
+    x, y = pool(task)
+    return np.concatenate([x] * LARGE_REPEATS), np.concatenate([y] * LARGE_REPEATS)
 
 
 def pool(task: Task) -> tuple[np.ndarray, np.ndarray]:
@@ -171,7 +188,7 @@ def cases(task: Task, reference: Mapping[str, np.ndarray], private: bool) -> lis
         Case("duplicates", (copied.astype(np.int64),), c),
         Case("empty", (np.zeros(0, dtype=np.int64),), c),
         Case("other C, B and rate", (some,), 0.37 * c, batch_size=10, learning_rate=5.0),
-        Case("large batch", (everyone,), c, batch_size=LARGE_BATCH, learning_rate=float(LARGE_BATCH), slack=2.0),
+        Case("large batch", (everyone,), c, LARGE_BATCH, float(LARGE_BATCH), slack=2.0, repeats=LARGE_REPEATS),
         # After the first step the weights may come near a kink, hence the slack.
         Case("three steps", (some, low, high), c, learning_rate=BATCH / 16, slack=20.0),
     ]

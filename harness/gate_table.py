@@ -16,7 +16,6 @@ from harness.registry import Contestant
 from harness.run import check_device
 from harness.tasks import PAPER_TASKS, TASKS
 
-TIMEOUT_SECONDS = 900.0
 MUTANTS = "mutants"
 EXACT = f"{MUTANTS}-exact"
 """Their variants that begin so are right: they show that the others fail for their fault alone."""
@@ -79,7 +78,7 @@ def _judge(contestant: Contestant, task: str, device: str, threads: int | None, 
     except env.EnvironmentFault as fault:
         return Verdict("unsupported", str(fault), nothing, {})
     place = Venv(python, contestant.variant.environment)
-    bounds = Limits(limits.default_limit(), TIMEOUT_SECONDS)
+    bounds = Limits(limits.default_limit(), gatekeeper.TIMEOUT_SECONDS)
     cores = threads or len(os.sched_getaffinity(0))
     return gatekeeper.judge(contestant, task, place, bounds, device, cores, progress.say, fresh)
 

@@ -32,6 +32,7 @@ GATE_SOURCES = (
 BUDGET_BATCH = 64
 """The ε of one epoch at this batch size is what an adapter's own accountant is asked for."""
 
+TIMEOUT_SECONDS = 900.0
 NOISE_MULTIPLIER = 1.1
 DELTA = 1e-5
 
@@ -68,8 +69,7 @@ def sources_hash(sources: Iterable[str]) -> str:
 
 def reference(task: str, say: Callable[[str], None]) -> Path:
     """The float64 reference of a task, computed once in the environment of plain PyTorch."""
-    folder = cache.root() / "references"
-    folder.mkdir(exist_ok=True)
+    folder = cache.folder("references")
     path = folder / f"{task}-{sources_hash(REFERENCE_SOURCES)}.npz"
     with cache.locked(folder / f"{task}.lock"):
         if not path.exists():
@@ -91,11 +91,15 @@ def judge(
 ) -> Verdict:
     """The verdict on one contestant and task, from memory where nothing that it depends on has changed."""
     key = key_of(contestant, task, device)
-    folder = cache.root() / "gate"
-    folder.mkdir(exist_ok=True)
+    folder = cache.folder("gate")
     path = folder / f"{key}.json"
     if path.exists() and not fresh:
         return _remembered(path, key)
+    try:
+        truth = reference(task, say)
+    except (env.EnvironmentFault, isolation.ToolFault) as fault:
+        nothing = Gate(passed=False, key=key, checks=[])
+        return Verdict("crashed", f"the float64 reference of {task} could not be made: {fault}", nothing, {})
     rows = TASKS[task].train_size
     steps = steps_per_epoch(rows, BUDGET_BATCH)
     rdp, pld = accounting.epsilons(BUDGET_BATCH / rows, NOISE_MULTIPLIER, steps, DELTA)
@@ -120,7 +124,7 @@ def judge(
         initial_seed=0,
         batch_seed=0,
         noise_seed=1,
-        reference=str(reference(task, say)),
+        reference=str(truth),
         budget={"steps": steps, "delta": DELTA, "rdp": rdp, "pld": pld},
     )
     result = place.run(request, limits, lambda event: None)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import os
 import queue
+import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -108,7 +110,19 @@ class Venv:
 
 def worker_environment(threads: int, extra: Mapping[str, str]) -> dict[str, str]:
     """The worker sees the repository, its thread count, and nothing of the harness's own virtual environment."""
-    kept = {k: v for k, v in os.environ.items() if k not in {"PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP"}}
+    dropped = (
+        "PYTHONHOME",
+        "VIRTUAL_ENV",
+        "PYTHONSTARTUP",
+        "XLA_FLAGS",
+        "JAX_",
+        "TORCH",
+        "OMP_",
+        "MKL_",
+        "KMP_",
+        "TF_",
+    )
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
     pools = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
     return {
         **kept,
@@ -116,6 +130,8 @@ def worker_environment(threads: int, extra: Mapping[str, str]) -> dict[str, str]
         "PYTHONPATH": str(ROOT),
         "PYTHONHASHSEED": "0",
         "PYTHONDONTWRITEBYTECODE": "1",
+        # A cache of compiled code would make the second process of a cell compile for nothing.
+        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
         **extra,
     }
 
@@ -190,22 +206,36 @@ def kill_tree(process: subprocess.Popen[Any]) -> None:
         process.stdout.close()
 
 
+class ToolFault(Exception):
+    """A helper process failed; the message holds the tail of its error output."""
+
+
+def mortal(command: list[str]) -> list[str]:
+    """The command, killed by Linux when this process dies (PR_SET_PDEATHSIG outlives exec): an orphaned installer would
+    write into the folder that the next run cleans up."""
+    code = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
+    return [sys.executable, "-c", code, shutil.which(command[0]) or command[0], *command[1:]]
+
+
 def run_tool(python: Path, module: str, arguments: list[str], timeout_seconds: float = 900.0) -> str:
     """Standard output of ``python -m module arguments`` in an environment; for references and evaluation.
 
-    Raises RuntimeError with the tail of the error output.
+    Raises :class:`ToolFault`.
     """
-    done = subprocess.run(
-        [str(python), "-m", module, *arguments],
-        cwd=ROOT,
-        env=worker_environment(os.cpu_count() or 1, {}),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout_seconds,
-    )
+    try:
+        done = subprocess.run(
+            mortal([str(python), "-m", module, *arguments]),
+            cwd=ROOT,
+            env=worker_environment(os.cpu_count() or 1, {}),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_seconds,
+        )
+    except subprocess.TimeoutExpired:
+        raise ToolFault(f"{module} did not end within {timeout_seconds:.0f} s.") from None
     if done.returncode:
-        raise RuntimeError(f"{module} ended with {done.returncode}: {done.stderr[-1500:]}")
+        raise ToolFault(f"{module} ended with {done.returncode}: {done.stderr[-1500:]}")
     return done.stdout
 
 

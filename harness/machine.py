@@ -35,9 +35,22 @@ def state() -> dict[str, Any]:
     """What changes from minute to minute: load and clock."""
     clocks = [float(line.split(":")[1]) for line in _read("/proc/cpuinfo").splitlines() if line.startswith("cpu MHz")]
     return {
+        "gpu_throttle": _gpu_throttle(),
         "load_average": round(os.getloadavg()[0], 2),
         "cpu_mhz": round(sum(clocks) / len(clocks), 0) if clocks else None,
     }
+
+
+def _gpu_throttle() -> list[str]:
+    """Bit masks of the reasons why each GPU's clock is held down right now (0x0: none); empty without a GPU."""
+    if not gpus():
+        return []
+    done = subprocess.run(
+        ["nvidia-smi", "--query-gpu=clocks_event_reasons.active", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout.split() if done.returncode == 0 else []
 
 
 def gpus() -> list[str]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from harness import protocol as protocols
@@ -52,16 +51,10 @@ class Job:
     purpose: Purpose
 
     @property
-    def key(self) -> str:
-        """Same key: same measurement of the same code in the same environment."""
-        framework = self.contestant.framework
-        parts = [*self.cell.model_dump().values(), framework.adapter_hash, framework.lock_hash]
-        return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]
-
-    @property
-    def record_name(self) -> str:
+    def name(self) -> str:
+        """Unique in a plan."""
         cell = self.cell
-        return f"{cell.task}.{cell.contestant}.b{cell.batch_size}.r{self.round}.{self.purpose}.{self.key[:8]}.json"
+        return f"{cell.task}.{cell.contestant}.b{cell.batch_size}.r{self.round}.{self.purpose}"
 
 
 QUICK_SIZES: dict[str, tuple[int, ...]] = {"imdb-lstm": (64,)}
@@ -116,19 +109,33 @@ def preset(name: str, **changes: Any) -> Options:
     if name not in PRESETS:
         raise BadInput(f"There is no preset {name!r}; choose one of {', '.join(PRESETS)}.")
     base = PRESETS[name]
-    tasks = tuple(changes.pop("tasks", None) or base.tasks)
+    named = changes.pop("tasks", None)
+    tasks = tuple(dict.fromkeys(base.tasks if named is None else named))
+    if not tasks or changes.get("frameworks") == ():
+        raise BadInput(f"--{'frameworks' if tasks else 'tasks'} names nothing: leave it out, or name at least one.")
     for task in tasks:
         if task not in TASKS:
             raise BadInput(f"There is no task {task!r}; choose from {', '.join(TASKS)}.")
     sizes = changes.pop("batch_sizes", None)
     fallback = base.batch_sizes.get(base.tasks[0], (64,))
     changes = {key: value for key, value in changes.items() if value is not None}
-    if {"subset", "epochs"} & changes.keys() and "budget_seconds" not in changes:
+    if "subset" in changes and "budget_seconds" in changes:
+        raise BadInput("--subset and --budget-seconds both say how much of an epoch is timed: choose one of them.")
+    chosen = changes.get("protocol", base.protocol)
+    counts_compiling = chosen in protocols.names() and not protocols.load(chosen).warm_up
+    if counts_compiling and {"subset", "budget_seconds"} & changes.keys():
+        raise BadInput(
+            f"Protocol {chosen} counts the first epoch, compilation included, so a part of it cannot be extrapolated; "
+            "drop --subset and --budget-seconds."
+        )
+    if counts_compiling or ({"subset", "epochs"} & changes.keys() and "budget_seconds" not in changes):
         changes["budget_seconds"] = None
     options = replace(
         base,
         tasks=tasks,
-        batch_sizes={task: tuple(sizes) if sizes else base.batch_sizes.get(task, fallback) for task in tasks},
+        batch_sizes={
+            task: tuple(dict.fromkeys(sizes)) if sizes else base.batch_sizes.get(task, fallback) for task in tasks
+        },
         **changes,
     )
     check(options)
@@ -202,13 +209,3 @@ def steps_of(options: Options, task: str, batch_size: int) -> int | None:
     if options.subset is None:
         return None
     return max(1, round(options.subset * steps_per_epoch(TASKS[task].train_size, batch_size)))
-
-
-def description(options: Options, contestants: list[Contestant]) -> dict[str, Any]:
-    """What a run folder's records have in common: a resumed run must have the same."""
-    return {
-        "options": asdict(options),
-        "contestants": {
-            c.name: {"adapter_hash": c.framework.adapter_hash, "lock_hash": c.framework.lock_hash} for c in contestants
-        },
-    }

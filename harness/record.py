@@ -58,7 +58,8 @@ class Data(_Model):
 
 class Timed(_Model):
     """How the seconds came about. ``extrapolated``: epoch_seconds are the measured ones times
-    steps_per_epoch / steps_timed."""
+    steps_per_epoch / steps_timed. ``replay_error``: distance of the weights after the first timed steps from an untimed
+    replay, over the distance travelled; None where they were not compared (later rounds, no memory process)."""
 
     steps_per_epoch: int
     steps_timed: int
@@ -69,6 +70,8 @@ class Timed(_Model):
     warm_up_steps: int = 0
     padding_fraction: float = 0.0
     parameters_read_seconds: list[float] = Field(default_factory=list)
+    rows_timed: int | None = None
+    replay_error: float | None = None
 
 
 class GateCheck(_Model):

@@ -46,6 +46,11 @@ class Request:
     reference: str | None = None
     budget: dict[str, float] | None = None
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether less than an epoch may be timed, so that the figure is extrapolated."""
+        return self.steps is not None or self.budget_seconds is not None
+
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
 

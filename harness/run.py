@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import shlex
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,12 @@ from harness.registry import Contestant, frameworks
 from harness.request import Request
 from harness.store import RunFolder
 from harness.tasks import TASKS, initial_parameters
+from harness.worker import REPLAYED_STEPS
 
 DISTURBED_SHARE = 0.05
+DISTURBED_CANARY = 0.25
+"""A change of the canary's seconds from before to after a process by more than this means that the machine itself
+changed its speed; on a quiet machine it stays within a few per cent."""
 REPLAY_TOLERANCE = 1e-4
 """Relative distance of the timed from the replayed weights, over the distance travelled: kernels that sum in another
 order from run to run differ by a few float32 roundings, a skipped step or another noise by about 1."""
@@ -64,28 +69,54 @@ class Run:
         self.verdicts: dict[tuple[str, str], Verdict] = {}
         self.ended: dict[str, Record] = {}
         check_device(options.device)
+        check_threads(self.threads)
+        self.hashes = {c.name: (c.framework.adapter_hash, c.framework.lock_hash) for c in contestants}
 
     def execute(self, progress: Progress, fresh: bool = False) -> Summary:
         """Everything, or what is left of it. Ctrl-C or a kill at any moment loses at most the process under way."""
         jobs = plan.jobs(self.options, self.contestants)
-        with self.folder.open(plan.description(self.options, self.contestants), fresh):
+        with self.folder.open(self._description(), fresh):
             self._prepare(progress.say)
             self._judge_all(progress)
             states: dict[str, int] = {}
             resumed = 0
             progress.begin(len(jobs))
             for job in jobs:
-                record = self.folder.read(job.record_name)
-                if record is None:
+                name = self._record_name(job)
+                record = self.folder.read(name)
+                if record is None or self._is_refusal_of_the_past(job, record):
                     progress.doing(f"round {job.round + 1}/{self.options.rounds} · {job.cell.name} · {job.purpose}")
                     record = self._measure(job, progress)
-                    self.folder.write(job.record_name, record)
+                    self.folder.write(name, record)
                 else:
                     resumed += 1
                 self._remember(job, record)
                 states[record.state] = states.get(record.state, 0) + 1
                 progress.done(record.state)
             return Summary(len(jobs), resumed, states, self.folder.path)
+
+    def _description(self) -> dict[str, Any]:
+        """What all records of the folder have in common: options, code, machine. A resumed run must have the same."""
+        return {
+            "options": asdict(self.options),
+            "contestants": {name: {"adapter": adapter, "lock": lock} for name, (adapter, lock) in self.hashes.items()},
+            "harness": gatekeeper.sources_hash(gatekeeper.GATE_SOURCES),
+            "machine": machine.describe()["id"],
+            "threads": self.threads,
+        }
+
+    def _key(self, job: Job) -> str:
+        """Same key: same measurement of the same code in the same environment."""
+        parts = [*job.cell.model_dump().values(), *self.hashes[job.contestant.name]]
+        return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]
+
+    def _record_name(self, job: Job) -> str:
+        return f"{job.name}.{self._key(job)[:8]}.json"
+
+    def _is_refusal_of_the_past(self, job: Job, record: Record) -> bool:
+        """A record without a measurement, because its gate could not run or failed, though by now the gate passes."""
+        verdict = self.verdicts[job.contestant.name, job.cell.task]
+        return record.gate is not None and not record.gate.passed and verdict.passed
 
     def _prepare(self, say: Callable[[str], None]) -> None:
         """Data sets and environments. An environment that cannot be built makes its cells ``unsupported``."""
@@ -126,7 +157,8 @@ class Run:
             return Verdict("unsupported", place, nothing, {})
         if task in contestant.variant.unsupported:
             return Verdict("unsupported", contestant.variant.unsupported[task], nothing, {})
-        return gatekeeper.judge(contestant, task, place, self.limits, self.options.device, self.threads, say)
+        bounds = Limits(self.limits.memory_bytes, gatekeeper.TIMEOUT_SECONDS)
+        return gatekeeper.judge(contestant, task, place, bounds, self.options.device, self.threads, say)
 
     def _gate_record(self, contestant: Contestant, task: str) -> Record:
         verdict = self.verdicts[contestant.name, task]
@@ -148,27 +180,34 @@ class Run:
         place = self.places[job.contestant.name]
         assert not isinstance(place, str)
         request = self._request(job)
+        self._check_unchanged(job.contestant)
         for repeat in range(self.options.repeats + 1):
             before = canary.seconds()
             result = place.run(request, self.limits, progress.event)
             after = canary.seconds()
             share = result.get("foreign_share", 0.0)
-            if share <= DISTURBED_SHARE or result["state"] != "ok":
+            disturbed = share > DISTURBED_SHARE or abs(math.log(after / before)) > math.log1p(DISTURBED_CANARY)
+            if not disturbed or job.purpose != "time" or result["state"] not in {"ok", "rejected"}:
                 break
             progress.say(
-                f"{job.cell.name}: others took {share:.0%} of the processors"
+                f"{job.cell.name}: disturbed (others took {share:.0%}, canary {after / before - 1:+.0%})"
                 + (", repeated" if repeat < self.options.repeats else "")
             )
         load = Load(
             foreign_share=share,
-            disturbed=share > DISTURBED_SHARE,
+            disturbed=disturbed,
             repeats=repeat,
             canary_before=before,
             canary_after=after,
         )
         if job.purpose == "time" and result["state"] == "ok":
-            result |= self._compare_with_replay(job, request)
-        accuracy = self._evaluate(job, request, result)
+            result |= self._compare_with_replay(job, request, result)
+        if "No space left on device" in str(result.get("reason")):
+            raise BadInput(
+                f"The disk is full (No space left on device, in the worker of {job.cell.name}); free some space and "
+                "run the same command again: it goes on where it stopped."
+            )
+        accuracy = self._evaluate(job, request, result, progress.say)
         return self._record(job, result, started, gate, load, accuracy)
 
     def _refusal(self, job: Job, verdict: Verdict) -> dict[str, Any] | None:
@@ -224,7 +263,7 @@ class Run:
             epochs=epochs if job.purpose == "time" else 1,
             steps=plan.steps_of(options, cell.task, cell.batch_size),
             budget_seconds=options.budget_seconds,
-            snapshot=str(self._snapshot(job)) if is_first_time or job.purpose == "memory" else None,
+            snapshot=str(self._snapshot(job, job.purpose)) if is_first_time or job.purpose == "memory" else None,
             weights=str(self._scratch(job, "weights")) if whole and job.purpose == "time" else None,
         )
 
@@ -240,36 +279,53 @@ class Run:
     def _scratch(self, job: Job, what: str) -> Path:
         return self.folder.scratch / f"{job.cell.task}.{job.contestant.name}.b{job.cell.batch_size}.{what}.npz"
 
-    def _snapshot(self, job: Job) -> Path:
-        return self._scratch(job, f"after-first-steps.{job.purpose}")
+    def _snapshot(self, job: Job, purpose: str) -> Path:
+        return self._scratch(job, f"after-first-steps.{purpose}")
 
-    def _compare_with_replay(self, job: Job, request: Request) -> dict[str, Any]:
-        """Gate, part 5, on the measured cell itself: the weights after the first timed steps against the replay."""
-        if request.snapshot is None:
+    def _compare_with_replay(self, job: Job, request: Request, result: dict[str, Any]) -> dict[str, Any]:
+        """Gate, part 5, on the measured cell itself: the weights after the first timed steps against the replay.
+
+        The limit leaves room for one float32 rounding of every weight that moved in every step.
+        """
+        replayed = self._snapshot(job, "memory")
+        if request.snapshot is None or not replayed.exists():
             return {}
-        replayed = Path(request.snapshot.replace(".time.", ".memory."))
-        if not replayed.exists():
-            return {}
-        error = _relative_distance(
-            Path(request.snapshot), replayed, initial_parameters(TASKS[job.cell.task], request.initial_seed)
-        )
-        if error <= REPLAY_TOLERANCE:
-            return {}
+        initial = initial_parameters(TASKS[job.cell.task], request.initial_seed)
+        error, rounding = _relative_distance(Path(request.snapshot), replayed, initial)
+        limit = REPLAY_TOLERANCE + rounding * REPLAYED_STEPS
+        timed = {**result["timed"], "replay_error": error}
+        if error <= limit:
+            return {"timed": timed}
         return {
             "state": "rejected",
-            "reason": f"timed = replayed: the weights after the first timed steps differ from an untimed replay by "
-            f"{error:.3g} (limit {REPLAY_TOLERANCE:g}) of the way travelled.",
+            "timed": timed,
+            "reason": "timed = replayed: the weights after the first timed steps differ from an untimed replay by "
+            f"{error:.3g} (limit {limit:.3g}) of the way travelled.",
         }
 
-    def _evaluate(self, job: Job, request: Request, result: dict[str, Any]) -> Accuracy | None:
-        """Test accuracy after whole epochs, by one evaluator for all frameworks."""
+    def _check_unchanged(self, contestant: Contestant) -> None:
+        """Raises :class:`BadInput` where the code is no longer what the gate has seen (rule V9)."""
+        framework = contestant.framework
+        if self.hashes[contestant.name] != (framework.adapter_hash, framework.lock_hash):
+            raise BadInput(
+                f"The code or the pins of {contestant.name} changed during the run; start anew with --fresh."
+            )
+
+    def _evaluate(
+        self, job: Job, request: Request, result: dict[str, Any], say: Callable[[str], None]
+    ) -> Accuracy | None:
+        """Test accuracy after whole epochs, by one evaluator for all. Its failure does not void the times."""
         if request.weights is None or result["state"] != "ok" or not Path(request.weights).exists():
             return None
-        python = env.ensure(frameworks()["pytorch"], lambda text: None).python
         test = store.folder(request.data, request.synthetic)
         arguments = ["--task", request.task, "--parameters", request.weights]
         arguments += ["--x", str(test / "test_x.npy"), "--y", str(test / "test_y.npy")]
-        measured = isolation.json_tool(python, "frameworks.evaluate", arguments)
+        try:
+            python = env.ensure(frameworks()["pytorch"], say).python
+            measured = isolation.json_tool(python, "frameworks.evaluate", arguments)
+        except (env.EnvironmentFault, isolation.ToolFault) as fault:
+            say(f"{job.cell.name}: no accuracy ({fault})")
+            return None
         return Accuracy(test=measured["accuracy"], after_steps=result["epsilon_steps"])
 
     def _record(
@@ -283,13 +339,13 @@ class Run:
     ) -> Record:
         commit, dirty = machine.commit()
         state: State = result["state"]
-        framework = job.contestant.framework
+        adapter_hash, lock_hash = self.hashes[job.contestant.name]
         return Record(
             purpose=job.purpose,
             state=state,
             reason=result.get("reason"),
             cell=job.cell,
-            key=job.key,
+            key=self._key(job),
             data=self.data.get(TASKS[job.cell.task].dataset),
             epoch_seconds=result.get("epoch_seconds", []),
             compile_seconds=result.get("compile_seconds"),
@@ -302,9 +358,7 @@ class Run:
             machine={**machine.describe(), **machine.state(), "threads": self.threads},
             seeds=self._seeds(job),
             block=Block(run=self.folder.id, round=job.round, order=job.order),
-            source=Source(
-                commit=commit, dirty=dirty, adapter_hash=framework.adapter_hash, lock_hash=framework.lock_hash
-            ),
+            source=Source(commit=commit, dirty=dirty, adapter_hash=adapter_hash, lock_hash=lock_hash),
             load=load,
             started=datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
             wall_seconds=time.time() - started,
@@ -325,6 +379,13 @@ class Run:
             pld=_finite(pld),
             own=_finite(result.get("epsilon_own")),
         )
+
+
+def check_threads(threads: int) -> None:
+    """Raises :class:`BadInput` for more threads than processors, which would not be pinned one to one."""
+    available = len(os.sched_getaffinity(0))
+    if threads > available:
+        raise BadInput(f"--threads is {threads}, but this process may use {available} processors; choose at most that.")
 
 
 def check_device(device: str) -> None:
@@ -359,15 +420,18 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _relative_distance(a: Path, b: Path, start: dict[str, np.ndarray]) -> float:
-    """|a - b| / |a - start| over all weights; 0 where all three are equal. NaN never passes a limit."""
-    apart, travelled = 0.0, 0.0
+def _relative_distance(a: Path, b: Path, start: dict[str, np.ndarray]) -> tuple[float, float]:
+    """(|a - b|, |one float32 rounding of every weight that moved|), both over |a - start|. NaN passes no limit; where
+    nothing moved the distances are absolute."""
+    apart, travelled, rounding = 0.0, 0.0, 0.0
     with np.load(a) as left, np.load(b) as right:
         for name, origin in start.items():
             here = left[name].astype(np.float64)
             apart += float(np.sum((here - right[name]) ** 2))
             travelled += float(np.sum((here - origin) ** 2))
-    return float(np.sqrt(apart / travelled)) if travelled else float(np.sqrt(apart))
+            rounding += float(np.sum(np.spacing(np.abs(origin[here != origin])).astype(np.float64) ** 2))
+    scale = math.sqrt(travelled) or 1.0
+    return math.sqrt(apart) / scale, math.sqrt(rounding) / scale
 
 
 def command_line() -> str:

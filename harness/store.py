@@ -49,7 +49,7 @@ class RunFolder:
                     raise BadInput(
                         f"{folder} cannot be made ({error.strerror}); free some space, or choose another with --out."
                     ) from None
-            for part in self.records.glob(".*.part"):
+            for part in (*self.records.glob(".*.part"), *self.scratch.glob("*.part")):
                 part.unlink()
             yield
 
@@ -74,13 +74,14 @@ class RunFolder:
             )
 
     def _set_aside(self) -> None:
-        if not (self.path / PLAN).exists():
+        # The plan goes last: a kill in between leaves a folder that the next --fresh still clears.
+        names = [name for name in ("records", "report", PLAN) if (self.path / name).exists()]
+        if not names:
             return
         aside = self.path / "earlier" / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
         aside.mkdir(parents=True)
-        for name in (PLAN, "records", "report"):
-            if (self.path / name).exists():
-                (self.path / name).rename(aside / name)
+        for name in names:
+            (self.path / name).rename(aside / name)
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def read(self, name: str) -> Record | None:

@@ -238,7 +238,8 @@ def compile_seconds(tables: Tables, section: Section) -> list[Grid]:
 
 NOTIONS = {
     "peak_resident_growth": "peak resident memory of the process above the loaded data and model",
-    "peak_resident_growth_with_compile": "the same, compilation included",
+    "resident_kept_after_warm_up": "how much of that was there before the first steady step",
+    "peak_resident_growth_with_compile": "peak with the warm-up and its compilation",
     "cuda_peak_allocated": "peak bytes that tensors occupied on the GPU",
     "cuda_peak_reserved": "peak bytes that the allocator held on the GPU",
 }

@@ -158,7 +158,7 @@ _MACHINE_FACTS = {"id", "cpu", "cores", "memory_bytes", "gpus", "threads"}
 
 def _admitted(r: Record) -> tuple[str, str | None]:
     """State and reason as shown. A time or a memory figure without a passed gate is not shown (rules P7, V9)."""
-    if r.state != "ok" or r.purpose != "time":
+    if r.state != "ok" or r.purpose == "gate":
         return r.state, r.reason
     if r.gate is None:
         return UNGATED, UNGATED_REASON
@@ -184,11 +184,11 @@ def _superseded(frame: pd.DataFrame) -> pd.Series:
 
 
 def _reject_whole_cells(frame: pd.DataFrame) -> None:
-    """One rejected process rejects the times of its cell: the same code made them. Changes ``frame``."""
+    """One rejected process rejects the times and memory of its cell: the same code made them. Changes ``frame``."""
     rejected = frame[frame.state == "rejected"].groupby([*CELL, "code"]).reason.first()
     places = pd.MultiIndex.from_frame(frame[[*CELL, "code"]])
     why = pd.Series(rejected.reindex(places).to_numpy(), index=frame.index)
-    tainted = why.notna() & (frame.state == "ok") & (frame.purpose == "time")
+    tainted = why.notna() & (frame.state == "ok") & (frame.purpose != "gate")
     frame.loc[tainted, "state"] = "rejected"
     frame.loc[tainted, "reason"] = "another process of this cell was rejected: " + why[tainted].astype(str)
     frame.loc[tainted, ["seconds", "compile_seconds"]] = float("nan")

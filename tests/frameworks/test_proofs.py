@@ -51,7 +51,7 @@ def test_a_framework_is_not_faster_than_itself(task: str, tmp_path: Path) -> Non
     out = dpbench("compare", "pytorch-eager", "twin-eager", "--in", str(tmp_path / "run"), "--json")
     (cell,) = json.loads(out)
     print(cell)
-    assert cell["verdict"] in {"equivalent", "ambiguous", None}
+    assert cell["n"] >= 5 and cell["verdict"] in {"equivalent", "ambiguous"}
 
 
 def test_accuracy_after_a_real_epoch_is_equal_across_frameworks(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_report_writes_beside_the_records_and_lists_its_files(tmp_path):
 
 @pytest.mark.parametrize("verb", [("report",), ("compare", "a", "b", "--in"), ("explain", "x", "--in")])
 def test_no_records_is_one_clear_sentence(tmp_path, verb):
-    with pytest.raises(BadInput, match="There are no records in .*dpbench run e2e"):
+    with pytest.raises(BadInput, match=r"There are no records in .*dpbench run e2e"):
         run(*verb, tmp_path)
 
 

@@ -88,6 +88,7 @@ def test_padded_sizes_hold_every_batch_with_little_waste(batch_size: int) -> Non
     n = 60_000
     sizes = sampling.padded_sizes(batch_size, n)
     assert len(sizes) <= 6 and sizes[-1] <= n
+    assert max(sizes) <= n
     batches = sampling.poisson_batches(n, batch_size / n, 300, seed=1)
     padded = [sampling.pad(b, sizes) for b in batches]
     for indices, (rows, mask) in zip(batches, padded, strict=True):
@@ -95,6 +96,25 @@ def test_padded_sizes_hold_every_batch_with_little_waste(batch_size: int) -> Non
     if batch_size >= 64:
         waste = 1 - sum(map(len, batches)) / sum(len(rows) for rows, _ in padded)
         assert waste < 0.08
+
+
+@pytest.mark.parametrize("count", [7, 8, 118, 938])
+def test_balanced_batches_are_the_same_ones_and_few_of_them_have_the_average_size(count: int) -> None:
+    lists = sampling.poisson_batches(60_000, 64 / 60_000, count, seed=3)
+    ordered = sampling.balanced(lists)
+    assert sorted(map(tuple, ordered)) == sorted(map(tuple, lists))
+    sizes = np.array([len(b) for b in ordered])
+    mean = sizes.mean()
+    for k in range(4, count, 2):
+        assert abs(sizes[:k].mean() / mean - 1) < 0.05
+    if count > 100:
+        assert sizes[: 2 * (count // 4)].std() > 0.5 * sizes.std(), "sizes must still vary"
+        errors = [
+            abs(np.mean([len(b) for b in f(sampling.poisson_batches(60_000, 64 / 60_000, 938, seed=s))[:4]]) / 64 - 1)
+            for f in (sampling.balanced, list)
+            for s in range(20)
+        ]
+        assert np.mean(errors[:20]) < 0.5 * np.mean(errors[20:])
 
 
 def test_padding_never_cuts_a_batch() -> None:
@@ -121,10 +141,10 @@ def test_every_block_of_the_quick_plan_is_whole() -> None:
     assert len(blocks) == 7 * 3
     names = sorted(c.name for c in contestants)
     assert all(sorted(block) == names for block in blocks.values())
-    assert len({job.record_name for job in jobs}) == len(jobs)
+    assert len({job.name for job in jobs}) == len(jobs)
 
 
 def test_the_plan_depends_on_its_seed_alone() -> None:
     contestants = registry.select(None)
-    names = [[j.record_name for j in plan.jobs(plan.preset("quick", seed=s), contestants)] for s in (1, 1, 2)]
+    names = [[j.name for j in plan.jobs(plan.preset("quick", seed=s), contestants)] for s in (1, 1, 2)]
     assert names[0] == names[1] != names[2] and sorted(names[0]) == sorted(names[2])
