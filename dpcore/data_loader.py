@@ -21,7 +21,7 @@ def empty_like(batch: Any) -> Any:
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(empty_like(value) for value in batch))
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)) and any(_has_tensor(v) for v in batch):
-        return type(batch)(empty_like(value) for value in batch)
+        return type(batch)(empty_like(value) for value in batch)  # type: ignore[call-arg]
     return []
 
 

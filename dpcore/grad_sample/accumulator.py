@@ -78,7 +78,7 @@ class Accumulator:
         self._segments = dict(zip(params, segments, strict=True))
         # In memory each sum is laid out as its parameter is (channels-last, for instance), so that updates run
         # straight.
-        self._order = {p: sorted(range(p.dim()), key=lambda d, p=p: -p.stride(d)) for p in params}
+        self._order = {p: [d for _, d in sorted((-stride, d) for d, stride in enumerate(p.stride()))] for p in params}
         self.sums = {}
         for p, segment in self._segments.items():
             order = self._order[p]

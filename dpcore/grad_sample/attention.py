@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.nn import functional as F
 
 from dpcore.errors import NoRuleError
@@ -26,8 +25,8 @@ _SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 def _linear(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [T, B, p] -> [T, B, d], recorded where the weight or the bias is trained."""
     output = F.linear(x, tape.constant(weight), tape.constant(bias))
-    inputs = {w: x for w in (weight,) if isinstance(w, Parameter) and tape.trains(w)}
-    biases = tuple(b for b in (bias,) if isinstance(b, Parameter) and tape.trains(b))
+    inputs = {w: x for w in (weight,) if tape.trains(w)}
+    biases = tuple(b for b in (bias,) if tape.trains(b))
     params = (*inputs, *biases)
     if not params:
         return output

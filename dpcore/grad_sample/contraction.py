@@ -131,15 +131,13 @@ class ContractionUse(Use):
 @handles(F.linear)
 def _linear(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     def call(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        trained_weight, trained_bias = tape.trains(weight), tape.trains(bias)
-        if not trained_weight and not trained_bias:
+        inputs = {w: input for w in (weight,) if tape.trains(w)}
+        biases = tuple(b for b in (bias,) if tape.trains(b))
+        params = (*inputs, *biases)
+        if not params:
             return func(input, weight, bias)
-        params = [p for p, trained in ((weight, trained_weight), (bias, trained_bias)) if trained]
         tape.check_batch(input, params)
         output = func(input, tape.constant(weight), tape.constant(bias))
-        use = ContractionUse(
-            tape.name(params), {weight: input} if trained_weight else {}, (bias,) if trained_bias else ()
-        )
-        return tape.record(use, output)
+        return tape.record(ContractionUse(tape.name(params), inputs, biases), output)
 
     return call(*args, **kwargs)

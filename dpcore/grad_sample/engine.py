@@ -15,7 +15,7 @@ from dpcore.errors import PrivacyError
 from dpcore.grad_sample import attention, convolution, embedding, normalization, recurrent  # noqa: F401  (the rules)
 from dpcore.grad_sample.accumulator import Accumulator, Factors
 from dpcore.grad_sample.fallback import Fallback
-from dpcore.grad_sample.layout import copies, find_fallbacks
+from dpcore.grad_sample.layout import copies, find_fallbacks, probe_size
 from dpcore.grad_sample.planner import choose, physical_batch_size, stash_bytes
 from dpcore.grad_sample.tape import Tape
 from dpcore.noise import GaussianNoise
@@ -93,12 +93,15 @@ class Engine:
         self.accumulator.check_unchanged()
         self.accumulator.flat.zero_()
         batch_size = _length(x)
-        norms, factors, losses = [], [], []
+        norms: list[Tensor] = []
+        factors: list[Tensor] = []
+        losses: list[Tensor] = []
         if batch_size and _kind(x) not in self._planned:
             self._fallbacks = find_fallbacks(
                 self.model,
                 self.accumulator.names,
                 lambda count: _call(self.model, copies(x, batch_size, count)),
+                probe_size(x, batch_size),
                 self._fallbacks,
             )
         start = 0

@@ -154,8 +154,14 @@ def taped_forward(tape: Tape, fallback: Fallback) -> Callable[..., Any]:
             if not isinstance(result, Tensor) or not result.is_floating_point():
                 attached.append(result)
                 continue
-            tape.check_batch(result, use.params)
-            attached.append(tape.attach(result, lambda g, k=k: use.set_grad(k, g)))
+            if not result.dim() or len(result) != tape.batch_size:
+                attached.append(tape.forbid(result, use.params))
+                continue
+
+            def set_grad(grad: Tensor | None, k: int = k) -> None:
+                use.set_grad(k, grad)
+
+            attached.append(tape.attach(result, set_grad))
         tape.uses.append(use)
         return unflatten(out_spec, attached)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dpcore.errors import UnsupportedError
 from dpcore.grad_sample import attention, convolution, embedding, normalization, recurrent  # noqa: F401  (the rules)
 from dpcore.grad_sample.fallback import Fallback
-from dpcore.grad_sample.layout import copies, find_fallbacks
+from dpcore.grad_sample.layout import copies, find_fallbacks, probe_size
 from dpcore.grad_sample.tape import Tape, Use
 from dpcore.grad_sample.tree import flatten
 
@@ -90,7 +90,9 @@ class GradSampleModule(nn.Module):
             few_args, few_kwargs = copies((args, kwargs), batch_size, count)
             return self._module(*few_args, **few_kwargs)
 
-        self._fallbacks = find_fallbacks(self._module, self._names, run, self._fallbacks)
+        self._fallbacks = find_fallbacks(
+            self._module, self._names, run, probe_size((args, kwargs), batch_size), self._fallbacks
+        )
         self._kinds.add(kind)
 
     def _collect(self, keep: Sequence[Tape] = ()) -> None:

@@ -1,8 +1,8 @@
 """Which modules need the fallback, found by running the model before the first batch of a kind.
 
-With two and then with three copies of an example, an input whose first dimension is not the batch cannot pass for one
-by having the batch's length; and a parameter that receives a gradient was used by an operation without a rule. Either
-way the module around it is recorded as a whole, and the model is run again.
+With an odd number of copies of one example, an input whose first dimension is not the batch does not pass for one by
+having the batch's length, here as in the real batch; and a parameter that receives a gradient was used by an
+operation without a rule. Either way the module around it is recorded as a whole, and the model is run again.
 """
 
 from __future__ import annotations
@@ -34,28 +34,34 @@ def copies(value: Any, batch_size: int, count: int) -> Any:
     )
 
 
+def probe_size(value: Any, batch_size: int) -> int:
+    """A number of examples that is neither the batch's nor any other dimension of the inputs, and hardly one of the
+    model's: should it be, the real batch is refused with an error."""
+    taken = {batch_size}.union(*(leaf.shape for leaf in flatten(value)[0] if isinstance(leaf, Tensor)))
+    return next(n for n in (7, 11, 13, 17, 19, 23, 29, 31, 37, 41) if n not in taken)
+
+
 def find_fallbacks(
-    model: nn.Module, names: dict[Parameter, str], run: Callable[[int], Any], known: dict[str, Fallback]
+    model: nn.Module, names: dict[Parameter, str], run: Callable[[int], Any], count: int, known: dict[str, Fallback]
 ) -> dict[str, Fallback]:
-    """Modules by name to record as a whole; ``run(n)`` calls the model on n examples. ``known`` are found already.
+    """Modules by name to record as a whole; ``run(count)`` calls the model on that many examples. ``known`` are found
+    already.
 
     UnsupportedError where even the whole model does not keep its batch first. Random state is left as it was.
     """
     modules = dict(model.named_modules())
     found = dict(known)
     with torch.random.fork_rng(devices=[]):
-        for count in (2, 3):
-            while True:
-                try:
-                    _check(run, names, count, found)
-                    break
-                except NoRuleError as error:
-                    name = owner(model, error.params, list(found))
-                    if name is None:
-                        raise UnsupportedError(str(error)) from error
-                    found = {n: f for n, f in found.items() if name and not n.startswith(name + ".")}
-                    found[name] = Fallback(name, modules[name])
-    return found
+        while True:
+            try:
+                _check(run, names, count, found)
+                return found
+            except NoRuleError as error:
+                name = owner(model, error.params, list(found))
+                if name is None:
+                    raise UnsupportedError(str(error)) from error
+                found = {n: f for n, f in found.items() if name and not n.startswith(name + ".")}
+                found[name] = Fallback(name, modules[name])
 
 
 def _check(run: Callable[[int], Any], names: dict[Parameter, str], count: int, fallbacks: dict[str, Fallback]) -> None:
@@ -64,7 +70,7 @@ def _check(run: Callable[[int], Any], names: dict[Parameter, str], count: int, f
         output = run(count)
     for use in tape.uses:
         if isinstance(use, ModuleUse):
-            # What has the batch's length with two examples and with three has the batch first.
+            # What has the batch's length here and in the real batch has the batch first.
             fallback = next(f for f in fallbacks.values() if f.module is use.module)
             batched = frozenset(use.batched)
             fallback.batched = batched if fallback.batched is None else fallback.batched & batched
@@ -72,7 +78,11 @@ def _check(run: Callable[[int], Any], names: dict[Parameter, str], count: int, f
     if not outputs:
         return
     params = [p for p in names if p.requires_grad]
-    grads = torch.autograd.grad(outputs, params, [torch.ones_like(o) for o in outputs], allow_unused=True)
-    raw = [p for p, g in zip(params, grads, strict=True) if g is not None]
+    wanted: list[Any] = [*params, *(edge for edge, _ in tape.forbidden)]
+    ones = [torch.ones_like(o) for o in outputs]
+    grads = torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
+    for (_, refuse), grad in zip(tape.forbidden, grads[len(params) :], strict=True):
+        refuse(grad)
+    raw = [p for p, g in zip(params, grads, strict=False) if g is not None]
     if raw:
         tape.refuse_raw(raw[0])

@@ -54,8 +54,8 @@ class AffineUse(Use):
 
 
 def _affine(tape: Tape, x: Tensor, weight: Tensor | None, bias: Tensor | None, kept: tuple[int, ...]) -> Tensor:
-    trained_weight = weight if tape.trains(weight) else None
-    trained_bias = bias if tape.trains(bias) else None
+    trained_weight: Parameter | None = weight if tape.trains(weight) else None
+    trained_bias: Parameter | None = bias if tape.trains(bias) else None
     params = [p for p in (trained_weight, trained_bias) if p is not None]
     tape.check_batch(x, params)
     trailing = x.dim() - 1 - kept[-1]

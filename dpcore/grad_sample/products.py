@@ -7,6 +7,8 @@ product is large enough to outweigh the call.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -72,7 +74,7 @@ class Projection(torch.autograd.Function):
     """(x [..., p], W [d, p], bias [d] or None) -> x Wᵀ + bias; only x gets a gradient."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(weight)
         z = product(x.reshape(-1, x.shape[-1]), weight)
         if bias is not None:
@@ -80,7 +82,7 @@ class Projection(torch.autograd.Function):
         return z.view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         (weight,) = ctx.saved_tensors
         if not ctx.needs_input_grad[0]:
             return None, None, None

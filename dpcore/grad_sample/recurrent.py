@@ -105,7 +105,12 @@ def _lstm_layer(
         return h, h[-1], c_last
     inputs = {w_ih: x} if tape.trains(w_ih) else {}
     attached: list[ContractionUse] = []
-    z = tape.attach(z, lambda grad: [setattr(use, "grad", grad) for use in attached])
+
+    def set_grad(grad: Tensor | None) -> None:
+        for use in attached:
+            use.grad = grad
+
+    z = tape.attach(z, set_grad)
     h, c_last = LstmRecurrence.apply(z, w_hh.detach(), h0, c0)
     if tape.trains(w_hh):
         inputs[w_hh] = torch.cat([h0.unsqueeze(0), h[:-1]]).detach()

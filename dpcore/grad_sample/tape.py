@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from dpcore.errors import NoRuleError, UnsupportedError
 if TYPE_CHECKING:
     from dpcore.grad_sample.fallback import Fallback
 
+MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 Handler = Callable[["Tape", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[Callable[..., Any], Handler] = {}
 
@@ -136,6 +137,7 @@ class Tape(TorchFunctionMode):
         self.batch_size = batch_size
         self.uses: list[Use] = []
         self._edges: list[GradientEdge] = []
+        self.forbidden: list[tuple[GradientEdge, Callable[[Tensor | None], None]]] = []
         self._targets: list[Callable[[Tensor | None], None]] = []
         self._anchor = torch.zeros((), requires_grad=True)
 
@@ -161,13 +163,13 @@ class Tape(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         return handler(self, func, args, kwargs or {})
 
-    def trains(self, tensor: Any) -> bool:
+    def trains(self, tensor: Any) -> TypeGuard[Parameter]:
         """Whether this is one of the trained parameters."""
         return isinstance(tensor, Parameter) and tensor in self.parameters
 
-    def constant(self, tensor: Tensor | None) -> Tensor | None:
+    def constant(self, tensor: MaybeTensor) -> MaybeTensor:
         """A trained parameter as a constant of the graph; anything else as it is."""
-        return tensor.detach() if tensor is not None and self.trains(tensor) else tensor
+        return tensor.detach() if self.trains(tensor) else tensor  # type: ignore[return-value]
 
     def attach(self, output: Tensor, target: Callable[[Tensor | None], None]) -> Tensor:
         """Remembers ``output``'s place in the graph; ``target`` receives the gradient there. Returns the output to
@@ -196,22 +198,34 @@ class Tape(TorchFunctionMode):
     def _hook(self, target: Callable[[Tensor | None], None]) -> Callable[[Tensor], None]:
         """Hands gradients to ``target``, added up where several backward passes run through the same place."""
         total: Tensor | None = None
+        scale = self.scale or 1.0
 
         def hook(grad: Tensor) -> None:
             nonlocal total
-            scaled = grad.detach() * self.scale
+            scaled = grad.detach() * scale
             total = scaled if total is None else total + scaled
             self.fired = True
             target(total)
 
         return hook
 
+    def forbid(self, output: Tensor, params: Sequence[Parameter]) -> Tensor:
+        """An output whose first dimension is not the batch: it may be returned, but no gradient may flow back to it."""
+
+        def refuse(grad: Tensor | None) -> None:
+            if grad is not None:
+                self.check_batch(output, params)
+
+        attached = self.attach(output, refuse)
+        self.forbidden.append((get_gradient_edge(attached), refuse))
+        return attached
+
     def backward(self, losses: Tensor, weights: Tensor) -> None:
         """Fills in every use's gradient from per-example ``losses`` [B], weighted by ``weights`` [B].
 
         The trained parameters themselves are asked for too: one that turns up was used in a way no rule has seen.
         """
-        raw = list(self.parameters)
+        raw: list[Any] = list(self.parameters)
         if not losses.requires_grad:
             for target in self._targets:
                 target(None)

@@ -109,6 +109,7 @@ OTHERS = {
     "gru": lambda: Wrapped(nn.GRU(4, 3, batch_first=True), lambda m, h: m(h)[0]),
     "rnn": lambda: Wrapped(nn.RNN(4, 3, 2, batch_first=True), lambda m, h: m(h)[0]),
     "bidirectional gru": lambda: Wrapped(nn.GRU(4, 3, batch_first=True, bidirectional=True), lambda m, h: m(h)[0]),
+    "last state of a gru": lambda: Wrapped(nn.GRU(4, 3, 2, batch_first=True), lambda m, h: m(h)[1][-1]),
     "bilinear": lambda: Wrapped(nn.Bilinear(4, 4, 3), lambda m, h: m(h, h.sin())),
     "prelu": lambda: Wrapped(nn.PReLU(), lambda m, h: m(h)),
     "transposed convolution": lambda: Wrapped(nn.ConvTranspose1d(4, 2, 1), lambda m, h: m(h.transpose(1, 2))),
@@ -153,7 +154,7 @@ def test_self_attention_has_a_rule_and_its_values_are_torchs():
     torch.manual_seed(0)
     layer = nn.MultiheadAttention(4, 2, batch_first=True).double()
     x = torch.randn(3, 5, 4, dtype=torch.float64)
-    padding = torch.arange(5).expand(3, 5) > 3
+    padding = (torch.arange(5) > 3).unsqueeze(0)
     seen = {}
 
     class Model(nn.Module):
@@ -162,7 +163,7 @@ def test_self_attention_has_a_rule_and_its_values_are_torchs():
             self.layer = layer
 
         def forward(self, x):
-            out = seen["out"] = self.layer(x, x, x, key_padding_mask=padding[: len(x)], attn_mask=MASK)
+            out = seen["out"] = self.layer(x, x, x, key_padding_mask=padding.expand(len(x), 5), attn_mask=MASK)
             return out[0]
 
     model = Model()
@@ -170,7 +171,7 @@ def test_self_attention_has_a_rule_and_its_values_are_torchs():
     engine.clipped_sum(x, _labels(3))
     taped = [t.detach() for t in seen["out"]]
     assert "vmap" not in engine.explain()
-    for a, b in zip(taped, layer(x, x, x, key_padding_mask=padding, attn_mask=MASK), strict=True):
+    for a, b in zip(taped, layer(x, x, x, key_padding_mask=padding.expand(3, 5), attn_mask=MASK), strict=True):
         torch.testing.assert_close(a, b.detach())
 
 
