@@ -3,14 +3,13 @@ what the clipped sum needs."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dpcore.errors import UnsupportedError
+from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.grad_sample import attention, convolution, embedding, normalization, recurrent  # noqa: F401  (the rules)
 from dpcore.grad_sample.fallback import Fallback
 from dpcore.grad_sample.layout import copies, find_fallbacks, probe_size
@@ -18,25 +17,11 @@ from dpcore.grad_sample.tape import Tape, Use
 from dpcore.grad_sample.tree import flatten
 
 
-class Iteration:
-    """The forward passes that one backward pass ran through: ``batch_size`` examples and all uses of parameters."""
-
-    def __init__(self, batch_size: int) -> None:
-        self.batch_size = batch_size
-        self._tapes: list[weakref.ref[Tape]] = []
-
-    def add(self, tape: Tape) -> None:
-        # The autograd graph keeps the tape; a forward pass that is dropped without backward takes it along.
-        self._tapes.append(weakref.ref(tape))
-
-    def tapes(self) -> list[Tape]:
-        return [tape for ref in self._tapes if (tape := ref()) is not None]
-
-
 class GradSampleModule(nn.Module):
     """Wraps ``module``; attributes, ``state_dict`` keys apart from the prefix ``_module.``, and outputs are its own.
 
-    In training mode with gradients enabled, inputs must be batch first. ``loss_reduction``: "mean" or "sum", what the
+    In training mode with gradients enabled, inputs must be batch first. Where one loss goes through several calls of
+    the module, rows of the same number are one example. ``loss_reduction``: "mean" or "sum", what the
     user's loss does over the batch. ``p.grad`` stays None between ``backward()`` and the optimiser's step: the
     gradient of the batch is never formed without clipping.
     """
@@ -52,8 +37,8 @@ class GradSampleModule(nn.Module):
         self.batch_first = batch_first
         self.trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._names = {p: n for n, p in self.trained.items()}
-        self._iterations: list[tuple[Iteration, list[Tape]]] = []
-        self._open: Iteration | None = None
+        self._iterations: list[tuple[list[Use], int]] = []
+        self._firing: list[Tape] = []
         self._fallbacks: dict[str, Fallback] = {}
         self._kinds: set[tuple[Any, ...]] = set()
 
@@ -61,20 +46,35 @@ class GradSampleModule(nn.Module):
         if not (self.training and torch.is_grad_enabled()):
             return self._module(*args, **kwargs)
         batch_size = _batch_size([*args, *kwargs.values()])
-        self._collect()
-        if self._open is None or self._open.batch_size != batch_size:
-            self._open = Iteration(batch_size)
         self._prepare(args, kwargs, batch_size)
         scale = float(batch_size) if self.loss_reduction == "mean" else 1.0
         tape = Tape(self._names, batch_size, scale, self._fallbacks)
-        self._open.add(tape)
+        tape.on_fire = self._fired
         with tape:
             output = self._module(*args, **kwargs)
         if batch_size == 0:
             # Nothing will flow back from an empty batch, yet it is a step.
-            tape.fired = True
-            self._collect(keep=[tape])
+            self._iterations.append(([], 0))
         return output
+
+    def _fired(self, tape: Tape) -> None:
+        """A backward pass has reached ``tape`` for the first time; all that it reaches are one gradient per example."""
+        if not self._firing:
+            torch.autograd.Variable._execution_engine.queue_callback(self._close)
+        self._firing.append(tape)
+
+    def _close(self) -> None:
+        """At the end of a backward pass."""
+        tapes, self._firing = self._firing, []
+        sizes = {tape.batch_size for tape in tapes}
+        if len(sizes) > 1:
+            raise PrivacyError(
+                f"One loss went through batches of {sorted(sizes)} examples, so their gradients cannot be told "
+                f"apart by "
+                "example; call backward() for each of them."
+            )
+        if sizes != {0}:
+            self._iterations.append(([use for tape in tapes for use in tape.uses], sizes.pop()))
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int) -> None:
         """Before the first batch of a kind: finds what has no rule."""
@@ -95,25 +95,14 @@ class GradSampleModule(nn.Module):
         )
         self._kinds.add(kind)
 
-    def _collect(self, keep: Sequence[Tape] = ()) -> None:
-        """Moves the open iteration to the finished ones once its backward pass has run."""
-        if self._open is None:
-            return
-        tapes = self._open.tapes()
-        if any(tape.fired for tape in tapes):
-            self._iterations.append((self._open, [*tapes, *keep]))
-            self._open = None
-
     def take(self) -> Iterator[tuple[list[Use], int]]:
         """(uses, batch size) of every backward pass since the last call, which are then forgotten."""
-        self._collect()
         iterations, self._iterations = self._iterations, []
-        for iteration, tapes in iterations:
-            yield [use for tape in tapes for use in tape.uses], iteration.batch_size
+        yield from iterations
 
     def forget(self) -> None:
         """Drops what earlier passes left behind."""
-        self._iterations, self._open = [], None
+        self._iterations, self._firing = [], []
 
     def to_standard_module(self) -> nn.Module:
         """The wrapped module itself."""

@@ -131,6 +131,7 @@ class Tape(TorchFunctionMode):
         super().__init__()
         self.scale = scale
         self.fired = False
+        self.on_fire: Callable[[Tape], None] = lambda tape: None
         self.fallbacks = fallbacks or {}
         self.channels_last = any(_is_channels_last(p) for p in parameters)
         self.parameters = parameters
@@ -204,7 +205,9 @@ class Tape(TorchFunctionMode):
             nonlocal total
             scaled = grad.detach() * scale
             total = scaled if total is None else total + scaled
-            self.fired = True
+            if not self.fired:
+                self.fired = True
+                self.on_fire(self)
             target(total)
 
         return hook

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 
 import pytest
@@ -173,6 +174,45 @@ def test_two_forward_passes_of_one_loss_are_one_gradient_per_example():
     optimizer.step()
     expected = {n.replace("inner", "_module"): g / 10 for n, g in truth.clipped.items()}
     assert relative_error({n: p.grad for n, p in model.named_parameters()}, expected) < 1e-12
+
+
+def test_two_forward_passes_with_a_loss_each_are_two_batches():
+    _, model, optimizer, _ = _private()
+    batches = [_data()[:5], _data()[5:10]]
+    sums = {}
+    for x, y in batches:
+        for n, g in reference.clipped_sum(copy.deepcopy(model._module), _loss, x, y, 0.5).clipped.items():
+            sums[f"_module.{n}"] = sums.get(f"_module.{n}", 0) + g / 20
+    losses = [F.cross_entropy(model(x), y) for x, y in batches]
+    gc.collect()
+    for loss in losses:
+        loss.backward()
+        gc.collect()
+    optimizer.step()
+    assert relative_error({n: p.grad for n, p in model.named_parameters()}, sums) < 1e-12
+
+
+def test_two_backward_passes_through_one_forward_pass_add_up():
+    _, model, optimizer, _ = _private()
+    x, y = _data()[:5]
+
+    def both(outputs, y):
+        return _loss(outputs, y) + outputs.exp().sum(1)
+
+    truth = reference.clipped_sum(copy.deepcopy(model._module), both, x, y, 0.5)
+    outputs = model(x)
+    F.cross_entropy(outputs, y).backward(retain_graph=True)
+    outputs.exp().sum(1).mean().backward()
+    optimizer.step()
+    expected = {f"_module.{n}": g / 10 for n, g in truth.clipped.items()}
+    assert relative_error({n: p.grad for n, p in model.named_parameters()}, expected) < 1e-12
+
+
+def test_one_loss_through_batches_of_different_sizes_is_refused():
+    _, model, _, _ = _private()
+    (x, _), (z, _) = _data()[:5], _data()[:4]
+    with pytest.raises(PrivacyError, match=r"batches of \[4, 5\]"):
+        (model(x).sum() + model(z).sum()).backward()
 
 
 def test_evaluation_between_steps_changes_nothing():
