@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from typing import Any
 
 from harness import env, gatekeeper, limits, registry
@@ -19,6 +20,9 @@ from harness.tasks import PAPER_TASKS, TASKS
 MUTANTS = "mutants"
 EXACT = f"{MUTANTS}-exact"
 """Their variants that begin so are right: they show that the others fail for their fault alone."""
+NARROW = {"adapter", "task", "error", "limit", "verdict"}
+WIDTH = 150
+"""Columns of a table that goes to a file."""
 MUTANT_TASKS = ("mnist-cnn", "imdb-embedding", "imdb-lstm")
 """A mutant is judged on the first of these that its fault can show on."""
 
@@ -47,7 +51,7 @@ def judge_all(
         pairs = [(c, next(t for t in MUTANT_TASKS if t not in c.variant.unsupported)) for c in contestants]
     else:
         pairs = [(c, t) for t in tasks or PAPER_TASKS for c in contestants]
-    console = Console(stderr=as_json)
+    console = Console(stderr=as_json, width=None if sys.stdout.isatty() else WIDTH)
     verdicts: dict[tuple[str, str], Verdict] = {}
     with Progress(console, quiet=as_json) as progress:
         progress.begin(len(pairs), "gate")
@@ -97,7 +101,7 @@ def _word(verdict: Verdict) -> str:
 
 
 def _rows(name: str, task: str, verdict: Verdict, every_check: bool) -> list[dict[str, Any]]:
-    """A row per check; or per contestant and task: the failed checks, or where all passed the one nearest its limit."""
+    """A row per check; or per contestant and task: the failed checks, or, if none, the update nearest its limit."""
     base = {"adapter": name, "task": task}
     if verdict.state != "ok" or not verdict.gate.checks:
         return [
@@ -111,11 +115,11 @@ def _rows(name: str, task: str, verdict: Verdict, every_check: bool) -> list[dic
             }
         ]
     checks = verdict.gate.checks
-    if not every_check:
-        failed = [check for check in checks if not check.passed]
-        checks = failed or [max(checks, key=_nearness)]
-    count = f"{len(verdict.gate.checks)} checks" + (", remembered" if verdict.cached else "")
-    return [_row(name, task, check, count) for check in checks]
+    failed = [check for check in checks if not check.passed]
+    if every_check or failed:
+        return [_row(name, task, check, "") for check in (checks if every_check else failed)]
+    count = f"all of {len(checks)} checks" + (", remembered" if verdict.cached else "")
+    return [_row(name, task, max(checks, key=_nearness), count)]
 
 
 def _row(name: str, task: str, check: GateCheck, note: str) -> dict[str, Any]:
@@ -126,23 +130,25 @@ def _row(name: str, task: str, check: GateCheck, note: str) -> dict[str, Any]:
         "error": check.error,
         "limit": check.limit,
         "verdict": "passed" if check.passed else "rejected",
-        "detail": check.detail or note,
+        "detail": note or check.detail,
     }
 
 
 def _nearness(check: GateCheck) -> float:
-    """Error over limit: 1 is at the limit."""
-    return (check.error or 0.0) / check.limit if check.limit else 0.0
+    """Error over limit, of the updates: 1 is at the limit. The sensitivity of a right adapter is always at its own."""
+    return (check.error or 0.0) / check.limit if check.limit and check.check.startswith("update") else 0.0
 
 
 def _print(rows: list[dict[str, Any]], console: Any) -> None:
     from rich.table import Table
 
     view = Table(
-        title="Admission gate (passed: the check nearest its limit; rejected: every failed check)", title_justify="left"
+        title="Admission gate (passed: the update nearest its limit; rejected: every failed check)",
+        title_justify="left",
     )
     for title in ("adapter", "task", "check", "error", "limit", "verdict", "detail"):
-        view.add_column(title, justify="right" if title in {"error", "limit"} else "left", overflow="fold")
+        is_number = title in {"error", "limit"}
+        view.add_column(title, justify="right" if is_number else "left", overflow="fold", no_wrap=title in NARROW)
     for row in rows:
         numbers = ["-" if row[k] is None else f"{row[k]:.2e}" for k in ("error", "limit")]
         colour = {"passed": "green", "rejected": "red"}.get(row["verdict"], "yellow")
