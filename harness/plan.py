@@ -80,7 +80,7 @@ PRESETS: dict[str, Options] = {
         frameworks=None,
         batch_sizes=_sizes(PAPER_TASKS, (64, 512), QUICK_SIZES),
         rounds=3,
-        budget_seconds=1.5,
+        budget_seconds=1.0,
         timeout_seconds=300.0,
     ),
     "full": Options(

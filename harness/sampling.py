@@ -6,9 +6,10 @@ import math
 
 import numpy as np
 
-PADDED_SIZE_SIGMAS = (-1.0, 0.0, 1.0, 2.0, 4.0)
-"""A static-shape framework compiles one step for each B + k*sqrt(B(1-q)). Binomial batch sizes fall at most that far
-above B with probability 0.16, 0.5, 0.84, 0.98, 0.99997, so the mean padding stays near half a standard deviation."""
+PADDED_SIZE_SIGMAS = (-0.5, 0.3, 1.2, 2.4)
+"""A static-shape framework compiles one step for each B + k*sqrt(B(1-q)), and for one more size that nothing exceeds.
+With normal batch sizes these four k give the least mean padding that four can, 0.58 standard deviations (five: 0.47);
+0.8 % of the batches are larger and take the last size."""
 
 SMALLEST_ROOM = 16
 """Above B, so that even at B = 1, where the size is nearly Poisson(1), no batch is ever too large (P < 1e-14)."""

@@ -38,7 +38,7 @@ REPLAYED_STEPS = MINIMUM_STEPS
 timed process makes at least so many, so that both have the same steps behind them."""
 
 CALIBRATION_STEPS = 2
-SETTLING_STEPS = 2
+SETTLING_STEPS = 1
 
 Emit = Callable[[dict[str, Any]], None]
 
@@ -132,8 +132,8 @@ class Measurement:
         self.adapter.place(data.x[: self.request.dataset_size], data.y[: self.request.dataset_size])
 
     def reset(self) -> None:
-        """Back to the starting weights. Where only a part of an epoch is timed, two more steps follow, untimed: after a
-        rebuild the first steps touch fresh memory, and scaling them up to an epoch would multiply that."""
+        """Back to the starting weights. Where only a part of an epoch is timed, one more step follows, untimed: after a
+        rebuild the first one touches fresh memory, and scaling that up to an epoch would multiply it."""
         self.adapter.build(self.task, self.setting, self.initial)
         if self.request.is_partial:
             batch = warm_up_batch(self.request, self.setting, self.request.batch_size)
@@ -149,7 +149,8 @@ class Measurement:
 
     def warm_up(self, batches: list[Batch]) -> tuple[float, int]:
         """(seconds, steps): one step of every other compiled size that occurs in ``batches``."""
-        occurring = {len(indices) for indices, mask in batches if mask is not None} - {self.request.batch_size}
+        ordinary, _ = warm_up_batch(self.request, self.setting, self.request.batch_size)
+        occurring = {len(indices) for indices, mask in batches if mask is not None} - {len(ordinary)}
         extra = [warm_up_batch(self.request, self.setting, size) for size in sorted(occurring)]
         return timed_steps(self.adapter, extra), len(extra)
 
@@ -228,7 +229,7 @@ def measure_time(request: Request, emit: Emit) -> dict[str, Any]:
 def measure_memory(request: Request, emit: Emit) -> dict[str, Any]:
     """Peak memory of the first steps of the first epoch, which are also the untimed replay of the timed process.
 
-    The steps run twice from the same start: once for whatever compiles, then once more for the steady peak.
+    Before them one step of every shape that has to be compiled (or simply the first step) for the warm-up's own peak.
     """
     m = Measurement(request, emit)
     m.place()
@@ -240,10 +241,11 @@ def measure_memory(request: Request, emit: Emit) -> dict[str, Any]:
     loaded = resident.now()
     resident.reset_peak()
     emit({"event": "phase", "phase": "memory"})
-    for indices, mask in batches:
+    shapes = {len(indices): (indices, mask) for indices, mask in batches if mask is not None}
+    for indices, mask in shapes.values() or batches[:1]:
         m.adapter.step(indices, mask)
     m.adapter.synchronize()
-    peak_with_compile = resident.peak()
+    peak_of_warm_up = resident.peak()
     m.adapter.build(m.task, m.setting, m.initial)
     resident.settle()
     kept = resident.now()
@@ -251,9 +253,10 @@ def measure_memory(request: Request, emit: Emit) -> dict[str, Any]:
     for indices, mask in batches:
         m.adapter.step(indices, mask)
         m.adapter.synchronize()
+    peak = resident.peak()
     memory = {
-        resident.NOTION: max(0, resident.peak() - loaded),
-        resident.NOTION_WITH_COMPILE: max(0, peak_with_compile - loaded),
+        resident.NOTION: max(0, peak - loaded),
+        resident.NOTION_WITH_COMPILE: max(0, peak - loaded, peak_of_warm_up - loaded),
         resident.NOTION_KEPT: max(0, kept - loaded),
         **m.adapter.peak_memory().bytes_by_notion,
     }

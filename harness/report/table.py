@@ -179,8 +179,12 @@ def _superseded(frame: pd.DataFrame) -> pd.Series:
     where = [*CELL, "purpose"]
     newest_code = frame.sort_values("started", kind="stable").groupby(where).code.transform("last").sort_index()
     older = newest_code != frame.code
-    complete = (frame.state == "ok") & (frame.purpose == "time") & ~frame.extrapolated & ~older
-    return older | (frame.extrapolated & complete.groupby([frame[c] for c in where]).transform("any"))
+    timed = (frame.state == "ok") & (frame.purpose == "time") & ~older
+    # Processes of one run differ in how much of an epoch fitted into their time; they stay together, or blocks would
+    # lose their pairs. A run that timed whole epochs replaces one that never did.
+    whole_in_run = (timed & ~frame.extrapolated).groupby([frame[c] for c in [*where, "run"]]).transform("any")
+    whole_anywhere = (timed & ~frame.extrapolated).groupby([frame[c] for c in where]).transform("any")
+    return older | (frame.extrapolated & whole_anywhere & ~whole_in_run)
 
 
 def _reject_whole_cells(frame: pd.DataFrame) -> None:

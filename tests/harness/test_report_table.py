@@ -144,9 +144,15 @@ def test_a_failure_without_data_belongs_to_the_data_of_its_neighbours():
     assert list(t.cells.synthetic.unique()) == [True]
 
 
+def test_whole_and_partial_epochs_of_one_run_stay_together():
+    part = factory.record(seconds=[8.0], extrapolated=True, round=1)
+    row = cell(tables([part, factory.record(seconds=[4.0], round=2)]), contestant="opacus-hooks")
+    assert (row["median"], row.n, row.superseded, row.extrapolated) == (6.0, 2, 0, True)
+
+
 def test_older_code_and_partial_epochs_are_left_out_and_counted():
     old = factory.record(seconds=[9.0], adapter_hash="old", started="2026-01-01T00:00:00+00:00")
-    part = factory.record(seconds=[8.0], extrapolated=True, round=1)
+    part = factory.record(seconds=[8.0], extrapolated=True, round=1, run="an earlier run")
     t = tables([old, part, factory.record(seconds=[1.0], round=2)])
     row = cell(t, contestant="opacus-hooks")
     assert (row["median"], row.n, row.superseded, row.extrapolated) == (1.0, 1, 2, False)
