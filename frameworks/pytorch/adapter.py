@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 
 import numpy as np
@@ -14,6 +15,9 @@ from harness.tasks import Task
 
 # One graph per padded batch size, and the gate brings sizes of its own; the default of 8 would fall back to eager.
 torch._dynamo.config.recompile_limit = 64
+
+
+COMPILERS = ("g++", "clang++", "c++")
 
 
 def create(variant: str) -> Adapter:
@@ -31,6 +35,10 @@ class PyTorch(TorchAdapter):
     def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
         if setting.private:
             raise Unsupported("PyTorch alone has no differential privacy.")
+        if self.compiled and setting.device == "cpu" and not any(map(shutil.which, COMPILERS)):
+            raise Unsupported(
+                f"torch.compile on a CPU needs a C++ compiler, and none of {', '.join(COMPILERS)} is here."
+            )
         known = self.task is not None and self.task == task and self.setting.device == setting.device
         self.configure(task, setting)
         if known:  # the compiled step holds on to these very parameters

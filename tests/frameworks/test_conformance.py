@@ -16,13 +16,13 @@ import pytest
 from harness import env, gatekeeper, limits, registry
 from harness.isolation import Limits, Venv
 from harness.registry import Contestant
-from harness.tasks import PAPER_TASKS, TASKS
+from harness.tasks import TASKS
 
 pytestmark = pytest.mark.frameworks
 
 DEFAULTS = registry.select(None)
 EVERYTHING = registry.select(["all"])
-CASES = [(c, "mnist-cnn") for c in EVERYTHING] + [(c, t) for c in DEFAULTS for t in PAPER_TASKS[1:]]
+CASES = [(c, "mnist-cnn") for c in EVERYTHING] + [(c, t) for c in DEFAULTS for t in TASKS if t != "mnist-cnn"]
 
 
 @pytest.mark.parametrize(("contestant", "task"), CASES, ids=[f"{c.name}-{t}" for c, t in CASES])
@@ -34,6 +34,8 @@ def test_the_gate_lets_it_in(contestant: Contestant, task: str) -> None:
     bounds = Limits(limits.default_limit(), 600.0)
     threads = len(os.sched_getaffinity(0))
     verdict = gatekeeper.judge(contestant, task, place, bounds, "cpu", threads, print)
+    if verdict.state == "unsupported":
+        pytest.skip(f"unsupported here: {verdict.reason}")
     assert verdict.state == "ok", verdict
     assert verdict.gate.passed, gatekeeper.failures(verdict.gate)
 
