@@ -199,7 +199,7 @@ def _compose(steps: list[Step], tilt: Tilt, h: float, reach: float, upper: bool,
         first = round((tilt.mean - origin) / h) - size // 2
         losses = origin + (first + np.arange(size)) * h
         above, wrapped = _outside(logs, tilt.rate, log_moment, losses[0], losses[-1])
-        if above <= TAIL_SHARE * delta and wrapped <= TAIL_SHARE or size >= LARGEST_WINDOW:
+        if (above <= TAIL_SHARE * delta and wrapped <= TAIL_SHARE) or size >= LARGEST_WINDOW:
             break
         size *= 2
     spectrum: np.ndarray = np.ones(size // 2 + 1, dtype=complex)

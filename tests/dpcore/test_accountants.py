@@ -119,7 +119,7 @@ def test_edge_cases(mechanism):
     assert accountant.get_epsilon(1e-5) == 0.0
     accountant.step(noise_multiplier=0.0, sample_rate=0.1)
     assert accountant.get_epsilon(1e-5) == math.inf
-    with pytest.raises(ValueError, match="sample_rate is 1.5"):
+    with pytest.raises(ValueError, match=r"sample_rate is 1\.5"):
         accountant.step(noise_multiplier=1.0, sample_rate=1.5)
     with pytest.raises(ValueError, match="noise_multiplier is -1"):
         accountant.step(noise_multiplier=-1.0, sample_rate=0.5)

@@ -253,7 +253,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path):
         assert torch.equal(a, b)
     assert engine.accountant.history == whole[0].accountant.history
     other = _private(sigma=2.0)
-    with pytest.raises(PrivacyError, match="noise_multiplier=1.0"):
+    with pytest.raises(PrivacyError, match=r"noise_multiplier=1\.0"):
         other[0].load_checkpoint(path=tmp_path / "c.pt", module=other[1], optimizer=other[2], data_loader=other[3])
 
 
