@@ -37,7 +37,8 @@ test-harness: $(READY)
 	$(BIN)/pytest -q tests/harness -m "not slow and not network and not frameworks"
 
 test-dpcore: $(TORCH_READY)
-	@echo "==> tests of dpcore, in an environment with torch"
+	@echo "==> types and tests of dpcore, in an environment with torch"
+	$(TORCH)/bin/mypy --config-file dpcore/pyproject.toml -p dpcore
 	$(TORCH)/bin/pytest -q tests/dpcore -m "not slow" -p no:cacheprovider
 
 test-frameworks: $(READY)
