@@ -55,7 +55,8 @@ def test_a_framework_is_not_faster_than_itself(task: str, tmp_path: Path) -> Non
 
 
 def test_accuracy_after_a_real_epoch_is_equal_across_frameworks(tmp_path: Path) -> None:
-    """MNIST at 512, 2 seeds: every private framework learns, and none is off by more than noise explains."""
+    """MNIST at 512, 2 seeds. Within a round weights and batches are the same and only the noise differs, which moved the
+    accuracy by 0.03 at most in the committed run (results/reference/accuracy-2026-11-20.jsonl), where it was about 0.5."""
     run = [
         "run",
         "e2e",
@@ -70,7 +71,9 @@ def test_accuracy_after_a_real_epoch_is_equal_across_frameworks(tmp_path: Path) 
         "--no-memory",
     ]
     dpbench(*run, "--repeats", "0", "--out", str(tmp_path / "run"))
-    lines = [json.loads(p.read_text()) for p in (tmp_path / "run" / "records").glob("*.time.*.json")]
-    private = [r["accuracy"]["test"] for r in lines if r["cell"]["private"]]
-    assert len(private) >= 6
-    assert min(private) > 0.6 and max(private) - min(private) < 0.15
+    records = [json.loads(p.read_text()) for p in (tmp_path / "run" / "records").glob("*.time.*.json")]
+    for number in range(2):
+        found = [r for r in records if r["cell"]["private"] and r["block"]["round"] == number]
+        accuracies = [r["accuracy"]["test"] for r in found]
+        assert len(accuracies) >= 3 and min(accuracies) > 0.35
+        assert max(accuracies) - min(accuracies) < 0.09
