@@ -23,7 +23,7 @@ def test_known_sleeps_are_measured_within_5_percent(milliseconds: int) -> None:
 @pytest.mark.parametrize("mib", [0, 1, 4, 16])
 def test_known_bytes_are_measured(mib: int) -> None:
     errors = [abs(doctor.bytes_error(mib * 2**20)) for _ in range(3)]
-    assert min(errors) <= max(2**16, 0.05 * mib * 2**20)
+    assert min(errors) <= max(doctor.BYTES_SLACK, 0.05 * mib * 2**20)
 
 
 def test_overhead_is_under_half_a_percent_of_the_shortest_step() -> None:
