@@ -86,8 +86,8 @@ SHORTEST_STEP_SECONDS = 0.0003
 
 
 BYTES_SLACK = 2**17 * max(2, os.cpu_count() or 1)
-"""Linux adds up resident pages in batches of 32 for each processor (percpu_counter), 128 KiB of 4 KiB pages: so far VmRSS
-and VmHWM may be off."""
+"""Linux adds up resident pages in batches of 32 for each processor (percpu_counter), 128 KiB of 4 KiB pages: so far
+VmRSS and VmHWM may be off."""
 
 
 def _clock() -> Finding:
