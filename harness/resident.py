@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import time
 from pathlib import Path
 
 NOTION = "peak_resident_growth"
@@ -33,6 +34,27 @@ def settle() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+STEADY_BYTES = 2**20
+STEADY_SECONDS = 0.25
+LONGEST_WAIT_SECONDS = 10.0
+
+
+def steady() -> int:
+    """Bytes resident once they stand still. Some frameworks (JAX) copy placed data in the background and free the
+    original later: a baseline taken meanwhile would be too high, and the growth above it too low."""
+    deadline = time.monotonic() + LONGEST_WAIT_SECONDS
+    settle()
+    before = now()
+    while time.monotonic() < deadline:
+        time.sleep(STEADY_SECONDS)
+        settle()
+        after = now()
+        if abs(after - before) <= STEADY_BYTES:
+            break
+        before = after
+    return now()
 
 
 def reset_peak() -> None:

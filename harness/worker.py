@@ -237,8 +237,7 @@ def measure_memory(request: Request, emit: Emit) -> dict[str, Any]:
     if request.is_partial:
         settling = warm_up_batch(request, m.setting, request.batch_size)
         batches = [settling] * SETTLING_STEPS + batches
-    resident.settle()
-    loaded = resident.now()
+    loaded = resident.steady()
     resident.reset_peak()
     emit({"event": "phase", "phase": "memory"})
     shapes = {len(indices): (indices, mask) for indices, mask in batches if mask is not None}
