@@ -1,4 +1,4 @@
-"""Where the harness keeps what can be made again: data, environments, references, verdicts. Standard library only."""
+"""Where the harness keeps what can be made again: data, environments, references, verdicts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from harness.data.store import cache_folder
 from harness.errors import BadInput
 
 
 def root() -> Path:
     """``$DPBENCH_CACHE`` or ``~/.cache/dpbench``; made if missing. Raises :class:`BadInput` where it cannot be."""
-    path = Path(os.environ.get("DPBENCH_CACHE") or Path.home() / ".cache" / "dpbench").expanduser()
+    path = cache_folder()
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
