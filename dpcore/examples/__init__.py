@@ -1,0 +1,1 @@
+"""Scripts of ordinary users: ``python -m dpcore.examples.NAME --help``."""
