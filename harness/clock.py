@@ -31,6 +31,15 @@ def timed_steps(adapter: Adapter, batches: Sequence[Batch]) -> float:
     return time.perf_counter() - start
 
 
+def timed_epoch(adapter: Adapter, seed: int) -> tuple[float, int | None]:
+    """(seconds, updates) of one epoch by the library's own loop, from a device at rest to a device at rest."""
+    adapter.synchronize()
+    start = time.perf_counter()
+    updates = adapter.epoch(seed)
+    adapter.synchronize()
+    return time.perf_counter() - start, updates
+
+
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """Python's cycle collector off, so that its pauses, which depend on what else was imported, fall on nobody."""

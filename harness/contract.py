@@ -20,6 +20,9 @@ class Unsupported(Exception):
     """Raised by an adapter that cannot do what is asked; the message is the reason and becomes the record's state."""
 
 
+NO_OWN_LOOP = "has no loop of its own, so there is nothing to run as shipped."
+
+
 @dataclass(frozen=True)
 class Setting:
     """How a task is trained. Everything an adapter may depend on beyond the task itself.
@@ -58,7 +61,7 @@ class Memory:
 
 
 class Adapter(ABC):
-    """One framework training one task. Never reads a clock; never draws its own batches.
+    """One framework training one task. Never reads a clock; never draws its own batches, except in ``epoch``.
 
     Life: ``build``, ``place``, then any number of ``step``; ``build`` may be called again at any time with the same
     task and resets parameters, optimiser and noise stream to what (setting, initial) say, keeping compiled code and
@@ -98,6 +101,19 @@ class Adapter(ABC):
     @abstractmethod
     def parameters(self) -> Mapping[str, Array]:
         """Current weights as float32 numpy copies under the canonical names and layouts."""
+
+    def epoch(self, seed: int) -> int | None:
+        """Optional, only for protocol ``as_shipped``: one epoch by the library's own public loop, loader and sampler.
+
+        Called after ``build`` and ``place``, and timed as a whole. Like ``step`` it goes on from the current weights
+        with the same sigma, C, learning rate and (expected) batch size, and may return before the device has finished.
+        The loader takes the training set from where its user would have it. ``seed`` fixes its order and its noise: the
+        same (build, seed) gives the same weights, unless the variant declares ``own_replays = false``.
+
+        Returns how many updates were made, or None where the library does not say. How the loop samples stands in the
+        variant's ``own_sampling``. Raises :class:`Unsupported` where there is no such loop.
+        """
+        raise Unsupported(NO_OWN_LOOP)
 
     def peak_memory(self) -> Memory:
         """What the framework's own allocator counted since :meth:`build`; nothing on a CPU."""

@@ -7,6 +7,7 @@ made anew.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness import cache, isolation
-from harness.registry import Framework
+from harness.registry import Framework, pins
 
 MARKER = "dpbench.json"
 Say = Callable[[str], None]
@@ -56,16 +57,26 @@ def _read(folder: Path) -> Environment:
     return Environment(folder, data["lock_hash"], tuple(data["frameworks"]), data["seconds"])
 
 
+_faults: dict[Path, EnvironmentFault] = {}
+"""What could not be built by this process: every task and variant asks again, and an installation is not tried anew."""
+
+
 def ensure(framework: Framework, say: Say) -> Environment:
     """The framework's environment, built where it is missing. Raises :class:`EnvironmentFault`."""
     folder = parent() / framework.lock_hash
+    if folder in _faults:
+        raise _faults[folder]
     with cache.locked(parent() / f"{framework.lock_hash}.lock"):
         if (folder / MARKER).exists():
             return _read(folder)
         if folder.exists():
             say(f"Environment of {framework.name}: a half-built one is removed")
             shutil.rmtree(folder)
-        return _build(framework, folder, say)
+        try:
+            return _build(framework, folder, say)
+        except EnvironmentFault as fault:
+            _faults[folder] = fault
+            raise
 
 
 def _build(framework: Framework, folder: Path, say: Say) -> Environment:
@@ -77,23 +88,47 @@ def _build(framework: Framework, folder: Path, say: Say) -> Environment:
         [interpreter(framework.python), "-m", "venv", str(folder)],
         [*pip, "-r", str(framework.requirements)],
     ]
+    if pins(framework.requirements_without_dependencies):
+        commands.append([*pip, "--no-deps", "-r", str(framework.requirements_without_dependencies)])
     with log.open("w") as output:
         for command in commands:
             done = subprocess.run(
-                isolation.mortal(command), stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+                isolation.mortal(command),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "GIT_TERMINAL_PROMPT": "0"},
             )
             if done.returncode:
                 shutil.rmtree(folder, ignore_errors=True)
-                tail = " ".join(log.read_text(errors="replace").strip().splitlines()[-2:])
-                raise EnvironmentFault(
-                    f"not installable here: `{' '.join(command[1:4])} …` ended with {done.returncode} ({tail[-300:]}); "
-                    f"the whole log is {log}."
-                )
+                raise EnvironmentFault(_why(framework, command, done.returncode, log))
     seconds = time.monotonic() - start
     data = {"lock_hash": framework.lock_hash, "frameworks": [framework.name], "seconds": round(seconds, 1)}
     cache.write_atomically(folder / MARKER, json.dumps(data).encode())
     say(f"Environment of {framework.name}: ready after {seconds:.0f} s")
     return _read(folder)
+
+
+GIT_FAILED = ("git clone", "git fetch", "Cannot find command 'git'", "unable to access")
+
+
+def _why(framework: Framework, command: list[str], code: int, log: Path) -> str:
+    """One sentence: what could not be installed, and where the log is."""
+    text = log.read_text(errors="replace")
+    files = (framework.requirements, framework.requirements_without_dependencies)
+    from_git = [line for file in files for line in pins(file) if "git+" in line]
+    if from_git and any(mark in text for mark in GIT_FAILED):
+        names = ", ".join(line.partition(" @ ")[0] for line in from_git)
+        return (
+            f"not installable offline: {names} comes from a git commit and from no package registry, and git could not "
+            f"reach it from here; the whole log is {log}."
+        )
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR:")] or lines[-2:]
+    return (
+        f"not installable here: `{' '.join(command[1:4])} …` ended with {code} ({' '.join(errors)[-300:]}); "
+        f"the whole log is {log}."
+    )
 
 
 def interpreter(version: str) -> str:

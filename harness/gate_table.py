@@ -75,8 +75,8 @@ def _judge(contestant: Contestant, task: str, device: str, threads: int | None, 
     from harness.record import Gate
 
     nothing = Gate(passed=False, key="", checks=[])
-    if task in contestant.variant.unsupported:
-        return Verdict("unsupported", contestant.variant.unsupported[task], nothing, {})
+    if reason := contestant.variant.why_unsupported(task):
+        return Verdict("unsupported", reason, nothing, {})
     try:
         python = env.ensure(contestant.framework, progress.say).python
     except env.EnvironmentFault as fault:

@@ -58,6 +58,9 @@ def variants() -> list[dict[str, Any]]:
             "title": variant.title,
             "private": variant.private,
             "default": variant.default,
+            "core": framework.core and variant.default,
+            "twin": variant.twin or "",
+            "own_sampling": variant.own_sampling or "",
             "unsupported": ", ".join(variant.unsupported) or "",
         }
         for framework in registry.frameworks().values()

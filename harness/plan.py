@@ -69,7 +69,7 @@ def _sizes(
 PRESETS: dict[str, Options] = {
     "smoke": Options(
         tasks=("mnist-cnn",),
-        frameworks=None,
+        frameworks=("core",),
         batch_sizes={"mnist-cnn": (64,)},
         rounds=1,
         budget_seconds=0.5,
@@ -77,7 +77,7 @@ PRESETS: dict[str, Options] = {
     ),
     "quick": Options(
         tasks=PAPER_TASKS,
-        frameworks=None,
+        frameworks=("core",),
         batch_sizes=_sizes(PAPER_TASKS, (64, 512), QUICK_SIZES),
         rounds=3,
         budget_seconds=1.0,
@@ -122,13 +122,13 @@ def preset(name: str, **changes: Any) -> Options:
     if "subset" in changes and "budget_seconds" in changes:
         raise BadInput("--subset and --budget-seconds both say how much of an epoch is timed: choose one of them.")
     chosen = changes.get("protocol", base.protocol)
-    counts_compiling = chosen in protocols.names() and not protocols.load(chosen).warm_up
-    if counts_compiling and {"subset", "budget_seconds"} & changes.keys():
+    only_whole = chosen in protocols.names() and protocols.load(chosen).needs_whole_epochs
+    if only_whole and {"subset", "budget_seconds"} & changes.keys():
         raise BadInput(
-            f"Protocol {chosen} counts the first epoch, compilation included, so a part of it cannot be extrapolated; "
-            "drop --subset and --budget-seconds."
+            f"Protocol {chosen} times whole epochs (it counts the first one, compilation included, or times a "
+            "library's own loop), so a part of one cannot be extrapolated; drop --subset and --budget-seconds."
         )
-    if counts_compiling or ({"subset", "epochs"} & changes.keys() and "budget_seconds" not in changes):
+    if only_whole or ({"subset", "epochs"} & changes.keys() and "budget_seconds" not in changes):
         changes["budget_seconds"] = None
     options = replace(
         base,

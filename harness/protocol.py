@@ -19,7 +19,8 @@ class Rule:
 
 @dataclass(frozen=True)
 class Protocol:
-    """``sampling`` is ``poisson`` or ``consecutive``; without ``warm_up`` the first epoch, compile included, counts."""
+    """``sampling`` is ``poisson``, ``consecutive``, or ``own``: the library's own loop is timed instead of steps.
+    Without ``warm_up`` the first epoch, compile included, counts."""
 
     name: str
     version: int
@@ -32,6 +33,11 @@ class Protocol:
     warm_up: bool
     default_epochs: int
     rules: tuple[Rule, ...]
+
+    @property
+    def needs_whole_epochs(self) -> bool:
+        """Whether a part of an epoch cannot stand for one: the first is not like the others, or cannot be cut short."""
+        return not self.warm_up or self.sampling == "own"
 
     @property
     def label(self) -> str:

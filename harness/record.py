@@ -59,7 +59,10 @@ class Data(_Model):
 class Timed(_Model):
     """How the seconds came about. ``extrapolated``: epoch_seconds are the measured ones times
     steps_per_epoch / steps_timed. ``replay_error``: distance of the weights after the first timed steps from an untimed
-    replay, over the distance travelled; None where they were not compared (later rounds, no memory process)."""
+    replay, over the distance travelled; None where they were not compared (later rounds, no memory process).
+
+    Protocol ``as_shipped`` only: ``own_sampling`` (``poisson``, ``shuffled`` or ``fixed``) is how the library's own
+    loop draws its batches, ``updates`` how many it made in the first timed epoch (None: it does not say)."""
 
     steps_per_epoch: int
     steps_timed: int
@@ -72,6 +75,8 @@ class Timed(_Model):
     parameters_read_seconds: list[float] = Field(default_factory=list)
     rows_timed: int | None = None
     replay_error: float | None = None
+    own_sampling: str | None = None
+    updates: int | None = None
 
 
 class GateCheck(_Model):

@@ -16,9 +16,20 @@ EXTRA_FOLDERS = "DPBENCH_FRAMEWORKS"
 """Environment variable: more folders of framework folders, separated like PATH."""
 
 
+OWN_SAMPLING = ("poisson", "shuffled", "fixed")
+EVERY_TASK = "every-task"
+
+
 @dataclass(frozen=True)
 class Variant:
-    """One way of running a framework. ``unsupported`` maps a task to the reason why it cannot run."""
+    """One way of running a framework. ``unsupported`` maps a task to the reason why it cannot run, and
+    ``expected_rejection`` a task to the fault for which the gate must reject it (a finding, known and reasoned); the
+    key ``every-task`` stands for all.
+
+    ``own_sampling``: how the library's own loop (:meth:`Adapter.epoch`) draws its batches, one of OWN_SAMPLING; None
+    where it has no loop of its own. ``own_replays``: whether that loop makes the same weights again for the same seed.
+    ``twin``: the contestant that does the same without DP, as ``framework-variant``.
+    """
 
     name: str
     title: str
@@ -26,14 +37,27 @@ class Variant:
     default: bool = False
     static_shapes: bool = False
     paper_row: str | None = None
+    twin: str | None = None
+    own_sampling: str | None = None
+    own_replays: bool = True
     unsupported: dict[str, str] = field(default_factory=dict)
+    expected_rejection: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables of the worker process."""
+
+    def why_unsupported(self, task: str) -> str | None:
+        """The declared reason why this variant cannot run ``task``, or None."""
+        return self.unsupported.get(task) or self.unsupported.get(EVERY_TASK)
+
+    def why_rejected(self, task: str) -> str | None:
+        """The known fault for which the gate must reject this variant on ``task``, or None."""
+        return self.expected_rejection.get(task) or self.expected_rejection.get(EVERY_TASK)
 
 
 @dataclass(frozen=True)
 class Framework:
-    """One folder. ``sources``: other files and folders (relative to the repository) that a time depends on."""
+    """One folder. ``sources``: other files and folders (relative to the repository) that a time depends on. ``core``:
+    among the few contestants of the short presets."""
 
     name: str
     title: str
@@ -44,17 +68,24 @@ class Framework:
     variants: tuple[Variant, ...]
     sources: tuple[str, ...] = ()
     hidden: bool = False
+    core: bool = False
 
     @property
     def requirements(self) -> Path:
         return self.folder / "requirements.txt"
 
     @property
+    def requirements_without_dependencies(self) -> Path:
+        """Installed second, with ``--no-deps``: packages whose own requirements would pull in what must not be here."""
+        return self.folder / "requirements-no-deps.txt"
+
+    @property
     def lock_hash(self) -> str:
         """Identifies the environment: the same pins and Python make the same hash, whatever the framework."""
-        text = self.requirements.read_text() if self.requirements.exists() else ""
-        pins = "\n".join(sorted(line.strip() for line in text.splitlines() if line.strip() and line[0] != "#"))
-        return _short(f"python{self.python}\n{pins}".encode())
+        text = f"python{self.python}\n" + "\n".join(pins(self.requirements))
+        if bare := pins(self.requirements_without_dependencies):
+            text += "\n--no-deps\n" + "\n".join(bare)
+        return _short(text.encode())
 
     @property
     def adapter_hash(self) -> str:
@@ -74,6 +105,12 @@ class Framework:
         raise BadInput(f"{self.name} has no variant {name!r}; choose one of {known}.")
 
 
+def pins(path: Path) -> list[str]:
+    """The lines of a requirements file that say something, sorted; none where there is no such file."""
+    text = path.read_text() if path.exists() else ""
+    return sorted(line.strip() for line in text.splitlines() if line.strip() and line[0] != "#")
+
+
 def _short(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:12]
 
@@ -91,9 +128,16 @@ def load(folder: Path) -> Framework:
         data = tomllib.loads(path.read_text())
         variants = tuple(Variant(**v) for v in data.pop("variants"))
         data["sources"] = tuple(data.get("sources", ()))
-        return Framework(folder=folder, variants=variants, **data)
+        framework = Framework(folder=folder, variants=variants, **data)
     except (tomllib.TOMLDecodeError, TypeError, KeyError) as error:
         raise BadInput(f"{path} cannot be read ({error}); compare it with frameworks/pytorch/framework.toml.") from None
+    for variant in variants:
+        if variant.own_sampling not in (None, *OWN_SAMPLING):
+            raise BadInput(
+                f"{path}: variant {variant.name} has own_sampling {variant.own_sampling!r}; "
+                f"choose one of {', '.join(OWN_SAMPLING)}, or leave it out where there is no loop of its own."
+            )
+    return framework
 
 
 def frameworks(hidden: bool = False) -> dict[str, Framework]:
@@ -117,22 +161,28 @@ class Contestant:
 
 
 def select(names: Iterable[str] | None, hidden: bool = False) -> list[Contestant]:
-    """``None``: the default variant or variants of every framework. ``opacus``: its defaults; ``opacus-ghost``: that
-    variant; ``opacus:all``: all of its variants; ``all``: everything.
+    """``opacus``: its default variant or variants; ``opacus-ghost``: that variant; ``opacus:all``: all of its variants;
+    ``core``: the defaults of the frameworks that are ``core``; ``defaults`` (and None): the defaults of every
+    framework; ``all``: everything.
 
     Raises :class:`BadInput` for a name that does not exist.
     """
     known = frameworks(hidden)
     chosen: list[Contestant] = []
-    for name in names if names is not None else known:
+    for name in names if names is not None else ("defaults",):
         chosen += _expand(name, known)
     unique = {c.name: c for c in chosen}
     return list(unique.values())
 
 
 def _expand(name: str, known: dict[str, Framework]) -> list[Contestant]:
-    if name == "all":
-        return [Contestant(f, v) for f in known.values() for v in f.variants]
+    if name in {"all", "defaults", "core"}:
+        return [
+            Contestant(f, v)
+            for f in known.values()
+            for v in f.variants
+            if name == "all" or (v.default and (f.core or name == "defaults"))
+        ]
     base, _, rest = name.partition(":")
     if base in known and rest in {"", "all"}:
         return [Contestant(known[base], v) for v in known[base].variants if v.default or rest]
@@ -140,4 +190,7 @@ def _expand(name: str, known: dict[str, Framework]) -> list[Contestant]:
         for variant in framework.variants:
             if f"{framework.name}-{variant.name}" == name:
                 return [Contestant(framework, variant)]
-    raise BadInput(f"There is no framework {name!r}; choose from {', '.join(known)} (a variant as opacus-ghost).")
+    raise BadInput(
+        f"There is no framework {name!r}; choose from {', '.join(known)} (a variant as opacus-ghost), "
+        "core, defaults or all."
+    )

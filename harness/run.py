@@ -18,13 +18,14 @@ import numpy as np
 
 from harness import accounting, canary, env, gate_cases, gatekeeper, isolation, limits, machine, plan
 from harness import protocol as protocols
+from harness.contract import NO_OWN_LOOP
 from harness.data import store
 from harness.errors import BadInput
 from harness.gatekeeper import Verdict
 from harness.isolation import InProcess, Limits, Place, Venv
 from harness.plan import Job, Options
 from harness.progress import Progress
-from harness.record import Accuracy, Block, Cell, Data, Epsilon, Gate, Load, Record, Seeds, Source, State, Timed
+from harness.record import Accuracy, Block, Data, Epsilon, Gate, Load, Record, Seeds, Source, State, Timed
 from harness.registry import Contestant, frameworks
 from harness.request import Request
 from harness.store import RunFolder
@@ -45,12 +46,14 @@ FINAL_STATES = {"rejected", "oom", "timeout", "unsupported"}
 
 @dataclass
 class Summary:
-    """How many records of each state the run holds, and how many of them were measured before it."""
+    """How many records of each state the run holds, and how many of them were measured before it. ``expected``: how
+    many of the rejected ones belong to a contestant that declares its fault."""
 
     total: int
     resumed: int
     states: dict[str, int]
     folder: Path
+    expected: int = 0
 
 
 class Run:
@@ -79,7 +82,7 @@ class Run:
             self._prepare(progress.say)
             self._judge_all(progress)
             states: dict[str, int] = {}
-            resumed = 0
+            resumed = expected = 0
             progress.begin(len(jobs))
             for job in jobs:
                 name = self._record_name(job)
@@ -92,8 +95,9 @@ class Run:
                     resumed += 1
                 self._remember(job, record)
                 states[record.state] = states.get(record.state, 0) + 1
+                expected += record.state == "rejected" and bool(job.contestant.variant.why_rejected(job.cell.task))
                 progress.done(record.state)
-            return Summary(len(jobs), resumed, states, self.folder.path)
+            return Summary(len(jobs), resumed, states, self.folder.path, expected)
 
     def _description(self) -> dict[str, Any]:
         """What all records of the folder have in common: options, code, machine. A resumed run must have the same."""
@@ -155,8 +159,8 @@ class Run:
         nothing = Gate(passed=False, key=key, checks=[])
         if isinstance(place, str):
             return Verdict("unsupported", place, nothing, {})
-        if task in contestant.variant.unsupported:
-            return Verdict("unsupported", contestant.variant.unsupported[task], nothing, {})
+        if reason := contestant.variant.why_unsupported(task):
+            return Verdict("unsupported", reason, nothing, {})
         bounds = Limits(self.limits.memory_bytes, gatekeeper.TIMEOUT_SECONDS)
         return gatekeeper.judge(contestant, task, place, bounds, self.options.device, self.threads, say)
 
@@ -220,7 +224,13 @@ class Run:
                 "log_tail": verdict.log_tail,
             }
         if not verdict.gate.passed:
-            return {"state": "rejected", "reason": f"by the gate: {gatekeeper.failures(verdict.gate)}"}
+            known = job.contestant.variant.why_rejected(job.cell.task)
+            reason = f"by the gate: {gatekeeper.failures(verdict.gate)}" + (
+                f"; known finding: {known}" if known else ""
+            )
+            return {"state": "rejected", "reason": reason}
+        if self.protocol.sampling == "own" and job.contestant.variant.own_sampling is None:
+            return {"state": "unsupported", "reason": f"{job.contestant.name} {NO_OWN_LOOP}"}
         earlier = self.ended.get(job.cell.name)
         if earlier is not None:
             return {"state": earlier.state, "reason": f"as in round {earlier.block.round + 1}: {earlier.reason}"}
@@ -285,16 +295,18 @@ class Run:
     def _compare_with_replay(self, job: Job, request: Request, result: dict[str, Any]) -> dict[str, Any]:
         """Gate, part 5, on the measured cell itself: the weights after the first timed steps against the replay.
 
-        The limit leaves room for one float32 rounding of every weight that moved in every step.
+        The limit leaves room for one float32 rounding of every weight that moved in every step. A library's own loop
+        that cannot be seeded, and says so, keeps its error in the record and its time.
         """
         replayed = self._snapshot(job, "memory")
         if request.snapshot is None or not replayed.exists():
             return {}
         initial = initial_parameters(TASKS[job.cell.task], request.initial_seed)
         error, rounding = _relative_distance(Path(request.snapshot), replayed, initial)
-        limit = REPLAY_TOLERANCE + rounding * REPLAYED_STEPS
+        is_own = self.protocol.sampling == "own"
+        limit = REPLAY_TOLERANCE + rounding * (result["timed"]["steps_timed"] if is_own else REPLAYED_STEPS)
         timed = {**result["timed"], "replay_error": error}
-        if error <= limit:
+        if error <= limit or (is_own and not job.contestant.variant.own_replays):
             return {"timed": timed}
         return {
             "state": "rejected",
@@ -338,6 +350,9 @@ class Run:
         accuracy: Accuracy | None = None,
     ) -> Record:
         commit, dirty = machine.commit()
+        timed = Timed.model_validate(result["timed"]) if "timed" in result else None
+        if timed is not None and self.protocol.sampling == "own":
+            timed = timed.model_copy(update={"own_sampling": job.contestant.variant.own_sampling})
         state: State = result["state"]
         adapter_hash, lock_hash = self.hashes[job.contestant.name]
         return Record(
@@ -349,10 +364,10 @@ class Run:
             data=self.data.get(TASKS[job.cell.task].dataset),
             epoch_seconds=result.get("epoch_seconds", []),
             compile_seconds=result.get("compile_seconds"),
-            timed=Timed.model_validate(result["timed"]) if "timed" in result else None,
+            timed=timed,
             memory=result.get("memory", {}),
             gate=gate,
-            epsilon=self._epsilon(job.cell, result),
+            epsilon=self._epsilon(job, result),
             accuracy=accuracy,
             versions=result.get("versions", {}),
             machine={**machine.describe(), **machine.state(), "threads": self.threads},
@@ -366,9 +381,12 @@ class Run:
             log_tail="" if state == "ok" else result.get("log_tail", ""),
         )
 
-    def _epsilon(self, cell: Cell, result: dict[str, Any]) -> Epsilon | None:
+    def _epsilon(self, job: Job, result: dict[str, Any]) -> Epsilon | None:
         """Of the whole epochs that the figure stands for. None where batches are no Poisson samples."""
-        if not cell.private or self.protocol.sampling != "poisson" or "epsilon_steps" not in result:
+        cell, sampling = job.cell, self.protocol.sampling
+        if sampling == "own":
+            sampling = job.contestant.variant.own_sampling or "none"
+        if not cell.private or sampling != "poisson" or "epsilon_steps" not in result:
             return None
         rate = cell.batch_size / TASKS[cell.task].train_size
         rdp, pld = accounting.epsilons(rate, self._sigma, result["epsilon_steps"], self.protocol.delta)

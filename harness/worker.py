@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from harness import resident, sampling
-from harness.clock import Batch, ForeignLoad, collector_paused, timed_steps
+from harness.clock import Batch, ForeignLoad, collector_paused, timed_epoch, timed_steps
 from harness.contract import Adapter, Setting, Unsupported
 from harness.request import Request
 from harness.tasks import TASKS, Task, check_parameters, initial_parameters
@@ -57,7 +57,7 @@ def load_create(folder: Path) -> Callable[[str], Adapter]:
 
 def setting_of(request: Request) -> Setting:
     sizes: tuple[int, ...] = ()
-    if request.static_shapes and request.sampling == "poisson":
+    if request.static_shapes and request.sampling in {"poisson", "own"}:
         sizes = sampling.padded_sizes(request.batch_size, request.dataset_size)
     elif request.static_shapes:
         last = request.dataset_size % request.batch_size
@@ -166,6 +166,8 @@ class Measurement:
 def measure_time(request: Request, emit: Emit) -> dict[str, Any]:
     """Warm-up, then timed epochs. In the first epoch the clock stops once more, after the first steps, so that their
     weights can be compared with an untimed replay in another process."""
+    if request.sampling == "own":
+        return measure_own_loop(request, emit)
     m = Measurement(request, emit)
     m.place()
     first_pass, step_seconds, warm_up_steps = None, None, 0
@@ -226,11 +228,83 @@ def measure_time(request: Request, emit: Emit) -> dict[str, Any]:
     }
 
 
+def measure_own_loop(request: Request, emit: Emit) -> dict[str, Any]:
+    """The library's own loop: an epoch before the clock, then, from the starting weights, timed ones, each with a seed
+    of its own. The weights after the first timed epoch are those of the replay in the memory process."""
+    m = Measurement(request, emit)
+    m.place()
+    emit({"event": "phase", "phase": "warm-up"})
+    first_pass, _ = timed_epoch(m.adapter, own_seed(request, -1))
+    m.adapter.build(m.task, m.setting, m.initial)
+    load = ForeignLoad()
+    measured: list[float] = []
+    updates: list[int | None] = []
+    reads: list[Read] = []
+    weights: dict[str, np.ndarray] = {}
+    for epoch in range(request.epochs):
+        emit({"event": "phase", "phase": f"epoch {epoch + 1}/{request.epochs}"})
+        with collector_paused(), load.watch():
+            seconds, made = timed_epoch(m.adapter, own_seed(request, epoch))
+        measured.append(seconds)
+        updates.append(made)
+        weights, first_read, second_read, cpu_read = _read_twice(m.adapter)
+        reads.append(Read(seconds, first_read, second_read, cpu_read))
+        if epoch == 0 and request.snapshot:
+            save_weights(request.snapshot, weights)
+    if request.weights:
+        save_weights(request.weights, weights)
+    total_steps = sum(m.whole_epoch if made is None else made for made in updates)
+    return {
+        "state": "ok",
+        **_fault(weights, m.initial, reads, load.share),
+        "epoch_seconds": measured,
+        "compile_seconds": max(0.0, first_pass - statistics.median(measured)),
+        "timed": {
+            "steps_per_epoch": m.whole_epoch,
+            "steps_timed": m.whole_epoch if updates[0] is None else updates[0],
+            "epochs": request.epochs,
+            "extrapolated": False,
+            "measured_seconds": measured,
+            "first_pass_seconds": first_pass,
+            "parameters_read_seconds": [read.first for read in reads],
+            "updates": updates[0],
+        },
+        "foreign_share": load.share,
+        "epsilon_own": _own_epsilon(m.adapter, total_steps, request.delta) if request.private else None,
+        "epsilon_steps": total_steps,
+    }
+
+
+def own_seed(request: Request, epoch: int) -> int:
+    """The seed of an epoch of the library's own loop; -1 is the one before the clock."""
+    return request.batch_seed + 7919 * (epoch + 1)
+
+
+def measure_own_memory(request: Request, emit: Emit) -> dict[str, Any]:
+    """Peak memory of the first timed epoch of the library's own loop, compilation inside, which is also its replay."""
+    m = Measurement(request, emit)
+    m.place()
+    loaded = resident.steady()
+    resident.reset_peak()
+    emit({"event": "phase", "phase": "memory"})
+    m.adapter.epoch(own_seed(request, 0))
+    m.adapter.synchronize()
+    memory = {
+        resident.NOTION_WITH_COMPILE: max(0, resident.peak() - loaded),
+        **m.adapter.peak_memory().bytes_by_notion,
+    }
+    if request.snapshot:
+        save_weights(request.snapshot, dict(m.adapter.parameters()))
+    return {"state": "ok", "memory": memory}
+
+
 def measure_memory(request: Request, emit: Emit) -> dict[str, Any]:
     """Peak memory of the first steps of the first epoch, which are also the untimed replay of the timed process.
 
     Before them one step of every shape that has to be compiled (or simply the first step) for the warm-up's own peak.
     """
+    if request.sampling == "own":
+        return measure_own_memory(request, emit)
     m = Measurement(request, emit)
     m.place()
     batches = epoch_batches(request, m.setting, 0, min(REPLAYED_STEPS, m.steps(None)))

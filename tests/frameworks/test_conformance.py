@@ -27,9 +27,8 @@ CASES = [(c, "mnist-cnn") for c in EVERYTHING] + [(c, t) for c in DEFAULTS for t
 
 @pytest.mark.parametrize(("contestant", "task"), CASES, ids=[f"{c.name}-{t}" for c, t in CASES])
 def test_the_gate_lets_it_in(contestant: Contestant, task: str) -> None:
-    if task in contestant.variant.unsupported:
-        assert contestant.variant.unsupported[task].strip(), "a task is unsupported for a reason"
-        return
+    if reason := contestant.variant.why_unsupported(task):
+        pytest.skip(f"unsupported: {reason}")
     place = Venv(env.ensure(contestant.framework, print).python, contestant.variant.environment)
     bounds = Limits(limits.default_limit(), 600.0)
     threads = len(os.sched_getaffinity(0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +46,49 @@ def test_what_cannot_be_installed_is_a_reason(framework: Framework) -> None:
     assert env.existing() == []
 
 
+def test_what_git_cannot_reach_is_not_installable_offline_and_tried_once(framework: Framework) -> None:
+    commit = "0" * 40
+    framework.requirements.write_text(f"nothing @ git+http://127.0.0.1:9/nothing@{commit}\n")
+    said: list[str] = []
+    for _ in range(2):
+        with pytest.raises(env.EnvironmentFault, match="not installable offline: nothing comes from a git commit"):
+            env.ensure(framework, said.append)
+    assert len(said) == 1
+
+
+def _package(folder: Path, name: str, requires: str) -> str:
+    """The line that pins a package of nothing, made on the spot as a wheel."""
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n" + (
+        f"Requires-Dist: {requires}\n" if requires else ""
+    )
+    files = {
+        f"{name}-1.0.dist-info/METADATA": metadata,
+        f"{name}-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{name}.py": "",
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        for inner, text in files.items():
+            archive.writestr(inner, text)
+        archive.writestr(f"{name}-1.0.dist-info/RECORD", "".join(f"{inner},,\n" for inner in files))
+    return f"{path}\n"
+
+
+def test_the_second_file_is_installed_without_dependencies_and_belongs_to_the_lock(
+    framework: Framework, tmp_path: Path
+) -> None:
+    framework.requirements.write_text(_package(tmp_path, "first", ""))
+    before = framework.lock_hash
+    framework.requirements_without_dependencies.write_text("# nothing yet\n")
+    assert framework.lock_hash == before
+    framework.requirements_without_dependencies.write_text(_package(tmp_path, "second", "no-such-package-anywhere"))
+    assert framework.lock_hash != before
+    made = env.ensure(framework, lambda text: None)
+    code = "import importlib.metadata as m; print(m.version('first'), m.version('second'))"
+    done = subprocess.run([str(made.python), "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1.0", "1.0"]
+
+
 def test_a_missing_python_is_a_reason(framework: Framework) -> None:
     with pytest.raises(env.EnvironmentFault, match=r"needs Python 3\.99"):
         env.ensure(replace(framework, python="3.99"), lambda text: None)
@@ -69,4 +114,7 @@ def test_the_adapter_hash_follows_the_code(framework: Framework) -> None:
 def test_selecting_contestants() -> None:
     assert {c.name for c in registry.select(["opacus:all"])} >= {"opacus-hooks", "opacus-ghost"}
     assert [c.name for c in registry.select(["opacus-ghost", "opacus-ghost"])] == ["opacus-ghost"]
+    core, defaults, everything = ({c.name for c in registry.select([w])} for w in ("core", "defaults", "all"))
+    assert {"pytorch-eager", "opacus-hooks", "jax-vmap", "dpcore-engine"} <= core <= defaults <= everything
+    assert {c.name for c in registry.select(None)} == defaults and "opacus-ghost" in everything - defaults
     assert "mutants" not in registry.frameworks() and "mutants" in registry.frameworks(hidden=True)

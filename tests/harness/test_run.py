@@ -110,6 +110,32 @@ def test_known_sleeps_are_timed(driver: Driver) -> None:
     assert one.epoch_seconds[0] == pytest.approx(one.timed.measured_seconds[0] * 472 / 24)
 
 
+def test_as_shipped_times_the_own_loop_and_says_how_it_samples(driver: Driver) -> None:
+    done = driver.run("own,own-unseeded,own-fickle,noop", "--protocol", "as_shipped", "--epochs", "2")
+    found = {r.cell.variant: r for r in driver.records()}
+    own = found["own"]
+    assert own.state == "ok" and own.timed is not None and not own.timed.extrapolated
+    assert (own.timed.own_sampling, own.timed.updates, own.timed.replay_error) == ("poisson", 3, 0.0)
+    assert len(own.epoch_seconds) == 2 and min(own.epoch_seconds) == pytest.approx(0.03, rel=0.5)
+    assert own.epsilon is not None and own.epsilon.steps == 6
+    unseeded = found["own-unseeded"]
+    assert unseeded.state == "ok" and unseeded.epsilon is None and unseeded.timed is not None
+    assert unseeded.timed.replay_error is not None and unseeded.timed.replay_error > 0.1
+    assert found["own-fickle"].state == "rejected" and "replay" in str(found["own-fickle"].reason)
+    assert found["noop"].state == "unsupported" and "no loop of its own" in str(found["noop"].reason)
+    assert done.returncode == 1
+    memory = {r.cell.variant: r.memory for r in driver.records("memory")}
+    assert set(memory["own"]) == {"peak_resident_growth_with_compile"}
+
+
+def test_a_declared_rejection_is_no_news_and_gets_no_time(driver: Driver) -> None:
+    done = driver.run("unfit,noop")
+    found = {r.cell.variant: r for r in driver.records()}
+    assert found["noop"].state == "ok" and done.returncode == 0
+    assert found["unfit"].state == "rejected" and not found["unfit"].epoch_seconds
+    assert "it is unfit" in str(found["unfit"].reason)
+
+
 EXPECTED = {
     "crash": ("crashed", "something the framework did not like"),
     "vanish": ("crashed", "exit code 7"),
@@ -312,6 +338,7 @@ def test_a_corrupt_record_is_named_and_left_alone(driver: Driver) -> None:
         (("--subset", "0"), "--subset is 0.0"),
         (("--rounds", "0"), "--rounds is 0"),
         (("--protocol", "mine"), "no protocol 'mine'"),
+        (("--protocol", "as_shipped", "--subset", "0.5"), "times whole epochs"),
         (("--device", "cuda"), "no GPU"),
         (("--device", "tpu"), "choose cpu or cuda"),
         (("--preset", "huge"), "no preset 'huge'"),

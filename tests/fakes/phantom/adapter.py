@@ -74,11 +74,25 @@ class Phantom(Adapter):
         print("a library's idea of logging")
         os.write(1, b"and a C library's\n")
 
+    def epoch(self, seed: int) -> int | None:
+        """Its own loop: 3 updates of 10 ms, with noise from the seed; ``own-unseeded`` cannot be seeded."""
+        if self.variant not in {"own", "own-unseeded", "own-fickle"}:
+            return super().epoch(seed)
+        rng = np.random.default_rng(seed if self.variant == "own" else None)
+        for _ in range(3):
+            time.sleep(0.01)
+            for value in self.weights.values():
+                value += rng.standard_normal(value.shape).astype(np.float32)
+        return 3
+
     def synchronize(self) -> None:
         pass
 
     def parameters(self) -> Mapping[str, Array]:
-        time.sleep(min(1.0, 0.02 * self.pending))
+        # At work, not asleep: on a busy machine only a process that works counts as one that deferred its work.
+        end = time.process_time() + min(1.0, 0.02 * self.pending)
+        while time.process_time() < end:
+            pass
         self.pending = 0
         return {name: value.copy() for name, value in self.weights.items()}
 
