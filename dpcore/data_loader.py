@@ -7,9 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
-from dpcore.utils.uniform_sampler import UniformWithReplacementSampler
+from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 
 
 def empty_like(batch: Any) -> Any:
@@ -47,7 +56,9 @@ class _Collate:
 class DPDataLoader(DataLoader[Any]):
     """A loader of Poisson samples of ``dataset`` at the public ``sample_rate``; one round has ceil(1 / q) batches.
 
-    Batches may be empty; they then have the structure of the others and length 0.
+    Batches may be empty; they then have the structure of the others and length 0. ``distributed``: every rank of the
+    process group draws its own part of each batch; ``dataset`` is the whole data on all of them, and ``sample_rate``
+    an example's chance to be in the union.
     """
 
     def __init__(
@@ -59,6 +70,7 @@ class DPDataLoader(DataLoader[Any]):
         seed: int | None = None,
         secure: bool = False,
         steps: int | None = None,
+        distributed: bool = False,
         **options: Any,
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
@@ -67,12 +79,13 @@ class DPDataLoader(DataLoader[Any]):
                 "map-style data set, or poisson_sampling=False (and then an accountant that does not assume it)."
             )
         self.sample_rate = float(sample_rate)
-        sampler = UniformWithReplacementSampler(
-            num_samples=len(dataset),  # type: ignore[arg-type]
-            sample_rate=sample_rate,
-            seed=seed,
-            secure=secure,
-            steps=steps,
+        self.distributed = distributed
+        size = len(dataset)
+        drawn: dict[str, Any] = {"sample_rate": sample_rate, "seed": seed, "secure": secure, "steps": steps}
+        sampler = (
+            DistributedUniformWithReplacementSampler(total_size=size, **drawn)
+            if distributed
+            else UniformWithReplacementSampler(num_samples=size, **drawn)
         )
         super().__init__(
             dataset, batch_sampler=sampler, collate_fn=_Collate(collate_fn or default_collate, dataset), **options
@@ -80,11 +93,32 @@ class DPDataLoader(DataLoader[Any]):
 
     @classmethod
     def from_data_loader(
-        cls, loader: DataLoader[Any], *, sample_rate: float | None = None, seed: int | None = None, secure: bool = False
+        cls,
+        loader: DataLoader[Any],
+        *,
+        sample_rate: float | None = None,
+        seed: int | None = None,
+        secure: bool = False,
+        distributed: bool = False,
     ) -> DPDataLoader:
-        """The Poisson twin of an ordinary loader. Without ``sample_rate`` it is 1 / len(loader), with a warning."""
+        """The Poisson twin of an ordinary loader. Without ``sample_rate`` it is 1 / len(loader), with a warning.
+
+        UnsupportedError where the loader's sampler is one of the user's own: its choice of examples would be lost.
+        """
         if isinstance(loader, DPDataLoader):
+            if loader.distributed != distributed:
+                raise PrivacyError(
+                    f"The loader was built with distributed={loader.distributed} for a module that is trained by "
+                    f"{'several ranks' if distributed else 'one process'}; every example would be drawn at another "
+                    f"rate than the accountant counts. Build it with distributed={distributed}."
+                )
             return loader
+        if not isinstance(loader.sampler, (SequentialSampler, RandomSampler, DistributedSampler)):
+            raise UnsupportedError(
+                f"The loader's {type(loader.sampler).__name__} would be replaced by Poisson sampling of the whole data "
+                "set. Choose the examples with torch.utils.data.Subset, give each the same chance, or pass "
+                "poisson_sampling=False with a sample_rate that bounds every example's chance."
+            )
         if sample_rate is None:
             sample_rate = 1 / len(loader)
             warnings.warn(
@@ -99,6 +133,7 @@ class DPDataLoader(DataLoader[Any]):
             collate_fn=loader.collate_fn,
             seed=seed,
             secure=secure,
+            distributed=distributed,
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,

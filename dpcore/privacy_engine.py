@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from dpcore.accountants import create_accountant, get_noise_multiplier
 from dpcore.clipping import automatic_factors, clip_factors
 from dpcore.data_loader import DPDataLoader
+from dpcore.distributed import check_shares, ranks_of, restore_random_state, save_random_state
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.grad_sample.grad_sample_module import GradSampleModule
 from dpcore.noise import GaussianNoise, SecureNoise
@@ -59,19 +60,29 @@ class PrivacyEngine:
 
         ``sample_rate`` and ``expected_batch_size`` are public numbers; where they are not given they are derived from
         the data's length, with a warning. ``clipping``: flat, per_layer (``max_grad_norm`` is then a list, one bound
-        per trained parameter) or automatic. ``noise_generator`` seeds the noise, for tests.
+        per trained parameter) or automatic. ``noise_generator`` seeds the noise, for tests. A module in
+        ``DifferentiallyPrivateDistributedDataParallel`` is trained by all ranks of its group, each of which calls this
+        with the whole data set and the same settings; ``expected_batch_size`` is that of all ranks together.
         """
+        ranks = ranks_of(module)
         self._check(module, optimizer, clipping, max_grad_norm)
         derived = sample_rate is None and not isinstance(data_loader, DPDataLoader)
         if self.secure_mode and not poisson_sampling:
             raise ValueError("secure_mode also draws the batches; it needs poisson_sampling=True.")
         if poisson_sampling:
             data_loader = DPDataLoader.from_data_loader(
-                data_loader, sample_rate=sample_rate, seed=self.seed, secure=self.secure_mode
+                data_loader,
+                sample_rate=sample_rate,
+                seed=self.seed if ranks is None else ranks.share_seed(self.seed),
+                secure=self.secure_mode,
+                distributed=ranks is not None,
             )
             sample_rate = data_loader.sample_rate
-        elif sample_rate is None:
-            sample_rate = 1 / len(data_loader)
+        else:
+            if ranks is not None:
+                check_shares(data_loader, ranks)
+            if sample_rate is None:
+                sample_rate = 1 / len(data_loader)
         if expected_batch_size is None:
             expected_batch_size = len(data_loader.dataset) * sample_rate  # type: ignore[arg-type]
             if not derived:
@@ -83,6 +94,26 @@ class PrivacyEngine:
         seed = self.seed
         if noise_generator is not None:
             seed = int(torch.randint(2**62, (), generator=noise_generator))
+        if ranks is not None:
+            seed = ranks.share_seed(seed)
+            ranks.agree(
+                {
+                    "accountant": self.accountant.mechanism(),
+                    "secure_mode": self.secure_mode,
+                    "poisson_sampling": poisson_sampling,
+                    "sample_rate": sample_rate,
+                    "the number of steps in a round": len(data_loader),
+                    "the number of examples": len(data_loader.dataset),  # type: ignore[arg-type]
+                    "expected_batch_size": expected_batch_size,
+                    "noise_multiplier": noise_multiplier,
+                    "max_grad_norm": max_grad_norm,
+                    "clipping": clipping,
+                    "loss_reduction": loss_reduction,
+                    "the trained parameters": [
+                        (name, tuple(p.shape), p.dtype) for name, p in module.named_parameters() if p.requires_grad
+                    ],
+                }
+            )
         wrapped = module if isinstance(module, GradSampleModule) else None
         if wrapped is None:
             wrapped = GradSampleModule(module, batch_first=batch_first, loss_reduction=loss_reduction)
@@ -92,8 +123,9 @@ class PrivacyEngine:
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,
             expected_batch_size=expected_batch_size,
-            noise=SecureNoise() if self.secure_mode else GaussianNoise(seed),
+            noise=SecureNoise() if self.secure_mode else GaussianNoise(seed, rank=ranks.rank if ranks else 0),
             factors=CLIPPINGS[clipping],
+            ranks=ranks,
         )
         private.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate))
         return wrapped, private, data_loader
@@ -145,7 +177,10 @@ class PrivacyEngine:
         self, *, path: Any, module: nn.Module, optimizer: DPOptimizer, data_loader: DataLoader[Any] | None = None
     ) -> None:
         """Everything that a run which continues bit for bit needs: weights, optimiser, accountant, noise, batches and
-        the global random state (dropout). Save between steps, not within a logical batch."""
+        the global random state (dropout). Save between steps, not within a logical batch.
+
+        Of several ranks, rank 0 writes ``path``, and the others their random state beside it (``path.rank1`` ...); all
+        load ``path``."""
         state = {
             "setting": _setting(optimizer, data_loader),
             "module": module.state_dict(),
@@ -157,7 +192,10 @@ class PrivacyEngine:
         }
         if isinstance(data_loader, DPDataLoader):
             state["sampler"] = data_loader.sampler_state.state_dict()
-        torch.save(state, path)
+        if optimizer.ranks is not None and optimizer.ranks.rank > 0:
+            save_random_state(path, optimizer.ranks, optimizer.steps)
+        else:
+            torch.save(state, path)
 
     def load_checkpoint(
         self, *, path: Any, module: nn.Module, optimizer: DPOptimizer, data_loader: DataLoader[Any] | None = None
@@ -177,7 +215,13 @@ class PrivacyEngine:
         self.accountant.load_state_dict(state["accountant"])
         optimizer.noise.load_state_dict(state["noise"])
         optimizer.steps = state["steps"]
-        torch.set_rng_state(state["torch_rng"])
+        if optimizer.ranks is not None:
+            optimizer.noise.rank = optimizer.ranks.rank
+            optimizer.weights_agree = False
+        if optimizer.ranks is not None and optimizer.ranks.rank > 0:
+            restore_random_state(path, optimizer.ranks, optimizer.steps)
+        else:
+            torch.set_rng_state(state["torch_rng"])
         if isinstance(data_loader, DPDataLoader):
             data_loader.sampler_state.load_state_dict(state["sampler"])
 

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from dpcore.clipping import clip_factors
+from dpcore.distributed import Ranks, fingerprint
 from dpcore.errors import PrivacyError
 from dpcore.grad_sample.accumulator import Accumulator, Factors
 from dpcore.grad_sample.grad_sample_module import GradSampleModule
@@ -24,7 +25,8 @@ class DPOptimizer(Optimizer):
 
     ``max_grad_norm``: one bound, or one per trained parameter (per-layer clipping; the noise is then σ times their L2
     norm). ``module``: the :class:`GradSampleModule` whose backward passes are clipped. A loss that is summed over the
-    batch is not divided.
+    batch is not divided. ``ranks``: the processes that train the module together, each on examples of its own; the
+    batch size is then that of all of them.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class DPOptimizer(Optimizer):
         expected_batch_size: float | None,
         noise: GaussianNoise | None = None,
         factors: Factors = clip_factors,
+        ranks: Ranks | None = None,
     ) -> None:
         if not noise_multiplier >= 0.0:
             raise ValueError(f"noise_multiplier is {noise_multiplier}; it must be at least 0.")
@@ -53,6 +56,8 @@ class DPOptimizer(Optimizer):
         self.loss_reduction = module.loss_reduction
         self.noise = GaussianNoise() if noise is None else noise
         self.accumulator = Accumulator(module.trained, max_grad_norm, factors)
+        self.ranks = ranks
+        self.weights_agree = False
         self.steps = 0
         self.step_hook: StepHook | None = None
         self.nonfinite = 0
@@ -172,12 +177,35 @@ class DPOptimizer(Optimizer):
                 )
 
     def add_noise(self) -> None:
-        """``p.grad`` becomes summed gradient + σ·C·noise of this step's number."""
+        """``p.grad`` becomes summed gradient + σ·C·noise of this step's number; of all ranks, with the noise of the
+        first.
+        """
         std = self.noise_multiplier * self.accumulator.sensitivity
-        self.noise.add_(self.accumulator.flat, std, self.steps)
+        if self.ranks is None or self.ranks.rank == 0:
+            self.noise.add_(self.accumulator.flat, std, self.steps)
+        if self.ranks is not None:
+            self.ranks.sum_(self.accumulator.flat)
         self.steps += 1
         for param, summed in self.accumulator.sums.items():
             param.grad = summed.to(param.dtype, copy=True)
+
+    def _check_ranks(self, ranks: Ranks) -> None:
+        """PrivacyError unless all ranks are about to release the same step; the weights are compared once after each
+        start.
+        """
+        groups = [{name: v for name, v in g.items() if name != "params"} for g in self.param_groups]
+        ranks.agree(
+            {
+                "the number of steps": self.steps,
+                "the number of accumulated batches": self.accumulated_iterations,
+                "noise_multiplier": self.noise_multiplier,
+                "max_grad_norm": self.max_grad_norm,
+                "expected_batch_size": self.expected_batch_size,
+                "the optimizer's settings": groups,
+                "the weights": None if self.weights_agree else fingerprint(self.module.parameters()),
+            }
+        )
+        self.weights_agree = True
 
     def scale_grad(self) -> None:
         """Divides ``p.grad`` by the public batch size, for a mean loss."""
@@ -193,6 +221,8 @@ class DPOptimizer(Optimizer):
         if self._skip:
             self._skip = False
             return False
+        if self.ranks is not None:
+            self._check_ranks(self.ranks)
         self.add_noise()
         self.scale_grad()
         if self.step_hook is not None:

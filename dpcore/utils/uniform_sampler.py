@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Iterator
 
 import numpy as np
+import torch.distributed as dist
 from scipy.stats import binom
 from torch.utils.data import Sampler
 
@@ -59,13 +60,19 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
 
     def draw(self, k: int) -> list[int]:
         """Batch number ``k``; a fresh one at every call in secure mode."""
+        return self._sample(self.num_samples, [self.seed, k])
+
+    def _sample(self, count: int, stream: list[int]) -> list[int]:
+        """Each of ``range(count)`` with probability ``sample_rate``, by the random numbers of ``stream``."""
+        if count == 0:
+            return []
         if self.secure:
             system = random.SystemRandom()
-            size = int(binom.ppf(system.random(), self.num_samples, self.sample_rate))
-            return system.sample(range(self.num_samples), size)
-        generator = np.random.Generator(np.random.SFC64(np.random.SeedSequence([self.seed, k])))
-        size = int(generator.binomial(self.num_samples, self.sample_rate))
-        return generator.choice(self.num_samples, size, replace=False).tolist()
+            size = int(binom.ppf(system.random(), count, self.sample_rate))
+            return system.sample(range(count), size)
+        generator = np.random.Generator(np.random.SFC64(np.random.SeedSequence(stream)))
+        size = int(generator.binomial(count, self.sample_rate))
+        return generator.choice(count, size, replace=False).tolist()
 
     def state_dict(self) -> dict[str, str]:
         """Seed and number of batches drawn, as decimal strings (the seed has up to 128 bits)."""
@@ -75,3 +82,34 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         """Continues where the state was saved: the next round is what was left of the interrupted one."""
         self.seed, self.drawn = int(state["seed"]), int(state["drawn"])
         self._left = self.steps - self.drawn % self.steps if self.drawn % self.steps else None
+
+
+class DistributedUniformWithReplacementSampler(UniformWithReplacementSampler):
+    """One rank's part of a Poisson sample of ``total_size`` examples.
+
+    Rank r owns the examples r, r + ranks, r + 2 ranks ... and draws each with probability ``sample_rate``; the union
+    over the ranks is then exactly a Poisson sample of all examples at that rate. List k is a function of (seed, k,
+    rank); all ranks draw equally many lists. ``rank`` and ``num_replicas`` are the process group's where not given.
+    """
+
+    def __init__(
+        self,
+        *,
+        total_size: int,
+        sample_rate: float,
+        seed: int | None = None,
+        steps: int | None = None,
+        secure: bool = False,
+        rank: int | None = None,
+        num_replicas: int | None = None,
+    ) -> None:
+        super().__init__(num_samples=total_size, sample_rate=sample_rate, seed=seed, steps=steps, secure=secure)
+        self.rank = dist.get_rank() if rank is None else rank
+        self.num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
+        if not 0 <= self.rank < self.num_replicas:
+            raise ValueError(f"rank is {self.rank}; with num_replicas={self.num_replicas} it must lie below that.")
+
+    def draw(self, k: int) -> list[int]:
+        """This rank's part of batch number ``k``, often empty; a fresh one at every call in secure mode."""
+        owned = range(self.rank, self.num_samples, self.num_replicas)
+        return [owned[i] for i in self._sample(len(owned), [self.seed, k, self.rank])]

@@ -1,0 +1,177 @@
+"""Several processes that train one model on one data set, each on its own examples.
+
+Every rank clips its own examples and keeps the sum; rank 0 adds the whole noise to its own; one all-reduce at the end
+of the logical batch gives all ranks the same private sum, so that their parameters stay equal. Nothing is exchanged
+before, so ranks may cut their batches into different numbers of pieces, and a rank without examples joins with zeros.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from dpcore.errors import PrivacyError, UnsupportedError
+
+
+class Ranks:
+    """The processes of a group (all, by default), which call the same methods in the same order.
+
+    ``device``: where the group's backend wants its tensors ("cpu" for gloo, the rank's own GPU for NCCL).
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise ValueError(
+                "There is no process group; start the script with torchrun and call "
+                "torch.distributed.init_process_group() first."
+            )
+        self.group = group
+        self.device = torch.device(device)
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, in place, the same on each of them. PrivacyError where a rank does not come."""
+        self._together(lambda: dist.all_reduce(tensor, group=self.group))
+        return tensor
+
+    def share_seed(self, seed: int | None) -> int:
+        """``seed``, which must be the same on all ranks, or for None a secret number of 128 bits that rank 0 draws."""
+        self.agree({"seed": seed})
+        if seed is not None:
+            return seed
+        words = torch.tensor([secrets.randbits(62) for _ in range(3)], dtype=torch.int64, device=self.device)
+        self._together(lambda: dist.broadcast(words, group=self.group, group_src=0))
+        high, middle, low = words.tolist()
+        return (high << 124 | middle << 62 | low) % 2**128
+
+    def agree(self, values: dict[str, Any]) -> None:
+        """PrivacyError unless every value has the same text on all ranks; the message names it but not its value."""
+        mine = torch.tensor([_digest([repr(v).encode()]) for v in values.values()], device=self.device)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        self._together(lambda: dist.all_gather(everyone, mine, group=self.group))
+        differs = (torch.stack(everyone) != everyone[0]).any(0).tolist()
+        if any(differs):
+            names = [name for name, different in zip(values, differs, strict=True) if different]
+            raise PrivacyError(
+                f"The ranks differ in {', '.join(names)}: what they would release together is not what the accountant "
+                "counts. Give every rank the same settings and seed, and the same weights: wrap the module in "
+                "DifferentiallyPrivateDistributedDataParallel on all ranks, and load checkpoints on all of them."
+            )
+
+    def _together(self, collective: Callable[[], Any]) -> None:
+        try:
+            collective()
+        except RuntimeError as error:
+            raise PrivacyError(
+                f"Rank {self.rank} of {self.size} did not get an answer from the other ranks; nothing was released. "
+                "Every rank must call backward() and optimizer.step() for each batch of its loader, empty ones "
+                f"included, and none may stop before the others. (The group says: {str(error).splitlines()[0]})"
+            ) from error
+
+
+class DifferentiallyPrivateDistributedDataParallel(nn.Module):
+    """``model`` on every rank, with rank 0's parameters and buffers; hand it to ``PrivacyEngine.make_private``.
+
+    Takes the place of torch's ``DistributedDataParallel``, which averages gradients before they are clipped. Build it
+    before the optimiser, on all ranks. ValueError where there is no process group.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        parameter = next(model.parameters(), None)
+        self.ranks = Ranks("cpu" if parameter is None else parameter.device)
+        for tensor in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(tensor.detach(), 0)
+        self.module = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def ranks_of(module: nn.Module) -> Ranks | None:
+    """The ranks that train ``module`` together, None for a module that trains alone.
+
+    UnsupportedError for torch's DistributedDataParallel, and where only a part of the module is distributed.
+    """
+    inner = getattr(module, "_module", module)
+    for name, part in inner.named_modules():
+        if isinstance(part, DistributedDataParallel):
+            raise UnsupportedError(
+                "torch's DistributedDataParallel averages the gradients of whole batches before any example is "
+                "clipped; wrap the bare module in dpcore.distributed.DifferentiallyPrivateDistributedDataParallel."
+            )
+        if isinstance(part, DifferentiallyPrivateDistributedDataParallel) and name:
+            raise UnsupportedError(
+                f"Only the part {name!r} of the module is distributed; the weights around it would drift apart. Wrap "
+                "the whole module in DifferentiallyPrivateDistributedDataParallel."
+            )
+    if isinstance(inner, DifferentiallyPrivateDistributedDataParallel):
+        return inner.ranks
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        warnings.warn(
+            f"{dist.get_world_size()} processes are running, but the module is not distributed: each of them trains a "
+            "model of its own, and a release of several costs the sum of their budgets. Wrap it in "
+            "DifferentiallyPrivateDistributedDataParallel to train one.",
+            stacklevel=4,
+        )
+    return None
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> int:
+    """A number that changes with any bit of the tensors."""
+    return _digest(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors)
+
+
+def _digest(texts: Iterable[bytes]) -> int:
+    """63 bits of SHA-256."""
+    sha = hashlib.sha256()
+    for text in texts:
+        sha.update(len(text).to_bytes(8, "little") + text)
+    return int.from_bytes(sha.digest()[:8], "little") >> 1
+
+
+def check_shares(loader: DataLoader[Any], ranks: Ranks) -> None:
+    """PrivacyError unless no example of a loader without Poisson sampling reaches two ranks."""
+    sampler = loader.sampler
+    if not isinstance(sampler, DistributedSampler) or sampler.num_replicas != ranks.size:
+        raise PrivacyError(
+            f"Without Poisson sampling each of the {ranks.size} ranks would process every example, and one example "
+            "would move the sum by several clip norms. Use poisson_sampling=True, or give the loader a "
+            "torch.utils.data.DistributedSampler."
+        )
+    if sampler.total_size > len(loader.dataset):  # type: ignore[arg-type]
+        raise PrivacyError(
+            "The DistributedSampler repeats some examples to give all ranks equally many, and a repeated example moves "
+            "the sum by two clip norms. Pass drop_last=True to it."
+        )
+
+
+def save_random_state(path: Any, ranks: Ranks, steps: int) -> None:
+    """Keeps this rank's global random state beside the checkpoint that rank 0 writes to ``path``."""
+    if isinstance(path, (str, os.PathLike)):
+        torch.save({"torch_rng": torch.get_rng_state(), "steps": steps}, f"{os.fspath(path)}.rank{ranks.rank}")
+
+
+def restore_random_state(path: Any, ranks: Ranks, steps: int) -> None:
+    """What :func:`save_random_state` kept at that step; a warning where there is none."""
+    beside = f"{os.fspath(path)}.rank{ranks.rank}" if isinstance(path, (str, os.PathLike)) else ""
+    state = torch.load(beside, weights_only=True) if os.path.exists(beside) else None
+    if state is not None and state["steps"] == steps:
+        torch.set_rng_state(state["torch_rng"])
+        return
+    warnings.warn(
+        f"The checkpoint has no random state of rank {ranks.rank} at step {steps}; noise and batches continue where "
+        "they were, but dropout draws from this process's own random numbers. Call save_checkpoint on every rank.",
+        stacklevel=3,
+    )
