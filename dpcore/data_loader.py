@@ -18,6 +18,7 @@ from torch.utils.data import (
 )
 
 from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.utils.ledger import count_drawn
 from dpcore.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 
 
@@ -142,6 +143,11 @@ class DPDataLoader(DataLoader[Any]):
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
         )
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            count_drawn(self.sample_rate, batch)
+            yield batch
 
     @property
     def sampler_state(self) -> UniformWithReplacementSampler:

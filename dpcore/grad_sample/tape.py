@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
@@ -141,20 +141,26 @@ class Tape(TorchFunctionMode):
         self.forbidden: list[tuple[GradientEdge, Callable[[Tensor | None], None]]] = []
         self._targets: list[Callable[[Tensor | None], None]] = []
         self._anchor = torch.zeros((), requires_grad=True)
+        self._forwards: list[tuple[nn.Module, Any]] = []
 
     def __enter__(self) -> Tape:
         if self.fallbacks:
             from dpcore.grad_sample.fallback import taped_forward
 
             for fallback in self.fallbacks.values():
+                self._forwards.append((fallback.module, vars(fallback.module).get("forward")))
                 fallback.module.forward = taped_forward(self, fallback)
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        for fallback in self.fallbacks.values():
-            fallback.module.__dict__.pop("forward", None)
+        if self._forwards:
+            from dpcore.grad_sample.fallback import restore_forward
+
+            for module, previous in self._forwards:
+                restore_forward(module, previous)
+            self._forwards.clear()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -203,6 +209,11 @@ class Tape(TorchFunctionMode):
 
         def hook(grad: Tensor) -> None:
             nonlocal total
+            if grad.requires_grad:
+                raise UnsupportedError(
+                    "A backward pass with create_graph=True went through the private module; the gradient of a "
+                    "gradient mixes what is recorded. Compute such penalties on to_standard_module(), without privacy."
+                )
             scaled = grad.detach() * scale
             total = scaled if total is None else total + scaled
             if not self.fired:
