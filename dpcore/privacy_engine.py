@@ -308,8 +308,8 @@ class PrivacyEngine:
         the global random state (dropout). Save between steps, not within a logical batch.
 
         Of several ranks, rank 0 writes ``path``, and the others their random state beside it (``path.rank1`` ...); all
-        load ``path``. ``checkpoint_dict``: entries of the caller's own, returned by :meth:`load_checkpoint`. ``data_loader``: the
-        optimiser's, where not given.
+        load ``path``. ``checkpoint_dict``: entries of the caller's own, returned by :meth:`load_checkpoint`.
+        ``data_loader``: the optimiser's, where not given.
         """
         state = dict(checkpoint_dict or {})
         state["module_state_dict"] = module.state_dict(**(module_state_dict_kwargs or {}))
