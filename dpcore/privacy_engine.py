@@ -160,6 +160,7 @@ class PrivacyEngine:
             **options,
         )
         private.data_loader = data_loader
+        private.setting["sample_rate"] = sample_rate if poisson_sampling else None
         fixed_rate = sample_rate
 
         def rate() -> float:
@@ -320,13 +321,14 @@ class PrivacyEngine:
         if optimizer is not None:
             data_loader = optimizer.data_loader if data_loader is None else data_loader
             state["optimizer_state_dict"] = optimizer.state_dict()
-            state["setting"] = _setting(optimizer, data_loader)
+            state["setting"] = optimizer.setting
             state["privacy_state"] = {
                 "noise": optimizer.noise.state_dict(),
                 "steps": optimizer.steps,
                 "noise_multiplier": optimizer.noise_multiplier,
                 "max_grad_norm": optimizer.max_grad_norm,
                 "expected_batch_size": optimizer.expected_batch_size,
+                "sample_rate": data_loader.sample_rate if isinstance(data_loader, DPDataLoader) else None,
             }
         for key, scheduler in (
             ("noise_scheduler_state_dict", noise_scheduler),
@@ -358,12 +360,12 @@ class PrivacyEngine:
         state = torch.load(path, **({"weights_only": True} | (torch_load_kwargs or {})))
         if optimizer is not None:
             data_loader = optimizer.data_loader if data_loader is None else data_loader
-            here = _setting(optimizer, data_loader)
+            here = optimizer.setting
             for name, value in state.get("setting", {}).items():
-                if here[name] != value:
+                if here.get(name) != value:
                     raise PrivacyError(
-                        f"The checkpoint was saved with {name}={value}, this run has {here[name]}; the accountant's "
-                        "history would not describe it. Rebuild the run with the checkpoint's settings."
+                        f"The checkpoint was saved with {name}={value}, this run has {here.get(name)}; the "
+                        "accountant's history would not describe it. Rebuild the run with the checkpoint's settings."
                     )
         module.load_state_dict(state["module_state_dict"], **(module_load_dict_kwargs or {}))
         self.accountant.load_state_dict(state["privacy_accountant_state_dict"])
@@ -376,6 +378,8 @@ class PrivacyEngine:
             optimizer.noise_multiplier = private["noise_multiplier"]
             optimizer.max_grad_norm = private["max_grad_norm"]
             optimizer.expected_batch_size = private["expected_batch_size"]
+            if isinstance(data_loader, DPDataLoader) and private["sample_rate"] is not None:
+                data_loader.set_sample_rate(private["sample_rate"])
             if optimizer.ranks is not None:
                 optimizer.noise.rank = optimizer.ranks.rank
                 optimizer.weights_agree = False
@@ -478,9 +482,3 @@ class Budget:
             return False
         noise, rate, steps = self.planned
         return sum(n for _, _, n in history) <= steps and all(s >= noise and q <= rate for s, q, _ in history)
-
-
-def _setting(optimizer: DPOptimizer, data_loader: DataLoader[Any] | None) -> dict[str, Any]:
-    """What must not differ between the run that saved a checkpoint and the one that continues it."""
-    rate = data_loader.sample_rate if isinstance(data_loader, DPDataLoader) else None
-    return {**optimizer.setting, "sample_rate": rate}

@@ -67,7 +67,7 @@ class AbstractGradSampleHooks:
         # Gradients that were formed here or released by the optimiser, and their versions: any other in p.grad is
         # an ordinary one, of an operation that no rule has seen.
         self._own: dict[Parameter, tuple[Tensor, int]] = {}
-        self._shape = _fingerprint(m)
+        self._parts = _parts(m)
         for param in self.trained.values():
             set_owner(param, self)
 
@@ -190,7 +190,8 @@ class AbstractGradSampleHooks:
 
     def check_unchanged(self) -> None:
         """PrivacyError where the module is no longer the one that was made private."""
-        if _fingerprint(self._module) == self._shape:
+        parts = _parts(self._module)
+        if len(parts) == len(self._parts) and all(a is b for a, b in zip(parts, self._parts, strict=True)):
             return
         now = dict(self._module.named_parameters())
         for name, param in now.items():
@@ -376,6 +377,10 @@ class GradSampleHooksNoOp(AbstractGradSampleHooks):
         self._setup(m, batch_first=batch_first, loss_reduction=loss_reduction, strict=True, ordinary_grad=False)
         self.hooks_enabled = False
 
+    def owns(self, param: Parameter) -> bool:
+        """True: what the loop leaves in ``p.grad`` is its own affair, and the step replaces it."""
+        return True
+
     def take(self) -> Iterator[tuple[list[Use], int]]:
         for iteration in self._iterations:
             missing = [name for name, param in self.trained.items() if param not in iteration.given]
@@ -406,12 +411,9 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         self.max_grad_norm = max_grad_norm
 
 
-def _fingerprint(module: nn.Module) -> tuple[tuple[int, ...], tuple[tuple[int, bool], ...]]:
-    """Identities of all submodules and of all parameters, and which of those are trained."""
-    return (
-        tuple(id(child) for child in module.modules()),
-        tuple((id(param), param.requires_grad) for param in module.parameters()),
-    )
+def _parts(module: nn.Module) -> tuple[Any, ...]:
+    """All submodules and all parameters, each followed by whether it is trained; to be compared by identity."""
+    return (*module.modules(), *(part for param in module.parameters() for part in (param, param.requires_grad)))
 
 
 def refuse_compiled(module: nn.Module) -> None:

@@ -24,19 +24,23 @@ GRAD_SAMPLERS: dict[type[nn.Module], Sampler] = {}
 NORM_SAMPLERS: dict[type[nn.Module], Sampler] = {}
 
 
-def register_grad_sampler(target: type[nn.Module] | Sequence[type[nn.Module]]) -> Callable[[Sampler], Sampler]:
+def register_grad_sampler(
+    target_class_or_classes: type[nn.Module] | Sequence[type[nn.Module]],
+) -> Callable[[Sampler], Sampler]:
     """Decorator: ``f(layer, activations, backprops)`` gives {parameter: [B, *parameter.shape]} for layers of exactly
     these classes, in place of dpcore's own rules."""
-    return _register(GRAD_SAMPLERS, target)
+    return _register(GRAD_SAMPLERS, target_class_or_classes)
 
 
-def register_norm_sampler(target: type[nn.Module] | Sequence[type[nn.Module]]) -> Callable[[Sampler], Sampler]:
+def register_norm_sampler(
+    target_class_or_classes: type[nn.Module] | Sequence[type[nn.Module]],
+) -> Callable[[Sampler], Sampler]:
     """Decorator: ``f(layer, activations, backprops)`` gives {parameter: [B] norms}, without per-sample gradients.
 
     The clipped sum is then taken by a second pass through the layer. A norm that is too small voids the privacy
     guarantee; the checker compares it with the truth.
     """
-    return _register(NORM_SAMPLERS, target)
+    return _register(NORM_SAMPLERS, target_class_or_classes)
 
 
 def _register(

@@ -8,11 +8,13 @@ remembered, and one call of ``torch.autograd.grad`` then yields the gradients at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
@@ -114,6 +116,35 @@ class _Attach(torch.autograd.Function):
         return None, None
 
 
+@contextmanager
+def without_checkpointing() -> Iterator[None]:
+    """Functions under torch.utils.checkpoint are run once and keep their activations.
+
+    Run a second time, in the backward pass, they would use the parameters where no tape sees them. What a rule needs is
+    kept in any case; physical micro-batches are what bounds memory here. checkpoint() looks both names up when called.
+    """
+    module: Any = torch.utils.checkpoint
+    saved = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
+    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = _RunOnce, _run_once
+    try:
+        yield
+    finally:
+        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = saved
+
+
+class _RunOnce:
+    """In place of the reentrant checkpoint's autograd function."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_random_state: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+def _run_once(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """In place of what runs before and after the function of a checkpoint that is not reentrant."""
+    yield
+
+
 class Tape(TorchFunctionMode):
     """Records the uses of ``parameters`` (names by identity) for a batch of ``batch_size`` examples."""
 
@@ -142,6 +173,7 @@ class Tape(TorchFunctionMode):
         self._targets: list[Callable[[Tensor | None], None]] = []
         self._anchor = torch.zeros((), requires_grad=True)
         self._forwards: list[tuple[nn.Module, Any]] = []
+        self._checkpointing = without_checkpointing()
 
     def __enter__(self) -> Tape:
         if self.fallbacks:
@@ -150,11 +182,13 @@ class Tape(TorchFunctionMode):
             for fallback in self.fallbacks.values():
                 self._forwards.append((fallback.module, vars(fallback.module).get("forward")))
                 fallback.module.forward = taped_forward(self, fallback)
+        self._checkpointing.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        self._checkpointing.__exit__(*exception)
         if self._forwards:
             from dpcore.grad_sample.fallback import restore_forward
 

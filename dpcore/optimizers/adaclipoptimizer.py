@@ -25,7 +25,7 @@ class AdaClipDPOptimizer(DPOptimizer):
     (σ^-2 - (2 σ_b)^-2)^(-1/2) (their theorem 1). Adding or removing an example moves the count by 1/2 only because
     the count is centred and divided by the public expected batch size, never by the batch's own length.
 
-    ``unclipped_num_std`` None: a twentieth of the expected batch size, at least σ. ValueError unless σ < 2 σ_b.
+    ``unclipped_num_std`` None: a twentieth of the expected batch size, at least σ. PrivacyError unless σ < 2 σ_b.
     """
 
     def __init__(

@@ -210,12 +210,12 @@ class DPOptimizer(Optimizer):
         """The next ``step()`` only clips and accumulates (a physical piece of a larger logical batch)."""
         self._skip = do_skip
 
-    def attach_step_hook(self, hook: StepHook) -> None:
-        """``hook(self)`` runs after noise was added and before the parameters change; the accountant attaches here.
+    def attach_step_hook(self, fn: StepHook) -> None:
+        """``fn(self)`` runs after noise was added and before the parameters change; the accountant attaches here.
 
         Hooks add up: one more does not silence the accountant.
         """
-        self.step_hooks.append(hook)
+        self.step_hooks.append(fn)
 
     def attach_step_guard(self, guard: StepHook) -> None:
         """``guard(self)`` runs before anything of a step is released, and raises to prevent it."""
