@@ -8,14 +8,12 @@ remembered, and one call of ``torch.autograd.grad`` then yields the gradients at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
-import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
@@ -83,12 +81,18 @@ class Use:
 
 @dataclass
 class Saved:
-    """An input kept by a rule, and its version: an in-place change after the use would falsify the gradient."""
+    """An input kept by a rule, and its version: an in-place change after the use would falsify the gradient.
+
+    The tensor is kept without its place in the graph (detached tensors share the version). The graph's nodes hold the
+    hooks that hold the uses; a use that held a node would close a circle through autograd, where Python's collector does
+    not see it, and every step's activations would stay for ever.
+    """
 
     tensor: Tensor
     version: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.tensor = self.tensor.detach()
         self.version = self.tensor._version
 
     def get(self, name: str) -> Tensor:
@@ -114,35 +118,6 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
         return None, None
-
-
-@contextmanager
-def without_checkpointing() -> Iterator[None]:
-    """Functions under torch.utils.checkpoint are run once and keep their activations.
-
-    Run a second time, in the backward pass, they would use the parameters where no tape sees them. What a rule needs is
-    kept in any case; physical micro-batches are what bounds memory here. checkpoint() looks both names up when called.
-    """
-    module: Any = torch.utils.checkpoint
-    saved = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
-    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = _RunOnce, _run_once
-    try:
-        yield
-    finally:
-        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = saved
-
-
-class _RunOnce:
-    """In place of the reentrant checkpoint's autograd function."""
-
-    @staticmethod
-    def apply(function: Callable[..., Any], preserve_random_state: bool, *args: Any) -> Any:
-        return function(*args)
-
-
-def _run_once(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """In place of what runs before and after the function of a checkpoint that is not reentrant."""
-    yield
 
 
 class Tape(TorchFunctionMode):
@@ -172,29 +147,20 @@ class Tape(TorchFunctionMode):
         self.forbidden: list[tuple[GradientEdge, Callable[[Tensor | None], None]]] = []
         self._targets: list[Callable[[Tensor | None], None]] = []
         self._anchor = torch.zeros((), requires_grad=True)
-        self._forwards: list[tuple[nn.Module, Any]] = []
-        self._checkpointing = without_checkpointing()
 
     def __enter__(self) -> Tape:
         if self.fallbacks:
             from dpcore.grad_sample.fallback import taped_forward
 
             for fallback in self.fallbacks.values():
-                self._forwards.append((fallback.module, vars(fallback.module).get("forward")))
                 fallback.module.forward = taped_forward(self, fallback)
-        self._checkpointing.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._checkpointing.__exit__(*exception)
-        if self._forwards:
-            from dpcore.grad_sample.fallback import restore_forward
-
-            for module, previous in self._forwards:
-                restore_forward(module, previous)
-            self._forwards.clear()
+        for fallback in self.fallbacks.values():
+            fallback.module.__dict__.pop("forward", None)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -243,11 +209,6 @@ class Tape(TorchFunctionMode):
 
         def hook(grad: Tensor) -> None:
             nonlocal total
-            if grad.requires_grad:
-                raise UnsupportedError(
-                    "A backward pass with create_graph=True went through the private module; the gradient of a "
-                    "gradient mixes what is recorded. Compute such penalties on to_standard_module(), without privacy."
-                )
             scaled = grad.detach() * scale
             total = scaled if total is None else total + scaled
             if not self.fired:
