@@ -36,8 +36,10 @@ def get_noise_multiplier(
         raise ValueError(f"sample_rate is {sample_rate}; it must lie in (0, 1].")
     if steps is None:
         assert epochs is not None
-        # The relative slack keeps 1 / (1 / n) = n, whatever the rounding.
-        steps = math.ceil(epochs / sample_rate * (1 - 1e-12))
+        # A round of the loader has a whole number of steps: five rounds at q = 0.3 are 20 steps, not ceil(16.7). The
+        # relative slack keeps 1 / (1 / n) = n, whatever the rounding.
+        round_steps = math.ceil(1 / sample_rate * (1 - 1e-12))
+        steps = math.ceil(epochs * round_steps * (1 - 1e-12))
 
     def epsilon(sigma: float) -> float:
         judge = create_accountant(accountant)

@@ -1,0 +1,33 @@
+"""The promise of ``make_private_with_epsilon``: after all the rounds, epsilon is within the target."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpcore import PrivacyEngine
+
+
+@pytest.mark.parametrize("sample_rate", [512 / 12_500, 0.3, 1 / 7, 0.01])
+@pytest.mark.parametrize("epochs", [1, 5])
+@pytest.mark.parametrize("accountant", ["prv", "rdp"])
+def test_the_steps_of_whole_rounds_stay_within_the_target(sample_rate: float, epochs: int, accountant: str) -> None:
+    """1 / q is rarely a whole number, and the loader rounds it up in every round."""
+    model = nn.Linear(2, 2)
+    engine = PrivacyEngine(accountant=accountant)
+    _, optimizer, loader = engine.make_private_with_epsilon(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(torch.zeros(40, 2))),
+        target_epsilon=3.0,
+        target_delta=1e-5,
+        epochs=epochs,
+        max_grad_norm=1.0,
+        sample_rate=sample_rate,
+        expected_batch_size=10,
+    )
+    steps = epochs * len(loader)
+    engine.accountant.step(noise_multiplier=optimizer.noise_multiplier, sample_rate=sample_rate, steps=steps)
+    assert 3.0 - 1e-4 < engine.get_epsilon(1e-5) <= 3.0
