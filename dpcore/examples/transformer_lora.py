@@ -23,8 +23,8 @@ from dpcore.examples import data
 
 TOKENS = 128
 WIDTH, HEADS, LAYERS, RANK = 64, 4, 2, 4
-MASK = 1
-"""The token that hides a word in pre-training (an id that stands for no word)."""
+PADDING, MASK = 0, 3
+"""Tokens that stand for no word: the filling before short reviews, and what hides a word in pre-training."""
 
 
 class Adapted(nn.Module):
@@ -96,7 +96,7 @@ def pretrain(backbone: Backbone, tokens: Tensor, steps: int) -> None:
     optimizer = torch.optim.AdamW(backbone.parameters(), lr=2e-3)
     for step in range(steps):
         batch = tokens[torch.randint(len(tokens), (64,))]
-        hidden = torch.rand(batch.shape) < 0.15
+        hidden = (torch.rand(batch.shape) < 0.15) & (batch != PADDING)
         states = backbone(batch.masked_fill(hidden, MASK))
         loss = F.cross_entropy(states[hidden] @ backbone.tokens.weight.T / WIDTH**0.5, batch[hidden])
         optimizer.zero_grad()

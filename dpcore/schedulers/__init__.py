@@ -1,24 +1,19 @@
-"""Schedules of the noise multiplier, the clip norm and the batch size; the accountant follows."""
+"""Schedules of the noise multiplier and of the clip norm; the accountant follows, because it reads the optimiser."""
 
-from dpcore.schedulers.batch_size_scheduler import ExponentialBatchSize, LambdaBatchSize, StepBatchSize
-from dpcore.schedulers.grad_clip_scheduler import (
+from dpcore.schedulers.scheduler import (
     ExponentialGradClip,
+    ExponentialNoise,
     LambdaGradClip,
+    LambdaNoise,
     StepGradClip,
-    _GradClipScheduler,
+    StepNoise,
 )
-from dpcore.schedulers.noise_scheduler import ExponentialNoise, LambdaNoise, StepNoise, _NoiseScheduler
 
 __all__ = [
-    "ExponentialBatchSize",
     "ExponentialGradClip",
     "ExponentialNoise",
-    "LambdaBatchSize",
     "LambdaGradClip",
     "LambdaNoise",
-    "StepBatchSize",
     "StepGradClip",
     "StepNoise",
-    "_GradClipScheduler",
-    "_NoiseScheduler",
 ]

@@ -1,1 +1,0 @@
-"""JAX Privacy: DP-SGD by ``clipped_grad`` and ``gaussian_privatizer``."""

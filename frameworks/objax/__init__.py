@@ -1,1 +1,0 @@
-"""Objax: DP-SGD by ``PrivateGradValues``, and the same without privacy."""

@@ -1,1 +1,0 @@
-"""Optax: DP-SGD by ``optax.contrib.differentially_private_aggregate``."""

@@ -1,0 +1,37 @@
+"""The tutorials and examples run as a user would run them: short, on synthetic data."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.py"))
+EXAMPLES = ("imdb_lstm", "transformer_lora", "accuracy_beside_opacus")
+
+
+def run(*arguments: str) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", TUTORIALS, ids=lambda p: p.stem)
+def test_a_tutorial_runs_and_says_that_its_data_are_synthetic(script: Path) -> None:
+    output = run(str(script), "--smoke", "--seed", "1")
+    assert "synthetic data" in output and "epsilon" in output
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs(name: str) -> None:
+    output = run("-m", f"dpcore.examples.{name}", "--smoke", "--seed", "1")
+    assert "synthetic data" in output
+    assert re.search(r"epsilon \d", output) and re.search(r"accuracy 0\.\d+|accuracy 1\.0", output)
