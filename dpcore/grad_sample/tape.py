@@ -84,8 +84,8 @@ class Saved:
     """An input kept by a rule, and its version: an in-place change after the use would falsify the gradient.
 
     The tensor is kept without its place in the graph (detached tensors share the version). The graph's nodes hold the
-    hooks that hold the uses; a use that held a node would close a circle through autograd, where Python's collector does
-    not see it, and every step's activations would stay for ever.
+    hooks that hold the uses; a use that held a node would close a circle through autograd, where Python's collector
+    does not see it, and every step's activations would stay for ever.
     """
 
     tensor: Tensor
