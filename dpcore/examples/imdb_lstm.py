@@ -50,7 +50,7 @@ def main() -> None:
         torch.manual_seed(options.seed)
     reviews = data.load("imdb", options.data)
     batch_size = min(options.batch_size, len(reviews.train) // 4)
-    model = Sentiment()
+    model: nn.Module = Sentiment()
     engine = PrivacyEngine(seed=options.seed)
     model, optimizer, loader = engine.make_private_with_epsilon(
         module=model,
