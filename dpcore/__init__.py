@@ -3,7 +3,7 @@
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.functional import clipped_sum
 from dpcore.grad_sample.engine import ClippedSum, Engine
-from dpcore.grad_sample.grad_sample_module import GradSampleModule
+from dpcore.grad_sample.grad_sample_module import GradSampleModule, GradSampleModuleFastGradientClipping
 from dpcore.noise import GaussianNoise
 from dpcore.privacy_engine import PrivacyEngine
 
@@ -12,6 +12,7 @@ __all__ = [
     "Engine",
     "GaussianNoise",
     "GradSampleModule",
+    "GradSampleModuleFastGradientClipping",
     "PrivacyEngine",
     "PrivacyError",
     "UnsupportedError",

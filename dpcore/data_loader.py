@@ -18,7 +18,12 @@ from torch.utils.data import (
 )
 
 from dpcore.errors import PrivacyError, UnsupportedError
-from dpcore.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
+from dpcore.utils.ledger import count_drawn
+from dpcore.utils.uniform_sampler import (
+    DistributedUniformWithReplacementSampler,
+    UniformWithReplacementSampler,
+    steps_per_epoch,
+)
 
 
 def empty_like(batch: Any) -> Any:
@@ -79,6 +84,7 @@ class DPDataLoader(DataLoader[Any]):
                 "map-style data set, or poisson_sampling=False (and then an accountant that does not assume it)."
             )
         self.sample_rate = float(sample_rate)
+        self._rounds = 0
         self.distributed = distributed
         size = len(dataset)
         drawn: dict[str, Any] = {"sample_rate": sample_rate, "seed": seed, "secure": secure, "steps": steps}
@@ -142,6 +148,29 @@ class DPDataLoader(DataLoader[Any]):
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
         )
+
+    def __iter__(self) -> Any:
+        self._rounds += 1
+        try:
+            for batch in super().__iter__():
+                count_drawn(self.sample_rate, batch)
+                yield batch
+        finally:
+            self._rounds -= 1
+
+    def set_sample_rate(self, sample_rate: float) -> None:
+        """Changes the public rate from the next round on. ValueError within a round, whose batches may be drawn ahead
+        of the loop at the old rate, and where it is not a probability."""
+        if not 0.0 < sample_rate <= 1.0:
+            raise ValueError(f"sample_rate is {sample_rate}; it must lie in (0, 1].")
+        if sample_rate == self.sample_rate:
+            return
+        if self._rounds:
+            raise ValueError("The sample rate was changed within a round of the loader; do it between rounds.")
+        sampler = self.sampler_state
+        if sampler.steps == steps_per_epoch(self.sample_rate):
+            sampler.steps = steps_per_epoch(sample_rate)
+        self.sample_rate = sampler.sample_rate = float(sample_rate)
 
     @property
     def sampler_state(self) -> UniformWithReplacementSampler:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,16 +15,23 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dpcore.accountants import create_accountant, get_noise_multiplier
-from dpcore.clipping import automatic_factors, clip_factors
+from dpcore.clipping import automatic_factors
 from dpcore.data_loader import DPDataLoader
 from dpcore.distributed import check_shares, ranks_of, restore_random_state, save_random_state
-from dpcore.errors import PrivacyError, UnsupportedError
-from dpcore.grad_sample.grad_sample_module import GradSampleModule
+from dpcore.errors import PrivacyError
+from dpcore.grad_sample.hooks import AbstractGradSampleHooks
+from dpcore.grad_sample.utils import DEFAULT_MODE, prepare_module
 from dpcore.noise import GaussianNoise, SecureNoise
-from dpcore.optimizers import DPOptimizer
+from dpcore.optimizers import DPOptimizer, get_optimizer_class
+from dpcore.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping, check_criterion
+from dpcore.utils.ledger import Ledger
 from dpcore.validators import ModuleValidator
 
-CLIPPINGS = {"flat": clip_factors, "per_layer": clip_factors, "automatic": automatic_factors}
+FACTORS = {"automatic": automatic_factors}
+
+
+class BudgetError(PrivacyError):
+    """A step would exceed the privacy budget; nothing of it was released."""
 
 
 class PrivacyEngine:
@@ -38,37 +48,59 @@ class PrivacyEngine:
         self.accountant = create_accountant(accountant)
         self.secure_mode = secure_mode
         self.seed = seed
+        self.budget: Budget | None = None
+        self._dataset: Any = None
 
     def make_private(
         self,
         *,
         module: nn.Module,
         optimizer: Optimizer,
+        criterion: Any = None,
         data_loader: DataLoader[Any],
         noise_multiplier: float,
         max_grad_norm: float | Sequence[float],
-        criterion: nn.Module | None = None,
         batch_first: bool = True,
         loss_reduction: str = "mean",
         poisson_sampling: bool = True,
         clipping: str = "flat",
+        noise_generator: torch.Generator | None = None,
+        grad_sample_mode: str = DEFAULT_MODE,
+        wrap_model: bool = True,
+        rand_on_empty: bool = False,
         sample_rate: float | None = None,
         expected_batch_size: float | None = None,
-        noise_generator: torch.Generator | None = None,
-    ) -> tuple[GradSampleModule, DPOptimizer, DataLoader[Any]]:
-        """(module, optimizer, data_loader) to train with as before; every ``optimizer.step()`` is accounted for.
+        check_batches: bool = True,
+        **options: Any,
+    ) -> Any:
+        """(module, optimizer, data_loader) to train with as before; every ``optimizer.step()`` is accounted for. In the
+        mode "ghost" there are four, with the criterion as the third.
 
         ``sample_rate`` and ``expected_batch_size`` are public numbers; where they are not given they are derived from
         the data's length, with a warning. ``clipping``: flat, per_layer (``max_grad_norm`` is then a list, one bound
-        per trained parameter) or automatic. ``noise_generator`` seeds the noise, for tests. A module in
-        ``DifferentiallyPrivateDistributedDataParallel`` is trained by all ranks of its group, each of which calls this
-        with the whole data set and the same settings; ``expected_batch_size`` is that of all ranks together.
+        per trained parameter), adaptive (``options``: those of :class:`AdaClipDPOptimizer`) or automatic.
+        ``noise_generator`` seeds the noise, for tests. ``grad_sample_mode``: "bookkeeping" never forms the ordinary
+        gradient of the batch; "hooks" (also "functorch", "ew") leaves it in ``p.grad`` between ``backward()`` and
+        ``step()``; "no_op" records nothing and takes ``p.grad_sample`` from the loop. All give the same updates.
+        ``wrap_model=False`` returns hooks on the module instead of a wrapper; end with their ``cleanup()``.
+        A module in ``DifferentiallyPrivateDistributedDataParallel`` is trained by all ranks of its group, each of which
+        calls this with the whole data set and the same settings; ``expected_batch_size`` is that of all ranks together.
+        ``check_batches``: every step must use a batch of the returned loader, no example in more rows than one.
         """
         ranks = ranks_of(module)
         self._check(module, optimizer, clipping, max_grad_norm)
+        if criterion is not None:
+            check_criterion(criterion, loss_reduction)
+        if rand_on_empty:
+            warnings.warn(
+                "rand_on_empty is not needed and is ignored: an empty batch keeps its structure and has length 0. A "
+                "random example in its place would let one example move the sum by twice max_grad_norm.",
+                stacklevel=2,
+            )
         derived = sample_rate is None and not isinstance(data_loader, DPDataLoader)
         if self.secure_mode and not poisson_sampling:
             raise ValueError("secure_mode also draws the batches; it needs poisson_sampling=True.")
+        self._check_dataset(data_loader)
         if poisson_sampling:
             data_loader = DPDataLoader.from_data_loader(
                 data_loader,
@@ -114,36 +146,63 @@ class PrivacyEngine:
                     ],
                 }
             )
-        wrapped = module if isinstance(module, GradSampleModule) else None
-        if wrapped is None:
-            wrapped = GradSampleModule(module, batch_first=batch_first, loss_reduction=loss_reduction)
-        private = DPOptimizer(
+        recorded = self._record(module, grad_sample_mode, wrap_model, batch_first, loss_reduction)
+        if clipping in FACTORS:
+            options["factors"] = FACTORS[clipping]
+        private = get_optimizer_class(clipping, ranks is not None, grad_sample_mode)(
             optimizer,
-            module=wrapped,
+            module=recorded,
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,
             expected_batch_size=expected_batch_size,
             noise=SecureNoise() if self.secure_mode else GaussianNoise(seed, rank=ranks.rank if ranks else 0),
-            factors=CLIPPINGS[clipping],
             ranks=ranks,
+            **options,
         )
-        private.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate))
-        return wrapped, private, data_loader
+        private.data_loader = data_loader
+        private.setting["sample_rate"] = sample_rate if poisson_sampling else None
+        fixed_rate = sample_rate
+
+        def rate() -> float:
+            """The rate in force: a schedule may have changed the loader's."""
+            return data_loader.sample_rate if isinstance(data_loader, DPDataLoader) else fixed_rate
+
+        private.attach_step_hook(lambda of: self.accountant.get_optimizer_hook_fn(rate())(of))
+        private.attach_step_guard(lambda of: self._check_budget(of, rate()))
+        if poisson_sampling and check_batches:
+            private.ledger = Ledger(rate)
+        if grad_sample_mode == "ghost":
+            criterion = nn.CrossEntropyLoss(reduction=loss_reduction) if criterion is None else criterion
+            loss = DPLossFastGradientClipping(recorded, private, criterion, loss_reduction)
+            return recorded, private, loss, data_loader
+        return recorded, private, data_loader
 
     def make_private_with_epsilon(
         self,
         *,
         module: nn.Module,
         optimizer: Optimizer,
+        criterion: Any = None,
         data_loader: DataLoader[Any],
         target_epsilon: float,
         target_delta: float,
         epochs: float,
         max_grad_norm: float | Sequence[float],
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        clipping: str = "flat",
+        noise_generator: torch.Generator | None = None,
+        grad_sample_mode: str = DEFAULT_MODE,
+        wrap_model: bool = True,
         sample_rate: float | None = None,
+        enforce_budget: bool = True,
         **options: Any,
-    ) -> tuple[GradSampleModule, DPOptimizer, DataLoader[Any]]:
-        """:meth:`make_private` with the smallest noise that keeps ``epochs`` rounds within the budget."""
+    ) -> Any:
+        """:meth:`make_private` with the smallest noise that keeps ``epochs`` rounds within the budget.
+
+        A step beyond it raises :class:`BudgetError`, unless ``enforce_budget`` is False; see :meth:`set_budget`.
+        """
         if len(self.accountant):
             warnings.warn(
                 "This accountant has already counted steps; the noise is chosen as if it had not, and get_epsilon will "
@@ -152,78 +211,199 @@ class PrivacyEngine:
             )
         if isinstance(data_loader, DPDataLoader):
             sample_rate = data_loader.sample_rate
+        rate = 1 / len(data_loader) if sample_rate is None else sample_rate
         noise_multiplier = get_noise_multiplier(
             target_epsilon=target_epsilon,
             target_delta=target_delta,
-            sample_rate=1 / len(data_loader) if sample_rate is None else sample_rate,
+            sample_rate=rate,
             epochs=epochs,
             accountant=self.accountant.mechanism(),
         )
-        return self.make_private(
+        private = self.make_private(
             module=module,
             optimizer=optimizer,
+            criterion=criterion,
             data_loader=data_loader,
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            poisson_sampling=poisson_sampling,
+            clipping=clipping,
+            noise_generator=noise_generator,
+            grad_sample_mode=grad_sample_mode,
+            wrap_model=wrap_model,
             sample_rate=sample_rate,
             **options,
         )
+        if enforce_budget:
+            self.set_budget(target_epsilon, target_delta)
+            assert self.budget is not None
+            # Calibration found that these steps fit; only beyond them need epsilon be computed at every step.
+            self.budget.planned = (noise_multiplier, rate, math.ceil(epochs / rate * (1 - 1e-12)))
+        return private
+
+    # ---- the budget
+
+    def set_budget(self, epsilon: float | None, delta: float | None = None) -> None:
+        """From now on a step after which epsilon at ``delta`` would exceed ``epsilon`` raises :class:`BudgetError`, and
+        nothing of it is released. None lifts the budget."""
+        if epsilon is None:
+            self.budget = None
+            return
+        if delta is None or not (epsilon > 0.0 and 0.0 < delta < 1.0):
+            raise ValueError(f"The budget is epsilon {epsilon} at delta {delta}; need epsilon > 0 and 0 < delta < 1.")
+        self.budget = Budget(epsilon, delta)
+
+    def within_budget(self, optimizer: DPOptimizer) -> bool:
+        """Whether one more step of ``optimizer`` on one batch fits the budget; a loop that asks stops in time."""
+        loader = getattr(optimizer, "data_loader", None)
+        rate = loader.sample_rate if isinstance(loader, DPDataLoader) else self._last_rate()
+        return self._epsilon_after(optimizer.noise_multiplier, rate, 1) is None
+
+    def _last_rate(self) -> float:
+        return self.accountant.history[-1][1] if self.accountant.history else 0.0
+
+    def _check_budget(self, optimizer: DPOptimizer, sample_rate: float) -> None:
+        batches = optimizer.accumulated_iterations
+        spent = self._epsilon_after(optimizer.noise_multiplier / batches**0.5, sample_rate, batches)
+        if spent is not None:
+            assert self.budget is not None
+            raise BudgetError(
+                f"This step would bring epsilon to {spent:.6g} at delta {self.budget.delta:g}, beyond the budget of "
+                f"{self.budget.epsilon:g}; nothing of it was released. Stop here, or raise the budget with set_budget "
+                "(the data then leaks more)."
+            )
+
+    def _epsilon_after(self, noise_multiplier: float, sample_rate: float, steps: int) -> float | None:
+        """Epsilon after these steps where it exceeds the budget, None where it does not."""
+        if self.budget is None:
+            return None
+        after = copy.deepcopy(self.accountant)
+        after.step(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps)
+        if self.budget.covers(after.history):
+            return None
+        spent = after.get_epsilon(self.budget.delta)
+        return spent if spent > self.budget.epsilon else None
+
+    # ---- what was spent, and checkpoints
 
     def get_epsilon(self, delta: float) -> float:
         """Epsilon spent so far at ``delta``, for neighbours by adding or removing one example."""
         return self.accountant.get_epsilon(delta)
 
     def save_checkpoint(
-        self, *, path: Any, module: nn.Module, optimizer: DPOptimizer, data_loader: DataLoader[Any] | None = None
+        self,
+        *,
+        path: Any,
+        module: Any,
+        optimizer: DPOptimizer | None = None,
+        noise_scheduler: Any = None,
+        grad_clip_scheduler: Any = None,
+        checkpoint_dict: dict[str, Any] | None = None,
+        module_state_dict_kwargs: dict[str, Any] | None = None,
+        torch_save_kwargs: dict[str, Any] | None = None,
+        data_loader: DataLoader[Any] | None = None,
     ) -> None:
         """Everything that a run which continues bit for bit needs: weights, optimiser, accountant, noise, batches and
         the global random state (dropout). Save between steps, not within a logical batch.
 
         Of several ranks, rank 0 writes ``path``, and the others their random state beside it (``path.rank1`` ...); all
-        load ``path``."""
-        state = {
-            "setting": _setting(optimizer, data_loader),
-            "module": module.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "accountant": self.accountant.state_dict(),
-            "noise": optimizer.noise.state_dict(),
-            "steps": optimizer.steps,
-            "torch_rng": torch.get_rng_state(),
-        }
+        load ``path``. ``checkpoint_dict``: entries of the caller's own, returned by :meth:`load_checkpoint`.
+        ``data_loader``: the optimiser's, where not given.
+        """
+        state = dict(checkpoint_dict or {})
+        state["module_state_dict"] = module.state_dict(**(module_state_dict_kwargs or {}))
+        state["privacy_accountant_state_dict"] = self.accountant.state_dict()
+        state["torch_rng"] = torch.get_rng_state()
+        if torch.cuda.is_available():
+            state["cuda_rng"] = torch.cuda.get_rng_state_all()
+        if optimizer is not None:
+            data_loader = optimizer.data_loader if data_loader is None else data_loader
+            state["optimizer_state_dict"] = optimizer.state_dict()
+            state["setting"] = optimizer.setting
+            state["privacy_state"] = {
+                "noise": optimizer.noise.state_dict(),
+                "steps": optimizer.steps,
+                "noise_multiplier": optimizer.noise_multiplier,
+                "max_grad_norm": optimizer.max_grad_norm,
+                "expected_batch_size": optimizer.expected_batch_size,
+                "sample_rate": data_loader.sample_rate if isinstance(data_loader, DPDataLoader) else None,
+            }
+        for key, scheduler in (
+            ("noise_scheduler_state_dict", noise_scheduler),
+            ("grad_clip_scheduler_state_dict", grad_clip_scheduler),
+        ):
+            if scheduler is not None:
+                state[key] = scheduler.state_dict()
         if isinstance(data_loader, DPDataLoader):
             state["sampler"] = data_loader.sampler_state.state_dict()
-        if optimizer.ranks is not None and optimizer.ranks.rank > 0:
+        if optimizer is not None and optimizer.ranks is not None and optimizer.ranks.rank > 0:
             save_random_state(path, optimizer.ranks, optimizer.steps)
         else:
-            torch.save(state, path)
+            torch.save(state, path, **(torch_save_kwargs or {}))
 
     def load_checkpoint(
-        self, *, path: Any, module: nn.Module, optimizer: DPOptimizer, data_loader: DataLoader[Any] | None = None
-    ) -> None:
-        """Restores what :meth:`save_checkpoint` wrote. PrivacyError where it was saved under other settings."""
-        state = torch.load(path, weights_only=True)
-        here = _setting(optimizer, data_loader)
-        for name, value in state["setting"].items():
-            if here[name] != value:
-                raise PrivacyError(
-                    f"The checkpoint was saved with {name}={value}, this run has {here[name]}; the accountant's "
-                    f"history would "
-                    "not describe it. Rebuild the run with the checkpoint's settings."
-                )
-        module.load_state_dict(state["module"])
-        optimizer.load_state_dict(state["optimizer"])
-        self.accountant.load_state_dict(state["accountant"])
-        optimizer.noise.load_state_dict(state["noise"])
-        optimizer.steps = state["steps"]
-        if optimizer.ranks is not None:
-            optimizer.noise.rank = optimizer.ranks.rank
-            optimizer.weights_agree = False
-        if optimizer.ranks is not None and optimizer.ranks.rank > 0:
+        self,
+        *,
+        path: Any,
+        module: Any,
+        optimizer: DPOptimizer | None = None,
+        noise_scheduler: Any = None,
+        grad_clip_scheduler: Any = None,
+        module_load_dict_kwargs: dict[str, Any] | None = None,
+        torch_load_kwargs: dict[str, Any] | None = None,
+        data_loader: DataLoader[Any] | None = None,
+    ) -> dict[str, Any]:
+        """Restores what :meth:`save_checkpoint` wrote, and returns it. PrivacyError where it was saved under other
+        settings. A file without dpcore's own entries restores weights, optimiser and accountant, with a warning."""
+        state = torch.load(path, **({"weights_only": True} | (torch_load_kwargs or {})))
+        if optimizer is not None:
+            data_loader = optimizer.data_loader if data_loader is None else data_loader
+            here = optimizer.setting
+            for name, value in state.get("setting", {}).items():
+                if here.get(name) != value:
+                    raise PrivacyError(
+                        f"The checkpoint was saved with {name}={value}, this run has {here.get(name)}; the "
+                        "accountant's history would not describe it. Rebuild the run with the checkpoint's settings."
+                    )
+        module.load_state_dict(state["module_state_dict"], **(module_load_dict_kwargs or {}))
+        self.accountant.load_state_dict(state["privacy_accountant_state_dict"])
+        if optimizer is not None and "optimizer_state_dict" in state:
+            optimizer.load_state_dict(state["optimizer_state_dict"])
+        if optimizer is not None and "privacy_state" in state:
+            private = state["privacy_state"]
+            optimizer.noise.load_state_dict(private["noise"])
+            optimizer.steps = private["steps"]
+            optimizer.noise_multiplier = private["noise_multiplier"]
+            optimizer.max_grad_norm = private["max_grad_norm"]
+            optimizer.expected_batch_size = private["expected_batch_size"]
+            if isinstance(data_loader, DPDataLoader) and private["sample_rate"] is not None:
+                data_loader.set_sample_rate(private["sample_rate"])
+            if optimizer.ranks is not None:
+                optimizer.noise.rank = optimizer.ranks.rank
+                optimizer.weights_agree = False
+        elif optimizer is not None:
+            warnings.warn(
+                "The checkpoint holds no state of noise and batches; the run goes on with fresh ones, and not bit for "
+                "bit as it would have.",
+                stacklevel=2,
+            )
+        if optimizer is not None and optimizer.ranks is not None and optimizer.ranks.rank > 0:
             restore_random_state(path, optimizer.ranks, optimizer.steps)
-        else:
+        elif "torch_rng" in state:
             torch.set_rng_state(state["torch_rng"])
-        if isinstance(data_loader, DPDataLoader):
+        if "cuda_rng" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(state["cuda_rng"])
+        for key, scheduler in (
+            ("noise_scheduler_state_dict", noise_scheduler),
+            ("grad_clip_scheduler_state_dict", grad_clip_scheduler),
+        ):
+            if scheduler is not None and key in state:
+                scheduler.load_state_dict(state[key])
+        if isinstance(data_loader, DPDataLoader) and "sampler" in state:
             data_loader.sampler_state.load_state_dict(state["sampler"])
+        return state
 
     @staticmethod
     def is_compatible(*, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> bool:
@@ -242,12 +422,36 @@ class PrivacyEngine:
         ModuleValidator.validate(fixed, strict=True)
         return fixed
 
+    def _record(
+        self, module: nn.Module, grad_sample_mode: str, wrap_model: bool, batch_first: bool, loss_reduction: str
+    ) -> Any:
+        """``module`` recorded in that mode, or as it is where it is recorded already."""
+        if not isinstance(module, AbstractGradSampleHooks):
+            return prepare_module(
+                module, grad_sample_mode, wrap_model, batch_first=batch_first, loss_reduction=loss_reduction
+            )
+        if (module.batch_first, module.loss_reduction) != (batch_first, loss_reduction):
+            raise ValueError(
+                f"The module is wrapped already, with batch_first={module.batch_first} and "
+                f"loss_reduction={module.loss_reduction!r}; pass the same, or its to_standard_module()."
+            )
+        module.check_unchanged()
+        return module
+
+    def _check_dataset(self, data_loader: DataLoader[Any]) -> None:
+        if self._dataset is not None and self._dataset is not data_loader.dataset:
+            warnings.warn(
+                "This engine has made another data set private before; its accountant adds up the steps on both, which "
+                "is the epsilon of their union. Use one PrivacyEngine per data set.",
+                stacklevel=3,
+            )
+        self._dataset = data_loader.dataset
+
     def _check(self, module: nn.Module, optimizer: Optimizer, clipping: str, max_grad_norm: Any) -> None:
         ModuleValidator.validate(module, strict=True)
         if not module.training:
             raise ValueError("The module is in evaluation mode; call module.train() before make_private.")
-        if clipping not in CLIPPINGS:
-            raise UnsupportedError(f"There is no clipping {clipping!r}; there are {', '.join(CLIPPINGS)}.")
+        get_optimizer_class(clipping, False)
         if (clipping == "per_layer") != isinstance(max_grad_norm, Sequence):
             raise ValueError(
                 f"clipping={clipping!r} with max_grad_norm={max_grad_norm}: per_layer takes a list of bounds, one per "
@@ -256,27 +460,25 @@ class PrivacyEngine:
         if isinstance(optimizer, DPOptimizer):
             raise PrivacyError("The optimizer is private already; a second make_private would add its noise twice.")
         known = {id(p) for p in module.parameters()}
-        trained = {id(p) for p in module.parameters() if p.requires_grad}
         in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if not in_optimizer <= known:
             raise PrivacyError(
                 "The optimizer holds parameters that are not the module's: they would be updated without clipping and "
                 "noise. Build the optimizer from module.parameters()."
             )
-        if not trained <= in_optimizer:
-            warnings.warn(
-                "Some trained parameters are not in the optimizer: they are clipped and take noise, but never change. "
-                "Freeze them with requires_grad_(False).",
-                stacklevel=3,
-            )
 
 
-def _setting(optimizer: DPOptimizer, data_loader: DataLoader[Any] | None) -> dict[str, Any]:
-    """What must not differ between the run that saved a checkpoint and the one that continues it."""
-    return {
-        "noise_multiplier": optimizer.noise_multiplier,
-        "max_grad_norm": optimizer.max_grad_norm,
-        "expected_batch_size": optimizer.expected_batch_size,
-        "loss_reduction": optimizer.loss_reduction,
-        "sample_rate": data_loader.sample_rate if isinstance(data_loader, DPDataLoader) else None,
-    }
+@dataclass
+class Budget:
+    """What may be spent. ``planned``: (noise multiplier, sample rate, steps) that are known to fit."""
+
+    epsilon: float
+    delta: float
+    planned: tuple[float, float, int] | None = None
+
+    def covers(self, history: Sequence[tuple[float, float, int]]) -> bool:
+        """Whether a history is no more than was planned: fewer steps, each with as much noise and as few examples."""
+        if self.planned is None:
+            return False
+        noise, rate, steps = self.planned
+        return sum(n for _, _, n in history) <= steps and all(s >= noise and q <= rate for s, q, _ in history)

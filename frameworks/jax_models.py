@@ -8,6 +8,7 @@ backends; every measurement behind the choice is in frameworks/jax/NOTES.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import reduce
 
 import jax
@@ -21,15 +22,38 @@ from harness.tasks import Task
 Params = Mapping[str, jax.Array]
 
 
-def logits(task: Task, params: Params, x: jax.Array, patches: bool) -> jax.Array:
+@dataclass(frozen=True)
+class Form:
+    """How the networks are put to XLA. ``patches``: convolutions as matrix products over image patches. ``unroll``: an
+    LSTM as a Python loop, its time steps written out in the compiled program, instead of a ``lax.scan``."""
+
+    patches: bool = False
+    unroll: bool = False
+
+
+PLAIN = Form()
+
+
+def logits(task: Task, params: Params, x: jax.Array, form: Form = PLAIN) -> jax.Array:
     """Logits [outputs] of one example ``x``.
 
     x: float32 [*input_shape] or int32 tokens [T]; for a task that starts with an embedding it may also be the rows
-    already looked up, float32 [T, dim]. ``patches``: convolutions as matrix products over image patches.
+    already looked up, float32 [T, dim].
     """
     for layer in task.layers:
-        x = _apply(layer, params, x, patches)
+        x = _apply(layer, params, x, form)
     return x
+
+
+def example_loss(task: Task, form: Form = PLAIN) -> Callable[[Params, jax.Array, jax.Array], jax.Array]:
+    """(params, x, y) -> one example's own loss, what the libraries differentiate."""
+    return lambda params, x, y: loss(task, logits(task, params, x, form), y)
+
+
+def fastest_on(platform: str, task: Task) -> Form:
+    """The form of per-example gradients under ``vmap``: on a CPU convolutions over patches."""
+    convolves = any(isinstance(layer, tasks.Conv2d) for layer in task.layers)
+    return Form(patches=platform == "cpu" and convolves)
 
 
 def loss(task: Task, outputs: jax.Array, y: jax.Array) -> jax.Array:
@@ -46,10 +70,10 @@ def parameters(task: Task, values: Mapping[str, np.ndarray], device: jax.Device)
     }
 
 
-def _apply(layer: tasks.Layer, params: Params, x: jax.Array, patches: bool) -> jax.Array:
+def _apply(layer: tasks.Layer, params: Params, x: jax.Array, form: Form) -> jax.Array:
     match layer:
         case tasks.Conv2d(name, _, _, _, stride, padding):
-            convolve = _convolve_patches if patches else _convolve
+            convolve = _convolve_patches if form.patches else _convolve
             return convolve(x, params[f"{name}.weight"], stride, padding) + params[f"{name}.bias"][:, None, None]
         case tasks.Linear(name):
             return params[f"{name}.weight"] @ x + params[f"{name}.bias"]
@@ -57,7 +81,8 @@ def _apply(layer: tasks.Layer, params: Params, x: jax.Array, patches: bool) -> j
             return x if jnp.issubdtype(x.dtype, jnp.floating) else params[f"{name}.weight"][x]
         case tasks.Lstm(name):
             gates = x @ params[f"{name}.weight_ih"].T + params[f"{name}.bias"]
-            return _recur(gates, params[f"{name}.weight_hh"])
+            recur = _recur_unrolled if form.unroll else _recur
+            return recur(gates, params[f"{name}.weight_hh"])
         case tasks.ReLU():
             return jax.nn.relu(x)
         case tasks.MaxPool2d(kernel, stride):
@@ -116,6 +141,16 @@ def _cell(gates: jax.Array, c: jax.Array) -> tuple[jax.Array, jax.Array]:
     i, f, g, o = jnp.split(gates, 4)
     c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
     return jax.nn.sigmoid(o) * jnp.tanh(c), c
+
+
+def _recur_unrolled(gates: jax.Array, weight_hh: jax.Array) -> jax.Array:
+    """:func:`_recur` by a Python loop and the ordinary gradient: the paper's program, of T copies of the cell."""
+    h = c = jnp.zeros(weight_hh.shape[1], gates.dtype)
+    hidden = []
+    for gate in gates:
+        h, c = _cell(gate + weight_hh @ h, c)
+        hidden.append(h)
+    return jnp.stack(hidden)
 
 
 @jax.custom_vjp

@@ -89,7 +89,7 @@ class Accumulator:
         """Adds a micro-batch of ``batch_size`` examples to the sums; returns norms and factors, [groups,
         batch_size].
         """
-        choices = choose(uses)
+        choices = self._choose(uses)
         norms_sq, errors, kept = self._measure(choices, batch_size)
         doubtful = self._doubtful(norms_sq, errors)
         if not bool(doubtful.any()):
@@ -102,7 +102,7 @@ class Accumulator:
         good = (~doubtful).nonzero().squeeze(1)
         if len(good):
             part_mask = None if mask is None else mask[good]
-            part = choose([use.rows(good, self.dtype) for use in uses])
+            part = self._choose([use.rows(good, self.dtype) for use in uses])
             part_norms_sq, _, kept = self._measure(part, len(good))
             norms[:, good] = part_norms_sq.sqrt()
             factors[:, good] = self._factors(norms[:, good], part_mask)
@@ -110,6 +110,10 @@ class Accumulator:
         for i in doubtful.nonzero():
             norms[:, i], factors[:, i] = self._add_singly([use.rows(i, torch.float64) for use in uses], mask, i)
         return norms, factors
+
+    def _choose(self, uses: Sequence[Use]) -> list[Choice]:
+        """The choices for the parameters of the sums; others may be recorded too, and are not released."""
+        return [choice for choice in choose(uses) if choice.param in self._group]
 
     def _measure(
         self, choices: Sequence[Choice], batch_size: int
@@ -158,6 +162,8 @@ class Accumulator:
         norms_sq = torch.zeros((len(self.bounds), 1), dtype=torch.float64, device=self.device)
         for use in uses:
             for param in use.params if use.grad is not None else ():
+                if param not in self._group:
+                    continue
                 grad = use.grad_sample(param)[0]
                 grads[param] = grads[param] + grad if param in grads else grad
         for param, grad in grads.items():
@@ -177,6 +183,14 @@ class Accumulator:
                 raise PrivacyError(
                     f"Parameter {name} was frozen after the engine was built; build a new engine for the new set."
                 )
+
+
+def weighted_sum(choice: Choice, weights: Tensor, out: Tensor) -> None:
+    """out += Σ_i weights[i] * gradient of example i, for one parameter and weights [B]."""
+    if choice.method == "ghost":
+        choice.uses[0].add_clipped_sum(choice.param, weights, out)
+    else:
+        out += torch.tensordot(weights, _kept(choice).to(weights.dtype), dims=1)
 
 
 def _kept(choice: Choice) -> Tensor:

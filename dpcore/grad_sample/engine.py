@@ -17,6 +17,7 @@ from dpcore.grad_sample.accumulator import Accumulator, Factors
 from dpcore.grad_sample.fallback import Fallback
 from dpcore.grad_sample.layout import copies, find_fallbacks, probe_size
 from dpcore.grad_sample.planner import choose, physical_batch_size, stash_bytes
+from dpcore.grad_sample.samplers import custom_fallbacks
 from dpcore.grad_sample.tape import Tape
 from dpcore.noise import GaussianNoise
 
@@ -79,7 +80,7 @@ class Engine:
             raise ValueError(f"physical_batch_size is {physical_batch_size}; it must be at least 1.")
         self._physical = physical_batch_size
         self._planned: dict[tuple[Any, ...], int] = {}
-        self._fallbacks: dict[str, Fallback] = {}
+        self._fallbacks: dict[str, Fallback] = custom_fallbacks(model)
         self._plan: list[tuple[str, str]] = []
 
     # ---- the clipped sum

@@ -23,12 +23,13 @@ from dpcore.grad_sample.tree import flatten, unflatten
 
 @dataclass
 class Fallback:
-    """A module that is recorded as a whole. ``batched``: positions among its flattened arguments of the tensors with
-    the batch first, None until they are known."""
+    """A module that is recorded as a whole, as a ``use`` (:class:`ModuleUse` where None). ``batched``: positions among
+    its flattened arguments of the tensors with the batch first, None until they are known."""
 
     name: str
     module: nn.Module
     batched: frozenset[int] | None = None
+    use: type[ModuleUse] | None = None
 
 
 class ModuleUse(Use):
@@ -73,7 +74,7 @@ class ModuleUse(Use):
         dtype = next(iter(self.grads.values())).dtype
         if dtype == torch.float64:
             params = {name: p.double() for name, p in params.items()}
-        module = _in_dtype(self.module, dtype)
+        module = in_dtype(self.module, dtype)
         inputs = [leaves[k] for k in self.batched]
         positions = list(self.grads)
 
@@ -107,7 +108,7 @@ class ModuleUse(Use):
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 tensor = tensor.to(dtype)
             leaves.append(tensor)
-        use = ModuleUse(self.name, self.module, self.trained, leaves, self.spec, self.batched)
+        use = type(self)(self.name, self.module, self.trained, leaves, self.spec, self.batched)
         for k, g in self.grads.items():
             use.set_grad(k, g.index_select(0, index).to(dtype))
         return use
@@ -117,7 +118,7 @@ class ModuleUse(Use):
         return saved + sum(g.nbytes for g in self.grads.values())
 
 
-def _in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+def in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """The module itself, or a float64 copy of it where the gradients are float64 and its frozen parts are not."""
     tensors = [t for t in [*module.parameters(), *module.buffers()] if t.is_floating_point()]
     if dtype != torch.float64 or all(t.dtype == dtype for t in tensors):
@@ -128,12 +129,13 @@ def _in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 def taped_forward(tape: Tape, fallback: Fallback) -> Callable[..., Any]:
     """A forward for the module that records the whole call as one use."""
     module, name = fallback.module, fallback.name or "the model"
+    previous = vars(module).get("forward")
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = flatten((args, kwargs))
         trained = {n: p for n, p in module.named_parameters() if tape.trains(p)}
         before = torch.get_rng_state()
-        module.__dict__.pop("forward", None)
+        restore_forward(module, previous)
         try:
             detached = {n: p.detach() for n, p in trained.items()}
             output = functional_call(module, detached, args, kwargs)
@@ -147,7 +149,7 @@ def taped_forward(tape: Tape, fallback: Fallback) -> Callable[..., Any]:
             )
         long = [k for k, v in enumerate(leaves) if isinstance(v, Tensor) and v.dim() and len(v) == tape.batch_size]
         batched = [k for k in long if fallback.batched is None or k in fallback.batched]
-        use = ModuleUse(name, module, trained, leaves, spec, batched)
+        use = (fallback.use or ModuleUse)(name, module, trained, leaves, spec, batched)
         results, out_spec = flatten(output)
         attached = []
         for k, result in enumerate(results):
@@ -166,6 +168,13 @@ def taped_forward(tape: Tape, fallback: Fallback) -> Callable[..., Any]:
         return unflatten(out_spec, attached)
 
     return forward
+
+
+def restore_forward(module: nn.Module, previous: Any) -> None:
+    """Gives a module back the ``forward`` that was set on it before, None for its class's."""
+    vars(module).pop("forward", None)
+    if previous is not None:
+        vars(module)["forward"] = previous
 
 
 def owner(model: nn.Module, params: Sequence[Parameter], taken: Sequence[str]) -> str | None:

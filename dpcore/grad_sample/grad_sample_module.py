@@ -1,112 +1,27 @@
-"""The module that users train: its forward passes are recorded, so that an ordinary ``loss.backward()`` leaves behind
-what the clipped sum needs."""
+"""The module that users train: a wrapper whose training passes are recorded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dpcore.errors import PrivacyError, UnsupportedError
-from dpcore.grad_sample import attention, convolution, embedding, normalization, recurrent  # noqa: F401  (the rules)
-from dpcore.grad_sample.fallback import Fallback
-from dpcore.grad_sample.layout import copies, find_fallbacks, probe_size
-from dpcore.grad_sample.tape import Tape, Use
-from dpcore.grad_sample.tree import flatten
+from dpcore.errors import PrivacyError
+from dpcore.grad_sample.accumulator import Accumulator
+from dpcore.grad_sample.hooks import AbstractGradSampleHooks, GradSampleHooksNoOp
 
 
-class GradSampleModule(nn.Module):
-    """Wraps ``module``; attributes, ``state_dict`` keys apart from the prefix ``_module.``, and outputs are its own.
-
-    In training mode with gradients enabled, inputs must be batch first. Where one loss goes through several calls of
-    the module, rows of the same number are one example. ``loss_reduction``: "mean" or "sum", what the
-    user's loss does over the batch. ``p.grad`` stays None between ``backward()`` and the optimiser's step: the
-    gradient of the batch is never formed without clipping.
-    """
-
-    def __init__(self, module: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean") -> None:
-        super().__init__()
-        if loss_reduction not in ("mean", "sum"):
-            raise ValueError(f"loss_reduction is {loss_reduction!r}; it must be 'mean' or 'sum'.")
-        if not batch_first:
-            raise UnsupportedError("dpcore needs the batch as first dimension; transpose inside the model.")
-        self._module = module
-        self.loss_reduction = loss_reduction
-        self.batch_first = batch_first
-        self.trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        self._names = {p: n for n, p in self.trained.items()}
-        self._iterations: list[tuple[list[Use], int]] = []
-        self._firing: list[Tape] = []
-        self._fallbacks: dict[str, Fallback] = {}
-        self._kinds: set[tuple[Any, ...]] = set()
+class AbstractGradSampleModule(AbstractGradSampleHooks, nn.Module):
+    """A module around another one, ``_module``."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self.training and torch.is_grad_enabled()):
-            return self._module(*args, **kwargs)
-        batch_size = _batch_size([*args, *kwargs.values()])
-        self._prepare(args, kwargs, batch_size)
-        scale = float(batch_size) if self.loss_reduction == "mean" else 1.0
-        tape = Tape(self._names, batch_size, scale, self._fallbacks)
-        tape.on_fire = self._fired
-        with tape:
-            output = self._module(*args, **kwargs)
-        if batch_size == 0:
-            # Nothing will flow back from an empty batch, yet it is a step.
-            self._iterations.append(([], 0))
-        return output
+        return self._run(self._module, args, kwargs)
 
-    def _fired(self, tape: Tape) -> None:
-        """A backward pass has reached ``tape`` for the first time; all that it reaches are one gradient per example."""
-        if not self._firing:
-            torch.autograd.Variable._execution_engine.queue_callback(self._close)
-        self._firing.append(tape)
-
-    def _close(self) -> None:
-        """At the end of a backward pass."""
-        tapes, self._firing = self._firing, []
-        sizes = {tape.batch_size for tape in tapes}
-        if len(sizes) > 1:
-            raise PrivacyError(
-                f"One loss went through batches of {sorted(sizes)} examples, so their gradients cannot be told "
-                f"apart by "
-                "example; call backward() for each of them."
-            )
-        if sizes != {0}:
-            self._iterations.append(([use for tape in tapes for use in tape.uses], sizes.pop()))
-
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int) -> None:
-        """Before the first batch of a kind: finds what has no rule."""
-        kind = tuple(
-            (leaf.shape[1:], leaf.dtype)
-            for leaf in flatten((args, kwargs))[0]
-            if isinstance(leaf, Tensor) and leaf.dim()
-        )
-        if not batch_size or kind in self._kinds:
-            return
-
-        def run(count: int) -> Any:
-            few_args, few_kwargs = copies((args, kwargs), batch_size, count)
-            return self._module(*few_args, **few_kwargs)
-
-        self._fallbacks = find_fallbacks(
-            self._module, self._names, run, probe_size((args, kwargs), batch_size), self._fallbacks
-        )
-        self._kinds.add(kind)
-
-    def take(self) -> Iterator[tuple[list[Use], int]]:
-        """(uses, batch size) of every backward pass since the last call, which are then forgotten."""
-        iterations, self._iterations = self._iterations, []
-        yield from iterations
-
-    def forget(self) -> None:
-        """Drops what earlier passes left behind."""
-        self._iterations, self._firing = [], []
-
-    def to_standard_module(self) -> nn.Module:
-        """The wrapped module itself."""
-        return self._module
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears ``p.grad`` and ``p.grad_sample``."""
+        self.drop_gradients()
+        nn.Module.zero_grad(self, set_to_none=True)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -117,13 +32,84 @@ class GradSampleModule(nn.Module):
             return getattr(self._module, name)
 
 
-def _batch_size(values: Sequence[Any]) -> int:
-    """Length of the first tensor among the inputs."""
-    for value in values:
-        if isinstance(value, Tensor) and value.dim():
-            return len(value)
-        if isinstance(value, (list, tuple, dict)):
-            nested = list(value.values()) if isinstance(value, dict) else list(value)
-            if any(isinstance(v, (Tensor, list, tuple, dict)) for v in nested):
-                return _batch_size(nested)
-    raise UnsupportedError("The module was called without a tensor, so the number of examples is unknown.")
+class GradSampleModule(AbstractGradSampleModule):
+    """Wraps ``m``; attributes, ``state_dict`` keys apart from the prefix ``_module.``, and outputs are its own.
+
+    In training mode with gradients enabled, inputs must be batch first. Where one loss goes through several calls of
+    the module, rows of the same number are one example. ``loss_reduction``: "mean" or "sum", what the user's loss does
+    over the batch. After ``backward()``, ``p.grad_sample`` [B, *p.shape] is formed when it is read; ``p.grad`` is the
+    ordinary gradient with ``ordinary_grad``, and None without, where it is never formed.
+    """
+
+    def __init__(
+        self,
+        m: nn.Module,
+        *,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        strict: bool = True,
+        force_functorch: bool = False,
+        ordinary_grad: bool = True,
+    ) -> None:
+        """``force_functorch`` is accepted and changes nothing: rules and vmap give the same gradients."""
+        nn.Module.__init__(self)
+        self._setup(
+            m, batch_first=batch_first, loss_reduction=loss_reduction, strict=strict, ordinary_grad=ordinary_grad
+        )
+
+
+class GradSampleModuleNoOp(GradSampleHooksNoOp, AbstractGradSampleModule):
+    """Records nothing: the user's loop sets ``p.grad_sample`` itself."""
+
+    def __init__(self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean") -> None:
+        nn.Module.__init__(self)
+        GradSampleHooksNoOp.__init__(self, m, batch_first=batch_first, loss_reduction=loss_reduction)
+
+
+class GradSampleModuleExpandedWeights(GradSampleModule):
+    """:class:`GradSampleModule` under the name of another mode; the gradients are the same."""
+
+    def __init__(self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean") -> None:
+        super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction)
+
+
+class GradSampleModuleFastGradientClipping(GradSampleModule):
+    """:class:`GradSampleModule` without ordinary gradients, under the name of the fast-clipping mode."""
+
+    def __init__(
+        self,
+        m: nn.Module,
+        *,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        strict: bool = True,
+        force_functorch: bool = False,
+        max_grad_norm: float | None = None,
+        use_ghost_clipping: bool = True,
+    ) -> None:
+        """``max_grad_norm``: for :meth:`get_clipping_coef`; an optimiser with another bound is refused.
+        ``use_ghost_clipping`` is accepted and changes nothing: the planner chooses per layer."""
+        super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction, strict=strict, ordinary_grad=False)
+        self.max_grad_norm = max_grad_norm
+
+    @torch.no_grad()
+    def get_norm_sample(self) -> Tensor:
+        """[B] norms of the per-sample gradients of the last backward pass. PrivacyError where there was none."""
+        return self._measure()[0]
+
+    @torch.no_grad()
+    def get_clipping_coef(self) -> Tensor:
+        """[B] clip factors of the last backward pass at ``max_grad_norm``."""
+        return self._measure()[1]
+
+    @property
+    def per_sample_gradient_norms(self) -> Tensor:
+        return self.get_norm_sample()
+
+    def _measure(self) -> tuple[Tensor, Tensor]:
+        if not self._iterations:
+            raise PrivacyError("There was no backward pass since the last step, so there are no gradients to measure.")
+        bound = 1.0 if self.max_grad_norm is None else self.max_grad_norm
+        iteration = self._iterations[-1]
+        norms, factors = Accumulator(self.trained, bound).add(iteration.remaining(), iteration.batch_size)
+        return norms[0], factors[0]

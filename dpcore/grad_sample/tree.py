@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
+
+from dpcore.errors import UnsupportedError
 
 
 def flatten(value: Any) -> tuple[list[Any], Any]:
@@ -15,3 +20,28 @@ def flatten(value: Any) -> tuple[list[Any], Any]:
 def unflatten(structure: Any, leaves: list[Any]) -> Any:
     """The value of :func:`flatten` with other leaves."""
     return pytree.tree_unflatten(leaves, structure)
+
+
+def batch_length(value: Any) -> int:
+    """Number of examples: the length of the first tensor in a batch of any structure. UnsupportedError where there is
+    none."""
+    length = _length(value)
+    if length is None:
+        raise UnsupportedError(
+            f"A batch of type {type(value).__name__} holds no tensor with a batch dimension, so its number of examples "
+            "is unknown."
+        )
+    return length
+
+
+def _length(value: Any) -> int | None:
+    if isinstance(value, PackedSequence):
+        return int(value.batch_sizes[0])
+    if isinstance(value, Tensor):
+        return len(value) if value.dim() else None
+    parts: Sequence[Any] = ()
+    if isinstance(value, Mapping):
+        parts = list(value.values())
+    elif isinstance(value, (list, tuple)):
+        parts = value
+    return next((length for part in parts if (length := _length(part)) is not None), None)

@@ -1,5 +1,28 @@
 """Optimisers that clip, add noise and step."""
 
-from dpcore.optimizers.optimizer import DPOptimizer
+from __future__ import annotations
 
-__all__ = ["DPOptimizer"]
+from dpcore.optimizers.adaclipoptimizer import AdaClipDPOptimizer
+from dpcore.optimizers.optimizer import DPOptimizer, DPOptimizerFastGradientClipping
+from dpcore.optimizers.perlayeroptimizer import DPPerLayerOptimizer
+
+__all__ = [
+    "AdaClipDPOptimizer",
+    "DPOptimizer",
+    "DPOptimizerFastGradientClipping",
+    "DPPerLayerOptimizer",
+    "get_optimizer_class",
+]
+
+
+def get_optimizer_class(clipping: str, distributed: bool, grad_sample_mode: str | None = None) -> type[DPOptimizer]:
+    """The optimiser for a way of clipping; the same in all modes, and for one process or several."""
+    if clipping == "per_layer":
+        return DPPerLayerOptimizer
+    if clipping == "adaptive":
+        if distributed:
+            raise ValueError("Adaptive clipping needs a count over all ranks, which is not implemented; use flat.")
+        return AdaClipDPOptimizer
+    if clipping in ("flat", "automatic"):
+        return DPOptimizerFastGradientClipping if grad_sample_mode == "ghost" else DPOptimizer
+    raise ValueError(f"There is no clipping {clipping!r}; there are flat, per_layer, adaptive and automatic.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,57 +15,130 @@ from dpcore.clipping import clip_factors
 from dpcore.distributed import Ranks, fingerprint
 from dpcore.errors import PrivacyError
 from dpcore.grad_sample.accumulator import Accumulator, Factors
-from dpcore.grad_sample.grad_sample_module import GradSampleModule
-from dpcore.noise import GaussianNoise
+from dpcore.grad_sample.hooks import AbstractGradSampleHooks
+from dpcore.grad_sample.iteration import owner_of
+from dpcore.noise import GaussianNoise, SecureNoise
+from dpcore.utils.ledger import Ledger
 
 StepHook = Callable[["DPOptimizer"], None]
+_CLAIMED: weakref.WeakKeyDictionary[AbstractGradSampleHooks, weakref.ref[DPOptimizer]] = weakref.WeakKeyDictionary()
+"""What records gradients -> the optimiser that takes them."""
 
 
 class DPOptimizer(Optimizer):
     """Wraps ``optimizer``; ``step()`` hands it (Σ clipped gradients + σ·C·N(0, I)) / expected_batch_size.
 
     ``max_grad_norm``: one bound, or one per trained parameter (per-layer clipping; the noise is then σ times their L2
-    norm). ``module``: the :class:`GradSampleModule` whose backward passes are clipped. A loss that is summed over the
-    batch is not divided. ``ranks``: the processes that train the module together, each on examples of its own; the
-    batch size is then that of all of them.
+    norm). ``module``: what records the gradients (a :class:`GradSampleModule` or hooks); found by its parameters where
+    not given. A loss that is summed over the batch is not divided. ``generator`` seeds the noise; ``secure_mode`` draws
+    it from the operating system; ``noise`` is a source of the caller's, in place of both. ``ranks``: the processes that
+    train the module together, each on examples of its own; the batch size is then that of all of them.
+
+    Only what ``optimizer`` holds is clipped, noised and released; the rest of the module is not updated.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         *,
-        module: GradSampleModule,
         noise_multiplier: float,
         max_grad_norm: float | Sequence[float],
         expected_batch_size: float | None,
+        loss_reduction: str | None = None,
+        generator: torch.Generator | None = None,
+        secure_mode: bool = False,
+        module: AbstractGradSampleHooks | None = None,
         noise: GaussianNoise | None = None,
         factors: Factors = clip_factors,
         ranks: Ranks | None = None,
     ) -> None:
         if not noise_multiplier >= 0.0:
             raise ValueError(f"noise_multiplier is {noise_multiplier}; it must be at least 0.")
+        if isinstance(optimizer, DPOptimizer):
+            raise PrivacyError("The optimizer is private already; a second one around it would add its noise twice.")
+        module = _recorder(optimizer) if module is None else module
+        if loss_reduction not in (None, module.loss_reduction):
+            raise ValueError(
+                f"loss_reduction is {loss_reduction!r} here and {module.loss_reduction!r} in the module; gradients "
+                "would be scaled by the batch's length in one place only. Give both the reduction of your loss."
+            )
         if module.loss_reduction == "mean" and not (expected_batch_size and expected_batch_size > 0):
             raise ValueError(
                 f"expected_batch_size is {expected_batch_size}; with loss_reduction='mean' the update needs a "
-                f"positive, "
-                "public divisor."
+                "positive, public divisor."
+            )
+        if module.max_grad_norm not in (None, max_grad_norm):
+            raise ValueError(
+                f"max_grad_norm is {max_grad_norm} here and {module.max_grad_norm} in the module; give both the same."
             )
         self.original_optimizer = optimizer
         self.module = module
         self.noise_multiplier = float(noise_multiplier)
         self.expected_batch_size = expected_batch_size
         self.loss_reduction = module.loss_reduction
-        self.noise = GaussianNoise() if noise is None else noise
-        self.accumulator = Accumulator(module.trained, max_grad_norm, factors)
+        self.noise = noise if noise is not None else _noise(generator, secure_mode)
+        held = {p for group in optimizer.param_groups for p in group["params"]}
+        self.accumulator = Accumulator(
+            {n: p for n, p in module.trained.items() if p in held},
+            self._order_bounds(max_grad_norm),
+            factors,
+        )
         self.ranks = ranks
         self.weights_agree = False
         self.steps = 0
-        self.step_hook: StepHook | None = None
+        self.step_hooks: list[StepHook] = []
+        self.step_guards: list[StepHook] = []
+        self.ledger: Ledger | None = None
+        self.data_loader: Any = None
         self.nonfinite = 0
         self._skip = False
         self._batches = 0
         self._in_piece = False
-        self._released: dict[Parameter, tuple[Tensor, int]] = {}
+        self._stepping = False
+        _claim(module, self)
+        self._guard_inner()
+        for param in self.accumulator.parameters.values():
+            param.summed_grad = None  # type: ignore[attr-defined]
+        # What must not differ when a checkpoint is resumed; schedules move the attributes, not these.
+        self.setting: dict[str, Any] = {
+            "noise_multiplier": self.noise_multiplier,
+            "max_grad_norm": self.max_grad_norm,
+            "expected_batch_size": self.expected_batch_size,
+            "loss_reduction": self.loss_reduction,
+        }
+
+    def _order_bounds(self, max_grad_norm: float | Sequence[float]) -> float | Sequence[float]:
+        """Bounds per parameter come in the optimiser's order and go to the module's."""
+        if not isinstance(max_grad_norm, Sequence):
+            return max_grad_norm
+        params = self.params
+        if len(max_grad_norm) != len(params):
+            raise ValueError(
+                f"max_grad_norm has {len(max_grad_norm)} bounds for {len(params)} trained parameters; give one per "
+                "parameter, or a single number."
+            )
+        bounds = dict(zip(params, max_grad_norm, strict=True))
+        return [bounds[p] for p in self.module.trained.values() if p in bounds]
+
+    def _guard_inner(self) -> None:
+        """The wrapped optimiser refuses to step on its own: the gradients that it would find are not private."""
+        register = getattr(self.original_optimizer, "register_step_pre_hook", None)
+        if register is None:
+            return
+        outer = weakref.ref(self)
+
+        def refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
+            private = outer()
+            if private is None or private._stepping:
+                return
+            if any(owner_of(p) is private.module for p in private.accumulator.names):
+                raise PrivacyError(
+                    "step() was called on the optimizer inside the private one: it would apply gradients without "
+                    "clipping and noise, and the accountant would not know. Call step() on the optimizer that "
+                    "make_private returned; for training without privacy, call to_standard_module() first."
+                )
+
+        register(refuse)
 
     # ---- what the wrapped optimiser is
 
@@ -99,9 +173,22 @@ class DPOptimizer(Optimizer):
         self.original_optimizer.load_state_dict(state_dict)
 
     def __repr__(self) -> str:
-        return f"DPOptimizer({self.original_optimizer!r})"
+        return f"{type(self).__name__}({self.original_optimizer!r})"
 
     # ---- the private gradient
+
+    @property
+    def params(self) -> list[Parameter]:
+        """The trained parameters, in the optimiser's order."""
+        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+
+    @property
+    def grad_samples(self) -> list[Tensor]:
+        """[examples, *p.shape] per parameter, over all batches since the last step."""
+        values = [p.grad_sample for p in self.params]  # type: ignore[attr-defined]
+        if any(value is None for value in values):
+            raise PrivacyError("There are no per-sample gradients; call loss.backward() first.")
+        return [torch.cat(value) if isinstance(value, list) else value for value in values]
 
     @property
     def max_grad_norm(self) -> float | list[float]:
@@ -123,16 +210,29 @@ class DPOptimizer(Optimizer):
         """The next ``step()`` only clips and accumulates (a physical piece of a larger logical batch)."""
         self._skip = do_skip
 
-    def attach_step_hook(self, hook: StepHook) -> None:
-        """``hook(self)`` runs after noise was added and before the parameters change; the accountant attaches here."""
-        self.step_hook = hook
+    def attach_step_hook(self, fn: StepHook) -> None:
+        """``fn(self)`` runs after noise was added and before the parameters change; the accountant attaches here.
+
+        Hooks add up: one more does not silence the accountant.
+        """
+        self.step_hooks.append(fn)
+
+    def attach_step_guard(self, guard: StepHook) -> None:
+        """``guard(self)`` runs before anything of a step is released, and raises to prevent it."""
+        self.step_guards.append(guard)
 
     def discard(self) -> None:
         """Forgets clipped sums of an unfinished logical batch, and its flag."""
         self.module.forget()
         self._skip = False
+        self._clear()
+        self._forget_sums()
+
+    def _clear(self) -> None:
         self._batches, self._in_piece = 0, False
         self.accumulator.flat.zero_()
+
+    def _forget_sums(self) -> None:
         for param in self.accumulator.parameters.values():
             param.summed_grad = None  # type: ignore[attr-defined]
 
@@ -142,45 +242,61 @@ class DPOptimizer(Optimizer):
         PrivacyError where there was none, or where a parameter received an ordinary gradient: its examples were not
         clipped.
         """
-        self.accumulator.check_unchanged()
+        self._check_unchanged()
         self._check_no_ordinary_gradient()
         with torch.no_grad():
-            passes = 0
+            passes, rows = 0, 0
             for uses, batch_size in self.module.take():
                 passes += 1
+                rows += batch_size
                 if batch_size:
                     norms, _ = self.accumulator.add(uses, batch_size)
                     self.nonfinite += int((~norms.isfinite()).any(0).sum())
+                    self._observe(norms)
         if not passes:
             raise PrivacyError(
                 "optimizer.step() found no backward pass of the wrapped module since the last step; stepping now would "
                 "release noise for a batch that was never seen. Call loss.backward() on the module's output first."
             )
+        if self.ledger is not None:
+            self.ledger.use(rows, 0 if self._skip else 1)
         # All pieces of a logical batch count as one batch; without pieces every backward pass is a batch of its own.
         self._batches += passes if not (self._skip or self._in_piece) else int(not self._in_piece)
         self._in_piece = self._skip
         for param, summed in self.accumulator.sums.items():
             param.summed_grad = summed  # type: ignore[attr-defined]
 
+    def _observe(self, norms: Tensor) -> None:
+        """Norms [groups, B] of a batch that is being accumulated, for those who adapt to them."""
+
+    def _check_unchanged(self) -> None:
+        self.module.check_unchanged()
+        released = self.accumulator.names
+        for param in self.params:
+            if param not in released:
+                raise PrivacyError(
+                    "A parameter was added to the optimizer after make_private; it would be updated without clipping "
+                    "and noise. Make the module private again with an optimizer that holds it from the start."
+                )
+
     def _check_no_ordinary_gradient(self) -> None:
         for name, param in self.accumulator.parameters.items():
-            grad = param.grad
-            if grad is None:
-                continue
-            released, version = self._released.get(param, (None, 0))
-            if grad is not released or grad._version != version:
+            if not self.module.owns(param):
                 raise PrivacyError(
-                    f"Parameter {name} has an ordinary, unclipped gradient: it is used by an operation that "
-                    f"dpcore has no "
-                    "rule for, or outside of the wrapped module's forward in training mode. Wrap that operation in a "
-                    "module of its own, or freeze the parameter with requires_grad_(False)."
+                    f"Parameter {name} has an ordinary, unclipped gradient: it is used by an operation that dpcore "
+                    "has no rule for, or outside of the wrapped module's forward in training mode, or p.grad was "
+                    "changed by hand, which the step would undo. Wrap that operation in a module of its own, or freeze "
+                    "the parameter with requires_grad_(False)."
                 )
 
     def add_noise(self) -> None:
         """``p.grad`` becomes summed gradient + σ·C·noise of this step's number; of all ranks, with the noise of the
         first.
         """
-        std = self.noise_multiplier * self.accumulator.sensitivity
+        if self.module.ordinary_grad:
+            for param, summed in self.accumulator.sums.items():
+                param.summed_grad = summed.clone()  # type: ignore[attr-defined]
+        std = self._gradient_noise_multiplier() * self.accumulator.sensitivity
         if self.ranks is None or self.ranks.rank == 0:
             self.noise.add_(self.accumulator.flat, std, self.steps)
         if self.ranks is not None:
@@ -188,6 +304,9 @@ class DPOptimizer(Optimizer):
         self.steps += 1
         for param, summed in self.accumulator.sums.items():
             param.grad = summed.to(param.dtype, copy=True)
+
+    def _gradient_noise_multiplier(self) -> float:
+        return self.noise_multiplier
 
     def _check_ranks(self, ranks: Ranks) -> None:
         """PrivacyError unless all ranks are about to release the same step; the weights are compared once after each
@@ -202,7 +321,7 @@ class DPOptimizer(Optimizer):
                 "max_grad_norm": self.max_grad_norm,
                 "expected_batch_size": self.expected_batch_size,
                 "the optimizer's settings": groups,
-                "the weights": None if self.weights_agree else fingerprint(self.module.parameters()),
+                "the weights": None if self.weights_agree else fingerprint(self.module._module.parameters()),
             }
         )
         self.weights_agree = True
@@ -223,10 +342,12 @@ class DPOptimizer(Optimizer):
             return False
         if self.ranks is not None:
             self._check_ranks(self.ranks)
+        for guard in self.step_guards:
+            guard(self)
         self.add_noise()
         self.scale_grad()
-        if self.step_hook is not None:
-            self.step_hook(self)
+        for hook in self.step_hooks:
+            hook(self)
         return True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -236,11 +357,66 @@ class DPOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self.pre_step():
-            self.original_optimizer.step()
-            self._released = {p: (p.grad, p.grad._version) for p in self.accumulator.sums if p.grad is not None}
-            self.discard()
+            self._stepping = True
+            try:
+                self.original_optimizer.step()
+            finally:
+                self._stepping = False
+            for param in self.accumulator.sums:
+                if param.grad is not None:
+                    self.module.own(param)
+            self._clear()
+            if not self.module.ordinary_grad:
+                self._forget_sums()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears ``p.grad``; what virtual steps have accumulated stays until the logical batch's step."""
+        """Clears ``p.grad`` and ``p.grad_sample``; what virtual steps have accumulated stays until the logical batch's
+        step."""
         self.original_optimizer.zero_grad(set_to_none=True)
+        self.module.drop_gradients()
+        if not self._in_piece:
+            self._clear()
+            self._forget_sums()
+
+
+class DPOptimizerFastGradientClipping(DPOptimizer):
+    """:class:`DPOptimizer` under the name of the fast-clipping mode: one optimiser serves all modes."""
+
+
+def _recorder(optimizer: Optimizer) -> AbstractGradSampleHooks:
+    """What records the trained parameters of ``optimizer``."""
+    owners = []
+    for param in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+        owner = owner_of(param)
+        if owner is None:
+            raise PrivacyError(
+                f"A trained parameter of shape {tuple(param.shape)} is not recorded by any GradSampleModule: it would "
+                "be updated without clipping and noise. Wrap the module in GradSampleModule first and keep the "
+                "wrapper, or use PrivacyEngine.make_private."
+            )
+        if owner not in owners:
+            owners.append(owner)
+    if len(owners) != 1:
+        raise PrivacyError(
+            f"The optimizer's parameters belong to {len(owners)} GradSampleModules; an example must be clipped over "
+            "all of its gradient at once. Wrap one module around them all."
+        )
+    return owners[0]
+
+
+def _claim(module: AbstractGradSampleHooks, optimizer: DPOptimizer) -> None:
+    """One optimiser per recorded module: a second would find its gradients taken."""
+    reference = _CLAIMED.get(module)
+    if reference is not None and reference() is not None:
+        raise PrivacyError(
+            "The module is private already and belongs to another DPOptimizer, which takes its gradients; a second "
+            "one would release noise alone. Use that optimizer, or start from module.to_standard_module()."
+        )
+    _CLAIMED[module] = weakref.ref(optimizer)
+
+
+def _noise(generator: torch.Generator | None, secure_mode: bool) -> GaussianNoise:
+    if secure_mode:
+        return SecureNoise()
+    return GaussianNoise(None if generator is None else int(torch.randint(2**62, (), generator=generator)))

@@ -1,19 +1,24 @@
-"""Schedules of the noise multiplier and of the clip norm; the accountant follows, because it reads the optimiser."""
+"""Schedules of the noise multiplier, the clip norm and the batch size; the accountant follows."""
 
-from dpcore.schedulers.scheduler import (
+from dpcore.schedulers.batch_size_scheduler import ExponentialBatchSize, LambdaBatchSize, StepBatchSize
+from dpcore.schedulers.grad_clip_scheduler import (
     ExponentialGradClip,
-    ExponentialNoise,
     LambdaGradClip,
-    LambdaNoise,
     StepGradClip,
-    StepNoise,
+    _GradClipScheduler,
 )
+from dpcore.schedulers.noise_scheduler import ExponentialNoise, LambdaNoise, StepNoise, _NoiseScheduler
 
 __all__ = [
+    "ExponentialBatchSize",
     "ExponentialGradClip",
     "ExponentialNoise",
+    "LambdaBatchSize",
     "LambdaGradClip",
     "LambdaNoise",
+    "StepBatchSize",
     "StepGradClip",
     "StepNoise",
+    "_GradClipScheduler",
+    "_NoiseScheduler",
 ]

@@ -1,97 +1,89 @@
-"""One schedule for two quantities: value at step k = initial value x factor(k)."""
+"""What all schedules share: a value per epoch, set on the optimiser when the schedule is built and at every step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
-
-from dpcore.optimizers.optimizer import DPOptimizer
 
 
 class Scheduler:
-    """Sets ``optimizer.<attribute>`` to its initial value times ``factor(k)`` after k calls of :meth:`step`.
+    """Sets ``optimizer.<attribute>`` to :meth:`value` at epoch 0 and after each :meth:`step`.
 
-    Schedules must not depend on the data. ``factor`` must stay positive.
+    Schedules must not depend on the data. ``last_epoch``: -1 to start; the number of the last epoch to go on from an
+    optimiser whose attribute is what it was then.
     """
 
     attribute: str
 
-    def __init__(self, optimizer: DPOptimizer, factor: Callable[[int], float]) -> None:
+    def __init__(self, optimizer: Any, *, last_epoch: int = -1) -> None:
+        if not hasattr(optimizer, self.attribute):
+            raise ValueError(
+                f"A {type(optimizer).__name__} has no {self.attribute}; schedules of privacy take the optimizer that "
+                "make_private returned."
+            )
         self.optimizer = optimizer
-        self.factor = factor
-        self.initial: Any = getattr(optimizer, self.attribute)
-        self.epoch = 0
-        self._apply()
+        self.last_epoch = last_epoch
+        self.initial = getattr(optimizer, self.attribute)
+        if last_epoch >= 0:
+            self.initial = scaled(self.initial, 1.0 / self.past_factor(last_epoch))
+        self.step()
+
+    def factor(self, epoch: int) -> float:
+        """What multiplies the initial value at ``epoch``."""
+        raise NotImplementedError
+
+    def past_factor(self, epoch: int) -> float:
+        """What has multiplied the value that the optimiser has at ``epoch``, when the schedule is built then."""
+        return self.factor(epoch)
+
+    def value(self) -> Any:
+        """The value at ``last_epoch``. ValueError where it is not positive."""
+        factor = self.factor(self.last_epoch)
+        if not factor > 0.0:
+            raise ValueError(f"The factor at step {self.last_epoch} is {factor}; it must be above 0.")
+        return scaled(self.initial, factor)
 
     def step(self) -> None:
         """Moves on by one, usually an epoch."""
-        self.epoch += 1
-        self._apply()
+        self.last_epoch += 1
+        self.apply()
 
-    def _apply(self) -> None:
-        factor = self.factor(self.epoch)
-        if not factor > 0.0:
-            raise ValueError(f"The factor at step {self.epoch} is {factor}; it must be above 0.")
-        value = [c * factor for c in self.initial] if isinstance(self.initial, list) else self.initial * factor
-        setattr(self.optimizer, self.attribute, value)
+    def apply(self) -> None:
+        """Sets the value on the optimiser."""
+        setattr(self.optimizer, self.attribute, self.value())
 
     def state_dict(self) -> dict[str, Any]:
-        return {"initial": self.initial, "epoch": self.epoch}
+        return {"initial": self.initial, "last_epoch": self.last_epoch}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.initial, self.epoch = state["initial"], state["epoch"]
-        self._apply()
-
-
-class LambdaNoise(Scheduler):
-    """Noise multiplier times ``noise_lambda(k)``."""
-
-    attribute = "noise_multiplier"
-
-    def __init__(self, optimizer: DPOptimizer, *, noise_lambda: Callable[[int], float]) -> None:
-        super().__init__(optimizer, noise_lambda)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.initial, self.last_epoch = state_dict["initial"], state_dict["last_epoch"]
+        self.apply()
 
 
-class ExponentialNoise(Scheduler):
-    """Noise multiplier times gamma^k."""
-
-    attribute = "noise_multiplier"
-
-    def __init__(self, optimizer: DPOptimizer, *, gamma: float) -> None:
-        super().__init__(optimizer, lambda k: gamma**k)
+def scaled(value: Any, factor: float) -> Any:
+    """A number, or each of a list, times ``factor``."""
+    return [v * factor for v in value] if isinstance(value, list) else value * factor
 
 
-class StepNoise(Scheduler):
-    """Noise multiplier times gamma at every ``step_size`` steps."""
+class Exponential(Scheduler):
+    """Times gamma^k at epoch k."""
 
-    attribute = "noise_multiplier"
+    def __init__(self, optimizer: Any, *, gamma: float, last_epoch: int = -1) -> None:
+        self.gamma = gamma
+        super().__init__(optimizer, last_epoch=last_epoch)
 
-    def __init__(self, optimizer: DPOptimizer, *, step_size: int, gamma: float) -> None:
-        super().__init__(optimizer, lambda k: gamma ** (k // step_size))
-
-
-class LambdaGradClip(Scheduler):
-    """Clip norm times ``scheduler_function(k)``."""
-
-    attribute = "max_grad_norm"
-
-    def __init__(self, optimizer: DPOptimizer, *, scheduler_function: Callable[[int], float]) -> None:
-        super().__init__(optimizer, scheduler_function)
+    def factor(self, epoch: int) -> float:
+        return self.gamma**epoch
 
 
-class ExponentialGradClip(Scheduler):
-    """Clip norm times gamma^k."""
+class Stepwise(Scheduler):
+    """Times gamma at every ``step_size`` epochs."""
 
-    attribute = "max_grad_norm"
+    def __init__(self, optimizer: Any, *, step_size: int, gamma: float, last_epoch: int = -1) -> None:
+        if step_size < 1:
+            raise ValueError(f"step_size is {step_size}; it must be at least 1.")
+        self.step_size = step_size
+        self.gamma = gamma
+        super().__init__(optimizer, last_epoch=last_epoch)
 
-    def __init__(self, optimizer: DPOptimizer, *, gamma: float) -> None:
-        super().__init__(optimizer, lambda k: gamma**k)
-
-
-class StepGradClip(Scheduler):
-    """Clip norm times gamma at every ``step_size`` steps."""
-
-    attribute = "max_grad_norm"
-
-    def __init__(self, optimizer: DPOptimizer, *, step_size: int, gamma: float) -> None:
-        super().__init__(optimizer, lambda k: gamma ** (k // step_size))
+    def factor(self, epoch: int) -> float:
+        return self.gamma ** (epoch // self.step_size)

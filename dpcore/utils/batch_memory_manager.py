@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from dpcore.grad_sample.tree import batch_length
 from dpcore.optimizers.optimizer import DPOptimizer
-
-
-def batch_length(batch: Any) -> int:
-    """Number of examples: the length of the first tensor in a batch of any structure. ValueError where there is
-    none.
-    """
-    if isinstance(batch, Tensor):
-        return len(batch)
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, Sequence) else ()
-    for value in values:
-        if isinstance(value, (Tensor, Mapping, list, tuple)):
-            return batch_length(value)
-    raise ValueError(f"A batch of type {type(batch).__name__} holds no tensor, so it cannot be split into pieces.")
 
 
 def cut(batch: Any, rows: slice) -> Any:

@@ -11,7 +11,8 @@ from scipy import stats
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from dpcore.data_loader import DPDataLoader
-from dpcore.utils.batch_memory_manager import batch_length, cut
+from dpcore.grad_sample.tree import batch_length
+from dpcore.utils.batch_memory_manager import cut
 from dpcore.utils.uniform_sampler import UniformWithReplacementSampler, steps_per_epoch
 
 

@@ -1,0 +1,426 @@
+"""Recording of a module's training passes, so that an ordinary ``loss.backward()`` leaves behind what the clipped sum
+needs. :class:`GradSampleHooks` does it on a module as it is, :class:`GradSampleModule` in a wrapper around it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.grad_sample import attention, convolution, embedding, normalization, recurrent  # noqa: F401  (the rules)
+from dpcore.grad_sample.accumulator import weighted_sum
+from dpcore.grad_sample.fallback import Fallback
+from dpcore.grad_sample.iteration import Iteration, owner_of, set_owner
+from dpcore.grad_sample.layout import copies, find_fallbacks, probe_size
+from dpcore.grad_sample.planner import choose
+from dpcore.grad_sample.samplers import custom_fallbacks
+from dpcore.grad_sample.tape import Tape, Use
+from dpcore.grad_sample.tree import batch_length, flatten
+from dpcore.validators.module_validator import ModuleValidator
+
+
+class AbstractGradSampleHooks:
+    """What records a module's gradients by example, and hands them to the optimiser.
+
+    ``loss_reduction``: "mean" or "sum", what the user's loss does over the batch. ``ordinary_grad``: whether ``p.grad``
+    is the ordinary gradient of the batch between ``backward()`` and the optimiser's step; forming it costs about what
+    an ordinary backward pass does for its weights. ``p.grad_sample`` is formed when it is read, in either case.
+    """
+
+    _module: nn.Module
+    max_grad_norm: float | None = None
+    """The bound that the fast-clipping classes were given; the optimiser's must be the same."""
+
+    def _setup(
+        self, m: nn.Module, *, batch_first: bool, loss_reduction: str, strict: bool, ordinary_grad: bool
+    ) -> None:
+        if loss_reduction not in ("mean", "sum"):
+            raise ValueError(f"loss_reduction is {loss_reduction!r}; it must be 'mean' or 'sum'.")
+        if not batch_first:
+            raise UnsupportedError("dpcore needs the batch as first dimension; transpose inside the model.")
+        self.validate(m, strict=strict)
+        refuse_compiled(m)
+        self._module = m
+        self.loss_reduction = loss_reduction
+        self.batch_first = batch_first
+        self.ordinary_grad = ordinary_grad
+        self.trained = {n: p for n, p in m.named_parameters() if p.requires_grad}
+        for name, param in self.trained.items():
+            if owner_of(param) is not None:
+                raise PrivacyError(
+                    f"Parameter {name} is recorded by another wrapper already; its gradients would be clipped in two "
+                    "places. Use that wrapper, or call its cleanup() or to_standard_module() first."
+                )
+        self._names = {p: n for n, p in self.trained.items()}
+        self.hooks_enabled = True
+        self.grad_accumulation_allowed = True
+        self._iterations: list[Iteration] = []
+        self._last: list[Iteration] = []
+        self._firing: list[Tape] = []
+        self._fallbacks: dict[str, Fallback] = custom_fallbacks(m)
+        self._kinds: set[tuple[Any, ...]] = set()
+        # Gradients that were formed here or released by the optimiser, and their versions: any other in p.grad is
+        # an ordinary one, of an operation that no rule has seen.
+        self._own: dict[Parameter, tuple[Tensor, int]] = {}
+        self._parts = _parts(m)
+        for param in self.trained.values():
+            set_owner(param, self)
+
+    # ---- recording
+
+    def _run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``call(*args, **kwargs)``, recorded where it is a training pass."""
+        if not (self._module.training and torch.is_grad_enabled() and self.hooks_enabled):
+            return call(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            raise UnsupportedError(
+                "torch.compile cannot see through the recording of gradients by example; leave the private module "
+                "uncompiled."
+            )
+        batch_size = batch_length((args, kwargs))
+        self._prepare(call, args, kwargs, batch_size)
+        scale = float(batch_size) if self.loss_reduction == "mean" else 1.0
+        tape = Tape(self._names, batch_size, scale, self._fallbacks)
+        tape.on_fire = self._fired
+        with tape:
+            output = call(*args, **kwargs)
+        if batch_size == 0:
+            # Nothing may flow back from an empty batch, yet it is a step.
+            self._iterations.append(Iteration([], 0))
+        return output
+
+    def _fired(self, tape: Tape) -> None:
+        """A backward pass has reached ``tape`` for the first time; all that it reaches are one gradient per example."""
+        if not self._firing:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+        self._firing.append(tape)
+
+    def _end_of_backward(self) -> None:
+        tapes, self._firing = self._firing, []
+        sizes = {tape.batch_size for tape in tapes}
+        if len(sizes) > 1:
+            raise PrivacyError(
+                f"One loss went through batches of {sorted(sizes)} examples, so their gradients cannot be told "
+                "apart by example; call backward() for each of them."
+            )
+        size = sizes.pop()
+        iteration = Iteration([use for tape in tapes for use in tape.uses], size)
+        if size:
+            self._iterations.append(iteration)
+        if not self.grad_accumulation_allowed and sum(1 for i in self._iterations if i.batch_size) > 1:
+            raise ValueError(
+                "A second backward pass came before optimizer.step(), and accumulation is forbidden; step after every "
+                "batch, use BatchMemoryManager for large ones, or call allow_grad_accumulation()."
+            )
+        if self.ordinary_grad:
+            self._form_ordinary_gradients(iteration)
+
+    @torch.no_grad()
+    def _form_ordinary_gradients(self, iteration: Iteration) -> None:
+        """``p.grad`` += Σ_i g_i, divided by the batch's length for a mean loss."""
+        size = iteration.batch_size
+        weight = 1.0 / max(size, 1) if self.loss_reduction == "mean" else 1.0
+        choices = {choice.param: choice for choice in choose(iteration.uses)}
+        for param in self.trained.values():
+            if param.grad is not None and not self.owns(param):
+                continue  # an ordinary gradient of the user's; the optimiser's step refuses it by name
+            dtype = torch.promote_types(param.dtype, torch.float32)
+            total = torch.zeros(param.shape, dtype=dtype, device=param.device)
+            if param in choices:
+                weighted_sum(choices[param], torch.full((size,), weight, dtype=dtype, device=param.device), total)
+            total = total.to(param.dtype)
+            param.grad = total if param.grad is None else param.grad + total
+            self.own(param)
+
+    def _prepare(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int
+    ) -> None:
+        """Before the first batch of a kind: finds what has no rule."""
+        kind = tuple(
+            (leaf.shape[1:], leaf.dtype)
+            for leaf in flatten((args, kwargs))[0]
+            if isinstance(leaf, Tensor) and leaf.dim()
+        )
+        if not batch_size or kind in self._kinds:
+            return
+
+        def run(count: int) -> Any:
+            few_args, few_kwargs = copies((args, kwargs), batch_size, count)
+            return call(*few_args, **few_kwargs)
+
+        self._fallbacks = find_fallbacks(
+            self._module, self._names, run, probe_size((args, kwargs), batch_size), self._fallbacks
+        )
+        self._kinds.add(kind)
+
+    # ---- what the optimiser takes
+
+    def take(self) -> Iterator[tuple[list[Use], int]]:
+        """(uses, batch size) of every backward pass since the last call, which are then forgotten; where ordinary
+        gradients are asked for, ``p.grad_sample`` can still be read until ``zero_grad()``."""
+        iterations, self._iterations = self._iterations, []
+        self._last = iterations if self.ordinary_grad else []
+        for iteration in iterations:
+            yield iteration.remaining(), iteration.batch_size
+
+    def forget(self) -> None:
+        """Drops what earlier passes left behind."""
+        self._iterations, self._last, self._firing = [], [], []
+
+    def drop_gradients(self) -> None:
+        """What ``zero_grad()`` does: per-sample gradients go. An empty batch stays a step, wherever in the loop
+        ``zero_grad()`` is called."""
+        self._iterations = [iteration for iteration in self._iterations if not iteration.batch_size]
+        self._last = []
+
+    def own(self, param: Parameter) -> None:
+        """``param.grad`` is what it should be; a later change will be noticed."""
+        assert param.grad is not None
+        self._own[param] = (param.grad, param.grad._version)
+
+    def owns(self, param: Parameter) -> bool:
+        """Whether ``param.grad`` is none, or as it was when :meth:`own` was called."""
+        grad, version = self._own.get(param, (None, 0))
+        return param.grad is None or (param.grad is grad and grad._version == version)
+
+    def check_unchanged(self) -> None:
+        """PrivacyError where the module is no longer the one that was made private."""
+        parts = _parts(self._module)
+        if len(parts) == len(self._parts) and all(a is b for a, b in zip(parts, self._parts, strict=True)):
+            return
+        now = dict(self._module.named_parameters())
+        for name, param in now.items():
+            if param.requires_grad and param not in self._names:
+                how = "replaced" if name in self.trained else "added or unfrozen"
+                raise PrivacyError(
+                    f"Parameter {name} was {how} after make_private: its gradient would be neither clipped nor noised. "
+                    "Make the module private again, from to_standard_module() and a new optimizer."
+                )
+        for name, param in self.trained.items():
+            if name not in now:
+                raise PrivacyError(
+                    f"Parameter {name} was removed after make_private: the optimizer would go on releasing noise for "
+                    "it. Make the module private again."
+                )
+            if not param.requires_grad:
+                raise PrivacyError(
+                    f"Parameter {name} was frozen after the engine was built; build a new engine for the new set."
+                )
+        raise PrivacyError(
+            "A layer was added, removed or swapped after make_private; whether the new one keeps examples apart was "
+            "never checked. Make the module private again, from to_standard_module()."
+        )
+
+    # ---- p.grad_sample
+
+    def read_grad_sample(self, param: Parameter) -> Any:
+        """[B, *param.shape]; a list of them where several batches have accumulated; None before a backward pass."""
+        iterations = self._iterations or self._last
+        if not iterations:
+            return None
+        values = [iteration.grad_sample(param) for iteration in iterations]
+        return values[0] if len(values) == 1 else values
+
+    def write_grad_sample(self, param: Parameter, value: Any) -> None:
+        """A tensor [B, *param.shape] (or a list, one per batch) takes the place of what was recorded; None forgets all
+        parameters' per-sample gradients, because a gradient without one of its parts is no gradient."""
+        if value is None:
+            self.drop_gradients()
+            return
+        values = list(value) if isinstance(value, (list, tuple)) else [value]
+        for tensor in values:
+            if not isinstance(tensor, Tensor) or tensor.shape[1:] != param.shape:
+                raise ValueError(
+                    f"grad_sample of {self._names[param]} was set to a value that is not a tensor of shape "
+                    f"[batch, {', '.join(map(str, param.shape))}]; give one gradient per example."
+                )
+        if not self._iterations:
+            self._iterations = [Iteration([], len(tensor)) for tensor in values]
+        if [len(tensor) for tensor in values] != [iteration.batch_size for iteration in self._iterations]:
+            raise PrivacyError(
+                f"grad_sample of {self._names[param]} has {[len(t) for t in values]} examples, the batch has "
+                f"{[i.batch_size for i in self._iterations]}; rows of different examples would be clipped together."
+            )
+        for iteration, tensor in zip(self._iterations, values, strict=True):
+            iteration.given[param] = tensor
+
+    def set_grad_sample_to_none(self) -> None:
+        """Forgets all per-sample gradients."""
+        self.drop_gradients()
+
+    def del_grad_sample(self) -> None:
+        """Forgets all per-sample gradients."""
+        self.drop_gradients()
+
+    # ---- switches
+
+    def forbid_grad_accumulation(self) -> None:
+        """From now on a second backward pass before the optimiser's step raises ValueError."""
+        self.grad_accumulation_allowed = False
+
+    def allow_grad_accumulation(self) -> None:
+        """Undoes :meth:`forbid_grad_accumulation`."""
+        self.grad_accumulation_allowed = True
+
+    def disable_hooks(self) -> None:
+        """Stops recording; the optimiser then refuses the ordinary gradients that arise."""
+        self.hooks_enabled = False
+
+    def enable_hooks(self) -> None:
+        """Resumes recording."""
+        self.hooks_enabled = True
+
+    def remove_hooks(self) -> None:
+        """Ends the recording for good."""
+        self.disable_hooks()
+
+    def cleanup(self) -> None:
+        """Ends the recording and removes every trace from the parameters."""
+        self.remove_hooks()
+        self.forget()
+        self._own.clear()
+        for param in self.trained.values():
+            if owner_of(param) is self:
+                set_owner(param, None)
+            vars(param).pop("summed_grad", None)
+
+    def to_standard_module(self) -> nn.Module:
+        """The module itself, without any trace of recording."""
+        self._close()
+        return self._module
+
+    def _close(self) -> None:
+        self.cleanup()
+
+    @classmethod
+    def is_supported(cls, module: nn.Module) -> bool:
+        """Whether the module treats examples apart, as far as its class tells."""
+        return ModuleValidator.is_valid(module)
+
+    @classmethod
+    def validate(cls, module: nn.Module, *, strict: bool = False) -> list[Any]:
+        """Reasons against the module; with ``strict`` the first one is raised."""
+        return list(ModuleValidator.validate(module, strict=strict))
+
+
+class GradSampleHooks(AbstractGradSampleHooks):
+    """Records ``m`` where it is, without a wrapper: go on using ``m``, and call :meth:`cleanup` when done."""
+
+    def __init__(
+        self,
+        m: nn.Module,
+        *,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        strict: bool = True,
+        force_functorch: bool = False,
+        ordinary_grad: bool = True,
+    ) -> None:
+        """``force_functorch`` is accepted and changes nothing: rules and vmap give the same gradients."""
+        self._setup(
+            m, batch_first=batch_first, loss_reduction=loss_reduction, strict=strict, ordinary_grad=ordinary_grad
+        )
+        self._inside = False
+        self._users_forward = vars(m).get("forward")
+        self._forward = m.forward
+
+        @functools.wraps(self._forward)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return self._forward(*args, **kwargs)
+            self._inside = True
+            try:
+                return self._run(self._call, args, kwargs)
+            finally:
+                self._inside = False
+
+        self._recorded = recorded
+        m.forward = recorded
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward, or the tape's where the module is recorded as a whole."""
+        current = vars(self._module).get("forward")
+        return (self._forward if current is self._recorded else current)(*args, **kwargs)  # type: ignore[misc]
+
+    def remove_hooks(self) -> None:
+        super().remove_hooks()
+        if vars(self._module).get("forward") is self._recorded:
+            del self._module.forward
+            if self._users_forward is not None:
+                self._module.forward = self._users_forward  # type: ignore[method-assign]
+
+    # What loops ask of a wrapper works on the hooks too.
+
+    @property
+    def training(self) -> bool:
+        return self._module.training
+
+    def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
+        return self._module.parameters(recurse)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return self._module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._module.load_state_dict(*args, **kwargs)
+
+
+class GradSampleHooksNoOp(AbstractGradSampleHooks):
+    """Records nothing: the user's loop sets ``p.grad_sample`` itself, one gradient per example for every parameter."""
+
+    def __init__(self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean") -> None:
+        self._setup(m, batch_first=batch_first, loss_reduction=loss_reduction, strict=True, ordinary_grad=False)
+        self.hooks_enabled = False
+
+    def owns(self, param: Parameter) -> bool:
+        """True: what the loop leaves in ``p.grad`` is its own affair, and the step replaces it."""
+        return True
+
+    def take(self) -> Iterator[tuple[list[Use], int]]:
+        for iteration in self._iterations:
+            missing = [name for name, param in self.trained.items() if param not in iteration.given]
+            if missing and iteration.batch_size:
+                raise PrivacyError(
+                    f"{missing[0]} has no grad_sample; in the no_op mode the loop sets p.grad_sample of every trained "
+                    "parameter before optimizer.step(), or its examples would be clipped by a part of their gradient."
+                )
+        yield from super().take()
+
+
+class GradSampleHooksFastGradientClipping(GradSampleHooks):
+    """:class:`GradSampleHooks` without ordinary gradients, under the name of the fast-clipping mode."""
+
+    def __init__(
+        self,
+        m: nn.Module,
+        *,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        strict: bool = True,
+        force_functorch: bool = False,
+        max_grad_norm: float | None = None,
+        use_ghost_clipping: bool = True,
+    ) -> None:
+        """``use_ghost_clipping`` is accepted and changes nothing: the planner chooses per layer."""
+        super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction, strict=strict, ordinary_grad=False)
+        self.max_grad_norm = max_grad_norm
+
+
+def _parts(module: nn.Module) -> tuple[Any, ...]:
+    """All submodules and all parameters, each followed by whether it is trained; to be compared by identity."""
+    return (*module.modules(), *(part for param in module.parameters() for part in (param, param.requires_grad)))
+
+
+def refuse_compiled(module: nn.Module) -> None:
+    """UnsupportedError where a part of the module was compiled: the calls inside it cannot be recorded."""
+    for name, child in module.named_modules():
+        if hasattr(child, "_orig_mod") or getattr(child, "_compiled_call_impl", None) is not None:
+            raise UnsupportedError(
+                f"{name or 'The module'} is compiled by torch.compile, which hides the layers inside it from the "
+                "recording of gradients by example; pass the uncompiled module (compiled._orig_mod)."
+            )

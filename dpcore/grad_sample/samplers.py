@@ -1,0 +1,125 @@
+"""Rules for custom layers, by decorator: ``f(layer, activations, backprops)`` -> {parameter: per-sample gradients}.
+
+``activations`` are the tensors among the layer's inputs, ``backprops`` is the gradient at its (first) output, both
+batch first. Check a new rule with ``dpcore.utils.per_sample_gradients_utils.check_per_sample_gradients_are_correct``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import Parameter
+
+from dpcore.errors import UnsupportedError
+from dpcore.grad_sample.fallback import Fallback, ModuleUse, in_dtype
+from dpcore.grad_sample.tape import Saved
+from dpcore.grad_sample.tree import flatten, unflatten
+
+Sampler = Callable[[Any, list[Tensor], Tensor], dict[Parameter, Tensor]]
+GRAD_SAMPLERS: dict[type[nn.Module], Sampler] = {}
+NORM_SAMPLERS: dict[type[nn.Module], Sampler] = {}
+
+
+def register_grad_sampler(
+    target_class_or_classes: type[nn.Module] | Sequence[type[nn.Module]],
+) -> Callable[[Sampler], Sampler]:
+    """Decorator: ``f(layer, activations, backprops)`` gives {parameter: [B, *parameter.shape]} for layers of exactly
+    these classes, in place of dpcore's own rules."""
+    return _register(GRAD_SAMPLERS, target_class_or_classes)
+
+
+def register_norm_sampler(
+    target_class_or_classes: type[nn.Module] | Sequence[type[nn.Module]],
+) -> Callable[[Sampler], Sampler]:
+    """Decorator: ``f(layer, activations, backprops)`` gives {parameter: [B] norms}, without per-sample gradients.
+
+    The clipped sum is then taken by a second pass through the layer. A norm that is too small voids the privacy
+    guarantee; the checker compares it with the truth.
+    """
+    return _register(NORM_SAMPLERS, target_class_or_classes)
+
+
+def _register(
+    table: dict[type[nn.Module], Sampler], target: type[nn.Module] | Sequence[type[nn.Module]]
+) -> Callable[[Sampler], Sampler]:
+    def register(sampler: Sampler) -> Sampler:
+        for kind in target if isinstance(target, Sequence) else [target]:
+            table[kind] = sampler
+        return sampler
+
+    return register
+
+
+def custom_fallbacks(model: nn.Module) -> dict[str, Fallback]:
+    """The modules by name that have a rule of the user's, and trained parameters."""
+    found: dict[str, Fallback] = {}
+    for name, module in model.named_modules():
+        kind = type(module)
+        within = any(outer == "" or name.startswith(outer + ".") for outer in found)
+        if within or not (kind in GRAD_SAMPLERS or kind in NORM_SAMPLERS):
+            continue
+        if any(p.requires_grad for p in module.parameters()):
+            found[name] = Fallback(name, module, use=SamplerUse)
+    return found
+
+
+class SamplerUse(ModuleUse):
+    """A call of a layer with a rule of the user's."""
+
+    def ghost_is_cheaper(self, param: Parameter) -> bool:
+        return type(self.module) in NORM_SAMPLERS
+
+    def _sample(self, sampler: Sampler, what: str) -> dict[Parameter, Tensor]:
+        gradients = list(self.grads.values())
+        if len(gradients) != 1:
+            raise UnsupportedError(
+                f"{self.name} has {len(gradients)} outputs with a gradient, and a custom rule knows of one; return one "
+                "tensor, or leave the layer without a rule."
+            )
+        leaves = [leaf.get(self.name) for leaf in self.leaves if isinstance(leaf, Saved)]
+        module = in_dtype(self.module, gradients[0].dtype)
+        names = {p: name for name, p in module.named_parameters()}
+        values = {names[p]: value.detach() for p, value in sampler(module, leaves, gradients[0]).items() if p in names}
+        missing = [name for name in self.trained if name not in values]
+        if missing:
+            raise UnsupportedError(
+                f"The custom rule of {self.name} returns no {what} for {missing[0]}; it must for every trained "
+                "parameter of the layer."
+            )
+        return {self.trained[name]: values[name] for name in self.trained}
+
+    def _all(self) -> dict[Parameter, Tensor]:
+        sampler = GRAD_SAMPLERS.get(type(self.module))
+        if sampler is None:
+            return super()._all()
+        values = self._sample(sampler, "per-sample gradient")
+        for param, value in values.items():
+            size = len(next(iter(self.grads.values())))
+            if value.shape != (size, *param.shape):
+                raise UnsupportedError(
+                    f"The custom rule of {self.name} returns a gradient of shape {tuple(value.shape)}; it must be "
+                    f"{(size, *param.shape)}, the batch first."
+                )
+        return values
+
+    def norm_sq(self, param: Parameter) -> tuple[Tensor, Tensor | None]:
+        norms = self._sample(NORM_SAMPLERS[type(self.module)], "norm")[param]
+        return norms.square().reshape(len(norms)), None
+
+    def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
+        leaves = [leaf.get(self.name) if isinstance(leaf, Saved) else leaf for leaf in self.leaves]
+        params = {name: p.detach().requires_grad_(p is param) for name, p in self.trained.items()}
+        args, kwargs = unflatten(self.spec, leaves)
+        with torch.enable_grad():
+            results = flatten(functional_call(self.module, params, args, kwargs))[0]
+            total = sum(
+                (results[k] * g * factors.view(-1, *[1] * (g.dim() - 1)).to(g.dtype)).sum()
+                for k, g in self.grads.items()
+            )
+            name = next(name for name, p in self.trained.items() if p is param)
+            (gradient,) = torch.autograd.grad(total, params[name])  # type: ignore[arg-type]
+        out.add_(gradient)

@@ -1,0 +1,1 @@
+"""JAX Privacy: DP-SGD by ``clipped_grad`` and ``gaussian_privatizer``."""

@@ -1,0 +1,1 @@
+"""Objax: DP-SGD by ``PrivateGradValues``, and the same without privacy."""

@@ -1,0 +1,1 @@
+"""Optax: DP-SGD by ``optax.contrib.differentially_private_aggregate``."""

@@ -1,0 +1,336 @@
+"""What would release something that the accountant does not know of is refused, and the message says what."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from dpcore import GradSampleModule, PrivacyEngine, PrivacyError, UnsupportedError
+from dpcore.data_loader import DPDataLoader
+from dpcore.optimizers import DPOptimizer
+from dpcore.privacy_engine import BudgetError
+from dpcore.utils.batch_memory_manager import BatchMemoryManager
+from tests.dpcore.comparison import relative_error
+from tests.dpcore.private_setup import make, small_data, small_model, step, truth
+
+
+def _batch(n: int = 5):
+    return small_data()[:n]
+
+
+def _unfreeze(model):
+    model[0].bias.requires_grad_(True)
+
+
+def _add(model):
+    model.append(nn.Linear(3, 3).double())
+
+
+def _replace(model):
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+
+
+def _swap(model):
+    model[2] = nn.Sigmoid()
+
+
+def _remove(model):
+    model[0].bias = None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_unfreeze, "bias was added or unfrozen"),
+        (_add, "was added or unfrozen"),
+        (_replace, "weight was replaced"),
+        (_swap, "layer was added, removed or swapped"),
+        (_remove, "layer was added, removed or swapped"),
+    ],
+)
+def test_a_module_that_changed_after_make_private(change, message):
+    model = small_model()
+    model[0].bias.requires_grad_(False)
+    _, wrapped, optimizer, _ = make(model, check_batches=False)
+    x, y = _batch()
+    step(wrapped, optimizer, x, y)
+    change(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(PrivacyError, match=message):
+        step(wrapped, optimizer, x, y)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_parameter_that_joined_the_optimizer_later():
+    model = small_model()
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    _, wrapped, private, _ = make(model, optimizer=optimizer, check_batches=False)
+    optimizer.add_param_group({"params": list(model[3].parameters())})
+    with pytest.raises(PrivacyError, match="added to the optimizer after make_private"):
+        step(wrapped, private, *_batch())
+
+
+def test_only_what_the_optimizer_holds_is_clipped_and_changes():
+    model = small_model()
+    x, y = _batch()
+    before = copy.deepcopy(model)
+    frozen = copy.deepcopy(model)
+    frozen[0].requires_grad_(False)
+    _, wrapped, optimizer, _ = make(
+        model, optimizer=torch.optim.SGD(model[3].parameters(), lr=0.1), check_batches=False
+    )
+    step(wrapped, optimizer, x, y)
+    expected = {n: g / 10 for n, g in truth(frozen, x, y).items()}
+    assert relative_error({f"3.{n}": p.grad for n, p in model[3].named_parameters()}, expected) < 1e-12
+    assert torch.equal(model[0].weight, before[0].weight) and model[0].weight.grad is None
+
+
+def test_batches_that_are_not_the_private_loaders():
+    original = DataLoader(small_data(), batch_size=10)
+    _, model, optimizer, loader = make(data_loader=original)
+    with pytest.raises(PrivacyError, match="step 1 on 0 batches"):
+        for x, y in original:
+            step(model, optimizer, x, y)
+    _, model, optimizer, loader = make()
+    for x, y in loader:
+        step(model, optimizer, x, y)
+    with pytest.raises(PrivacyError, match="step 7 on 6 batches"):
+        step(model, optimizer, x, y)
+    _, model, optimizer, loader = make(poisson_sampling=False, data_loader=original)
+    for x, y in original:
+        step(model, optimizer, x, y)
+
+
+def test_an_example_in_several_rows():
+    _, model, optimizer, loader = make()
+    with pytest.raises(PrivacyError, match="some example is in several rows"):
+        for x, y in loader:
+            step(model, optimizer, torch.cat([x, x + 0.1]), torch.cat([y, y]))
+    _, model, optimizer, loader = make(check_batches=False)
+    for x, y in loader:
+        step(model, optimizer, torch.cat([x, x + 0.1]), torch.cat([y, y]))
+
+
+def test_pieces_and_abandoned_batches_pass_the_check():
+    _, model, optimizer, loader = make()
+    for _ in range(2):
+        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=3, optimizer=optimizer) as pieces:
+            for x, y in pieces:
+                step(model, optimizer, x, y)
+        next(iter(loader))
+    assert optimizer.steps == 12
+
+
+def test_the_inner_optimizer_may_not_step_on_its_own():
+    model = small_model()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, wrapped, optimizer, _ = make(model, optimizer=inner, grad_sample_mode="hooks", check_batches=False)
+    x, y = _batch()
+    F.cross_entropy(wrapped(x), y).backward()
+    with pytest.raises(PrivacyError, match="optimizer inside the private one"):
+        inner.step()
+    optimizer.step()
+    plain = wrapped.to_standard_module()
+    inner.zero_grad()
+    F.cross_entropy(plain(x), y).backward()
+    inner.step()
+
+
+def test_make_private_twice():
+    model = small_model()
+    engine, wrapped, optimizer, _ = make(model)
+    with pytest.raises(PrivacyError, match="recorded by another wrapper"):
+        make(model, engine)
+    with pytest.raises(PrivacyError, match="belongs to another DPOptimizer"):
+        make(wrapped, engine)
+    with pytest.raises(PrivacyError, match="private already"):
+        make(wrapped, engine, optimizer=optimizer)
+    make(wrapped.to_standard_module(), engine)
+
+
+def test_an_optimizer_without_a_recorded_module():
+    model = small_model()
+    options = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "expected_batch_size": 4}
+    with pytest.raises(PrivacyError, match="not recorded by any GradSampleModule"):
+        DPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    first, second = GradSampleModule(small_model()), GradSampleModule(small_model())
+    both = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    with pytest.raises(PrivacyError, match="2 GradSampleModules"):
+        DPOptimizer(both, **options)
+    with pytest.raises(ValueError, match="loss_reduction"):
+        DPOptimizer(torch.optim.SGD(first.parameters(), lr=0.1), loss_reduction="sum", **options)
+
+
+def test_a_reduction_that_the_criterion_contradicts():
+    with pytest.raises(ValueError, match="reduction is 'sum' and loss_reduction is 'mean'"):
+        make(criterion=nn.CrossEntropyLoss(reduction="sum"))
+
+
+def test_accumulation_where_it_is_forbidden():
+    _, model, _, _ = make(check_batches=False)
+    model.forbid_grad_accumulation()
+    x, y = _batch()
+    F.cross_entropy(model(x), y).backward()
+    with pytest.raises(ValueError, match="accumulation is forbidden"):
+        F.cross_entropy(model(x), y).backward()
+    _, model, _, _ = make(check_batches=False)
+    model.forbid_grad_accumulation()
+    model.allow_grad_accumulation()
+    for _ in range(2):
+        F.cross_entropy(model(x), y).backward()
+
+
+def test_zero_grad_drops_what_was_not_released():
+    _, model, optimizer, _ = make(check_batches=False)
+    x, y = _batch()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.zero_grad()
+    with pytest.raises(PrivacyError, match="no backward pass"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "hooks"])
+def test_a_missing_zero_grad_changes_nothing(mode):
+    weights = []
+    for clean in (True, False):
+        _, model, optimizer, loader = make(grad_sample_mode=mode, noise_multiplier=1.0)
+        for x, y in loader:
+            if clean:
+                optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*weights)
+
+
+def test_a_graph_that_is_used_again_after_the_step():
+    _, model, optimizer, _ = make(nn.Linear(6, 3).double(), check_batches=False)
+    x, y = _batch()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    loss.backward()
+    with pytest.raises(PrivacyError, match="no backward pass"):
+        optimizer.step()
+    F.cross_entropy(model(x), y)
+    with pytest.raises(UnsupportedError, match="create_graph"):
+        F.cross_entropy(model(x), y).backward(create_graph=True)
+
+
+def test_gradients_that_were_changed_by_hand():
+    _, model, optimizer, _ = make(grad_sample_mode="hooks", check_batches=False)
+    x, y = _batch()
+    F.cross_entropy(model(x), y).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    with pytest.raises(PrivacyError, match="changed by hand"):
+        optimizer.step()
+
+
+def test_hooks_that_were_disabled():
+    _, model, optimizer, _ = make(check_batches=False)
+    model.disable_hooks()
+    x, y = _batch()
+    F.cross_entropy(model(x), y).backward()
+    with pytest.raises(PrivacyError, match="ordinary, unclipped gradient"):
+        optimizer.step()
+    optimizer.zero_grad()
+    model.enable_hooks()
+    step(model, optimizer, x, y)
+
+
+def test_no_step_beyond_the_budget():
+    engine = PrivacyEngine(seed=1)
+    model = small_model()
+    model, optimizer, loader = engine.make_private_with_epsilon(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(small_data(), batch_size=10),
+        target_epsilon=2.0,
+        target_delta=1e-3,
+        epochs=2,
+        max_grad_norm=1.0,
+        sample_rate=1 / 6,
+        expected_batch_size=10,
+    )
+    for _ in range(2):
+        for x, y in loader:
+            assert engine.within_budget(optimizer)
+            step(model, optimizer, x, y)
+    assert not engine.within_budget(optimizer)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(BudgetError, match="beyond the budget of 2"):
+        for x, y in loader:
+            step(model, optimizer, x, y)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert 1.99 < engine.get_epsilon(1e-3) <= 2.0 and optimizer.steps == 12
+    engine.set_budget(None)
+    for x, y in loader:
+        step(model, optimizer, x, y)
+    assert engine.get_epsilon(1e-3) > 2.0
+
+
+def test_a_schedule_that_spends_faster_meets_the_budget_earlier():
+    engine = PrivacyEngine(seed=1)
+    engine, model, optimizer, loader = make(engine=engine, noise_multiplier=2.0)
+    engine.set_budget(1.0, 1e-3)
+    with pytest.raises(BudgetError):
+        for x, y in loader:
+            step(model, optimizer, x, y)
+            optimizer.noise_multiplier *= 0.8
+    assert 0 < engine.get_epsilon(1e-3) <= 1.0
+    with pytest.raises(ValueError, match="need epsilon > 0"):
+        engine.set_budget(1.0)
+
+
+def test_a_hook_of_the_users_does_not_silence_the_accountant():
+    engine, model, optimizer, loader = make(noise_multiplier=1.0)
+    seen = []
+    optimizer.attach_step_hook(lambda of: seen.append(of.steps))
+    for x, y in loader:
+        step(model, optimizer, x, y)
+    assert len(seen) == len(engine.accountant) == 6
+
+
+def test_another_data_set_is_warned_of():
+    engine, *_ = make()
+    with pytest.warns(UserWarning, match="another data set"):
+        engine.make_private(
+            module=(model := small_model()),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DPDataLoader(small_data(), sample_rate=0.1),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            expected_batch_size=6,
+        )
+
+
+def test_random_examples_for_empty_batches_are_not_drawn():
+    model = small_model()
+    with pytest.warns(UserWarning, match="twice max_grad_norm"):
+        PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DPDataLoader(small_data(), sample_rate=0.1),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            expected_batch_size=6,
+            rand_on_empty=True,
+        )
+
+
+def test_what_a_compiler_would_hide():
+    with pytest.raises(UnsupportedError, match=r"compiled by torch\.compile"):
+        make(torch.compile(small_model(), backend="eager"))
+    model = small_model()
+    model[0] = torch.compile(model[0], backend="eager")
+    with pytest.raises(UnsupportedError, match=r"compiled by torch\.compile"):
+        make(model)
+    model = small_model()
+    model[0].compile(backend="eager")
+    with pytest.raises(UnsupportedError, match=r"compiled by torch\.compile"):
+        make(model)

@@ -1,0 +1,192 @@
+"""Every public name of Opacus exists in dpcore with a compatible signature, or is listed here with a reason."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import warnings
+
+import pytest
+
+pytest.importorskip("opacus")
+
+INTERNAL = "a helper of Opacus' own implementation; dpcore's is built otherwise"
+RULES = "dpcore's rules intercept torch functions; a rule for a layer of the user's is registered by decorator"
+ONE_LOSS = "one backward pass does everything: the loss of the ghost mode is an ordinary tensor"
+ADAPTIVE = 'PrivacyEngine(...).make_private(clipping="adaptive") does it in every mode'
+SHARDED = "sharded modules have no mode of their own"
+MATH = "the accountants' own functions; use RDPAccountant, PRVAccountant, GaussianAccountant"
+PIECES = "BatchMemoryManager cuts batches that were loaded; index lists are not cut"
+
+EXCEPTIONS = {
+    "data_loader": {
+        "CollateFnWithEmpty": "an empty batch is cut from a real one, so its structure need not be learned",
+        "wrap_collate_with_empty": "an empty batch is cut from a real one, so its structure need not be learned",
+        "shape_safe": INTERNAL,
+        "dtype_safe": INTERNAL,
+        "switch_generator": "secure mode draws batches from the operating system",
+    },
+    "distributed": {"average_gradients": "ranks exchange one clipped sum, not gradients"},
+    "grad_sample": {
+        "AbstractGradSampleHooks": "a base class: build GradSampleHooks",
+        "create_or_accumulate_grad_sample": INTERNAL,
+        **dict.fromkeys(
+            [
+                "GradSampleHooksFastGradientClippingFSDP",
+                "GradSampleModuleFastGradientClippingFSDP",
+                "GradSampleHooksFastGradientClippingTP",
+                "GradSampleModuleFastGradientClippingTP",
+            ],
+            SHARDED,
+        ),
+        **dict.fromkeys(
+            [
+                f"compute_{layer}"
+                for layer in (
+                    "conv_grad_sample",
+                    "sequence_bias_grad_sample",
+                    "rnn_linear_grad_sample",
+                    "embedding_grad_sample",
+                    "embedding_norm_sample",
+                    "group_norm_grad_sample",
+                    "instance_norm_grad_sample",
+                    "layer_norm_grad_sample",
+                    "linear_grad_sample",
+                    "rms_norm_grad_sample",
+                )
+            ],
+            RULES,
+        ),
+    },
+    "optimizers": {
+        "DistributedDPOptimizer": "every optimiser takes ranks",
+        "DistributedDPOptimizerFastGradientClipping": "every optimiser takes ranks",
+        "DistributedDPOptimizerFastGradientlipping": "a misspelling in Opacus",
+        "FSDPOptimizerFastGradientClipping": SHARDED,
+        "SimpleDistributedPerLayerOptimizer": "every optimiser takes ranks",
+    },
+    "utils.batch_memory_manager": {"BatchSplittingSampler": PIECES, "wrap_data_loader": PIECES},
+    "utils.fast_gradient_clipping_utils": {"DPTensorFastGradientClipping": ONE_LOSS},
+    "utils.per_sample_gradients_utils": {
+        "clone_module": INTERNAL,
+        "is_batch_empty": INTERNAL,
+        "ModelWithLoss": INTERNAL,
+        "compute_opacus_grad_sample": "compute_grad_sample",
+        "check_torch_version_for_ew_sample": INTERNAL,
+        "get_grad_sample_modes": INTERNAL,
+        "compute_microbatch_grad_sample_tensor_or_seq": INTERNAL,
+        "compute_grad_samples_microbatch_and_opacus": INTERNAL,
+        "unpack_packedsequences": INTERNAL,
+    },
+    "validators": {
+        "register_module_validator": "check_isolation finds what a list of classes cannot",
+        "register_module_fixer": "check_isolation finds what a list of classes cannot",
+    },
+}
+ARGUMENTS = {
+    ("data_loader", "DPDataLoader", "generator"): "batches come from a seed or the operating system",
+    ("data_loader", "DPDataLoader", "drop_last"): "has no meaning for Poisson batches",
+    ("data_loader", "DPDataLoader", "batch_first"): "an empty batch is cut from a real one",
+    ("data_loader", "DPDataLoader", "rand_on_empty"): "a random example would leak; see make_private",
+    ("utils.uniform_sampler", "UniformWithReplacementSampler", "generator"): "batches come from a seed",
+    ("utils.uniform_sampler", "DistributedUniformWithReplacementSampler", "generator"): "batches come from a seed",
+    ("utils.uniform_sampler", "DistributedUniformWithReplacementSampler", "shuffle"): "ranks own fixed shares",
+    ("utils.uniform_sampler", "DistributedUniformWithReplacementSampler", "shuffle_seed"): "ranks own fixed shares",
+    ("utils.per_sample_gradients_utils", "compute_microbatch_grad_sample", "chunk_method"): INTERNAL,
+    ("accountants", "RDPAccountant", "alphas"): "the orders are searched",
+}
+MODULES = [
+    "",
+    "accountants",
+    "accountants.utils",
+    "data_loader",
+    "distributed",
+    "grad_sample",
+    "optimizers",
+    "schedulers",
+    "utils.batch_memory_manager",
+    "utils.fast_gradient_clipping_utils",
+    "utils.per_sample_gradients_utils",
+    "utils.uniform_sampler",
+    "validators",
+    "validators.errors",
+]
+
+
+def _import(library: str, module: str):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module(f"{library}.{module}" if module else library)
+
+
+def _public(module: str) -> dict[str, object]:
+    """Functions and classes that the module of Opacus names in ``__all__``, or defines."""
+    opacus = _import("opacus", module)
+    names = [n for n in getattr(opacus, "__all__", vars(opacus)) if hasattr(opacus, n)]
+    return {
+        n: v
+        for n in names
+        if (inspect.isclass(v := getattr(opacus, n)) or inspect.isfunction(v))
+        and v.__module__.startswith(opacus.__name__ if opacus.__name__ != "opacus" else "opacus.")
+        and (not n.startswith("_") or hasattr(opacus, "__all__"))
+    }
+
+
+def _parameters(value: object) -> tuple[set[str], bool]:
+    parameters = inspect.signature(value).parameters.values()
+    named = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    return named - {"self"}, any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_public_names_and_their_arguments(module):
+    exceptions = EXCEPTIONS.get(module, {})
+    ours = _import("dpcore", module)
+    for name, theirs in _public(module).items():
+        if not hasattr(ours, name):
+            assert name in exceptions, f"dpcore.{module} has no {name}"
+        if name in exceptions:
+            continue
+        value = getattr(ours, name)
+        if inspect.isclass(theirs) and issubclass(theirs, Exception):
+            assert issubclass(value, Exception)
+            continue
+        wanted, _ = _parameters(theirs)
+        found, takes_any = _parameters(value)
+        missing = {p for p in wanted - found if not takes_any and (module, name, p) not in ARGUMENTS}
+        assert not missing, f"dpcore.{module}.{name} does not take {missing}"
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "exceptions"),
+    [
+        ("", "PrivacyEngine", {}),
+        ("grad_sample", "GradSampleModule", dict.fromkeys(
+            ["GRAD_SAMPLERS", "iterate_submodules", "add_hooks", "capture_activations_hook", "capture_backprops_hook",
+             "rearrange_grad_samples"], RULES)),
+        ("optimizers", "DPOptimizer", {}),
+        ("optimizers", "DPPerLayerOptimizer", {}),
+        ("optimizers", "AdaClipDPOptimizer", {}),
+        ("accountants", "IAccountant", {}),
+        ("validators", "ModuleValidator", {
+            "fix_and_validate": "PrivacyEngine.get_compatible_module does both", "FIXERS": INTERNAL,
+            "VALIDATORS": INTERNAL}),
+    ],
+)  # fmt: skip
+def test_public_methods_and_their_arguments(module, name, exceptions):
+    theirs, ours = getattr(_import("opacus", module), name), getattr(_import("dpcore", module), name)
+    for method, value in inspect.getmembers(theirs):
+        defined = any(method in vars(c) and c.__module__.startswith("opacus") for c in theirs.__mro__)
+        if method.startswith("_") or not defined:
+            continue
+        if not hasattr(ours, method):
+            assert method in exceptions, f"{name} has no {method}"
+        elif inspect.isfunction(value) or inspect.ismethod(value):
+            wanted, _ = _parameters(value)
+            found, takes_any = _parameters(getattr(ours, method))
+            assert takes_any or wanted - {"closure"} <= found, f"{name}.{method} does not take {wanted - found}"
+
+
+def test_every_exception_has_a_reason():
+    assert all(reason for names in EXCEPTIONS.values() for reason in names.values())
+    assert all(ARGUMENTS.values())
