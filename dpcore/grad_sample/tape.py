@@ -8,12 +8,14 @@ remembered, and one call of ``torch.autograd.grad`` then yields the gradients at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
-from torch import Tensor
+import torch.utils.checkpoint
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
@@ -120,6 +122,35 @@ class _Attach(torch.autograd.Function):
         return None, None
 
 
+@contextmanager
+def without_checkpointing() -> Iterator[None]:
+    """Functions under torch.utils.checkpoint are run once and keep their activations.
+
+    Run a second time, in the backward pass, they would use the parameters where no tape sees them. What a rule needs is
+    kept in any case; physical micro-batches are what bounds memory here. checkpoint() looks both names up when called.
+    """
+    module: Any = torch.utils.checkpoint
+    saved = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
+    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = _RunOnce, _run_once
+    try:
+        yield
+    finally:
+        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = saved
+
+
+class _RunOnce:
+    """In place of the reentrant checkpoint's autograd function."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_random_state: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+def _run_once(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """In place of what runs before and after the function of a checkpoint that is not reentrant."""
+    yield
+
+
 class Tape(TorchFunctionMode):
     """Records the uses of ``parameters`` (names by identity) for a batch of ``batch_size`` examples."""
 
@@ -147,20 +178,29 @@ class Tape(TorchFunctionMode):
         self.forbidden: list[tuple[GradientEdge, Callable[[Tensor | None], None]]] = []
         self._targets: list[Callable[[Tensor | None], None]] = []
         self._anchor = torch.zeros((), requires_grad=True)
+        self._forwards: list[tuple[nn.Module, Any]] = []
+        self._checkpointing = without_checkpointing()
 
     def __enter__(self) -> Tape:
         if self.fallbacks:
             from dpcore.grad_sample.fallback import taped_forward
 
             for fallback in self.fallbacks.values():
+                self._forwards.append((fallback.module, vars(fallback.module).get("forward")))
                 fallback.module.forward = taped_forward(self, fallback)
+        self._checkpointing.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        for fallback in self.fallbacks.values():
-            fallback.module.__dict__.pop("forward", None)
+        self._checkpointing.__exit__(*exception)
+        if self._forwards:
+            from dpcore.grad_sample.fallback import restore_forward
+
+            for module, previous in self._forwards:
+                restore_forward(module, previous)
+            self._forwards.clear()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -209,6 +249,11 @@ class Tape(TorchFunctionMode):
 
         def hook(grad: Tensor) -> None:
             nonlocal total
+            if grad.requires_grad:
+                raise UnsupportedError(
+                    "A backward pass with create_graph=True went through the private module; the gradient of a "
+                    "gradient mixes what is recorded. Compute such penalties on to_standard_module(), without privacy."
+                )
             scaled = grad.detach() * scale
             total = scaled if total is None else total + scaled
             if not self.fired:
