@@ -14,8 +14,7 @@ from harness.contract import Adapter
 from harness.tasks import Task
 
 MICRO_BATCH = {"mnist-cnn": 16, "cifar10-cnn": 4, "imdb-lstm": 8}
-MICRO_BATCH_ELSEWHERE = None
-"""Examples whose gradients are computed at a time on a CPU (NOTES.md); None, and any other platform: all at once."""
+"""Examples whose gradients are computed at a time on a CPU (NOTES.md). Other tasks and platforms: all at once."""
 
 
 def create(variant: str) -> Adapter:
@@ -31,7 +30,7 @@ class Optax(JaxAdapter):
 
     def update(self, task: Task, platform: str) -> Update:
         example_loss = jax_models.example_loss(task, jax_models.fastest_on(platform, task))
-        micro_batch = MICRO_BATCH.get(task.name, MICRO_BATCH_ELSEWHERE) if platform == "cpu" else None
+        micro_batch = MICRO_BATCH.get(task.name) if platform == "cpu" else None
 
         def example_gradients(params, examples, pieces):
             def one(example):
