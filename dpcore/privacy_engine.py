@@ -25,6 +25,7 @@ from dpcore.noise import GaussianNoise, SecureNoise
 from dpcore.optimizers import DPOptimizer, get_optimizer_class
 from dpcore.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping, check_criterion
 from dpcore.utils.ledger import Ledger
+from dpcore.utils.uniform_sampler import steps_per_epoch
 from dpcore.validators import ModuleValidator
 
 FACTORS = {"automatic": automatic_factors}
@@ -240,7 +241,7 @@ class PrivacyEngine:
             self.set_budget(target_epsilon, target_delta)
             assert self.budget is not None
             # Calibration found that these steps fit; only beyond them need epsilon be computed at every step.
-            self.budget.planned = (noise_multiplier, rate, math.ceil(epochs / rate * (1 - 1e-12)))
+            self.budget.planned = (noise_multiplier, rate, math.ceil(epochs * steps_per_epoch(rate) * (1 - 1e-12)))
         return private
 
     # ---- the budget

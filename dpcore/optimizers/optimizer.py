@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from dpcore.clipping import clip_factors
 from dpcore.distributed import Ranks, fingerprint
-from dpcore.errors import PrivacyError
+from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.grad_sample.accumulator import Accumulator, Factors
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.grad_sample.iteration import owner_of
@@ -36,6 +36,9 @@ class DPOptimizer(Optimizer):
 
     Only what ``optimizer`` holds is clipped, noised and released; the rest of the module is not updated.
     """
+
+    # Makes torch's GradScaler show itself in step(), which refuses it.
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -352,6 +355,11 @@ class DPOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One private update, or (after ``signal_skip_step``) only accumulation. A closure is called once, first."""
+        if getattr(self, "grad_scale", None) is not None:
+            raise UnsupportedError(
+                "A GradScaler has multiplied the loss, and every gradient would be clipped at its scaled size. Use "
+                "torch.autocast with bfloat16, which needs no scaling, and call optimizer.step() without a scaler."
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():

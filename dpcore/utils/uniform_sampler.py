@@ -46,14 +46,16 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         self.seed = secrets.randbits(128) if seed is None else int(seed)
         self.secure = secure
         self.drawn = 0
-        self._left: int | None = None
+        self._left = 0
+        self._resumed: int | None = None
 
     def __len__(self) -> int:
         return self.steps
 
     def __iter__(self) -> Iterator[list[int]]:
-        rounds, self._left = (self.steps if self._left is None else self._left), None
-        for _ in range(rounds):
+        rounds, self._resumed = (self._resumed or self.steps), None
+        for left in reversed(range(rounds)):
+            self._left = left
             # Counted before it is handed out: a batch that was seen is never drawn again after a resume.
             self.drawn += 1
             yield self.draw(self.drawn - 1)
@@ -75,13 +77,15 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         return generator.choice(count, size, replace=False).tolist()
 
     def state_dict(self) -> dict[str, str]:
-        """Seed and number of batches drawn, as decimal strings (the seed has up to 128 bits)."""
-        return {"seed": str(self.seed), "drawn": str(self.drawn)}
+        """Seed, number of batches drawn and of those left in the round, as decimal strings (the seed has up to 128
+        bits)."""
+        return {"seed": str(self.seed), "drawn": str(self.drawn), "left": str(self._left)}
 
     def load_state_dict(self, state: dict[str, str]) -> None:
         """Continues where the state was saved: the next round is what was left of the interrupted one."""
         self.seed, self.drawn = int(state["seed"]), int(state["drawn"])
-        self._left = self.steps - self.drawn % self.steps if self.drawn % self.steps else None
+        self._left = int(state["left"])
+        self._resumed = self._left or None
 
 
 class DistributedUniformWithReplacementSampler(UniformWithReplacementSampler):

@@ -378,3 +378,35 @@ def test_a_resumed_schedule_goes_on(tmp_path):
     clip.step()
     assert (optimizer.noise_multiplier, optimizer.max_grad_norm) == (0.25, 0.125)
     assert len(PrivacyEngine().accountant) == 0 and len(engine.accountant) == 6
+
+
+def test_a_run_with_a_batch_size_schedule_resumes_bit_for_bit(tmp_path):
+    def start(seed):
+        made = make(engine=PrivacyEngine(seed=seed), noise_multiplier=1.0)
+        return *made, StepBatchSize(made[2], step_size=1, gamma=2.0)
+
+    def train(model, optimizer, loader, schedule, batches):
+        while batches:
+            for x, y in loader:
+                step(model, optimizer, x, y)
+                batches -= 1
+                if not batches:
+                    break
+            else:
+                schedule.step()
+
+    whole = start(7)
+    train(*whole[1:], 10)
+    engine, *run = start(7)
+    train(*run, 7)
+    path = tmp_path / "c.pt"
+    engine.save_checkpoint(path=path, module=run[0], optimizer=run[1])
+    schedule = run[3].state_dict()
+    engine, *run = start(8)
+    engine.load_checkpoint(path=path, module=run[0], optimizer=run[1])
+    run[3].load_state_dict(schedule)
+    train(*run, 3)
+    for a, b in zip(whole[1].parameters(), run[0].parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert engine.accountant.history == whole[0].accountant.history
+    assert len(run[2]) == 2

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from dpcore import GradSampleModule, clipped_sum
+from dpcore import GradSampleModule, UnsupportedError, clipped_sum
 from dpcore.optimizers import DPOptimizer
 from tests.dpcore.comparison import relative_error
 from tests.dpcore.private_setup import losses, make, small_data, small_model, step, truth
@@ -74,6 +74,16 @@ def test_bfloat16_steps_train():
     assert float(F.cross_entropy(model(x.bfloat16()), y)) < before - 0.3
 
 
+@pytest.mark.parametrize("mode", ["bookkeeping", "hooks"])
+def test_a_scaled_loss_is_refused(mode):
+    _, wrapped, optimizer, _ = make(grad_sample_mode=mode, check_batches=False)
+    x, y = small_data()[:5]
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(F.cross_entropy(wrapped(x), y)).backward()
+    with pytest.raises(UnsupportedError, match="GradScaler"):
+        scaler.step(optimizer)
+
+
 def test_norms_of_bfloat16_gradients_do_not_cancel():
     """Two positions whose contributions nearly cancel: in bfloat16 the ghost norm of such a pair was exactly 0."""
     torch.manual_seed(0)
@@ -128,3 +138,14 @@ def test_float64_and_float32_agree():
     found = _sums(copy.deepcopy(model).float(), x.float(), y, 0.5, False)
     assert exact["0.weight"].dtype == torch.float64
     assert relative_error(found, exact) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [True, False])
+def test_a_module_that_is_compiled_after_it_was_made_private(wrap):
+    model = small_model()
+    x, y = small_data()[:5]
+    expected = {n: g / 10 for n, g in truth(model, x, y).items()}
+    _, wrapped, optimizer, _ = make(model, wrap_model=wrap, check_batches=False)
+    step(torch.compile(wrapped if wrap else model, backend="eager"), optimizer, x, y)
+    assert relative_error({n: p.grad for n, p in model.named_parameters()}, expected) < 1e-12
