@@ -1,0 +1,1 @@
+"""DP-SGD as a plain PyTorch loop over single examples."""
