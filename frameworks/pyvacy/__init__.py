@@ -1,0 +1,1 @@
+"""PyVacy, DP optimisers for PyTorch: the release of the package registry."""
