@@ -1,0 +1,1 @@
+"""fastDP, book-keeping DP optimisation."""

@@ -1,0 +1,1 @@
+"""private-transformers, DP fine-tuning of Hugging Face models."""

@@ -1,0 +1,63 @@
+"""DP-SGD by private-transformers' engine on an ordinary model: per-sample gradients, or ghost clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from private_transformers import PrivacyEngine
+
+from frameworks import torch_models
+from frameworks.torch_adapter import TorchAdapter
+from harness.contract import Adapter, Setting, Unsupported
+from harness.tasks import Task
+
+
+def create(variant: str) -> Adapter:
+    """The adapter of ``variant``, one of the engine's flat clipping modes: ``default`` or ``ghost``."""
+    return PrivateTransformers(variant)
+
+
+class PrivateTransformers(TorchAdapter):
+    """Never run where it was written (NOTES.md): the commit could not be reached."""
+
+    memory_format = torch.contiguous_format
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+
+    def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
+        if not setting.private:
+            raise Unsupported("private-transformers is here for DP; its non-private twin is pytorch.")
+        self.configure(task, setting)
+        self.model = self.network(initial)
+        self.losses = torch_models.loss_fn(task)
+        self.trained = torch_models.trained_parameters(self.model)
+        torch.manual_seed(setting.seed)  # its noise comes from the global generator
+        self.optimizer = torch.optim.SGD(self.trained, lr=setting.learning_rate)
+        self.engine = PrivacyEngine(
+            self.model,
+            batch_size=setting.batch_size,
+            sample_size=setting.dataset_size,
+            epochs=1,
+            noise_multiplier=setting.noise_multiplier,
+            max_grad_norm=setting.max_grad_norm,
+            clipping_mode=self.mode,
+            record_snr=False,
+            skip_checks=True,  # they only let Hugging Face's classes in
+        )
+        self.engine.attach(self.optimizer)
+
+    def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
+        if len(indices):
+            x, y = self.batch(indices)
+            self.optimizer.step(loss=self.losses(self.model(x), y))
+        else:  # its hooks fail on an empty batch: noise and update by themselves
+            for p in self.trained:
+                p.summed_grad = torch.zeros_like(p)
+            with torch.no_grad():
+                self.engine._create_noisy_clipped_gradient()
+            self.optimizer.original_step()
+            self.engine.unlock()
+        self.optimizer.zero_grad()

@@ -1,0 +1,1 @@
+"""PyVacy at the commit that the paper measured: micro-batches of one."""
