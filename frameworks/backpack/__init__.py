@@ -1,0 +1,1 @@
+"""BackPACK, extensions of PyTorch's backward pass."""
