@@ -7,10 +7,14 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from frameworks import torch_models
 from harness.contract import Adapter, Memory, Setting, Unsupported
 from harness.tasks import Task
+
+COMPILERS = ("g++", "clang++", "c++")
+"""What torch.compile looks for on a CPU."""
 
 
 class TorchAdapter(Adapter):
@@ -55,6 +59,23 @@ class TorchAdapter(Adapter):
         """Inputs and labels of the rows ``indices`` of the placed data."""
         rows = torch.from_numpy(indices).to(self.device, non_blocking=True)
         return self.x[rows], self.y[rows]
+
+    def loader(self, generator: torch.Generator) -> DataLoader:
+        """For protocol ``as_shipped``: PyTorch's own loader as its users have it, shuffled rows of host memory."""
+        rows = TensorDataset(self.x.cpu().contiguous(), self.y.cpu())
+        return DataLoader(rows, batch_size=self.setting.batch_size, shuffle=True, generator=generator)
+
+    def train(
+        self, module: nn.Module, criterion: torch_models.Loss, optimizer: torch.optim.Optimizer, loader: DataLoader
+    ) -> int:
+        """The loop that every PyTorch user writes, once over ``loader``; the number of updates."""
+        updates = 0
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(module(x.to(self.device)), y.to(self.device)).backward()
+            optimizer.step()
+            updates += 1
+        return updates
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":

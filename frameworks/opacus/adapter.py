@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
+from opacus import PrivacyEngine
 from opacus.accountants import PRVAccountant
 from opacus.grad_sample import wrap_model
 from opacus.layers import DPLSTM
@@ -26,14 +27,14 @@ def create(variant: str) -> Adapter:
 class _Criterion(torch.nn.Module):
     """The task's loss with the attribute by which Opacus' ghost mode asks for single losses."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, reduction: str = "sum") -> None:
         super().__init__()
         self.losses = torch_models.loss_fn(task)
-        self.reduction = "sum"
+        self.reduction = reduction
 
     def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         losses = self.losses(logits, labels)
-        return losses.sum() if self.reduction == "sum" else losses
+        return losses if self.reduction == "none" else getattr(losses, self.reduction)()
 
 
 class Opacus(TorchAdapter):
@@ -70,6 +71,7 @@ class Opacus(TorchAdapter):
         self.loss = _Criterion(task)
         if self.mode == "ghost":
             self.loss = DPLossFastGradientClipping(self.wrapped, self.optimizer, self.loss, loss_reduction="sum")
+        self.own = None
 
     def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -95,6 +97,27 @@ class Opacus(TorchAdapter):
         channels come out swapped); with a second example whose gradient is zero they are right."""
         x, y = self.batch(np.repeat(indices, 2))
         self.loss(self.wrapped(x)[:1], y[:1]).backward()
+
+    def epoch(self, seed: int) -> int:
+        """``make_private`` and its loader, as in the README; only the seeds are set."""
+        if self.own is None:
+            self.order, self.noise = torch.Generator(), torch.Generator(self.device)
+            self.model = self.network(self.parameters(), lstm=DPLSTM)
+            # In the ghost mode the criterion is the third of four.
+            module, optimizer, *criterion, loader = PrivacyEngine().make_private(
+                module=self.model,
+                optimizer=torch.optim.SGD(torch_models.trained_parameters(self.model), lr=self.setting.learning_rate),
+                criterion=_Criterion(self.task, "mean"),
+                data_loader=self.loader(self.order),
+                noise_multiplier=self.setting.noise_multiplier,
+                max_grad_norm=self.setting.max_grad_norm,
+                noise_generator=self.noise,
+                grad_sample_mode=self.mode,
+            )
+            self.own = (module, *(criterion or [_Criterion(self.task, "mean")]), optimizer, loader)
+        self.order.manual_seed(seed)
+        self.noise.manual_seed(seed + 1)
+        return self.train(*self.own)
 
     def epsilon(self, steps: int, delta: float) -> float | None:
         if steps == 0 or self.setting.noise_multiplier == 0:

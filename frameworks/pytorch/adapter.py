@@ -9,15 +9,12 @@ import numpy as np
 import torch
 
 from frameworks import torch_models
-from frameworks.torch_adapter import TorchAdapter
+from frameworks.torch_adapter import COMPILERS, TorchAdapter
 from harness.contract import Adapter, Setting, Unsupported
 from harness.tasks import Task
 
 # One graph per padded batch size, and the gate brings sizes of its own; the default of 8 would fall back to eager.
 torch._dynamo.config.recompile_limit = 64
-
-
-COMPILERS = ("g++", "clang++", "c++")
 
 
 def create(variant: str) -> Adapter:
@@ -50,6 +47,8 @@ class PyTorch(TorchAdapter):
         rate = setting.learning_rate / setting.batch_size
         self.optimizer = torch.optim.SGD(torch_models.trained_parameters(self.model), lr=rate, fused=True)
         self.optimizer.zero_grad(set_to_none=True)
+        self.order = torch.Generator()
+        self.own_loader = None
 
     def _summed_loss(self):
         model, losses = self.model, torch_models.loss_fn(self.task)
@@ -74,3 +73,13 @@ class PyTorch(TorchAdapter):
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+    def epoch(self, seed: int) -> int:
+        """The tutorial's loop: a shuffled loader, the mean of the losses, plain SGD."""
+        if self.own_loader is None:
+            self.own_loader = self.loader(self.order)
+            self.own_module = torch.compile(self.model) if self.compiled else self.model
+            self.own_sgd = torch.optim.SGD(torch_models.trained_parameters(self.model), lr=self.setting.learning_rate)
+        losses = torch_models.loss_fn(self.task)
+        self.order.manual_seed(seed)
+        return self.train(self.own_module, lambda out, y: losses(out, y).mean(), self.own_sgd, self.own_loader)
