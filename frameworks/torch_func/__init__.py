@@ -1,0 +1,1 @@
+"""DP-SGD by torch.func, PyTorch's function transforms."""
