@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from dpcore import Engine, GaussianNoise
+from dpcore import Engine, GaussianNoise, PrivacyEngine
 from dpcore.accountants import PRVAccountant
 from frameworks import torch_models
 from frameworks.torch_adapter import TorchAdapter
@@ -38,10 +38,28 @@ class Dpcore(TorchAdapter):
             optimizer=torch.optim.SGD(parameters, lr=setting.learning_rate, fused=True),
             noise=GaussianNoise(setting.seed),
         )
+        self.own = None
 
     def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
         x, y = self.batch(indices)
         self.engine.step(x, y)
+
+    def epoch(self, seed: int) -> int:
+        """``make_private`` and its loader; the first epoch's seed also decides the ones that follow."""
+        if self.own is None:
+            self.model = self.network(self.parameters())
+            losses = torch_models.loss_fn(self.task)
+            module, optimizer, loader = PrivacyEngine(seed=seed).make_private(
+                module=self.model,
+                optimizer=torch.optim.SGD(torch_models.trained_parameters(self.model), lr=self.setting.learning_rate),
+                data_loader=self.loader(torch.Generator()),
+                noise_multiplier=self.setting.noise_multiplier,
+                max_grad_norm=self.setting.max_grad_norm,
+                sample_rate=self.setting.sample_rate,
+                expected_batch_size=self.setting.batch_size,
+            )
+            self.own = (module, lambda out, y: losses(out, y).mean(), optimizer, loader)
+        return self.train(*self.own)
 
     def epsilon(self, steps: int, delta: float) -> float | None:
         if steps == 0 or self.setting.noise_multiplier == 0:
