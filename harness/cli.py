@@ -163,10 +163,13 @@ def gate(
     fresh: Annotated[bool, typer.Option(help="Judge again even where nothing has changed.")] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int | None, typer.Option(help="Threads and pinned cores per process.")] = None,
-    every_check: Annotated[bool, typer.Option("--all-checks", help="A row per check, not only the tightest.")] = False,
+    every_check: Annotated[bool, typer.Option("--all-checks", help="A row per check, not only one.")] = False,
     as_json: Json = False,
 ) -> None:
-    """The admission gate alone: check, adapter, task, measured error, limit, verdict."""
+    """The admission gate alone: check, adapter, task, measured error, limit, verdict.
+
+    Exit code 1 where a verdict is not the expected one; a rejection that the framework's folder declares is expected.
+    """
     from harness.gate_table import judge_all
 
     raise typer.Exit(judge_all(_list(frameworks), _list(tasks), mutants, fresh, device, threads, every_check, as_json))

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from harness import env, gatekeeper, limits, registry
@@ -37,7 +41,8 @@ def judge_all(
     every_check: bool,
     as_json: bool,
 ) -> int:
-    """Exit code: 0 where every contestant passed (with ``mutants``: every mutant was rejected), else 1."""
+    """Exit code: 0 where every verdict is the expected one, else 1. Expected is that a contestant passes, except where
+    it declares the fault for which it must be rejected (with ``mutants``: every wrong one is rejected)."""
     from rich.console import Console
 
     from harness.progress import Progress
@@ -52,23 +57,22 @@ def judge_all(
     else:
         pairs = [(c, t) for t in tasks or PAPER_TASKS for c in contestants]
     console = Console(stderr=as_json, width=None if sys.stdout.isatty() else WIDTH)
-    verdicts: dict[tuple[str, str], Verdict] = {}
+    judged: list[Judged] = []
     with Progress(console, quiet=as_json) as progress:
         progress.begin(len(pairs), "gate")
         for contestant, task in pairs:
             progress.doing(f"{task} · {contestant.name}")
-            verdict = _judge(contestant, task, device, threads, progress, fresh)
-            verdicts[contestant.name, task] = verdict
-            progress.done(_word(verdict))
+            one = Judged(contestant, task, _judge(contestant, task, device, threads, progress, fresh))
+            judged.append(one)
+            progress.done(one.word)
     sampler = [GateCheck.model_validate(check) for check in sampler_checks()]
-    rows = [_row("harness", "poisson sampling", check, "") for check in sampler]
-    rows += [row for (name, task), v in verdicts.items() for row in _rows(name, task, v, every_check)]
+    rows = table_rows(judged, sampler, every_check)
     if as_json:
         print(json.dumps(rows, indent=1))
     else:
         _print(rows, console)
-    is_sampler_right = all(check.passed for check in sampler)
-    return int(not is_sampler_right or not all(_as_wanted(name, verdict) for (name, _), verdict in verdicts.items()))
+        console.print(summary(judged), markup=False)
+    return int(not all(check.passed for check in sampler) or not all(one.as_expected for one in judged))
 
 
 def _judge(contestant: Contestant, task: str, device: str, threads: int | None, progress: Any, fresh: bool) -> Verdict:
@@ -87,39 +91,105 @@ def _judge(contestant: Contestant, task: str, device: str, threads: int | None, 
     return gatekeeper.judge(contestant, task, place, bounds, device, cores, progress.say, fresh)
 
 
-def _as_wanted(name: str, verdict: Verdict) -> bool:
-    if verdict.state == "unsupported":
-        return True
-    is_wrong_on_purpose = name.startswith(f"{MUTANTS}-") and not name.startswith(EXACT)
-    return verdict.state == "ok" and verdict.gate.passed != is_wrong_on_purpose
+@dataclass(frozen=True)
+class Judged:
+    """A verdict on a contestant and a task, held against what is expected of it."""
+
+    contestant: Contestant
+    task: str
+    verdict: Verdict
+
+    @property
+    def known_fault(self) -> str | None:
+        """Why it must be rejected, or None where it must pass."""
+        if self.contestant.framework.name == MUTANTS and not self.contestant.name.startswith(EXACT):
+            return self.contestant.variant.title
+        return self.contestant.variant.why_rejected(self.task)
+
+    @property
+    def word(self) -> str:
+        if self.verdict.state != "ok":
+            return self.verdict.state
+        return "passed" if self.verdict.gate.passed else "rejected"
+
+    @property
+    def as_expected(self) -> bool:
+        """What cannot run here is nobody's fault."""
+        return self.word in {"unsupported", "rejected" if self.known_fault else "passed"}
 
 
-def _word(verdict: Verdict) -> str:
-    if verdict.state != "ok":
-        return verdict.state
-    return "passed" if verdict.gate.passed else "rejected"
+def summary(judged: Sequence[Judged]) -> str:
+    """How many of each verdict, and every verdict that is not the expected one."""
+    counts = Counter(one.word for one in judged)
+    known = sum(one.word == "rejected" and one.as_expected for one in judged)
+    text = ", ".join(f"{count} {word}" for word, count in counts.items())
+    text += f" ({known} of the rejected as declared)" if known else ""
+    findings = [
+        f"{one.contestant.name} on {one.task} is {one.word}"
+        + (f", though it must be rejected: {one.known_fault}" if one.known_fault else "")
+        for one in judged
+        if not one.as_expected
+    ]
+    return f"{text}. " + (
+        f"Not as expected: {'; '.join(findings)}." if findings else "Every verdict is the expected one."
+    )
 
 
-def _rows(name: str, task: str, verdict: Verdict, every_check: bool) -> list[dict[str, Any]]:
-    """A row per check; or per contestant and task: the failed checks, or, if none, the update nearest its limit."""
-    base = {"adapter": name, "task": task}
-    if verdict.state != "ok" or not verdict.gate.checks:
-        return [
-            {
-                **base,
-                "check": "-",
-                "error": None,
-                "limit": None,
-                "verdict": verdict.state,
-                "detail": verdict.reason or "",
-            }
-        ]
-    checks = verdict.gate.checks
+def table_rows(judged: Sequence[Judged], sampler: Sequence[GateCheck], every_check: bool) -> list[dict[str, Any]]:
+    """A row per contestant and task, or with ``every_check`` per check. What a contestant cannot run for one and the
+    same reason on several tasks is one row."""
+    rows = [_row("harness", "poisson sampling", check, "") for check in sampler]
+    without: dict[tuple[str, str, str], list[str]] = {}
+    for one in judged:
+        if one.word in {"passed", "rejected"}:
+            rows += _rows(one, every_check)
+        else:
+            key = (one.contestant.name, one.word, one.verdict.reason or "")
+            if key not in without:
+                rows.append(_row_without_checks(one))
+            without.setdefault(key, []).append(one.task)
+    for row in rows:
+        tasks = without.get((row["adapter"], row["verdict"], row["detail"]), [])
+        row["task"] = ", ".join(tasks) or row["task"]
+    return rows
+
+
+def _row_without_checks(one: Judged) -> dict[str, Any]:
+    return {
+        "adapter": one.contestant.name,
+        "task": one.task,
+        "check": "-",
+        "error": None,
+        "limit": None,
+        "verdict": one.word,
+        "detail": one.verdict.reason or "",
+    }
+
+
+def _rows(one: Judged, every_check: bool) -> list[dict[str, Any]]:
+    """Of a contestant that passed the update nearest its limit; of one that did not the failed check farthest beyond
+    its own, with the others counted."""
+    name, checks = one.contestant.name, one.verdict.gate.checks
+    if every_check:
+        return [_row(name, one.task, check, "") for check in checks]
     failed = [check for check in checks if not check.passed]
-    if every_check or failed:
-        return [_row(name, task, check, "") for check in (checks if every_check else failed)]
-    count = f"all of {len(checks)} checks" + (", remembered" if verdict.cached else "")
-    return [_row(name, task, max(checks, key=_nearness), count)]
+    if not failed:
+        count = f"all of {len(checks)} checks" + (", remembered" if one.verdict.cached else "")
+        if one.known_fault:
+            count += f"; must be rejected: {one.known_fault}"
+        return [_row(name, one.task, max(checks, key=_nearness), count)]
+    worst = max(failed, key=_excess)
+    detail = f"{len(failed)} of {len(checks)} checks failed: {', '.join(_groups(failed))}"
+    if worst.error is None:
+        detail += f"; {worst.detail}"
+    if one.known_fault:
+        detail += f"; as declared: {one.known_fault}"
+    return [_row(name, one.task, worst, detail)]
+
+
+def _groups(checks: Sequence[GateCheck]) -> dict[str, None]:
+    """What the names of the checks begin with, each once."""
+    return dict.fromkeys(check.check.partition(":")[0] for check in checks)
 
 
 def _row(name: str, task: str, check: GateCheck, note: str) -> dict[str, Any]:
@@ -139,11 +209,18 @@ def _nearness(check: GateCheck) -> float:
     return (check.error or 0.0) / check.limit if check.limit and check.check.startswith("update") else 0.0
 
 
+def _excess(check: GateCheck) -> float:
+    """Error over limit; a check without a number counts only where no other failed."""
+    if check.error is None or check.limit is None:
+        return 0.0
+    return check.error / check.limit if check.limit else math.inf
+
+
 def _print(rows: list[dict[str, Any]], console: Any) -> None:
     from rich.table import Table
 
     view = Table(
-        title="Admission gate (passed: the update nearest its limit; rejected: every failed check)",
+        title="Admission gate (passed: the update nearest its limit; rejected: the check farthest beyond its own)",
         title_justify="left",
     )
     for title in ("adapter", "task", "check", "error", "limit", "verdict", "detail"):
@@ -153,6 +230,11 @@ def _print(rows: list[dict[str, Any]], console: Any) -> None:
         numbers = ["-" if row[k] is None else f"{row[k]:.2e}" for k in ("error", "limit")]
         colour = {"passed": "green", "rejected": "red"}.get(row["verdict"], "yellow")
         view.add_row(
-            row["adapter"], row["task"], row["check"], *numbers, f"[{colour}]{row['verdict']}[/]", row["detail"]
+            row["adapter"],
+            row["task"].replace(", ", "\n"),
+            row["check"],
+            *numbers,
+            f"[{colour}]{row['verdict']}[/]",
+            row["detail"],
         )
     console.print(view)
