@@ -175,6 +175,26 @@ def gate(
     raise typer.Exit(judge_all(_list(frameworks), _list(tasks), mutants, fresh, device, threads, every_check, as_json))
 
 
+@app.command("new-framework")
+def new_framework(
+    name: Annotated[str, typer.Argument(help="Lower-case letters, digits and underscores.")],
+    folder: Annotated[
+        Path | None, typer.Option(help="Where; default frameworks/ (another goes into DPBENCH_FRAMEWORKS).")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Writes the folder of a new contestant: an adapter that runs, and that the gate rejects until it is filled in."""
+    from harness import registry, skeleton
+
+    written = skeleton.write(name, folder or registry.ROOT / "frameworks")
+    if as_json:
+        print(json.dumps({"written": [str(path) for path in written]}))
+        return
+    for path in written:
+        print(path)
+    print(f"Next: fill in step, then `dpbench gate --frameworks {name} --tasks logreg`; see docs/add-a-framework.md.")
+
+
 @app.command("list")
 def list_all(as_json: Json = False) -> None:
     """Tasks, frameworks with their variants, protocols and presets."""
