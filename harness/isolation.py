@@ -217,16 +217,22 @@ def mortal(command: list[str]) -> list[str]:
     return [sys.executable, "-c", code, shutil.which(command[0]) or command[0], *command[1:]]
 
 
-def run_tool(python: Path, module: str, arguments: list[str], timeout_seconds: float = 900.0) -> str:
+def run_tool(
+    python: Path,
+    module: str,
+    arguments: list[str],
+    timeout_seconds: float = 900.0,
+    environment: Mapping[str, str] | None = None,
+) -> str:
     """Standard output of ``python -m module arguments`` in an environment; for references and evaluation.
 
-    Raises :class:`ToolFault`.
+    ``environment``: more environment variables. Raises :class:`ToolFault`.
     """
     try:
         done = subprocess.run(
             mortal([str(python), "-m", module, *arguments]),
             cwd=ROOT,
-            env=worker_environment(os.cpu_count() or 1, {}),
+            env=worker_environment(os.cpu_count() or 1, environment or {}),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -239,7 +245,10 @@ def run_tool(python: Path, module: str, arguments: list[str], timeout_seconds: f
     return done.stdout
 
 
-def json_tool(python: Path, module: str, arguments: list[str]) -> dict[str, Any]:
+def json_tool(
+    python: Path, module: str, arguments: list[str], environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """The JSON object on the last line of a tool's output."""
-    result: dict[str, Any] = json.loads(run_tool(python, module, arguments).strip().splitlines()[-1])
+    output = run_tool(python, module, arguments, environment=environment)
+    result: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
     return result

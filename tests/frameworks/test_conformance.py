@@ -1,42 +1,168 @@
-"""Every contestant, present and future, before the gate in its own environment; and a short run end to end.
+"""Every contestant, present and future, in its own environment: before the gate, and what it must do besides being
+right (``probe.py``); and a short run end to end.
 
 Generated from the folders under ``frameworks/``: a new one is tested without a line here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from harness import env, gatekeeper, limits, registry
+from harness import env, gatekeeper, isolation, limits, registry
 from harness.isolation import Limits, Venv
 from harness.registry import Contestant
 from harness.tasks import TASKS
 
 pytestmark = pytest.mark.frameworks
 
-DEFAULTS = registry.select(None)
-EVERYTHING = registry.select(["all"])
-CASES = [(c, "mnist-cnn") for c in EVERYTHING] + [(c, t) for c in DEFAULTS for t in TASKS if t != "mnist-cnn"]
+DEFAULTS = {c.name for c in registry.select(["defaults"])}
+QUICK_TASKS = {"mnist-cnn", "imdb-embedding"}
+"""Of every default variant in CI; everything else is slow."""
 
 
-@pytest.mark.parametrize(("contestant", "task"), CASES, ids=[f"{c.name}-{t}" for c, t in CASES])
-def test_the_gate_lets_it_in(contestant: Contestant, task: str) -> None:
+def cases(tasks: Iterable[str], quick: set[str]) -> list[Any]:
+    """A parameter per contestant and task, slow but for the default variants on the ``quick`` tasks."""
+    return [
+        pytest.param(
+            contestant,
+            task,
+            id=f"{contestant.name}-{task}",
+            marks=[] if contestant.name in DEFAULTS and task in quick else [pytest.mark.slow],
+        )
+        for contestant in registry.select(["all"])
+        for task in tasks
+    ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environments(request: pytest.FixtureRequest) -> None:
+    """All environments that the chosen tests need, as many at once as there are processors."""
+    chosen = [item.callspec.params.get("contestant") for item in request.session.items if hasattr(item, "callspec")]
+    frameworks = {c.framework.lock_hash: c.framework for c in chosen if c is not None}
+
+    def make(framework: registry.Framework) -> None:
+        with contextlib.suppress(env.EnvironmentFault):  # which then is the reason of a skip
+            env.ensure(framework, print)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(make, frameworks.values()))
+
+
+def venv(contestant: Contestant, task: str) -> Venv:
+    """Where it runs, or a skip with the reason."""
     if reason := contestant.variant.why_unsupported(task):
         pytest.skip(f"unsupported: {reason}")
-    place = Venv(env.ensure(contestant.framework, print).python, contestant.variant.environment)
+    try:
+        return Venv(env.ensure(contestant.framework, print).python, contestant.variant.environment)
+    except env.EnvironmentFault as fault:
+        pytest.skip(f"unsupported here: {fault}")
+
+
+@pytest.mark.parametrize(("contestant", "task"), cases(TASKS, QUICK_TASKS))
+def test_the_gate_says_what_is_expected_of_it(contestant: Contestant, task: str) -> None:
     bounds = Limits(limits.default_limit(), 600.0)
     threads = len(os.sched_getaffinity(0))
-    verdict = gatekeeper.judge(contestant, task, place, bounds, "cpu", threads, print)
+    verdict = gatekeeper.judge(contestant, task, venv(contestant, task), bounds, "cpu", threads, print)
     if verdict.state == "unsupported":
+        assert verdict.reason
         pytest.skip(f"unsupported here: {verdict.reason}")
     assert verdict.state == "ok", verdict
-    assert verdict.gate.passed, gatekeeper.failures(verdict.gate)
+    if fault := contestant.variant.why_rejected(task):
+        assert not verdict.gate.passed, f"it passes, though it must be rejected: {fault}"
+    else:
+        assert verdict.gate.passed, gatekeeper.failures(verdict.gate)
+
+
+PROBES: dict[tuple[str, str], dict[str, Any]] = {}
+
+
+@pytest.fixture
+def probe(contestant: Contestant, task: str) -> dict[str, Any]:
+    """What ``probe.py`` found, in one process for all tests of a contestant and task."""
+    key = (contestant.name, task)
+    place = venv(contestant, task)
+    if key not in PROBES:
+        variant = contestant.variant
+        arguments = [str(contestant.framework.folder), variant.name, task]
+        arguments += ["private" if variant.private else "plain", "static" if variant.static_shapes else "any"]
+        PROBES[key] = isolation.json_tool(
+            place.python, "tests.frameworks.probe", arguments, environment=place.environment
+        )
+    if "unsupported" in PROBES[key]:
+        assert PROBES[key]["unsupported"].strip(), "a task is unsupported for a reason"
+        pytest.skip(f"unsupported here: {PROBES[key]['unsupported']}")
+    return PROBES[key]
+
+
+probed = pytest.mark.parametrize(("contestant", "task"), cases(("mnist-cnn", "imdb-embedding"), {"mnist-cnn"}))
+
+
+@probed
+def test_it_builds_the_task_s_network(contestant: Contestant, task: str, probe: dict[str, Any]) -> None:
+    assert probe["parameters"] == {
+        "fault": None,
+        "count": TASKS[task].parameter_count,
+        "dtypes": ["float32"],
+        "copies": True,
+    }
+
+
+@probed
+def test_every_size_of_batch_moves_the_weights_as_it_should(
+    contestant: Contestant, task: str, probe: dict[str, Any]
+) -> None:
+    lengths = probe["batches"]
+    assert set(lengths) == {"empty", "single", "partial", "full", "large"}
+    for name, length in lengths.items():
+        is_still = name == "empty" and not contestant.variant.private
+        assert length == 0.0 if is_still else 0.0 < length < 1e6, (name, length)
+
+
+@probed
+def test_a_seed_fixes_everything(contestant: Contestant, task: str, probe: dict[str, Any]) -> None:
+    assert probe["seeds"]["same"] <= 1e-4
+    if contestant.variant.private:
+        assert probe["seeds"]["other"] > 0.1, "another seed must give other noise"
+    else:
+        assert probe["seeds"]["other"] <= 1e-4
+
+
+@probed
+def test_it_frees_what_it_took(contestant: Contestant, task: str, probe: dict[str, Any]) -> None:
+    assert probe["kept"]["growth"] < 0.5 * probe["kept"]["placed"]
+
+
+@probed
+def test_it_reports_memory_by_name(contestant: Contestant, task: str, probe: dict[str, Any]) -> None:
+    """Nothing on a CPU, where the worker measures; whatever there is has a name and bytes."""
+    for name, value in probe["memory"].items():
+        assert name.isidentifier() and isinstance(value, int) and value >= 0
+
+
+@probed
+def test_its_own_loop_is_what_it_declares(contestant: Contestant, task: str, probe: dict[str, Any]) -> None:
+    found, variant = probe["own_loop"], contestant.variant
+    assert ("unsupported" in found) is (variant.own_sampling is None), found
+    if variant.own_sampling is None:
+        return
+    assert found["updates"] is None or found["updates"] > 0
+    assert 0.0 < found["length"] < 1e6
+    if variant.own_replays:
+        assert found["difference"] <= 1e-4
+
+
+CONTESTANTS = {c.name: c for c in registry.select(["all"])}
 
 
 @pytest.mark.parametrize("framework", registry.frameworks().values(), ids=lambda f: f.name)
@@ -44,10 +170,15 @@ def test_the_folder_says_what_it_is(framework: registry.Framework) -> None:
     assert framework.requirements.exists() and framework.licence
     assert framework.home.startswith("http") or (registry.ROOT / framework.home).exists()
     assert any(variant.default for variant in framework.variants)
-    for line in framework.requirements.read_text().splitlines():
-        assert not line.strip() or line.startswith("#") or "==" in line, f"{line!r} is not pinned"
+    for file in (framework.requirements, framework.requirements_without_dependencies):
+        for pin in registry.pins(file):
+            assert "==" in pin or re.search(r" @ git\+https://.*@[0-9a-f]{40}$", pin), f"{pin!r} is not pinned"
     for variant in framework.variants:
-        assert set(variant.unsupported) <= set(TASKS)
+        assert {*variant.unsupported, *variant.expected_rejection} <= {*TASKS, registry.EVERY_TASK}
+        assert all(reason.strip() for reason in (*variant.unsupported.values(), *variant.expected_rejection.values()))
+        if variant.twin is not None:
+            twin = CONTESTANTS[variant.twin].variant
+            assert variant.private and not twin.private, "a twin does the same without DP"
     assert (framework.folder / "NOTES.md").stat().st_size > 200, "the decisions that make it fast and fair"
 
 
