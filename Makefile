@@ -11,7 +11,7 @@ PIP := -m pip install --disable-pip-version-check --quiet
 
 .PHONY: bench-e2e report gate test lint test-harness test-dpcore test-frameworks test-slow doctor clean
 
-bench-e2e: $(READY)  ## median seconds per epoch of every framework x task x batch size
+bench-e2e: $(READY)  ## median seconds per epoch of frameworks x tasks x batch sizes
 	@echo "==> dpbench run e2e --preset $(PRESET): data and environments are made where they are missing"
 	$(BIN)/dpbench run e2e --preset $(PRESET) $(ARGS)
 
@@ -42,10 +42,10 @@ test-dpcore: $(TORCH_READY)
 	$(TORCH)/bin/pytest -q tests/dpcore -m "not slow" -p no:cacheprovider
 
 test-frameworks: $(READY)
-	@echo "==> the gate on every framework and mutant, and a short run end to end, in the frameworks' own environments"
+	@echo "==> every framework's default in its own environment: the gate, the conformance suite; a short run end to end"
 	$(BIN)/pytest -q tests/harness tests/frameworks -m "frameworks and not slow"
 
-test-slow: $(READY) $(TORCH_READY)  ## the long proofs
+test-slow: $(READY) $(TORCH_READY)  ## every variant on every task, and the long proofs
 	$(BIN)/pytest -q tests/harness tests/frameworks -m "slow or network"
 	$(TORCH)/bin/pytest -q tests/dpcore -m slow -p no:cacheprovider
 

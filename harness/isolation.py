@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from harness import nvml
 from harness.limits import MemoryLimit
 from harness.registry import ROOT
 from harness.request import Request
@@ -90,6 +91,7 @@ class Venv:
         self, command: list[str], request: Request, errors: Any, limits: Limits, on_event: Callable[[Event], None]
     ) -> Event:
         limit = MemoryLimit(limits.memory_bytes)
+        watches_gpu = request.device == "cuda" and request.mode == "memory"
         process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -102,7 +104,11 @@ class Venv:
         )
         try:
             limit.adopt(process.pid)
-            return _follow(process, limit, limits, on_event)
+            gpu = nvml.Watch(process.pid) if watches_gpu else None
+            result = _follow(process, limit, limits, on_event, gpu)
+            if gpu is not None and "memory" in result:
+                result["memory"] |= gpu.memory
+            return result
         finally:
             kill_tree(process)
             limit.close()
@@ -137,7 +143,11 @@ def worker_environment(threads: int, extra: Mapping[str, str]) -> dict[str, str]
 
 
 def _follow(
-    process: subprocess.Popen[str], limit: MemoryLimit, limits: Limits, on_event: Callable[[Event], None]
+    process: subprocess.Popen[str],
+    limit: MemoryLimit,
+    limits: Limits,
+    on_event: Callable[[Event], None],
+    gpu: nvml.Watch | None = None,
 ) -> Event:
     """Passes events on until the result, the end of the process, the memory limit or the time-out."""
     deadline = time.monotonic() + limits.timeout_seconds
@@ -148,6 +158,8 @@ def _follow(
             line = lines.get(timeout=POLL_SECONDS)
         except queue.Empty:
             line = ""
+        if gpu is not None:
+            gpu.look()
         if line is None:
             break
         if line:

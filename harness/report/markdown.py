@@ -25,6 +25,7 @@ def page(tables: Tables) -> str:
                 parts.append(table(old))
         chapters = {
             "Relative to PyTorch without DP": layout.ratios(tables, section),
+            "Framework, DP, compile": layout.overheads(tables, section),
             "The paper against these measurements": layout.against_the_paper(tables, section),
             "Compile seconds": layout.compile_seconds(tables, section),
             "Peak memory": layout.memory(tables, section),

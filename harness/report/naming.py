@@ -21,6 +21,12 @@ def paper_rows(known: Mapping[str, Framework] | None = None) -> dict[str, str]:
     return {f"{f.name}-{v.name}": v.paper_row for f in known.values() for v in f.variants if v.paper_row}
 
 
+def twins(known: Mapping[str, Framework] | None = None) -> dict[str, str]:
+    """Private contestant -> the contestant that does the same without DP, as the framework's folder declares it."""
+    known = frameworks() if known is None else known
+    return {f"{f.name}-{v.name}": v.twin for f in known.values() for v in f.variants if v.twin}
+
+
 def ordered(contestants: Iterable[tuple[str, str]], rows: Mapping[str, str]) -> list[str]:
     """Contestants, given as (framework, contestant), in order of the paper, then all others by name.
 

@@ -43,6 +43,7 @@ def texts(tables: Tables, pictures: list[str]) -> dict[str, str]:
     frames = {
         "seconds-per-epoch": tables.cells,
         "relative-to-pytorch": tables.ratios,
+        "overheads": tables.overheads,
         "paper-then-and-now": paper.then_and_now(tables),
         "paper-rank-correlation": paper.rank_correlation(tables),
         "paper-claims": paper.claims(tables),

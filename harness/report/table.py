@@ -42,6 +42,7 @@ class Tables:
     raw: pd.DataFrame
     cells: pd.DataFrame
     ratios: pd.DataFrame
+    overheads: pd.DataFrame
     compile: pd.DataFrame
     memory: pd.DataFrame
     gate: pd.DataFrame
@@ -54,14 +55,18 @@ class Tables:
     rows: Mapping[str, str]
 
 
-def build(records: Sequence[Record], rows: Mapping[str, str] | None = None) -> Tables:
-    """All frames of a report. ``rows``: contestant -> row of the paper's table (default: as the frameworks declare).
+def build(
+    records: Sequence[Record], rows: Mapping[str, str] | None = None, twins: Mapping[str, str] | None = None
+) -> Tables:
+    """All frames of a report. ``rows``: contestant -> row of the paper's table, ``twins``: private contestant -> the
+    one that does the same without DP (defaults: as the frameworks declare).
 
     Raises :class:`BadInput` for no record.
     """
     if not records:
         raise BadInput("There are no records to report; make some with `dpbench run e2e`.")
     rows = naming.paper_rows() if rows is None else rows
+    twins = naming.twins() if twins is None else twins
     raw = tidy(records)
     order = tuple(naming.ordered(zip(raw.framework, raw.contestant, strict=True), rows))
     position = {name: i for i, name in enumerate(order)}
@@ -83,12 +88,14 @@ def build(records: Sequence[Record], rows: Mapping[str, str] | None = None) -> T
 
     current = raw[~raw.superseded]
     all_cells = arranged(cells(raw))
+    compiling = arranged(_medians(current[current.purpose == "time"], "compile_seconds"))
     return Tables(
         records=records,
         raw=raw,
         cells=all_cells,
         ratios=arranged(ratios(current, baseline(raw, rows))),
-        compile=arranged(_medians(current[current.purpose == "time"], "compile_seconds")),
+        overheads=arranged(overheads(current, compiling, baseline(raw, rows), twins)),
+        compile=compiling,
         memory=arranged(memory(current, records)),
         gate=arranged(gate(current, records)),
         privacy=arranged(privacy(current, records)),
@@ -135,6 +142,7 @@ def tidy(records: Sequence[Record]) -> pd.DataFrame:
                 "compile_seconds": r.compile_seconds if state == "ok" else None,
                 "extrapolated": bool(r.timed and r.timed.extrapolated),
                 "disturbed": bool(r.load and r.load.disturbed),
+                "own_sampling": _own_sampling(r),
                 "run": r.block.run,
                 "round": r.block.round,
                 "order": r.block.order,
@@ -151,6 +159,19 @@ def tidy(records: Sequence[Record]) -> pd.DataFrame:
     _reject_whole_cells(frame)
     frame["superseded"] = _superseded(frame)
     return frame
+
+
+REPLAYED = 1e-2
+"""A library's own loop whose weights differ from those of its replay by more than this share of the way is another loop
+every time."""
+
+
+def _own_sampling(r: Record) -> str | None:
+    """How the library's own loop draws its batches (protocol as_shipped), and whether its seed fixes them."""
+    if r.timed is None or r.timed.own_sampling is None:
+        return None
+    varies = r.timed.replay_error is not None and r.timed.replay_error > REPLAYED
+    return r.timed.own_sampling + (", unseeded" if varies else "")
 
 
 _MACHINE_FACTS = {"id", "cpu", "cores", "memory_bytes", "gpus", "threads"}
@@ -238,6 +259,8 @@ def _cell(place: dict[str, Any], group: pd.DataFrame, older: int) -> dict[str, A
         "superseded": older,
         "extrapolated": bool(ok.extrapolated.any()),
         "disturbed": int(ok.disturbed.sum()),
+        # A later round is not compared with a replay, so that any one that was not the same says so for all.
+        "own_sampling": max(ok.own_sampling.dropna(), key=len, default=None),
         "cell": group.cell.iloc[0],
     }
     return row | _median(ok.seconds)
@@ -327,6 +350,46 @@ def ratios(current: pd.DataFrame, base: str | None) -> pd.DataFrame:
                     "extrapolated": bool(group[group.contestant.isin([base, contestant])].extrapolated.any()),
                 }
             )
+    return pd.DataFrame(rows)
+
+
+def overheads(
+    current: pd.DataFrame, compiling: pd.DataFrame, base: str | None, twins: Mapping[str, str]
+) -> pd.DataFrame:
+    """What the time of a private contestant over that of the baseline is made of, by means of its non-private twin:
+
+    total = contestant / baseline = (twin / baseline) * (contestant / twin) = framework * DP, each the mean over paired
+    blocks with a 95 % interval; where one block lacks one of the three, the product is not exactly the total. Compiling
+    is no part of an epoch: ``compile`` and ``compile_twin`` are seconds before the first (NaN: none on record).
+    """
+    rows = []
+    ok = current[(current.purpose == "time") & (current.state == "ok") & current.seconds.notna()]
+    seconds = {} if compiling.empty else compiling.set_index(CELL)["median"].to_dict()
+    for place, group in ok.groupby([*PLACE, "batch_size"], sort=False):
+        present = set(group.contestant)
+        for contestant, twin in twins.items():
+            if base is None or not {contestant, twin, base} <= present:
+                continue
+            row = {**dict(zip([*PLACE, "batch_size"], place, strict=True)), "contestant": contestant, "twin": twin}
+            for name, a, b in (("framework", base, twin), ("dp", twin, contestant), ("total", base, contestant)):
+                result = None if a == b else _paired(group, a, b)[0]
+                if a == b:
+                    row |= {name: 1.0, f"{name}_low": 1.0, f"{name}_high": 1.0}
+                elif result is not None:
+                    row |= {name: result.ratio, f"{name}_low": result.low, f"{name}_high": result.high}
+            if {"framework", "dp", "total"} <= row.keys():
+                mine = group[group.contestant == contestant].seconds
+                rows.append(
+                    row
+                    | {
+                        "n": len(mine),
+                        "seconds": float(mine.median()),
+                        "compile": seconds.get((*place, contestant), float("nan")),
+                        "compile_twin": seconds.get((*place, twin), float("nan")),
+                        "baseline": base,
+                        "extrapolated": bool(group[group.contestant.isin([base, twin, contestant])].extrapolated.any()),
+                    }
+                )
     return pd.DataFrame(rows)
 
 

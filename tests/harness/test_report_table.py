@@ -253,3 +253,62 @@ def test_tables_are_the_same_for_any_order_of_the_records():
     run = factory.quick_run(rounds=2)
     assert tables(run).cells.equals(tables(run[::-1]).cells)
     assert table.baseline(tables(run).raw, {}) == "pytorch-eager"
+
+
+def test_the_overhead_is_framework_times_dp_with_compiling_apart():
+    """Plain PyTorch 2 s, JAX without DP 3 s, JAX with DP 12 s: 1.5 x 4 = 6, in rounds of different speed."""
+    level = {("pytorch", "eager", False): 2.0, ("jax", "plain", False): 3.0, ("jax", "vmap", True): 12.0}
+    records = [
+        factory.record(
+            framework=framework,
+            variant=variant,
+            private=private,
+            seconds=[seconds * 1.3**r],
+            compile_seconds=24.0 if private else 1.0,
+            round=r,
+        )
+        for (framework, variant, private), seconds in level.items()
+        for r in range(3)
+    ]
+    t = build(records, factory.PAPER_ROWS, {"jax-vmap": "jax-plain", "opacus-hooks": "pytorch-eager", "x-y": "z-a"})
+    (row,) = t.overheads.itertuples()
+    assert (row.contestant, row.twin, row.baseline, row.n) == ("jax-vmap", "jax-plain", "pytorch-eager", 3)
+    assert (row.framework, row.dp, row.total) == pytest.approx((1.5, 4.0, 6.0))
+    assert (row.compile, row.compile_twin) == (24.0, 1.0)
+    (grid,) = layout.overheads(t, layout.sections(t)[0])
+    # The median epoch of the contestant takes 15.6 s.
+    assert grid.rows[0][3:] == (
+        "1.50× [1.50, 1.50]",
+        "4.00× [4.00, 4.00]",
+        "6.00× [6.00, 6.00]",
+        "24.0 (1.54)",
+        "1.00",
+        "",
+    )
+
+
+def test_a_twin_that_is_the_baseline_itself_leaves_all_to_dp():
+    records = [
+        factory.record(framework=f, variant=v, private=p, seconds=[s])
+        for f, v, p, s in (("pytorch", "eager", False, 2.0), ("opacus", "hooks", True, 5.0))
+    ]
+    (row,) = build(records, factory.PAPER_ROWS, {"opacus-hooks": "pytorch-eager"}).overheads.itertuples()
+    assert (row.framework, row.dp, row.total) == pytest.approx((1.0, 2.5, 2.5)) and math.isnan(row.compile)
+    assert build(records, factory.PAPER_ROWS, {"opacus-hooks": "jax-plain"}).overheads.empty
+
+
+def test_how_a_library_s_own_loop_samples_is_a_column():
+    def shipped(variant, sampling, replay_error, seconds):
+        one = factory.record(variant=variant, protocol="as_shipped-v1", seconds=[seconds])
+        timed = one.timed.model_copy(update={"own_sampling": sampling, "replay_error": replay_error})
+        return one.model_copy(update={"timed": timed})
+
+    t = tables([shipped("hooks", "poisson", 0.0, 2.0), shipped("ghost", "shuffled", 1.4, 3.0)])
+    (grid,) = layout.seconds(t, layout.sections(t)[0])
+    assert grid.header == ("contestant", "samples", "batch 512")
+    assert grid.rows == (("opacus-hooks", "poisson", "2.00"), ("opacus-ghost", "shuffled, unseeded", "3.00"))
+    assert any("Only Poisson samples" in note for note in grid.notes)
+    assert (
+        "samples"
+        not in layout.seconds(tables([factory.record()]), layout.sections(tables([factory.record()]))[0])[0].header
+    )
