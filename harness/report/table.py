@@ -364,7 +364,7 @@ def overheads(
     """
     rows = []
     ok = current[(current.purpose == "time") & (current.state == "ok") & current.seconds.notna()]
-    seconds = {} if compiling.empty else compiling.set_index(CELL)["median"].to_dict()
+    seconds: dict[Any, float] = {} if compiling.empty else compiling.set_index(CELL)["median"].to_dict()
     for place, group in ok.groupby([*PLACE, "batch_size"], sort=False):
         present = set(group.contestant)
         for contestant, twin in twins.items():
