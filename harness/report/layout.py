@@ -223,8 +223,7 @@ def overheads(tables: Tables, section: Section) -> list[Grid]:
                 r.twin,
                 str(r.batch_size),
                 *(
-                    f"{factor(value)}×"
-                    + ("" if math.isnan(low) or low == high else f" [{factor(low)}, {factor(high)}]")
+                    f"{factor(value)}×" + ("" if math.isnan(low) else f" [{factor(low)}, {factor(high)}]")
                     for value, low, high in (
                         (r.framework, r.framework_low, r.framework_high),
                         (r.dp, r.dp_low, r.dp_high),

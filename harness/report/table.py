@@ -374,7 +374,7 @@ def overheads(
             for name, a, b in (("framework", base, twin), ("dp", twin, contestant), ("total", base, contestant)):
                 result = None if a == b else _paired(group, a, b)[0]
                 if a == b:
-                    row |= {name: 1.0, f"{name}_low": 1.0, f"{name}_high": 1.0}
+                    row |= {name: 1.0, f"{name}_low": float("nan"), f"{name}_high": float("nan")}
                 elif result is not None:
                     row |= {name: result.ratio, f"{name}_low": result.low, f"{name}_high": result.high}
             if {"framework", "dp", "total"} <= row.keys():
