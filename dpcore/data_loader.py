@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import (
     DataLoader,
@@ -63,7 +64,7 @@ class DPDataLoader(DataLoader[Any]):
 
     Batches may be empty; they then have the structure of the others and length 0. ``distributed``: every rank of the
     process group draws its own part of each batch; ``dataset`` is the whole data on all of them, and ``sample_rate``
-    an example's chance to be in the union.
+    an example's chance to be in the union. ``generator`` takes the place of ``seed``.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class DPDataLoader(DataLoader[Any]):
         secure: bool = False,
         steps: int | None = None,
         distributed: bool = False,
+        generator: torch.Generator | None = None,
         **options: Any,
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
@@ -83,6 +85,8 @@ class DPDataLoader(DataLoader[Any]):
                 "Poisson sampling draws examples by number, and this data set is an iterable without a length; use a "
                 "map-style data set, or poisson_sampling=False (and then an accountant that does not assume it)."
             )
+        if generator is not None:
+            seed = int(torch.randint(2**62, (), generator=generator))
         self.sample_rate = float(sample_rate)
         self._rounds = 0
         self.distributed = distributed
@@ -94,7 +98,13 @@ class DPDataLoader(DataLoader[Any]):
             else UniformWithReplacementSampler(num_samples=size, **drawn)
         )
         super().__init__(
-            dataset, batch_sampler=sampler, collate_fn=_Collate(collate_fn or default_collate, dataset), **options
+            dataset,
+            batch_sampler=sampler,
+            collate_fn=_Collate(collate_fn or default_collate, dataset),
+            # Of its own: a loader that draws its workers' seeds from the global random numbers would shift those of
+            # dropout when a resumed run begins to iterate anew.
+            generator=torch.Generator().manual_seed(sampler.seed % 2**63),
+            **options,
         )
 
     @classmethod
@@ -106,6 +116,7 @@ class DPDataLoader(DataLoader[Any]):
         seed: int | None = None,
         secure: bool = False,
         distributed: bool = False,
+        generator: torch.Generator | None = None,
     ) -> DPDataLoader:
         """The Poisson twin of an ordinary loader. Without ``sample_rate`` it is 1 / len(loader), with a warning.
 
@@ -140,6 +151,7 @@ class DPDataLoader(DataLoader[Any]):
             seed=seed,
             secure=secure,
             distributed=distributed,
+            generator=generator,
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,

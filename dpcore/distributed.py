@@ -26,10 +26,16 @@ from dpcore.errors import PrivacyError, UnsupportedError
 class Ranks:
     """The processes of a group (all, by default), which call the same methods in the same order.
 
-    ``device``: where the group's backend wants its tensors ("cpu" for gloo, the rank's own GPU for NCCL).
+    ``device``: where the group's backend wants its tensors ("cpu" for gloo, the rank's own GPU for NCCL). ``sharded``:
+    the module exchanges parameters in every pass, so that all ranks must go through equally many passes of one kind.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        group: dist.ProcessGroup | None = None,
+        sharded: bool = False,
+    ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise ValueError(
                 "There is no process group; start the script with torchrun and call "
@@ -39,6 +45,13 @@ class Ranks:
         self.device = torch.device(device)
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self.sharded = sharded
+
+    def largest(self, value: int) -> int:
+        """The largest of the ranks' values."""
+        found = torch.tensor(value, device=self.device)
+        self._together(lambda: dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group))
+        return int(found)
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, in place, the same on each of them. PrivacyError where a rank does not come."""
@@ -116,8 +129,8 @@ def ranks_of(module: nn.Module) -> Ranks | None:
                 f"Only the part {name!r} of the module is distributed; the weights around it would drift apart. Wrap "
                 "the whole module in DifferentiallyPrivateDistributedDataParallel."
             )
-    if isinstance(inner, DifferentiallyPrivateDistributedDataParallel):
-        return inner.ranks
+    if isinstance(getattr(inner, "ranks", None), Ranks):
+        return inner.ranks  # type: ignore[return-value]
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         warnings.warn(
             f"{dist.get_world_size()} processes are running, but the module is not distributed: each of them trains a "
@@ -157,21 +170,46 @@ def check_shares(loader: DataLoader[Any], ranks: Ranks) -> None:
         )
 
 
-def save_random_state(path: Any, ranks: Ranks, steps: int) -> None:
-    """Keeps this rank's global random state beside the checkpoint that rank 0 writes to ``path``."""
-    if isinstance(path, (str, os.PathLike)):
-        torch.save({"torch_rng": torch.get_rng_state(), "steps": steps}, f"{os.fspath(path)}.rank{ranks.rank}")
+def save_for_rank(state: dict[str, Any], path: Any, ranks: Ranks | None, options: dict[str, Any]) -> None:
+    """Writes a checkpoint: rank 0 (or the only process) to ``path``, the others beside it what is not the same there.
+
+    ValueError where a sharded module's ``path`` is no file name.
+    """
+    if ranks is None or ranks.rank == 0:
+        torch.save(state, path, **options)
+    elif ranks.sharded:
+        torch.save(state, _beside(path, ranks), **options)
+    elif isinstance(path, (str, os.PathLike)):
+        own = {name: state[name] for name in ("torch_rng", "cuda_rng") if name in state}
+        torch.save(own | {"steps": state["privacy_state"]["steps"]}, _beside(path, ranks))
 
 
-def restore_random_state(path: Any, ranks: Ranks, steps: int) -> None:
-    """What :func:`save_random_state` kept at that step; a warning where there is none."""
-    beside = f"{os.fspath(path)}.rank{ranks.rank}" if isinstance(path, (str, os.PathLike)) else ""
-    state = torch.load(beside, weights_only=True) if os.path.exists(beside) else None
-    if state is not None and state["steps"] == steps:
-        torch.set_rng_state(state["torch_rng"])
-        return
+def load_for_rank(path: Any, ranks: Ranks | None, options: dict[str, Any]) -> dict[str, Any]:
+    """What :func:`save_for_rank` wrote; where this rank's random state is missing, without one and with a warning."""
+    if ranks is not None and ranks.rank > 0 and ranks.sharded:
+        return torch.load(_beside(path, ranks), **options)  # type: ignore[no-any-return]
+    state: dict[str, Any] = torch.load(path, **options)
+    if ranks is None or ranks.rank == 0:
+        return state
+    for name in ("torch_rng", "cuda_rng"):
+        state.pop(name, None)
+    steps = state.get("privacy_state", {}).get("steps")
+    if isinstance(path, (str, os.PathLike)) and os.path.exists(_beside(path, ranks)):
+        own = torch.load(_beside(path, ranks), weights_only=True)
+        if own.pop("steps") == steps:
+            return state | own
     warnings.warn(
         f"The checkpoint has no random state of rank {ranks.rank} at step {steps}; noise and batches continue where "
         "they were, but dropout draws from this process's own random numbers. Call save_checkpoint on every rank.",
         stacklevel=3,
     )
+    return state
+
+
+def _beside(path: Any, ranks: Ranks) -> str:
+    if not isinstance(path, (str, os.PathLike)):
+        raise ValueError(
+            f"path is a {type(path).__name__}; every rank of a sharded module keeps a file of its own, so give a file "
+            "name."
+        )
+    return f"{os.fspath(path)}.rank{ranks.rank}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ from torch.utils.data import DataLoader
 from dpcore.accountants import create_accountant, get_noise_multiplier
 from dpcore.clipping import automatic_factors
 from dpcore.data_loader import DPDataLoader
-from dpcore.distributed import check_shares, ranks_of, restore_random_state, save_random_state
-from dpcore.errors import PrivacyError
+from dpcore.distributed import check_shares, load_for_rank, ranks_of, save_for_rank
+from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.grad_sample.utils import DEFAULT_MODE, prepare_module
 from dpcore.noise import GaussianNoise, SecureNoise
@@ -84,11 +85,22 @@ class PrivacyEngine:
         gradient of the batch; "hooks" (also "functorch", "ew") leaves it in ``p.grad`` between ``backward()`` and
         ``step()``; "no_op" records nothing and takes ``p.grad_sample`` from the loop. All give the same updates.
         ``wrap_model=False`` returns hooks on the module instead of a wrapper; end with their ``cleanup()``.
-        A module in ``DifferentiallyPrivateDistributedDataParallel`` is trained by all ranks of its group, each of which
-        calls this with the whole data set and the same settings; ``expected_batch_size`` is that of all ranks together.
+        A module in ``DifferentiallyPrivateDistributedDataParallel``, or one to which ``fully_shard`` was applied, is
+        trained by all ranks of its group, each of which calls this with the whole data set and the same settings;
+        ``expected_batch_size`` is that of all ranks together.
         ``check_batches``: every step must use a batch of the returned loader, no example in more rows than one.
         """
+        if "torch.distributed.fsdp" in sys.modules:
+            # Slow to import, and nothing can be sharded before it was.
+            from dpcore.sharding import shard
+
+            module, optimizer = shard(module, optimizer)
         ranks = ranks_of(module)
+        if ranks is not None and ranks.sharded and (grad_sample_mode != DEFAULT_MODE or not wrap_model):
+            raise UnsupportedError(
+                f"grad_sample_mode={grad_sample_mode!r} with wrap_model={wrap_model} is not for a sharded module, "
+                f"whose ordinary gradients torch would average over the ranks; use {DEFAULT_MODE!r} and a wrapper."
+            )
         self._check(module, optimizer, clipping, max_grad_norm)
         if criterion is not None:
             check_criterion(criterion, loss_reduction)
@@ -309,9 +321,9 @@ class PrivacyEngine:
         """Everything that a run which continues bit for bit needs: weights, optimiser, accountant, noise, batches and
         the global random state (dropout). Save between steps, not within a logical batch.
 
-        Of several ranks, rank 0 writes ``path``, and the others their random state beside it (``path.rank1`` ...); all
-        load ``path``. ``checkpoint_dict``: entries of the caller's own, returned by :meth:`load_checkpoint`.
-        ``data_loader``: the optimiser's, where not given.
+        Of several ranks, rank 0 writes ``path``, and the others what is theirs alone beside it (``path.rank1`` ...: the
+        random state, and the shards of a sharded module); all load ``path``. ``checkpoint_dict``: entries of the
+        caller's own, returned by :meth:`load_checkpoint`. ``data_loader``: the optimiser's, where not given.
         """
         state = dict(checkpoint_dict or {})
         state["module_state_dict"] = module.state_dict(**(module_state_dict_kwargs or {}))
@@ -339,10 +351,7 @@ class PrivacyEngine:
                 state[key] = scheduler.state_dict()
         if isinstance(data_loader, DPDataLoader):
             state["sampler"] = data_loader.sampler_state.state_dict()
-        if optimizer is not None and optimizer.ranks is not None and optimizer.ranks.rank > 0:
-            save_random_state(path, optimizer.ranks, optimizer.steps)
-        else:
-            torch.save(state, path, **(torch_save_kwargs or {}))
+        save_for_rank(state, path, None if optimizer is None else optimizer.ranks, torch_save_kwargs or {})
 
     def load_checkpoint(
         self,
@@ -358,7 +367,8 @@ class PrivacyEngine:
     ) -> dict[str, Any]:
         """Restores what :meth:`save_checkpoint` wrote, and returns it. PrivacyError where it was saved under other
         settings. A file without dpcore's own entries restores weights, optimiser and accountant, with a warning."""
-        state = torch.load(path, **({"weights_only": True} | (torch_load_kwargs or {})))
+        ranks = None if optimizer is None else optimizer.ranks
+        state = load_for_rank(path, ranks, {"weights_only": True} | (torch_load_kwargs or {}))
         if optimizer is not None:
             data_loader = optimizer.data_loader if data_loader is None else data_loader
             here = optimizer.setting
@@ -390,9 +400,7 @@ class PrivacyEngine:
                 "bit as it would have.",
                 stacklevel=2,
             )
-        if optimizer is not None and optimizer.ranks is not None and optimizer.ranks.rank > 0:
-            restore_random_state(path, optimizer.ranks, optimizer.steps)
-        elif "torch_rng" in state:
+        if "torch_rng" in state:
             torch.set_rng_state(state["torch_rng"])
         if "cuda_rng" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state_all(state["cuda_rng"])

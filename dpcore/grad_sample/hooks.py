@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from dpcore.distributed import Ranks
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.grad_sample import attention, convolution, embedding, normalization, recurrent  # noqa: F401  (the rules)
 from dpcore.grad_sample.accumulator import weighted_sum
@@ -146,7 +147,13 @@ class AbstractGradSampleHooks:
             for leaf in flatten((args, kwargs))[0]
             if isinstance(leaf, Tensor) and leaf.dim()
         )
-        if not batch_size or kind in self._kinds:
+        new = batch_size > 0 and kind not in self._kinds
+        ranks = getattr(self._module, "ranks", None)
+        sharded = isinstance(ranks, Ranks) and ranks.sharded
+        if sharded:
+            # The model can only be run by all ranks together, and none of them knows what the others have seen.
+            new = ranks.largest(int(new)) > 0  # type: ignore[union-attr]
+        if not new:
             return
 
         def run(count: int) -> Any:
@@ -157,6 +164,12 @@ class AbstractGradSampleHooks:
             self._module, self._names, run, probe_size((args, kwargs), batch_size), self._fallbacks
         )
         self._kinds.add(kind)
+        if self._fallbacks and sharded:
+            raise UnsupportedError(
+                f"{', '.join(self._fallbacks)} has no rule and would be run again example by example, for which its "
+                "parameters are no longer whole; with fully_shard every trained layer must be of a kind with a rule. "
+                "Use DifferentiallyPrivateDistributedDataParallel instead."
+            )
 
     # ---- what the optimiser takes
 

@@ -21,12 +21,14 @@ from dpcore.grad_sample.tree import flatten, unflatten
 
 
 def copies(value: Any, batch_size: int, count: int) -> Any:
-    """``count`` copies of the first example of a batch: of every tensor whose first dimension is ``batch_size``."""
+    """``count`` copies of the first example of a batch: of every tensor whose first dimension is ``batch_size``; zeros
+    where the batch is empty.
+    """
     leaves, structure = flatten(value)
     return unflatten(
         structure,
         [
-            leaf[:1].expand(count, *leaf.shape[1:]).contiguous()
+            (leaf[:1] if batch_size else leaf.new_zeros(1, *leaf.shape[1:])).expand(count, *leaf.shape[1:]).contiguous()
             if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == batch_size
             else leaf
             for leaf in leaves

@@ -20,8 +20,6 @@ def get_optimizer_class(clipping: str, distributed: bool, grad_sample_mode: str 
     if clipping == "per_layer":
         return DPPerLayerOptimizer
     if clipping == "adaptive":
-        if distributed:
-            raise ValueError("Adaptive clipping needs a count over all ranks, which is not implemented; use flat.")
         return AdaClipDPOptimizer
     if clipping in ("flat", "automatic"):
         return DPOptimizerFastGradientClipping if grad_sample_mode == "ghost" else DPOptimizer

@@ -90,8 +90,10 @@ class AdaClipDPOptimizer(DPOptimizer):
 
     def add_noise(self) -> None:
         count = torch.tensor([self._centred], dtype=torch.float64)
-        if self.noise_multiplier > 0.0:
+        if self.noise_multiplier > 0.0 and (self.ranks is None or self.ranks.rank == 0):
             self._count_noise().add_(count, self.unclipped_num_std, self.steps)
+        if self.ranks is not None:
+            count = self.ranks.sum_(count.to(self.ranks.device))
         super().add_noise()
         self.update_max_grad_norm(float(count))
 

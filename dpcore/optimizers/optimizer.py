@@ -316,6 +316,7 @@ class DPOptimizer(Optimizer):
         start.
         """
         groups = [{name: v for name, v in g.items() if name != "params"} for g in self.param_groups]
+        known = self.weights_agree or ranks.sharded
         ranks.agree(
             {
                 "the number of steps": self.steps,
@@ -324,7 +325,7 @@ class DPOptimizer(Optimizer):
                 "max_grad_norm": self.max_grad_norm,
                 "expected_batch_size": self.expected_batch_size,
                 "the optimizer's settings": groups,
-                "the weights": None if self.weights_agree else fingerprint(self.module._module.parameters()),
+                "the weights": None if known else fingerprint(self.module._module.parameters()),
             }
         )
         self.weights_agree = True

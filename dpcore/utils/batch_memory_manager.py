@@ -37,6 +37,10 @@ class PiecewiseLoader:
         for batch in self.loader:
             length = batch_length(batch)
             pieces = max(1, -(-length // self.size))
+            ranks = self.optimizer.ranks
+            if ranks is not None and ranks.sharded:
+                # Every pass gathers parameters from all ranks: those with fewer examples take part with empty pieces.
+                pieces = ranks.largest(pieces)
             for k in range(pieces):
                 # The flag travels with the piece: it is set when the piece is handed out, and for that piece only.
                 self.optimizer.signal_skip_step(k + 1 < pieces)

@@ -8,12 +8,17 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, WeightedRandomSampler
 
+from dpcore import PrivacyError, UnsupportedError
 from dpcore.data_loader import DPDataLoader
 from dpcore.grad_sample.tree import batch_length
 from dpcore.utils.batch_memory_manager import cut
-from dpcore.utils.uniform_sampler import UniformWithReplacementSampler, steps_per_epoch
+from dpcore.utils.uniform_sampler import (
+    DistributedUniformWithReplacementSampler,
+    UniformWithReplacementSampler,
+    steps_per_epoch,
+)
 
 
 @pytest.mark.parametrize("secure", [False, True])
@@ -51,6 +56,45 @@ def test_batches_are_a_function_of_seed_and_number():
     assert first == list(b) and first != second
     with pytest.raises(ValueError, match="sample_rate is 0"):
         UniformWithReplacementSampler(num_samples=100, sample_rate=0.0)
+
+
+@pytest.mark.parametrize(("ranks", "secure"), [(1, False), (3, False), (3, True), (50, False)])
+def test_the_union_over_the_ranks_is_a_poisson_sample_of_all_examples(ranks, secure):
+    samplers = [
+        DistributedUniformWithReplacementSampler(
+            total_size=40, sample_rate=0.1, seed=3, steps=2000, secure=secure, rank=rank, num_replicas=ranks
+        )
+        for rank in range(ranks)
+    ]
+    batches = [[i for part in parts for i in part] for parts in zip(*samplers, strict=True)]
+    assert len(batches) == 2000 and all(len(set(b)) == len(b) for b in batches)
+    sizes = np.bincount([len(b) for b in batches], minlength=41)
+    expected = len(batches) * stats.binom.pmf(np.arange(41), 40, 0.1)
+    few = expected < 5
+    observed, wanted = np.append(sizes[~few], sizes[few].sum()), np.append(expected[~few], expected[few].sum())
+    assert stats.chisquare(observed, wanted).pvalue > 1e-4
+    assert stats.chisquare(np.bincount(np.concatenate([np.array(b, dtype=int) for b in batches]))).pvalue > 1e-4
+    together = sum(0 in b and 1 in b for b in batches)  # of different ranks
+    assert stats.binomtest(together, len(batches), 0.01).pvalue > 1e-4
+
+
+def test_ranks_share_no_random_numbers_and_go_on_from_one_state():
+    def sampler(rank):
+        return DistributedUniformWithReplacementSampler(
+            total_size=1000, sample_rate=0.5, seed=3, steps=4, rank=rank, num_replicas=2
+        )
+
+    zero, one = list(sampler(0)), list(sampler(1))
+    overlap = len({i // 2 for i in zero[0]} & {i // 2 for i in one[0]})
+    assert 80 < overlap < 170  # 125 expected; equal streams would give some 250
+    resumed = sampler(1)
+    first = sampler(0)
+    iterator = iter(first)
+    next(iterator), next(iterator)
+    resumed.load_state_dict(first.state_dict())
+    assert list(resumed) == one[2:]
+    with pytest.raises(ValueError, match="rank is 2"):
+        sampler(2)
 
 
 Pair = namedtuple("Pair", "x y")
@@ -92,3 +136,11 @@ def test_only_map_style_data_can_be_sampled():
     assert DPDataLoader.from_data_loader(loader) is loader
     with pytest.warns(UserWarning, match="derived"):
         assert DPDataLoader.from_data_loader(DataLoader(Named(), batch_size=2)).sample_rate == 1 / 3
+
+
+def test_a_sampler_of_the_users_is_not_silently_replaced():
+    for sampler in (WeightedRandomSampler([1.0] * 5, 5), SubsetRandomSampler([0, 1])):
+        with pytest.raises(UnsupportedError, match=type(sampler).__name__):
+            DPDataLoader.from_data_loader(DataLoader(Named(), batch_size=2, sampler=sampler), sample_rate=0.5)
+    with pytest.raises(PrivacyError, match="distributed=False"):
+        DPDataLoader.from_data_loader(DPDataLoader(Named(), sample_rate=0.5), distributed=True)

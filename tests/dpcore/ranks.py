@@ -1,0 +1,275 @@
+"""Run by torchrun, once per number of ranks: trains together what the tests compare with one process.
+
+``torchrun ... ranks.py FOLDER CHECK...``: every rank writes FOLDER/<rank>.pt, a dictionary of what each check found.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from dpcore import PrivacyEngine, PrivacyError, UnsupportedError
+from dpcore.data_loader import DPDataLoader
+from dpcore.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
+from dpcore.utils.batch_memory_manager import BatchMemoryManager
+
+EXAMPLES, RATE, CLIP, DIVISOR = 40, 0.25, 0.5, 10
+
+
+def model(dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Dropout(dropout), nn.Linear(48, 8), nn.Tanh(),
+        nn.Linear(8, 3),
+    ).to(dtype)  # fmt: skip
+
+
+def data(dtype: torch.dtype = torch.float64) -> TensorDataset:
+    """x [40, 1, 6, 6], y [40], and the example's number [40]."""
+    x = torch.randn(EXAMPLES, 1, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x.to(dtype), torch.arange(EXAMPLES) % 3, torch.arange(EXAMPLES))
+
+
+def private(
+    sigma: float = 0.0,
+    dtype: torch.dtype = torch.float64,
+    rate: float = RATE,
+    seed: int | None = 7,
+    dropout: float = 0.0,
+    how: str = "replicated",
+    loader: DataLoader[Any] | None = None,
+    **options: Any,
+) -> tuple[PrivacyEngine, Any, Any, Any]:
+    engine = PrivacyEngine(seed=seed)
+    module = model(dtype, dropout)
+    if how == "replicated":
+        module = DPDDP(module)
+    elif how == "sharded":
+        for layer in (module[0], module[4], module):
+            fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return engine, *engine.make_private(
+        module=module,
+        optimizer=torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5),
+        data_loader=DataLoader(data(dtype), batch_size=10) if loader is None else loader,
+        noise_multiplier=sigma,
+        **{"max_grad_norm": CLIP, "sample_rate": rate, "expected_batch_size": DIVISOR} | options,
+    )
+
+
+def step(module: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    F.cross_entropy(module(x), y).backward()
+    optimizer.step()
+
+
+def weights(module: nn.Module) -> torch.Tensor:
+    whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in module.parameters())
+    return torch.cat([p.detach().double().flatten() for p in whole])
+
+
+def train(sigma: float, dtype: torch.dtype, size: int | None = None, rounds: int = 2, **options: Any) -> dict[str, Any]:
+    """Weights after every step, and the examples of each batch, on this rank."""
+    engine, module, optimizer, loader = private(sigma, dtype, **options)
+    drawn: list[list[int]] = []
+    history = []
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=size or EXAMPLES, optimizer=optimizer
+    ) as pieces:
+        for _ in range(rounds):
+            batch: list[int] = []
+            for x, y, number in pieces:
+                batch += number.tolist()
+                before = optimizer.steps
+                step(module, optimizer, x, y)
+                if optimizer.steps > before:
+                    drawn.append(batch)
+                    history.append(weights(module))
+                    batch = []
+    return {"batches": drawn, "weights": torch.stack(history), "accounted": engine.accountant.history}
+
+
+def refusal(action: Any) -> str:
+    try:
+        action()
+    except (PrivacyError, UnsupportedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+def check_sums() -> Any:
+    return {str(dtype): train(0.0, dtype) for dtype in (torch.float64, torch.float32)}
+
+
+def check_pieces() -> Any:
+    """Physical batches of two: the ranks go through different numbers of pieces."""
+    return train(1.0, torch.float64, size=2)
+
+
+def check_noise() -> Any:
+    return {"same seed": train(1.0, torch.float64), "secret": train(1.0, torch.float64, seed=None, rounds=1)}
+
+
+def check_adaptive() -> Any:
+    """The clip norm follows the unclipped examples of all ranks; the weights stay where they are."""
+    _, module, optimizer, loader = private(0.0, clipping="adaptive", max_grad_norm=0.8)
+    optimizer.param_groups[0]["lr"] = 0.0
+    batches, bounds = [], []
+    for x, y, number in loader:
+        step(module, optimizer, x, y)
+        batches.append(number.tolist())
+        bounds.append(optimizer.max_grad_norm)
+    return {"batches": batches, "bounds": bounds}
+
+
+def check_empty() -> Any:
+    """Hardly any example is ever drawn: empty local batches, and empty global ones, all of them noisy steps."""
+    _, module, optimizer, loader = private(2.0, torch.float64, rate=1e-9, seed=None)
+    optimizer.original_optimizer.param_groups[0].update(lr=1.0, momentum=0.0)
+    draws, before = [], weights(module)
+    for _, (x, y, _) in zip(range(150), loader, strict=False):
+        step(module, optimizer, x, y)
+        draws.append(weights(module) - before)
+        before = weights(module)
+    return torch.stack(draws)
+
+
+def check_sharded(folder: Path) -> Any:
+    """The same by fully_shard; whole batches, then pieces of two, then a resume."""
+    found = {
+        "sums": {str(dtype): train(0.0, dtype, how="sharded") for dtype in (torch.float64, torch.float32)},
+        "pieces": train(1.0, torch.float64, size=2, how="sharded"),
+        "resume": check_resume(folder, how="sharded"),
+    }
+    _, module, optimizer, _ = private(1.0, how="sharded", check_batches=False)
+    x, y = data()[: dist.get_rank()][:2]
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.0)
+    step(module, optimizer, x, y)
+    before = weights(module)
+    scheduler.step()
+    step(module, optimizer, x, y)
+    found["moved at a learning rate of 0"] = float((weights(module) - before).abs().max())
+    inner = module._module.module
+    found["local"] = [(p.numel(), p.to_local().numel(), p.grad.to_local().numel()) for p in inner.parameters()]
+
+    class Triangular(nn.Module):
+        """Uses its parameter in a way that no rule knows."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight.tril()
+
+    rule_free = nn.Sequential(Triangular(), nn.Linear(3, 2))
+    fully_shard(rule_free, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    engine = PrivacyEngine(seed=7)
+    module, optimizer, _ = engine.make_private(
+        module=rule_free, optimizer=torch.optim.SGD(rule_free.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(torch.zeros(5, 3))), noise_multiplier=1.0, max_grad_norm=1.0,
+        sample_rate=0.2, expected_batch_size=1,
+    )  # fmt: skip
+    found["no rule"] = refusal(lambda: module(torch.randn(4, 3)))
+    part = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    fully_shard(part[0], mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    found["in part"] = refusal(lambda: engine.make_private(
+        module=part, optimizer=torch.optim.SGD(part.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(torch.zeros(5, 3))), noise_multiplier=1.0, max_grad_norm=1.0,
+    ))  # fmt: skip
+    return found
+
+
+def check_resume(folder: Path, how: str = "replicated") -> Any:
+    """Three steps, a checkpoint, and the rest in new objects; dropout draws from the ranks' own random state."""
+
+    def run(steps: int, resumed: bool = False) -> Any:
+        engine, module, optimizer, loader = private(1.0, dropout=0.5, seed=99 if resumed else 7, how=how)
+        kept = {"path": folder / f"{how}.pt", "module": module, "optimizer": optimizer, "data_loader": loader}
+        torch.manual_seed(100 + dist.get_rank())
+        if resumed:
+            engine.load_checkpoint(**kept)
+        for _, (x, y, _) in zip(range(steps), loader, strict=False):  # in this order: no batch is lost
+            step(module, optimizer, x, y)
+        if steps == 3:
+            engine.save_checkpoint(**kept)
+            dist.barrier()
+        return {"weights": weights(module), "accounted": engine.accountant.history}
+
+    found = {"whole": run(4), "first": run(3), "resumed": run(4, resumed=True)}
+    if how == "replicated" and dist.get_world_size() > 1:
+        _, module, optimizer, _ = private(1.0, check_batches=False)
+        with torch.no_grad():
+            next(module.parameters())[0] += dist.get_rank()
+        found["unequal weights"] = refusal(lambda: step(module, optimizer, *data()[:4][:2]))
+    return found
+
+
+def check_refusals() -> Any:
+    rank = dist.get_rank()
+    loader = DataLoader(data(), batch_size=5)
+    repeating = DistributedSampler(TensorDataset(torch.zeros(41)))
+    found = {
+        "seeds": refusal(lambda: private(seed=rank)),
+        "sigma": refusal(lambda: private(sigma=1.0 + rank)),
+        "clip": refusal(lambda: private(max_grad_norm=1.0 + rank)),
+        "torch": refusal(lambda: PrivacyEngine().make_private(
+            module=nn.parallel.DistributedDataParallel(module := model()),
+            optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+            data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0,
+        )),
+        "whole loader": refusal(lambda: private(loader=DPDataLoader(data(), sample_rate=0.1))),
+        "no sharding": refusal(lambda: private(loader=loader, poisson_sampling=False)),
+        "repeats": refusal(lambda: private(
+            loader=DataLoader(TensorDataset(torch.zeros(41)), sampler=repeating), poisson_sampling=False
+        )),
+    }  # fmt: skip
+    _, module, optimizer, _ = private(1.0, check_batches=False)
+    optimizer.noise_multiplier = 1.0 + rank
+    found["schedule"] = refusal(lambda: step(module, optimizer, *data()[:4][:2]))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        private(how="alone")
+    found["alone"] = " ".join(str(w.message) for w in caught)
+    return found
+
+
+def check_absent() -> Any:
+    """Rank 0 steps, the others do not; last, because the group is unusable afterwards."""
+    _, module, optimizer, _ = private(1.0, check_batches=False)
+    before = weights(module)
+    if dist.get_rank() > 0:
+        return "absent"
+    message = refusal(lambda: step(module, optimizer, *data()[:4][:2]))
+    return message if torch.equal(weights(module), before) else "the weights moved"
+
+
+def main() -> None:
+    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    checks = {name.removeprefix("check_"): check for name, check in globals().items() if name.startswith("check_")}
+    found = {}
+    for name in names:
+        if name == "absent":
+            dist.barrier()
+            dist.distributed_c10d._get_default_group().set_timeout(timedelta(seconds=3))
+        found[name] = checks[name](folder) if name in ("resume", "sharded") else checks[name]()
+    torch.save(found, folder / f"{dist.get_rank()}.pt")
+    if "absent" not in names:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

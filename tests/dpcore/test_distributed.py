@@ -1,0 +1,179 @@
+"""Several processes equal one: sums, noise, empty batches, resumes; and what is refused. Launched by torchrun."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+from torch.nn import functional as F
+
+from dpcore import reference
+from dpcore.distributed import DifferentiallyPrivateDistributedDataParallel
+from dpcore.noise import GaussianNoise
+from tests.dpcore import ranks
+from tests.dpcore.comparison import TOLERANCE
+
+STEPS = 8  # two rounds of ceil(1 / 0.25) batches
+CHECKS = ["sums", "pieces", "noise", "empty", "resume", "adaptive", "sharded"]
+
+
+def launch(folder: Path, size: int, *checks: str) -> list[dict[str, Any]]:
+    """What each rank found, by torchrun on this machine."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [*command, ranks.__file__, str(folder), *checks],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]
+
+
+@pytest.fixture(
+    scope="module", params=[2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
+def found(request, tmp_path_factory):
+    """The reports of 1, 2 or 4 ranks, from one launch."""
+    return launch(tmp_path_factory.mktemp("ranks"), request.param, *CHECKS)
+
+
+def trained_alone(batches: list[list[int]], sigma: float, dtype: torch.dtype) -> torch.Tensor:
+    """[steps, weights] of DP-SGD by the float64 reference on the union of the ranks' batches."""
+    model = ranks.model(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    x, y, _ = ranks.data(dtype).tensors
+    noise, history = GaussianNoise(seed=7), []
+    for step, batch in enumerate(batches):
+        truth = reference.clipped_sum(
+            copy.deepcopy(model), lambda o, y: F.cross_entropy(o, y, reduction="none"), x[batch], y[batch], ranks.CLIP
+        )
+        flat = torch.cat([g.flatten() for g in truth.clipped.values()]).to(dtype)
+        noise.add_(flat, sigma * ranks.CLIP, step)
+        for p, g in zip(model.parameters(), flat.split([p.numel() for p in model.parameters()]), strict=True):
+            p.grad = g.view_as(p) / ranks.DIVISOR
+        optimizer.step()
+        history.append(ranks.weights(model))
+    return torch.stack(history)
+
+
+def union(reports: list[dict[str, Any]]) -> list[list[int]]:
+    """The examples of each step over all ranks."""
+    return [
+        [i for part in parts for i in part] for parts in zip(*(report["batches"] for report in reports), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_ranks_sum_what_one_process_sums_for_the_union_of_their_batches(found, dtype):
+    reports = [report["sums"][str(dtype)] for report in found]
+    batches = union(reports)
+    assert len(batches) == STEPS and all(len(set(b)) == len(b) for b in batches)
+    truth = trained_alone(batches, 0.0, dtype)
+    start = ranks.weights(ranks.model(dtype))
+    moved = (truth - start).norm()
+    for report in reports:
+        assert torch.equal(report["weights"], reports[0]["weights"])
+        assert float((report["weights"] - truth).norm() / moved) < TOLERANCE[dtype]
+        assert report["accounted"] == [(0.0, ranks.RATE, STEPS)]
+
+
+def test_the_noise_is_that_of_one_process_with_the_same_seed_and_pieces_change_nothing(found):
+    for check in ([r["noise"]["same seed"] for r in found], [r["pieces"] for r in found]):
+        truth = trained_alone(union(check), 1.0, torch.float64)
+        for report in check:
+            torch.testing.assert_close(report["weights"], truth, rtol=1e-9, atol=1e-10)
+            assert report["accounted"] == [(1.0, ranks.RATE, STEPS)]
+
+
+def test_without_a_seed_the_ranks_share_a_secret_one(found):
+    secret = [r["noise"]["secret"] for r in found]
+    assert all(torch.equal(s["weights"], secret[0]["weights"]) for s in secret)
+    assert not torch.equal(secret[0]["weights"][0], found[0]["noise"]["same seed"]["weights"][0])
+
+
+def test_an_empty_batch_is_a_step_with_noise_of_the_total_variance(found):
+    draws = found[0]["empty"] / (2.0 * ranks.CLIP / ranks.DIVISOR)
+    assert draws.shape[0] == 150
+    assert stats.kstest(draws[:, :200].flatten().numpy(), "norm").pvalue > 1e-4
+    assert abs(float(draws.std()) - 1) < 0.01
+    assert all(torch.equal(r["empty"], found[0]["empty"]) for r in found)
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit_on_every_rank(found):
+    for report in (r["resume"] for r in found):
+        assert torch.equal(report["resumed"]["weights"], report["whole"]["weights"])
+        assert not torch.equal(report["first"]["weights"], report["whole"]["weights"])
+        assert report["resumed"]["accounted"] == [(1.0, ranks.RATE, 4)]
+        if len(found) > 1:
+            assert "differ in the weights" in report["unequal weights"]
+
+
+def test_an_adaptive_bound_counts_the_examples_of_all_ranks(found):
+    reports = [report["adaptive"] for report in found]
+    x, y, _ = ranks.data().tensors
+    norms = reference.clipped_sum(
+        ranks.model(), lambda o, y: F.cross_entropy(o, y, reduction="none"), x, y, ranks.CLIP
+    ).norms
+    bound, expected = 0.8, []
+    for batch in union(reports):
+        centred = float((norms[batch] <= bound).sum()) - len(batch) / 2
+        bound *= math.exp(-0.2 * centred / ranks.DIVISOR)
+        expected.append(bound)
+    assert len(set(expected)) > 2
+    assert all(report["bounds"] == pytest.approx(expected, rel=1e-12) for report in reports)
+
+
+def test_a_sharded_model_trains_as_one_process_does_and_stays_sharded(found):
+    reports = [report["sharded"] for report in found]
+    for dtype in (torch.float64, torch.float32):
+        parts = [report["sums"][str(dtype)] for report in reports]
+        truth = trained_alone(union(parts), 0.0, dtype)
+        moved = (truth - ranks.weights(ranks.model(dtype))).norm()
+        for part in parts:
+            assert float((part["weights"] - truth).norm() / moved) < TOLERANCE[dtype]
+    parts = [report["pieces"] for report in reports]
+    truth = trained_alone(union(parts), 1.0, torch.float64)
+    for part in parts:
+        torch.testing.assert_close(part["weights"], truth, rtol=1e-9, atol=1e-10)
+        assert part["accounted"] == [(1.0, ranks.RATE, STEPS)]
+    for report in reports:
+        assert torch.equal(report["resume"]["resumed"]["weights"], report["resume"]["whole"]["weights"])
+        assert report["moved at a learning rate of 0"] == 0.0
+        assert "module.0 has no rule" in report["no rule"]
+        assert "fully_shard on the root" in report["in part"]
+    for sizes in zip(*(report["local"] for report in reports), strict=True):
+        assert sum(local for _, local, _ in sizes) == sizes[0][0]
+        assert all(local == grad for _, local, grad in sizes)
+
+
+def test_what_the_accountant_would_not_count_is_refused(tmp_path):
+    reports = launch(tmp_path, 2, "refusals", "absent")
+    for found in (report["refusals"] for report in reports):
+        assert "differ in seed" in found["seeds"]
+        assert "differ in noise_multiplier" in found["sigma"]
+        assert "differ in max_grad_norm" in found["clip"]
+        assert "averages the gradients" in found["torch"]
+        assert "distributed=False" in found["whole loader"]
+        assert "would process every example" in found["no sharding"]
+        assert "repeats some examples" in found["repeats"]
+        assert "differ in noise_multiplier" in found["schedule"]
+        assert "trains a model of its own" in found["alone"]
+    assert "did not get an answer" in reports[0]["absent"]
+
+
+def test_without_a_process_group_there_is_one_sentence():
+    with pytest.raises(ValueError, match="torchrun"):
+        DifferentiallyPrivateDistributedDataParallel(nn.Linear(2, 2))
