@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from copy import deepcopy
@@ -17,6 +18,7 @@ class IAccountant(ABC):
 
     def __init__(self) -> None:
         self.history: History = []
+        self.failure_probability = 0.0
 
     def step(self, *, noise_multiplier: float, sample_rate: float, steps: int = 1) -> None:
         """Adds ``steps`` steps of the subsampled Gaussian mechanism. ValueError where it is none."""
@@ -37,7 +39,32 @@ class IAccountant(ABC):
             return 0.0
         if any(noise == 0.0 for noise, _, _ in released):
             return float("inf")
-        return self._epsilon(released, delta, **options)
+        if not self.failure_probability:
+            return self._epsilon(released, delta, **options)
+        return self._with_failures(released, delta, options)
+
+    def add_failure_probability(self, probability: float) -> None:
+        """A chance of at most ``probability`` that a step counted here moved by more than its sensitivity.
+
+        With P and Q the run with and without an example, and P' the run in which no step fails, P and P' differ by at
+        most the sum F of all such chances. The worse of the two directions is Q(S) <= e^ε P'(S) + δ' <= e^ε P(S) + e^ε
+        F + δ', so ε holds at δ = δ' + e^ε F.
+        """
+        if not 0.0 <= probability <= 1.0:
+            raise ValueError(f"A failure probability of {probability} is none; it must lie in [0, 1].")
+        self.failure_probability += probability
+
+    def _with_failures(self, released: History, delta: float, options: dict[str, Any]) -> float:
+        """The smallest fixed point of ε = ε'(δ - e^ε F), approached from below; infinity where there is none."""
+        epsilon = 0.0
+        while math.exp(min(600.0, epsilon)) * self.failure_probability < delta:
+            left = delta - math.exp(min(600.0, epsilon)) * self.failure_probability
+            needed = self._epsilon(released, left, **options)
+            if needed <= epsilon:
+                return epsilon
+            # Overshoots the fixed point by 1e-6 at most, so that the search ends.
+            epsilon = needed + 1e-6
+        return math.inf
 
     @abstractmethod
     def _epsilon(self, history: History, delta: float, **options: Any) -> float:
@@ -69,6 +96,8 @@ class IAccountant(ABC):
         destination = {} if destination is None else destination
         destination["history"] = deepcopy(self.history)
         destination["mechanism"] = self.mechanism()
+        if self.failure_probability:
+            destination["failure_probability"] = self.failure_probability
         return destination
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -80,3 +109,4 @@ class IAccountant(ABC):
                 "the accountant under the name that the state was saved with."
             )
         self.history = [(float(noise), float(rate), int(steps)) for noise, rate, steps in state_dict["history"]]
+        self.failure_probability = float(state_dict.get("failure_probability", 0.0))

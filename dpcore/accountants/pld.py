@@ -326,7 +326,9 @@ class PLDAccountant(IAccountant):
         upper = self.get_epsilon(delta)
         if upper in (0.0, math.inf):
             return upper, upper
-        return epsilon_bounds([entry for entry in self.history if entry[1] > 0.0 and entry[2] > 0], delta)
+        lower, tight = epsilon_bounds([entry for entry in self.history if entry[1] > 0.0 and entry[2] > 0], delta)
+        # Failures may raise epsilon, and need not.
+        return lower, upper if self.failure_probability else tight
 
     def _epsilon(self, history: History, delta: float, **options: Any) -> float:
         return epsilon_upper(history, delta)
