@@ -9,6 +9,7 @@ noise with negligible probability and the same triple always gives the same nois
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
 
 import numpy as np
@@ -74,21 +75,28 @@ class SecureNoise(GaussianNoise):
     """Noise from the operating system's cryptographic generator; nothing of it can be repeated or predicted.
 
     A float is one of finitely many, and which ones a sampler can return depends on how it computes: an attacker who
-    sees the low bits of a noisy sum may rule out values of the sum (Mironov 2012). The answer is that of Holohan and
-    Braghin 2021: every value is the sum of four independent float64 normals, halved; inverting it takes more work
-    than 2^53 guesses for each of them, and the rounding to the target's precision comes last.
+    sees the low bits of a noisy sum may rule out values of the sum (Mironov 2012). Two answers are combined. Every
+    value is the sum of four independent float64 normals, halved, each the cosine half of a Box-Muller pair whose sine
+    half is discarded (Holohan and Braghin 2021): inverting it takes more than 2^53 guesses for each of them. And the
+    noisy sum is rounded to a grid of about std / 2^20 that depends on nothing else: the low bits, in which such an
+    attack reads, are not released.
     """
 
     def __init__(self) -> None:
         super().__init__(seed=0)
 
     def add_(self, target: Tensor, std: float, step: int) -> Tensor:
-        """target + std * N(0, I) in place, fresh at every call."""
+        """target + std * N(0, I) in place, on the grid, fresh at every call."""
         if std == 0.0:
             return target
-        total = sum(_urandom_normals(target.numel()) for _ in range(4)) / 2.0
-        noise = torch.from_numpy(std * total).view(target.shape)
-        return target.copy_(target.double() + noise.to(target.device))
+        spacing = grid_spacing(std)
+        flat = target.reshape(-1).double().cpu().numpy()
+        released = np.empty_like(flat)
+        for start in range(0, len(flat), _PIECE):
+            piece = flat[start : start + _PIECE]
+            noise = sum(_urandom_normals(len(piece)) for _ in range(4)) / 2.0
+            released[start : start + _PIECE] = np.rint((piece + std * noise) / spacing) * spacing
+        return target.copy_(torch.from_numpy(released).view(target.shape))
 
     def state_dict(self) -> dict[str, str]:
         """There is no state: noise that is never repeated needs none to be resumed."""
@@ -98,11 +106,17 @@ class SecureNoise(GaussianNoise):
         return
 
 
+# Values drawn at a time, to bound the memory of the random bytes.
+_PIECE = 2**18
+
+
+def grid_spacing(std: float) -> float:
+    """The power of two in (std / 2^21, std / 2^20]: sums up to 8 std on it are exact in float32."""
+    return 2.0 ** (math.floor(math.log2(std)) - 20)
+
+
 def _urandom_normals(count: int) -> np.ndarray:
-    """[count] float64 standard normals by Box-Muller from 53-bit uniforms in (0, 1]."""
-    pairs = (count + 1) // 2
-    bits = np.frombuffer(secrets.token_bytes(16 * pairs), dtype=np.uint64) >> np.uint64(11)
+    """[count] float64 standard normals by Box-Muller from 53-bit uniforms in (0, 1]; one of each pair is discarded."""
+    bits = np.frombuffer(secrets.token_bytes(16 * count), dtype=np.uint64) >> np.uint64(11)
     uniform = (bits.astype(np.float64) + 1.0) * 2.0**-53
-    radius = np.sqrt(-2.0 * np.log(uniform[:pairs]))
-    angle = 2.0 * np.pi * uniform[pairs:]
-    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
+    return np.sqrt(-2.0 * np.log(uniform[:count])) * np.cos(2.0 * np.pi * uniform[count:])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from scipy import stats
 from torch import nn
 
 from dpcore import Engine, GaussianNoise
+from dpcore.noise import SecureNoise, grid_spacing
 from tests.dpcore.comparison import odd_loss
 
 
@@ -92,3 +95,92 @@ def test_the_same_seed_gives_the_same_training_run():
 def test_a_step_needs_a_public_divisor():
     with pytest.raises(ValueError, match="expected_batch_size"):
         _engine(expected_batch_size=None).step(torch.randn(5, 4), torch.arange(5) % 2)
+
+
+def _released(engine: Engine, steps: int) -> torch.Tensor:
+    """[steps, parameters] of standard normals: the noise of ``steps`` empty batches."""
+    rows = []
+    for _ in range(steps):
+        engine.privatize(torch.zeros(0, 4), torch.zeros(0))
+        rows.append(torch.cat([p.grad.flatten() for p in engine.parameters.values()]).double())
+    return torch.stack(rows) * 4 / (engine.noise_multiplier * 0.5)
+
+
+def test_noise_is_independent_across_parameters_steps_ranks_and_resumes():
+    """1e5 values from two ranks, with a resume in the middle: normal, of variance one, uncorrelated in every direction.
+
+    Each bound is five standard errors; a right generator misses one of them once in some 1e5 runs.
+    """
+    ranks = []
+    for rank in (0, 1):
+        before = _engine(noise_multiplier=3.0, noise=GaussianNoise(1, rank))
+        first = _released(before, 450)
+        after = _engine(noise_multiplier=3.0, noise=GaussianNoise())
+        after.noise.load_state_dict(before.noise.state_dict())
+        after.steps = before.steps
+        ranks.append(torch.cat([first, _released(after, 450)]))
+    drawn = torch.stack(ranks)
+    assert drawn.unique().numel() > 0.99 * drawn.numel()
+    assert stats.kstest(drawn.flatten(), "norm").pvalue > 1e-5
+    count = drawn.numel()
+    assert abs(float(drawn.mean())) < 5 / count**0.5
+    assert abs(float(drawn.var()) - 1) < 5 * (2 / count) ** 0.5
+    per_parameter = drawn.var(1)
+    assert bool(((per_parameter - 1).abs() < 5 * (2 / 900) ** 0.5).all())
+    pairs = {
+        "ranks": (drawn[0], drawn[1]),
+        "steps": (drawn[:, 1:], drawn[:, :-1]),
+        "the two sides of the resume": (drawn[:, 450:], drawn[:, :450]),
+        "neighbouring parameters": (drawn[:, :, 1:], drawn[:, :, :-1]),
+        "layers": (drawn[:, :, :10], drawn[:, :, -10:]),
+    }
+    for name, (a, b) in pairs.items():
+        correlation = float((a * b).mean()) * a.numel() ** 0.5
+        assert abs(correlation) < 5, name
+        # Independence is more than a correlation of zero: sizes must not be related either.
+        sizes = float(((a**2 - 1) * (b**2 - 1)).mean()) / 2 * a.numel() ** 0.5
+        assert abs(sizes) < 6, name
+
+
+def test_a_resume_repeats_no_noise_and_skips_none():
+    whole = _released(_engine(noise_multiplier=1.0), 6)
+    first = _engine(noise_multiplier=1.0)
+    start = _released(first, 3)
+    resumed = _engine(noise_multiplier=1.0, noise=GaussianNoise())
+    resumed.noise.load_state_dict(first.noise.state_dict())
+    resumed.steps = first.steps
+    assert torch.equal(torch.cat([start, _released(resumed, 3)]), whole)
+
+
+def test_secure_noise_is_normal_fresh_and_independent():
+    noise = SecureNoise()
+    drawn = torch.stack([noise.add_(torch.zeros(50_000, dtype=torch.float64), 1.0, 0) for _ in range(2)])
+    assert stats.kstest(drawn.flatten(), "norm").pvalue > 1e-5
+    assert abs(float(drawn.var()) - 1) < 5 * (2 / drawn.numel()) ** 0.5
+    for a, b in ((drawn[0], drawn[1]), (drawn[:, 1:], drawn[:, :-1]), (drawn[:, :25_000], drawn[:, 25_000:])):
+        assert abs(float((a * b).mean())) * a.numel() ** 0.5 < 5
+    noise.load_state_dict(noise.state_dict())
+    assert not torch.equal(noise.add_(torch.zeros(100), 1.0, 0), noise.add_(torch.zeros(100), 1.0, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("std", [0.37, 1e-4, 1e5])
+def test_secure_releases_lie_on_one_grid_whatever_the_sum(dtype, std):
+    """What Mironov's attack reads, the low bits, is the same for every sum: none."""
+    spacing = grid_spacing(std)
+    assert std / 2**21 < spacing <= std / 2**20
+    for sum_ in (0.0, std / 3, std * math.pi):
+        released = SecureNoise().add_(torch.full((20_000,), sum_, dtype=dtype), std, 0).double()
+        assert torch.equal(released, (released / spacing).round() * spacing)
+        assert float(released.std()) == pytest.approx(std, rel=0.03)
+        assert float(released.mean()) == pytest.approx(sum_, abs=5 * std / 20_000**0.5)
+
+
+def test_secure_noise_keeps_shape_layout_and_pieces(monkeypatch):
+    monkeypatch.setattr("dpcore.noise._PIECE", 7)
+    target = torch.full((3, 5), 100.0).t()
+    released = SecureNoise().add_(target, 1e-3, 0)
+    assert released is target
+    torch.testing.assert_close(target, torch.full((5, 3), 100.0), atol=0.01, rtol=0)
+    assert target.unique().numel() > 10
+    assert torch.equal(SecureNoise().add_(torch.ones(3), 0.0, 0), torch.ones(3))
