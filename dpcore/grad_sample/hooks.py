@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.utils.rnn import PackedSequence
 
 from dpcore.distributed import Ranks
 from dpcore.errors import PrivacyError, UnsupportedError
@@ -21,14 +22,15 @@ from dpcore.grad_sample.layout import copies, find_fallbacks, probe_size
 from dpcore.grad_sample.planner import choose
 from dpcore.grad_sample.samplers import custom_fallbacks
 from dpcore.grad_sample.tape import Tape, Use
-from dpcore.grad_sample.tree import batch_length, flatten
+from dpcore.grad_sample.tree import batch_length, flatten, unflatten
 from dpcore.validators.module_validator import ModuleValidator
 
 
 class AbstractGradSampleHooks:
     """What records a module's gradients by example, and hands them to the optimiser.
 
-    ``loss_reduction``: "mean" or "sum", what the user's loss does over the batch. ``ordinary_grad``: whether ``p.grad``
+    ``batch_first`` False: the module's inputs are [T, B, ...] (lengths and the like [B]). ``loss_reduction``: "mean" or
+    "sum", what the user's loss does over the batch. ``ordinary_grad``: whether ``p.grad``
     is the ordinary gradient of the batch between ``backward()`` and the optimiser's step; forming it costs about what
     an ordinary backward pass does for its weights. ``p.grad_sample`` is formed when it is read, in either case.
     """
@@ -42,8 +44,6 @@ class AbstractGradSampleHooks:
     ) -> None:
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction is {loss_reduction!r}; it must be 'mean' or 'sum'.")
-        if not batch_first:
-            raise UnsupportedError("dpcore needs the batch as first dimension; transpose inside the model.")
         self.validate(m, strict=strict)
         refuse_compiled(m)
         self._module = m
@@ -83,6 +83,8 @@ class AbstractGradSampleHooks:
                 "torch.compile cannot see through the recording of gradients by example; leave the private module "
                 "uncompiled."
             )
+        if not self.batch_first:
+            call, args, kwargs = _batch_brought_first(call, args, kwargs)
         batch_size = batch_length((args, kwargs))
         self._prepare(call, args, kwargs, batch_size)
         scale = float(batch_size) if self.loss_reduction == "mean" else 1.0
@@ -422,6 +424,29 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         """``use_ghost_clipping`` is accepted and changes nothing: the planner chooses per layer."""
         super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction, strict=strict, ordinary_grad=False)
         self.max_grad_norm = max_grad_norm
+
+
+def _batch_brought_first(
+    call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """A call with time-first inputs [T, B, ...] as one with batch-first inputs: the module still gets its own."""
+
+    def swap(value: Any) -> Any:
+        leaves, structure = flatten(value)
+        return unflatten(structure, [v.transpose(0, 1) if isinstance(v, Tensor) and v.dim() > 1 else v for v in leaves])
+
+    if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):
+        raise UnsupportedError("A PackedSequence has no first dimension to speak of; use batch_first=True.")
+    if any(isinstance(leaf, Tensor) and leaf.dim() > 1 and not len(leaf) for leaf in flatten((args, kwargs))[0]):
+        raise UnsupportedError(
+            "An input has no time steps, and may be an empty batch that was cut in the wrong dimension; with "
+            "batch_first=False transpose batches in the loop, not in the loader's collate_fn."
+        )
+
+    def swapped(*args: Any, **kwargs: Any) -> Any:
+        return call(*swap(args), **swap(kwargs))
+
+    return swapped, swap(args), swap(kwargs)
 
 
 def _parts(module: nn.Module) -> tuple[Any, ...]:

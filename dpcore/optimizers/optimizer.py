@@ -262,7 +262,7 @@ class DPOptimizer(Optimizer):
                 "release noise for a batch that was never seen. Call loss.backward() on the module's output first."
             )
         if self.ledger is not None:
-            self.ledger.use(rows, 0 if self._skip else 1)
+            self.ledger.use(rows if self.module.batch_first else 0, 0 if self._skip else 1)
         # All pieces of a logical batch count as one batch; without pieces every backward pass is a batch of its own.
         self._batches += passes if not (self._skip or self._in_piece) else int(not self._in_piece)
         self._in_piece = self._skip

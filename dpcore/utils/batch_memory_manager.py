@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from dpcore.errors import UnsupportedError
 from dpcore.grad_sample.tree import batch_length
 from dpcore.optimizers.optimizer import DPOptimizer
 
@@ -64,6 +65,11 @@ class BatchMemoryManager:
     def __init__(self, *, data_loader: DataLoader[Any], max_physical_batch_size: int, optimizer: DPOptimizer) -> None:
         if max_physical_batch_size < 1:
             raise ValueError(f"max_physical_batch_size is {max_physical_batch_size}; it must be at least 1.")
+        if not optimizer.module.batch_first:
+            raise UnsupportedError(
+                "With batch_first=False a batch may be time-first, and pieces would be cut from its time steps: every "
+                "piece would hold all examples, each clipped once per piece. Build the module batch first."
+            )
         self.loader = PiecewiseLoader(data_loader, max_physical_batch_size, optimizer)
 
     def __enter__(self) -> PiecewiseLoader:

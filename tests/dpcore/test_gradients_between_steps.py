@@ -11,7 +11,7 @@ from scipy import stats
 from torch import nn
 from torch.nn import functional as F
 
-from dpcore import GradSampleModule, PrivacyEngine, PrivacyError, reference
+from dpcore import GradSampleModule, PrivacyEngine, PrivacyError, UnsupportedError, reference
 from dpcore.grad_sample import (
     GradSampleModuleFastGradientClipping,
     register_grad_sampler,
@@ -20,6 +20,7 @@ from dpcore.grad_sample import (
 from dpcore.grad_sample.samplers import GRAD_SAMPLERS, NORM_SAMPLERS
 from dpcore.optimizers import AdaClipDPOptimizer, DPOptimizer
 from dpcore.schedulers import ExponentialBatchSize, LambdaBatchSize, StepBatchSize
+from dpcore.utils.batch_memory_manager import BatchMemoryManager
 from dpcore.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from dpcore.utils.per_sample_gradients_utils import check_per_sample_gradients_are_correct
 from tests.dpcore.comparison import relative_error
@@ -410,3 +411,38 @@ def test_a_run_with_a_batch_size_schedule_resumes_bit_for_bit(tmp_path):
         assert torch.equal(a, b)
     assert engine.accountant.history == whole[0].accountant.history
     assert len(run[2]) == 2
+
+
+class TimeFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 5)
+        self.recurrent = nn.LSTM(5, 6, batch_first=True)
+        self.out = nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, x):
+        """[T, B, 4] -> [B, 3]."""
+        return self.out(self.recurrent(self.inner(x.transpose(0, 1)).tanh())[0][:, -1])
+
+
+def test_time_first_inputs():
+    torch.manual_seed(0)
+    model = TimeFirst()
+    for examples in (5, 7):
+        x, y = torch.randn(examples, 7, 4, dtype=torch.float64), torch.arange(examples) % 3
+        expected = {}
+        for i in range(examples):
+            one = copy.deepcopy(model)
+            F.cross_entropy(one(x[i : i + 1].transpose(0, 1)), y[i : i + 1]).backward()
+            norm = torch.cat([p.grad.flatten() for p in one.parameters()]).norm()
+            for n, p in one.named_parameters():
+                expected[n] = expected.get(n, 0) + p.grad * min(1.0, 0.5 / float(norm)) / 10
+        _, wrapped, optimizer, loader = make(model, batch_first=False, check_batches=False)
+        step(wrapped, optimizer, x.transpose(0, 1), y)
+        assert relative_error({n: p.grad for n, p in model.named_parameters()}, expected) < 1e-9
+        with pytest.raises(UnsupportedError, match="each clipped once per piece"):
+            BatchMemoryManager(data_loader=loader, max_physical_batch_size=2, optimizer=optimizer)
+        with pytest.raises(UnsupportedError, match="no time steps"):
+            wrapped(torch.zeros(0, 1, 4, dtype=torch.float64))
+        wrapped.to_standard_module()
