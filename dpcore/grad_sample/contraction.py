@@ -65,7 +65,7 @@ class ContractionUse(Use):
     def _positions(self, tensor: Tensor) -> Tensor:
         tensor = wide(tensor.detach())
         if self.time_major:
-            return tensor.transpose(0, 1)
+            tensor = tensor.transpose(0, 1)
         return tensor if tensor.dim() <= 3 else tensor.flatten(1, -2)
 
     def norm_sq(self, param: Parameter) -> tuple[Tensor, Tensor | None]:
@@ -110,8 +110,8 @@ class ContractionUse(Use):
             return False
         if self.grad.dim() == 2:
             return True
-        positions = self.grad.shape[0] if self.time_major else self.grad.shape[1:-1].numel()
-        d, p = param.shape
+        positions = self.grad.shape[:-1].numel() // self.grad.shape[1 if self.time_major else 0]
+        d, p = self.grad.shape[-1], param.shape[1]
         return 2 * positions**2 * (p + d) < FLOPS_PER_KEPT_FLOAT * p * d
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> ContractionUse:
@@ -136,8 +136,8 @@ def _linear(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
         params = (*inputs, *biases)
         if not params:
             return func(input, weight, bias)
-        tape.check_batch(input, params)
+        time_major = tape.batch_dim(input, params) == 1
         output = func(input, tape.constant(weight), tape.constant(bias))
-        return tape.record(ContractionUse(tape.name(params), inputs, biases), output)
+        return tape.record(ContractionUse(tape.name(params), inputs, biases, time_major), output)
 
     return call(*args, **kwargs)

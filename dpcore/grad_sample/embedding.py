@@ -107,6 +107,16 @@ def add_rows(out: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     return out
 
 
+def add_weighted_rows(out: Tensor, index: Tensor, owner: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
+    """out[index[n]] += weights[n] * rows[owner[n]] in place; out [V, d], rows [B, d], ``owner`` [N] in ascending
+    order."""
+    if out.device.type != "cpu" or not len(index):
+        return out.index_add_(0, index, rows[owner] * weights.unsqueeze(1))
+    starts = np.concatenate([[0], torch.bincount(owner, minlength=len(rows)).cumsum(0).numpy()])
+    _add_sparse(out, index, starts, rows, weights.numpy())
+    return out
+
+
 def add_pooled_rows(out: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     """out[index[b, t]] += rows[b] in place for all b, t; out [V, d], index [B, T], rows [B, d]."""
     if out.device.type != "cpu" or not index.numel():
@@ -115,13 +125,13 @@ def add_pooled_rows(out: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     return out
 
 
-def _add_sparse(out: Tensor, index: Tensor, starts: np.ndarray, rows: Tensor) -> None:
-    """out += M rows, where column j of the sparse 0/1 matrix M holds index[starts[j] : starts[j + 1]].
+def _add_sparse(out: Tensor, index: Tensor, starts: np.ndarray, rows: Tensor, values: np.ndarray | None = None) -> None:
+    """out += M rows, where column j of the sparse matrix M holds ``values`` (ones) at index[starts[j] : starts[j + 1]].
 
     The product of a sparse matrix is one tight loop; torch's index_add_ on a CPU took 6 to 12 times as long.
     """
-    ones = np.ones(len(index), dtype=rows.numpy().dtype)
-    matrix = csc_array((ones, index.numpy(), starts), shape=(len(out), len(rows)), copy=False)
+    values = np.ones(len(index), dtype=rows.numpy().dtype) if values is None else values
+    matrix = csc_array((values, index.numpy(), starts), shape=(len(out), len(rows)), copy=False)
     out += torch.from_numpy(matrix @ rows.contiguous().numpy())
 
 
@@ -150,11 +160,12 @@ def _embedding(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwar
                 f"{name} has scale_grad_by_freq=True, which makes one example's gradient depend on the others' tokens; "
                 "set it to False."
             )
-        tape.check_batch(input, (weight,))
+        batch_dim = tape.batch_dim(input, (weight,), 0)
         if padding_idx is not None and padding_idx < 0:
             padding_idx += len(weight)
         output = func(input, weight.detach(), padding_idx)
-        return tape.record(EmbeddingUse(name, input, weight, padding_idx), output)
+        ids = input.transpose(0, 1) if batch_dim else input
+        return tape.record(EmbeddingUse(name, ids, weight, padding_idx), output, batch_dim)
 
     return call(*args, **kwargs)
 

@@ -12,10 +12,9 @@ from torch.nn import Parameter
 
 from dpcore.clipping import clip_factors
 from dpcore.errors import PrivacyError
-from dpcore.grad_sample import attention, convolution, embedding, normalization, recurrent  # noqa: F401  (the rules)
+from dpcore.grad_sample import rules  # noqa: F401  (registers them)
 from dpcore.grad_sample.accumulator import Accumulator, Factors
-from dpcore.grad_sample.fallback import Fallback
-from dpcore.grad_sample.layout import copies, find_fallbacks, probe_size
+from dpcore.grad_sample.layout import Layout, copies, probe_sizes
 from dpcore.grad_sample.planner import choose, physical_batch_size, stash_bytes
 from dpcore.grad_sample.samplers import custom_fallbacks
 from dpcore.grad_sample.tape import Tape
@@ -80,7 +79,7 @@ class Engine:
             raise ValueError(f"physical_batch_size is {physical_batch_size}; it must be at least 1.")
         self._physical = physical_batch_size
         self._planned: dict[tuple[Any, ...], int] = {}
-        self._fallbacks: dict[str, Fallback] = custom_fallbacks(model)
+        self._layout = Layout(model, custom_fallbacks(model))
         self._plan: list[tuple[str, str]] = []
 
     # ---- the clipped sum
@@ -98,12 +97,10 @@ class Engine:
         factors: list[Tensor] = []
         losses: list[Tensor] = []
         if batch_size and _kind(x) not in self._planned:
-            self._fallbacks = find_fallbacks(
-                self.model,
+            self._layout.learn(
                 self.accumulator.names,
                 lambda count: _call(self.model, copies(x, batch_size, count)),
-                probe_size(x, batch_size),
-                self._fallbacks,
+                probe_sizes(x, batch_size),
             )
         start = 0
         while start < batch_size:
@@ -146,7 +143,7 @@ class Engine:
 
     def _accumulate(self, x: Any, y: Any, mask: Tensor | None, batch_size: int) -> tuple[Tensor, Tensor, Tensor]:
         """Adds one micro-batch to the sums; norms and factors [groups, m], losses [m]."""
-        tape = Tape(self.accumulator.names, batch_size, fallbacks=self._fallbacks)
+        tape = Tape(self.accumulator.names, batch_size, layout=self._layout)
         with torch.enable_grad():
             with tape:
                 losses = self.loss_fn(_call(self.model, x), y)
@@ -210,7 +207,7 @@ class Engine:
     def explain(self) -> str:
         """One line per trained parameter: how its norm and its sum are computed; and the physical batch sizes."""
         lines = [f"{name}: {method}" for name, method in self._plan]
-        lines += [f"{name or 'the whole model'}: no rule, by vmap" for name in self._fallbacks]
+        lines += [f"{name or 'the whole model'}: no rule, by vmap" for name in self._layout.fallbacks]
         sizes = sorted(set(self._planned.values())) if self._physical is None else [self._physical]
         return "\n".join([*lines, f"physical batch size: {', '.join(map(str, sizes)) or 'not planned yet'}"])
 

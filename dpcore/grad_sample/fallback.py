@@ -1,7 +1,7 @@
 """Any module: per-sample gradients by vmap over its own forward pass, or one example at a time where vmap cannot.
 
-Slower than a rule, and used only where there is none: custom layers with parameters of their own, recurrent and
-attention layers without a rule, tables of positions without a batch dimension (then the module around them).
+Slower than a rule, and used only where there is none: custom layers with parameters of their own, tables of positions
+without a batch dimension (then the module around them).
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import Parameter
+from torch.nn.utils.rnn import PackedSequence
 
-from dpcore.errors import UnsupportedError
+from dpcore.errors import NoRuleError, UnsupportedError
 from dpcore.grad_sample.tape import Saved, Tape, Use
 from dpcore.grad_sample.tree import flatten, unflatten
 
@@ -54,6 +55,7 @@ class ModuleUse(Use):
         self.leaves = [Saved(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.grads: dict[int, Tensor] = {}
         self._cache: dict[Parameter, Tensor] | None = None
+        self.outputs: list[Any] = []
 
     def set_grad(self, output: int, gradient: Tensor | None) -> None:
         if gradient is not None:
@@ -99,6 +101,26 @@ class ModuleUse(Use):
                 stacked = {name: torch.stack([e[name] for e in each]) for name in params}
         return {self.trained[name]: value.detach() for name, value in stacked.items()}
 
+    def check_alone(self, outputs: Sequence[Any], count: int) -> None:
+        """That one example alone gives the ``outputs`` that it had in the batch, of ``count`` copies of it. NoRuleError
+        or UnsupportedError where not: its gradient alone would be something else."""
+        leaves = [leaf.get(self.name) if isinstance(leaf, Saved) else leaf for leaf in self.leaves]
+        for k in self.batched:
+            leaves[k] = leaves[k][:1]
+        args, kwargs = unflatten(self.spec, leaves)
+        with torch.no_grad():
+            alone, _ = flatten(self.module(*args, **kwargs))
+        for together, one in zip(outputs, alone, strict=True):
+            if not isinstance(together, Tensor) or not together.requires_grad or together.shape[:1] != (count,):
+                continue
+            if one.shape != (1, *together.shape[1:]):
+                raise NoRuleError(f"{self.name} has no rule, and hides which example is which.", self.params)
+            if not torch.allclose(one[0], together[0].detach(), 1e-2, 1e-4 * float(one.abs().max()), equal_nan=True):
+                raise UnsupportedError(
+                    f"{self.name} has no rule, and its output for an example depends on the others in the batch, so "
+                    "clipping its gradient does not bound its influence; treat examples apart in it."
+                )
+
     def rows(self, index: Tensor, dtype: torch.dtype) -> ModuleUse:
         leaves = []
         for k, leaf in enumerate(self.leaves):
@@ -134,6 +156,11 @@ def taped_forward(tape: Tape, fallback: Fallback) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = flatten((args, kwargs))
         trained = {n: p for n, p in module.named_parameters() if tape.trains(p)}
+        if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):
+            raise NoRuleError(
+                f"{name} has no rule for a PackedSequence; pack the sequences inside of the model, or pad them.",
+                tuple(trained.values()),
+            )
         before = torch.get_rng_state()
         restore_forward(module, previous)
         try:
@@ -165,6 +192,7 @@ def taped_forward(tape: Tape, fallback: Fallback) -> Callable[..., Any]:
 
             attached.append(tape.attach(result, set_grad))
         tape.uses.append(use)
+        use.outputs = attached if tape.probing else []
         return unflatten(out_spec, attached)
 
     return forward

@@ -14,15 +14,14 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dpcore.distributed import Ranks
 from dpcore.errors import PrivacyError, UnsupportedError
-from dpcore.grad_sample import attention, convolution, embedding, normalization, recurrent  # noqa: F401  (the rules)
+from dpcore.grad_sample import ragged, rules  # noqa: F401  (registers the rules)
 from dpcore.grad_sample.accumulator import weighted_sum
-from dpcore.grad_sample.fallback import Fallback
 from dpcore.grad_sample.iteration import Iteration, owner_of, set_owner
-from dpcore.grad_sample.layout import copies, find_fallbacks, probe_size
+from dpcore.grad_sample.layout import Layout, probe_sizes
 from dpcore.grad_sample.planner import choose
 from dpcore.grad_sample.samplers import custom_fallbacks
 from dpcore.grad_sample.tape import Tape, Use
-from dpcore.grad_sample.tree import batch_length, flatten, unflatten
+from dpcore.grad_sample.tree import flatten, unflatten
 from dpcore.validators.module_validator import ModuleValidator
 
 
@@ -63,7 +62,7 @@ class AbstractGradSampleHooks:
         self._iterations: list[Iteration] = []
         self._last: list[Iteration] = []
         self._firing: list[Tape] = []
-        self._fallbacks: dict[str, Fallback] = custom_fallbacks(m)
+        self._layout = Layout(m, custom_fallbacks(m))
         self._kinds: set[tuple[Any, ...]] = set()
         # Gradients that were formed here or released by the optimiser, and their versions: any other in p.grad is
         # an ordinary one, of an operation that no rule has seen.
@@ -85,10 +84,10 @@ class AbstractGradSampleHooks:
             )
         if not self.batch_first:
             call, args, kwargs = _batch_brought_first(call, args, kwargs)
-        batch_size = batch_length((args, kwargs))
+        batch_size = ragged.batch_size(self._module, (args, kwargs))
         self._prepare(call, args, kwargs, batch_size)
         scale = float(batch_size) if self.loss_reduction == "mean" else 1.0
-        tape = Tape(self._names, batch_size, scale, self._fallbacks)
+        tape = Tape(self._names, batch_size, scale, self._layout)
         tape.on_fire = self._fired
         with tape:
             output = call(*args, **kwargs)
@@ -159,12 +158,10 @@ class AbstractGradSampleHooks:
             return
 
         def run(count: int) -> Any:
-            few_args, few_kwargs = copies((args, kwargs), batch_size, count)
+            few_args, few_kwargs = ragged.copies(self._module, (args, kwargs), batch_size, count)
             return call(*few_args, **few_kwargs)
 
-        self._fallbacks = find_fallbacks(
-            self._module, self._names, run, probe_size((args, kwargs), batch_size), self._fallbacks
-        )
+        self._layout.learn(self._names, run, probe_sizes((args, kwargs), batch_size))
         self._kinds.add(kind)
         if self._fallbacks and sharded:
             raise UnsupportedError(

@@ -53,18 +53,22 @@ class AffineUse(Use):
         return self._x.tensor.nbytes + (0 if self.grad is None else self.grad.nbytes)
 
 
-def _affine(tape: Tape, x: Tensor, weight: Tensor | None, bias: Tensor | None, kept: tuple[int, ...]) -> Tensor:
+def _affine(
+    tape: Tape, x: Tensor, weight: Tensor | None, bias: Tensor | None, kept: tuple[int, ...], time_first: bool = False
+) -> Tensor:
     trained_weight: Parameter | None = weight if tape.trains(weight) else None
     trained_bias: Parameter | None = bias if tape.trains(bias) else None
     params = [p for p in (trained_weight, trained_bias) if p is not None]
-    tape.check_batch(x, params)
+    batch_dim = tape.batch_dim(x, params, len(kept)) if time_first else 0
+    tape.check_batch(x, params, batch_dim)
     trailing = x.dim() - 1 - kept[-1]
     output = x
     if weight is not None:
         output = output * tape.constant(weight).view(*weight.shape, *[1] * trailing)
     if bias is not None:
         output = output + tape.constant(bias).view(*bias.shape, *[1] * trailing)
-    return tape.record(AffineUse(tape.name(params), x, trained_weight, trained_bias, kept), output)
+    x = x.transpose(0, 1) if batch_dim else x
+    return tape.record(AffineUse(tape.name(params), x, trained_weight, trained_bias, kept), output, batch_dim)
 
 
 def bound_arguments(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -82,7 +86,8 @@ def _layer_norm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwa
         return func(*args, **kwargs)
     x = call["input"]
     normalised = func(**call)
-    return _affine(tape, normalised, weight, bias, tuple(range(x.dim() - len(call["normalized_shape"]), x.dim())))
+    kept = tuple(range(x.dim() - len(call["normalized_shape"]), x.dim()))
+    return _affine(tape, normalised, weight, bias, kept, time_first=True)
 
 
 @handles(F.group_norm, F.instance_norm)

@@ -1,8 +1,13 @@
-"""Rules for ``nn.LSTM``: the input projection is hoisted out of the time loop, and only the recurrence is a loop.
+"""Rules for ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``: the input projection is hoisted out of the time loop, and only the
+recurrence is a loop.
 
 With pre-activations z_t = W_ih x_t + b + W_hh h_{t-1} and their gradients δ_t, a layer's gradients are those of plain
 contractions: dW_ih = Σ_t δ_t x_tᵀ, dW_hh = Σ_t δ_t h_{t-1}ᵀ, db = Σ_t δ_t, and the gradient at the projected input
-*is* δ.
+*is* δ. A GRU's recurrent weights see δ_n times the reset gate; an LSTM's projection sees the total gradient at h_t.
+
+Packed sequences are laid out as [T, B, ...]; what lies behind a sequence's end has zero gradients. Dropout between the
+layers draws from the same random stream in the same layout as torch's own, so that a batch that is processed in one
+piece sees the same masks.
 """
 
 from __future__ import annotations
@@ -12,146 +17,235 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn import functional as F
 
 from dpcore.errors import UnsupportedError
 from dpcore.grad_sample.contraction import ContractionUse
 from dpcore.grad_sample.products import Projection
+from dpcore.grad_sample.recurrence import GruRecurrence, LstmRecurrence, RnnRecurrence, Steps
 from dpcore.grad_sample.tape import Tape, handles
 
+_LSTM, _GRU, _TANH, _RELU = torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu
 
-class LstmRecurrence(torch.autograd.Function):
-    """(z [T, B, 4H] projected inputs, W_hh [4H, H], h_0, c_0 [B, H]) -> (h [T, B, H], c_T [B, H]).
 
-    Gates in the order i, f, g, o. Only z, h_0 and c_0 get gradients; W_hh's belongs to the tape.
-    """
+class _Place:
+    """A tensor whose gradient weights need whose inputs are only known later (``tensor`` is the one to go on with)."""
 
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, weight: Tensor, h0: Tensor, c0: Tensor) -> tuple[Tensor, Tensor]:
-        steps, batch, width = z.shape
-        hidden = width // 4
-        gates = torch.empty_like(z)
-        h = z.new_empty((steps + 1, batch, hidden))
-        c = torch.empty_like(h)
-        tanh_c = z.new_empty((steps, batch, hidden))
-        h[0], c[0] = h0, c0
-        by_gate = gates.view(steps, batch, 4, hidden)
-        i, f, g, o = (by_gate[:, :, k].unbind(0) for k in range(4))
-        input_forget = by_gate[:, :, :2].unbind(0)
-        h_t, c_t, tanh_t, z_t, gates_t = h.unbind(0), c.unbind(0), tanh_c.unbind(0), z.unbind(0), gates.unbind(0)
-        transposed = weight.t()
-        for t in range(steps):
-            torch.addmm(z_t[t], h_t[t], transposed, out=gates_t[t])
-            input_forget[t].sigmoid_()
-            g[t].tanh_()
-            o[t].sigmoid_()
-            torch.mul(f[t], c_t[t], out=c_t[t + 1])
-            c_t[t + 1].addcmul_(i[t], g[t])
-            torch.tanh(c_t[t + 1], out=tanh_t[t])
-            torch.mul(o[t], tanh_t[t], out=h_t[t + 1])
-        ctx.save_for_backward(gates, c, tanh_c, weight)
-        ctx.mark_non_differentiable()
-        return h[1:], c[-1].clone()
+    def __init__(self, tape: Tape, tensor: Tensor, weights: Sequence[Tensor | None]) -> None:
+        self._uses: list[tuple[ContractionUse, Callable[[Tensor], Tensor]]] = []
+        self.tensor = tape.attach(tensor, self._receive) if any(tape.trains(w) for w in weights) else tensor
 
-    @staticmethod
-    def backward(ctx: Any, grad_h: Tensor, grad_c: Tensor) -> tuple[Tensor, None, Tensor, Tensor]:
-        """δ by one reverse loop. What does not depend on the loop is multiplied out for all steps at once:
+    def _receive(self, grad: Tensor | None) -> None:
+        for use, transform in self._uses:
+            use.grad = None if grad is None else transform(grad)
 
-        dc_t = dh_t · o(1 - tanh²c) + dc_{t+1} f_{t+1}, and δ = (dc·g·i(1-i), dc·c_{t-1}·f(1-f), dc·i·(1-g²), dh·tanh
-        c·o(1-o)).
-        """
-        gates, c, tanh_c, weight = ctx.saved_tensors
-        steps, batch, width = gates.shape
-        hidden = width // 4
-        by_gate = gates.view(steps, batch, 4, hidden)
-        i, f, g, o = by_gate.unbind(2)
-        delta = torch.empty_like(by_gate)
-        torch.mul(g, i * (1 - i), out=delta[:, :, 0])
-        torch.mul(c[:-1], f * (1 - f), out=delta[:, :, 1])
-        torch.mul(i, 1 - g * g, out=delta[:, :, 2])
-        torch.mul(tanh_c, o * (1 - o), out=delta[:, :, 3])
-        dh_to_dc = torch.mul(o, 1 - tanh_c * tanh_c)
-        cell_t, out_t = delta[:, :, :3].unbind(0), delta[:, :, 3].unbind(0)
-        delta_t, dh_to_dc_t, f_t, grad_h_t = (
-            delta.view_as(gates).unbind(0),
-            dh_to_dc.unbind(0),
-            f.unbind(0),
-            grad_h.unbind(0),
+    def feeds(self, use: ContractionUse, transform: Callable[[Tensor], Tensor]) -> None:
+        """``transform`` of the gradient here is the one at the output of ``use``."""
+        self._uses.append((use, transform))
+
+
+class _Direction:
+    """One layer in one direction. ``place`` [B], where packed sequences were sorted: example i is the place[i]-th."""
+
+    def __init__(self, tape: Tape, weights: Sequence[Tensor], steps: Steps, place: Tensor | None) -> None:
+        frozen = [w for w in weights if w.requires_grad and not tape.trains(w)]
+        if frozen:
+            raise UnsupportedError(
+                "A recurrent layer's weights must be parameters of the model, all trained or frozen."
+            )
+        self.tape, self.steps, self.place = tape, steps, place
+        self.w_ih, self.w_hh = weights[:2]
+        biases: Sequence[Tensor | None] = weights[2:4] if len(weights) > 3 else (None, None)
+        self.b_ih, self.b_hh = biases
+        self.w_hr = weights[-1] if len(weights) % 2 else None
+
+    def _project(self, x: Tensor, bias: Tensor | None) -> _Place:
+        z = Projection.apply(x, self.w_ih.detach(), bias)
+        return _Place(self.tape, z, (self.w_ih, self.w_hh, self.b_ih, self.b_hh))
+
+    def _record(
+        self,
+        place: _Place,
+        inputs: Sequence[tuple[Tensor, Tensor]],
+        biases: Sequence[Tensor | None],
+        transform: Callable[[Tensor], Tensor] = lambda grad: grad,
+    ) -> None:
+        """Weights with their inputs [T, B, ...], and biases, whose gradient is ``transform`` of the one at
+        ``place``."""
+        trained = {w: self._by_example(x.detach()) for w, x in inputs if self.tape.trains(w)}
+        trained_biases = tuple(b for b in biases if self.tape.trains(b))
+        params = (*trained, *trained_biases)
+        if params:
+            use = ContractionUse(self.tape.name(params), trained, trained_biases, time_major=True)
+            use.sequential = True
+            self.tape.uses.append(use)
+            place.feeds(use, lambda grad: self._by_example(transform(grad)))
+
+    def _by_example(self, tensor: Tensor) -> Tensor:
+        return tensor if self.place is None else tensor.index_select(1, self.place)
+
+    def _both_biases(self) -> Tensor | None:
+        return None if self.b_ih is None or self.b_hh is None else self.b_ih.detach() + self.b_hh.detach()
+
+    def lstm(self, x: Tensor, h0: Tensor, c0: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, B, p] -> h [T, B, H or its projection], h_T, c_T."""
+        z = self._project(x, self._both_biases())
+        zeros = projection = None
+        if self.w_hr is not None:
+            projection = self.w_hr.detach()
+            zeros = _Place(self.tape, z.tensor.new_zeros((*x.shape[:2], h0.shape[1])), (self.w_hr,))
+        h, c_last, before, *m = LstmRecurrence.apply(
+            z.tensor, zeros and zeros.tensor, self.w_hh.detach(), projection, h0, c0, self.steps
         )
-        dc = grad_c.clone()
-        dh = grad_h_t[-1]
-        for t in range(steps - 1, -1, -1):
-            dc.addcmul_(dh, dh_to_dc_t[t])
-            cell_t[t].mul_(dc.unsqueeze(1))
-            out_t[t].mul_(dh)
-            dc.mul_(f_t[t])
-            dh = torch.addmm(grad_h_t[t - 1], delta_t[t], weight) if t else delta_t[t] @ weight
-        return delta.view_as(gates), None, dh, dc
+        self._record(z, [(self.w_ih, x), (self.w_hh, before)], (self.b_ih, self.b_hh))
+        if zeros is not None and self.w_hr is not None:
+            self._record(zeros, [(self.w_hr, m[0])], ())
+        return h, self.steps.last(h), c_last
+
+    def gru(self, x: Tensor, h0: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, B, p] -> h [T, B, H], h_T."""
+        hidden = h0.shape[1]
+        z = self._project(x, None if self.b_ih is None else self.b_ih.detach())
+        bias = None if self.b_hh is None else self.b_hh.detach()
+        h, before, r = GruRecurrence.apply(z.tensor, self.w_hh.detach(), bias, h0, self.steps)
+
+        def recurrent(grad: Tensor) -> Tensor:
+            return torch.cat([grad[..., : 2 * hidden], grad[..., 2 * hidden :] * r], -1)
+
+        self._record(z, [(self.w_ih, x)], (self.b_ih,))
+        self._record(z, [(self.w_hh, before)], (self.b_hh,), recurrent)
+        return h, self.steps.last(h)
+
+    def rnn(self, x: Tensor, h0: Tensor, relu: bool) -> tuple[Tensor, Tensor]:
+        """x [T, B, p] -> h [T, B, H], h_T."""
+        z = self._project(x, self._both_biases())
+        h, before = RnnRecurrence.apply(z.tensor, self.w_hh.detach(), h0, relu, self.steps)
+        self._record(z, [(self.w_ih, x), (self.w_hh, before)], (self.b_ih, self.b_hh))
+        return h, self.steps.last(h)
 
 
-def _lstm_layer(
-    tape: Tape, x: Tensor, weights: Sequence[Tensor], h0: Tensor, c0: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One layer, one direction, on x [T, B, p]; returns h [T, B, H], h_T, c_T [B, H]."""
-    w_ih, w_hh, *biases = weights
-    bias = biases[0].detach() + biases[1].detach() if biases else None
-    frozen = [w for w in weights if w.requires_grad and not tape.trains(w)]
-    if frozen:
-        raise UnsupportedError("An LSTM's weights must be parameters of the model, all trained or all frozen.")
-    z = Projection.apply(x, w_ih.detach(), bias)
-    trained = [w for w in weights if tape.trains(w)]
-    if not trained:
-        h, c_last = LstmRecurrence.apply(z, w_hh.detach(), h0, c0)
-        return h, h[-1], c_last
-    inputs = {w_ih: x} if tape.trains(w_ih) else {}
-    attached: list[ContractionUse] = []
+class _Packing:
+    """Where the rows [N, ...] of a packed sequence lie in [T, B, ...]: ``sizes`` are the numbers of sequences that
+    reach each step."""
 
-    def set_grad(grad: Tensor | None) -> None:
-        for use in attached:
-            use.grad = grad
+    def __init__(self, sizes: Tensor, device: torch.device) -> None:
+        self.sizes = tuple(sizes.tolist())
+        steps = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+        within = torch.arange(len(steps)) - (sizes.cumsum(0) - sizes)[steps]
+        self._rows = (steps * self.sizes[0] + within).to(device)
 
-    z = tape.attach(z, set_grad)
-    h, c_last = LstmRecurrence.apply(z, w_hh.detach(), h0, c0)
-    if tape.trains(w_hh):
-        inputs[w_hh] = torch.cat([h0.unsqueeze(0), h[:-1]]).detach()
-    use = ContractionUse(tape.name(trained), inputs, tuple(b for b in biases if tape.trains(b)), time_major=True)
-    use.sequential = True
-    attached.append(use)
-    tape.uses.append(use)
-    return h, h[-1], c_last
+    def pad(self, data: Tensor) -> Tensor:
+        """[N, ...] -> [T, B, ...], zeros elsewhere."""
+        padded = data.new_zeros((len(self.sizes) * self.sizes[0], *data.shape[1:]))
+        return padded.index_copy(0, self._rows, data).unflatten(0, (len(self.sizes), self.sizes[0]))
+
+    def pack(self, padded: Tensor) -> Tensor:
+        """[T, B, ...] -> [N, ...]."""
+        return padded.flatten(0, 1).index_select(0, self._rows)
 
 
-@handles(torch.lstm)
-def _lstm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    packed = len(args) > 3 and not isinstance(args[3], bool)
-    weights = args[3] if packed else args[2]
-    if not any(tape.trains(w) for w in weights):
-        return func(*args, **kwargs)
-    if packed:
+def _check_batch(tape: Tape, x: Tensor, weights: Sequence[Parameter], batch_first: bool) -> None:
+    batch_dim = 0 if batch_first else 1
+    if x.shape[batch_dim] != tape.batch_size == x.shape[1 - batch_dim]:
         raise UnsupportedError(
-            f"{tape.name(weights)} got a PackedSequence, for which dpcore has no rule; pad the batch."
+            f"{tape.name(weights)} got an input of shape {tuple(x.shape)} with batch_first={batch_first}, so it runs "
+            f"through the {tape.batch_size} examples as through time steps and every example reaches the outputs of "
+            f"others; set batch_first={not batch_first}, or transpose the input."
         )
-    x, (h0, c0), weights, has_biases, layers, dropout, training, bidirectional, batch_first = args
-    tape.check_batch(x, weights, 0 if batch_first else 1)
+    tape.check_batch(x, weights, batch_dim)
+
+
+@handles(_LSTM, _GRU, _TANH, _RELU)
+def _recurrent(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    packed = len(args) > 3 and not isinstance(args[3], bool)
+    if not any(tape.trains(w) for w in args[3 if packed else 2]):
+        return func(*args, **kwargs)
+    with torch.autocast(args[0].device.type, enabled=False):
+        return _packed(tape, func, *args) if packed else _padded(tape, func, *args)
+
+
+def _packed(
+    tape: Tape,
+    func: Callable[..., Any],
+    data: Tensor,
+    sizes: Tensor,
+    state: Any,
+    weights: Sequence[Parameter],
+    has_biases: bool,
+    layers: int,
+    dropout: float,
+    training: bool,
+    bidirectional: bool,
+) -> Any:
+    if tape.packed is None or tape.packed.data is not data:
+        raise UnsupportedError(
+            f"The weights {tape.name(weights)} are applied to packed sequences by a functional call, not told "
+            "which sequence is which example; call nn.LSTM, nn.GRU or nn.RNN with the PackedSequence."
+        )
+    tape.check_batch(data.new_empty((int(sizes[0]), 0)), weights)
+    packing = _Packing(sizes, data.device)
+    x, *last = _layers(
+        tape, func, packing.pad(data), state, weights, layers, dropout if training else 0.0, bidirectional, packing
+    )
+    return packing.pack(x), *last
+
+
+def _padded(
+    tape: Tape,
+    func: Callable[..., Any],
+    x: Tensor,
+    state: Any,
+    weights: Sequence[Parameter],
+    has_biases: bool,
+    layers: int,
+    dropout: float,
+    training: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> Any:
+    _check_batch(tape, x, weights, batch_first)
+    x = (x.transpose(0, 1) if batch_first else x).contiguous()
+    x, *last = _layers(tape, func, x, state, weights, layers, dropout if training else 0.0, bidirectional, None)
+    return (x.transpose(0, 1) if batch_first else x), *last
+
+
+def _layers(
+    tape: Tape,
+    func: Callable[..., Any],
+    x: Tensor,
+    state: Any,
+    weights: Sequence[Parameter],
+    layers: int,
+    dropout: float,
+    bidirectional: bool,
+    packing: _Packing | None,
+) -> list[Tensor]:
+    """x [T, B, p] -> [h [T, B, directions * H], last states [layers * directions, B, ·] (h, and c of an LSTM)]."""
+    dtype = weights[0].dtype
+    x = x.to(dtype)
+    states = [s.to(dtype) for s in (state if func is _LSTM else (state,))]
     directions = 2 if bidirectional else 1
     each = len(weights) // (layers * directions)
-    if each != (4 if has_biases else 2):
-        raise UnsupportedError(
-            f"{tape.name(weights)} has proj_size > 0, for which dpcore has no rule; set proj_size=0."
-        )
-    x = x.transpose(0, 1) if batch_first else x
-    x = x.contiguous()
-    h_last, c_last = [], []
+    order = None if packing is None or tape.packed is None else tape.packed.sorted_indices
+    place = None if order is None else order.argsort()
+    last: list[tuple[Tensor, ...]] = []
     for layer in range(layers):
         outputs = []
-        for direction in range(directions):
-            k = layer * directions + direction
-            seq = x.flip(0) if direction else x
-            h, h_end, c_end = _lstm_layer(tape, seq, weights[k * each : (k + 1) * each], h0[k], c0[k])
-            outputs.append(h.flip(0) if direction else h)
-            h_last.append(h_end)
-            c_last.append(c_end)
+        for reverse in (False, True)[:directions]:
+            k = len(last)
+            steps = Steps(len(x), reverse, None if packing is None else packing.sizes)
+            one = _Direction(tape, weights[k * each : (k + 1) * each], steps, place)
+            first = [s[k] for s in states]
+            if func is _LSTM:
+                h, *ends = one.lstm(x, *first)
+            elif func is _GRU:
+                h, *ends = one.gru(x, *first)
+            else:
+                h, *ends = one.rnn(x, first[0], func is _RELU)
+            outputs.append(h)
+            last.append(tuple(ends))
         x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
-        if dropout and training and layer + 1 < layers:
-            x = F.dropout(x, dropout, True)
-    return (x.transpose(0, 1) if batch_first else x), torch.stack(h_last), torch.stack(c_last)
+        if dropout and layer + 1 < layers:
+            x = F.dropout(x, dropout) if packing is None else packing.pad(F.dropout(packing.pack(x), dropout))
+    return [x, *(torch.stack(ends) for ends in zip(*last, strict=True))]

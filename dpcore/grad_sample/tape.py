@@ -8,7 +8,7 @@ remembered, and one call of ``torch.autograd.grad`` then yields the gradients at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
@@ -18,12 +18,14 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from dpcore.errors import NoRuleError, UnsupportedError
 
 if TYPE_CHECKING:
-    from dpcore.grad_sample.fallback import Fallback
+    from dpcore.grad_sample.layout import Layout
 
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 Handler = Callable[["Tape", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -159,17 +161,22 @@ class Tape(TorchFunctionMode):
         parameters: dict[Parameter, str],
         batch_size: int,
         scale: float | None = None,
-        fallbacks: Mapping[str, Fallback] | None = None,
+        layout: Layout | None = None,
     ) -> None:
         """``scale`` None: gradients come from :meth:`backward`. A number: they come from whatever backward pass runs
         through the recorded places, and are multiplied by it (a mean loss divides every gradient by the batch size).
-        ``fallbacks``: modules that are recorded as a whole.
+        ``layout``: what is known of the model; None: every layer sees the batch first, and none is a fallback.
         """
         super().__init__()
         self.scale = scale
         self.fired = False
         self.on_fire: Callable[[Tape], None] = lambda tape: None
-        self.fallbacks = fallbacks or {}
+        self.layout = layout
+        self.fallbacks = {} if layout is None else layout.fallbacks
+        self.probing = False
+        self.packed: PackedSequence | None = None
+        """What a recurrent layer is working on: the function that it calls is not told the order of the sequences."""
+        self._hooks: list[RemovableHandle] = []
         self.channels_last = any(_is_channels_last(p) for p in parameters)
         self.parameters = parameters
         self.batch_size = batch_size
@@ -188,9 +195,15 @@ class Tape(TorchFunctionMode):
             for fallback in self.fallbacks.values():
                 self._forwards.append((fallback.module, vars(fallback.module).get("forward")))
                 fallback.module.forward = taped_forward(self, fallback)
+        for module in self.layout.recurrent if self.layout else ():
+            self._hooks.append(module.register_forward_pre_hook(self._note_packed, with_kwargs=True))
         self._checkpointing.__enter__()
         super().__enter__()
         return self
+
+    def _note_packed(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = args[0] if args else kwargs.get("input")
+        self.packed = given if isinstance(given, PackedSequence) else None
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
@@ -201,6 +214,8 @@ class Tape(TorchFunctionMode):
             for module, previous in self._forwards:
                 restore_forward(module, previous)
             self._forwards.clear()
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -233,12 +248,14 @@ class Tape(TorchFunctionMode):
         self._targets.append(target)
         return output
 
-    def record(self, use: Use, output: Tensor) -> Tensor:
-        """Records ``use``, whose ``grad`` will be the gradient at ``output``. Returns the output to use."""
+    def record(self, use: Use, output: Tensor, batch_dim: int = 0) -> Tensor:
+        """Records ``use``, whose ``grad`` will be the gradient at ``output`` with ``batch_dim`` brought to the front.
+        Returns the output to use.
+        """
         self.uses.append(use)
 
         def set_grad(grad: Tensor | None) -> None:
-            use.grad = grad
+            use.grad = grad.transpose(0, 1) if batch_dim and grad is not None else grad
 
         return self.attach(output, set_grad)
 
@@ -312,6 +329,17 @@ class Tape(TorchFunctionMode):
                 f"{self.batch_size} examples, so gradients cannot be told apart by example; keep the batch first.",
                 params,
             )
+
+    def batch_dim(self, x: Tensor, params: Sequence[Parameter], features: int = 1) -> int:
+        """Which dimension of an input is the batch: 0, or 1 where the layer of ``params`` works on time-first sequences
+        [T, B, ...] with ``features`` dimensions at the end. NoRuleError where neither is.
+        """
+        known = (0,) if self.layout is None else self.layout.dims(params[0], self, x, features)
+        for dim in known[:-1]:
+            if x.shape[dim] == self.batch_size:
+                return dim
+        self.check_batch(x, params, known[-1])
+        return known[-1]
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from dpcore import ClippedSum, reference
+from dpcore import ClippedSum, Engine, PrivacyEngine, reference
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
@@ -45,3 +46,79 @@ def check(
         assert relative_error(result.sums, truth.clipped) < TOLERANCE[dtype]
         torch.testing.assert_close(result.norms.double(), norms, rtol=TOLERANCE[dtype], atol=0)
         assert result.sensitivity == bound
+
+
+def _private(model: nn.Module, bound: float, data: TensorDataset, batch: int) -> Any:
+    return PrivacyEngine(seed=1).make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=batch),
+        noise_multiplier=0.0,
+        max_grad_norm=bound,
+        sample_rate=0.5,
+        expected_batch_size=1,
+    )
+
+
+def check_private(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """One step of the two-line use without noise: the clipped sum is what an ordinary backward pass leaves behind."""
+    norms = reference.clipped_sum(copy.deepcopy(model), odd_loss, x, y, 1.0).norms
+    bound = float(norms.median())
+    truth = reference.clipped_sum(copy.deepcopy(model), odd_loss, x, y, bound)
+    private, optimizer, _ = _private(model, bound, TensorDataset(x, y), len(x))
+    odd_loss(private(x), y).mean().backward()
+    optimizer.step()
+    expected = {f"_module.{n}": g for n, g in truth.clipped.items()}
+    sums = {n: p.grad for n, p in private.named_parameters() if p.requires_grad}
+    assert relative_error(sums, expected) < TOLERANCE[next(model.parameters()).dtype]
+
+
+def by_autograd(model: nn.Module, x: Any, y: Tensor) -> tuple[float, Tensor, dict[str, Tensor]]:
+    """(median norm as a bound, norms [B], clipped sums) from the gradients of each loss of one ordinary batch: right
+    for batches that cannot be cut into examples, and where random numbers are drawn."""
+    losses = odd_loss(_call(model, x), y)
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    each = [
+        torch.autograd.grad(loss, list(named.values()), retain_graph=True, allow_unused=True, materialize_grads=True)
+        for loss in losses
+    ]
+    norms = torch.stack([torch.stack([g.square().sum() for g in grads]).sum().sqrt() for grads in each])
+    bound = float(norms.median())
+    factors = [reference.clip_factor(n, bound) for n in norms]
+    sums = {
+        name: torch.stack([f * grads[k] for f, grads in zip(factors, each, strict=True)]).sum(0)
+        for k, name in enumerate(named)
+    }
+    return bound, norms, sums
+
+
+def _call(model: nn.Module, x: Any) -> Tensor:
+    return model(*x) if type(x) is tuple else model(x)
+
+
+def check_by_autograd(model: nn.Module, x: Any, y: Tensor) -> None:
+    """As :func:`check`, against :func:`by_autograd` with the same random numbers."""
+    torch.manual_seed(5)
+    bound, norms, truth = by_autograd(model, x, y)
+    engine = Engine(model, odd_loss, max_grad_norm=bound, physical_batch_size=len(y))
+    torch.manual_seed(5)
+    result = engine.clipped_sum(x, y)
+    torch.testing.assert_close(result.norms, norms, rtol=TOLERANCE[norms.dtype], atol=0)
+    assert relative_error(result.sums, truth) < TOLERANCE[norms.dtype]
+
+
+def check_private_call(model: nn.Module, x: Any, y: Tensor) -> None:
+    """As :func:`check_private`, for inputs that are no tensor of examples."""
+    bound, _, truth = by_autograd(model, x, y)
+    private, optimizer, _ = _private(model, bound, TensorDataset(y), len(y))
+    odd_loss(_call(private, x), y).mean().backward()
+    optimizer.step()
+    sums = {n.removeprefix("_module."): p.grad for n, p in private.named_parameters() if p.requires_grad}
+    assert relative_error(sums, truth) < TOLERANCE[next(model.parameters()).dtype]
+
+
+def has_rules(model: nn.Module, x: Any, y: Tensor) -> bool:
+    """Whether nothing in the model needs the fallback."""
+    engine = Engine(model, odd_loss)
+    engine.clipped_sum(x, y)
+    return "vmap" not in engine.explain()

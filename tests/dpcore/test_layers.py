@@ -105,18 +105,21 @@ class Wrapped(nn.Module):
         return self.call(self.layer, self.first(x).tanh())
 
 
+class Pooled(nn.Module):
+    """[T, B, 4] -> [B, 4], so that nothing but the batch says which example is which."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, h):
+        return (h * self.scale).sin().sum(0)
+
+
 OTHERS = {
-    "gru": lambda: Wrapped(nn.GRU(4, 3, batch_first=True), lambda m, h: m(h)[0]),
-    "rnn": lambda: Wrapped(nn.RNN(4, 3, 2, batch_first=True), lambda m, h: m(h)[0]),
-    "bidirectional gru": lambda: Wrapped(nn.GRU(4, 3, batch_first=True, bidirectional=True), lambda m, h: m(h)[0]),
-    "last state of a gru": lambda: Wrapped(nn.GRU(4, 3, 2, batch_first=True), lambda m, h: m(h)[1][-1]),
-    "bilinear": lambda: Wrapped(nn.Bilinear(4, 4, 3), lambda m, h: m(h, h.sin())),
     "prelu": lambda: Wrapped(nn.PReLU(), lambda m, h: m(h)),
-    "transposed convolution": lambda: Wrapped(nn.ConvTranspose1d(4, 2, 1), lambda m, h: m(h.transpose(1, 2))),
-    "attention": lambda: Wrapped(nn.MultiheadAttention(4, 2, batch_first=True), lambda m, h: m(h, h, h)[0]),
-    "cross attention": lambda: Wrapped(
-        nn.MultiheadAttention(4, 2, batch_first=True), lambda m, h: m(h[:, :2], h, h.cos())[0]
-    ),
+    "transposed convolution": lambda: Wrapped(nn.ConvTranspose1d(4, 2, 2), lambda m, h: m(h.transpose(1, 2))),
+    "time first, batch first behind it": lambda: Wrapped(Pooled(), lambda m, h: m(h.transpose(0, 1))),
 }
 
 
@@ -203,7 +206,7 @@ def test_positions_without_a_batch_dimension():
 
 
 def test_a_hostile_example_in_a_layer_without_a_rule():
-    model = _randomised(Wrapped(nn.Bilinear(4, 4, 3), lambda m, h: m(h, h.sin())))
+    model = _randomised(Wrapped(nn.PReLU(), lambda m, h: m(h)))
     x = torch.randn(4, 2, 3)
     x[1] = float("nan")
     result = clipped_sum(model, odd_loss, x, _labels(4), 0.5)
@@ -211,6 +214,46 @@ def test_a_hostile_example_in_a_layer_without_a_rule():
     assert result.nonfinite == 1
     for name, summed in rest.sums.items():
         torch.testing.assert_close(result.sums[name], summed)
+
+
+def test_a_layer_without_a_rule_that_mixes_examples_is_refused():
+    class Centred(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, h):
+            return h * self.scale - h.sum(0, keepdim=True)
+
+    model = Wrapped(Centred(), lambda m, h: m(h))
+    with pytest.raises(dpcore.UnsupportedError, match="depends on the others"):
+        clipped_sum(model, odd_loss, torch.randn(3, 2, 3), _labels(3), 1.0)
+
+
+def test_time_first_layers_have_rules_and_hide_no_example():
+    """As many examples as time steps: the lengths cannot tell. The weights are shared with a batch-first use."""
+
+    class Model(nn.Module):
+        def __init__(self, tied):
+            super().__init__()
+            self.tokens = nn.Embedding(9, 3)
+            self.fc, self.norm, self.out = nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 3)
+            self.tied = tied
+
+        def forward(self, ids):
+            h = self.norm(self.fc(self.tokens(ids.t())).tanh()).transpose(0, 1)
+            return self.fc(h) if self.tied else self.out(h)
+
+    ids = torch.randint(0, 9, (4, 4))
+    model = _randomised(Model(False)).double()
+    check(model, ids, _labels(4), clipped_sum)
+    engine = Engine(model, odd_loss)
+    engine.clipped_sum(ids, _labels(4))
+    assert "vmap" not in engine.explain()
+    model = _randomised(Model(True)).double()
+    check(model, ids[:3], _labels(3), clipped_sum)
+    with pytest.raises(dpcore.UnsupportedError, match="time-first and on batch-first"):
+        clipped_sum(model, odd_loss, ids, _labels(4), 1.0)
 
 
 def test_dropout_inside_of_a_layer_without_a_rule_is_refused():
