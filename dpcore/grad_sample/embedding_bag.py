@@ -148,14 +148,14 @@ def _embedding_bag(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], 
             f"{name} got {count} bags for a batch of {tape.batch_size} examples; give it one bag per example.",
             (weight,),
         )
-    call["weight"] = weight.detach()
-    output = func(**call)
     padding_idx = call["padding_idx"]
     padding_idx = None if padding_idx is None else padding_idx % len(weight)
     counts = torch.ones(len(ids), dtype=torch.bool, device=ids.device) if padding_idx is None else ids != padding_idx
     if call["mode"] == "max":
-        winners = _winners(weight.detach(), ids[counts], bags[counts], output)
+        output, winners = _maximum(weight, ids, bags, counts, count, padding_idx)
         return tape.record(EmbeddingMaxUse(name, weight, winners), output)
+    call["weight"] = weight.detach()
+    output = func(**call)
     if call["per_sample_weights"] is not None:
         coefficients = call["per_sample_weights"].detach().reshape(-1)
     else:
@@ -168,11 +168,16 @@ def _embedding_bag(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], 
     return tape.record(EmbeddingBagUse(name, weight, ids, bags, coefficients), output)
 
 
-def _winners(weight: Tensor, ids: Tensor, bags: Tensor, output: Tensor) -> Tensor:
-    """[B, d] id that each maximum comes from (the first of equals, as in torch), -1 in an empty bag."""
-    places = torch.arange(len(ids), device=ids.device).unsqueeze(1)
-    # A NaN is no maximum of anything, and its example contributes nothing: any id will do.
-    is_maximum = (weight[ids] == output.detach()[bags]) | output.detach()[bags].isnan()
-    first = ids.new_full(output.shape, len(ids))
-    first.scatter_reduce_(0, bags.unsqueeze(1).expand_as(is_maximum), places.where(is_maximum, len(ids)), "amin")
-    return torch.cat([ids, ids.new_full((1,), -1)])[first]
+def _maximum(
+    weight: Tensor, ids: Tensor, bags: Tensor, counts: Tensor, count: int, padding_idx: int | None
+) -> tuple[Tensor, Tensor]:
+    """Outputs [B, d], and the id that each maximum comes from [B, d], -1 in an empty bag.
+
+    torch only keeps track of them for a weight that gets a gradient, which is then cut off again.
+    """
+    lengths = torch.bincount(bags, minlength=count)
+    offsets = lengths.cumsum(0) - lengths
+    tracked = weight.detach().requires_grad_()
+    output, _, _, winners = torch.embedding_bag(tracked, ids, offsets, False, 2, False, None, False, padding_idx)
+    empty = torch.bincount(bags[counts], minlength=count) == 0
+    return output.detach(), winners.masked_fill(empty.unsqueeze(1), -1).long()

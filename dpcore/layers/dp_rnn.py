@@ -1,11 +1,12 @@
 """``nn.RNN``, ``nn.GRU`` and ``nn.LSTM`` with the constructors of Opacus' layers.
 
-Parameters and ``state_dict`` are torch's, which are also those of Opacus' layers. Unlike Opacus', the initial weights
-and the dropout between layers are torch's too, and an LSTM may have ``proj_size``.
+Parameters and ``state_dict`` are torch's; those that Opacus' layers save are loaded too. Unlike Opacus', the initial
+weights and the dropout between layers are torch's too, and an LSTM may have ``proj_size``.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import nn
@@ -16,7 +17,20 @@ def _check_no_projection(kind: str, proj_size: int) -> None:
         raise ValueError(f"proj_size is {proj_size}, but only an LSTM has projections; leave it out of {kind}.")
 
 
-class DPRNN(nn.RNN):
+class _OpacusNames(nn.Module):
+    """Loads what Opacus' layers save within a model: every weight under torch's name, and again under that of its cell,
+    ``l0.ih.weight`` beside ``weight_ih_l0``."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for key in list(state_dict):
+            part = re.fullmatch(re.escape(prefix) + r"(l\d+(?:_reverse)?)\.(ih|hh)\.(weight|bias)", key)
+            if part:
+                layer, which, kind = part.groups()
+                state_dict.setdefault(f"{prefix}{kind}_{which}_{layer}", state_dict.pop(key))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class DPRNN(_OpacusNames, nn.RNN):
     """``nn.RNN``: input [T, B, p], or [B, T, p] with ``batch_first``, or a PackedSequence -> (output, h_n).
 
     ValueError for ``proj_size`` other than 0.
@@ -49,7 +63,7 @@ class DPRNN(nn.RNN):
         )
 
 
-class DPGRU(nn.GRU):
+class DPGRU(_OpacusNames, nn.GRU):
     """``nn.GRU``: input [T, B, p], or [B, T, p] with ``batch_first``, or a PackedSequence -> (output, h_n).
 
     ValueError for ``proj_size`` other than 0.
@@ -80,7 +94,7 @@ class DPGRU(nn.GRU):
         )
 
 
-class DPLSTM(nn.LSTM):
+class DPLSTM(_OpacusNames, nn.LSTM):
     """``nn.LSTM``: input [T, B, p], or [B, T, p] with ``batch_first``, or a PackedSequence -> (output, (h_n, c_n))."""
 
     def __init__(

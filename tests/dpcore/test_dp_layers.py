@@ -304,7 +304,7 @@ def test_weights_go_to_opacus_layers_and_come_back(name):
     torch.manual_seed(0)
     attention = name == "DPMultiheadAttention"
     arguments = (4, 2) if attention else (3, 4, 2)
-    options = {"batch_first": True, "add_bias_kv": True} if attention else {"batch_first": True, "bidirectional": True}
+    options = {"add_bias_kv": True} if attention else {"batch_first": True, "bidirectional": True}
     ours = nn.ModuleDict({"layer": getattr(ours_of, name)(*arguments, **options)})
     theirs = nn.ModuleDict({"layer": getattr(theirs_of, name)(*arguments, **options)})
     ours.load_state_dict(theirs.state_dict())
