@@ -82,7 +82,7 @@ def _bilinear(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
         params = [p for p in (trained_weight, trained_bias) if p is not None]
         if not params:
             return func(input1, input2, weight, bias)
-        batch_dim = tape.batch_dim(input1, params)
+        batch_dim = tape.require_batch(input1, params)
         tape.check_batch(input2, params, batch_dim)
         output = func(input1, input2, tape.constant(weight), tape.constant(bias))
         x1, x2 = (x.transpose(0, 1) if batch_dim else x for x in (input1, input2))

@@ -136,7 +136,7 @@ def _linear(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
         params = (*inputs, *biases)
         if not params:
             return func(input, weight, bias)
-        time_major = tape.batch_dim(input, params) == 1
+        time_major = tape.require_batch(input, params) == 1
         output = func(input, tape.constant(weight), tape.constant(bias))
         return tape.record(ContractionUse(tape.name(params), inputs, biases, time_major), output)
 

@@ -164,6 +164,12 @@ def _embedding(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwar
         if padding_idx is not None and padding_idx < 0:
             padding_idx += len(weight)
         output = func(input, weight.detach(), padding_idx)
+        if batch_dim < 0:
+            # The same ids for every example, as those of positions.
+            def use() -> EmbeddingUse:
+                return EmbeddingUse(name, input.expand(tape.batch_size, *input.shape), weight, padding_idx)
+
+            return tape.share(output, weight, use)
         ids = input.transpose(0, 1) if batch_dim else input
         return tape.record(EmbeddingUse(name, ids, weight, padding_idx), output, batch_dim)
 

@@ -49,30 +49,34 @@ class Layout:
     """What is known of a model's insides.
 
     ``fallbacks``: modules, by name, to record as a whole. ``recurrent``: its recurrent layers. For every parameter that
-    was used, the dimensions, 0 or 1, in which its layer sees the batch: by themselves the lengths cannot tell, where a
-    batch has as many examples as time steps.
+    was used, the dimensions, 0 or 1 (or -1: none), in which its layer sees the batch: by themselves the lengths cannot
+    tell, where a batch has as many examples as time steps.
     """
 
     def __init__(self, model: nn.Module, fallbacks: dict[str, Fallback]) -> None:
         self.model = model
         self.fallbacks = fallbacks
         self.recurrent = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
-        self._dims: dict[Parameter, set[int]] = {}
+        self._dims: dict[tuple[Parameter, str], set[int]] = {}
         self._probing = False
 
-    def dims(self, param: Parameter, tape: Tape, x: Tensor, features: int) -> tuple[int, ...]:
-        """Dimensions of x that may be the batch for the layer of ``param``; while probing, found by their length."""
-        known = self._dims.setdefault(param, set())
+    def dim(self, key: tuple[Parameter, str], tape: Tape, x: Tensor, features: int) -> int:
+        """The batch dimension of x, a tensor met by a parameter: 0, 1 or -1 (none); while probing, found by its
+        length."""
+        known = self._dims.setdefault(key, set())
+        fits = [d for d in (0, 1) if (d == 0 or x.dim() > d + features) and x.shape[d : d + 1] == (tape.batch_size,)]
         if self._probing:
-            second = x.dim() > 1 + features and x.shape[0] != tape.batch_size == x.shape[1]
-            known.add(1 if second else 0)
-            return (1,) if second else (0,)
-        if len(known) > 1 and x.dim() > 1 and x.shape[0] == x.shape[1]:
-            raise UnsupportedError(
-                f"{tape.name((param,))} is used on time-first and on batch-first inputs, and shape {tuple(x.shape)} is "
-                "of equal lengths, so examples cannot be told from time steps; keep the batch first in both."
+            found = fits[0] if fits else -1
+            known.add(found)
+            return found
+        possible = [d for d in fits if d in known] + ([-1] if -1 in known else [])
+        if len(possible) > 1:
+            raise NoRuleError(
+                f"{tape.name(key[:1])} is used on inputs that have the batch in different places, and shape "
+                f"{tuple(x.shape)} fits more than one of them for {tape.batch_size} examples; keep the batch first.",
+                key[:1],
             )
-        return tuple(sorted(known)) or (0,)
+        return possible[0] if possible else -1
 
     def learn(self, names: dict[Parameter, str], run: Callable[[int], Any], counts: Sequence[int]) -> None:
         """Finds out about one kind of batch; ``run(count)`` calls the model on that many examples.
@@ -86,8 +90,8 @@ class Layout:
                     self._probing = True
                     self._check(run, names, counts[0])
                     self._probing = False
-                    if any(1 in dims for dims in self._dims.values()):
-                        # A second length makes it certain that it was the batch which was second.
+                    if any(dims - {0} for dims in self._dims.values()):
+                        # A second length makes it certain where the batch was.
                         self._check(run, names, counts[1])
                     return
                 except NoRuleError as error:

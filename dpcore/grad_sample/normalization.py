@@ -59,7 +59,7 @@ def _affine(
     trained_weight: Parameter | None = weight if tape.trains(weight) else None
     trained_bias: Parameter | None = bias if tape.trains(bias) else None
     params = [p for p in (trained_weight, trained_bias) if p is not None]
-    batch_dim = tape.batch_dim(x, params, len(kept)) if time_first else 0
+    batch_dim = tape.require_batch(x, params, len(kept)) if time_first else 0
     tape.check_batch(x, params, batch_dim)
     trailing = x.dim() - 1 - kept[-1]
     output = x

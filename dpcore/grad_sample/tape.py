@@ -174,6 +174,7 @@ class Tape(TorchFunctionMode):
         self.layout = layout
         self.fallbacks = {} if layout is None else layout.fallbacks
         self.probing = False
+        self.shared: dict[int, tuple[Tensor, Parameter, Callable[[], Use]]] = {}
         self.packed: PackedSequence | None = None
         """What a recurrent layer is working on: the function that it calls is not told the order of the sequences."""
         self._hooks: list[RemovableHandle] = []
@@ -285,7 +286,7 @@ class Tape(TorchFunctionMode):
 
         def refuse(grad: Tensor | None) -> None:
             if grad is not None:
-                self.check_batch(output, params)
+                raise self._no_batch(output, params, 0)
 
         attached = self.attach(output, refuse)
         self.forbidden.append((get_gradient_edge(attached), refuse))
@@ -324,22 +325,37 @@ class Tape(TorchFunctionMode):
     def check_batch(self, x: Tensor, params: Sequence[Parameter], dim: int = 0) -> None:
         """UnsupportedError unless dimension ``dim`` of an input is the batch."""
         if x.dim() <= dim or x.shape[dim] != self.batch_size:
-            raise NoRuleError(
-                f"{self.name(params)} got an input of shape {tuple(x.shape)} whose dimension {dim} is not the batch of "
-                f"{self.batch_size} examples, so gradients cannot be told apart by example; keep the batch first.",
-                params,
-            )
+            raise self._no_batch(x, params, dim)
 
-    def batch_dim(self, x: Tensor, params: Sequence[Parameter], features: int = 1) -> int:
+    def _no_batch(self, x: Tensor, params: Sequence[Parameter], dim: int) -> NoRuleError:
+        return NoRuleError(
+            f"{self.name(params)} got an input of shape {tuple(x.shape)} whose dimension {dim} is not the batch of "
+            f"{self.batch_size} examples, so gradients cannot be told apart by example; keep the batch first.",
+            params,
+        )
+
+    def batch_dim(self, x: Tensor, params: Sequence[Parameter], features: int = 1, use: str = "input") -> int:
         """Which dimension of an input is the batch: 0, or 1 where the layer of ``params`` works on time-first sequences
-        [T, B, ...] with ``features`` dimensions at the end. NoRuleError where neither is.
+        [T, B, ...] with ``features`` dimensions at the end, or -1 where none is. ``use`` tells apart different kinds of
+        tensors that meet the same parameter.
         """
-        known = (0,) if self.layout is None else self.layout.dims(params[0], self, x, features)
-        for dim in known[:-1]:
-            if x.shape[dim] == self.batch_size:
-                return dim
-        self.check_batch(x, params, known[-1])
-        return known[-1]
+        if self.layout is None:
+            return 0 if x.dim() and len(x) == self.batch_size else -1
+        return self.layout.dim((params[0], use), self, x, features)
+
+    def require_batch(self, x: Tensor, params: Sequence[Parameter], features: int = 1) -> int:
+        """As :meth:`batch_dim`, but NoRuleError where there is no batch."""
+        dim = self.batch_dim(x, params, features)
+        self.check_batch(x, params, max(dim, 0))
+        return dim
+
+    def share(self, tensor: Tensor, param: Parameter, use: Callable[[], Use]) -> Tensor:
+        """A tensor without batch that comes from ``param``: sums with batched tensors are recorded, with the new use's
+        gradient [B, *shape]; any other use of it is refused. Returns the tensor to use.
+        """
+        tensor = self.forbid(tensor, (param,))
+        self.shared[id(tensor)] = (tensor, param, use)
+        return tensor
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

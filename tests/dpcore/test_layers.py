@@ -8,7 +8,7 @@ from torch import nn
 
 import dpcore
 from dpcore import Engine, clipped_sum
-from tests.dpcore.comparison import check, odd_loss
+from tests.dpcore.comparison import check, check_by_autograd, check_private, has_rules, odd_loss
 
 DTYPES = [torch.float64, torch.float32]
 
@@ -205,6 +205,72 @@ def test_positions_without_a_batch_dimension():
     assert "no rule, by vmap" in engine.explain()
 
 
+class Tables(nn.Module):
+    """Positions by a layer on ids without a batch, by a parameter, and a bias of one's own, with dropout behind."""
+
+    def __init__(self, kind, dropout=0.0):
+        super().__init__()
+        self.kind = kind
+        self.tokens = nn.Embedding(9, 4)
+        self.positions = nn.Embedding(5, 4)
+        self.table = nn.Parameter(torch.randn(5, 4))
+        self.bias = nn.Parameter(torch.randn(4))
+        self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout, batch_first=kind != "time first")
+
+    def forward(self, ids):
+        steps = ids.shape[1]
+        if self.kind == "time first":
+            h = self.tokens(ids.t()) + self.positions(torch.arange(steps).unsqueeze(1))
+            return self.layer(self.bias + h).transpose(0, 1)
+        h = self.tokens(ids)
+        if self.kind == "layer":
+            h = self.positions(torch.arange(steps)) + h
+        elif self.kind == "layer with one row":
+            h = h + self.positions(torch.arange(steps).unsqueeze(0))
+        elif self.kind == "parameter":
+            h = torch.add(self.table, h)
+        return self.layer(h + self.bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["layer", "layer with one row", "parameter", "time first"])
+def test_what_is_added_to_every_example(dtype, kind):
+    for batch in (1, 3, 4, 5, 7):
+        model = _randomised(Tables(kind)).to(dtype)
+        ids = torch.randint(0, 9, (batch, 5))
+        check(model, ids, _labels(batch), clipped_sum)
+        assert has_rules(model, ids, _labels(batch))
+    check_by_autograd(_randomised(Tables(kind, 0.3)).to(dtype), ids, _labels(7))
+    check_private(_randomised(Tables(kind)).to(dtype), ids, _labels(7))
+
+
+def test_a_table_of_tokens_and_of_fixed_ids():
+    class Prompted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.fc = nn.Embedding(9, 4), nn.Linear(4, 2)
+
+        def forward(self, ids):
+            return self.fc(self.tokens(ids) + self.tokens(torch.tensor([2, 3, 3])))
+
+    for batch in (2, 3):
+        check(_randomised(Prompted()).double(), torch.randint(0, 9, (batch, 3)), _labels(batch), clipped_sum)
+
+
+def test_what_is_shared_in_other_ways_is_still_right():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.positions = nn.Embedding(9, 4), nn.Embedding(5, 4)
+            self.fc = nn.Linear(4, 2)
+
+        def forward(self, ids):
+            return self.fc(self.tokens(ids) * self.positions(torch.arange(5)) + self.positions(torch.arange(5)))
+
+    for batch in (3, 5):
+        check(_randomised(Scaled()).double(), torch.randint(0, 9, (batch, 5)), _labels(batch), clipped_sum)
+
+
 def test_a_hostile_example_in_a_layer_without_a_rule():
     model = _randomised(Wrapped(nn.PReLU(), lambda m, h: m(h)))
     x = torch.randn(4, 2, 3)
@@ -252,7 +318,7 @@ def test_time_first_layers_have_rules_and_hide_no_example():
     assert "vmap" not in engine.explain()
     model = _randomised(Model(True)).double()
     check(model, ids[:3], _labels(3), clipped_sum)
-    with pytest.raises(dpcore.UnsupportedError, match="time-first and on batch-first"):
+    with pytest.raises(dpcore.UnsupportedError, match="in different places"):
         clipped_sum(model, odd_loss, ids, _labels(4), 1.0)
 
 
