@@ -163,10 +163,10 @@ class AbstractGradSampleHooks:
 
         self._layout.learn(self._names, run, probe_sizes((args, kwargs), batch_size))
         self._kinds.add(kind)
-        if self._fallbacks and sharded:
+        if self._layout.fallbacks and sharded:
             raise UnsupportedError(
-                f"{', '.join(self._fallbacks)} has no rule and would be run again example by example, for which its "
-                "parameters are no longer whole; with fully_shard every trained layer must be of a kind with a rule. "
+                f"{', '.join(self._layout.fallbacks)} has no rule and would be run again example by example, for which "
+                "its parameters are no longer whole; with fully_shard every trained layer must be of a kind with a rule. "
                 "Use DifferentiallyPrivateDistributedDataParallel instead."
             )
 
