@@ -166,8 +166,8 @@ class AbstractGradSampleHooks:
         if self._layout.fallbacks and sharded:
             raise UnsupportedError(
                 f"{', '.join(self._layout.fallbacks)} has no rule and would be run again example by example, for which "
-                "its parameters are no longer whole; with fully_shard every trained layer must be of a kind with a rule. "
-                "Use DifferentiallyPrivateDistributedDataParallel instead."
+                "its parameters are no longer whole; with fully_shard every trained layer must be of a kind with a "
+                "rule. Use DifferentiallyPrivateDistributedDataParallel instead."
             )
 
     # ---- what the optimiser takes
