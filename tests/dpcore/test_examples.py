@@ -35,3 +35,20 @@ def test_an_example_runs(name: str) -> None:
     output = run("-m", f"dpcore.examples.{name}", "--smoke", "--seed", "1")
     assert "synthetic data" in output
     assert re.search(r"epsilon \d", output) and re.search(r"accuracy 0\.\d+|accuracy 1\.0", output)
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("-m", "dpcore.examples.mnist"), (*TORCHRUN, "-m", "dpcore.examples.cifar10_ddp")],
+    ids=["mnist", "cifar10_ddp"],
+)
+def test_an_example_spends_its_budget_and_learns(command: tuple[str, ...]) -> None:
+    output = run(*command, "--smoke", "--seed", "1", "--epsilon", "50")
+    epochs = [(float(e), float(a)) for e, a in re.findall(r"epsilon ([\d.]+).*accuracy ([\d.]+)", output)]
+    (first, _), (spent, accuracy) = epochs
+    assert "synthetic data" in output
+    assert first < spent and 49.5 < spent <= 50.0
+    assert accuracy > 0.15  # of ten classes
