@@ -1,0 +1,1 @@
+"""TensorFlow Privacy, DP-SGD for Keras."""
