@@ -111,9 +111,11 @@ class Tfp(Adapter):
             self.seed.assign([setting.seed, 0])
 
     def place(self, x: np.ndarray, y: np.ndarray) -> None:
-        self.host = tf_models.data(self.task, x), y
+        # Keras' binary loss would broadcast labels [B] against one logit each, [B, 1].
+        labels = y[:, None] if self.task.loss == "binary_cross_entropy" else y
+        self.host = tf_models.data(self.task, x), labels
         with tf.device(self.device):
-            self.x, self.y = tf.constant(self.host[0]), tf.constant(y)
+            self.x, self.y = tf.constant(self.host[0]), tf.constant(labels)
 
     def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
         if mask is not None:
@@ -173,7 +175,7 @@ class Tfp(Adapter):
 
         signature = [
             tf.TensorSpec([None, *tf_models.input_shape(self.task)], self.task.input_dtype),
-            tf.TensorSpec([None], tf.int32),
+            tf.TensorSpec([None, *self.host[1].shape[1:]], tf.int32),
             tf.TensorSpec([None], tf.int32),
             tf.TensorSpec([], tf.float32),
             tf.TensorSpec([None], tf.float32),
