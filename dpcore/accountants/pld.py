@@ -150,7 +150,9 @@ def _choose_tilt(steps: list[Step], delta: float, mass: float) -> Tilt:
         return log_moment, mean, math.sqrt(variance), smallest
 
     unit = max(moments(0.0)[2], 1e-300)
-    rates = np.geomspace(1e-3, 1e5, 161) / unit
+    # Twenty to a decade. The deviation of a loss whose large values are very rare says little of them: hence 1.
+    first = min(1e-3 / unit, 1.0)
+    rates = np.geomspace(first, 1e5 / unit, math.ceil(20 * math.log10(1e5 / unit / first)) + 1)
     chernoff = [(moments(rate)[0] - math.log(delta)) / rate for rate in rates]
     # Where the losses end at a largest one the bound falls for ever: the smallest λ that is about as good will do.
     enough = min(chernoff) + 0.01 * abs(min(chernoff)) + ERROR
@@ -402,8 +404,7 @@ def _direction(history: History, delta: float, removal: bool, both: bool, error:
     total = sum(step.count for step in steps)
     mass = TAIL_SHARE * delta / total
     tilt = _choose_tilt(steps, delta, mass)
-    widest = max(32 * tilt.deviation, *(float(np.ptp(step.loss(step.span(mass)))) for step in steps))
-    finest = widest / LARGEST_WINDOW
+    finest = max(32 * tilt.deviation, *(float(np.ptp(step.loss(step.span(mass)))) for step in steps)) / LARGEST_WINDOW
     # Moving every step's loss by at most h moves their sum by at most their number times h.
     h = max(tilt.step_deviation / 16, error / 4 / total, finest)
     high = _upper(_compose(steps, tilt, h, mass, delta), delta)
