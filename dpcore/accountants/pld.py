@@ -123,7 +123,8 @@ class Tilt:
 
 def _quadrature(step: Step, mass: float) -> tuple[np.ndarray, np.ndarray]:
     """Losses and log weights under P on a fine grid of outputs: enough for choosing λ, window and grid."""
-    x = np.linspace(*step.span(mass), 4001)
+    low, high = step.span(mass)
+    x = np.linspace(low, high, 4001)
     plain = -(x**2) / (2 * step.sigma**2)
     shifted = -((x - 1) ** 2) / (2 * step.sigma**2)
     log_p = np.logaddexp(math.log1p(-step.q) + plain, math.log(step.q) + shifted) if step.removal else plain
