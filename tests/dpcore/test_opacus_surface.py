@@ -58,6 +58,7 @@ EXCEPTIONS = {
             RULES,
         ),
     },
+    "layers": {"RenameParamsMixin": "the layers are torch's own, so that no parameter changes its name"},
     "optimizers": {
         "DistributedDPOptimizer": "every optimiser takes ranks",
         "DistributedDPOptimizerFastGradientClipping": "every optimiser takes ranks",
@@ -102,6 +103,7 @@ MODULES = [
     "data_loader",
     "distributed",
     "grad_sample",
+    "layers",
     "optimizers",
     "schedulers",
     "utils.batch_memory_manager",
