@@ -89,6 +89,8 @@ class DPDataLoader(DataLoader[Any]):
             seed = int(torch.randint(2**62, (), generator=generator))
         self.sample_rate = float(sample_rate)
         self._rounds = 0
+        self.handed_out = 0
+        """Number of batches so far."""
         self.distributed = distributed
         size = len(dataset)
         drawn: dict[str, Any] = {"sample_rate": sample_rate, "seed": seed, "secure": secure, "steps": steps}
@@ -129,6 +131,12 @@ class DPDataLoader(DataLoader[Any]):
                     f"{'several ranks' if distributed else 'one process'}; every example would be drawn at another "
                     f"rate than the accountant counts. Build it with distributed={distributed}."
                 )
+            if secure and not loader.sampler_state.secure:
+                raise PrivacyError(
+                    "secure_mode draws batches from the operating system's generator, but this DPDataLoader draws them "
+                    "from a seed, and whoever knows it knows which examples were in each batch. Build it with "
+                    "secure=True."
+                )
             return loader
         if not isinstance(loader.sampler, (SequentialSampler, RandomSampler, DistributedSampler)):
             raise UnsupportedError(
@@ -165,6 +173,7 @@ class DPDataLoader(DataLoader[Any]):
         self._rounds += 1
         try:
             for batch in super().__iter__():
+                self.handed_out += 1
                 count_drawn(self.sample_rate, batch)
                 yield batch
         finally:
@@ -189,3 +198,13 @@ class DPDataLoader(DataLoader[Any]):
         """The batch sampler, which carries seed and position."""
         assert isinstance(self.batch_sampler, UniformWithReplacementSampler)
         return self.batch_sampler
+
+
+def check_ordinary(loader: DataLoader[Any]) -> None:
+    """PrivacyError where a loader without Poisson sampling may draw an example several times."""
+    if getattr(loader.sampler, "replacement", False):
+        raise PrivacyError(
+            f"The loader's {type(loader.sampler).__name__} draws with replacement: an example that is in a batch twice "
+            "is clipped in each of its rows and moves the sum by twice max_grad_norm. Use poisson_sampling=True with "
+            "an ordinary loader, or a sampler without replacement."
+        )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
+import secrets
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from dpcore.accountants import create_accountant, get_noise_multiplier
 from dpcore.clipping import automatic_factors
-from dpcore.data_loader import DPDataLoader
+from dpcore.data_loader import DPDataLoader, check_ordinary
 from dpcore.distributed import check_shares, load_for_rank, ranks_of, save_for_rank
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
@@ -52,6 +55,8 @@ class PrivacyEngine:
         self.seed = seed
         self.budget: Budget | None = None
         self._dataset: Any = None
+        self._made = 0
+        self._ledger: Ledger | None = None
 
     def make_private(
         self,
@@ -118,7 +123,7 @@ class PrivacyEngine:
             data_loader = DPDataLoader.from_data_loader(
                 data_loader,
                 sample_rate=sample_rate,
-                seed=self.seed if ranks is None else ranks.share_seed(self.seed),
+                seed=self._run_seed() if ranks is None else ranks.share_seed(self._run_seed()),
                 secure=self.secure_mode,
                 distributed=ranks is not None,
             )
@@ -126,8 +131,15 @@ class PrivacyEngine:
         else:
             if ranks is not None:
                 check_shares(data_loader, ranks)
+            check_ordinary(data_loader)
             if sample_rate is None:
                 sample_rate = 1 / len(data_loader)
+            warnings.warn(
+                f"poisson_sampling=False: epsilon is computed for Poisson batches at the rate {sample_rate:.6g}, and "
+                "that of shuffled or fixed batches can be larger. Use it for comparisons, and poisson_sampling=True "
+                "for a release.",
+                stacklevel=2,
+            )
         if expected_batch_size is None:
             expected_batch_size = len(data_loader.dataset) * sample_rate  # type: ignore[arg-type]
             if not derived:
@@ -136,7 +148,7 @@ class PrivacyEngine:
                     "secret; pass expected_batch_size= to keep it one.",
                     stacklevel=2,
                 )
-        seed = self.seed
+        seed = self._run_seed()
         if noise_generator is not None:
             seed = int(torch.randint(2**62, (), generator=noise_generator))
         if ranks is not None:
@@ -183,7 +195,8 @@ class PrivacyEngine:
         private.attach_step_hook(lambda of: self.accountant.get_optimizer_hook_fn(rate())(of))
         private.attach_step_guard(lambda of: self._check_budget(of, rate()))
         if poisson_sampling and check_batches:
-            private.ledger = Ledger(rate)
+            private.ledger = self._ledger = Ledger(rate, self._ledger)
+        self._made += 1
         if grad_sample_mode == "ghost":
             criterion = nn.CrossEntropyLoss(reduction=loss_reduction) if criterion is None else criterion
             loss = DPLossFastGradientClipping(recorded, private, criterion, loss_reduction)
@@ -369,6 +382,7 @@ class PrivacyEngine:
         settings. A file without dpcore's own entries restores weights, optimiser and accountant, with a warning."""
         ranks = None if optimizer is None else optimizer.ranks
         state = load_for_rank(path, ranks, {"weights_only": True} | (torch_load_kwargs or {}))
+        self._check_continues(state["privacy_accountant_state_dict"])
         if optimizer is not None:
             data_loader = optimizer.data_loader if data_loader is None else data_loader
             here = optimizer.setting
@@ -378,6 +392,8 @@ class PrivacyEngine:
                         f"The checkpoint was saved with {name}={value}, this run has {here.get(name)}; the "
                         "accountant's history would not describe it. Rebuild the run with the checkpoint's settings."
                     )
+            # Sums of an unfinished batch are of the run that is left behind.
+            optimizer.discard()
         module.load_state_dict(state["module_state_dict"], **(module_load_dict_kwargs or {}))
         self.accountant.load_state_dict(state["privacy_accountant_state_dict"])
         if optimizer is not None and "optimizer_state_dict" in state:
@@ -395,6 +411,10 @@ class PrivacyEngine:
                 optimizer.noise.rank = optimizer.ranks.rank
                 optimizer.weights_agree = False
         elif optimizer is not None:
+            # Its steps before the checkpoint may have used this run's seed, from number 0 on.
+            optimizer.noise.seed = secrets.randbits(128)
+            if isinstance(data_loader, DPDataLoader):
+                data_loader.sampler_state.seed = secrets.randbits(128)
             warnings.warn(
                 "The checkpoint holds no state of noise and batches; the run goes on with fresh ones, and not bit for "
                 "bit as it would have.",
@@ -446,6 +466,30 @@ class PrivacyEngine:
             )
         module.check_unchanged()
         return module
+
+    def _run_seed(self) -> int | None:
+        """The seed of this call of make_private: a second model with the noise and the batches of the first would leak
+        what the two have in common, bare."""
+        if self.seed is None or not self._made:
+            return self.seed
+        digest = hashlib.sha256(f"dpcore run {self.seed} {self._made}".encode()).digest()
+        return int.from_bytes(digest[:16], "little")
+
+    def _check_continues(self, accountant_state: dict[str, Any]) -> None:
+        """PrivacyError where the accountant has counted steps that a checkpoint does not know of."""
+        known: Counter[tuple[float, float]] = Counter()
+        for noise, rate, steps in accountant_state["history"]:
+            known[noise, rate] += steps
+        for noise, rate, steps in self.accountant.history:
+            known[noise, rate] -= steps
+        forgotten = -sum(steps for steps in known.values() if steps < 0)
+        if forgotten:
+            raise PrivacyError(
+                f"This engine has counted {forgotten} steps that are not in the checkpoint: epsilon would forget them, "
+                "and training on would use their noise again, on other gradients, whose difference it would lay bare. "
+                "To return to the checkpoint's weights, load its 'module_state_dict' into the module alone; the "
+                "accountant and the noise then go on. To look at the run as it was, use a new PrivacyEngine."
+            )
 
     def _check_dataset(self, data_loader: DataLoader[Any]) -> None:
         if self._dataset is not None and self._dataset is not data_loader.dataset:

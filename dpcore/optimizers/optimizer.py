@@ -98,6 +98,10 @@ class DPOptimizer(Optimizer):
         self._batches = 0
         self._in_piece = False
         self._stepping = False
+        self._unstepped = 0
+        self._overtaken = False
+        self._clipped_at: tuple[float, ...] | None = None
+        self._begun_at = 0
         _claim(module, self)
         self._guard_inner()
         for param in self.accumulator.parameters.values():
@@ -213,6 +217,17 @@ class DPOptimizer(Optimizer):
         """The next ``step()`` only clips and accumulates (a physical piece of a larger logical batch)."""
         self._skip = do_skip
 
+    def hand_out(self, rows: int, goes_on: bool) -> None:
+        """A piece of ``rows`` examples is on its way to the next ``step()``; ``goes_on``: it is not its batch's last.
+
+        One that is handed out before the step on the one before it takes that one's flag away: pieces of different
+        batches would be added up as one batch.
+        """
+        if self._unstepped and (self._skip or goes_on):
+            self._overtaken = True
+        self._unstepped = rows
+        self.signal_skip_step(goes_on)
+
     def attach_step_hook(self, fn: StepHook) -> None:
         """``fn(self)`` runs after noise was added and before the parameters change; the accountant attaches here.
 
@@ -228,11 +243,13 @@ class DPOptimizer(Optimizer):
         """Forgets clipped sums of an unfinished logical batch, and its flag."""
         self.module.forget()
         self._skip = False
+        self._unstepped, self._overtaken = 0, False
         self._clear()
         self._forget_sums()
 
     def _clear(self) -> None:
         self._batches, self._in_piece = 0, False
+        self._clipped_at = None
         self.accumulator.flat.zero_()
 
     def _forget_sums(self) -> None:
@@ -243,10 +260,18 @@ class DPOptimizer(Optimizer):
         """Adds the clipped gradients of the backward passes since the last call to ``p.summed_grad``.
 
         PrivacyError where there was none, or where a parameter received an ordinary gradient: its examples were not
-        clipped.
+        clipped. An error forgets the whole logical batch: a part of it that stayed in the sum could be added again.
         """
+        try:
+            self._clip_and_accumulate()
+        except BaseException:
+            self.discard()
+            raise
+
+    def _clip_and_accumulate(self) -> None:
         self._check_unchanged()
         self._check_no_ordinary_gradient()
+        self._check_bounds()
         with torch.no_grad():
             passes, rows = 0, 0
             for uses, batch_size in self.module.take():
@@ -261,13 +286,44 @@ class DPOptimizer(Optimizer):
                 "optimizer.step() found no backward pass of the wrapped module since the last step; stepping now would "
                 "release noise for a batch that was never seen. Call loss.backward() on the module's output first."
             )
+        if self._overtaken or (self._unstepped and not rows):
+            raise PrivacyError(
+                "A piece of a batch was handed out before optimizer.step() was called for the one before it, so pieces "
+                "of different batches would be added up as one, and an example in two of them would move the sum by "
+                "twice max_grad_norm. Call step() for every piece before the next one is fetched: no prefetching of "
+                "BatchMemoryManager's pieces, and no piece left out."
+            )
+        self._unstepped = 0
         if self.ledger is not None:
-            self.ledger.use(rows if self.module.batch_first else 0, 0 if self._skip else 1)
+            self._check_one_batch()
+            self.ledger.use(rows if self.module.batch_first else None, passes, self._skip or self._in_piece, self._skip)
         # All pieces of a logical batch count as one batch; without pieces every backward pass is a batch of its own.
         self._batches += passes if not (self._skip or self._in_piece) else int(not self._in_piece)
         self._in_piece = self._skip
         for param, summed in self.accumulator.sums.items():
             param.summed_grad = summed  # type: ignore[attr-defined]
+
+    def _check_bounds(self) -> None:
+        """The noise is that of the bounds in force at the step: they must be those by which the sums were clipped."""
+        if self._clipped_at is not None and self._clipped_at != self.accumulator.bounds:
+            raise PrivacyError(
+                f"max_grad_norm was changed from {self._clipped_at} to {self.accumulator.bounds} within a logical "
+                "batch: examples clipped at one bound would get the noise of another. Change it between optimizer "
+                "steps, so call a schedule's step() once per logical batch and not once per piece."
+            )
+        self._clipped_at = self.accumulator.bounds
+
+    def _check_one_batch(self) -> None:
+        """The pieces of a logical batch must come from one batch of the loader: they are accounted for as one."""
+        drawn = getattr(self.data_loader, "handed_out", 0)
+        if self._in_piece and drawn != self._begun_at:
+            raise PrivacyError(
+                f"One logical batch was put together from {drawn - self._begun_at + 1} batches of the private data "
+                "loader by signal_skip_step(): an example in several of them would move the sum by several times "
+                "max_grad_norm, and the accountant would count one step. Accumulate without signal_skip_step(), which "
+                "is counted, or draw larger batches and cut them with BatchMemoryManager."
+            )
+        self._begun_at = drawn
 
     def _observe(self, norms: Tensor) -> None:
         """Norms [groups, B] of a batch that is being accumulated, for those who adapt to them."""
@@ -299,11 +355,19 @@ class DPOptimizer(Optimizer):
         if self.module.ordinary_grad:
             for param, summed in self.accumulator.sums.items():
                 param.summed_grad = summed.clone()  # type: ignore[attr-defined]
+        self._check_bounds()
         std = self._gradient_noise_multiplier() * self.accumulator.sensitivity
+        flat = self.accumulator.flat
+        if self.ranks is not None and isinstance(self.noise, SecureNoise):
+            # Its release lies on a grid, which another rank's sum would undo: so the noise comes after the sums, and
+            # the second reduction, to which the other ranks add zeros, hands it out.
+            self.ranks.sum_(flat)
+            if self.ranks.rank:
+                flat.zero_()
         if self.ranks is None or self.ranks.rank == 0:
-            self.noise.add_(self.accumulator.flat, std, self.steps)
+            self.noise.add_(flat, std, self.steps)
         if self.ranks is not None:
-            self.ranks.sum_(self.accumulator.flat)
+            self.ranks.sum_(flat)
         self.steps += 1
         for param, summed in self.accumulator.sums.items():
             param.grad = summed.to(param.dtype, copy=True)

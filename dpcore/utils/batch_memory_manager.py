@@ -35,6 +35,8 @@ class PiecewiseLoader:
         self.optimizer = optimizer
 
     def __iter__(self) -> Iterator[Any]:
+        # A loop that was left within a batch must not add its pieces to another batch's.
+        self.optimizer.discard()
         for batch in self.loader:
             length = batch_length(batch)
             pieces = max(1, -(-length // self.size))
@@ -44,8 +46,9 @@ class PiecewiseLoader:
                 pieces = ranks.largest(pieces)
             for k in range(pieces):
                 # The flag travels with the piece: it is set when the piece is handed out, and for that piece only.
-                self.optimizer.signal_skip_step(k + 1 < pieces)
-                yield cut(batch, slice(k * length // pieces, (k + 1) * length // pieces))
+                rows = slice(k * length // pieces, (k + 1) * length // pieces)
+                self.optimizer.hand_out(rows.stop - rows.start, k + 1 < pieces)
+                yield cut(batch, rows)
 
     def __len__(self) -> int:
         """Number of logical batches."""

@@ -70,7 +70,8 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
             return []
         if self.secure:
             system = random.SystemRandom()
-            size = int(binom.ppf(system.random(), count, self.sample_rate))
+            # In (0, 1]: the quantile of 0 is -1, which is no size.
+            size = int(binom.ppf(1.0 - system.random(), count, self.sample_rate))
             return system.sample(range(count), size)
         generator = np.random.Generator(np.random.SFC64(np.random.SeedSequence(stream)))
         size = int(generator.binomial(count, self.sample_rate))

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from dpcore import PrivacyEngine, PrivacyError, UnsupportedError
 from dpcore.data_loader import DPDataLoader
 from dpcore.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
+from dpcore.noise import grid_spacing
 from dpcore.utils.batch_memory_manager import BatchMemoryManager
 
 EXAMPLES, RATE, CLIP, DIVISOR = 40, 0.25, 0.5, 10
@@ -119,6 +120,26 @@ def check_pieces() -> Any:
 
 def check_noise() -> Any:
     return {"same seed": train(1.0, torch.float64), "secret": train(1.0, torch.float64, seed=None, rounds=1)}
+
+
+def check_secure() -> Any:
+    """What two steps in secure mode release, in units of the grid."""
+    engine = PrivacyEngine(secure_mode=True)
+    module = DPDDP(model())
+    module, optimizer, loader = engine.make_private(
+        module=module,
+        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+        data_loader=DataLoader(data(), batch_size=10),
+        noise_multiplier=0.7,
+        max_grad_norm=CLIP,
+        sample_rate=RATE,
+        expected_batch_size=DIVISOR,
+    )
+    released: list[torch.Tensor] = []
+    optimizer.attach_step_hook(lambda of: released.append(of.accumulator.flat / grid_spacing(0.7 * CLIP)))
+    for (x, y, _), _ in zip(loader, range(2), strict=False):
+        step(module, optimizer, x, y)
+    return torch.stack(released)
 
 
 def check_adaptive() -> Any:

@@ -18,12 +18,12 @@ from torch.nn import functional as F
 
 from dpcore import reference
 from dpcore.distributed import DifferentiallyPrivateDistributedDataParallel
-from dpcore.noise import GaussianNoise
+from dpcore.noise import GaussianNoise, grid_spacing
 from tests.dpcore import ranks
 from tests.dpcore.comparison import TOLERANCE
 
 STEPS = 8  # two rounds of ceil(1 / 0.25) batches
-CHECKS = ["sums", "pieces", "noise", "empty", "resume", "adaptive", "sharded"]
+CHECKS = ["sums", "pieces", "noise", "secure", "empty", "resume", "adaptive", "sharded"]
 
 
 def launch(folder: Path, size: int, *checks: str) -> list[dict[str, Any]]:
@@ -102,6 +102,14 @@ def test_without_a_seed_the_ranks_share_a_secret_one(found):
     secret = [r["noise"]["secret"] for r in found]
     assert all(torch.equal(s["weights"], secret[0]["weights"]) for s in secret)
     assert not torch.equal(secret[0]["weights"][0], found[0]["noise"]["same seed"]["weights"][0])
+
+
+def test_secure_releases_of_all_ranks_lie_on_the_grid(found):
+    """The other ranks' sums are in them before the noise and the rounding."""
+    released = found[0]["secure"]
+    assert torch.equal(released, released.round())
+    assert float(released.std()) * grid_spacing(0.7 * ranks.CLIP) == pytest.approx(0.7 * ranks.CLIP, rel=0.5)
+    assert all(torch.equal(r["secure"], released) for r in found)
 
 
 def test_an_empty_batch_is_a_step_with_noise_of_the_total_variance(found):

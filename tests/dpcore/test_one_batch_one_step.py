@@ -1,0 +1,236 @@
+"""Ordinary loops whose steps would be something else than one fresh Poisson batch with noise of its own."""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
+
+from dpcore import PrivacyEngine, PrivacyError
+from dpcore.data_loader import DPDataLoader
+from dpcore.utils.batch_memory_manager import BatchMemoryManager
+from dpcore.utils.uniform_sampler import UniformWithReplacementSampler
+from tests.dpcore.private_setup import losses, make, small_data, step, truth
+
+
+def _backward(model, x, y):
+    losses(model(x), y).mean().backward()
+
+
+def test_a_logical_batch_of_several_batches_of_the_loader():
+    _, model, optimizer, loader = make()
+    batches = iter(loader)
+    optimizer.signal_skip_step()
+    step(model, optimizer, *next(batches))
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(PrivacyError, match="put together from 2 batches"):
+        step(model, optimizer, *next(batches))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_loop_that_is_left_within_a_batch_and_begun_again():
+    _, model, optimizer, loader = make(sample_rate=0.5)
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=8, optimizer=optimizer) as pieces:
+        step(model, optimizer, *next(iter(pieces)))
+        assert optimizer._in_piece
+        start = copy.deepcopy(model._module)
+        seen = []
+        for x, y in pieces:
+            seen.append((x, y))
+            step(model, optimizer, x, y)
+            if optimizer.steps:
+                break
+    whole = truth(start, *(torch.cat(part) for part in zip(*seen, strict=True)))
+    for name, p in model._module.named_parameters():
+        torch.testing.assert_close(p.grad * 10, whole[name], rtol=1e-8, atol=1e-10)
+
+
+def test_pieces_that_are_fetched_before_the_step_on_the_one_before():
+    _, model, optimizer, loader = make(sample_rate=0.5)
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=12, optimizer=optimizer) as pieces:
+        ahead = iter(pieces)
+        now = next(ahead)
+        next(ahead)
+        with pytest.raises(PrivacyError, match="handed out before"):
+            step(model, optimizer, *now)
+    assert optimizer.steps == 0
+
+
+def test_a_piece_that_the_loop_leaves_out():
+    _, model, optimizer, loader = make(sample_rate=0.5)
+    with (
+        BatchMemoryManager(data_loader=loader, max_physical_batch_size=12, optimizer=optimizer) as pieces,
+        pytest.raises(PrivacyError, match="no piece left out"),
+    ):
+        for k, (x, y) in enumerate(pieces):
+            if k != 2:
+                step(model, optimizer, x, y)
+
+
+def test_whole_batches_may_be_fetched_ahead_or_left_out():
+    engine, model, optimizer, loader = make(noise_multiplier=1.0)
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=60, optimizer=optimizer) as pieces:
+        ahead = iter(pieces)
+        now = next(ahead)
+        for k, following in enumerate(ahead):
+            if k != 2:
+                step(model, optimizer, *now)
+            now = following
+    assert len(engine.accountant) == optimizer.steps == 4
+
+
+def test_a_bound_that_changes_within_a_logical_batch():
+    _, model, optimizer, loader = make(sample_rate=0.5)
+    x, y = next(iter(loader))
+    optimizer.signal_skip_step()
+    step(model, optimizer, x[:9], y[:9])
+    optimizer.max_grad_norm = 0.1
+    with pytest.raises(PrivacyError, match="within a logical batch"):
+        step(model, optimizer, x[9:], y[9:])
+
+
+def test_an_error_forgets_the_batch():
+    """Or a loop that tries again with a smaller piece would add its examples twice."""
+    _, model, optimizer, loader = make(sample_rate=0.5)
+    x, y = next(iter(loader))
+    whole = truth(model._module, x, y)
+    add = optimizer.accumulator.add
+
+    def fails(*args):
+        add(*args)
+        raise MemoryError
+
+    optimizer.accumulator.add = fails
+    with pytest.raises(MemoryError):
+        step(model, optimizer, x, y)
+    optimizer.accumulator.add = add
+    _backward(model, x, y)
+    optimizer.step()
+    for name, p in model._module.named_parameters():
+        torch.testing.assert_close(p.grad * 10, whole[name], rtol=1e-8, atol=1e-10)
+
+
+def test_a_batch_of_unknown_length_is_used_once():
+    data = [(f"{k}", k % 3) for k in range(60)]
+
+    def words(batch):
+        return [name for name, _ in batch]
+
+    loader = DPDataLoader(data, sample_rate=0.5, collate_fn=words, seed=1)
+    _, model, optimizer, loader = make(data_loader=loader)
+    batches = iter(loader)
+    for count in (1, 2):
+        names = next(batches)
+        x = torch.tensor([[float(n)] * 6 for n in names], dtype=torch.float64)
+        y = torch.zeros(len(names), dtype=torch.long)
+        optimizer.zero_grad()
+        for _ in range(count):
+            _backward(model, x, y)
+        if count == 1:
+            optimizer.step()
+    with pytest.raises(PrivacyError, match="a batch was used twice"):
+        optimizer.step()
+    # Nor does it silence the count of rows for those who come later.
+    _, model, optimizer, loader = make(sample_rate=0.5)
+    x, y = next(iter(loader))
+    with pytest.raises(PrivacyError, match="rows went through"):
+        step(model, optimizer, torch.cat([x, x]), torch.cat([y, y]))
+
+
+def test_two_models_of_one_engine_share_neither_noise_nor_batches():
+    engine = PrivacyEngine(seed=3)
+    first, second = make(engine=engine), make(engine=engine)
+    again = make(engine=PrivacyEngine(seed=3))
+    noise = [run[2].noise.add_(torch.zeros(100), 1.0, 0) for run in (first, second, again)]
+    assert torch.equal(noise[0], noise[2]) and not torch.equal(noise[0], noise[1])
+    drawn = [run[3].sampler_state.draw(0) for run in (first, second, again)]
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
+def test_two_models_of_one_engine_on_one_batch():
+    """The accountant composes independent batches: 1.8 instead of 3.5 after 500 steps at q = 0.01 and σ = 1."""
+    engine = PrivacyEngine(seed=3)
+    _, first, first_optimizer, loader = make(engine=engine)
+    _, second, second_optimizer, _ = make(engine=engine, data_loader=loader)
+    batches = iter(loader)
+    x, y = next(batches)
+    step(first, first_optimizer, x, y)
+    with pytest.raises(PrivacyError, match="two optimizers of one engine"):
+        step(second, second_optimizer, x, y)
+    step(second, second_optimizer, *next(batches))
+
+
+def test_a_checkpoint_that_does_not_know_what_was_released_since():
+    engine, model, optimizer, loader = make(noise_multiplier=1.0)
+    file = io.BytesIO()
+    engine.save_checkpoint(path=file, module=model, optimizer=optimizer)
+    step(model, optimizer, *next(iter(loader)))
+    after = [p.detach().clone() for p in model.parameters()]
+    for parts in ({}, {"optimizer": optimizer}):
+        file.seek(0)
+        with pytest.raises(PrivacyError, match="counted 1 steps that are not in the checkpoint"):
+            engine.load_checkpoint(path=file, module=model, **parts)
+    assert len(engine.accountant) == 1
+    assert all(torch.equal(a, b) for a, b in zip(after, model.parameters(), strict=True))
+
+
+def test_a_checkpoint_without_the_noise_goes_on_with_another():
+    engine, model, optimizer, loader = make(noise_multiplier=1.0)
+    step(model, optimizer, *next(iter(loader)))
+    file = io.BytesIO()
+    engine.save_checkpoint(path=file, module=model)
+    file.seek(0)
+    engine, model, resumed, loader = make(noise_multiplier=1.0)
+    with pytest.warns(UserWarning, match="goes on with fresh ones"):
+        engine.load_checkpoint(path=file, module=model, optimizer=resumed)
+    assert resumed.noise.seed != optimizer.noise.seed
+    assert loader.sampler_state.seed != optimizer.data_loader.sampler_state.seed
+
+
+def test_a_checkpoint_that_is_loaded_within_a_batch():
+    engine, model, optimizer, loader = make()
+    file = io.BytesIO()
+    engine.save_checkpoint(path=file, module=model, optimizer=optimizer)
+    optimizer.signal_skip_step()
+    step(model, optimizer, *next(iter(loader)))
+    file.seek(0)
+    engine.load_checkpoint(path=file, module=model, optimizer=optimizer)
+    assert not optimizer._in_piece and not optimizer.accumulator.flat.any()
+
+
+def test_secure_mode_with_a_seeded_loader():
+    loader = DPDataLoader(small_data(), sample_rate=0.5, seed=0)
+    with pytest.raises(PrivacyError, match="secure=True"):
+        make(engine=PrivacyEngine(secure_mode=True), data_loader=loader)
+
+
+def test_the_smallest_random_number_is_a_size(monkeypatch):
+    for value in (0.0, 1 - 2**-53):
+        monkeypatch.setattr(random.SystemRandom, "random", lambda self, value=value: value)
+        drawn = UniformWithReplacementSampler(num_samples=10, sample_rate=0.1, secure=True).draw(0)
+        assert len(set(drawn)) == len(drawn) <= 10
+
+
+@pytest.mark.parametrize("sampler", [RandomSampler, WeightedRandomSampler])
+def test_sampling_with_replacement(sampler):
+    data = small_data()
+    drawn = RandomSampler(data, replacement=True) if sampler is RandomSampler else WeightedRandomSampler([1.0] * 60, 60)
+    with pytest.raises(PrivacyError, match=f"{sampler.__name__} draws with replacement"):
+        make(data_loader=DataLoader(data, batch_size=10, sampler=drawn), poisson_sampling=False)
+
+
+def test_batches_that_are_no_poisson_samples_are_warned_of():
+    model = torch.nn.Linear(6, 3).double()
+    with pytest.warns(UserWarning, match="shuffled or fixed batches can be larger"):
+        PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(small_data(), batch_size=10, shuffle=True),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            poisson_sampling=False,
+        )
