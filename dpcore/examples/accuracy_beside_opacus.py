@@ -85,6 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     data.add_arguments(parser)
     parser.add_argument("--seeds", type=int, default=5, help="number of pairs")
+    parser.add_argument("--first-seed", type=int, default=0, help="of the starting weights and the noise")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--learning-rate", type=float, default=0.5)
@@ -98,7 +99,7 @@ def main() -> None:
 
     digits = data.load("mnist", options.data)
     runs = []
-    for seed in range(options.seeds):
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
         for library in ("dpcore", "opacus") if seed % 2 else ("opacus", "dpcore"):
             runs.append(train(library, digits, seed, options))
             print(
