@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 from scipy.optimize import brentq
@@ -33,10 +34,15 @@ def gaussian_epsilon(delta: float, mu: float) -> float:
 class GaussianAccountant(IAccountant):
     """Central-limit approximation, μ² = Σ T q² (e^{1/σ²} - 1). It under-reports where few steps dominate (0.85
     instead of 3.24 at q = 0.001, σ = 0.5, 1000 steps): use it to compare with papers that do, not to promise
-    anything.
+    anything. Every reading warns of that.
     """
 
     def _epsilon(self, history: History, delta: float, **options: Any) -> float:
+        warnings.warn(
+            "This epsilon is the central-limit approximation (gdp) and may lie far below the true one; it is no "
+            'guarantee. Report the accountants "prv" or "rdp", which are bounds.',
+            stacklevel=3,
+        )
         return gaussian_epsilon(delta, math.sqrt(sum(t * q * q * math.expm1(s**-2) for s, q, t in history)))
 
     @classmethod

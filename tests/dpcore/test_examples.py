@@ -52,3 +52,25 @@ def test_an_example_spends_its_budget_and_learns(command: tuple[str, ...]) -> No
     assert "synthetic data" in output
     assert first < spent and 49.5 < spent <= 50.0
     assert accuracy > 0.15  # of ten classes
+
+
+def test_the_cases_beside_opacus_come_out_as_the_page_says() -> None:
+    """Both libraries' outcomes, by kind: right, WRONG, an error's name, or other words."""
+    pytest.importorskip("opacus")
+    page = (ROOT / "docs" / "side_by_side.md").read_text()
+    output = run("-m", "dpcore.examples.opacus_side_by_side")
+    expected, now = _outcomes(page), _outcomes(output)
+    assert len(now) >= 25
+    assert now == expected, "write the page anew: python -m dpcore.examples.opacus_side_by_side --write FILE"
+    assert not [title for title, (_, ours) in now.items() if ours == "WRONG"]
+    assert sum(theirs == "WRONG" for theirs, _ in now.values()) >= 5
+
+
+def _outcomes(text: str) -> dict[str, tuple[str, str]]:
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return {title: (_kind(theirs), _kind(ours)) for title, theirs, ours in rows}
+
+
+def _kind(outcome: str) -> str:
+    word = re.match(r"right|WRONG|\w+Error\b", outcome)
+    return word.group() if word else "words"
