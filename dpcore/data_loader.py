@@ -87,7 +87,6 @@ class DPDataLoader(DataLoader[Any]):
             )
         if generator is not None:
             seed = int(torch.randint(2**62, (), generator=generator))
-        self.sample_rate = float(sample_rate)
         self._rounds = 0
         self.handed_out = 0
         """Number of batches so far."""
@@ -179,6 +178,15 @@ class DPDataLoader(DataLoader[Any]):
         finally:
             self._rounds -= 1
 
+    @property
+    def sample_rate(self) -> float:
+        """The rate at which the sampler draws, which is what the accountant counts."""
+        return self.sampler_state.sample_rate
+
+    @sample_rate.setter
+    def sample_rate(self, sample_rate: float) -> None:
+        self.set_sample_rate(sample_rate)
+
     def set_sample_rate(self, sample_rate: float) -> None:
         """Changes the public rate from the next round on. ValueError within a round, whose batches may be drawn ahead
         of the loop at the old rate, and where it is not a probability."""
@@ -191,7 +199,7 @@ class DPDataLoader(DataLoader[Any]):
         sampler = self.sampler_state
         if sampler.steps == steps_per_epoch(self.sample_rate):
             sampler.steps = steps_per_epoch(sample_rate)
-        self.sample_rate = sampler.sample_rate = float(sample_rate)
+        sampler.sample_rate = float(sample_rate)
 
     @property
     def sampler_state(self) -> UniformWithReplacementSampler:

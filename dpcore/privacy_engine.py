@@ -386,6 +386,11 @@ class PrivacyEngine:
         if optimizer is not None:
             data_loader = optimizer.data_loader if data_loader is None else data_loader
             here = optimizer.setting
+            if not state.get("privacy_state", {}).get("noise", True) and not isinstance(optimizer.noise, SecureNoise):
+                raise PrivacyError(
+                    "The checkpoint was saved in secure mode, this run has an ordinary generator: its noise would be "
+                    "open to attacks on floating point. Build the engine with secure_mode=True."
+                )
             for name, value in state.get("setting", {}).items():
                 if here.get(name) != value:
                     raise PrivacyError(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from dpcore.clipping import check_max_grad_norm, clip_factors
+from dpcore.clipping import MARGIN_UNITS, check_max_grad_norm, clip_factors
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.grad_sample.planner import Choice, choose
 from dpcore.grad_sample.tape import Use
@@ -169,7 +169,9 @@ class Accumulator:
         for param, grad in grads.items():
             norms_sq[self._group[param]] += grad.square().sum()
         norms = norms_sq.sqrt_()
-        factors = self._factors(norms, None if mask is None else mask[i])
+        # The scaled gradient is rounded to the sums' precision, so the margin must be that precision's too.
+        rounded = norms / (1.0 - MARGIN_UNITS * torch.finfo(self.dtype).eps)
+        factors = self._factors(rounded, None if mask is None else mask[i])
         for param, grad in grads.items():
             factor = factors[self._group[param], 0]
             if factor > 0:

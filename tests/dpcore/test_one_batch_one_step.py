@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
-from dpcore import PrivacyEngine, PrivacyError
+from dpcore import PrivacyEngine, PrivacyError, clipped_sum
 from dpcore.data_loader import DPDataLoader
 from dpcore.utils.batch_memory_manager import BatchMemoryManager
 from dpcore.utils.uniform_sampler import UniformWithReplacementSampler
@@ -234,3 +234,30 @@ def test_batches_that_are_no_poisson_samples_are_warned_of():
             max_grad_norm=1.0,
             poisson_sampling=False,
         )
+
+
+def test_the_rate_that_is_set_is_the_rate_that_is_drawn_and_counted():
+    engine, model, optimizer, loader = make(noise_multiplier=1.0)
+    loader.sample_rate = 0.5
+    assert loader.sampler_state.sample_rate == 0.5
+    step(model, optimizer, *next(iter(loader)))
+    assert engine.accountant.history == [(1.0, 0.5, 1)]
+
+
+def test_a_secure_checkpoint_in_an_ordinary_run():
+    engine, model, optimizer, _ = make(engine=PrivacyEngine(secure_mode=True))
+    file = io.BytesIO()
+    engine.save_checkpoint(path=file, module=model, optimizer=optimizer)
+    file.seek(0)
+    engine, model, optimizer, _ = make()
+    with pytest.raises(PrivacyError, match="saved in secure mode"):
+        engine.load_checkpoint(path=file, module=model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_example_that_is_clipped_in_float64_stays_below_the_bound_in_float32(seed):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(7, 9), torch.nn.Tanh(), torch.nn.Linear(9, 3))
+    x, y = torch.randn(1, 7) * 1e25, torch.tensor([1])
+    sums = clipped_sum(model, lambda outputs, y: 100 * losses(outputs, y), x, y, 1.0).sums
+    assert 0.9999 < sum(float(s.double().square().sum()) for s in sums.values()) ** 0.5 < 1.0
