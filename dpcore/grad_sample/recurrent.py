@@ -30,11 +30,17 @@ _LSTM, _GRU, _TANH, _RELU = torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_rel
 
 
 class _Place:
-    """A tensor whose gradient weights need whose inputs are only known later (``tensor`` is the one to go on with)."""
+    """A place in the graph whose gradient weights need whose inputs are only known later.
 
-    def __init__(self, tape: Tape, tensor: Tensor, weights: Sequence[Tensor | None]) -> None:
+    The graph holds it by its hook, so it must not hold the graph: neither the tensor there nor one made from it.
+    """
+
+    def __init__(self) -> None:
         self._uses: list[tuple[ContractionUse, Callable[[Tensor], Tensor]]] = []
-        self.tensor = tape.attach(tensor, self._receive) if any(tape.trains(w) for w in weights) else tensor
+
+    def attach(self, tape: Tape, tensor: Tensor, weights: Sequence[Tensor | None]) -> Tensor:
+        """The tensor to go on with."""
+        return tape.attach(tensor, self._receive) if any(tape.trains(w) for w in weights) else tensor
 
     def _receive(self, grad: Tensor | None) -> None:
         for use, transform in self._uses:
@@ -60,9 +66,10 @@ class _Direction:
         self.b_ih, self.b_hh = biases
         self.w_hr = weights[-1] if len(weights) % 2 else None
 
-    def _project(self, x: Tensor, bias: Tensor | None) -> _Place:
+    def _project(self, x: Tensor, bias: Tensor | None) -> tuple[_Place, Tensor]:
+        place = _Place()
         z = Projection.apply(x, self.w_ih.detach(), bias)
-        return _Place(self.tape, z, (self.w_ih, self.w_hh, self.b_ih, self.b_hh))
+        return place, place.attach(self.tape, z, (self.w_ih, self.w_hh, self.b_ih, self.b_hh))
 
     def _record(
         self,
@@ -90,38 +97,37 @@ class _Direction:
 
     def lstm(self, x: Tensor, h0: Tensor, c0: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, B, p] -> h [T, B, H or its projection], h_T, c_T."""
-        z = self._project(x, self._both_biases())
-        zeros = projection = None
+        place, z = self._project(x, self._both_biases())
+        output_place, zeros, projection = _Place(), None, None
         if self.w_hr is not None:
             projection = self.w_hr.detach()
-            zeros = _Place(self.tape, z.tensor.new_zeros((*x.shape[:2], h0.shape[1])), (self.w_hr,))
-        h, c_last, before, *m = LstmRecurrence.apply(
-            z.tensor, zeros and zeros.tensor, self.w_hh.detach(), projection, h0, c0, self.steps
-        )
-        self._record(z, [(self.w_ih, x), (self.w_hh, before)], (self.b_ih, self.b_hh))
-        if zeros is not None and self.w_hr is not None:
-            self._record(zeros, [(self.w_hr, m[0])], ())
+            zeros = output_place.attach(self.tape, z.new_zeros((*x.shape[:2], h0.shape[1])), (self.w_hr,))
+        h, c_last, before, *m = LstmRecurrence.apply(z, zeros, self.w_hh.detach(), projection, h0, c0, self.steps)
+        self._record(place, [(self.w_ih, x), (self.w_hh, before)], (self.b_ih, self.b_hh))
+        if self.w_hr is not None:
+            self._record(output_place, [(self.w_hr, m[0])], ())
         return h, self.steps.last(h), c_last
 
     def gru(self, x: Tensor, h0: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, B, p] -> h [T, B, H], h_T."""
         hidden = h0.shape[1]
-        z = self._project(x, None if self.b_ih is None else self.b_ih.detach())
+        place, z = self._project(x, None if self.b_ih is None else self.b_ih.detach())
         bias = None if self.b_hh is None else self.b_hh.detach()
-        h, before, r = GruRecurrence.apply(z.tensor, self.w_hh.detach(), bias, h0, self.steps)
+        h, before, reset = GruRecurrence.apply(z, self.w_hh.detach(), bias, h0, self.steps)
+        r = reset.detach()
 
         def recurrent(grad: Tensor) -> Tensor:
             return torch.cat([grad[..., : 2 * hidden], grad[..., 2 * hidden :] * r], -1)
 
-        self._record(z, [(self.w_ih, x)], (self.b_ih,))
-        self._record(z, [(self.w_hh, before)], (self.b_hh,), recurrent)
+        self._record(place, [(self.w_ih, x)], (self.b_ih,))
+        self._record(place, [(self.w_hh, before)], (self.b_hh,), recurrent)
         return h, self.steps.last(h)
 
     def rnn(self, x: Tensor, h0: Tensor, relu: bool) -> tuple[Tensor, Tensor]:
         """x [T, B, p] -> h [T, B, H], h_T."""
-        z = self._project(x, self._both_biases())
-        h, before = RnnRecurrence.apply(z.tensor, self.w_hh.detach(), h0, relu, self.steps)
-        self._record(z, [(self.w_ih, x), (self.w_hh, before)], (self.b_ih, self.b_hh))
+        place, z = self._project(x, self._both_biases())
+        h, before = RnnRecurrence.apply(z, self.w_hh.detach(), h0, relu, self.steps)
+        self._record(place, [(self.w_ih, x), (self.w_hh, before)], (self.b_ih, self.b_hh))
         return h, self.steps.last(h)
 
 

@@ -43,12 +43,41 @@ class Watched(nn.Module):
         return output.flatten(1).mean(1)
 
 
+class Itself(nn.Module):
+    """A layer of several inputs, given the same one for all."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x, x) if isinstance(self.layer, nn.Bilinear) else self.layer(x, 2 * x, 3 * x)
+
+
+class Shifted(nn.Module):
+    """A table of positions without a batch dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(5, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.table).tanh()
+
+
 MODELS = {
     "linear": (Watched(nn.Linear(6, 6), nn.Linear(6, 3)), (6,)),
     "convolution": (Watched(nn.Conv2d(2, 4, 3), nn.Conv2d(4, 3, 3)), (2, 8, 8)),
     "norm": (Watched(nn.Linear(6, 6), nn.LayerNorm(6)), (6,)),
     "lstm": (Watched(nn.Linear(6, 6), nn.LSTM(6, 4, batch_first=True)), (5, 6)),
+    "projected lstm": (Watched(nn.Linear(6, 6), nn.LSTM(6, 4, proj_size=3, batch_first=True)), (5, 6)),
+    "gru": (Watched(nn.Linear(6, 6), nn.GRU(6, 4, batch_first=True, bidirectional=True)), (5, 6)),
+    "rnn": (Watched(nn.Linear(6, 6), nn.RNN(6, 4, batch_first=True)), (5, 6)),
     "attention": (Watched(nn.Linear(8, 8), nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)), (5, 8)),
+    "cross-attention": (Watched(nn.Linear(8, 8), Itself(nn.MultiheadAttention(8, 2, batch_first=True))), (5, 8)),
+    "bilinear": (Watched(nn.Linear(6, 6), Itself(nn.Bilinear(6, 6, 3))), (6,)),
+    "lstm cell": (Watched(nn.Linear(6, 6), nn.LSTMCell(6, 4)), (6,)),
+    "position table": (Watched(nn.Linear(6, 6), Shifted()), (5, 6)),
     "without a rule": (Watched(nn.Linear(6, 6), nn.PReLU()), (6,)),
 }
 
