@@ -7,6 +7,8 @@ from dpcore.grad_sample.grad_sample_module import GradSampleModule, GradSampleMo
 from dpcore.noise import GaussianNoise
 from dpcore.privacy_engine import PrivacyEngine
 
+__version__ = "0.1.0"
+
 __all__ = [
     "ClippedSum",
     "Engine",

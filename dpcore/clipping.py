@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -34,9 +36,14 @@ def automatic_factors(norms: Tensor, max_grad_norm: float, stability: float = 0.
     return torch.where(norms.isfinite(), factors, 0.0)
 
 
-def check_max_grad_norm(max_grad_norm: float) -> float:
+def check_max_grad_norm(max_grad_norm: Any) -> float:
     """The clip norm as a float; ValueError unless it is finite and positive."""
-    value = float(max_grad_norm)
-    if not 0.0 < value < float("inf"):
-        raise ValueError(f"max_grad_norm is {max_grad_norm}; it must be finite and above 0, for instance 1.0.")
+    try:
+        value = float(max_grad_norm)
+    except (TypeError, ValueError):
+        value = float("nan")
+    if isinstance(max_grad_norm, str) or not 0.0 < value < float("inf"):
+        raise ValueError(
+            f"max_grad_norm is {max_grad_norm!r}; it must be a number, finite and above 0, for instance 1.0."
+        )
     return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
 from dpcore.utils.ledger import count_drawn
 from dpcore.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
@@ -137,6 +136,12 @@ class DPDataLoader(DataLoader[Any]):
                     "secure=True."
                 )
             return loader
+        if isinstance(loader.dataset, IterableDataset):
+            raise UnsupportedError(
+                "Poisson sampling draws examples by number, and the loader's data set is an IterableDataset, which has "
+                "none; use a map-style data set (with __len__ and __getitem__), or pass poisson_sampling=False with a "
+                "sample_rate that bounds every example's chance, and expected_batch_size."
+            )
         if not isinstance(loader.sampler, (SequentialSampler, RandomSampler, DistributedSampler)):
             raise UnsupportedError(
                 f"The loader's {type(loader.sampler).__name__} would be replaced by Poisson sampling of the whole data "
@@ -145,11 +150,10 @@ class DPDataLoader(DataLoader[Any]):
             )
         if sample_rate is None:
             sample_rate = 1 / len(loader)
-            warnings.warn(
+            warn_caller(
                 f"The sample rate {sample_rate:.6g} is derived from the number of examples, which is then no "
                 f"secret; pass "
                 "sample_rate= to keep it one.",
-                stacklevel=3,
             )
         return cls(
             loader.dataset,

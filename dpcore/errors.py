@@ -1,9 +1,23 @@
-"""The two ways in which dpcore refuses to go on."""
+"""The two ways in which dpcore refuses to go on, and how it warns."""
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
+
+
+def warn_caller(message: str) -> None:
+    """A warning at the first line outside of dpcore (its examples count as outside)."""
+    level, frame = 3, sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith("dpcore.") or name.startswith("dpcore.examples"):
+            break
+        level += 1
+    warnings.warn(message, stacklevel=level)
 
 
 class UnsupportedError(NotImplementedError):

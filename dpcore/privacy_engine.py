@@ -7,7 +7,6 @@ import hashlib
 import math
 import secrets
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +18,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dpcore.accountants import create_accountant, get_noise_multiplier
-from dpcore.clipping import automatic_factors
+from dpcore.clipping import automatic_factors, check_max_grad_norm
 from dpcore.data_loader import DPDataLoader, check_ordinary
 from dpcore.distributed import check_shares, load_for_rank, ranks_of, save_for_rank
-from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.grad_sample.utils import DEFAULT_MODE, prepare_module
 from dpcore.noise import GaussianNoise, SecureNoise
@@ -95,6 +94,7 @@ class PrivacyEngine:
         ``expected_batch_size`` is that of all ranks together.
         ``check_batches``: every step must use a batch of the returned loader, no example in more rows than one.
         """
+        _check_types(module, optimizer)
         if "torch.distributed.fsdp" in sys.modules:
             # Slow to import, and nothing can be sharded before it was.
             from dpcore.sharding import shard
@@ -110,10 +110,9 @@ class PrivacyEngine:
         if criterion is not None:
             check_criterion(criterion, loss_reduction)
         if rand_on_empty:
-            warnings.warn(
+            warn_caller(
                 "rand_on_empty is not needed and is ignored: an empty batch keeps its structure and has length 0. A "
                 "random example in its place would let one example move the sum by twice max_grad_norm.",
-                stacklevel=2,
             )
         derived = sample_rate is None and not isinstance(data_loader, DPDataLoader)
         if self.secure_mode and not poisson_sampling:
@@ -132,21 +131,20 @@ class PrivacyEngine:
             if ranks is not None:
                 check_shares(data_loader, ranks)
             check_ordinary(data_loader)
+            _check_length(data_loader, sample_rate, expected_batch_size)
             if sample_rate is None:
                 sample_rate = 1 / len(data_loader)
-            warnings.warn(
+            warn_caller(
                 f"poisson_sampling=False: epsilon is computed for Poisson batches at the rate {sample_rate:.6g}, and "
                 "that of shuffled or fixed batches can be larger. Use it for comparisons, and poisson_sampling=True "
                 "for a release.",
-                stacklevel=2,
             )
         if expected_batch_size is None:
             expected_batch_size = len(data_loader.dataset) * sample_rate  # type: ignore[arg-type]
             if not derived:
-                warnings.warn(
+                warn_caller(
                     f"The divisor {expected_batch_size:.6g} is derived from the number of examples, which is then no "
                     "secret; pass expected_batch_size= to keep it one.",
-                    stacklevel=2,
                 )
         seed = self._run_seed()
         if noise_generator is not None:
@@ -230,13 +228,13 @@ class PrivacyEngine:
         A step beyond it raises :class:`BudgetError`, unless ``enforce_budget`` is False; see :meth:`set_budget`.
         """
         if len(self.accountant):
-            warnings.warn(
+            warn_caller(
                 "This accountant has already counted steps; the noise is chosen as if it had not, and get_epsilon will "
                 "report the sum.",
-                stacklevel=2,
             )
         if isinstance(data_loader, DPDataLoader):
             sample_rate = data_loader.sample_rate
+        _check_length(data_loader, sample_rate)
         rate = 1 / len(data_loader) if sample_rate is None else sample_rate
         noise_multiplier = get_noise_multiplier(
             target_epsilon=target_epsilon,
@@ -420,10 +418,9 @@ class PrivacyEngine:
             optimizer.noise.seed = secrets.randbits(128)
             if isinstance(data_loader, DPDataLoader):
                 data_loader.sampler_state.seed = secrets.randbits(128)
-            warnings.warn(
+            warn_caller(
                 "The checkpoint holds no state of noise and batches; the run goes on with fresh ones, and not bit for "
                 "bit as it would have.",
-                stacklevel=2,
             )
         if "torch_rng" in state:
             torch.set_rng_state(state["torch_rng"])
@@ -498,10 +495,9 @@ class PrivacyEngine:
 
     def _check_dataset(self, data_loader: DataLoader[Any]) -> None:
         if self._dataset is not None and self._dataset is not data_loader.dataset:
-            warnings.warn(
+            warn_caller(
                 "This engine has made another data set private before; its accountant adds up the steps on both, which "
                 "is the epsilon of their union. Use one PrivacyEngine per data set.",
-                stacklevel=3,
             )
         self._dataset = data_loader.dataset
 
@@ -510,6 +506,8 @@ class PrivacyEngine:
         if not module.training:
             raise ValueError("The module is in evaluation mode; call module.train() before make_private.")
         get_optimizer_class(clipping, False)
+        if isinstance(max_grad_norm, str):
+            check_max_grad_norm(max_grad_norm)
         if (clipping == "per_layer") != isinstance(max_grad_norm, Sequence):
             raise ValueError(
                 f"clipping={clipping!r} with max_grad_norm={max_grad_norm}: per_layer takes a list of bounds, one per "
@@ -524,6 +522,31 @@ class PrivacyEngine:
                 "The optimizer holds parameters that are not the module's: they would be updated without clipping and "
                 "noise. Build the optimizer from module.parameters()."
             )
+
+
+def _check_types(module: Any, optimizer: Any) -> None:
+    """What can be made private at all."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is of type {type(module).__name__}; pass the torch.nn.Module that is to be trained.")
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"optimizer is of type {type(optimizer).__name__}; pass one torch.optim.Optimizer, with "
+            "parameter groups where layers need settings of their own."
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedError(
+            "LBFGS evaluates the same batch several times in a step, each of which would be a release; use SGD, "
+            "Adam or another optimizer that takes one gradient per step."
+        )
+
+
+def _check_length(data_loader: Any, *given: float | None) -> None:
+    """What is to be derived from a length needs one."""
+    if None in given and not hasattr(data_loader.dataset, "__len__"):
+        raise ValueError(
+            f"The data set, of type {type(data_loader.dataset).__name__}, has no length from which the sample rate and "
+            "the divisor could be derived; pass sample_rate= and expected_batch_size=."
+        )
 
 
 @dataclass

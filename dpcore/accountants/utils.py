@@ -34,6 +34,9 @@ def get_noise_multiplier(
         raise ValueError(f"target_epsilon is {target_epsilon}; it must be above 0.")
     if not 0.0 < sample_rate <= 1.0:
         raise ValueError(f"sample_rate is {sample_rate}; it must lie in (0, 1].")
+    for name, count in (("epochs", epochs), ("steps", steps)):
+        if count is not None and not count > 0:
+            raise ValueError(f"{name} is {count}; it must be above 0, or there is nothing to add noise to.")
     if steps is None:
         assert epochs is not None
         # A round of the loader has a whole number of steps: five rounds at q = 0.3 are 20 steps, not ceil(16.7). The

@@ -53,6 +53,8 @@ def main() -> None:
     if options.smoke:
         options.epochs, options.learning_rate = min(options.epochs, 2), 0.01
 
+    if not dist.is_torchelastic_launched():
+        parser.error("start it by torchrun: torchrun --nproc-per-node 2 -m dpcore.examples.cifar10_ddp ...")
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
     device = torch.device("cuda", dist.get_node_local_rank()) if cuda else torch.device("cpu")

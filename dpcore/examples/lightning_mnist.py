@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -22,7 +21,7 @@ from torch.utils.data import DataLoader
 from dpcore import PrivacyEngine
 from dpcore.examples import data
 from dpcore.examples.mnist import network
-from dpcore.lightning import DPLightningDataModule, PrivacyCheckpoint
+from dpcore.lightning import DPLightningDataModule, PrivacyCheckpoint, lightning
 
 
 class Images(lightning.LightningDataModule):

@@ -1,7 +1,7 @@
 """The traps of the most-used library and dpcore, side by side: every case is run with both, and both outcomes shown.
 
-    python dpcore/examples/opacus_side_by_side.py                 # a table on the screen (needs opacus installed)
-    python dpcore/examples/opacus_side_by_side.py --write FILE.md
+    python -m dpcore.examples.opacus_side_by_side                 # a table on the screen (needs opacus installed)
+    python -m dpcore.examples.opacus_side_by_side --write FILE.md
 
 A gradient case trains one step without noise, at learning rate 1 and clipping norm 0.5, and compares the update with a
 loop over single examples in float64. "right" means a relative L2 error below 1e-4.

@@ -64,6 +64,7 @@ class Accumulator:
     def _allocate(self) -> None:
         """One flat buffer for all sums, so that noise and scaling are one pass each."""
         params = list(self.parameters.values())
+        self._kinds = {(p.dtype, p.device) for p in params}
         dtypes = {torch.promote_types(p.dtype, torch.float32) for p in params}
         devices = {p.device for p in params}
         if len(dtypes) > 1 or len(devices) > 1:
@@ -84,6 +85,11 @@ class Accumulator:
             order = self._order[p]
             permuted = segment.view([p.shape[d] for d in order])
             self.sums[p] = permuted.permute([order.index(d) for d in range(p.dim())])
+
+    def follow(self) -> None:
+        """Empty sums where the parameters are now, if ``module.to(...)`` has moved them."""
+        if self._kinds != {(p.dtype, p.device) for p in self.names}:
+            self._allocate()
 
     def add(self, uses: Sequence[Use], batch_size: int, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Adds a micro-batch of ``batch_size`` examples to the sums; returns norms and factors, [groups,

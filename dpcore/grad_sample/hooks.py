@@ -22,7 +22,13 @@ from dpcore.grad_sample.planner import choose
 from dpcore.grad_sample.samplers import custom_fallbacks
 from dpcore.grad_sample.tape import Tape, Use
 from dpcore.grad_sample.tree import flatten, unflatten
-from dpcore.validators.module_validator import ModuleValidator
+from dpcore.validators.module_validator import ModuleValidator, batch_norm_error, batch_norms, mixes_examples
+
+EMPTY_BATCH = (
+    "The batch was empty, as those of Poisson sampling may be, and the module failed on it. Let forward() return an "
+    "empty output where len(x) == 0 (and pad where it packs), so that loss.backward() and optimizer.step() make this "
+    "batch a step, too."
+)
 
 
 class AbstractGradSampleHooks:
@@ -68,6 +74,7 @@ class AbstractGradSampleHooks:
         # an ordinary one, of an operation that no rule has seen.
         self._own: dict[Parameter, tuple[Tensor, int]] = {}
         self._parts = _parts(m)
+        self._batch_norms = batch_norms(m)
         for param in self.trained.values():
             set_owner(param, self)
 
@@ -75,6 +82,10 @@ class AbstractGradSampleHooks:
 
     def _run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``call(*args, **kwargs)``, recorded where it is a training pass."""
+        for name, norm in self._batch_norms.items():
+            # Without gradients, too: the pass would put the batch's statistics into buffers, without noise.
+            if mixes_examples(norm):
+                raise batch_norm_error(name, norm)
         if not (self._module.training and torch.is_grad_enabled() and self.hooks_enabled):
             return call(*args, **kwargs)
         if torch.compiler.is_compiling():
@@ -90,7 +101,12 @@ class AbstractGradSampleHooks:
         tape = Tape(self._names, batch_size, scale, self._layout)
         tape.on_fire = self._fired
         with tape:
-            output = call(*args, **kwargs)
+            try:
+                output = call(*args, **kwargs)
+            except Exception as error:
+                if not batch_size:
+                    error.add_note(EMPTY_BATCH)
+                raise
         if batch_size == 0:
             # Nothing may flow back from an empty batch, yet it is a step.
             self._iterations.append(Iteration([], 0))

@@ -272,6 +272,8 @@ class DPOptimizer(Optimizer):
         self._check_unchanged()
         self._check_no_ordinary_gradient()
         self._check_bounds()
+        if not self._batches and not self._in_piece:
+            self.accumulator.follow()
         with torch.no_grad():
             passes, rows = 0, 0
             for uses, batch_size in self.module.take():
@@ -340,13 +342,21 @@ class DPOptimizer(Optimizer):
 
     def _check_no_ordinary_gradient(self) -> None:
         for name, param in self.accumulator.parameters.items():
-            if not self.module.owns(param):
+            if self.module.owns(param):
+                continue
+            if not self.module._module.training:
                 raise PrivacyError(
-                    f"Parameter {name} has an ordinary, unclipped gradient: it is used by an operation that dpcore "
-                    "has no rule for, or outside of the wrapped module's forward in training mode, or p.grad was "
-                    "changed by hand, which the step would undo. Wrap that operation in a module of its own, or freeze "
-                    "the parameter with requires_grad_(False)."
+                    f"Parameter {name} has an ordinary, unclipped gradient: the module is in evaluation mode, in which "
+                    "gradients are not recorded by example. Call model.train() before the training loop."
                 )
+            raise PrivacyError(
+                f"Parameter {name} has an ordinary, unclipped gradient: it is used by an operation that dpcore has no "
+                "rule for, or outside of the private module's forward in training mode (by a call of the module that "
+                "make_private was given, say, or by a penalty on the weights), or p.grad was changed by hand (by "
+                "clip_grad_norm_, say), which the step would undo. Call the module that make_private returned, put "
+                "penalties into the optimizer's weight_decay, leave clipping to step(), wrap that operation in a "
+                "module of its own, or freeze the parameter with requires_grad_(False)."
+            )
 
     def add_noise(self) -> None:
         """``p.grad`` becomes summed gradient + σ·C·noise of this step's number; of all ranks, with the noise of the

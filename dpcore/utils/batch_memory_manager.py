@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from dpcore.data_loader import DPDataLoader
 from dpcore.errors import UnsupportedError
 from dpcore.grad_sample.tree import batch_length
 from dpcore.optimizers.optimizer import DPOptimizer
@@ -51,8 +53,13 @@ class PiecewiseLoader:
                 yield cut(batch, rows)
 
     def __len__(self) -> int:
-        """Number of logical batches."""
-        return len(self.loader)
+        """The number of pieces to expect, for progress bars; the batches' lengths are random."""
+        whole = self.loader.batch_size
+        if isinstance(self.loader, DPDataLoader):
+            whole = self.loader.sample_rate * len(self.loader.dataset)  # type: ignore[arg-type]
+            if self.optimizer.ranks is not None:
+                whole /= self.optimizer.ranks.size
+        return math.ceil(len(self.loader) * max(1.0, (whole or 1) / self.size))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
@@ -68,6 +75,11 @@ class BatchMemoryManager:
     def __init__(self, *, data_loader: DataLoader[Any], max_physical_batch_size: int, optimizer: DPOptimizer) -> None:
         if max_physical_batch_size < 1:
             raise ValueError(f"max_physical_batch_size is {max_physical_batch_size}; it must be at least 1.")
+        if not isinstance(optimizer, DPOptimizer):
+            raise TypeError(
+                f"optimizer is of type {type(optimizer).__name__}, which would step on every piece; pass the "
+                "optimizer that make_private returned."
+            )
         if not optimizer.module.batch_first:
             raise UnsupportedError(
                 "With batch_first=False a batch may be time-first, and pieces would be cut from its time steps: every "

@@ -13,8 +13,30 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
+def batch_norms(module: nn.Module) -> dict[str, nn.Module]:
+    """The batch norms inside of ``module``, by name."""
+    return {name: child for name, child in module.named_modules() if isinstance(child, _BATCH_NORMS)}
+
+
+def mixes_examples(norm: nn.Module) -> bool:
+    """Whether a batch norm, as it is now, normalises by the batch and not by numbers that it has."""
+    return norm.training or norm.running_mean is None
+
+
+def batch_norm_error(where: str, norm: nn.Module) -> UnsupportedError:
+    return UnsupportedError(
+        f"{where} is a {type(norm).__name__}, which normalises an example by the others of its batch; use GroupNorm "
+        "(ModuleValidator.fix does). One with the statistics of public data may stay where it is put into evaluation "
+        "mode by its eval() after every train() of the module."
+    )
+
+
 class ModuleValidator:
-    """``validate`` lists the reasons against a module, ``fix`` removes them where that is possible."""
+    """``validate`` lists the reasons against a module, ``fix`` removes them where that is possible.
+
+    A batch norm that was put into evaluation mode, in a module in training mode, only applies numbers that it has, and
+    is accepted; the private module refuses to run once it is back in training mode.
+    """
 
     @staticmethod
     def validate(module: nn.Module, *, strict: bool = False) -> list[UnsupportedError]:
@@ -23,12 +45,8 @@ class ModuleValidator:
         for name, child in module.named_modules():
             where = name or type(module).__name__
             if isinstance(child, _BATCH_NORMS):
-                errors.append(
-                    UnsupportedError(
-                        f"{where} is a {type(child).__name__}, which normalises an example by the others of its batch; "
-                        "use GroupNorm (ModuleValidator.fix does)."
-                    )
-                )
+                if not module.training or mixes_examples(child):
+                    errors.append(batch_norm_error(where, child))
             elif isinstance(child, _INSTANCE_NORMS) and child.track_running_stats:
                 errors.append(
                     UnsupportedError(

@@ -1,0 +1,75 @@
+"""What the documents of dpcore name exists: links, headings, tests, files, modules."""
+
+from __future__ import annotations
+
+import importlib.util
+import pkgutil
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import dpcore
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [
+    *(ROOT / "docs" / f"{name}.md" for name in ("dpcore", "migration", "privacy", "performance", "side_by_side")),
+    ROOT / "dpcore" / "examples" / "README.md",
+]
+documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+
+
+def _anchors(document: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def _importable(name: str) -> bool:
+    """Whether ``name`` is a module (which may need packages that are not here) or in one."""
+    try:
+        if importlib.util.find_spec(name):
+            return True
+    except ModuleNotFoundError:
+        pass  # what the name lies in is no package
+    parent, _, last = name.rpartition(".")
+    return hasattr(pkgutil.resolve_name(parent), last)
+
+
+@documents
+def test_links_lead_somewhere(document):
+    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (document.parent / path).resolve() if path else document
+        assert linked.exists(), f"{document.name} links to {target}"
+        assert not anchor or anchor in _anchors(linked), f"{document.name} links to {target}, which has no such heading"
+
+
+@documents
+def test_named_tests_exist(document):
+    for file, name in re.findall(r"\b(test_\w+\.py)(?:::(\w+))?", document.read_text()):
+        path = ROOT / "tests" / "dpcore" / file
+        assert path.exists(), f"{document.name} names {file}"
+        if name:
+            assert re.search(rf"^def {name}\(", path.read_text(), flags=re.MULTILINE), (
+                f"{document.name}: {file}::{name}"
+            )
+
+
+@documents
+def test_named_files_and_modules_exist(document):
+    text = document.read_text()
+    for path in re.findall(r"(?:docs|tests|dpcore)/[\w/]+\.\w+", text):
+        assert (ROOT / path).exists(), f"{document.name} names {path}"
+    for name in re.findall(r"\bdpcore(?:\.(?!md\b|py\b)\w+)+", text):
+        assert _importable(name), f"{document.name} names {name}"
+
+
+def test_the_package_lists_every_subpackage_and_its_version():
+    project = tomllib.loads((ROOT / "dpcore" / "pyproject.toml").read_text())
+    found = {name for _, name, package in pkgutil.walk_packages(dpcore.__path__, "dpcore.") if package}
+    assert {"dpcore", *found} == set(project["tool"]["setuptools"]["packages"])
+    assert project["project"]["version"] == dpcore.__version__

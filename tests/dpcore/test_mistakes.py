@@ -1,0 +1,183 @@
+"""What a first script gets wrong: each message has the value, the rule and the remedy, and everyday scripts run."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.data import DataLoader, IterableDataset
+
+from dpcore import PrivacyEngine, PrivacyError, UnsupportedError
+from dpcore.utils.batch_memory_manager import BatchMemoryManager
+from tests.dpcore.private_setup import make, small_data, small_model, step, truth
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(small_data())
+
+
+def _plan(**options):
+    model = small_model()
+    settings = {
+        "module": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "data_loader": DataLoader(small_data(), batch_size=10),
+        "target_epsilon": 3.0,
+        "target_delta": 1e-5,
+        "epochs": 1,
+        "max_grad_norm": 1.0,
+    }
+    return PrivacyEngine().make_private_with_epsilon(**(settings | options))
+
+
+@pytest.mark.parametrize("bound", [None, "1.0", "many", -1.0, float("nan")])
+def test_a_bound_that_is_no_number(bound):
+    with pytest.raises(ValueError, match=f"max_grad_norm is {bound!r}; it must be a number"):
+        make(max_grad_norm=bound)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_plan_without_epochs():
+    with pytest.raises(ValueError, match="epochs is 0; it must be above 0"):
+        _plan(epochs=0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_data_without_a_length():
+    with pytest.raises(UnsupportedError, match="IterableDataset"):
+        make(data_loader=DataLoader(Stream(), batch_size=10))
+    for options in ({"sample_rate": None}, {"expected_batch_size": None}):
+        with pytest.raises(ValueError, match="has no length"):
+            make(data_loader=DataLoader(Stream(), batch_size=10), poisson_sampling=False, **options)
+    with pytest.raises(ValueError, match="of type Stream, has no length"):
+        _plan(data_loader=DataLoader(Stream(), batch_size=10))
+    _, model, optimizer, loader = make(data_loader=DataLoader(Stream(), batch_size=10), poisson_sampling=False)
+    for x, y in loader:
+        step(model, optimizer, x, y)
+
+
+def test_what_is_no_module_and_no_optimizer():
+    model = small_model()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="module is of type SGD"):
+        PrivacyEngine().make_private(
+            module=sgd,
+            optimizer=model,
+            data_loader=DataLoader(small_data(), batch_size=10),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
+    with pytest.raises(TypeError, match="optimizer is of type list"):
+        make(model, optimizer=[sgd])
+    with pytest.raises(UnsupportedError, match="LBFGS evaluates the same batch several times"):
+        make(model, optimizer=torch.optim.LBFGS(model.parameters()))
+    _, _, _, loader = make(model, optimizer=sgd)
+    with pytest.raises(TypeError, match="which would step on every piece"):
+        BatchMemoryManager(data_loader=loader, max_physical_batch_size=5, optimizer=sgd)
+
+
+def test_training_in_evaluation_mode():
+    _, model, optimizer, loader = make()
+    model.eval()
+    x, y = next(iter(loader))
+    with pytest.raises(PrivacyError, match=r"in evaluation mode.*model\.train\(\)"):
+        step(model, optimizer, x, y)
+    model.train()
+    step(model, optimizer, *next(iter(loader)))
+
+
+@pytest.mark.parametrize("mistake", ["the original module", "a penalty"])
+def test_gradients_past_the_private_module(mistake):
+    original = small_model()
+    _, model, optimizer, loader = make(original)
+    x, y = next(iter(loader))
+    loss = F.cross_entropy(original(x) if mistake == "the original module" else model(x), y)
+    if mistake == "a penalty":
+        loss = loss + sum(p.square().sum() for p in model.parameters())
+    loss.backward()
+    with pytest.raises(PrivacyError, match=r"that make_private returned, put penalties into .* weight_decay"):
+        optimizer.step()
+
+
+def test_a_frozen_batch_norm_in_evaluation_mode_stays():
+    def build() -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+        model[1].running_mean.normal_()
+        model[1].requires_grad_(False)
+        return model
+
+    with pytest.raises(UnsupportedError, match=r"1 is a BatchNorm1d.*eval\(\) after every train\(\)"):
+        make(build())
+    inner = build()
+    inner[1].eval()
+    _, model, optimizer, _ = make(inner, check_batches=False)
+    x, y = small_data()[:10]
+    expected = truth(inner, x, y)
+    statistics = inner[1].running_mean.clone()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    for name, param in inner.named_parameters():
+        if name in expected:
+            torch.testing.assert_close(param.grad * 10, expected[name])
+    model.train()
+    for context in (torch.enable_grad(), torch.no_grad()):
+        with context, pytest.raises(UnsupportedError, match="1 is a BatchNorm1d"):
+            model(x)
+    assert torch.equal(inner[1].running_mean, statistics)
+    inner[1].eval()
+    step(model, optimizer, x, y)
+    bare = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5, track_running_stats=False), nn.Linear(5, 3))
+    bare[1].eval()
+    with pytest.raises(UnsupportedError, match="BatchNorm1d"):
+        make(bare)
+
+
+def test_a_module_that_moves_after_make_private():
+    inner = small_model().float()
+    _, model, optimizer, _ = make(inner, check_batches=False)
+    x, y = small_data()[:10]
+    step(model, optimizer, x.float(), y)
+    model.to(torch.float64)
+    expected = truth(inner, x, y)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    for name, param in inner.named_parameters():
+        torch.testing.assert_close(param.grad * 10, expected[name])
+
+
+def test_a_module_that_fails_on_an_empty_batch_says_why_there_is_one():
+    class Packs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.GRU(6, 5, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            lengths = torch.full((len(x),), x.shape[1])
+            return self.rnn(pack_padded_sequence(x, lengths, batch_first=True))[1][-1]
+
+    _, model, _, _ = make(Packs(), check_batches=False)
+    with pytest.raises(RuntimeError) as failure:
+        model(torch.zeros(0, 4, 6))
+    assert "as those of Poisson sampling may be" in failure.value.__notes__[0]
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+@pytest.mark.filterwarnings("ignore")
+def test_the_number_of_pieces_is_that_of_a_progress_bar(poisson):
+    _, _, optimizer, loader = make(poisson_sampling=poisson)
+    for size, pieces in ((3, 20), (5, 12), (100, 6)):
+        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=size, optimizer=optimizer) as manager:
+            assert len(manager) == pieces
+
+
+def test_warnings_point_at_the_script():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _plan()
+    assert caught and all(w.filename == __file__ for w in caught)
