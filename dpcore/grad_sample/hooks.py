@@ -26,8 +26,8 @@ from dpcore.validators.module_validator import ModuleValidator, batch_norm_error
 
 EMPTY_BATCH = (
     "The batch was empty, as those of Poisson sampling may be, and the module failed on it. Let forward() return an "
-    "empty output where len(x) == 0 (and pad where it packs), so that loss.backward() and optimizer.step() make this "
-    "batch a step, too."
+    "empty output where len(x) == 0, for instance torch.zeros(0, classes), so that loss.backward() and "
+    "optimizer.step() make this batch a step, too."
 )
 
 
@@ -96,21 +96,38 @@ class AbstractGradSampleHooks:
         if not self.batch_first:
             call, args, kwargs = _batch_brought_first(call, args, kwargs)
         batch_size = ragged.batch_size(self._module, (args, kwargs))
+        ranks = getattr(self._module, "ranks", None)
+        if not batch_size and not (isinstance(ranks, Ranks) and ranks.sharded):
+            return self._run_empty(call, args, kwargs)
         self._prepare(call, args, kwargs, batch_size)
         scale = float(batch_size) if self.loss_reduction == "mean" else 1.0
         tape = Tape(self._names, batch_size, scale, self._layout)
         tape.on_fire = self._fired
         with tape:
-            try:
-                output = call(*args, **kwargs)
-            except Exception as error:
-                if not batch_size:
-                    error.add_note(EMPTY_BATCH)
-                raise
+            output = call(*args, **kwargs)
         if batch_size == 0:
             # Nothing may flow back from an empty batch, yet it is a step.
             self._iterations.append(Iteration([], 0))
         return output
+
+    def _run_empty(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An empty batch, from which nothing flows back to the parameters and which yet is a step: its outputs are the
+        graph's ends. (Sharded modules take the other way: their ranks gather parameters in the backward pass, too.)"""
+        iteration = Iteration([], 0)
+        try:
+            with torch.no_grad():
+                output = call(*args, **kwargs)
+        except Exception as error:
+            error.add_note(EMPTY_BATCH)
+            raise
+        self._iterations.append(iteration)
+        leaves, structure = flatten(output)
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                leaves[i] = leaf.detach().requires_grad_()
+                if self.ordinary_grad:
+                    leaves[i].register_hook(lambda grad: self._form_ordinary_gradients(iteration))
+        return unflatten(structure, leaves)
 
     def _fired(self, tape: Tape) -> None:
         """A backward pass has reached ``tape`` for the first time; all that it reaches are one gradient per example."""

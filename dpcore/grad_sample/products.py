@@ -79,11 +79,11 @@ class Projection(torch.autograd.Function):
         z = product(x.reshape(-1, x.shape[-1]), weight)
         if bias is not None:
             z += bias
-        return z.view(*x.shape[:-1], -1)
+        return z.view(*x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         (weight,) = ctx.saved_tensors
         if not ctx.needs_input_grad[0]:
             return None, None, None
-        return product(grad.reshape(-1, grad.shape[-1]), weight.t()).view(*grad.shape[:-1], -1), None, None
+        return product(grad.reshape(-1, grad.shape[-1]), weight.t()).view(*grad.shape[:-1], weight.shape[1]), None, None

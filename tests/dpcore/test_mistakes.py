@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -165,6 +166,61 @@ def test_a_module_that_fails_on_an_empty_batch_says_why_there_is_one():
     with pytest.raises(RuntimeError) as failure:
         model(torch.zeros(0, 4, 6))
     assert "as those of Poisson sampling may be" in failure.value.__notes__[0]
+
+
+SEQUENCES = torch.randn(3, 5, 8, dtype=torch.float64)
+IMAGES = torch.randn(3, 4, 6, 6, dtype=torch.float64)
+
+
+class Last(nn.Module):
+    """The last of a layer's outputs, from as many inputs as it takes."""
+
+    def __init__(self, layer: nn.Module, inputs: int = 1) -> None:
+        super().__init__()
+        self.layer, self.inputs = layer.double(), inputs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.layer, nn.EmbeddingBag | nn.Embedding):
+            x = (x.sum(2) * 0).long()
+        output = self.layer(*[x] * self.inputs)
+        return output[0] if isinstance(output, tuple) else output
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "hooks"])
+@pytest.mark.parametrize("empty_first", [True, False])
+@pytest.mark.parametrize(
+    ("layer", "inputs", "x"),
+    [
+        (nn.Linear(8, 3), 1, SEQUENCES),
+        (nn.LayerNorm(8), 1, SEQUENCES),
+        (nn.Bilinear(8, 8, 3), 2, SEQUENCES),
+        (nn.PReLU(), 1, SEQUENCES),
+        (nn.Embedding(4, 3), 1, SEQUENCES),
+        (nn.EmbeddingBag(4, 3), 1, SEQUENCES),
+        (nn.GRU(8, 3, 2, batch_first=True, bidirectional=True), 1, SEQUENCES),
+        (nn.LSTM(8, 3, batch_first=True, proj_size=2), 1, SEQUENCES),
+        (nn.RNN(8, 3, batch_first=True), 1, SEQUENCES),
+        (nn.MultiheadAttention(8, 2, batch_first=True), 3, SEQUENCES),
+        (nn.TransformerEncoderLayer(8, 2, 9, batch_first=True), 1, SEQUENCES),
+        (nn.Conv2d(4, 2, 3, padding=1, padding_mode="circular"), 1, IMAGES),
+        (nn.ConvTranspose2d(4, 2, 3), 1, IMAGES),
+        (nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.GroupNorm(2, 4)), 1, IMAGES),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_an_empty_batch_is_a_step_for_every_layer(layer, inputs, x, empty_first, mode):
+    inner = Last(copy.deepcopy(layer), inputs)
+    engine, model, optimizer, _ = make(inner, check_batches=False, grad_sample_mode=mode)
+    for count in [0, 3] if empty_first else [3, 0]:
+        optimizer.zero_grad()
+        output = model(x[:count])
+        assert len(output) == count
+        output.mean().backward()
+        if not count and mode == "hooks":
+            assert all(not p.grad.any() and len(p.grad_sample) == 0 for p in inner.parameters())
+        optimizer.step()
+        assert any(p.grad.any() for p in inner.parameters()) == (count > 0)
+    assert sum(steps for _, _, steps in engine.accountant.history) == 2
 
 
 @pytest.mark.parametrize("poisson", [True, False])
