@@ -1,6 +1,6 @@
 """Tutorial 2: large batches in small memory, schedules and clipping rules, on CIFAR-10.
 
-    python docs/tutorials/cifar10_cnn.py --data FOLDER    # genuine images; about five minutes an epoch on one core
+    python docs/tutorials/cifar10_cnn.py --data FOLDER    # genuine images; minutes an epoch
     python docs/tutorials/cifar10_cnn.py --smoke          # seconds, synthetic
 
 You will learn: why private training wants large batches, how a logical batch is cut into physical pieces without

@@ -1,6 +1,6 @@
 """Tutorial 3: the engine without the loop: clipped sums, norms and one call per step, on IMDb reviews.
 
-    python docs/tutorials/imdb_embedding.py --data FOLDER     # genuine reviews, about a minute
+    python docs/tutorials/imdb_embedding.py --data FOLDER     # genuine reviews
     python docs/tutorials/imdb_embedding.py --smoke           # seconds, synthetic
 
 You will learn: what DP-SGD computes, by looking at it; the fastest way to train (`Engine`); how to sample yourself; and

@@ -1,6 +1,6 @@
 """A convolutional network on CIFAR-10, trained by several processes together.
 
-    torchrun --nproc-per-node 2 -m dpcore.examples.cifar10_ddp --data FOLDER     # genuine data; an hour on two cores
+    torchrun --nproc-per-node 2 -m dpcore.examples.cifar10_ddp --data FOLDER     # genuine data; 3 min/epoch on 2 cores
     torchrun --nproc-per-node 2 -m dpcore.examples.cifar10_ddp --smoke           # seconds, synthetic
 
 Every process holds the whole data set and draws its own part of each Poisson batch; batch size, noise and epsilon are
