@@ -39,7 +39,7 @@ test-harness: $(READY)
 test-dpcore: $(TORCH_READY)
 	@echo "==> types and tests of dpcore, in an environment with torch"
 	$(TORCH)/bin/mypy --config-file dpcore/pyproject.toml -p dpcore
-	$(TORCH)/bin/pytest -q tests/dpcore -m "not slow" -p no:cacheprovider
+	OMP_NUM_THREADS=1 $(TORCH)/bin/pytest -q tests/dpcore -m "not slow" -p no:cacheprovider -n 2
 
 test-frameworks: $(READY)
 	@echo "==> every framework's default in its own environment: the gate, the conformance suite; a short run end to end"

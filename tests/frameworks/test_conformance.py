@@ -27,18 +27,22 @@ from harness.tasks import TASKS
 pytestmark = pytest.mark.frameworks
 
 DEFAULTS = {c.name for c in registry.select(["defaults"])}
-QUICK_TASKS = {"mnist-cnn", "imdb-embedding"}
-"""Of every default variant in CI; everything else is slow."""
+CORE = {c.name for c in registry.select(["core"])}
 
 
-def cases(tasks: Iterable[str], quick: set[str]) -> list[Any]:
-    """A parameter per contestant and task, slow but for the default variants on the ``quick`` tasks."""
+def is_quick(contestant: str, task: str) -> bool:
+    """What CI runs: the default variants on one task, and the core ones on a second; everything else is slow."""
+    return contestant in DEFAULTS and (task == "mnist-cnn" or (contestant in CORE and task == "imdb-embedding"))
+
+
+def cases(tasks: Iterable[str]) -> list[Any]:
+    """A parameter per contestant and task."""
     return [
         pytest.param(
             contestant,
             task,
             id=f"{contestant.name}-{task}",
-            marks=[] if contestant.name in DEFAULTS and task in quick else [pytest.mark.slow],
+            marks=[] if is_quick(contestant.name, task) else [pytest.mark.slow],
         )
         for contestant in registry.select(["all"])
         for task in tasks
@@ -69,7 +73,7 @@ def venv(contestant: Contestant, task: str) -> Venv:
         pytest.skip(f"unsupported here: {fault}")
 
 
-@pytest.mark.parametrize(("contestant", "task"), cases(TASKS, QUICK_TASKS))
+@pytest.mark.parametrize(("contestant", "task"), cases(TASKS))
 def test_the_gate_says_what_is_expected_of_it(contestant: Contestant, task: str) -> None:
     bounds = Limits(limits.default_limit(), 600.0)
     threads = len(os.sched_getaffinity(0))
@@ -105,7 +109,7 @@ def probe(contestant: Contestant, task: str) -> dict[str, Any]:
     return PROBES[key]
 
 
-probed = pytest.mark.parametrize(("contestant", "task"), cases(("mnist-cnn", "imdb-embedding"), {"mnist-cnn"}))
+probed = pytest.mark.parametrize(("contestant", "task"), cases(("mnist-cnn", "imdb-embedding")))
 
 
 @probed
