@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn import functional as F
 
+from dpcore import native
 from dpcore.grad_sample.contraction import FLOPS_PER_KEPT_FLOAT, gram_norm_sq, wide
 from dpcore.grad_sample.products import products
 from dpcore.grad_sample.tape import Saved, Tape, Use, handles
@@ -113,6 +114,10 @@ class ConvolutionUse(Use):
     def grad_sample(self, param: Parameter) -> Tensor:
         if self._is_bias(param):
             return self._bias_grad_sample()
+        stride, padding, dilation, _ = self.geometry
+        if self.channels_last and dilation == (1, 1) and native.serves(self._input(), self._gradient()):
+            size = (self.weight.shape[2], self.weight.shape[3])
+            return native.conv2d_grad_sample(self._input(), self._gradient(), size, stride, padding)
         u = self._unfolded()
         g = self._gradient().reshape(len(u), u.shape[1], -1, u.shape[-1])
         if u.shape[1] > 1:

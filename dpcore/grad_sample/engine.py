@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from dpcore import native
 from dpcore.clipping import clip_factors
 from dpcore.errors import PrivacyError
 from dpcore.grad_sample import rules  # noqa: F401  (registers them)
@@ -205,11 +206,12 @@ class Engine:
             )
 
     def explain(self) -> str:
-        """One line per trained parameter: how its norm and its sum are computed; and the physical batch sizes."""
+        """One line per trained parameter: how its norm and its sum are computed; physical batch sizes; kernels."""
         lines = [f"{name}: {method}" for name, method in self._plan]
         lines += [f"{name or 'the whole model'}: no rule, by vmap" for name in self._layout.fallbacks]
         sizes = sorted(set(self._planned.values())) if self._physical is None else [self._physical]
-        return "\n".join([*lines, f"physical batch size: {', '.join(map(str, sizes)) or 'not planned yet'}"])
+        lines.append(f"physical batch size: {', '.join(map(str, sizes)) or 'not planned yet'}")
+        return "\n".join([*lines, f"compiled kernels: {'in use' if native.available() else native.REMEDY}"])
 
 
 def _call(model: nn.Module, x: Any) -> Any:

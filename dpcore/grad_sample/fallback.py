@@ -7,6 +7,7 @@ without a batch dimension (then the module around them).
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -152,8 +153,12 @@ def taped_forward(tape: Tape, fallback: Fallback) -> Callable[..., Any]:
     """A forward for the module that records the whole call as one use."""
     module, name = fallback.module, fallback.name or "the model"
     previous = vars(module).get("forward")
+    # ``forward`` names itself, a circle: with the tape in it, the batch would wait for Python's collector.
+    current = weakref.ref(tape)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        tape = current()
+        assert tape is not None, f"the forward pass of {name} is over"
         leaves, spec = flatten((args, kwargs))
         trained = {n: p for n, p in module.named_parameters() if tape.trains(p)}
         if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpcore import native
+
 
 @dataclass(frozen=True)
 class Steps:
@@ -85,6 +87,40 @@ class Steps:
         return arriving + grads[self.order[k - 1]] if k else arriving
 
 
+def _lstm_loop(
+    z: Tensor,
+    weight: Tensor,
+    projection: Tensor | None,
+    steps: Steps,
+    gates: Tensor,
+    h: Tensor,
+    c: Tensor,
+    tanh_c: Tensor,
+    m: Tensor,
+) -> None:
+    """Fills in gates [T, B, 4H], tanh c and m [T, B, H], and the states h and c after the first."""
+    hidden = tanh_c.shape[2]
+    by_gate = gates.view(*z.shape[:2], 4, hidden)
+    i, f, g, o = (steps.rows(by_gate[:, :, k]) for k in range(4))
+    input_forget = steps.rows(by_gate[:, :, :2])
+    h_t, c_t, h_next, c_next = (steps.rows(s) for kind in (steps.before, steps.after) for s in (kind(h), kind(c)))
+    tanh_t, z_t, gates_t, m_t = (steps.rows(s) for s in (tanh_c, z, gates, m))
+    transposed = weight.t()
+    for t in steps.order:
+        torch.addmm(z_t[t], h_t[t], transposed, out=gates_t[t])
+        input_forget[t].sigmoid_()
+        g[t].tanh_()
+        o[t].sigmoid_()
+        torch.mul(f[t], c_t[t], out=c_next[t])
+        c_next[t].addcmul_(i[t], g[t])
+        torch.tanh(c_next[t], out=tanh_t[t])
+        torch.mul(o[t], tanh_t[t], out=m_t[t])
+        if projection is not None:
+            torch.mm(m_t[t], projection.t(), out=h_next[t])
+        steps.carry(h, t)
+        steps.carry(c, t)
+
+
 class LstmRecurrence(torch.autograd.Function):
     """Gates in the order i, f, g, o; c = f c + i g; m = o tanh c; h = m, or W_hr m + p where there is a projection.
 
@@ -108,25 +144,10 @@ class LstmRecurrence(torch.autograd.Function):
         gates, tanh_c = steps.gates(z, 4 * hidden), steps.gates(z, hidden)
         h, c = steps.states(z, h0), steps.states(z, c0)
         m = steps.after(h) if projection is None else steps.gates(z, hidden)
-        by_gate = gates.view(*z.shape[:2], 4, hidden)
-        i, f, g, o = (steps.rows(by_gate[:, :, k]) for k in range(4))
-        input_forget = steps.rows(by_gate[:, :, :2])
-        h_t, c_t, h_next, c_next = (steps.rows(s) for kind in (steps.before, steps.after) for s in (kind(h), kind(c)))
-        tanh_t, z_t, gates_t, m_t = (steps.rows(s) for s in (tanh_c, z, gates, m))
-        transposed = weight.t()
-        for t in steps.order:
-            torch.addmm(z_t[t], h_t[t], transposed, out=gates_t[t])
-            input_forget[t].sigmoid_()
-            g[t].tanh_()
-            o[t].sigmoid_()
-            torch.mul(f[t], c_t[t], out=c_next[t])
-            c_next[t].addcmul_(i[t], g[t])
-            torch.tanh(c_next[t], out=tanh_t[t])
-            torch.mul(o[t], tanh_t[t], out=m_t[t])
-            if projection is not None:
-                torch.mm(m_t[t], projection.t(), out=h_next[t])
-            steps.carry(h, t)
-            steps.carry(c, t)
+        if projection is None and steps.sizes is None and native.serves(z, weight, h0, c0):
+            native.lstm_forward(z, weight, gates, h, c, tanh_c, steps.reverse)
+        else:
+            _lstm_loop(z, weight, projection, steps, gates, h, c, tanh_c, m)
         ctx.save_for_backward(gates, c, tanh_c, weight, projection)
         ctx.steps = steps
         constants = (steps.before(h),) if projection is None else (steps.before(h), m)
@@ -142,6 +163,9 @@ class LstmRecurrence(torch.autograd.Function):
         """
         gates, c, tanh_c, weight, projection = ctx.saved_tensors
         steps: Steps = ctx.steps
+        if projection is None and steps.sizes is None and native.serves(gates, weight, grad_h, grad_c):
+            delta, dh, dc = native.lstm_backward(gates, c, tanh_c, weight, grad_h, grad_c, steps.reverse)
+            return delta, None, None, None, dh, dc, None
         hidden = tanh_c.shape[2]
         by_gate = gates.view(*gates.shape[:2], 4, hidden)
         i, f, g, o = by_gate.unbind(2)

@@ -51,6 +51,11 @@ class _Place:
         self._uses.append((use, transform))
 
 
+def _by_example(tensor: Tensor, place: Tensor | None) -> Tensor:
+    """[T, B, ...] in the order of the examples."""
+    return tensor if place is None else tensor.index_select(1, place)
+
+
 class _Direction:
     """One layer in one direction. ``place`` [B], where packed sequences were sorted: example i is the place[i]-th."""
 
@@ -80,17 +85,17 @@ class _Direction:
     ) -> None:
         """Weights with their inputs [T, B, ...], and biases, whose gradient is ``transform`` of the one at
         ``place``."""
-        trained = {w: self._by_example(x.detach()) for w, x in inputs if self.tape.trains(w)}
+        trained = {w: _by_example(x.detach(), self.place) for w, x in inputs if self.tape.trains(w)}
         trained_biases = tuple(b for b in biases if self.tape.trains(b))
         params = (*trained, *trained_biases)
         if params:
             use = ContractionUse(self.tape.name(params), trained, trained_biases, time_major=True)
             use.sequential = True
             self.tape.uses.append(use)
-            place.feeds(use, lambda grad: self._by_example(transform(grad)))
-
-    def _by_example(self, tensor: Tensor) -> Tensor:
-        return tensor if self.place is None else tensor.index_select(1, self.place)
+            # Nothing of ``self`` in here: it holds the tape, which holds this, and such a circle would keep the whole
+            # batch until Python's collector comes by.
+            order = self.place
+            place.feeds(use, lambda grad: _by_example(transform(grad), order))
 
     def _both_biases(self) -> Tensor | None:
         return None if self.b_ih is None or self.b_hh is None else self.b_ih.detach() + self.b_hh.detach()
