@@ -1,6 +1,8 @@
-# Every target does its own set-up. PYTHON: a Python 3.11; PRESET: smoke, quick, full, paper; ARGS: more options of dpbench.
+# Every target does its own set-up. PYTHON: a Python 3.11; PRESET: smoke, quick, full, paper; ISOLATION: venv or docker;
+# ARGS: more options of dpbench.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PRESET ?= quick
+ISOLATION ?= venv
 ARGS ?=
 VENV := .venv
 TORCH := .venvs/torch
@@ -9,11 +11,27 @@ READY := $(VENV)/ready
 TORCH_READY := $(TORCH)/ready
 PIP := -m pip install --disable-pip-version-check --quiet
 
-.PHONY: bench-e2e report gate test lint test-harness test-dpcore test-frameworks test-slow doctor clean
+.PHONY: bench-e2e bench-layers bench-frontier images report gate test lint test-harness test-dpcore test-frameworks test-containers test-slow doctor clean
 
 bench-e2e: $(READY)  ## median seconds per epoch of frameworks x tasks x batch sizes
-	@echo "==> dpbench run e2e --preset $(PRESET): data and environments are made where they are missing"
-	$(BIN)/dpbench run e2e --preset $(PRESET) $(ARGS)
+	@isolation=$(ISOLATION); out=results/local/$(PRESET); \
+	if [ $$isolation = docker ]; then \
+	  if $(BIN)/dpbench image sweep --json >/dev/null; then out=$$out-docker; \
+	  else echo "==> No container engine (see above): measuring in virtual environments instead"; isolation=venv; fi; \
+	fi; \
+	echo "==> dpbench run e2e --preset $(PRESET) --isolation $$isolation: what is missing (data, environments or images) is made"; \
+	$(BIN)/dpbench run e2e --preset $(PRESET) --isolation $$isolation --out $$out $(ARGS)
+
+images: $(READY)  ## a container image for every framework, built from its lock with the network off
+	$(BIN)/dpbench image build $(ARGS)
+
+bench-layers: $(READY)  ## time and memory of single layers: plain, the library's own module, with DP
+	@echo "==> dpbench run layers --preset $(PRESET): environments and references are made where they are missing"
+	$(BIN)/dpbench run layers --preset $(PRESET) $(ARGS)
+
+bench-frontier: $(READY)  ## the largest physical batch in a memory budget, and the throughput there
+	@echo "==> dpbench run frontier: data and environments are made where they are missing"
+	$(BIN)/dpbench run frontier $(ARGS)
 
 report: $(READY)  ## tables and figures from the records of the last run with this preset
 	$(BIN)/dpbench report results/local/$(PRESET) $(ARGS)
@@ -24,7 +42,7 @@ gate: $(READY)  ## the admission gate alone
 doctor: $(READY)  ## checks of the instrument itself
 	$(BIN)/dpbench doctor
 
-test: lint test-harness test-dpcore test-frameworks  ## everything that CI runs
+test: lint test-harness test-dpcore test-frameworks test-containers  ## everything that CI runs
 
 lint: $(READY)
 	@echo "==> ruff and mypy"
@@ -34,7 +52,7 @@ lint: $(READY)
 
 test-harness: $(READY)
 	@echo "==> tests of the harness"
-	$(BIN)/pytest -q tests/harness -m "not slow and not network and not frameworks"
+	$(BIN)/pytest -q tests/harness -m "not slow and not network and not frameworks and not containers"
 
 test-dpcore: $(TORCH_READY)
 	@echo "==> types and tests of dpcore, in an environment with torch"
@@ -44,6 +62,10 @@ test-dpcore: $(TORCH_READY)
 test-frameworks: $(READY)
 	@echo "==> every framework's default in its own environment: the gate, the conformance suite; a short run end to end"
 	$(BIN)/pytest -q tests/harness tests/frameworks -m "frameworks and not slow"
+
+test-containers: $(READY)
+	@echo "==> a base, a small framework's image and its cells in a real container engine; skips where there is none"
+	$(BIN)/pytest -q tests/harness/test_containers.py -m "containers and not slow" -rs
 
 test-slow: $(READY) $(TORCH_READY)  ## every variant on every task, and the long proofs
 	$(BIN)/pytest -q tests/harness tests/frameworks -m "slow or network"

@@ -24,7 +24,7 @@ env_app = typer.Typer(no_args_is_help=True, help="Environments of the frameworks
 app.add_typer(run_app, name="run")
 app.add_typer(env_app, name="env")
 
-FINDING, BAD_INPUT, CELL_FAILED, INTERRUPTED = 1, 2, 3, 130
+FINDING, BAD_INPUT, CELL_FAILED = 1, 2, 3
 LOCAL_RESULTS = Path("results/local")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of a table.")]
@@ -65,7 +65,7 @@ def run_e2e(
     memory: Annotated[bool, typer.Option(help="Also measure peak memory, in a process of its own.")] = True,
     protocol: Annotated[str, typer.Option(help="verified, paper or as_shipped.")] = "verified",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    isolation: Annotated[str, typer.Option(help="venv, or inprocess (tests only).")] = "venv",
+    isolation: Annotated[str, typer.Option(help="venv, docker, or inprocess (tests only).")] = "venv",
     threads: Annotated[int | None, typer.Option(help="Threads and pinned cores per process; default all.")] = None,
     sigma: Annotated[float | None, typer.Option(help="Another noise multiplier than the protocol's.")] = None,
     repeats: Annotated[int | None, typer.Option(help="How often a disturbed measurement is made again.")] = None,
@@ -76,6 +76,9 @@ def run_e2e(
         bool, typer.Option(help="Use the synthetic twins of the data sets; marked everywhere.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Run folder; default results/local/PRESET.")] = None,
+    any_image: Annotated[
+        bool, typer.Option("--any-image", help="Containers: also in images that do not match their lock; marked.")
+    ] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh/--resume", help="Start anew, or go on where the run stopped.")
     ] = False,
@@ -85,13 +88,13 @@ def run_e2e(
     from rich.console import Console
 
     from harness import plan, registry, report
-    from harness.progress import Progress
+    from harness.progress import watched
     from harness.report.records import load
     from harness.run import Run, command_line
     from harness.store import RunFolder
 
-    if isolation not in {"venv", "inprocess"}:
-        raise BadInput(f"--isolation is {isolation!r}: choose venv or inprocess.")
+    if isolation not in {"venv", "docker", "inprocess"}:
+        raise BadInput(f"--isolation is {isolation!r}: choose venv, docker or inprocess.")
     if memory_limit is not None and not memory_limit > 0:
         raise BadInput(f"--memory-limit is {memory_limit}: it must be above 0 GiB.")
     options = plan.preset(
@@ -118,15 +121,8 @@ def run_e2e(
     contestants = registry.select(options.frameworks)
     folder = RunFolder((out or LOCAL_RESULTS / preset).resolve())
     console = Console(stderr=as_json)
-    run = Run(options, contestants, folder, command_line())
-    try:
-        with Progress(console, quiet=as_json) as progress:
-            summary = run.execute(progress, fresh)
-    except KeyboardInterrupt:
-        console.print(
-            f"Stopped. What was measured is in {folder.path}; the same command goes on from there.", markup=False
-        )
-        raise typer.Exit(INTERRUPTED) from None
+    run = Run(options, contestants, folder, command_line(), any_image)
+    summary = watched(lambda progress: run.execute(progress, fresh), folder.path, console, as_json)
     paths = report.write(folder.path, folder.path / "report", folder.path / "report" / "plots")
     if as_json:
         written = [str(path) for path in paths]
@@ -277,9 +273,15 @@ def env_rm(
 def _mount() -> None:
     """Verbs that live beside what they show."""
     from harness.data.cli import app as data_app
+    from harness.frontier_cli import frontier
+    from harness.image_cli import app as image_app
+    from harness.layer_cli import layers
     from harness.report.cli import compare, explain, report
 
+    run_app.command()(frontier)
+    run_app.command()(layers)
     app.add_typer(data_app, name="data")
+    app.add_typer(image_app, name="image")
     app.command()(report)
     app.command()(compare)
     app.command()(explain)

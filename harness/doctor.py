@@ -6,18 +6,20 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 
 import numpy as np
 
-from harness import cache, canary, env, limits, machine, resident
+from harness import cache, canary, engine, env, limits, machine, resident
 from harness.clock import ForeignLoad, timed_steps
 from harness.contract import Adapter, Array, Setting
 from harness.data import store
+from harness.engine import Engine
+from harness.errors import BadInput
 from harness.tasks import TASKS, Task
 
 
@@ -188,12 +190,65 @@ def _gpu() -> Finding:
     return Finding("GPU", "ok", "; ".join(gpus) or "none: --device cuda will be refused", "only for --device cuda")
 
 
+@lru_cache
+def _connected() -> Engine | str:
+    """The engine, or why there is none."""
+    try:
+        return engine.connect()
+    except BadInput as fault:
+        return str(fault)
+
+
+ONLY_FOR_CONTAINERS = "only for --isolation docker; cells run in venvs without it"
+
+
 def _engine() -> Finding:
-    if shutil.which("docker") is None:
-        return Finding("container engine", "ok", "no client on the PATH", "not needed: cells run in venvs")
-    done = subprocess.run(["docker", "version", "--format", "{{.Server.Version}}"], capture_output=True, text=True)
-    text = f"engine {done.stdout.strip()}" if done.returncode == 0 else "client only: no engine answers"
-    return Finding("container engine", "ok", text, "not needed: cells run in venvs")
+    on = _connected()
+    if isinstance(on, str):
+        return Finding("container engine", "ok", on, ONLY_FOR_CONTAINERS)
+    where = "another machine: code and data travel by archive" if on.is_remote else "this machine"
+    rootless = ", rootless" if on.facts["rootless"] else ""
+    text = f"{on.name} at {on.host} ({where}), {on.facts['storage']}{rootless}, API {on.facts['api']}"
+    return Finding("container engine", "ok", text, ONLY_FOR_CONTAINERS)
+
+
+def _container_limits() -> Finding:
+    on = _connected()
+    if isinstance(on, str):
+        return Finding("container limits", "ok", "no engine", ONLY_FOR_CONTAINERS)
+    absent = [name for name in ("memory_limit", "pids_limit", "cpuset") if not on.facts[name]]
+    text = f"cgroup v{on.facts['cgroup']}, " + (f"without {', '.join(absent)}" if absent else "memory, pids and cpuset")
+    remedy = "delegate these controllers to the engine (rootless engines need cgroup v2 for it)"
+    return Finding("container limits", "warning" if absent else "ok", text, "memory, pids and cpuset", remedy)
+
+
+def _container_gpu() -> Finding:
+    on = _connected()
+    if isinstance(on, str) or not machine.gpus():
+        return Finding("container GPU", "ok", "no engine" if isinstance(on, str) else "no GPU", ONLY_FOR_CONTAINERS)
+    has_runtime = "nvidia" in on.facts["runtimes"]
+    text = f"runtimes {', '.join(on.facts['runtimes'])}"
+    remedy = "install the NVIDIA container toolkit and restart the engine"
+    return Finding(
+        "container GPU", "ok" if has_runtime else "warning", text, "the engine knows the runtime nvidia", remedy
+    )
+
+
+def _container_images() -> Finding:
+    on = _connected()
+    if isinstance(on, str):
+        return Finding("container images", "ok", "no engine", ONLY_FOR_CONTAINERS)
+    from harness import images
+
+    base = images.base_digest(on)
+    made = images.existing(on)
+    size = sum(image.mib for image in made) / 2**10
+    text = f"base {base[7:19] if base else 'none'}, {len(made)} images ({size:.1f} GiB with what they share)"
+    left = engine.orphans(on)
+    text += f", {len(left)} leftovers of killed runs" if left else ""
+    return Finding(
+        "container images", "warning" if left else "ok", text, "made by the first run", "dpbench image sweep"
+    )
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
@@ -210,6 +265,9 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _environments,
     _gpu,
     _engine,
+    _container_limits,
+    _container_gpu,
+    _container_images,
 )
 
 

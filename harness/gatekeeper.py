@@ -53,10 +53,11 @@ class Verdict:
         return self.state == "ok" and self.gate.passed
 
 
-def key_of(contestant: Contestant, task: str, device: str) -> str:
-    """Hash of everything that the verdict depends on."""
+def key_of(contestant: Contestant, task: str, device: str, identity: str = "") -> str:
+    """Hash of everything that the verdict depends on. ``identity``: :attr:`Place.identity`."""
     framework = contestant.framework
     parts = [task, contestant.name, device, framework.adapter_hash, framework.lock_hash, sources_hash(GATE_SOURCES)]
+    parts += [identity] if identity else []
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -90,7 +91,7 @@ def judge(
     fresh: bool = False,
 ) -> Verdict:
     """The verdict on one contestant and task, from memory where nothing that it depends on has changed."""
-    key = key_of(contestant, task, device)
+    key = key_of(contestant, task, device, place.identity)
     folder = cache.folder("gate")
     path = folder / f"{key}.json"
     if path.exists() and not fresh:

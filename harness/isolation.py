@@ -6,6 +6,7 @@ time-out, silence) becomes a ``result`` event as well, so that the caller has on
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import queue
@@ -23,10 +24,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from harness import nvml
+from harness.layer_request import LayerRequest
 from harness.limits import MemoryLimit
 from harness.registry import ROOT
 from harness.request import Request
 
+AnyRequest = Request | LayerRequest
 Event = dict[str, Any]
 POLL_SECONDS = 0.1
 LOG_TAIL = 4000
@@ -34,14 +37,19 @@ LOG_TAIL = 4000
 
 @dataclass(frozen=True)
 class Limits:
+    """``growth_bytes``: from the worker's ``start-up`` event on the limit is what it says is resident, and so much."""
+
     memory_bytes: int
     timeout_seconds: float
+    growth_bytes: int | None = None
 
 
 class Place(Protocol):
-    """``name`` goes into the cell."""
+    """``name`` goes into the cell. ``identity`` tells two places with the same pins apart (the image of a container): a
+    verdict holds for one; empty where the pins say it all."""
 
     name: str
+    identity: str
 
     def run(self, request: Request, limits: Limits, on_event: Callable[[Event], None]) -> Event:
         """The ``result`` event, always; with ``log_tail``."""
@@ -52,10 +60,13 @@ class InProcess:
     """For tests of the harness: no isolation, no limits."""
 
     name = "inprocess"
+    identity = ""
 
-    def run(self, request: Request, limits: Limits, on_event: Callable[[Event], None]) -> Event:
-        from harness import worker
+    def __init__(self, module: str = "harness.worker") -> None:
+        self.module = module
 
+    def run(self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None]) -> Event:
+        worker = importlib.import_module(self.module)
         events: list[Event] = []
 
         def emit(event: Event) -> None:
@@ -67,31 +78,33 @@ class InProcess:
 
 
 class Venv:
-    """A fresh process of a framework's own interpreter."""
+    """A fresh process of a framework's own interpreter, running the worker ``module``."""
 
     name = "venv"
+    identity = ""
 
-    def __init__(self, python: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, python: Path, environment: Mapping[str, str] | None = None, module: str = "harness.worker"
+    ) -> None:
         self.python = python
         self.environment = dict(environment or {})
+        self.module = module
 
-    def run(self, request: Request, limits: Limits, on_event: Callable[[Event], None]) -> Event:
+    def run(self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None]) -> Event:
         with tempfile.TemporaryDirectory(prefix="dpbench-") as folder:
             path = Path(folder, "request.json")
             path.write_text(request.to_json())
             log = Path(folder, "log.txt")
             with log.open("wb") as errors:
-                result = self._run(
-                    [str(self.python), "-m", "harness.worker", str(path)], request, errors, limits, on_event
-                )
+                result = self._run([str(self.python), "-m", self.module, str(path)], request, errors, limits, on_event)
             result["log_tail"] = log.read_text(errors="replace")[-LOG_TAIL:]
         return result
 
     def _run(
-        self, command: list[str], request: Request, errors: Any, limits: Limits, on_event: Callable[[Event], None]
+        self, command: list[str], request: AnyRequest, errors: Any, limits: Limits, on_event: Callable[[Event], None]
     ) -> Event:
         limit = MemoryLimit(limits.memory_bytes)
-        watches_gpu = request.device == "cuda" and request.mode == "memory"
+        watches_gpu = request.device == "cuda" and request.mode in {"memory", "probe"}
         process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -166,10 +179,12 @@ def _follow(
             event = _event(line)
             if event.get("event") == "result":
                 result = event
+            elif event.get("event") == "start-up" and limits.growth_bytes is not None:
+                limit.move(event["resident_bytes"] + limits.growth_bytes)
             on_event(event)
         if result is None and limit.exceeded(process.pid):
             return _failed(
-                "oom", f"the process passed the memory limit of {limits.memory_bytes / 2**30:.1f} GiB ({limit.kind})."
+                "oom", f"the process passed the memory limit of {limit.limit_bytes / 2**30:.2f} GiB ({limit.kind})."
             )
         if time.monotonic() > deadline:
             return result or _failed("timeout", f"no result within {limits.timeout_seconds:.0f} s.")
@@ -177,7 +192,7 @@ def _follow(
     if result is not None:
         return result
     if limit.exceeded(process.pid):
-        return _failed("oom", f"killed at the memory limit of {limits.memory_bytes / 2**30:.1f} GiB ({limit.kind}).")
+        return _failed("oom", f"killed at the memory limit of {limit.limit_bytes / 2**30:.2f} GiB ({limit.kind}).")
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return _failed("crashed", f"the worker {how} before it had a result.")
 

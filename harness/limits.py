@@ -33,9 +33,22 @@ class MemoryLimit:
                 self.close()
                 self.kind = "watchdog"
 
+    def move(self, limit_bytes: int) -> None:
+        """Another limit from now on, for a process whose start-up is not to count."""
+        self.limit_bytes = limit_bytes
+        self._watched_peak = 0
+        if self._group is not None:
+            file = self._group / ("memory.max" if self.kind == "cgroup v2" else "memory.limit_in_bytes")
+            try:
+                file.write_text(str(limit_bytes))
+            except (
+                OSError
+            ):  # already beyond it, and nothing to reclaim: the wider limit stands, and the watchdog watches
+                self.kind = "watchdog"
+
     def exceeded(self, pid: int) -> bool:
         """Whether the limit was passed: the kernel killed inside the group, or the tree's resident set is too large."""
-        if self._group is not None:
+        if self._group is not None and (self.kind != "watchdog" or _kills(self._group)):
             return _kills(self._group) > 0
         self._watched_peak = max(self._watched_peak, tree_resident(pid))
         return self._watched_peak > self.limit_bytes

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from harness import protocol, registry
+from harness import layer_registry, protocol, registry
+from harness.layers import SETS
 from harness.plan import PRESETS
 from harness.tasks import TASKS
 
@@ -88,10 +89,46 @@ def presets() -> list[dict[str, Any]]:
     ]
 
 
+def layers() -> list[dict[str, Any]]:
+    """C and L of the memory law beside the name."""
+    return [
+        {
+            "layer": layer.name,
+            "set": name,
+            "kind": layer.kind,
+            "parameters": layer.parameter_count,
+            "example_bytes": layer.example_bytes,
+            "parameter_bytes": layer.parameter_bytes,
+        }
+        for name, members in SETS.items()
+        for layer in members
+    ]
+
+
+def layer_contestants() -> list[dict[str, Any]]:
+    return [
+        {
+            "contestant": c.name,
+            "title": c.variant.title,
+            "column": c.variant.column,
+            "passes": ", ".join(c.variant.passes),
+            "core": c.variant.core,
+        }
+        for c in layer_registry.contestants()
+    ]
+
+
 def show_all(as_json: bool) -> None:
-    parts = {"tasks": tasks(), "frameworks": variants(), "protocols": protocols(), "presets": presets()}
+    parts = {
+        "tasks": tasks(),
+        "frameworks": variants(),
+        "protocols": protocols(),
+        "presets": presets(),
+        "layers": layers(),
+        "layer_contestants": layer_contestants(),
+    }
     if as_json:
         print(json.dumps(parts, indent=1))
         return
     for title, rows in parts.items():
-        table(title.capitalize(), rows, False)
+        table(title.capitalize().replace("_", " "), rows, False)

@@ -144,8 +144,11 @@ def preset(name: str, **changes: Any) -> Options:
 
 def check(options: Options) -> None:
     """Raises :class:`BadInput` with the value, the rule and the remedy."""
-    if options.protocol not in protocols.names():
-        raise BadInput(f"There is no protocol {options.protocol!r}; choose one of {', '.join(protocols.names())}.")
+    known = [name for name in protocols.names() if protocols.load(name).times_epochs]
+    if options.protocol not in known:
+        raise BadInput(
+            f"There is no protocol {options.protocol!r} that times epochs; choose one of {', '.join(known)}."
+        )
     for task, sizes in options.batch_sizes.items():
         for size in sizes:
             if not 1 <= size <= TASKS[task].train_size:

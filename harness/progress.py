@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+Outcome = TypeVar("Outcome")
 
 
 class Progress:
@@ -69,3 +77,13 @@ class Progress:
     def say(self, text: str) -> None:
         if not self.quiet:
             self.console.print(text, markup=False, soft_wrap=True)
+
+
+def watched(execute: Callable[[Progress], Outcome], folder: Path, console: Console, quiet: bool) -> Outcome:
+    """What ``execute`` returns, with its progress shown; after Ctrl-C the sentence how to go on, and the exit."""
+    try:
+        with Progress(console, quiet=quiet) as progress:
+            return execute(progress)
+    except KeyboardInterrupt:
+        console.print(f"Stopped. What was measured is in {folder}; the same command goes on from there.", markup=False)
+        raise typer.Exit(INTERRUPTED) from None

@@ -19,8 +19,9 @@ class Rule:
 
 @dataclass(frozen=True)
 class Protocol:
-    """``sampling`` is ``poisson``, ``consecutive``, or ``own``: the library's own loop is timed instead of steps.
-    Without ``warm_up`` the first epoch, compile included, counts."""
+    """``sampling`` is ``poisson``, ``consecutive``, ``own`` (the library's own loop is timed instead of steps), or
+    ``physical`` (every batch has the same size; only for the memory frontier), or ``none`` (only for layers). Without
+    ``warm_up`` the first epoch, compile included, counts."""
 
     name: str
     version: int
@@ -38,6 +39,11 @@ class Protocol:
     def needs_whole_epochs(self) -> bool:
         """Whether a part of an epoch cannot stand for one: the first is not like the others, or cannot be cut short."""
         return not self.warm_up or self.sampling == "own"
+
+    @property
+    def times_epochs(self) -> bool:
+        """Whether it is a protocol of ``run e2e``."""
+        return self.sampling not in {"physical", "none"}
 
     @property
     def label(self) -> str:

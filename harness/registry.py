@@ -16,6 +16,9 @@ EXTRA_FOLDERS = "DPBENCH_FRAMEWORKS"
 """Environment variable: more folders of framework folders, separated like PATH."""
 
 
+LAYER_FILES = ("layers.py", "layers.toml")
+"""Of a framework's folder: they belong to the layer benchmark and have a hash of their own."""
+
 OWN_SAMPLING = ("poisson", "shuffled", "fixed")
 EVERY_TASK = "every-task"
 
@@ -92,8 +95,9 @@ class Framework:
         """Hash of all code that the adapter's times depend on inside this repository, the contract included."""
         roots = [self.folder, *(ROOT / s for s in self.sources)]
         roots += [ROOT / "harness" / name for name in ("contract.py", "tasks.py")]
+        apart = {self.folder / name for name in LAYER_FILES}
         digest = hashlib.sha256()
-        for path in sorted({p for root in roots for p in _code(root)}):
+        for path in sorted({p for root in roots for p in code_files(root)} - apart):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
         return digest.hexdigest()[:12]
 
@@ -115,10 +119,11 @@ def _short(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:12]
 
 
-def _code(root: Path) -> Iterable[Path]:
+def code_files(root: Path) -> Iterable[Path]:
+    """The file, or all code below the folder."""
     if root.is_file():
         return [root]
-    return [p for p in root.rglob("*") if p.suffix in {".py", ".toml", ".cpp"} and "__pycache__" not in p.parts]
+    return [p for p in root.rglob("*") if p.suffix in {".py", ".toml", ".cpp", ".h"} and "__pycache__" not in p.parts]
 
 
 def load(folder: Path) -> Framework:

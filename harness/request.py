@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Mode = Literal["time", "memory", "gate"]
+Mode = Literal["time", "memory", "gate", "probe"]
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from harness import accounting, canary, env, gate_cases, gatekeeper, isolation, limits, machine, plan
+from harness import accounting, canary, env, gate_cases, gatekeeper, isolation, limits, machine, peaks, plan
 from harness import protocol as protocols
 from harness.contract import NO_OWN_LOOP
 from harness.data import store
@@ -25,12 +25,30 @@ from harness.gatekeeper import Verdict
 from harness.isolation import InProcess, Limits, Place, Venv
 from harness.plan import Job, Options
 from harness.progress import Progress
-from harness.record import Accuracy, Block, Data, Epsilon, Gate, Load, Record, Seeds, Source, State, Timed
-from harness.registry import Contestant, frameworks
+from harness.record import (
+    Accuracy,
+    Block,
+    Cell,
+    Container,
+    Data,
+    Epsilon,
+    Gate,
+    Image,
+    Load,
+    Record,
+    Seeds,
+    Source,
+    State,
+    Timed,
+)
+from harness.registry import Contestant, Framework, frameworks
 from harness.request import Request
 from harness.store import RunFolder
 from harness.tasks import TASKS, initial_parameters
 from harness.worker import REPLAYED_STEPS
+
+if TYPE_CHECKING:
+    from harness.harbour import Harbour
 
 DISTURBED_SHARE = 0.05
 DISTURBED_CANARY = 0.25
@@ -57,9 +75,17 @@ class Summary:
 
 
 class Run:
-    """One run folder's work. ``command`` reproduces it and goes into every record."""
+    """One run folder's work. ``command`` reproduces it and goes into every record. ``any_image``: measure in images
+    that do not match their lock, too."""
 
-    def __init__(self, options: Options, contestants: list[Contestant], folder: RunFolder, command: str) -> None:
+    def __init__(
+        self,
+        options: Options,
+        contestants: list[Contestant],
+        folder: RunFolder,
+        command: str,
+        any_image: bool = False,
+    ) -> None:
         self.options = options
         self.contestants = contestants
         self.folder = folder
@@ -71,14 +97,33 @@ class Run:
         self.data: dict[str, Data] = {}
         self.verdicts: dict[tuple[str, str], Verdict] = {}
         self.ended: dict[str, Record] = {}
-        check_device(options.device)
-        check_threads(self.threads)
+        self.peaks: dict[str, float] | None = None
+        self.harbour = _harbour(options.device, any_image) if options.isolation == "docker" else None
+        self.images: dict[str, str] = {}
+        if self.harbour is not None and self.harbour.engine.is_remote:
+            there = self.harbour.engine.facts
+            self.threads = options.threads or there["cpus"]
+            memory = options.memory_limit_bytes or int(there["memory_bytes"] * 0.9)
+            self.limits = Limits(memory, options.timeout_seconds)
+        else:
+            check_device(options.device)
+            check_threads(self.threads)
         self.hashes = {c.name: (c.framework.adapter_hash, c.framework.lock_hash) for c in contestants}
 
     def execute(self, progress: Progress, fresh: bool = False) -> Summary:
         """Everything, or what is left of it. Ctrl-C or a kill at any moment loses at most the process under way."""
+        if self.harbour is None:
+            return self._execute(progress, fresh)
+        try:
+            self.images = self.harbour.prepare(self.contestants, progress.say)
+            return self._execute(progress, fresh)
+        finally:
+            self.harbour.close()
+
+    def _execute(self, progress: Progress, fresh: bool) -> Summary:
         jobs = plan.jobs(self.options, self.contestants)
         with self.folder.open(self._description(), fresh):
+            self.peaks = self._measured_peaks()
             self._prepare(progress.say)
             self._judge_all(progress)
             states: dict[str, int] = {}
@@ -99,9 +144,16 @@ class Run:
                 progress.done(record.state)
             return Summary(len(jobs), resumed, states, self.folder.path, expected)
 
+    def _measured_peaks(self) -> dict[str, float] | None:
+        """Of this machine's processors; None where contestants run on a GPU or on another machine."""
+        elsewhere = self.harbour is not None and self.harbour.engine.is_remote
+        return peaks.measure(self.threads) if self.options.device == "cpu" and not elsewhere else None
+
     def _description(self) -> dict[str, Any]:
         """What all records of the folder have in common: options, code, machine. A resumed run must have the same."""
+        images = {"images": self.images, "engine": self.harbour.engine.facts["id"]} if self.harbour else {}
         return {
+            **images,
             "options": asdict(self.options),
             "contestants": {name: {"adapter": adapter, "lock": lock} for name, (adapter, lock) in self.hashes.items()},
             "harness": gatekeeper.sources_hash(gatekeeper.GATE_SOURCES),
@@ -111,7 +163,7 @@ class Run:
 
     def _key(self, job: Job) -> str:
         """Same key: same measurement of the same code in the same environment."""
-        parts = [*job.cell.model_dump().values(), *self.hashes[job.contestant.name]]
+        parts = [*job.cell.model_dump(exclude_none=True).values(), *self.hashes[job.contestant.name]]
         return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]
 
     def _record_name(self, job: Job) -> str:
@@ -130,14 +182,9 @@ class Run:
             self.places[contestant.name] = self._place(contestant, say)
 
     def _place(self, contestant: Contestant, say: Callable[[str], None]) -> Place | str:
-        if self.options.isolation == "inprocess":
-            return InProcess()
-        try:
-            python = env.ensure(contestant.framework, say).python
-        except env.EnvironmentFault as fault:
-            say(f"{contestant.name}: {fault}")
-            return str(fault)
-        return Venv(python, contestant.variant.environment)
+        if self.harbour is not None:
+            return self.harbour.place(contestant, say)
+        return place_of(self.options.isolation, contestant.framework, contestant.variant.environment, say)
 
     def _judge_all(self, progress: Progress) -> None:
         pairs = [(c, task) for task in self.options.tasks for c in self.contestants]
@@ -155,18 +202,27 @@ class Run:
 
     def _judge(self, contestant: Contestant, task: str, say: Callable[[str], None]) -> Verdict:
         place = self.places[contestant.name]
-        key = gatekeeper.key_of(contestant, task, self.options.device)
+        identity = "" if isinstance(place, str) else place.identity
+        key = gatekeeper.key_of(contestant, task, self.options.device, identity)
         nothing = Gate(passed=False, key=key, checks=[])
         if isinstance(place, str):
             return Verdict("unsupported", place, nothing, {})
         if reason := contestant.variant.why_unsupported(task):
             return Verdict("unsupported", reason, nothing, {})
+        if self.harbour is not None:
+            try:
+                self.harbour.reference(task, say)
+            except (env.EnvironmentFault, isolation.ToolFault) as fault:
+                return Verdict("crashed", f"the float64 reference of {task} could not be made: {fault}", nothing, {})
         bounds = Limits(self.limits.memory_bytes, gatekeeper.TIMEOUT_SECONDS)
         return gatekeeper.judge(contestant, task, place, bounds, self.options.device, self.threads, say)
 
+    def _cell(self, contestant: Contestant, task: str, batch_size: int) -> Cell:
+        return plan.cell_of(self.options, contestant, task, batch_size)
+
     def _gate_record(self, contestant: Contestant, task: str) -> Record:
         verdict = self.verdicts[contestant.name, task]
-        cell = plan.cell_of(self.options, contestant, task, gate_cases.BATCH)
+        cell = self._cell(contestant, task, gate_cases.BATCH)
         job = Job(contestant, cell, 0, 0, "gate")
         state = "rejected" if verdict.state == "ok" and not verdict.gate.passed else verdict.state
         reason = verdict.reason or gatekeeper.failures(verdict.gate) or None
@@ -185,34 +241,22 @@ class Run:
         assert not isinstance(place, str)
         request = self._request(job)
         self._check_unchanged(job.contestant)
-        for repeat in range(self.options.repeats + 1):
-            before = canary.seconds()
-            result = place.run(request, self.limits, progress.event)
-            after = canary.seconds()
-            share = result.get("foreign_share", 0.0)
-            disturbed = share > DISTURBED_SHARE or abs(math.log(after / before)) > math.log1p(DISTURBED_CANARY)
-            if not disturbed or job.purpose != "time" or result["state"] not in {"ok", "rejected"}:
-                break
-            progress.say(
-                f"{job.cell.name}: disturbed (others took {share:.0%}, canary {after / before - 1:+.0%})"
-                + (", repeated" if repeat < self.options.repeats else "")
-            )
-        load = Load(
-            foreign_share=share,
-            disturbed=disturbed,
-            repeats=repeat,
-            canary_before=before,
-            canary_after=after,
+        result, load = undisturbed(
+            lambda: place.run(request, self.limits, progress.event),
+            self.options.repeats,
+            job.purpose == "time",
+            job.cell.name,
+            progress,
+            self._canary,
         )
         if job.purpose == "time" and result["state"] == "ok":
             result |= self._compare_with_replay(job, request, result)
-        if "No space left on device" in str(result.get("reason")):
-            raise BadInput(
-                f"The disk is full (No space left on device, in the worker of {job.cell.name}); free some space and "
-                "run the same command again: it goes on where it stopped."
-            )
         accuracy = self._evaluate(job, request, result, progress.say)
         return self._record(job, result, started, gate, load, accuracy)
+
+    def _canary(self) -> float | None:
+        """None where the worker runs on another machine, whose speed it would not show."""
+        return None if self.harbour is not None and self.harbour.engine.is_remote else canary.seconds()
 
     def _refusal(self, job: Job, verdict: Verdict) -> dict[str, Any] | None:
         """A result without a process: the gate failed, or an earlier process of this cell showed that it cannot run."""
@@ -333,6 +377,11 @@ class Run:
         arguments = ["--task", request.task, "--parameters", request.weights]
         arguments += ["--x", str(test / "test_x.npy"), "--y", str(test / "test_y.npy")]
         try:
+            if self.harbour is not None:
+                test_accuracy = self.harbour.evaluate(
+                    request.task, request.data, request.synthetic, Path(request.weights), say
+                )
+                return Accuracy(test=test_accuracy, after_steps=result["epsilon_steps"])
             python = env.ensure(frameworks()["pytorch"], say).python
             measured = isolation.json_tool(python, "frameworks.evaluate", arguments)
         except (env.EnvironmentFault, isolation.ToolFault) as fault:
@@ -370,7 +419,13 @@ class Run:
             epsilon=self._epsilon(job, result),
             accuracy=accuracy,
             versions=result.get("versions", {}),
-            machine={**machine.describe(), **machine.state(), "threads": self.threads},
+            image=self._image(job.contestant),
+            container=self._container(result),
+            machine={
+                **(result.get("machine") or {**machine.describe(), **machine.state()}),
+                "threads": self.threads,
+                "peaks": self.peaks,
+            },
             seeds=self._seeds(job),
             block=Block(run=self.folder.id, round=job.round, order=job.order),
             source=Source(commit=commit, dirty=dirty, adapter_hash=adapter_hash, lock_hash=lock_hash),
@@ -380,6 +435,15 @@ class Run:
             command=self.command,
             log_tail="" if state == "ok" else result.get("log_tail", ""),
         )
+
+    def _image(self, contestant: Contestant) -> Image | None:
+        place = self.places[contestant.name]
+        return self.harbour.record(place) if self.harbour is not None and not isinstance(place, str) else None
+
+    def _container(self, result: dict[str, Any]) -> Container | None:
+        if self.harbour is None or "container" not in result:
+            return None
+        return Container(engine=self.harbour.engine.name, **result["container"])
 
     def _epsilon(self, job: Job, result: dict[str, Any]) -> Epsilon | None:
         """Of the whole epochs that the figure stands for. None where batches are no Poisson samples."""
@@ -397,6 +461,66 @@ class Run:
             pld=_finite(pld),
             own=_finite(result.get("epsilon_own")),
         )
+
+
+def _harbour(device: str, any_image: bool) -> Harbour:
+    """Imported only here: the SDK takes longer to import than the harness to start."""
+    from harness.harbour import Harbour
+
+    return Harbour(device, any_image)
+
+
+def place_of(
+    isolation: str,
+    framework: Framework,
+    environment: dict[str, str],
+    say: Callable[[str], None],
+    module: str = "harness.worker",
+) -> InProcess | Venv | str:
+    """Where the framework's workers, ``module``, run; or why there is no such place."""
+    if isolation == "inprocess":
+        return InProcess(module)
+    try:
+        python = env.ensure(framework, say).python
+    except env.EnvironmentFault as fault:
+        say(f"{framework.name}: {fault}")
+        return str(fault)
+    return Venv(python, environment, module)
+
+
+def undisturbed(
+    process: Callable[[], dict[str, Any]],
+    repeats: int,
+    is_timed: bool,
+    name: str,
+    progress: Progress,
+    clock: Callable[[], float | None] = canary.seconds,
+) -> tuple[dict[str, Any], Load]:
+    """(result, load) of one ``process``; a timed one that others disturbed is run again, up to ``repeats`` times.
+    ``clock``: the canary's seconds, None where it would not show the speed of the worker's machine.
+
+    Raises :class:`BadInput` where the disk is full.
+    """
+    for repeat in range(repeats + 1):
+        before = clock()
+        result = process()
+        after = clock()
+        share = result.get("foreign_share", 0.0)
+        changed = math.exp(abs(math.log(after / before))) - 1.0 if before and after else 0.0
+        disturbed = share > DISTURBED_SHARE or changed > DISTURBED_CANARY
+        if not disturbed or not is_timed or result["state"] not in {"ok", "rejected"}:
+            break
+        progress.say(
+            f"{name}: disturbed (others took {share:.0%}, canary changed by {changed:.0%})"
+            + (", repeated" if repeat < repeats else "")
+        )
+    if "No space left on device" in str(result.get("reason")):
+        raise BadInput(
+            f"The disk is full (No space left on device, in the worker of {name}); free some space and "
+            "run the same command again: it goes on where it stopped."
+        )
+    load = Load(foreign_share=share, disturbed=disturbed, repeats=repeat, canary_before=before, canary_after=after)
+    return result, load
 
 
 def check_threads(threads: int) -> None:

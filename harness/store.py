@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -106,10 +107,17 @@ def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> 
 
 
 def pack(folder: Path, target: Path) -> int:
-    """Writes all records of a run into one ``.jsonl``, a record a line, sorted by name; returns how many."""
+    """Writes all records of a run into one ``.jsonl``, a record a line, sorted by name; returns how many. Raises
+    :class:`BadInput` where there are none, or the run is still at work.
+
+    The file is meant for others, so that the home folder, which a reason may name with a log, is written as ``~``.
+    """
     paths = sorted((folder / "records").glob("*.json"))
     if not paths:
         raise BadInput(f"{folder} has no records to pack; name the folder of a finished run.")
-    lines = [record.read(path)[0].to_json() for path in paths]
+    home = re.compile(r"(?<![\w./~-])" + re.escape(json.dumps(str(Path.home()), ensure_ascii=False)[1:-1]) + "/")
+    busy = f"A run is at work in {folder}, so its records are not all there yet; wait for it."
+    with cache.locked(folder / ".lock", busy):
+        lines = [home.sub("~/", record.read(path)[0].to_json()) for path in paths]
     cache.write_atomically(target, ("\n".join(lines) + "\n").encode())
     return len(lines)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from dpcore import Engine, GaussianNoise, PrivacyEngine
+from dpcore import Engine, GaussianNoise, PrivacyEngine, native
 from dpcore.accountants import PRVAccountant
 from frameworks import torch_models
 from frameworks.torch_adapter import TorchAdapter
@@ -16,14 +16,23 @@ from harness.tasks import Task
 
 
 def create(variant: str) -> Adapter:
-    """The adapter of the only variant, ``engine``."""
-    return Dpcore()
+    """``engine``: pure torch, as the wheel installs. ``native``: with the kernels that ``python -m dpcore.native``
+    compiles."""
+    return Dpcore(compiled=variant == "native")
 
 
 class Dpcore(TorchAdapter):
     """A thin shell: the engine clips, sums, adds noise, divides by B and calls the optimiser."""
 
+    def __init__(self, compiled: bool) -> None:
+        self.compiled = compiled
+
     def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
+        if self.compiled:
+            try:
+                native.build()
+            except native.NativeBuildError as error:
+                raise Unsupported(str(error)) from None
         if not setting.private:
             raise Unsupported("dpcore only trains with differential privacy; its non-private twin is pytorch.")
         self.configure(task, setting)

@@ -46,6 +46,29 @@ class Lookup(keras.layers.Layer):
         return tf.gather(self.table, tokens)
 
 
+class TimeLoop(keras.layers.Layer):
+    """An LSTM [B, T, features] -> [B, T, hidden] as a loop over Keras' own cell: ``tf.vectorized_map`` cannot
+    differentiate Keras' recurrent layers by their input, and unrolled, 256 time steps take minutes to trace."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.hidden = hidden
+        self.cell = keras.layers.LSTMCell(hidden)
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        length = x.shape[1]
+        start = tf.zeros([tf.shape(x)[0], self.hidden])
+        outputs = tf.TensorArray(tf.float32, length, element_shape=[None, self.hidden])
+
+        def turn(t, h, c, outputs):
+            y, (h, c) = self.cell(x[:, t], (h, c))
+            return t + 1, h, c, outputs.write(t, y)
+
+        state = (0, start, start, outputs)
+        *_, outputs = tf.while_loop(lambda t, *_: t < length, turn, state, maximum_iterations=length)
+        return tf.transpose(outputs.stack(), [1, 0, 2])
+
+
 def layers(task: Task, vectorised: bool) -> list[keras.layers.Layer]:
     """The task's network as Keras layers; trained variables come in the order of ``task.parameters``."""
     found = []
@@ -58,7 +81,7 @@ def layers(task: Task, vectorised: bool) -> list[keras.layers.Layer]:
             case tasks.Embedding(_, rows, dim):
                 found.append(Lookup(rows, dim) if vectorised else keras.layers.Embedding(rows, dim))
             case tasks.Lstm(_, _, hidden):
-                found.append(keras.layers.LSTM(hidden, return_sequences=True, unroll=vectorised))
+                found.append(TimeLoop(hidden) if vectorised else keras.layers.LSTM(hidden, return_sequences=True))
             case tasks.ReLU():
                 found.append(keras.layers.ReLU())
             case tasks.MaxPool2d(kernel, stride):

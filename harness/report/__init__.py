@@ -28,6 +28,6 @@ def show(records: Iterable[Record], console: Console) -> None:
 
     Raises :class:`harness.errors.BadInput` for no record.
     """
-    from harness.report import table, terminal
+    from harness.report import chapters, terminal
 
-    terminal.show(table.build(list(records)), console)
+    terminal.show(chapters.build(list(records)), console)

@@ -8,35 +8,45 @@ from typing import Annotated
 
 import typer
 
+from harness.errors import BadInput
+
 RECORDS = Path("results/local")
 """Where runs leave their records unless told otherwise."""
 
-Folder = Annotated[Path, typer.Argument(help="Folder (or .json, .jsonl file) with records.")]
+Places = Annotated[
+    list[Path] | None,
+    typer.Argument(help="Folders (or .json, .jsonl files) with records, reported together.", show_default=str(RECORDS)),
+]
 In = Annotated[Path, typer.Option("--in", help="Folder (or .json, .jsonl file) with records.")]
 Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 
 
 def report(
-    folder: Folder = RECORDS,
-    out: Annotated[Path | None, typer.Option(help="Folder for tables (default: FOLDER/report).")] = None,
+    places: Places = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for tables (default: report/ beside the records, if of one place).")
+    ] = None,
     plots: Annotated[Path | None, typer.Option(help="Folder for figures (default: OUT/plots).")] = None,
     as_json: Json = False,
 ) -> None:
     """Tables (Markdown, CSV, LaTeX) and figures (PDF, SVG, PNG) from records; the main tables here."""
     from rich.console import Console
 
-    from harness.report import output, records, table, terminal
+    from harness.report import chapters, output, records, terminal
 
-    out = out or (folder if folder.is_dir() else folder.parent) / "report"
-    tables = table.build(records.load(folder))
-    written = output.write_tables(tables, out, plots or out / "plots")
+    first, *others = places = places or [RECORDS]
+    if out is None and others:
+        raise BadInput(f"Records of {len(places)} places have no folder in common; choose one by --out.")
+    out = out or (first if first.is_dir() else first.parent) / "report"
+    built = chapters.build(records.load(*places))
+    written = output.write_report(built, out, plots or out / "plots")
     if as_json:
-        cells = json.loads(tables.cells.to_json(orient="records"))
-        typer.echo(json.dumps({"records": len(tables.records), "cells": cells, "files": [str(p) for p in written]}))
+        cells = json.loads(built.tables.cells.to_json(orient="records")) if built.tables else []
+        typer.echo(json.dumps({"records": len(built.records), "cells": cells, "files": [str(p) for p in written]}))
         return
     console = Console()
-    terminal.show(tables, console)
-    console.print(f"\n{len(tables.records)} records; {len(written)} files:")
+    terminal.show(built, console)
+    console.print(f"\n{len(built.records)} records; {len(written)} files:")
     for path in written:
         console.print(f"  {path}", soft_wrap=True, highlight=False, markup=False)
 
@@ -67,7 +77,10 @@ def compare(
 
 def explain(
     cell: Annotated[
-        str, typer.Argument(help="task/framework-variant/batch/protocol/device/isolation, or a part of it.")
+        str,
+        typer.Argument(
+            help="task/framework-variant/batch/protocol/device/isolation, or a part (layers: layer/.../passes/batch)."
+        ),
     ],
     folder: In = RECORDS,
     as_json: Json = False,
@@ -80,8 +93,13 @@ def explain(
     from harness.report import explain as explanation
     from harness.report import records, table
 
-    tables = table.build(records.load(folder))
-    found = explanation.rows(tables, cell)
+    loaded = records.load(folder)
+    others = [r for r in loaded if r.cell.kind != "e2e"]
+    # Cells of layers and of the frontier only where no cell of a task is meant.
+    of_tasks = [r.cell.name for r in loaded if r.cell.kind == "e2e"]
+    main = not others or any(cell in name for name in of_tasks)
+    tables = table.build(loaded) if main else None
+    found = explanation.rows(tables, cell) if tables else explanation.other_rows(others, cell)
     if as_json:
         shown = [
             {"shown_state": row["state"], "superseded": bool(row["superseded"]), "record": json.loads(record.to_json())}
@@ -92,7 +110,7 @@ def explain(
     console = Console()
     full_name = next((r.cell.name for r, _ in found if r.purpose != "gate"), found[0][0].cell.name)
     console.print(Text(full_name, style="bold"))
-    for line in explanation.summary(tables, full_name):
+    for line in explanation.summary(tables, full_name) if tables else ():
         console.print(Text(line))
     for i, (record, row) in enumerate(found, 1):
         console.print(Text(f"\n{record.purpose} process {i} of {len(found)}", style="bold"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator
+from statistics import fmean, median
 from typing import Any
 
 import pandas as pd
@@ -50,6 +51,32 @@ def rows(tables: Tables, fragment: str) -> list[tuple[Record, dict[str, Any]]]:
     return [(tables.records[i], {str(k): v for k, v in row.items()}) for i, row in here.iterrows()]
 
 
+def other_rows(records: Iterable[Record], fragment: str) -> list[tuple[Record, dict[str, Any]]]:
+    """The same for cells of layers and of the memory frontier."""
+    cells = other_cells(records)
+    return cells[cell_name(fragment, cells)]
+
+
+def other_cells(records: Iterable[Record]) -> dict[str, list[tuple[Record, dict[str, Any]]]]:
+    """All cells of layers and of the memory frontier by name, which have no tidy frame of the main table; their gate
+    stands in the record itself. What older code measured is marked as superseded."""
+    cells: dict[str, list[Record]] = {}
+    for record in sorted((r for r in records if r.cell.kind != "e2e"), key=lambda r: (r.cell.name, r.started)):
+        cells.setdefault(record.cell.name, []).append(record)
+    found = {}
+    for name, here in cells.items():
+        newest = {machine_label(r.machine): _code(r) for r in here}
+        found[name] = [
+            (r, {"state": r.state, "reason": r.reason, "superseded": _code(r) != newest[machine_label(r.machine)]})
+            for r in here
+        ]
+    return found
+
+
+def _code(record: Record) -> tuple[str, str]:
+    return record.source.adapter_hash, record.source.lock_hash
+
+
 def summary(tables: Tables, name: str) -> Iterator[str]:
     """What the tables show for this cell, a line per machine."""
     for row in tables.cells[tables.cells.cell == name].itertuples():
@@ -72,6 +99,8 @@ def lines(record: Record, row: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "epoch seconds", ", ".join(f"{s:.4g}" for s in record.epoch_seconds)
     if record.timed:
         yield "steps", _timed(record)
+    yield from _layer(record)
+    yield from _probe(record)
     if record.compile_seconds is not None:
         yield "compile seconds", f"{record.compile_seconds:.4g}"
     for notion, value in record.memory.items():
@@ -102,7 +131,15 @@ def lines(record: Record, row: dict[str, Any]) -> Iterator[tuple[str, str]]:
     rest = len(record.versions) - len(shown)
     yield "versions", ", ".join(shown) + (f" and {rest} more (see --json)" if rest else "")
     if record.image:
-        yield "image", record.image
+        matches = "" if record.image.matches_lock else ", which is not the lock of the repository"
+        yield "image", f"{record.image.tag} {record.image.digest}, on {record.image.base}"
+        yield "image's lock", record.image.lock + matches
+    else:
+        yield "image", f"none (isolation {record.cell.isolation})"
+    if record.container:
+        startup = record.container.startup_seconds
+        started = "did not start" if startup is None else f"started in {startup:.2f} s, outside the clock"
+        yield "container", f"{record.container.engine}, {started}, exit code {record.container.exit_code}"
     source = record.source
     dirty = " with uncommitted changes" if source.dirty else ""
     yield "source", f"commit {source.commit}{dirty}, adapter {source.adapter_hash}, environment {source.lock_hash}"
@@ -110,6 +147,35 @@ def lines(record: Record, row: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if record.log_tail:
         yield "log", record.log_tail
     yield "reproduce", record.command or "no command recorded"
+
+
+def _layer(record: Record) -> Iterator[tuple[str, str]]:
+    layer = record.layer
+    if layer is None:
+        return
+    yield "layer", layer.description
+    if seconds := layer.pass_seconds:
+        middle = f"median {median(seconds) * 1e3:.4g} ms, mean {fmean(seconds) * 1e3:.4g} ms"
+        yield "passes", f"{len(seconds)} timed after {layer.warm_up}, {middle}, stopped by {layer.stopped_by}"
+        yield "pass ms", ", ".join(f"{s * 1e3:.4g}" for s in seconds)
+    if layer.predicted_seconds is not None and layer.predicted_bytes is not None:
+        size = f"{layer.predicted_bytes / layout.MEBIBYTE:.4g} MiB"
+        yield "predicted", f"{layer.predicted_seconds:.4g} s and {size} a pass"
+    if parts := layer.parts:
+        each = ("input", "labels", "module", "gradients", "intermediate", "peak", "baseline")
+        yield "bytes", ", ".join(f"{name} {getattr(parts, name):,}" for name in each) + f", by {parts.instrument}"
+    if layer.plan:
+        yield "its own plan", ", ".join(f"{name} {value:,}" for name, value in layer.plan.items())
+
+
+def _probe(record: Record) -> Iterator[tuple[str, str]]:
+    probe = record.probe
+    if probe is None:
+        return
+    limit = probe.budget_bytes if probe.device_bytes is None else probe.device_bytes
+    yield "probe", f"{probe.stage}, " + ("no limit" if limit is None else f"limit {limit / layout.MEBIBYTE:.4g} MiB")
+    if probe.step_seconds:
+        yield "step seconds", ", ".join(f"{s:.4g}" for s in probe.step_seconds)
 
 
 def _timed(record: Record) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from harness import stats
 from harness.report import layout
-from harness.report.layout import Section
+from harness.report.layout import Picture, Section
 from harness.report.naming import machine_slug, slug
 from harness.report.table import Tables
 
@@ -68,29 +69,35 @@ def looks(tables: Tables) -> dict[str, Look]:
     return shown
 
 
-def draw(tables: Tables, folder: Path) -> list[Path]:
-    """Draws all figures into ``folder`` (which must exist); returns the files written."""
-    written: list[Path] = []
+def pictures(tables: Tables, section: Section) -> dict[str, list[Picture]]:
+    """The figures of a section by kind: ``seconds-per-epoch``, ``relative-to-pytorch``, ``cumulative-seconds``."""
     style = looks(tables)
+    found: dict[str, list[Picture]] = {"seconds-per-epoch": [], "relative-to-pytorch": [], "cumulative-seconds": []}
+    for task, synthetic, group in layout.blocks(section.of(tables.cells)):
+        if (group.state == "ok").any():
+            stem = file_name("seconds-per-epoch", section, group, task)
+            title = f"{layout.task_title(task, synthetic)}: seconds per epoch over batch size"
+            draw = partial(seconds, tables, section, task, synthetic, group, style)
+            found["seconds-per-epoch"].append(Picture(stem, title, draw))
+    relatives = section.of(tables.ratios)
+    if len(relatives):
+        stem = file_name("relative-to-pytorch", section, relatives)
+        title = f"Seconds per epoch relative to {relatives.baseline.iloc[0]} (without DP)"
+        found["relative-to-pytorch"].append(Picture(stem, title, partial(relative, tables, section, style)))
+    runs = cumulative_runs(tables, section)
+    if runs:
+        shown = pd.concat([run.cells for run in runs])
+        extended = any(run.measured_epochs < PAPER_EPOCHS for run in runs)
+        stem = file_name("cumulative-seconds", section, shown.assign(extrapolated=shown.extrapolated | extended))
+        title = f"Cumulative seconds over {PAPER_EPOCHS} epochs, compile time included"
+        found["cumulative-seconds"].append(Picture(stem, title, partial(cumulative, tables, section, runs, style)))
+    return found
+
+
+def draw(pictures: Iterable[Picture], folder: Path) -> list[Path]:
+    """Draws figures into ``folder`` (which must exist); returns the files written."""
     with matplotlib.rc_context(STYLE):
-        for section in layout.sections(tables):
-            for task, synthetic, group in layout.blocks(section.of(tables.cells)):
-                if (group.state == "ok").any():
-                    name = file_name("seconds-per-epoch", section, group, task)
-                    figure = seconds(tables, section, task, synthetic, group, style)
-                    written += save(figure, folder / name)
-            if len(section.of(tables.ratios)):
-                name = file_name("relative-to-pytorch", section, section.of(tables.ratios))
-                written += save(relative(tables, section, style), folder / name)
-            runs = cumulative_runs(tables, section)
-            if runs:
-                shown = pd.concat([run.cells for run in runs])
-                extended = any(run.measured_epochs < PAPER_EPOCHS for run in runs)
-                name = file_name(
-                    "cumulative-seconds", section, shown.assign(extrapolated=shown.extrapolated | extended)
-                )
-                written += save(cumulative(tables, section, runs, style), folder / name)
-    return written
+        return [path for picture in pictures for path in save(picture.draw(), folder / picture.stem)]
 
 
 def file_name(kind: str, section: Section, shown: pd.DataFrame, task: str = "") -> str:
@@ -101,7 +108,9 @@ def file_name(kind: str, section: Section, shown: pd.DataFrame, task: str = "") 
 
 def save(figure: Figure, stem: Path) -> list[Path]:
     """PDF, SVG and PNG without a date inside: the same records make the same bytes."""
-    FigureCanvasAgg(figure)
+    FigureCanvasAgg(figure).draw()
+    # The layout is found; finding it anew for each format, twice, would take most of the time of a report.
+    figure.set_layout_engine("none")
     metadata: Mapping[str, Mapping[str, Any]] = {
         ".pdf": {"CreationDate": None},
         ".svg": {"Date": None},
@@ -127,8 +136,8 @@ def seconds(
         if mine.empty:
             continue
         bars = [mine["median"] - mine.low, mine.high - mine["median"]]
-        _line(axes, mine.batch_size * _shift(i, len(names)), mine["median"], bars, style[name])
-    _log_axes(axes, sizes)
+        line(axes, mine.batch_size * shift(i, len(names)), mine["median"], bars, style[name])
+    log_axes(axes, sizes)
     axes.set_ylabel("median seconds per epoch (log)")
     axes.set_xlabel("batch size (log; contestants side by side)")
     marks = _flags(ok)
@@ -181,7 +190,11 @@ def relative(tables: Tables, section: Section, style: Mapping[str, Look]) -> Fig
         figure.supxlabel("batch size (log; contestants side by side)", fontsize=8)
     n = layout.usual(frame.n)
     fewer = " (fewer where pairs were disturbed)" if frame.left_out.any() else ""
-    notes = [f"Point: mean of {n} paired rounds{fewer}; bar: 95 % interval (Student's t on log-ratios)."]
+    notes = [
+        f"Point: mean of {n} paired rounds{fewer}; bar: 95 % interval (Student's t on log-ratios)."
+        if n > 1
+        else "Point: one paired round, of which there is no interval; bar, where there are more: 95 % interval."
+    ]
     _below(figure, tables, section, notes, [] if in_rows else names, style)
     return figure
 
@@ -219,7 +232,7 @@ def _relative_lines(axes: Axes, group: pd.DataFrame, sizes: Sequence[int], style
     for i, name in enumerate(names):
         mine = group[group.contestant == name].sort_values("batch_size")
         bars = [(mine.ratio - mine.low).fillna(0.0), (mine.high - mine.ratio).fillna(0.0)]
-        _line(axes, mine.batch_size * _shift(i, len(names)), mine.ratio, bars, style[name])
+        line(axes, mine.batch_size * shift(i, len(names)), mine.ratio, bars, style[name])
     axes.axhline(1.0, color="#000000", linestyle=":")
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes])
@@ -228,12 +241,12 @@ def _relative_lines(axes: Axes, group: pd.DataFrame, sizes: Sequence[int], style
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
 
 
-def _shift(i: int, count: int) -> float:
+def shift(i: int, count: int) -> float:
     """Contestants stand side by side instead of on top of each other: one factor for all points of a contestant."""
     return float(2.0 ** ((i - (count - 1) / 2) * min(0.09, 0.5 / count)))
 
 
-def _line(axes: Axes, x: pd.Series, y: pd.Series, bars: list[pd.Series], look: Look) -> None:
+def line(axes: Axes, x: pd.Series, y: pd.Series, bars: list[pd.Series], look: Look) -> None:
     axes.errorbar(
         x,
         y,
@@ -329,7 +342,7 @@ def cumulative(tables: Tables, section: Section, runs: Sequence[CumulativeRun], 
             axes.fill_between(
                 epochs, curves.min(axis=0), curves.max(axis=0), color=look.colour, alpha=0.18, linewidth=0
             )
-        _log_seconds(axes)
+        log_values(axes)
         axes.set_xticks([1, 5, 10, 15, 20])
         axes.set_xlim(0.5, PAPER_EPOCHS + 0.5)
         flag = ", extrapolated" if run.cells.extrapolated.any() else ""
@@ -358,15 +371,15 @@ def cumulative(tables: Tables, section: Section, runs: Sequence[CumulativeRun], 
     return figure
 
 
-def _log_axes(axes: Axes, sizes: Sequence[int]) -> None:
+def log_axes(axes: Axes, sizes: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlim(min(sizes) / 1.6, max(sizes) * 1.6)
-    _log_seconds(axes)
+    log_values(axes)
 
 
-def _log_seconds(axes: Axes) -> None:
+def log_values(axes: Axes) -> None:
     """A logarithmic y axis in plain numbers. Under two decades the powers of ten alone would label it once or never, so
     2 and 5 are labelled too; under one decade, every digit."""
     axes.set_yscale("log")
@@ -415,8 +428,14 @@ def _below(
     names: Sequence[str],
     style: Mapping[str, Look],
 ) -> None:
-    """Below the figure: the legend (of ``names``), what the marks are, and where, when and under which rules it was
-    measured. It lies outside of the figure's own area, so that any number of lines fits; saving crops around it all."""
+    below(figure, f"{section.title}; measured {layout.provenance(tables, section)}.", notes, names, style)
+
+
+def below(figure: Figure, where: str, notes: Sequence[str], names: Sequence[str], style: Mapping[str, Look]) -> None:
+    """Below the figure: the legend (of ``names``), what the marks are, and ``where``: machine, rules, day and code.
+
+    It lies outside of the figure's own area, so that any number of lines fits; saving crops around it all.
+    """
     depth = 0.05
     if names:
         handles = [
@@ -435,7 +454,7 @@ def _below(
             labelspacing=0.3,
         )
         depth += 0.05 + LEGEND_ROW * -(-len(names) // LEGEND_COLUMNS)
-    text = [*notes, f"{section.title}; measured {layout.provenance(tables, section)}."]
+    text = [*notes, where]
     lines = [line for part in text for line in textwrap.wrap(part, 118)]
     y = -depth / figure.get_size_inches()[1]
     figure.text(0.01, y, "\n".join(lines), ha="left", va="top", fontsize=7, color="#444444")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
 from harness.report import layout
-from harness.report.layout import Section
+from harness.report.layout import Chapter, Grid, Section
 from harness.report.naming import BASELINE_ROW, factor, number
 from harness.report.table import PUBLISHED_LABEL, Tables
 
@@ -33,12 +33,29 @@ SPECIAL: Mapping[str, str] = {
     "δ": r"$\delta$",
     "<": r"\textless{}",
     ">": r"\textgreater{}",
+    "ᵉ": r"\textsuperscript{e}",
+    "ᵈ": r"\textsuperscript{d}",
+    "ᶠ": r"\textsuperscript{f}",
+    "ᵗ": r"\textsuperscript{t}",
+    "≤": r"$\leq$",
+    "≥": r"$\geq$",
+    "±": r"$\pm$",
+    "−": r"$-$",
+    "→": r"$\rightarrow$",
+    "’": "'",
+    "α": r"$\alpha$",
+    "∞": r"$\infty$",
 }
 MARKS = {"extrapolated": "e", "disturbed": "d", "failed": "f"}
 PREAMBLE = r"""\documentclass{article}
 \usepackage[a4paper,margin=20mm]{geometry}
 \usepackage[utf8]{inputenc}
 \usepackage{booktabs}
+\usepackage{longtable}
+\usepackage{array}
+\usepackage{graphicx}
+\setlength{\LTcapwidth}{\linewidth}
+\setlength{\emergencystretch}{3em}
 """
 
 
@@ -52,6 +69,93 @@ LINES_PER_PAGE = 62
 """Rows in footnotesize that fit on an A4 page with a caption; longer tables go on in a further one."""
 INLINE_COLUMNS = 4
 """Up to this many batch sizes the interval stands beside its value, else in small type below it."""
+
+
+ROOM = 132
+"""Letters of a line in scriptsize; a grid with more gets narrower columns of text, then goes on in a further table."""
+LETTER = 1.25
+"""Millimetres that a letter takes in a column of fixed width."""
+NARROWEST = 16
+"""Letters; narrower columns of text are unreadable."""
+
+
+def chapter(chapter: Chapter) -> str:
+    """All grids of a chapter as ``longtable`` (which break over pages); neighbours with the same columns in one table,
+    each under its title. Needs booktabs, longtable and array."""
+    groups: list[list[Grid]] = []
+    for grid in chapter.grids:
+        if groups and groups[-1][0].header == grid.header:
+            groups[-1].append(grid)
+        else:
+            groups.append([grid])
+    return "\n".join(line for grids in groups for line in _longtable(grids, chapter)) + "\n"
+
+
+def _longtable(grids: Sequence[Grid], chapter: Chapter) -> Iterator[str]:
+    where = f" {chapter.section.title}" if chapter.section else ""
+    when = f"; measured {chapter.when}." if chapter.when else "." if where else ""
+    title = grids[0].title if len(grids) == 1 else chapter.title
+    notes = dict.fromkeys(note for grid in grids for note in grid.notes)
+    caption = escape(" ".join([f"{title}.{where}{when}", *notes]))
+    whole = Grid(title, grids[0].header, tuple(row for grid in grids for row in grid.rows))
+    parts = list(_parts(whole))
+    for i, (columns, widths) in enumerate(parts, 1):
+        kinds = [
+            rf">{{\raggedright\arraybackslash}}p{{{widths[c] * LETTER:.0f}mm}}"
+            if widths[c] < _width(whole, c)
+            else ("l" if c == 0 or not _is_number(whole, c) else "r")
+            for c in columns
+        ]
+        part = f" Part {i} of {len(parts)}." if len(parts) > 1 else ""
+        yield r"{\scriptsize\setlength{\tabcolsep}{3pt}"
+        yield rf"\begin{{longtable}}{{@{{}}{''.join(kinds)}@{{}}}}"
+        yield rf"\caption{{{caption}{part}}}\\"
+        head = [r"\toprule", _row([escape(whole.header[c]) for c in columns])]
+        yield from [*head, r"\midrule\endfirsthead", *head, r"\midrule\endhead", r"\bottomrule\endfoot"]
+        for k, grid in enumerate(grids):
+            if len(grids) > 1:
+                gap = r"\addlinespace " if k else ""
+                yield rf"{gap}\multicolumn{{{len(columns)}}}{{@{{}}l}}{{\textit{{{escape(grid.title)}}}}}\\*"
+            yield from (_row([escape(row[c]) for c in columns]) for row in grid.rows)
+        yield r"\end{longtable}}"
+
+
+def _width(grid: Grid, column: int) -> int:
+    return max(len(row[column]) for row in (grid.header, *grid.rows))
+
+
+def _is_number(grid: Grid, column: int) -> bool:
+    return any(row[column][:1].isdigit() for row in grid.rows)
+
+
+def _parts(grid: Grid) -> Iterator[tuple[list[int], dict[int, int]]]:
+    """(columns, their widths in letters) of every table that a grid needs; the first column stands in each.
+
+    Columns of words that are wider than ``NARROWEST`` may be broken into lines; they share the room that the others
+    leave, the narrowest first, so that what one does not need goes to the next.
+    """
+    natural = {c: _width(grid, c) for c in range(len(grid.header))}
+    wordy = {c for c, width in natural.items() if width > NARROWEST and any(" " in row[c] for row in grid.rows)}
+    wordy = {c for c in wordy if not any("[" in row[c] for row in grid.rows)}
+    least = {c: NARROWEST if c in wordy else width for c, width in natural.items()}
+
+    def taken(columns: list[int]) -> int:
+        return sum(least[c] + 2 for c in columns)
+
+    parts = [[0]]
+    for c in range(1, len(grid.header)):
+        if len(parts[-1]) > 1 and taken([*parts[-1], c]) > ROOM:
+            parts.append([0])
+        parts[-1].append(c)
+    for columns in parts:
+        widths = {c: least[c] for c in columns}
+        spare = max(0, ROOM - taken(columns))
+        breakable = sorted(wordy & set(columns), key=lambda c: natural[c])
+        for i, c in enumerate(breakable):
+            more = min(natural[c] - widths[c], spare // (len(breakable) - i))
+            widths[c] += more
+            spare -= more
+        yield columns, widths
 
 
 def seconds(tables: Tables, section: Section) -> str:
@@ -92,7 +196,7 @@ def _pages(parts: list[tuple[str, list[str]]], sizes: list[int], caption: str) -
         ]
     tables = [
         [
-            r"\begin{table}[p]",
+            r"\begin{table}[!htbp]",
             r"\footnotesize",
             r"\centering",
             r"\setlength{\tabcolsep}{3pt}",
@@ -181,15 +285,13 @@ def _caption(tables: Tables, section: Section, cells: pd.DataFrame) -> str:
     if ok.extrapolated.any():
         sentences.append("e: extrapolated from a part of an epoch.")
     if (ok.disturbed > 0).any():
-        sentences.append("d: disturbed, other programs took processor time during some process of the cell.")
+        sentences.append("d: disturbed, meanwhile other programs took processor time or the machine changed its speed.")
     if (ok.failed > 0).any():
         sentences.append("f: some processes of the cell failed.")
     if cells.synthetic.any():
         sentences.append("Tasks marked synthetic were trained on synthetic data of the same shape.")
-    failed = cells[cells.state != "ok"]
-    for (state, reason), group in failed.groupby(["state", "reason"], sort=False):
-        where = ", ".join(dict.fromkeys(f"{r.contestant} on {r.task}" for r in group.itertuples()))
-        sentences.append(f"{state} ({where}): {layout.short(reason).rstrip('.')}.")
+    if (cells.state != "ok").any():
+        sentences.append("In place of a time: the state of the cell; its reason stands in the table of failures.")
     if _has_gaps(cells):
         sentences.append("--: not measured.")
     return escape(" ".join(s for s in sentences if s))
@@ -216,8 +318,13 @@ def ratios(tables: Tables, section: Section) -> str:
         parts.append((layout.task_title(task, synthetic), lines))
     caption = (
         f"Seconds per epoch relative to {frame.baseline.iloc[0]} (without DP) on {section.machine} ({section.device}), "
-        f"protocol {section.protocol}, isolation {section.isolation}, {layout.provenance(tables, section)}. Mean of "
-        f"{usual_n} paired rounds (a subscript: that many), with its 95 % interval (Student's t on log-ratios)."
+        f"protocol {section.protocol}, isolation {section.isolation}, {layout.provenance(tables, section)}. "
+        + (
+            f"Mean of {usual_n} paired rounds (a subscript: that many), with its 95 % interval (Student's t on "
+            "log-ratios)."
+            if usual_n > 1
+            else "One paired round (a subscript: that many), of which there is no interval."
+        )
         + (" e: extrapolated from a part of an epoch." if frame.extrapolated.any() else "")
         + (" d: disturbed." if frame.disturbed.any() else "")
     )
@@ -234,14 +341,29 @@ def _ratio(row: Any, usual_n: int) -> tuple[str, str]:
     return rf"{factor(row.ratio)}$\times${raised}", interval + _own_n(row.n, usual_n)
 
 
-def document(names: list[str], figures: list[str]) -> str:
+def document(names: list[str], figures: list[str], floating: Collection[str] = ()) -> str:
     """A document that compiles as it is.
 
-    ``names``: tables, as file names without ``.tex``. ``figures``: paths to PDFs.
+    ``names``: tables, as file names without ``.tex``; ``floating``: those of them that hold floats. ``figures``: paths
+    to PDFs.
     """
-    body = [rf"\input{{{name}}}" for name in names]
-    body += [
-        rf"\begin{{figure}}[p]\centering\includegraphics[width=\linewidth]{{{path}}}\end{{figure}}" for path in figures
+    inputs = []
+    for name, following in zip(names, [*names[1:], ""], strict=True):
+        inputs.append(rf"\input{{{name}}}")
+        # Tables that float would else come out among those of the next section, and not in the order of their numbers.
+        if name in floating and following not in floating:
+            inputs.append(r"\clearpage")
+    body = [
+        r"\title{Benchmark report}\author{dpbench}\date{}\maketitle",
+        r"\noindent\textit{Extrapolated}: a part of an epoch was measured and scaled up. \textit{Synthetic}: data of "
+        r"the same shape in place of the genuine. \textit{Simulated}: not run on the device that it speaks of. "
+        "Every table and figure says in its caption where, when and under which rules it was measured.",
+        *inputs,
+        r"\clearpage",
+        *(
+            rf"\begin{{figure}}[p]\centering\includegraphics[width=\linewidth,height=.95\textheight,keepaspectratio]"
+            rf"{{{path}}}\end{{figure}}"
+            for path in figures
+        ),
     ]
-    graphics = "\\usepackage{graphicx}\n" if figures else ""
-    return PREAMBLE + graphics + "\\begin{document}\n" + "\n".join(body) + "\n\\end{document}\n"
+    return PREAMBLE + "\\begin{document}\n" + "\n".join(body) + "\n\\end{document}\n"

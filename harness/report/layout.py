@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -15,7 +15,11 @@ from harness.report.naming import factor, number
 from harness.report.table import PUBLISHED_LABEL, SECTION, Tables
 from harness.tasks import TASKS
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 MISSING = "–"
+DISTURBED_NOTE = "ᵈ disturbed: meanwhile other programs took processor time or the machine changed its speed."
 MEBIBYTE = 2**20
 
 
@@ -52,6 +56,40 @@ class Section:
         return frame[keep]
 
 
+@dataclass(frozen=True)
+class Picture:
+    """A figure for print. ``stem``: name of its files, without a suffix and unique in a report; ``title``: what it
+    shows, in words, for those who cannot see it. The figure carries its own legend and provenance."""
+
+    stem: str
+    title: str
+    draw: Callable[[], Figure]
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """A part of the report, which every format takes: Markdown, LaTeX, HTML, CSV and pictures.
+
+    ``section``: what it was measured on and how (None: it is of no one section); chapters of one section stand
+    together. ``frames``: the numbers behind it as they go into CSV files, by the stem of the file; frames of one stem
+    are appended to each other. ``when``: day and commit, for captions. ``latex``: a layout of its own (for ``\\input``)
+    instead of the one that is made of ``grids``, by the stem of its file. ``printed``: False where the grids are too
+    long for LaTeX. ``in_terminal``: whether ``dpbench report`` prints the grids too.
+    ``interactive``: whether the HTML page draws its figures anew, so that it does not hold the pictures.
+    """
+
+    title: str
+    section: Section | None
+    grids: tuple[Grid, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+    frames: Mapping[str, pd.DataFrame] = field(default_factory=dict)
+    when: str = ""
+    latex: Mapping[str, str] = field(default_factory=dict)
+    printed: bool = True
+    in_terminal: bool = False
+    interactive: bool = False
+
+
 def sections(tables: Tables) -> list[Section]:
     return [Section(*key) for key in sorted(set(tables.raw[SECTION].itertuples(index=False, name=None)))]
 
@@ -71,7 +109,11 @@ def task_title(task: str, synthetic: bool) -> str:
 
 def provenance(tables: Tables, section: Section) -> str:
     """When and with which code a section was measured."""
-    here = section.of(tables.raw)
+    return measured(section.of(tables.raw))
+
+
+def measured(here: pd.DataFrame) -> str:
+    """Days and commits of processes, from their columns ``started``, ``commit`` and ``dirty``."""
     days = sorted({str(started)[:10] for started in here.started})
     pairs = zip(here.commit, here.dirty, strict=True)
     commits = sorted({str(commit)[:9] + ("+changes" if dirty else "") for commit, dirty in pairs if commit})
@@ -82,6 +124,15 @@ def provenance(tables: Tables, section: Section) -> str:
 def seconds(tables: Tables, section: Section) -> list[Grid]:
     """The main table, a grid per task: median seconds per epoch [range or interval] and n, failures in place."""
     return [_seconds_grid(task, synthetic, group) for task, synthetic, group in blocks(section.of(tables.cells))]
+
+
+def seconds_and_published(tables: Tables, section: Section) -> list[Grid]:
+    """The main table with the paper's values below each task."""
+    grids = []
+    for task, synthetic, group in blocks(section.of(tables.cells)):
+        old = published(tables, task, sorted(group.batch_size.unique()))
+        grids += [_seconds_grid(task, synthetic, group), *([old] if old else [])]
+    return grids
 
 
 def _seconds_grid(task: str, synthetic: bool, group: pd.DataFrame) -> Grid:
@@ -122,6 +173,19 @@ def marks(row: Any) -> str:
     return ("ᵉ" if row.extrapolated else "") + ("ᵈ" if row.disturbed else "") + ("ᶠ" if row.failed else "")
 
 
+def doubts(row: Any) -> str:
+    """ᵉ extrapolated, ᵈ disturbed, of a number that is made of several cells."""
+    return ("ᵉ" if row.extrapolated else "") + ("ᵈ" if row.disturbed else "")
+
+
+def doubt_notes(frame: pd.DataFrame) -> list[str]:
+    """The legend of :func:`doubts`."""
+    return [
+        *(["ᵉ extrapolated: from a part of an epoch."] if frame.extrapolated.any() else []),
+        *([DISTURBED_NOTE] if frame.disturbed.any() else []),
+    ]
+
+
 def spread_note(n: int, unless: str = "unless shown") -> str:
     """What the brackets are."""
     if n == 1:
@@ -144,7 +208,7 @@ def seconds_notes(group: pd.DataFrame, body: tuple[tuple[str, ...], ...]) -> Ite
     disturbed = ok[ok.disturbed > 0]
     if len(disturbed):
         where = ", ".join(f"{r.contestant} at {r.batch_size} ({r.disturbed} of {r.n})" for r in disturbed.itertuples())
-        yield f"ᵈ disturbed, other programs took processor time: {where}."
+        yield f"ᵈ disturbed, other programs took processor time or the machine changed its speed: {where}."
     for row in ok[ok.failed > 0].itertuples():
         yield f"ᶠ {row.contestant} at {row.batch_size}, besides the {row.n} shown: {row.failures}: {short(row.reason)}"
     failed = group[group.state != "ok"]
@@ -199,7 +263,11 @@ def ratios(tables: Tables, section: Section) -> list[Grid]:
         rows = tuple(
             (name, *(cell.get((name, size), MISSING) for size in sizes)) for name in dict.fromkeys(group.contestant)
         )
-        notes = [f"Mean of {n} paired rounds unless shown, with its 95 % interval (Student's t on log-ratios)."]
+        notes = [
+            f"Mean of {n} paired rounds unless shown, with its 95 % interval (Student's t on log-ratios)."
+            if n > 1
+            else "One paired round unless shown, of which there is no interval."
+        ]
         if group.extrapolated.any():
             notes.append("ᵉ extrapolated: from a part of an epoch.")
         if group.left_out.sum():
@@ -232,23 +300,34 @@ def overheads(tables: Tables, section: Section) -> list[Grid]:
                 ),
                 _compiling(r.compile, r.seconds),
                 MISSING if math.isnan(r.compile_twin) else number(r.compile_twin),
-                "ᵉ" if r.extrapolated else "",
+                str(r.n),
+                doubts(r),
             )
             for r in group.itertuples()
         )
-        header = ("contestant", "twin", "batch", "framework", "DP", "total", "compile s (in epochs)", "of the twin", "")
+        header = (
+            "contestant",
+            "twin",
+            "batch",
+            "framework",
+            "DP",
+            "total",
+            "compile s (in epochs)",
+            "of the twin",
+        )
         base = group.baseline.iloc[0]
         notes = [
             f"Framework: the twin (the same without DP) over {base}. DP: the contestant over its twin. Total: the "
             f"contestant over {base}, which is their product where all rounds hold all three. Each the mean over "
-            "paired rounds with its 95 % interval.",
+            "n paired rounds with its 95 % interval.",
             "Compile: seconds before the first epoch and, in brackets, how many ordinary epochs of this contestant "
             "they take; in none of the factors.",
         ]
-        if group.extrapolated.any():
-            notes.append("ᵉ extrapolated: from a part of an epoch.")
+        if group.left_out.any():
+            notes.append("Rounds with a disturbed process are left out where two others remain.")
+        notes += doubt_notes(group)
         title = f"{task_title(task, synthetic)}: what the overhead is made of"
-        grids.append(Grid(title, header, rows, tuple(notes)))
+        grids.append(Grid(title, (*header, "n", ""), rows, tuple(notes)))
     return grids
 
 
@@ -257,9 +336,8 @@ def _compiling(seconds: float, epoch: float) -> str:
 
 
 def _ratio_cell(row: Any, usual_n: int) -> str:
-    mark = ("ᵉ" if row.extrapolated else "") + ("ᵈ" if row.disturbed else "")
     interval = "" if math.isnan(row.low) else f" [{factor(row.low)}, {factor(row.high)}]"
-    return f"{factor(row.ratio)}×{mark}{interval}" + ("" if row.n == usual_n else f" n={row.n}")
+    return f"{factor(row.ratio)}×{doubts(row)}{interval}" + ("" if row.n == usual_n else f" n={row.n}")
 
 
 def values(frame: pd.DataFrame, title: str, scale: float = 1.0, notes: tuple[str, ...] = ()) -> list[Grid]:
@@ -305,13 +383,16 @@ def memory(tables: Tables, section: Section) -> list[Grid]:
     here = section.of(tables.memory)
     if here.empty:
         return []
-    return [
-        grid
-        for notion, group in here.groupby("notion", sort=False)
-        for grid in values(
-            group, f"MiB of {notion}", MEBIBYTE, (f"{notion}: {NOTIONS[notion]}.",) if notion in NOTIONS else ()
-        )
-    ]
+    grids = []
+    timed = section.of(tables.cells[tables.cells.state == "ok"])
+    for notion, all_tasks in here.groupby("notion", sort=False):
+        about = [f"{notion}: {NOTIONS[notion]}."] if notion in NOTIONS else []
+        for task, synthetic, group in blocks(all_tasks):
+            ran = timed[(timed.task == task) & (timed.synthetic == synthetic)].contestant
+            without = [name for name in dict.fromkeys(ran) if name not in set(group.contestant)]
+            gap = [f"Timed, but without this memory on record: {', '.join(without)}."] if without else []
+            grids += values(group, f"MiB of {notion}", MEBIBYTE, (*about, *gap))
+    return grids
 
 
 def gate(tables: Tables, section: Section) -> list[Grid]:
@@ -403,45 +484,63 @@ def against_the_paper(tables: Tables, section: Section) -> list[Grid]:
         )
         header = ("contestant", "row of the paper", "batch", "paper", "measured", "n")
         title = f"{task_title(task, synthetic)}: seconds relative to PyTorch without DP, {PUBLISHED_LABEL}, and here"
-        legend = ("ᵉ extrapolated: from a part of an epoch.",) if group.extrapolated.any() else ()
-        grids.append(Grid(title, header, rows, legend))
+        grids.append(Grid(title, header, rows, tuple(doubt_notes(group))))
     ranks = section.of(paper.rank_correlation(tables))
     if len(ranks):
         order = tuple(
-            (task_title(r.task, r.synthetic), str(r.batch_size), f"{r.spearman:.2f}", str(r.rows))
+            (task_title(r.task, r.synthetic), str(r.batch_size), f"{r.spearman:.2f}{doubts(r)}", str(r.rows), str(r.n))
             for r in ranks.itertuples()
         )
-        note = "Spearman's correlation of published and measured seconds over the rows of the paper that were measured."
-        grids.append(Grid("Order of the contestants", ("task", "batch", "rank correlation", "rows"), order, (note,)))
+        note = (
+            "Spearman's correlation of published and measured seconds over the rows of the paper that were measured; "
+            "n: the fewest processes behind a median."
+        )
+        columns = ("task", "batch", "rank correlation", "rows", "n")
+        grids.append(Grid("Order of the contestants", columns, order, (note, *doubt_notes(ranks))))
     stated = section.of(paper.claims(tables))
+    usual_section = stated.paper_section.mode()[0]
     outcomes = tuple(
         (
-            r.claim,
+            r.claim + ("" if r.paper_section == usual_section else f" ({r.paper_section})"),
             r.quoted or MISSING,
             (r.paper or MISSING) + ("ᵗ" if r.own_table == "does not hold" else ""),
-            r.measured or MISSING,
+            f"{r.measured}{doubts(r)}" if r.measured else MISSING,
+            f"{r.cells} of {r.paper_cells}" if r.cells and r.paper_cells else str(r.cells or MISSING),
+            str(r.n) if r.n else MISSING,
             MISSING if math.isnan(r.here_over_paper) else f"{factor(r.here_over_paper)}×",
             r.outcome,
         )
         for r in stated.itertuples()
     )
     notes = (
+        f"Claims: of section {usual_section} of the paper unless shown. "
         "Its text: as quoted. Its table: the same quantity computed from the paper's own Table 1; first epochs and "
         "batches beyond 2048 are not in it. Here / table: geometric mean over the tasks and batch sizes of both.",
-        "Holds: every measured value on genuine data, within its 95 % interval, lies in the range of the paper's table "
-        f"widened by a factor of {paper.TOLERANCE:g} at both ends, or, for a statement, on its side of 1. "
-        "Fastest and slowest are among those rows of the paper that were measured.",
+        "Holds: every measured value on genuine data lies with all of its 95 % interval in the range of the paper's "
+        f"table widened by a factor of {paper.TOLERANCE:g} at both ends, or, for a statement, on its side of 1. "
+        "Does not hold: one lies outside with all of it. Undecided: neither, some interval reaches over a bound. "
+        "Fastest and slowest are among those rows of the paper that were measured. Values of a single process and "
+        "disturbed ones are shown and not judged.",
+        "Places: measured values, of those that the paper's table has; a claim that holds does so at these only. n: "
+        f"the fewest rounds or processes behind one of them. {_stand_ins(tables)}",
+        *doubt_notes(stated),
         *(
             ("ᵗ The paper's own table does not bear the statement out everywhere.",)
             if any("ᵗ" in r[2] for r in outcomes)
             else ()
         ),
     )
-    header = ("claim", "its text", "its table", "measured", "here / table", "outcome")
-    grids.append(Grid("The paper's findings", header, outcomes, notes))
+    findings = ("claim", "its text", "its table", "measured", "places", "n", "here / table", "outcome")
+    grids.append(Grid("The paper's findings", findings, outcomes, notes))
     return grids
 
 
-def versions(tables: Tables) -> list[Grid]:
-    rows = tuple((r.contestant, r.versions) for r in tables.versions.itertuples())
+def _stand_ins(tables: Tables) -> str:
+    """Which contestants speak for the paper's rows: some are not the program that the paper ran."""
+    here = [f"{name} for {tables.rows[name]}" for name in tables.order if name in tables.rows]
+    return f"Rows of the paper are stood for by {', '.join(here)}." if here else "No row of the paper was measured."
+
+
+def versions(tables: Tables, section: Section) -> list[Grid]:
+    rows = tuple((r.contestant, r.versions) for r in section.of(tables.versions).itertuples())
     return [Grid("Versions", ("contestant", "python and packages"), rows)] if rows else []

@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-from harness.report import layout
-from harness.report.layout import Grid
-from harness.report.table import Tables
+from collections.abc import Sequence
+
+from harness.report.layout import Chapter, Grid
 
 
-def page(tables: Tables) -> str:
-    """A page with a chapter per section. Measured tables first, then what they rest on."""
+def page(chapters: Sequence[Chapter]) -> str:
+    """A page with a part per section. Measured tables first, then what they rest on."""
     parts = ["# Benchmark report", _reading()]
-    for section in layout.sections(tables):
-        parts += [
-            f"## {section.title}",
-            f"Measured {layout.provenance(tables, section)}; {len(section.of(tables.raw))} processes.",
-        ]
-        parts.append("### Seconds per epoch")
-        for grid, (task, _, group) in zip(
-            layout.seconds(tables, section), layout.blocks(section.of(tables.cells)), strict=True
-        ):
-            parts.append(table(grid))
-            old = layout.published(tables, task, sorted(group.batch_size.unique()))
-            if old:
-                parts.append(table(old))
-        chapters = {
-            "Relative to PyTorch without DP": layout.ratios(tables, section),
-            "Framework, DP, compile": layout.overheads(tables, section),
-            "The paper against these measurements": layout.against_the_paper(tables, section),
-            "Compile seconds": layout.compile_seconds(tables, section),
-            "Peak memory": layout.memory(tables, section),
-            "Privacy": layout.privacy(tables, section),
-            "Accuracy": layout.accuracy(tables, section),
-            "Coverage": layout.coverage(tables, section),
-            "Admission gate": layout.gate(tables, section),
-        }
-        for title, grids in chapters.items():
-            if grids:
-                parts += [f"### {title}", *map(table, grids)]
-    parts += ["## Versions", *map(table, layout.versions(tables))] if len(tables.versions) else []
+    section = None
+    for chapter in chapters:
+        if not chapter.grids:
+            continue
+        if chapter.section and chapter.section != section:
+            section = chapter.section
+            parts += [f"## {section.title}", f"Measured {chapter.when}."]
+        parts.append(f"{'###' if chapter.section else '##'} {chapter.title}")
+        parts += map(table, chapter.grids)
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,24 +1,26 @@
-"""Writes a report: Markdown, CSV, LaTeX and figures."""
+"""Writes a report: Markdown, CSV, LaTeX, one HTML page and figures."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
 
 from harness.cache import write_atomically
 from harness.errors import BadInput
-from harness.report import figures, latex, layout, markdown, naming, paper, records, table
-from harness.report.table import Tables
+from harness.report import chapters, figures, latex, markdown, naming, page, records
+from harness.report.chapters import Report
+from harness.report.layout import Chapter
 
 
 def write(records_folder: Path, out: Path, plots: Path) -> list[Path]:
     """See :func:`harness.report.write`."""
-    return write_tables(table.build(records.load(records_folder)), out, plots)
+    return write_report(chapters.build(records.load(records_folder)), out, plots)
 
 
-def write_tables(tables: Tables, out: Path, plots: Path) -> list[Path]:
+def write_report(report: Report, out: Path, plots: Path) -> list[Path]:
     """Writes everything; files that carry synthetic or extrapolated figures say so in their names."""
     for folder in (out, plots):
         try:
@@ -26,8 +28,9 @@ def write_tables(tables: Tables, out: Path, plots: Path) -> list[Path]:
         except OSError as error:
             raise BadInput(f"The folder {folder} cannot be made ({error.strerror}); choose another.") from None
     try:
-        drawn = figures.draw(tables, plots)
-        written = texts(tables, [os.path.relpath(path, out) for path in drawn if path.suffix == ".pdf"])
+        drawn = figures.draw((picture for chapter in report.chapters for picture in chapter.pictures), plots)
+        written = texts(report, [os.path.relpath(path, out) for path in drawn if path.suffix == ".pdf"])
+        written["report.html"] = page.page(report, {path.stem: path for path in drawn if path.suffix == ".png"})
         for name, text in written.items():
             write_atomically(out / name, text.encode())
     except OSError as error:
@@ -37,42 +40,41 @@ def write_tables(tables: Tables, out: Path, plots: Path) -> list[Path]:
     return [*(out / name for name in written), *drawn]
 
 
-def texts(tables: Tables, pictures: list[str]) -> dict[str, str]:
+def texts(report: Report, pictures: list[str]) -> dict[str, str]:
     """File name -> content of all tables; ``pictures``: paths of the PDFs that ``report.tex`` shows."""
-    texts = {f"{naming.slug('report', *_flags(tables.raw, 'synthetic'))}.md": markdown.page(tables)}
-    frames = {
-        "seconds-per-epoch": tables.cells,
-        "relative-to-pytorch": tables.ratios,
-        "overheads": tables.overheads,
-        "paper-then-and-now": paper.then_and_now(tables),
-        "paper-rank-correlation": paper.rank_correlation(tables),
-        "paper-claims": paper.claims(tables),
-        "compile-seconds": tables.compile,
-        "peak-memory": tables.memory,
-        "privacy": tables.privacy,
-        "accuracy": tables.accuracy,
-        "gate": tables.gate,
-        "coverage": tables.coverage,
-        "versions": tables.versions,
-        "processes": tables.raw,
-    }
-    for kind, frame in frames.items():
-        if len(frame):
-            texts[f"{naming.slug(kind, *_flags(frame))}.csv"] = frame.to_csv(index=False)
-    inputs = []
-    for section in layout.sections(tables):
-        for kind, frame, text in (
-            ("seconds-per-epoch", tables.cells, latex.seconds),
-            ("relative-to-pytorch", tables.ratios, latex.ratios),
-        ):
-            here = section.of(frame)
-            if len(here):
-                name = figures.file_name(kind, section, here)
-                texts[f"{name}.tex"] = text(tables, section)
-                inputs.append(name)
-    texts["report.tex"] = latex.document(inputs, pictures)
+    synthetic = report.tables is not None and bool(report.tables.raw.synthetic.any())
+    texts = {f"{naming.slug('report', 'synthetic' if synthetic else '')}.md": markdown.page(report.chapters)}
+    for kind, frame in frames(report.chapters).items():
+        texts[f"{naming.slug(kind, *_flags(frame))}.csv"] = frame.to_csv(index=False)
+    inputs = [name for chapter in report.chapters for name in latex_files(chapter)]
+    for chapter in report.chapters:
+        texts |= {f"{name}.tex": text for name, text in latex_files(chapter).items()}
+    floating = {name for name in inputs if r"\begin{table}" in texts[f"{name}.tex"]}
+    texts["report.tex"] = latex.document(inputs, pictures, floating)
     return texts
 
 
-def _flags(frame: pd.DataFrame, *only: str) -> list[str]:
-    return [f for f in only or ("extrapolated", "synthetic") if f in frame.columns and frame[f].any()]
+def frames(chapters: Iterable[Chapter]) -> dict[str, pd.DataFrame]:
+    """The numbers of all chapters by the stem of their file; those of several sections in one."""
+    parts: dict[str, list[pd.DataFrame]] = {}
+    for chapter in chapters:
+        for stem, frame in chapter.frames.items():
+            if len(frame):
+                parts.setdefault(stem, []).append(frame)
+    return {stem: pd.concat(found, ignore_index=True) for stem, found in parts.items()}
+
+
+def latex_files(chapter: Chapter) -> dict[str, str]:
+    """Stem of the file -> tables for ``\\input``."""
+    if chapter.latex or not chapter.grids or not chapter.printed:
+        return dict(chapter.latex)
+    section = chapter.section
+    where = (
+        [section.protocol, section.device, section.isolation, naming.machine_slug(section.machine)] if section else []
+    )
+    marked = sorted({flag for frame in chapter.frames.values() for flag in _flags(frame)})
+    return {naming.slug(chapter.title, *where, *marked): latex.chapter(chapter)}
+
+
+def _flags(frame: pd.DataFrame) -> list[str]:
+    return [f for f in ("extrapolated", "synthetic") if f in frame.columns and frame[f].any()]

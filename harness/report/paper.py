@@ -56,14 +56,20 @@ def rank_correlation(tables: Tables) -> pd.DataFrame:
     ok = tables.cells[tables.cells.state == "ok"]
     for place, group in ok.groupby([*PLACE, "batch_size"], sort=False):
         where = dict(zip([*PLACE, "batch_size"], place, strict=True))
-        pairs = [
-            (old[key], median)
-            for name, median in zip(group.contestant, group["median"], strict=True)
-            if (key := (where["task"], where["batch_size"], tables.rows.get(name))) in old.index
-        ]
-        if len(pairs) >= MINIMUM_RANKED:
-            then, now = zip(*pairs, strict=True)
-            rows.append({**where, "rows": len(pairs), "spearman": float(scipy_stats.spearmanr(then, now).statistic)})
+        keys = [(where["task"], where["batch_size"], tables.rows.get(name)) for name in group.contestant]
+        ranked = group[[key in old.index for key in keys]]
+        if len(ranked) >= MINIMUM_RANKED:
+            then = [old[key] for key in keys if key in old.index]
+            rows.append(
+                {
+                    **where,
+                    "rows": len(ranked),
+                    "spearman": float(scipy_stats.spearmanr(then, ranked["median"]).statistic),
+                    "n": int(ranked.n.min()),
+                    "extrapolated": bool(ranked.extrapolated.any()),
+                    "disturbed": bool((ranked.disturbed > 0).any()),
+                }
+            )
     return pd.DataFrame(rows)
 
 
@@ -81,7 +87,7 @@ class Measured:
     high: float
 
 
-def _exactly(place: Place, value: float) -> Measured:
+def exactly(place: Place, value: float) -> Measured:
     return Measured(place, value, value, value)
 
 
@@ -118,14 +124,27 @@ class PaperTable:
         return self._seconds[row, place]
 
     def ratio(self, row: str, base: str, place: Place) -> Measured | None:
-        return _exactly(place, self._seconds[row, place] / self._seconds[base, place])
+        return exactly(place, self._seconds[row, place] / self._seconds[base, place])
 
     def first_epoch(self, row: str, place: Place) -> float | None:
         return None
 
 
+@dataclass(frozen=True)
+class Basis:
+    """What one value rests on: rounds or processes, and what is doubtful about them."""
+
+    n: int
+    extrapolated: bool
+    disturbed: bool
+
+
 class Records:
-    """One section of the records: its times on genuine data, of the contestants that stand for a row of the paper."""
+    """One section of the records: its times on genuine data, of the contestants that stand for a row of the paper.
+
+    ``used``: what every value rests on that was asked for since it was last cleared. Measures combine values in many
+    ways; so none of them can forget what one of its parts rests on.
+    """
 
     def __init__(self, tables: Tables, section: Mapping[str, Any]) -> None:
         def here(frame: pd.DataFrame) -> pd.DataFrame:
@@ -138,19 +157,26 @@ class Records:
         self._contestant = {
             row: next((name for name in tables.order if tables.rows.get(name) == row), None) for row in PAPER_ORDER
         }
+        self.used: list[Basis] = []
         self._medians: dict[str, dict[Place, float]] = {row: {} for row in PAPER_ORDER}
+        self._basis: dict[tuple[str, Place], Basis] = {}
         cells = here(tables.cells)
         for row, name in self._contestant.items():
             for cell in cells[cells.contestant == name].itertuples():
-                self._medians[row][cell.task, int(cell.batch_size)] = float(cell.median)
+                place = (cell.task, int(cell.batch_size))
+                self._medians[row][place] = float(cell.median)
+                # A minority of disturbed processes does not move a median.
+                disturbed = 2 * cell.disturbed >= cell.n
+                self._basis[row, place] = Basis(int(cell.n), bool(cell.extrapolated), bool(disturbed))
         timed = here(tables.raw[~tables.raw.superseded & (tables.raw.purpose == "time")])
         self._processes: dict[Place, pd.DataFrame] = dict(iter(timed.groupby(["task", "batch_size"])))
-        self._ratios: dict[tuple[str, str, Place], Measured | None] = {}
+        self._ratios: dict[tuple[str, str, Place], tuple[Measured, Basis] | None] = {}
 
     def places(self, row: str) -> set[Place]:
         return set(self._medians[row])
 
     def seconds(self, row: str, place: Place) -> float:
+        self.used.append(self._basis[row, place])
         return self._medians[row][place]
 
     def ratio(self, row: str, base: str, place: Place) -> Measured | None:
@@ -158,11 +184,21 @@ class Records:
         if key not in self._ratios:
             a, b = self._contestant[base], self._contestant[row]
             assert a is not None and b is not None
-            found, _, _ = paired(self._processes[place], {}, a, b)
-            self._ratios[key] = None if found is None else Measured(place, found.ratio, found.low, found.high)
-        return self._ratios[key]
+            result, _, disturbed = paired(self._processes[place], {}, a, b)
+            scaled = any(self._basis[name, place].extrapolated for name in (row, base))
+            self._ratios[key] = (
+                None
+                if result is None
+                else (Measured(place, result.ratio, result.low, result.high), Basis(result.n, scaled, disturbed))
+            )
+        found = self._ratios[key]
+        if found is None:
+            return None
+        self.used.append(found[1])
+        return found[0]
 
     def first_epoch(self, row: str, place: Place) -> float | None:
+        self.used.append(self._basis[row, place])
         mine = self._processes[place]
         mine = mine[mine.contestant == self._contestant[row]]
         found = [
@@ -242,7 +278,7 @@ def _order(tasks: Sequence[str], table: PaperTable) -> Measure:
                     == (table.seconds(a, place) < table.seconds(b, place))
                     for a, b in pairs
                 ]
-                yield _exactly(place, float(np.mean(same)))
+                yield exactly(place, float(np.mean(same)))
 
     return measure
 
@@ -254,7 +290,7 @@ def _reduction(row: str, tasks: Sequence[str]) -> Measure:
         places = source.places(row)
         for task in tasks:
             if {(task, SMALLEST), (task, LARGEST)} <= places:
-                yield _exactly((task, 0), source.seconds(row, (task, SMALLEST)) / source.seconds(row, (task, LARGEST)))
+                yield exactly((task, 0), source.seconds(row, (task, SMALLEST)) / source.seconds(row, (task, LARGEST)))
 
     return measure
 
@@ -263,7 +299,7 @@ def _mean_reduction(row: str, tasks: Sequence[str] = ALL) -> Measure:
     def measure(source: Source) -> Iterable[Measured]:
         values = [m.value for m in _reduction(row, tasks)(source)]
         if len(values) == len(tasks):
-            yield _exactly(("mean", 0), float(np.mean(values)))
+            yield exactly(("mean", 0), float(np.mean(values)))
 
     return measure
 
@@ -276,7 +312,7 @@ def _first_epoch(row: str) -> Measure:
         known = {place: value for place, value in found.items() if value is not None}
         if known:
             place = max(known, key=lambda p: known[p])
-            yield _exactly(place, known[place])
+            yield exactly(place, known[place])
 
     return measure
 
@@ -290,7 +326,7 @@ def _strongest(rows: Sequence[str]) -> Measure:
             found = {row: m.value for row in PAPER_ORDER for m in _reduction(row, (task,))(source)}
             others = [value for row, value in found.items() if row not in rows]
             if others and set(rows) <= set(found):
-                yield _exactly((task, 0), min(found[row] for row in rows) / max(others))
+                yield exactly((task, 0), min(found[row] for row in rows) / max(others))
 
     return measure
 
@@ -303,7 +339,7 @@ def _gap_beyond(row: str, base: str, tasks: Sequence[str]) -> Measure:
             if place_at := _shared(source, (row, base), (place[0],), (LARGEST,)):
                 then, now = source.ratio(row, base, place_at[0]), source.ratio(row, base, place)
                 if then is not None and now is not None:
-                    yield _exactly(place, now.value / then.value)
+                    yield exactly(place, now.value / then.value)
 
     return measure
 
@@ -459,14 +495,17 @@ def all_claims(table: PaperTable) -> tuple[Claim, ...]:
 
 
 UNTESTABLE = "cannot be tested here"
+UNDECIDED = "undecided"
 
 
 def claims(tables: Tables) -> pd.DataFrame:
-    """Every claim in every section: ``holds``, ``does not hold`` or ``cannot be tested here``, with the measured range
+    """Every claim in every section, judged by :func:`outcome` or ``cannot be tested here``, with the measured range
     and, over the places that the paper's table has too, the geometric mean of measured over published.
 
-    It holds if all measured values agree with the paper: their 95 % interval (or the value alone, where there is none)
-    overlaps the claim's bounds. ``own_table``: whether the paper's own table agrees with what its text states.
+    ``own_table``: whether the paper's own table agrees with what its text states.
+    ``cells`` and ``paper_cells``: how many values were measured, and how many the paper's table has. ``n``: the fewest
+    rounds or processes behind one of them. Values of a single process, which has no interval, and disturbed ones, which
+    allow no verdict elsewhere either, are shown and not judged.
     """
     table = PaperTable(tables.published)
     rows = []
@@ -474,48 +513,60 @@ def claims(tables: Tables) -> pd.DataFrame:
         section = dict(zip(SECTION, key, strict=True))
         source = Records(tables, section)
         for claim in all_claims(table):
-            then, found = list(claim.measure(table)), list(claim.measure(source))
-            bounds = claim.bounds or _widened(then)
+            then, found, judged, used = list(claim.measure(table)), [], [], []
+            source.used.clear()
+            # A measure asks for the parts of a value just before it yields it.
+            for value in claim.measure(source):
+                found.append(value)
+                if all(b.n > 1 and not b.disturbed for b in source.used):
+                    judged.append(value)
+                used += source.used
+                source.used.clear()
+            bounds = claim.bounds or widened(then)
             rows.append(
                 {
                     **section,
                     "paper_section": claim.section,
                     "claim": claim.about,
                     "quoted": claim.quoted,
-                    "paper": _span([m.value for m in then]),
-                    "measured": _span([m.value for m in found]),
+                    "paper": span([m.value for m in then]),
+                    "measured": span([m.value for m in found]),
                     "cells": len(found),
-                    "here_over_paper": _here_over_paper(found, then),
-                    "outcome": _outcome(found, bounds),
-                    "own_table": _outcome(then, bounds),
+                    "paper_cells": len(then),
+                    "n": min((b.n for b in used), default=0),
+                    "extrapolated": any(b.extrapolated for b in used),
+                    "disturbed": any(b.disturbed for b in used),
+                    "here_over_paper": here_over_paper(found, then),
+                    "outcome": outcome(judged, bounds),
+                    "own_table": outcome(then, bounds),
                 }
             )
     return pd.DataFrame(rows)
 
 
-def _outcome(found: Sequence[Measured], bounds: tuple[float, float]) -> str:
+def outcome(found: Sequence[Measured], bounds: tuple[float, float]) -> str:
+    """``holds`` if the 95 % interval (the value alone, where there is none) of every value lies inside of the bounds,
+    ``does not hold`` if one lies outside, else ``undecided``: a wide interval overlaps any bounds and shows nothing."""
     if not found:
         return UNTESTABLE
-    return "holds" if all(_overlaps(m, bounds) for m in found) else "does not hold"
+    intervals = [(m.value, m.value) if math.isnan(m.low) else (m.low, m.high) for m in found]
+    if any(high < bounds[0] or low > bounds[1] for low, high in intervals):
+        return "does not hold"
+    return "holds" if all(bounds[0] <= low and high <= bounds[1] for low, high in intervals) else UNDECIDED
 
 
-def _widened(then: Sequence[Measured]) -> tuple[float, float]:
+def widened(then: Sequence[Measured]) -> tuple[float, float]:
     values = [m.value for m in then]
     return min(values) / TOLERANCE, max(values) * TOLERANCE
 
 
-def _overlaps(m: Measured, bounds: tuple[float, float]) -> bool:
-    low, high = (m.value, m.value) if np.isnan(m.low) else (m.low, m.high)
-    return bool(low <= bounds[1] and high >= bounds[0])
-
-
-def _here_over_paper(found: Sequence[Measured], then: Sequence[Measured]) -> float:
+def here_over_paper(found: Sequence[Measured], then: Sequence[Measured]) -> float:
     old = {m.place: m.value for m in then}
     logs = [math.log(m.value / old[m.place]) for m in found if old.get(m.place) and m.value]
     return math.exp(float(np.mean(logs))) if logs else math.nan
 
 
-def _span(values: Sequence[float]) -> str:
+def span(values: Sequence[float]) -> str:
     if not values:
         return ""
     low, high = factor(min(values)), factor(max(values))

@@ -1,4 +1,4 @@
-"""All records below a folder, read while a run may be writing there."""
+"""All records below one folder or several, read while a run may be writing there."""
 
 from __future__ import annotations
 
@@ -12,16 +12,21 @@ from harness.record import Record
 from harness.store import PLAN
 
 
-def load(place: Path) -> list[Record]:
-    """All records of a ``.json`` or ``.jsonl`` file, or of all such files below a folder, in order of their paths.
+def load(*places: Path) -> list[Record]:
+    """All records of the ``places``, each a ``.json`` or ``.jsonl`` file, or a folder with such files somewhere below
+    it, in order of their paths.
 
     Of a run's folder (one that holds a ``plan.json``) only its ``records/`` count: what ``--fresh`` has set aside does
     not. Hidden files are left out: a record is hidden until it is complete (written under a hidden name, then renamed).
     If a file vanishes between listing and reading, the folder is read once more. A record that is there both as a file
-    of its own and in a packed ``.jsonl`` counts once.
+    of its own and in a packed ``.jsonl``, or in several places, counts once.
 
     Raises :class:`BadInput` for a place that does not exist, one without a record, and a corrupt or newer record.
     """
+    return list({r.to_json(): r for place in places for r in _of(place)}.values())
+
+
+def _of(place: Path) -> list[Record]:
     if not place.exists():
         raise BadInput(f"There is no folder {place}; give one that holds records, or make some with `dpbench run e2e`.")
     for _ in range(3):
@@ -38,7 +43,7 @@ def load(place: Path) -> list[Record]:
         raise BadInput(f"Files keep vanishing from {place} while they are read; wait for the run to finish.")
     if not found:
         raise BadInput(f"There are no records in {place}; make some with `dpbench run e2e`.")
-    return list({r.to_json(): r for r in found}.values())
+    return found
 
 
 def _files(place: Path) -> Iterator[Path]:

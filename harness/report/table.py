@@ -58,13 +58,16 @@ class Tables:
 def build(
     records: Sequence[Record], rows: Mapping[str, str] | None = None, twins: Mapping[str, str] | None = None
 ) -> Tables:
-    """All frames of a report. ``rows``: contestant -> row of the paper's table, ``twins``: private contestant -> the
-    one that does the same without DP (defaults: as the frameworks declare).
+    """All frames of the end-to-end records; others are left out. ``rows``: contestant -> row of the paper's table,
+    ``twins``: private contestant -> the one that does the same without DP (defaults: as the frameworks declare).
 
-    Raises :class:`BadInput` for no record.
+    Records of layers have tables of their own and are left out. Raises :class:`BadInput` for no record.
     """
+    others = sorted({r.cell.kind for r in records if r.cell.kind != "e2e"})
+    records = [r for r in records if r.cell.kind == "e2e"]
     if not records:
-        raise BadInput("There are no records to report; make some with `dpbench run e2e`.")
+        only = f" (only of: {', '.join(others)}, which `dpbench report` shows)" if others else ""
+        raise BadInput(f"There are no end-to-end records here{only}; make some with `dpbench run e2e`.")
     rows = naming.paper_rows() if rows is None else rows
     twins = naming.twins() if twins is None else twins
     raw = tidy(records)
@@ -121,7 +124,7 @@ def tidy(records: Sequence[Record]) -> pd.DataFrame:
         identity = repr(sorted((k, str(v)) for k, v in r.machine.items() if k in _MACHINE_FACTS))
         if identity not in labels:
             labels[identity] = naming.machine_label(r.machine)
-        state, reason = _admitted(r)
+        state, reason = admitted(r)
         table.append(
             {
                 "machine": labels[identity],
@@ -177,7 +180,7 @@ def _own_sampling(r: Record) -> str | None:
 _MACHINE_FACTS = {"id", "cpu", "cores", "memory_bytes", "gpus", "threads"}
 
 
-def _admitted(r: Record) -> tuple[str, str | None]:
+def admitted(r: Record) -> tuple[str, str | None]:
     """State and reason as shown. A time or a memory figure without a passed gate is not shown (rules P7, V9)."""
     if r.state != "ok" or r.purpose == "gate":
         return r.state, r.reason
@@ -230,47 +233,60 @@ def cells(raw: pd.DataFrame) -> pd.DataFrame:
     current = raw[~raw.superseded]
     timed = current[current.purpose == "time"]
     older = raw[raw.superseded & (raw.purpose == "time")].groupby(CELL).size()
-    for place, group in timed.groupby(CELL, sort=False):
-        rows.append(_cell(dict(zip(CELL, place, strict=True)), group, int(older.get(place, 0))))
+    for place, processes in _grouped(timed, CELL).items():
+        rows.append(_cell(dict(zip(CELL, place, strict=True)), processes, int(older.get(place, 0))))
     sizes = timed.groupby(PLACE).batch_size.unique()
     seen = set(timed.groupby([*PLACE, "contestant"]).groups)
     stopped = current[(current.purpose != "time") & (current.state != "ok")]
-    for place, group in stopped.groupby([*PLACE, "contestant"], sort=False):
+    for place, processes in _grouped(stopped, [*PLACE, "contestant"]).items():
         if place in seen:
             continue
         *where, contestant = place
-        for size in sizes.get(tuple(where), group.batch_size.unique()):
+        for size in sizes.get(tuple(where), list(dict.fromkeys(p["batch_size"] for p in processes))):
             cell = dict(zip(PLACE, where, strict=True)) | {"batch_size": size, "contestant": contestant}
-            rows.append(_cell(cell, group, 0))
+            rows.append(_cell(cell, processes, 0))
     return pd.DataFrame(rows)
 
 
-def _cell(place: dict[str, Any], group: pd.DataFrame, older: int) -> dict[str, Any]:
-    ok = group[group.state == "ok"]
-    ok = ok[ok.seconds.notna()]
-    failed = group[group.state != "ok"].sort_values("started")
+Process = Mapping[Any, Any]
+"""A row of the tidy frame."""
+
+
+def _grouped(frame: pd.DataFrame, keys: Sequence[str]) -> dict[tuple[Any, ...], list[Process]]:
+    """Rows by key as plain dictionaries: thousands of small frames would take a minute."""
+    groups: dict[tuple[Any, ...], list[Process]] = {}
+    for row in frame.to_dict("records"):
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return groups
+
+
+def _cell(place: dict[str, Any], processes: Sequence[Process], older: int) -> dict[str, Any]:
+    ok = [p for p in processes if p["state"] == "ok" and p["seconds"] == p["seconds"]]
+    failed = sorted((p for p in processes if p["state"] != "ok"), key=lambda p: p["started"])
     row: dict[str, Any] = {
         **place,
-        "private": bool(group.private.iloc[0]),
-        "state": "ok" if len(ok) else str(failed.state.iloc[-1]),
-        "reason": "" if failed.empty else failed.reason.iloc[-1] or "no reason recorded",
-        "failures": ", ".join(f"{count} {state}" for state, count in Counter(failed.state).items()),
+        "private": bool(processes[0]["private"]),
+        "state": "ok" if ok else str(failed[-1]["state"]),
+        "reason": "" if not failed else failed[-1]["reason"] or "no reason recorded",
+        "failures": ", ".join(f"{count} {state}" for state, count in Counter(p["state"] for p in failed).items()),
         "failed": len(failed),
         "superseded": older,
-        "extrapolated": bool(ok.extrapolated.any()),
-        "disturbed": int(ok.disturbed.sum()),
+        "extrapolated": any(p["extrapolated"] for p in ok),
+        "disturbed": sum(p["disturbed"] for p in ok),
         # A later round is not compared with a replay, so that any one that was not the same says so for all.
-        "own_sampling": max(ok.own_sampling.dropna(), key=len, default=None),
-        "cell": group.cell.iloc[0],
+        "own_sampling": max(
+            (p["own_sampling"] for p in ok if isinstance(p["own_sampling"], str)), key=len, default=None
+        ),
+        "cell": processes[0]["cell"],
     }
-    return row | _median(ok.seconds)
+    return row | _median([p["seconds"] for p in ok])
 
 
-def _median(values: pd.Series) -> dict[str, Any]:
+def _median(values: Sequence[float]) -> dict[str, Any]:
     if len(values) == 0:
         nan = float("nan")
         return {"median": nan, "low": nan, "high": nan, "n": 0, "coverage": nan}
-    m = stats.median_interval(values.tolist())
+    m = stats.median_interval(values)
     return {"median": m.median, "low": m.low, "high": m.high, "n": m.n, "coverage": m.coverage}
 
 
@@ -278,7 +294,7 @@ def _medians(frame: pd.DataFrame, column: str) -> pd.DataFrame:
     frame = frame[frame[column].notna()]
     return pd.DataFrame(
         [
-            dict(zip(CELL, place, strict=True)) | _median(group[column])
+            dict(zip(CELL, place, strict=True)) | _median(group[column].tolist())
             for place, group in frame.groupby(CELL, sort=False)
         ]
     )
@@ -303,21 +319,32 @@ def paired(
     here = current[(current.purpose == "time") & (current.state == "ok") & current.seconds.notna()]
     for column, value in place.items():
         here = here[here[column] == value]
-    return _paired(here, a, b)
+    return _paired(_sides(here[here.contestant.isin([a, b])]), a, b)
 
 
-def _paired(here: pd.DataFrame, a: str, b: str) -> tuple[stats.Comparison | None, int, bool]:
-    columns = ["seconds", "disturbed"]
-    left, right = (here[here.contestant == name].set_index(PAIRING)[columns] for name in (a, b))
-    # A cell that was measured twice in one block (a retry) counts with its later value.
-    left, right = (side[~side.index.duplicated(keep="last")] for side in (left, right))
-    both = left.merge(right, left_index=True, right_index=True, suffixes=("_a", "_b"))
-    if both.empty:
+Sides = Mapping[str, Mapping[Any, tuple[float, bool]]]
+"""Contestant -> (run, round) -> (seconds, disturbed)."""
+
+
+def _sides(here: pd.DataFrame) -> Sides:
+    """A cell that was measured twice in one block (a retry) counts with its later value."""
+    sides: dict[str, dict[Any, tuple[float, bool]]] = {}
+    columns = ["contestant", *PAIRING, "seconds", "disturbed"]
+    for contestant, run, number, seconds, disturbed in zip(*(here[c] for c in columns), strict=True):
+        sides.setdefault(contestant, {})[run, number] = (seconds, disturbed)
+    return sides
+
+
+def _paired(sides: Sides, a: str, b: str) -> tuple[stats.Comparison | None, int, bool]:
+    left, right = sides.get(a, {}), sides.get(b, {})
+    both = [block for block in left if block in right]
+    if not both:
         return None, 0, False
-    clean = both[~(both.disturbed_a | both.disturbed_b)]
+    clean = [block for block in both if not (left[block][1] or right[block][1])]
     use_all = len(clean) < min(2, len(both))
     used = both if use_all else clean
-    result = stats.compare(stats.paired_log_ratios(used.seconds_a.to_dict(), used.seconds_b.to_dict()))
+    log_ratios = stats.paired_log_ratios({k: left[k][0] for k in used}, {k: right[k][0] for k in used})
+    result = stats.compare(log_ratios)
     if use_all:
         result = stats.Comparison(result.ratio, result.low, result.high, result.n, None, False, None, result.margin)
     return result, len(both) - len(used), use_all
@@ -327,19 +354,21 @@ def ratios(current: pd.DataFrame, base: str | None) -> pd.DataFrame:
     """Seconds of every contestant over seconds of the baseline, paired in blocks, with a 95 % interval."""
     rows = []
     ok = current[(current.purpose == "time") & (current.state == "ok") & current.seconds.notna()]
+    private = dict(zip(current.contestant, current.private, strict=True))
     for place, group in ok.groupby([*PLACE, "batch_size"], sort=False):
-        for contestant in group.contestant.unique():
+        sides = _sides(group)
+        extrapolated = set(group.contestant[group.extrapolated])
+        for contestant in sides:
             if base is None or contestant == base:
                 continue
-            result, left_out, disturbed = _paired(group, base, contestant)
+            result, left_out, disturbed = _paired(sides, base, contestant)
             if result is None:
                 continue
-            mine = group[group.contestant == contestant]
             rows.append(
                 dict(zip([*PLACE, "batch_size"], place, strict=True))
                 | {
                     "contestant": contestant,
-                    "private": bool(mine.private.iloc[0]),
+                    "private": bool(private[contestant]),
                     "baseline": base,
                     "ratio": result.ratio,
                     "low": result.low,
@@ -347,7 +376,7 @@ def ratios(current: pd.DataFrame, base: str | None) -> pd.DataFrame:
                     "n": result.n,
                     "left_out": left_out,
                     "disturbed": int(disturbed),
-                    "extrapolated": bool(group[group.contestant.isin([base, contestant])].extrapolated.any()),
+                    "extrapolated": not extrapolated.isdisjoint((base, contestant)),
                 }
             )
     return pd.DataFrame(rows)
@@ -360,29 +389,37 @@ def overheads(
 
     total = contestant / baseline = (twin / baseline) * (contestant / twin) = framework * DP, each the mean over paired
     blocks with a 95 % interval; where one block lacks one of the three, the product is not exactly the total. Compiling
-    is no part of an epoch: ``compile`` and ``compile_twin`` are seconds before the first (NaN: none on record).
+    is no part of an epoch: ``compile`` and ``compile_twin`` are seconds before the first (NaN: none on record). ``n``:
+    the fewest rounds behind one of the three; ``left_out``: the most pairs that one of them lost to disturbances.
     """
     rows = []
     ok = current[(current.purpose == "time") & (current.state == "ok") & current.seconds.notna()]
     seconds: dict[Any, float] = {} if compiling.empty else compiling.set_index(CELL)["median"].to_dict()
     for place, group in ok.groupby([*PLACE, "batch_size"], sort=False):
-        present = set(group.contestant)
+        sides = _sides(group)
+        present = set(sides)
         for contestant, twin in twins.items():
             if base is None or not {contestant, twin, base} <= present:
                 continue
             row = {**dict(zip([*PLACE, "batch_size"], place, strict=True)), "contestant": contestant, "twin": twin}
+            rounds, left_out, any_disturbed = [], 0, False
             for name, a, b in (("framework", base, twin), ("dp", twin, contestant), ("total", base, contestant)):
-                result = None if a == b else _paired(group, a, b)[0]
                 if a == b:
                     row |= {name: 1.0, f"{name}_low": float("nan"), f"{name}_high": float("nan")}
-                elif result is not None:
+                    continue
+                result, without, disturbed = _paired(sides, a, b)
+                left_out, any_disturbed = max(left_out, without), any_disturbed or disturbed
+                if result is not None:
+                    rounds.append(result.n)
                     row |= {name: result.ratio, f"{name}_low": result.low, f"{name}_high": result.high}
             if {"framework", "dp", "total"} <= row.keys():
                 mine = group[group.contestant == contestant].seconds
                 rows.append(
                     row
                     | {
-                        "n": len(mine),
+                        "n": min(rounds),
+                        "left_out": left_out,
+                        "disturbed": int(any_disturbed),
                         "seconds": float(mine.median()),
                         "compile": seconds.get((*place, contestant), float("nan")),
                         "compile_twin": seconds.get((*place, twin), float("nan")),
@@ -406,7 +443,7 @@ def memory(current: pd.DataFrame, records: Sequence[Record]) -> pd.DataFrame:
     frame = pd.DataFrame(rows)
     return pd.DataFrame(
         [
-            dict(zip([*CELL, "notion"], place, strict=True)) | _median(group.bytes)
+            dict(zip([*CELL, "notion"], place, strict=True)) | _median(group.bytes.tolist())
             for place, group in frame.groupby([*CELL, "notion"], sort=False)
         ]
     )
@@ -464,7 +501,7 @@ def accuracy(current: pd.DataFrame, records: Sequence[Record]) -> pd.DataFrame:
     keys = [*CELL, "after_steps"]
     return pd.DataFrame(
         [
-            dict(zip(keys, place, strict=True)) | _median(group.test)
+            dict(zip(keys, place, strict=True)) | _median(group.test.tolist())
             for place, group in pd.DataFrame(rows).groupby(keys, sort=False)
         ]
     )
@@ -491,15 +528,15 @@ SHOWN_PACKAGES = (
 
 
 def versions(current: pd.DataFrame, records: Sequence[Record], order: Sequence[str]) -> pd.DataFrame:
-    """What each contestant ran on: Python and the packages that its time can depend on."""
-    found: dict[tuple[str, str], None] = {}
+    """What each contestant ran on, by section: Python and the packages that its time can depend on."""
+    found: dict[tuple[str, ...], None] = {}
     for row in current.itertuples():
         v = records[row.Index].versions
         if v:
             text = ", ".join(f"{name} {v[name]}" for name in ("python", *SHOWN_PACKAGES) if name in v)
-            found[(row.contestant, text)] = None
-    rows = sorted(found, key=lambda item: list(order).index(item[0]))
-    return pd.DataFrame(rows, columns=["contestant", "versions"])
+            found[(*(str(getattr(row, c)) for c in SECTION), row.contestant, text)] = None
+    rows = sorted(found, key=lambda item: (item[: len(SECTION)], list(order).index(item[-2])))
+    return pd.DataFrame(rows, columns=[*SECTION, "contestant", "versions"])
 
 
 def published() -> pd.DataFrame:

@@ -12,7 +12,7 @@ from pathlib import Path
 FAKES = Path(__file__).resolve().parent.parent / "fakes"
 os.environ["DPBENCH_FRAMEWORKS"] = str(FAKES)
 
-from harness import cli, env, gatekeeper, report  # noqa: E402
+from harness import cli, env, gatekeeper, layer_run, machine, peaks, report  # noqa: E402
 from harness.gatekeeper import Verdict  # noqa: E402
 from harness.record import Gate  # noqa: E402
 
@@ -23,11 +23,25 @@ class _ThisPython(env.Environment):
         return Path(sys.executable)
 
 
+def _layer_references(names: tuple[str, ...], say: object) -> dict[str, Path]:
+    """Of the only layer that the fakes have: where the tests wrote it."""
+    return dict.fromkeys(names, Path(os.environ["DRIVE_LAYER_REFERENCE"]))
+
+
 def install() -> None:
     env.ensure = lambda framework, say: _ThisPython(Path(), framework.lock_hash, (framework.name,), 0.0)
     gatekeeper.judge = lambda contestant, task, *rest, **named: Verdict(
         "ok", None, Gate(passed=contestant.variant.name != "unfit", key="fake", checks=[]), {}
     )
+    layer_run.ensure_references = _layer_references
+    if "DRIVE_WITH_GPU" in os.environ:
+        machine.gpus = lambda: ["A device that is not there, 1000 MiB, 1.0"]
+        machine._gpu_throttle = list
+    if "docker" in sys.argv:  # a gate that is not held needs no reference, which needs an image with torch
+        from harness.harbour import Harbour
+
+        Harbour.reference = lambda self, task, say: None
+    peaks.measure = lambda threads: {"flops_per_second": 1e9 * threads, "bytes_per_second": 2e9}
     if "DRIVE_WITH_REPORT" not in os.environ:  # figures take longer than the fake cells
         report.write = lambda records, out, plots: []
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from harness.layers import LAYERS
 from harness.record import Record
 
 MACHINE: dict[str, Any] = {
@@ -152,6 +153,97 @@ def record(
         "started": started,
         "wall_seconds": 12.5,
         "command": f"dpbench run e2e --tasks {task} --frameworks {framework}-{variant} --batch-sizes {batch_size}",
+    }
+    return Record.model_validate({**fields, **more})
+
+
+def layer_record(
+    *,
+    layer: str = "linear",
+    framework: str = "opacus",
+    variant: str = "hooks",
+    passes: str = "clipped",
+    column: str = "dp",
+    batch_size: int = 16,
+    purpose: str = "time",
+    state: str = "ok",
+    reason: str | None = None,
+    seconds: Iterable[float] = (1e-3, 1.1e-3, 0.9e-3, 1e-3, 1.2e-3),
+    gradients: int | None = None,
+    intermediate: int | None = None,
+    round: int = 0,
+    order: int = 0,
+    run: str = "run-1",
+    **more: Any,
+) -> Record:
+    """One process of a cell of kind layer. By default memory follows the law of today's Opacus: L + bC + bL remain, and
+    another L + bL are there for a moment."""
+    facts = LAYERS[layer]
+    ok = state == "ok"
+    data, own = batch_size * facts.example_bytes, facts.parameter_bytes
+    parts: dict[str, Any] = {
+        "input": batch_size * facts.input_bytes,
+        "labels": batch_size * facts.label_bytes,
+        "module": own,
+        "gradients": (batch_size * own if column == "dp" else own) if gradients is None else gradients,
+        "intermediate": batch_size * facts.output_bytes + (own + batch_size * own if column == "dp" else 0)
+        if intermediate is None
+        else intermediate,
+    }
+    assert data >= parts["input"] + parts["labels"]
+    peak = sum(parts.values())
+    time, memory = ok and purpose == "time", ok and purpose == "memory"
+    fields: dict[str, Any] = {
+        "schema": 1,
+        "purpose": purpose,
+        "state": state,
+        "reason": reason if reason or ok else f"{state} on purpose",
+        "cell": {
+            "kind": "layer",
+            "layer": layer,
+            "passes": passes,
+            "framework": framework,
+            "variant": variant,
+            "private": column == "dp",
+            "batch_size": batch_size,
+            "protocol": "layers-v1",
+            "device": "cpu",
+            "isolation": "venv",
+        },
+        "key": sha(f"{layer}{framework}{variant}{passes}{batch_size}"),
+        "memory": {"cpu_peak_allocated": peak} if memory else {},
+        "layer": {
+            "kind": facts.kind,
+            "description": facts.description,
+            "column": column,
+            "paper_row": facts.paper_row,
+            "input_bytes": facts.input_bytes,
+            "label_bytes": facts.label_bytes,
+            "output_bytes": facts.output_bytes,
+            "parameter_bytes": facts.parameter_bytes,
+            "pass_seconds": list(seconds) if time else [],
+            "batches": 20,
+            "warm_up": 3,
+            "stopped_by": "passes" if time else None,
+            "parts": {**parts, "peak": peak, "baseline": 0, "instrument": "profiler", "unexplained": 0}
+            if memory
+            else None,
+        },
+        "gate": {
+            "passed": state != "rejected",
+            "key": sha(framework),
+            "checks": [{"check": "clipped-sum", "error": 2e-7, "limit": 1e-4, "passed": state != "rejected"}],
+        }
+        if time
+        else None,
+        "versions": {"python": "3.11.9", framework: "1.6.0"},
+        "machine": MACHINE,
+        "block": {"run": run, "round": round, "order": order},
+        "source": {"commit": "b618197aa", "dirty": False, "adapter_hash": sha(framework), "lock_hash": sha("lock")},
+        "load": {"foreign_share": 0.01, "disturbed": False, "repeats": 0},
+        "started": "2026-11-20T08:00:00+00:00",
+        "wall_seconds": 4.5,
+        "command": "dpbench run layers",
     }
     return Record.model_validate({**fields, **more})
 

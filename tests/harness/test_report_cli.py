@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 
+import pandas as pd
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -137,6 +138,26 @@ def test_explain_for_machines_gives_the_records(folder):
     assert all(e["record"]["schema"] == 1 for e in entries)
 
 
+def test_explain_finds_cells_of_layers_beside_those_of_tasks(tmp_path):
+    records = [
+        factory.record(),
+        factory.layer_record(round=0),
+        factory.layer_record(round=1, seconds=(2e-3,) * 5),
+        factory.layer_record(purpose="memory"),
+        factory.layer_record(layer="lstm", state="unsupported", reason="predicted 7 s a pass"),
+    ]
+    place = factory.write(records, tmp_path)
+    text = run("explain", "linear/opacus-hooks/clipped/16", "--in", place)
+    assert text.splitlines()[0].startswith("linear/opacus-hooks/clipped/16/layers-v1")
+    assert text.count("time process") == 2 and text.count("memory process") == 1
+    for part in ("5 timed after", "median 2 ms, mean 2 ms", "2, 2, 2, 2, 2", "gradients", "peak", "dpbench run layers"):
+        assert part in text, part
+    assert "unsupported: predicted 7 s a pass" in run("explain", "lstm/opacus-hooks", "--in", place)
+    assert len(json.loads(run("explain", "linear/opacus-hooks/clipped/16", "--in", place, "--json"))) == 3
+    with pytest.raises(BadInput, match="is no cell"):
+        run("explain", "linaer", "--in", place)
+
+
 def test_a_fragment_that_fits_whole_parts_goes_first(tmp_path):
     records = [factory.record(batch_size=b) for b in (16, 1600)]
     assert "/16/verified" in run("explain", "opacus-hooks/16", "--in", factory.write(records, tmp_path))
@@ -146,6 +167,38 @@ def test_a_fragment_that_fits_whole_parts_goes_first(tmp_path):
 def test_unclear_cells_list_near_ones(folder, fragment, words):
     with pytest.raises(BadInput, match=words):
         run("explain", fragment, "--in", folder)
+
+
+def sizes(run, *batch_sizes, **more):
+    """Two rounds of JAX and Opacus on the MNIST network: 12 s and 24 s at batch 16, less in proportion beyond it."""
+    return [
+        factory.record(framework=name, variant=variant, batch_size=b, run=run, round=r, seconds=[s * 16 / b], **more)
+        for name, variant, s in (("jax", "vmap", 12.0), ("opacus", "hooks", 24.0))
+        for b in batch_sizes
+        for r in range(2)
+    ]
+
+
+def test_what_two_runs_know_together_they_are_asked_together(tmp_path):
+    """The gap beyond 2048 against that at 2048 needs both runs."""
+    small = factory.write(sizes("run-1", 16, 2048), tmp_path / "small", packed=True)
+    large = factory.write(sizes("run-2", 8192), tmp_path / "large", packed=True)
+    paper = factory.write(sizes("run-3", 2048, 8192, protocol="paper-v1"), tmp_path / "paper", packed=True)
+
+    def gaps(*places):
+        run("report", *(p / "records.jsonl" for p in places), "--out", tmp_path / "out", "--json")
+        frame = pd.read_csv(tmp_path / "out" / "paper-claims.csv").set_index(["protocol", "claim"])
+        return frame.cells.xs(
+            "Beyond 2048 the gap Opacus / JAX (DP) closes: the gap there / at 2048", level=1
+        ).to_dict()
+
+    assert gaps(large) == {"verified-v1": 0}
+    assert gaps(small, large, small, paper) == {"verified-v1": 1, "paper-v1": 1}
+
+
+def test_several_places_need_a_place_for_their_report(folder):
+    with pytest.raises(BadInput, match=r"2 places .* --out"):
+        run("report", folder, folder)
 
 
 def test_report_writes_beside_the_records_and_lists_its_files(tmp_path):

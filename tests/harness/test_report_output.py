@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import shutil
 import subprocess
+import time
 
 import numpy as np
 import pandas as pd
@@ -14,7 +16,9 @@ from rich.console import Console
 
 import harness.report
 from harness.errors import BadInput
-from harness.report import figures, latex, layout, markdown, output
+from harness.record import SCHEMA
+from harness.report import chapters, figures, latex, layout, markdown, output, terminal
+from harness.report.records import load
 from harness.report.table import build
 from tests.harness import record_factory as factory
 
@@ -27,7 +31,11 @@ def quick():
 @pytest.fixture(scope="module")
 def written(tmp_path_factory, quick):
     folder = tmp_path_factory.mktemp("report")
-    return output.write_tables(quick, folder / "out", folder / "plots")
+    return output.write_report(report_of(quick), folder / "out", folder / "plots")
+
+
+def report_of(tables):
+    return chapters.of_tables(tables.records, tables)
 
 
 def named(paths, start, suffix):
@@ -57,7 +65,7 @@ def test_the_words_stand_in_the_figure_and_it_says_where_when_and_how(written, m
     section = layout.sections(quick)[0]
     with_words = {}
     monkeypatch.setattr(figures, "save", lambda figure, stem: with_words.setdefault(stem.name, _words(figure)) and [])
-    figures.draw(quick, written[0].parent)
+    figures.draw((p for c in report_of(quick).chapters for p in c.pictures), written[0].parent)
     assert len(with_words) == 6
     for name, words in with_words.items():
         for part in ("AMD EPYC 7B13", "2026-11-20", "verified-v1", "n = 3" if "seconds-per" in name else "b618197aa"):
@@ -76,7 +84,7 @@ def _words(figure):
 
 def test_the_same_records_draw_the_same_bytes(tmp_path):
     t = build(factory.quick_run(tasks=("mnist-cnn",)), factory.PAPER_ROWS)
-    first, again = (output.write_tables(t, tmp_path / n / "out", tmp_path / n / "plots") for n in ("a", "b"))
+    first, again = (output.write_report(report_of(t), tmp_path / n / "out", tmp_path / n / "plots") for n in ("a", "b"))
     for old, new in zip(first, again, strict=True):
         assert old.name == new.name
         assert old.read_bytes() == new.read_bytes(), old.name
@@ -91,11 +99,11 @@ def test_csv_can_be_read_back(written, quick):
 
 
 def test_markdown_shows_measured_and_published_values_apart(quick):
-    page = markdown.page(quick)
+    page = markdown.page(report_of(quick).chapters)
     assert page.index("**MNIST CNN: median seconds per epoch**") < page.index("published in 2021, NVIDIA A100")
     for chapter in (
         "Relative to PyTorch without DP",
-        "Compile seconds",
+        "Start-up",
         "Peak memory",
         "Privacy",
         "Accuracy",
@@ -108,7 +116,7 @@ def test_markdown_shows_measured_and_published_values_apart(quick):
 
 def test_markdown_survives_bars_and_line_breaks_in_a_reason():
     t = build([factory.record(state="crashed", reason="a | b\nc")], factory.PAPER_ROWS)
-    assert all(not line.startswith("c") for line in markdown.page(t).splitlines())
+    assert all(not line.startswith("c") for line in markdown.page(report_of(t).chapters).splitlines())
 
 
 def test_latex_escapes_whatever_a_reason_holds():
@@ -122,15 +130,23 @@ def test_latex_has_the_paper_s_layout(quick):
     assert text.count(r"\toprule") == 4 and text.count("published in 2021") == 4
     assert r"Batch size & 64 & 512 \\" in text
     assert r"\textit{PyTorch without DP} & \textit{1.55} & \textit{0.26} \\" in text
-    assert r"\textsf{unsupported}" in text and "no rule for an LSTM" in text
+    assert r"\textsf{unsupported}" in text and "its reason stands in the table of failures" in text
+    failures = next(c for c in report_of(quick).chapters if c.title == "Failures and rejections")
+    assert "no rule for an LSTM" in latex.chapter(failures)
     assert "measured on synthetic data" in text
 
 
-@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
+needs_latex = pytest.mark.skipif(
+    shutil.which("pdflatex") is None,
+    reason="no LaTeX on this machine: the document is not compiled (Debian: apt install texlive-latex-recommended)",
+)
+
+
+@needs_latex
 def test_latex_compiles_and_fits_on_its_pages(tmp_path, written):
     wide = factory.quick_run(rounds=6, batch_sizes=(16, 32, 64, 128, 256, 512, 1024, 2048), extrapolated_tasks=())
     (tmp_path / "wide").mkdir()
-    for name, text in output.texts(build(wide, factory.PAPER_ROWS), pictures=[]).items():
+    for name, text in output.texts(report_of(build(wide, factory.PAPER_ROWS)), pictures=[]).items():
         (tmp_path / "wide" / name).write_text(text)
     for folder in (written[0].parent, tmp_path / "wide"):
         done = subprocess.run(
@@ -142,6 +158,29 @@ def test_latex_compiles_and_fits_on_its_pages(tmp_path, written):
         )
         assert done.returncode == 0, done.stdout[-2000:]
         assert "Overfull" not in done.stdout and "Float too large" not in done.stdout
+
+
+@needs_latex
+@pytest.mark.skipif(shutil.which("pdftotext") is None, reason="no pdftotext (Debian: apt install poppler-utils)")
+def test_captions_say_where_when_how_and_what_kind(written):
+    folder = written[0].parent
+    subprocess.run(["pdflatex", "-interaction=batchmode", "report.tex"], cwd=folder, capture_output=True)
+    done = subprocess.run(["pdftotext", "report.pdf", "-"], cwd=folder, capture_output=True, text=True, check=True)
+    text = " ".join(done.stdout.split())
+    for part in (
+        *(
+            "AMD EPYC 7B13",
+            "2026-11-20",
+            "verified-v1",
+            "commit b618197aa",
+            "n = 3",
+            "95 % interval",
+            "lowest, highest",
+        ),
+        *("extrapolated", "synthetic data", "Hardware", "Versions", "opacus 1.6.0", "cumulative seconds", "start-up"),
+        *("unsupported", "published in 2021, NVIDIA A100 40 GB", "cannot be tested here"),
+    ):
+        assert part in text, part
 
 
 def test_cumulative_seconds_start_with_the_compilation_and_go_on_with_the_median():
@@ -160,7 +199,7 @@ def test_contestants_without_dp_are_black_and_all_looks_differ(quick):
 
 def test_failures_only_make_a_report_without_figures(tmp_path):
     t = build([factory.record(state="crashed", reason="boom")], factory.PAPER_ROWS)
-    paths = output.write_tables(t, tmp_path / "out", tmp_path / "plots")
+    paths = output.write_report(report_of(t), tmp_path / "out", tmp_path / "plots")
     assert not [p for p in paths if p.suffix == ".png"]
     assert "boom" in (tmp_path / "out" / "report.md").read_text()
 
@@ -178,7 +217,7 @@ def test_two_machines_make_figures_of_their_own(tmp_path):
 def test_a_folder_that_cannot_be_made_is_bad_input(tmp_path, quick):
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="cannot be made"):
-        output.write_tables(quick, tmp_path / "file" / "out", tmp_path / "plots")
+        output.write_report(report_of(quick), tmp_path / "file" / "out", tmp_path / "plots")
 
 
 def shown(records, width=100):
@@ -205,6 +244,46 @@ def test_a_narrow_terminal_shows_every_column_all_the_same():
     assert "…" not in text
 
 
+def test_parts_of_a_table_begin_with_what_tells_their_rows_apart():
+    header = ("layer", "batch", "a-long-contestant", "another-contestant", "a-third-contestant")
+    rows = tuple(("lstm", size, "1.00×", "2.00×", "3.00×") for size in ("16", "512"))
+    stream = io.StringIO()
+    chapter = layout.Chapter("Layers", None, (layout.Grid("factors", header, rows),), in_terminal=True)
+    terminal.show(chapters.Report((), None, (chapter,)), Console(file=stream, width=60))
+    text = stream.getvalue()
+    assert text.count("batch") == 2 and all(name in text for name in header), text
+
+
 def test_the_terminal_names_failed_gate_checks():
     text = shown([factory.record(purpose="gate", state="rejected", gate_passed=False, reason="gate")], width=160)
     assert "failed checks" in text and "the noise is 10 times too small" in text
+
+
+@pytest.mark.slow
+def test_ten_thousand_records_take_under_thirty_seconds(tmp_path):
+    records = [
+        r.model_copy(update={"cell": r.cell.model_copy(update={"framework": f"{r.cell.framework}{k or ''}"})})
+        for k in range(3)
+        for r in factory.quick_run(rounds=20, seed=k, batch_sizes=(16, 32, 64, 128, 256, 512, 1024, 2048))
+    ]
+    assert len(records) >= 10_000
+    factory.write(records, tmp_path / "records", packed=True)
+    # Seconds of this process: how long others keep it waiting says nothing of the report.
+    start = time.process_time()
+    paths = harness.report.write(tmp_path / "records", tmp_path / "out", tmp_path / "plots")
+    assert time.process_time() - start < 30.0
+    assert next(p for p in paths if p.name == "report.html").stat().st_size < 6_000_000
+
+
+def test_records_from_before_some_fields_are_read_beside_new_ones_and_a_newer_schema_is_refused(tmp_path):
+    line = factory.record().to_json()
+    (tmp_path / "new.jsonl").write_text(line + "\n")
+    older = {k: v for k, v in json.loads(line).items() if k not in {"load", "image", "log_tail", "memory"}}
+    older["cell"].pop("kind")
+    older["block"]["round"] = 1
+    (tmp_path / "old.json").write_text(json.dumps(older))
+    tables = build(load(tmp_path), factory.PAPER_ROWS)
+    assert tables.cells.n.tolist() == [2]
+    (tmp_path / "newer.json").write_text(json.dumps({**json.loads(line), "schema": SCHEMA + 1}))
+    with pytest.raises(BadInput, match=rf"newer.json has record schema {SCHEMA + 1}, .*update dpbench"):
+        load(tmp_path)

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from harness import cache, store
 from harness.errors import BadInput
 from harness.report import records, table
 from tests.harness import record_factory as factory
@@ -56,6 +57,7 @@ def test_a_file_that_vanishes_while_we_read_makes_us_read_again(tmp_path, monkey
         ('{"schema": 1, "purp', "not a record"),
         ("[]", "not a record"),
         ('{"schema": 1}', "corrupt"),
+        ('{"config": {}}', "no `schema`, .*; name the files"),
         ('{"schema": 99}', "schema 99"),
     ],
 )
@@ -86,7 +88,7 @@ def test_no_folder_and_no_record_are_told_apart(tmp_path):
         records.load(tmp_path / "nowhere")
     with pytest.raises(BadInput, match="no records in"):
         records.load(tmp_path)
-    with pytest.raises(BadInput, match="no records"):
+    with pytest.raises(BadInput, match="no end-to-end records"):
         table.build([])
 
 
@@ -103,3 +105,19 @@ def test_ten_thousand_records_load_and_summarise_in_time(tmp_path):
     start = time.process_time()
     table.build(loaded, factory.PAPER_ROWS)
     assert time.process_time() - start < 15.0
+
+
+def test_a_packed_run_does_not_name_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    reason = "the whole log is /home/somebody/.cache/x.log, not /data/home/somebody/x"
+    factory.write([factory.record(state="crashed", reason=reason)], tmp_path / "records")
+    assert store.pack(tmp_path, tmp_path / "packed.jsonl") == 1
+    (packed,) = records.load(tmp_path / "packed.jsonl")
+    assert packed.reason == "the whole log is ~/.cache/x.log, not /data/home/somebody/x"
+
+
+def test_a_run_at_work_is_not_packed(tmp_path):
+    factory.write([factory.record()], tmp_path / "records")
+    with cache.locked(tmp_path / ".lock"), pytest.raises(BadInput, match="at work"):
+        store.pack(tmp_path, tmp_path / "packed.jsonl")
+    assert not (tmp_path / "packed.jsonl").exists()

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from harness.report import layout, naming, table
+from harness.report import latex, layout, naming, table
 from harness.report.table import build
 from tests.harness import record_factory as factory
 
@@ -283,8 +283,44 @@ def test_the_overhead_is_framework_times_dp_with_compiling_apart():
         "6.00× [6.00, 6.00]",
         "24.0 (1.54)",
         "1.00",
+        "3",
         "",
     )
+
+
+def test_an_overhead_of_disturbed_processes_says_so():
+    records = [
+        factory.record(framework=f, variant=v, private=p, seconds=[s], round=r, disturbed=r > 0)
+        for f, v, p, s in (("pytorch", "eager", False, 2.0), ("opacus", "hooks", True, 5.0))
+        for r in range(2)
+    ]
+    t = build(records, factory.PAPER_ROWS, {"opacus-hooks": "pytorch-eager"})
+    (row,) = t.overheads.itertuples()
+    assert (row.n, row.disturbed, row.left_out) == (2, 1, 0)
+    (grid,) = layout.overheads(t, layout.sections(t)[0])
+    assert grid.rows[0][-2:] == ("2", "ᵈ") and any(note.startswith("ᵈ disturbed") for note in grid.notes)
+
+
+@pytest.mark.parametrize(("rounds", "words"), [(1, "no interval"), (2, "Mean of 2 paired rounds")])
+def test_one_round_claims_no_interval(rounds, words):
+    t = build(factory.quick_run(rounds=rounds, tasks=("mnist-cnn",)), factory.PAPER_ROWS)
+    section = layout.sections(t)[0]
+    assert words in layout.ratios(t, section)[0].notes[0] and words in latex.ratios(t, section)
+
+
+def test_versions_are_those_of_the_section():
+    records = [factory.record(versions={"python": "3.11.7"})]
+    records.append(factory.record(isolation="docker", versions={"python": "3.11.2"}))
+    t = build(records)
+    shown = {s.isolation: layout.versions(t, s)[0].rows for s in layout.sections(t)}
+    assert shown == {"docker": (("opacus-hooks", "python 3.11.2"),), "venv": (("opacus-hooks", "python 3.11.7"),)}
+
+
+def test_a_contestant_without_memory_on_record_is_named():
+    records = factory.quick_run(rounds=1, tasks=("mnist-cnn",))
+    t = build([r for r in records if not (r.purpose == "memory" and r.cell.framework == "jax")])
+    grids = layout.memory(t, layout.sections(t)[0])
+    assert grids and all(any("without this memory on record: jax-vmap" in n for n in g.notes) for g in grids)
 
 
 def test_a_twin_that_is_the_baseline_itself_leaves_all_to_dp():

@@ -72,6 +72,7 @@ def test_a_run_times_every_cell_and_says_what_it_is(driver: Driver) -> None:
     assert one.data is not None and one.data.synthetic and one.timed is not None
     assert one.epoch_seconds[0] >= one.timed.measured_seconds[0] > 0
     assert one.seeds is not None and one.machine["threads"] == 1
+    assert one.machine["peaks"] == {"flops_per_second": 1e9, "bytes_per_second": 2e9}
     padded = [r for r in times if r.cell.variant == "padded"]
     assert all(r.timed is not None and 0 < r.timed.padding_fraction < 0.5 for r in padded)
     assert "synthetic" in done.stdout.lower()

@@ -126,7 +126,8 @@ def test_protocols_are_data_and_the_page_quotes_every_rule() -> None:
     page = (registry.ROOT / "docs" / "protocol.md").read_text()
     for name in protocol.names():
         loaded = protocol.load(name)
-        assert loaded.name == name and (loaded.noise_multiplier, loaded.max_grad_norm) == (1.1, 1.0)
+        noise = 0.0 if name == "layers" else 1.1  # whose passes end with the clipped sum
+        assert loaded.name == name and (loaded.noise_multiplier, loaded.max_grad_norm) == (noise, 1.0)
         for rule in loaded.rules:
             assert f"**{rule.id}** {rule.text}" in page
 

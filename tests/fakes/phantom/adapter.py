@@ -38,6 +38,12 @@ class Phantom(Adapter):
             return
         for value in self.weights.values():
             value += 1e-3
+        if self.variant == "hungry":
+            np.ones(len(indices) * 2**20, dtype=np.uint8)
+        if self.variant == "slow":
+            time.sleep(0.001 * len(indices))
+        if self.variant == "device" and len(indices) > 300:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 1.00 GiB.")
         misbehave = getattr(self, f"_{self.variant}", None)
         if misbehave is not None:
             misbehave()

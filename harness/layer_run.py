@@ -1,0 +1,239 @@
+"""Runs a plan over layers: float64 references, environments, one process per measurement, records."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from harness import cache, env, gatekeeper, isolation, layer_plan, limits, machine
+from harness.errors import BadInput
+from harness.isolation import InProcess, Limits, Venv
+from harness.layer_plan import LayerJob, LayerOptions
+from harness.layer_registry import LayerContestant
+from harness.layer_request import LayerRequest
+from harness.layers import LAYERS
+from harness.progress import Progress
+from harness.record import Block, Gate, GateCheck, LayerResult, Load, Record, Seeds, Source
+from harness.registry import frameworks
+from harness.run import FINAL_STATES, Summary, check_device, check_threads, place_of, undisturbed
+from harness.store import RunFolder
+
+WORKER = "harness.layer_worker"
+REFERENCE_SOURCES = (
+    "harness/layers.py",
+    "harness/layer_gate.py",
+    "frameworks/layer_reference.py",
+    "frameworks/torch_layers.py",
+)
+
+
+class LayerRun:
+    """One run folder's work. ``command`` reproduces it and goes into every record."""
+
+    def __init__(
+        self, options: LayerOptions, contestants: list[LayerContestant], folder: RunFolder, command: str
+    ) -> None:
+        self.options = options
+        self.contestants = contestants
+        self.folder = folder
+        self.command = command
+        self.threads = options.threads or len(os.sched_getaffinity(0))
+        self.limits = Limits(options.memory_limit_bytes or limits.default_limit(), options.timeout_seconds)
+        self.places: dict[str, InProcess | Venv | str] = {}
+        self.references: dict[str, Path] = {}
+        self.reference_fault: str | None = None
+        self.ended: dict[str, Record] = {}
+        check_device(options.device)
+        check_threads(self.threads)
+        self.hashes = {c.name: (c.code_hash, c.framework.lock_hash) for c in contestants}
+        self.jobs = layer_plan.jobs(options, contestants)
+        if not self.jobs:
+            raise BadInput(
+                "None of the chosen contestants makes any of the chosen passes over the chosen layers; leave out "
+                "--frameworks or --passes, or see docs/add-a-layer.md."
+            )
+
+    def execute(self, progress: Progress, fresh: bool = False) -> Summary:
+        """Everything, or what is left of it. Ctrl-C or a kill at any moment loses at most the process under way."""
+        with self.folder.open(self._description(), fresh):
+            self._prepare(progress.say)
+            states: dict[str, int] = {}
+            resumed = 0
+            progress.begin(len(self.jobs))
+            for job in self.jobs:
+                name = f"{job.name}.{self._key(job)[:8]}.json"
+                record = self.folder.read(name)
+                if record is None:
+                    progress.doing(f"round {job.round + 1}/{self.options.rounds} · {job.cell.name} · {job.purpose}")
+                    record = self._measure(job, progress)
+                    self.folder.write(name, record)
+                else:
+                    resumed += 1
+                if record.state in FINAL_STATES:
+                    self.ended.setdefault(job.cell.name, record)
+                states[record.state] = states.get(record.state, 0) + 1
+                progress.done(record.state)
+            return Summary(len(self.jobs), resumed, states, self.folder.path)
+
+    def _description(self) -> dict[str, Any]:
+        """What all records of the folder have in common: options, code, machine. A resumed run must have the same."""
+        return {
+            "options": asdict(self.options),
+            "contestants": {name: {"layers": code, "lock": lock} for name, (code, lock) in self.hashes.items()},
+            "harness": gatekeeper.sources_hash(REFERENCE_SOURCES),
+            "machine": machine.describe()["id"],
+            "threads": self.threads,
+        }
+
+    def _key(self, job: LayerJob) -> str:
+        """Same key: same measurement of the same code in the same environment."""
+        parts = [*job.cell.model_dump(exclude_none=True).values(), *self.hashes[job.contestant.name]]
+        return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]
+
+    def _prepare(self, say: Callable[[str], None]) -> None:
+        """Environments and references. Without one, its cells are ``unsupported`` (``crashed`` without a reference)."""
+        for c in self.contestants:
+            self.places[c.name] = place_of(self.options.isolation, c.framework, c.variant.environment, say, WORKER)
+        try:
+            self.references = ensure_references(self.options.layers, say)
+        except (env.EnvironmentFault, isolation.ToolFault) as fault:
+            self.reference_fault = f"the float64 references of the layers could not be made: {fault}"
+            say(self.reference_fault)
+
+    def _measure(self, job: LayerJob, progress: Progress) -> Record:
+        """One process, or the record of why there is none."""
+        started = time.time()
+        refusal = self._refusal(job)
+        if refusal is not None:
+            return self._record(job, refusal, started)
+        place = self.places[job.contestant.name]
+        assert not isinstance(place, str)
+        contestant = job.contestant
+        if self.hashes[contestant.name] != (contestant.code_hash, contestant.framework.lock_hash):
+            raise BadInput(
+                f"The code or the pins of {contestant.name} changed during the run; start anew with --fresh."
+            )
+        request = self._request(job)
+        result, load = undisturbed(
+            lambda: place.run(request, self.limits, progress.event),
+            self.options.repeats,
+            job.purpose == "time",
+            job.cell.name,
+            progress,
+        )
+        return self._record(job, result, started, load)
+
+    def _refusal(self, job: LayerJob) -> dict[str, Any] | None:
+        """A result without a process: it cannot run, or an earlier process of this cell showed so."""
+        assert job.cell.layer is not None
+        place = self.places[job.contestant.name]
+        reason = job.contestant.variant.why_unsupported(LAYERS[job.cell.layer])
+        if isinstance(place, str) or reason:
+            return {"state": "unsupported", "reason": place if isinstance(place, str) else reason}
+        if self.reference_fault is not None:
+            return {"state": "crashed", "reason": self.reference_fault}
+        earlier = self.ended.get(job.cell.name)
+        if earlier is not None:
+            result = {"state": earlier.state, "reason": earlier.reason}
+            return result | ({"layer": _predictions(earlier)} if earlier.layer is not None else {})
+        return None
+
+    def _request(self, job: LayerJob) -> LayerRequest:
+        options, cell = self.options, job.cell
+        assert cell.layer is not None and cell.passes is not None
+        first = job.purpose == "memory" or (job.round == 0 and not options.memory)
+        return LayerRequest(
+            mode="time" if job.purpose == "time" else "memory",
+            folder=str(job.contestant.framework.folder),
+            variant=cell.variant,
+            layer=cell.layer,
+            passes=cell.passes,
+            batch_size=cell.batch_size,
+            max_grad_norm=options.max_grad_norm,
+            device=options.device,
+            threads=self.threads,
+            seed=self._seed(job),
+            reference=str(self.references[cell.layer]),
+            predicts=first and options.device == "cpu",
+            seconds=options.seconds,
+            most_passes=options.most_passes,
+            least_passes=options.least_passes,
+            longest_pass=options.longest_pass,
+            most_bytes=options.most_bytes,
+        )
+
+    def _seed(self, job: LayerJob) -> int:
+        """The same for all contestants of a block; every round has its own."""
+        return self.options.seed * 1000 + job.round
+
+    def _record(self, job: LayerJob, result: dict[str, Any], started: float, load: Load | None = None) -> Record:
+        assert job.cell.layer is not None
+        layer = LAYERS[job.cell.layer]
+        commit, dirty = machine.commit()
+        code_hash, lock_hash = self.hashes[job.contestant.name]
+        checks = [GateCheck.model_validate(check) for check in result.get("checks", [])]
+        gate = Gate(passed=all(c.passed for c in checks), key=self._key(job), checks=checks) if checks else None
+        seed = self._seed(job)
+        return Record(
+            purpose=job.purpose,
+            state=result["state"],
+            reason=result.get("reason"),
+            cell=job.cell,
+            key=self._key(job),
+            memory=result.get("memory", {}),
+            layer=LayerResult(
+                kind=layer.kind,
+                description=layer.description,
+                column=job.contestant.variant.column,
+                paper_row=layer.paper_row,
+                input_bytes=layer.input_bytes,
+                label_bytes=layer.label_bytes,
+                output_bytes=layer.output_bytes,
+                parameter_bytes=layer.parameter_bytes,
+                **result.get("layer", {}),
+            ),
+            gate=gate,
+            versions=result.get("versions", {}),
+            machine={**machine.describe(), **machine.state(), "threads": self.threads},
+            seeds=Seeds(initial=seed, batches=seed, noise=seed),
+            block=Block(run=self.folder.id, round=job.round, order=job.order),
+            source=Source(commit=commit, dirty=dirty, adapter_hash=code_hash, lock_hash=lock_hash),
+            load=load,
+            started=datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
+            wall_seconds=time.time() - started,
+            command=self.command,
+            log_tail="" if result["state"] == "ok" else result.get("log_tail", ""),
+        )
+
+
+def _predictions(record: Record) -> dict[str, Any]:
+    assert record.layer is not None
+    return {
+        "predicted_seconds": record.layer.predicted_seconds,
+        "predicted_bytes": record.layer.predicted_bytes,
+    }
+
+
+def ensure_references(names: tuple[str, ...], say: Callable[[str], None]) -> dict[str, Path]:
+    """Layer -> .npz of its float64 gradients, computed once in the environment of plain PyTorch.
+
+    Raises :class:`env.EnvironmentFault` or :class:`isolation.ToolFault` where they cannot be made.
+    """
+    folder = cache.folder("layer-references") / gatekeeper.sources_hash(REFERENCE_SOURCES)
+    folder.mkdir(exist_ok=True)
+    paths = {name: folder / f"{name}.npz" for name in names}
+    with cache.locked(folder / ".lock"):
+        missing = [name for name, path in paths.items() if not path.exists()]
+        if missing:
+            python = env.ensure(frameworks()["pytorch"], say).python
+            say(f"References of {len(missing)} layers: float64, one example at a time")
+            isolation.run_tool(
+                python, "frameworks.layer_reference", ["--layers", ",".join(missing), "--out", str(folder)]
+            )
+    return paths

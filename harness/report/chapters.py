@@ -1,0 +1,126 @@
+"""All chapters of a report. A new kind of measurement adds one function to ``sources``; every format follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from harness.errors import BadInput
+from harness.record import Record
+from harness.report import costs, figures, frontier, latex, layers, layout, paper, table
+from harness.report.layout import Chapter, Grid, Section
+from harness.report.table import Tables
+
+Source = Callable[[Sequence[Record]], Iterable[Chapter]]
+"""From all records (of every kind) to chapters; none where it finds none of its own kind."""
+
+
+def sources() -> tuple[Source, ...]:
+    """What stands beside the end-to-end tables, in order of appearance."""
+    return (layers.chapters, frontier.chapters)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What every format is written from. ``tables``: the end-to-end tables, None where no record is of that kind."""
+
+    records: Sequence[Record]
+    tables: Tables | None
+    chapters: tuple[Chapter, ...]
+
+
+def build(records: Sequence[Record]) -> Report:
+    """Raises :class:`BadInput` for no record."""
+    if not records:
+        raise BadInput("There are no records to report; make some with `dpbench run e2e`.")
+    tables = table.build(records) if any(r.cell.kind == "e2e" for r in records) else None
+    return of_tables(records, tables)
+
+
+def of_tables(records: Sequence[Record], tables: Tables | None) -> Report:
+    """A report with end-to-end tables that were built before."""
+    own = end_to_end(tables) if tables else ()
+    return Report(records, tables, (*own, *(chapter for source in sources() for chapter in source(records))))
+
+
+def end_to_end(tables: Tables) -> tuple[Chapter, ...]:
+    """The chapters of the end-to-end records: section by section, then what belongs to none."""
+    numbers = {
+        "paper-then-and-now": paper.then_and_now(tables),
+        "paper-rank-correlation": paper.rank_correlation(tables),
+        "paper-claims": paper.claims(tables),
+        "cumulative-seconds": costs.cumulative_numbers(tables),
+        "start-up": costs.start_up(tables),
+        "seconds-to-accuracy": costs.goals(tables),
+        "physical-floor": costs.floor(tables),
+    }
+    chapters = [chapter for section in layout.sections(tables) for chapter in _of_section(tables, section, numbers)]
+    return (
+        *chapters,
+        Chapter("Processes", None, frames={"processes": tables.raw}),
+    )
+
+
+def _of_section(tables: Tables, section: Section, numbers: Mapping[str, pd.DataFrame]) -> Iterator[Chapter]:
+    pictures = figures.pictures(tables, section)
+    when = layout.provenance(tables, section)
+
+    def chapter(title: str, grids: Iterable[Grid], **frames: pd.DataFrame) -> Chapter:
+        """``frames``: by the stem of the CSV file, with _ for -."""
+        of_here = {stem.replace("_", "-"): section.of(frame) for stem, frame in frames.items()}
+        shown = tuple(picture for stem in of_here for picture in pictures.get(stem, ()))
+        own = {
+            figures.file_name(stem, section, here): LATEX[stem](tables, section)
+            for stem, here in of_here.items()
+            if stem in LATEX and len(here)
+        }
+        return Chapter(title, section, tuple(grids), shown, of_here, when, own, interactive=True)
+
+    yield chapter("Seconds per epoch", layout.seconds_and_published(tables, section), seconds_per_epoch=tables.cells)
+    yield chapter("Relative to PyTorch without DP", layout.ratios(tables, section), relative_to_pytorch=tables.ratios)
+    yield Chapter(
+        "Cumulative seconds",
+        section,
+        tuple(costs.cumulative(tables, section)),
+        tuple(pictures["cumulative-seconds"]),
+        {"cumulative-seconds": section.of(numbers["cumulative-seconds"])},
+        when,
+    )
+    yield chapter("Framework, DP, compile", layout.overheads(tables, section), overheads=tables.overheads)
+    yield Chapter(
+        "The paper against these measurements",
+        section,
+        tuple(layout.against_the_paper(tables, section)),
+        frames={stem: section.of(numbers[stem]) for stem in numbers if stem.startswith("paper-")},
+        when=when,
+    )
+    starting, reached, bound = (section.of(numbers[k]) for k in ("start-up", "seconds-to-accuracy", "physical-floor"))
+    yield chapter(
+        "Start-up",
+        [*costs.start_up_grids(starting), *layout.compile_seconds(tables, section)],
+        start_up=starting,
+        compile_seconds=tables.compile,
+    )
+    yield chapter("Seconds to accuracy and ε", costs.goals_grids(reached), seconds_to_accuracy=reached)
+    yield chapter("Physical floor", costs.floor_grids(tables, section, bound), physical_floor=bound)
+    yield chapter("Peak memory", layout.memory(tables, section), peak_memory=tables.memory)
+    yield chapter("Privacy", layout.privacy(tables, section), privacy=tables.privacy)
+    yield chapter("Accuracy", layout.accuracy(tables, section), accuracy=tables.accuracy)
+    yield chapter("Failures and rejections", costs.failures(tables, section))
+    yield chapter("Coverage", layout.coverage(tables, section), coverage=tables.coverage)
+    yield Chapter(
+        "Admission gate",
+        section,
+        tuple(layout.gate(tables, section)),
+        frames={"gate": section.of(tables.gate)},
+        when=when,
+        printed=False,
+    )
+    yield chapter("Hardware", costs.hardware(tables, section))
+    yield chapter("Versions", layout.versions(tables, section), versions=tables.versions)
+
+
+LATEX = {"seconds-per-epoch": latex.seconds, "relative-to-pytorch": latex.ratios}
+"""Layouts of their own, by the stem of the numbers."""

@@ -1,0 +1,341 @@
+"use strict";
+// The page of a report: choosing, sorting, charts, and the way from a number back to its processes. No network.
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const root = document.documentElement;
+  const by = (id) => document.getElementById(id);
+  const unique = (values) => [...new Set(values)];
+  const element = (name, properties = {}, ...children) => {
+    const made = Object.assign(document.createElement(name), properties);
+    made.append(...children);
+    return made;
+  };
+
+  // Three significant digits without an exponent, as in the other formats.
+  function number(value) {
+    if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+    if (value === 0) return "0";
+    const rounded = Number(value.toPrecision(3));
+    return rounded.toFixed(Math.max(0, 2 - Math.floor(Math.log10(Math.abs(rounded)))));
+  }
+  const factor = (v) => v.toFixed(Math.abs(v) < 10 ? 2 : Math.abs(v) < 100 ? 1 : 0);
+
+  // ---- colours ----
+  const THEMES = ["system", "light", "dark"];
+  function stored() {
+    try { return localStorage.getItem("dpbench-theme") || "system"; } catch { return "system"; }
+  }
+  function setTheme(name) {
+    if (name === "system") root.removeAttribute("data-theme"); else root.dataset.theme = name;
+    by("theme").textContent = `Colours: ${name}`;
+    by("theme").setAttribute("aria-label", `Colours: ${name}. Press to change`);
+    try { localStorage.setItem("dpbench-theme", name); } catch { /* a page from disk may have no storage */ }
+  }
+  let theme = stored();
+  setTheme(THEMES.includes(theme) ? theme : "system");
+  by("theme").addEventListener("click", () => {
+    theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
+    setTheme(theme);
+    charts();
+  });
+  const dark = () => theme === "dark" || (theme === "system" && matchMedia("(prefers-color-scheme: dark)").matches);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts());
+
+  // ---- sorting, for the main table and for the fixed ones ----
+  const leading = (text) => {
+    const found = /^[\s×]*(-?\d[\d.]*)/.exec(text.replace(/,/g, ""));
+    return found ? Number(found[1]) : null;
+  };
+  function compare(a, b) {
+    const missing = (v) => v === null || v === undefined || v === "" || v === "–";
+    if (missing(a) || missing(b)) return missing(a) - missing(b);
+    if (typeof a === "number" && typeof b === "number") return a - b;
+    return String(a).localeCompare(String(b), "en", { numeric: true });
+  }
+  // What is missing stays below in both directions.
+  function ordered(items, key, direction) {
+    const missing = (v) => v === null || v === undefined || v === "" || v === "–";
+    return [...items].sort((x, y) => {
+      const a = key(x), b = key(y);
+      return missing(a) || missing(b) ? compare(a, b) : direction * compare(a, b);
+    });
+  }
+  for (const table of document.querySelectorAll("table.sortable")) {
+    const heads = [...table.tHead.rows[0].cells];
+    const rows = [...table.tBodies[0].rows];
+    heads.forEach((head, column) => {
+      const texts = rows.map((row) => row.cells[column].textContent);
+      const numeric = column > 0 && texts.some((t) => leading(t) !== null) && texts.every((t) => leading(t) !== null || t === "–" || !/^\d/.test(t));
+      rows.forEach((row, i) => { if (texts[i].length > 40) row.cells[column].classList.add("words"); });
+      if (numeric && texts.every((t) => t.length < 28)) {
+        head.classList.add("number");
+        rows.forEach((row) => row.cells[column].classList.add("number"));
+      }
+      const button = element("button", { type: "button", textContent: head.textContent });
+      head.replaceChildren(button);
+      button.addEventListener("click", () => {
+        const direction = head.getAttribute("aria-sort") === "ascending" ? -1 : 1;
+        heads.forEach((h) => h.removeAttribute("aria-sort"));
+        head.setAttribute("aria-sort", direction > 0 ? "ascending" : "descending");
+        const key = (row) => {
+          const text = row.cells[column].textContent;
+          return numeric ? leading(text) ?? (text === "–" ? null : text) : text;
+        };
+        table.tBodies[0].append(...ordered(rows, key, direction));
+      });
+    });
+  }
+
+  if (!data.cells.length) return;
+
+  // ---- choosing ----
+  const controls = ["machine", "device", "protocol", "task", "batch"];
+  const ALL = "all";
+  const of = (cell, control) => {
+    const section = data.sections[cell.s];
+    if (control === "machine") return section.machine;
+    if (control === "device") return section.device;
+    if (control === "protocol") return `${section.protocol} · ${section.isolation}`;
+    if (control === "task") return cell.task;
+    return String(cell.batch);
+  };
+  const label = (control, value) => (control === "task" ? data.tasks[value] ?? value : value);
+  // The first of the values with most undisturbed times; of batch sizes and tasks the first.
+  function soundest(cells, control, values) {
+    if (!["machine", "device", "protocol"].includes(control)) return values[0];
+    const sound = (v) => cells.filter((cell) => of(cell, control) === v && cell.state === "ok" && !cell.marks.includes("ᵈ")).length;
+    const most = Math.max(...values.map(sound));
+    return values.find((v) => sound(v) === most);
+  }
+  // Every select offers only what exists under the choices to its left.
+  function offer() {
+    let left = data.cells;
+    for (const control of controls) {
+      const select = by(control), before = select.value;
+      const values = unique(left.map((cell) => of(cell, control)));
+      if (control === "batch") values.sort((a, b) => a - b);
+      const shown = control === "batch" && values.length > 1 ? [...values, ALL] : values;
+      select.replaceChildren(...shown.map((v) => element("option", { value: v, textContent: v === ALL ? "all" : label(control, v) })));
+      select.value = shown.includes(before) ? before : control === "batch" && shown.includes("512") ? "512" : soundest(left, control, shown);
+      left = left.filter((cell) => select.value === ALL || of(cell, control) === select.value);
+    }
+  }
+  function chosen(withBatch = true) {
+    const words = by("filter").value.trim().toLowerCase().split(/\s+/).filter(Boolean);
+    return data.cells.filter((cell) => {
+      const contestant = data.contestants[cell.c];
+      return controls.every((control) => (control === "batch" && !withBatch) || by(control).value === ALL || of(cell, control) === by(control).value)
+        && words.every((word) => contestant.name.toLowerCase().includes(word))
+        && (!by("private").checked || contestant.private);
+    });
+  }
+
+  // ---- the main table ----
+  const columns = [
+    { title: "contestant", key: (c) => data.contestants[c.c].name },
+    { title: "batch", key: (c) => c.batch, number: true },
+    { title: "seconds per epoch", key: (c) => c.median, number: true },
+    { title: "n", key: (c) => (c.state === "ok" ? c.n : null), number: true },
+    { title: "× without DP", key: (c) => c.ratio && c.ratio[0], number: true },
+    { title: "start-up s", key: (c) => c.start, number: true },
+    { title: "peak MiB", key: (c) => c.memory, number: true },
+    { title: "× floor", key: (c) => c.floor, number: true },
+    { title: "ε", key: (c) => c.epsilon, number: true },
+    { title: "accuracy", key: (c) => c.accuracy, number: true },
+    { title: "state", key: (c) => c.state },
+  ];
+  let sorting = { column: 2, direction: 1 };
+  const address = (cell) => `#cell=${encodeURIComponent(`${cell.s}/${cell.cell}`)}`;
+  const range = (low, high) => element("span", { className: "range", textContent: ` [${number(low)}, ${number(high)}]` });
+  function content(cell, column) {
+    const value = columns[column].key(cell);
+    if (column === 0) return [value];
+    if (column === 2) {
+      const link = element("a", { href: address(cell), textContent: cell.state === "ok" ? number(cell.median) + cell.marks : "why" });
+      link.setAttribute("aria-label", `${link.textContent}: the processes behind ${cell.cell}`);
+      return cell.state === "ok" && cell.n > 1 ? [link, range(cell.low, cell.high)] : [link];
+    }
+    if (column === 4 && cell.ratio) {
+      const [ratio, low, high, rounds] = cell.ratio;
+      const span = element("span", { className: "range", textContent: (low === null ? "" : ` [${factor(low)}, ${factor(high)}]`) + (rounds === cell.n ? "" : ` n=${rounds}`) });
+      return [`${factor(ratio)}×${cell.ratio_marks}`, span];
+    }
+    if (column === 7 && value) return [`${factor(value)}×${cell.marks.replace("ᶠ", "")}`];
+    if (column === 9 && value) return [`${(100 * value).toFixed(1)} %`];
+    if (column === 10) {
+      if (cell.state === "ok") return [cell.failures ? `ok, besides ${cell.failures}` : "ok"];
+      return [element("span", { className: cell.state === "unsupported" ? "warn" : "bad", textContent: cell.state }), `: ${cell.reason}`];
+    }
+    return [typeof value === "number" && column !== 1 && column !== 3 ? number(value) : String(value ?? "–")];
+  }
+  function fillTable(cells) {
+    const shown = columns.map((_, i) => i).filter((i) => i < 4 || i === 10 || cells.some((c) => { const v = columns[i].key(c); return v !== null && v !== undefined; }));
+    const head = element("tr");
+    for (const i of shown) {
+      const button = element("button", { type: "button", textContent: columns[i].title });
+      button.addEventListener("click", () => {
+        sorting = { column: i, direction: sorting.column === i ? -sorting.direction : 1 };
+        update();
+        by("results").tHead.querySelector(`[data-column="${i}"] button`).focus();
+      });
+      const th = element("th", { scope: "col", className: columns[i].number ? "number" : "" }, button);
+      th.dataset.column = i;
+      if (sorting.column === i) th.setAttribute("aria-sort", sorting.direction > 0 ? "ascending" : "descending");
+      head.append(th);
+    }
+    by("results").tHead.replaceChildren(head);
+    by("results").tBodies[0].replaceChildren(...ordered(cells, columns[sorting.column].key, sorting.direction).map((cell) => {
+      const row = element("tr");
+      for (const i of shown) {
+        const kind = i === 0 ? "th" : "td";
+        const plain = i === 0 && !data.contestants[cell.c].private ? "plain" : "";
+        const box = element(kind, { className: plain || (columns[i].number ? "number" : i === 10 ? "reason" : "") }, ...content(cell, i));
+        if (i === 0) box.scope = "row";
+        row.append(box);
+      }
+      return row;
+    }));
+  }
+  function legend(cells) {
+    const ok = cells.filter((c) => c.state === "ok");
+    const lines = ["Every number of seconds leads to its processes: raw samples, environment, image, command. In italics: without DP."];
+    if (ok.some((c) => c.n > 1)) lines.push("Brackets behind seconds: lowest and highest process (under 6 processes there is no 95 % interval), from 6 on the distribution-free 95 % interval of the median. Behind a ratio: 95 % interval of the mean of paired rounds, and their number n where it is not that of the processes.");
+    if (ok.some((c) => c.marks.includes("ᵉ"))) lines.push("ᵉ extrapolated: a part of an epoch was measured and scaled up to a whole one.");
+    if (ok.some((c) => c.marks.includes("ᵈ"))) lines.push("ᵈ disturbed: other programs took processor time or the machine changed its speed during some process of the cell.");
+    if (ok.some((c) => c.marks.includes("ᶠ"))) lines.push("ᶠ some processes of the cell failed.");
+    if (cells.some((c) => c.synthetic)) lines.push("Synthetic data of the same shape stands in place of the genuine here.");
+    if (ok.some((c) => c.memory)) lines.push(`Peak MiB: ${unique(ok.map((c) => c.notion).filter(Boolean)).join(", ")}.`);
+    if (ok.some((c) => c.floor)) lines.push("× floor: over what arithmetic and data alone would take at this machine's measured peaks.");
+    by("legend").replaceChildren(...lines.map((text) => element("li", { textContent: text })));
+  }
+
+  // ---- charts ----
+  function colours() {
+    const style = getComputedStyle(root), css = (name) => style.getPropertyValue(name).trim();
+    return { text: css("--text"), quiet: css("--quiet"), line: css("--line"), bad: css("--bad"), accent: css("--link") };
+  }
+  function config(c) {
+    return {
+      background: null, font: "system-ui, sans-serif", view: { stroke: null },
+      axis: { labelColor: c.text, titleColor: c.quiet, gridColor: c.line, domainColor: c.quiet, tickColor: c.quiet, labelFontSize: 12, titleFontSize: 12, titleFontWeight: "normal", labelLimit: 190 },
+      legend: { labelColor: c.text, titleColor: c.quiet, labelFontSize: 12, labelLimit: 200 },
+    };
+  }
+  const name = (cell) => data.contestants[cell.c].name + (by("batch").value === ALL ? ` · ${cell.batch}` : "");
+  const FEW = 60; // rows that a chart can show
+  function dots(cells, value, title, c, paper) {
+    const rows = cells.slice(0, FEW).map((cell) => ({ name: name(cell), batch: cell.batch, state: cell.state, n: cell.n, ...value(cell) }));
+    const order = ordered(rows, (r) => r.value, 1).map((r) => r.name);
+    const scale = { type: "log", nice: false, padding: 12 };
+    const tooltip = [{ field: "name", title: "contestant" }, { field: "shown", title }, { field: "n", title: "n" }];
+    const y = { field: "name", type: "nominal", sort: order, title: null };
+    const good = "isValid(datum.value)";
+    const axis = { format: "~g", tickCount: 6 };
+    return {
+      data: { values: rows }, height: Math.max(44, 22 * unique(order).length), width: "container", autosize: { type: "fit-x", contains: "padding" }, config: config(c),
+      description: `${title}: ${rows.map((r) => `${r.name} ${r.shown ?? r.state}`).join("; ")}`,
+      layer: [
+        // An empty layer would have a scale without an extent, of which Vega complains.
+        ...(!rows.some((r) => r.low !== null && r.low !== undefined) ? [] : [{ transform: [{ filter: good }, { filter: "isValid(datum.low)" }], mark: { type: "rule", strokeWidth: 3, color: c.accent, opacity: 0.55 }, encoding: { y, x: { field: "low", type: "quantitative", scale, title: null, axis }, x2: { field: "high" } } }]),
+        { transform: [{ filter: good }], mark: { type: "point", filled: true, size: 70, color: c.accent, opacity: 1 }, encoding: { y, x: { field: "value", type: "quantitative", scale, title: null, axis }, tooltip } },
+        ...(paper && rows.some((r) => r.paper !== null && r.paper !== undefined) ? [{ transform: [{ filter: "isValid(datum.paper)" }], mark: { type: "point", shape: "diamond", size: 70, color: c.quiet }, encoding: { y, x: { field: "paper", type: "quantitative", scale }, tooltip: [{ field: "name", title: "contestant" }, { field: "paper", title: "the paper (A100, 2021)", format: ".2f" }] } }] : []),
+        { transform: [{ filter: "datum.state !== 'ok'" }], mark: { type: "text", align: "left", color: c.bad, fontSize: 12 }, encoding: { y, x: { value: 6 }, text: { field: "state" } } },
+      ],
+    };
+  }
+  function lines(cells, c) {
+    const rows = cells.filter((cell) => cell.state === "ok").map((cell) => ({ name: data.contestants[cell.c].name, batch: cell.batch, value: cell.median, low: cell.low, high: cell.high, shown: `${number(cell.median)}${cell.marks}`, n: cell.n }));
+    const names = data.contestants.filter((k) => rows.some((r) => r.name === k.name));
+    const colour = { field: "name", type: "nominal", title: null, scale: { domain: names.map((k) => k.name), range: names.map((k) => (k.private ? (dark() ? k.light : k.colour) : c.text)) }, legend: { orient: "bottom", columns: innerWidth < 720 ? 2 : 5 } };
+    const shape = { field: "name", type: "nominal", title: null, scale: { domain: names.map((k) => k.name), range: names.map((k) => k.shape) } };
+    const x = { field: "batch", type: "quantitative", title: "batch size", scale: { type: "log", base: 2, nice: false, padding: 16 }, axis: { values: unique(rows.map((r) => r.batch)), format: "d" } };
+    const y = { field: "value", type: "quantitative", title: "seconds per epoch", scale: { type: "log", nice: false, padding: 10 }, axis: { format: "~g", tickCount: 6 } };
+    const opacity = { condition: { param: "picked", value: 1 }, value: 0.12 };
+    return {
+      data: { values: rows }, width: "container", height: 320, autosize: { type: "fit-x", contains: "padding" }, config: config(c),
+      description: "Seconds per epoch over batch size, a line per contestant; the same numbers stand in the table.",
+      layer: [
+        { params: [{ name: "picked", select: { type: "point", fields: ["name"] }, bind: "legend" }], mark: { type: "line", strokeWidth: 1.5 }, encoding: { x, y, color: colour, opacity } },
+        { mark: { type: "rule", strokeWidth: 2 }, encoding: { x, y: { field: "low", type: "quantitative" }, y2: { field: "high" }, color: colour, opacity } },
+        { mark: { type: "point", filled: true, size: 60 }, encoding: { x, y, color: colour, shape, opacity, tooltip: [{ field: "name", title: "contestant" }, { field: "batch", title: "batch size" }, { field: "shown", title: "seconds" }, { field: "n", title: "n" }] } },
+      ],
+    };
+  }
+  const drawn = {};
+  async function draw(id, spec) {
+    const place = by(id);
+    drawn[id]?.finalize();
+    drawn[id] = null;
+    if (!spec) { place.replaceChildren(element("p", { textContent: "Nothing to show for this choice." })); return; }
+    drawn[id] = await window.vegaEmbed(place, { $schema: "https://vega.github.io/schema/vega-lite/v6.json", ...spec }, { actions: false, renderer: "svg" });
+  }
+  let turn = 0;
+  async function charts() {
+    if (!data.cells.length) return;
+    const mine = ++turn, c = colours(), cells = chosen();
+    const seconds = (cell) => ({ value: cell.median, low: cell.n > 1 ? cell.low : null, high: cell.high, shown: cell.state === "ok" ? `${number(cell.median)}${cell.marks}` : null });
+    const ratio = (cell) => (cell.ratio ? { value: cell.ratio[0], low: cell.ratio[1], high: cell.ratio[2], shown: `${factor(cell.ratio[0])}×${cell.ratio_marks}`, n: cell.ratio[3], paper: cell.paper } : { paper: cell.paper });
+    const over = cells.filter((cell) => cell.ratio || cell.state !== "ok");
+    const base = cells.find((cell) => cell.baseline)?.baseline;
+    by("ratio-title").textContent = `Relative to ${base ?? "PyTorch"} without DP (log; left is faster)` + (over.some((cell) => cell.paper) ? "; ◇ the paper's ratio" : "");
+    const everywhere = chosen(false);
+    for (const [id, spec] of [
+      ["chart-seconds", cells.length ? dots(cells, seconds, "seconds", c, false) : null],
+      ["chart-ratio", over.some((cell) => cell.ratio) ? dots(over, ratio, "ratio", c, true) : null],
+      ["chart-batch", everywhere.some((cell) => cell.state === "ok") ? lines(everywhere, c) : null],
+    ]) {
+      if (mine !== turn) return;
+      await draw(id, spec);
+    }
+    if (mine === turn) root.dataset.drawn = String(turn);
+  }
+
+  // ---- provenance ----
+  const dialog = by("provenance");
+  function explain(place) {
+    const slash = place.indexOf("/"), section = Number(place.slice(0, slash)), wanted = place.slice(slash + 1);
+    const cell = data.cells.find((k) => k.s === section && k.cell === wanted);
+    if (!cell) return;
+    by("provenance-title").textContent = cell.cell;
+    const body = [element("p", { textContent: `${data.sections[section].machine}: ${cell.state === "ok" ? `median ${number(cell.median)}${cell.marks} s [${number(cell.low)}, ${number(cell.high)}], n = ${cell.n}` : `${cell.state}: ${cell.reason}`}` })];
+    for (const index of cell.p) {
+      const [purpose, state, ...pairs] = data.processes[index];
+      body.push(element("h3", { textContent: `${purpose} process: ${state}` }));
+      const list = element("dl");
+      for (let i = 0; i < pairs.length; i += 2) list.append(element("dt", { textContent: data.labels[pairs[i]] }), element("dd", { textContent: data.strings[pairs[i + 1]] }));
+      body.push(list);
+    }
+    by("provenance-body").replaceChildren(...body);
+    if (!dialog.open) dialog.showModal();
+    by("provenance-body").scrollTop = 0;
+    by("close").focus();
+  }
+  function followAddress() {
+    const found = /^#cell=(.*)$/.exec(location.hash);
+    if (found) explain(decodeURIComponent(found[1])); else if (dialog.open) dialog.close();
+  }
+  by("close").addEventListener("click", () => dialog.close());
+  dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
+  dialog.addEventListener("close", () => {
+    const link = document.querySelector(`a[href="${location.hash}"]`);
+    history.replaceState(null, "", location.pathname + location.search);
+    link?.focus();
+  });
+  addEventListener("hashchange", followAddress);
+
+  function update() {
+    const cells = chosen();
+    const failed = cells.filter((cell) => cell.state !== "ok").length;
+    const section = cells.length ? data.sections[cells[0].s] : null;
+    by("shown").textContent = `${cells.length} cells, ${cells.length - failed} with a time, ${failed} without.` + (section ? ` Measured ${section.when}.` : "");
+    fillTable(cells);
+    legend(cells);
+    charts();
+  }
+  for (const id of [...controls, "private"]) by(id).addEventListener("change", () => { offer(); update(); });
+  by("filter").addEventListener("input", update);
+  by("controls").addEventListener("submit", (event) => event.preventDefault());
+  offer();
+  update();
+  followAddress();
+})();
