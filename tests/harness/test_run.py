@@ -279,7 +279,10 @@ def alive(pid: int) -> bool:
 
 
 def test_ctrl_c_says_how_to_go_on(driver: Driver) -> None:
+    # A shell's background job ignores SIGINT, and so would its children: this one hears it wherever the tests run.
+    heard = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(driver.command(*RUN), env=driver.environment, stdout=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, heard)
     wait_for(lambda: len(list(driver.out.glob("records/*.json"))) >= 4)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=30)
