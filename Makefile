@@ -11,7 +11,7 @@ READY := $(VENV)/ready
 TORCH_READY := $(TORCH)/ready
 PIP := -m pip install --disable-pip-version-check --quiet
 
-.PHONY: bench-e2e bench-layers bench-frontier images report gate test lint test-harness test-dpcore test-frameworks test-containers test-slow doctor clean
+.PHONY: bench-e2e bench-layers bench-frontier images report gate test lint test-harness test-dpcore test-frameworks test-containers conformance mutants compare-wheel comment history-publish test-slow doctor clean
 
 bench-e2e: $(READY)  ## median seconds per epoch of frameworks x tasks x batch sizes
 	@isolation=$(ISOLATION); out=results/local/$(PRESET); \
@@ -63,9 +63,27 @@ test-frameworks: $(READY)
 	@echo "==> every framework's default in its own environment: the gate, the conformance suite; a short run end to end"
 	$(BIN)/pytest -q tests/harness tests/frameworks -m "frameworks and not slow"
 
+conformance: $(READY)  ## every framework's default against the contract, the gate included
+	$(BIN)/pytest -q tests/frameworks -m "frameworks and not slow" $(ARGS)
+
+mutants: $(READY)  ## the deliberately wrong adapters: the gate must reject each
+	$(BIN)/dpbench gate --mutants $(ARGS)
+
 test-containers: $(READY)
 	@echo "==> a base, a small framework's image and its cells in a real container engine; skips where there is none"
 	$(BIN)/pytest -q tests/harness/test_containers.py -m "containers and not slow" -rs
+
+# For CI jobs (docs/ci.md). Their values come from strangers too, so that the shell reads them and never make: $$NAME.
+compare-wheel: $(READY)  ## PACKAGE, WHEEL; BASE_VERSION (default the last release), LAYERS, THRESHOLD, ...: a wheel against a release
+	@$(BIN)/dpbench ci compare --package "$$PACKAGE" --wheel "$$WHEEL" --base "$$BASE_VERSION" --layers "$$LAYERS" \
+	  --frameworks "$$FRAMEWORKS" --batch-sizes "$$BATCH_SIZES" --threshold "$$THRESHOLD" --minutes "$$MINUTES" \
+	  --threads "$$THREADS" --workspace "$$GITHUB_WORKSPACE" --markdown "$$MARKDOWN" --tolerate "$$TOLERATE" --dry-run "$$DRY_RUN"
+
+comment: $(READY)  ## FILE as the comment of PULL_REQUEST in REPOSITORY (owner/name), over its former one
+	@$(BIN)/dpbench ci comment --repository "$$REPOSITORY" --pull-request "$$PULL_REQUEST" --file "$$FILE"
+
+history-publish: $(READY)  ## commits and pushes new files of results/history; PUBLISH_BY: commit or pull-request
+	@$(BIN)/dpbench ci publish --by "$$PUBLISH_BY" --branch "$$BRANCH" --repository "$$REPOSITORY"
 
 test-slow: $(READY) $(TORCH_READY)  ## every variant on every task, and the long proofs
 	$(BIN)/pytest -q tests/harness tests/frameworks -m "slow or network"

@@ -272,6 +272,7 @@ def env_rm(
 
 def _mount() -> None:
     """Verbs that live beside what they show."""
+    from harness.ci_cli import app as ci_app
     from harness.data.cli import app as data_app
     from harness.frontier_cli import frontier
     from harness.image_cli import app as image_app
@@ -280,6 +281,7 @@ def _mount() -> None:
 
     run_app.command()(frontier)
     run_app.command()(layers)
+    app.add_typer(ci_app, name="ci", hidden=True)
     app.add_typer(data_app, name="data")
     app.add_typer(image_app, name="image")
     app.command()(report)
