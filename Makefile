@@ -11,7 +11,10 @@ READY := $(VENV)/ready
 TORCH_READY := $(TORCH)/ready
 PIP := -m pip install --disable-pip-version-check --quiet
 
-.PHONY: bench-e2e bench-layers bench-frontier images report gate test lint test-harness test-dpcore test-frameworks test-containers conformance mutants compare-wheel comment history-publish test-slow doctor clean
+# RUN: a run's folder or packed file, for `make history`.
+RUN ?= results/local/$(PRESET)
+
+.PHONY: bench-e2e bench-layers bench-frontier images report history gate test lint test-harness test-dpcore test-frameworks test-containers conformance mutants compare-wheel comment history-publish test-slow doctor clean
 
 bench-e2e: $(READY)  ## median seconds per epoch of frameworks x tasks x batch sizes
 	@isolation=$(ISOLATION); out=results/local/$(PRESET); \
@@ -35,6 +38,9 @@ bench-frontier: $(READY)  ## the largest physical batch in a memory budget, and 
 
 report: $(READY)  ## tables and figures from the records of the last run with this preset
 	$(BIN)/dpbench report results/local/$(PRESET) $(ARGS)
+
+history: $(READY)  ## adds a run (RUN=folder) to results/history: a file that is never rewritten
+	$(BIN)/dpbench history add $(RUN) $(ARGS)
 
 gate: $(READY)  ## the admission gate alone
 	$(BIN)/dpbench gate $(ARGS)

@@ -275,6 +275,7 @@ def _mount() -> None:
     from harness.ci_cli import app as ci_app
     from harness.data.cli import app as data_app
     from harness.frontier_cli import frontier
+    from harness.history_cli import app as history_app
     from harness.image_cli import app as image_app
     from harness.layer_cli import layers
     from harness.report.cli import compare, explain, report
@@ -284,6 +285,7 @@ def _mount() -> None:
     app.add_typer(ci_app, name="ci", hidden=True)
     app.add_typer(data_app, name="data")
     app.add_typer(image_app, name="image")
+    app.add_typer(history_app, name="history")
     app.command()(report)
     app.command()(compare)
     app.command()(explain)

@@ -1,0 +1,1 @@
+"""The static site over the history: pages, feed, badge."""

@@ -1,0 +1,117 @@
+"""Change points: false alarms, power and delay by simulation with fixed seeds; exact series with known answers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from harness import steps
+from harness.dashboard import demo, score
+
+
+@pytest.mark.parametrize("kind", ["normal", "tails", "outliers"])
+def test_noise_alone_raises_no_more_alarms_than_stated(kind):
+    """40 series-years expect 0.1 of the stated 1 in 100; two would come by chance in less than 6 % at that bound."""
+    found = [steps.find(values) for values in steps.simulate(365, 40, seed=3, kind=kind)]
+    assert sum(len(f.alarms) for f in found) <= 1
+    assert sum(len(f.steps) for f in found) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["normal", "tails", "outliers"])
+def test_the_stated_false_alarm_rate_over_400_series_years(kind):
+    alarms = sum(len(steps.find(v).alarms) for v in steps.simulate(730, 200, seed=5, kind=kind))
+    assert alarms <= 8  # 4 are the stated bound; more than 8 would come in 2 % of cases at that rate
+
+
+@pytest.mark.parametrize(
+    ("noise", "effect", "found_share", "delay"),
+    [
+        (0.015, 0.10, 1.0, 5),
+        (0.015, 0.05, 1.0, 8),
+        (0.015, 0.02, 0.9, 40),
+        (0.05, 0.10, 1.0, 16),
+        (0.05, 0.05, 0.8, 80),
+    ],
+)
+def test_steps_are_found_with_the_delay_that_is_stated(noise, effect, found_share, delay):
+    """100 runs before, 150 after; the place within 95 % ranges, the ratio within its interval."""
+    hits = []
+    for values in steps.simulate(250, 20, seed=11, sd=noise, effect=effect, at=100):
+        found = steps.find(values)
+        hits += [s for s in found.steps if s.first - 5 <= 100 <= s.last + 5]
+        assert len(found.steps) <= 1, "one step, not a staircase"
+    assert len(hits) >= found_share * 20
+    assert np.median([s.alarm - 100 + 1 for s in hits]) <= delay
+    assert np.mean([s.low <= 1 + effect <= s.high for s in hits]) >= 0.8
+    assert np.mean([s.first <= 100 <= s.last for s in hits]) >= 0.8
+    assert all(s.confidence >= 0.99 for s in hits)
+
+
+def test_a_step_down_is_found_like_one_up():
+    (values,) = steps.simulate(120, 1, seed=2, effect=-0.1, at=60)
+    (step,) = steps.find(values).steps
+    assert step.at == 60 and 0.88 < step.low < step.ratio < step.high < 0.92
+
+
+def test_slow_runs_that_go_back_are_no_steps():
+    (values,) = steps.simulate(200, 1, seed=4)
+    values[100] *= 5
+    values[150:153] *= 1.5
+    assert steps.find(values).steps == ()
+
+
+def test_a_step_needs_as_many_runs_after_it_as_stated():
+    (values,) = steps.simulate(400, 1, seed=6, effect=1.0, at=300)
+    needed = steps.find(values[:300]).shortest
+    assert 3 <= needed <= 6
+    assert steps.find(values[: 300 + needed - 1]).steps == ()
+    (step,) = steps.find(values[: 300 + needed + 1]).steps
+    assert step.at == 300 and step.alarm - 300 + 1 in (needed, needed + 1)
+
+
+def test_an_alarm_stays_what_it_was_when_runs_are_added():
+    (values,) = steps.simulate(300, 1, seed=8, effect=0.05, at=150)
+    (final,) = steps.find(values).steps
+    for until in (final.alarm + 1, final.alarm + 20, 299):
+        (step,) = steps.find(values[:until]).steps
+        assert step.alarm == final.alarm
+    assert steps.find(values[: final.alarm]).steps == ()
+
+
+def test_correlated_noise_raises_the_bar_by_itself():
+    independent = steps.noise(np.log(steps.simulate(700, 1, seed=1)[0]))
+    correlated = steps.noise(np.log(steps.simulate(700, 1, seed=1, kind="correlated")[0]))
+    assert independent.inflation < 1.2 < 1.8 < correlated.inflation
+
+
+def test_few_runs_and_bad_values():
+    assert steps.find([]).segments == ()
+    few = steps.find([1.0] * 3 + [9.0] * 6)
+    assert few.steps == () and few.noise is None and len(few.segments) == 1
+    for bad in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="positive"):
+            steps.find([1.0, bad])
+
+
+def test_exact_bytes_step_at_any_lasting_change():
+    found = steps.exact([100, 100, 104, 104, 104, 999, 104, 90, 90])
+    assert [(s.at, s.ratio, s.alarm) for s in found.steps] == [(2, 1.04, 3), (7, 90 / 104, 8)]
+    assert [(s.start, s.stop, s.level) for s in found.segments] == [(0, 2, 100), (2, 7, 104), (7, 9, 90)]
+    assert steps.exact([100, 101]).steps == () and steps.exact([]).segments == ()
+    assert steps.exact([7, 100, 100, 100]).steps == (), "the very first run may be the odd one"
+
+
+def test_planted_steps_are_found_where_noise_allows_and_hardly_anything_else_is():
+    made = demo.history(7, days=400)
+    found = score.score(made)
+    total = score.summary([found])
+    big = [p for p in found["plants"] if p["metric"] == "time" and p["size"] >= 0.05 and p["noise"] <= 0.015]
+    assert len(big) > 20 and np.mean([p["found"] for p in big]) >= 0.9
+    assert total["memory"]["found"] >= total["memory"]["planted"] - 1 > 5
+    assert sum(f["time"] + f["memory"] for f in total["false"]) <= 4
+    assert total["range_holds_the_commit"] >= 0.9 and total["interval_holds_the_ratio"] >= 0.9
+    assert total["simulated"] and "simulated" in score.markdown(total, score.delays(2)).splitlines()[0]
+    assert len(made.planted) > 40 and demo.history(1, days=60) == demo.history(1, days=60) != demo.history(2, days=60)
