@@ -78,14 +78,19 @@ class InProcess:
 
 
 class Venv:
-    """A fresh process of a framework's own interpreter, running the worker ``module``."""
+    """A fresh process of a framework's own interpreter, running the worker ``module`` of the tree ``root``."""
 
     name = "venv"
     identity = ""
 
     def __init__(
-        self, python: Path, environment: Mapping[str, str] | None = None, module: str = "harness.worker"
+        self,
+        python: Path,
+        environment: Mapping[str, str] | None = None,
+        module: str = "harness.worker",
+        root: Path = ROOT,
     ) -> None:
+        self.root = root
         self.python = python
         self.environment = dict(environment or {})
         self.module = module
@@ -107,8 +112,8 @@ class Venv:
         watches_gpu = request.device == "cuda" and request.mode in {"memory", "probe"}
         process = subprocess.Popen(
             command,
-            cwd=ROOT,
-            env=worker_environment(request.threads, self.environment),
+            cwd=self.root,
+            env=worker_environment(request.threads, self.environment, self.root),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -127,7 +132,7 @@ class Venv:
             limit.close()
 
 
-def worker_environment(threads: int, extra: Mapping[str, str]) -> dict[str, str]:
+def worker_environment(threads: int, extra: Mapping[str, str], root: Path = ROOT) -> dict[str, str]:
     """The worker sees the repository, its thread count, and nothing of the harness's own virtual environment."""
     dropped = (
         "PYTHONHOME",
@@ -146,7 +151,7 @@ def worker_environment(threads: int, extra: Mapping[str, str]) -> dict[str, str]
     return {
         **kept,
         **dict.fromkeys(pools, str(threads)),
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": str(root),
         "PYTHONHASHSEED": "0",
         "PYTHONDONTWRITEBYTECODE": "1",
         # A cache of compiled code would make the second process of a cell compile for nothing.

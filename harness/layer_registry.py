@@ -6,6 +6,7 @@ import hashlib
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import get_args
 
 from harness.errors import BadInput
@@ -59,16 +60,16 @@ class LayerContestant:
     def code_hash(self) -> str:
         """Of all code inside this repository that its times depend on."""
         roots = [self.framework.folder / "layers.py", self.framework.folder / "layers.toml"]
-        roots += [ROOT / source for source in (*COMMON_SOURCES, *self.sources)]
+        roots += [self.framework.root / source for source in (*COMMON_SOURCES, *self.sources)]
         digest = hashlib.sha256()
         for path in sorted({p for root in roots for p in code_files(root)}):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
         return digest.hexdigest()[:12]
 
 
-def contestants(hidden: bool = False) -> list[LayerContestant]:
+def contestants(hidden: bool = False, root: Path = ROOT) -> list[LayerContestant]:
     """All of them. Raises :class:`BadInput` for a ``layers.toml`` that cannot be read."""
-    return [c for framework in frameworks(hidden).values() for c in _of(framework)]
+    return [c for framework in frameworks(hidden, root).values() for c in _of(framework)]
 
 
 def _of(framework: Framework) -> list[LayerContestant]:
@@ -93,12 +94,12 @@ def _of(framework: Framework) -> list[LayerContestant]:
     return [LayerContestant(framework, variant, sources) for variant in variants]
 
 
-def select(names: Iterable[str], hidden: bool = False) -> list[LayerContestant]:
+def select(names: Iterable[str], hidden: bool = False, root: Path = ROOT) -> list[LayerContestant]:
     """``opacus``: all of its variants; ``opacus-ghost``: that one; ``core``: those of the short presets; ``all``.
 
     Raises :class:`BadInput` for a name that does not exist.
     """
-    known = contestants(hidden)
+    known = contestants(hidden, root)
     chosen: dict[str, LayerContestant] = {}
     for name in names:
         found = [c for c in known if name in (c.name, c.framework.name, "all") or (name == "core" and c.variant.core)]

@@ -72,6 +72,8 @@ class Framework:
     sources: tuple[str, ...] = ()
     hidden: bool = False
     core: bool = False
+    root: Path = ROOT
+    """The tree that ``sources`` are relative to, and that its workers import from: another one for a side of a duel."""
 
     @property
     def requirements(self) -> Path:
@@ -93,8 +95,8 @@ class Framework:
     @property
     def adapter_hash(self) -> str:
         """Hash of all code that the adapter's times depend on inside this repository, the contract included."""
-        roots = [self.folder, *(ROOT / s for s in self.sources)]
-        roots += [ROOT / "harness" / name for name in ("contract.py", "tasks.py")]
+        roots = [self.folder, *(self.root / s for s in self.sources)]
+        roots += [self.root / "harness" / name for name in ("contract.py", "tasks.py")]
         apart = {self.folder / name for name in LAYER_FILES}
         digest = hashlib.sha256()
         for path in sorted({p for root in roots for p in code_files(root)} - apart):
@@ -126,14 +128,14 @@ def code_files(root: Path) -> Iterable[Path]:
     return [p for p in root.rglob("*") if p.suffix in {".py", ".toml", ".cpp", ".h"} and "__pycache__" not in p.parts]
 
 
-def load(folder: Path) -> Framework:
+def load(folder: Path, root: Path = ROOT) -> Framework:
     """Reads one ``framework.toml``; a mistake in it is the user's."""
     path = folder / "framework.toml"
     try:
         data = tomllib.loads(path.read_text())
         variants = tuple(Variant(**v) for v in data.pop("variants"))
         data["sources"] = tuple(data.get("sources", ()))
-        framework = Framework(folder=folder, variants=variants, **data)
+        framework = Framework(folder=folder, variants=variants, root=root, **data)
     except (tomllib.TOMLDecodeError, TypeError, KeyError) as error:
         raise BadInput(f"{path} cannot be read ({error}); compare it with frameworks/pytorch/framework.toml.") from None
     for variant in variants:
@@ -145,11 +147,12 @@ def load(folder: Path) -> Framework:
     return framework
 
 
-def frameworks(hidden: bool = False) -> dict[str, Framework]:
-    """All contestants by name; the deliberately wrong ones only on request."""
-    parents = [ROOT / "frameworks"]
-    parents += [Path(p) for p in os.environ.get(EXTRA_FOLDERS, "").split(os.pathsep) if p]
-    found = [load(path.parent) for parent in parents for path in sorted(parent.glob("*/framework.toml"))]
+def frameworks(hidden: bool = False, root: Path = ROOT) -> dict[str, Framework]:
+    """All contestants by name; the deliberately wrong ones only on request. ``root``: of another tree than this one."""
+    parents = [root / "frameworks"]
+    if root == ROOT:
+        parents += [Path(p) for p in os.environ.get(EXTRA_FOLDERS, "").split(os.pathsep) if p]
+    found = [load(path.parent, root) for parent in parents for path in sorted(parent.glob("*/framework.toml"))]
     return {f.name: f for f in found if hidden or not f.hidden}
 
 
@@ -165,14 +168,14 @@ class Contestant:
         return f"{self.framework.name}-{self.variant.name}"
 
 
-def select(names: Iterable[str] | None, hidden: bool = False) -> list[Contestant]:
+def select(names: Iterable[str] | None, hidden: bool = False, root: Path = ROOT) -> list[Contestant]:
     """``opacus``: its default variant or variants; ``opacus-ghost``: that variant; ``opacus:all``: all of its variants;
     ``core``: the defaults of the frameworks that are ``core``; ``defaults`` (and None): the defaults of every
     framework; ``all``: everything.
 
     Raises :class:`BadInput` for a name that does not exist.
     """
-    known = frameworks(hidden)
+    known = frameworks(hidden, root)
     chosen: list[Contestant] = []
     for name in names if names is not None else ("defaults",):
         chosen += _expand(name, known)

@@ -485,7 +485,7 @@ def place_of(
     except env.EnvironmentFault as fault:
         say(f"{framework.name}: {fault}")
         return str(fault)
-    return Venv(python, environment, module)
+    return Venv(python, environment, module, framework.root)
 
 
 def undisturbed(
