@@ -1,9 +1,11 @@
 # Every target does its own set-up. PYTHON: a Python 3.11; PRESET: smoke, quick, full, paper; ISOLATION: venv or docker;
-# ARGS: more options of dpbench.
+# ARGS: more options of dpbench; BASE, HEAD: git refs, NAME==VERSION, wheels, or . (the working tree).
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PRESET ?= quick
 ISOLATION ?= venv
 ARGS ?=
+BASE ?= origin/main
+HEAD ?= .
 VENV := .venv
 TORCH := .venvs/torch
 BIN := $(VENV)/bin
@@ -14,7 +16,7 @@ PIP := -m pip install --disable-pip-version-check --quiet
 # RUN: a run's folder or packed file, for `make history`.
 RUN ?= results/local/$(PRESET)
 
-.PHONY: bench-e2e bench-layers bench-frontier images report history gate test lint test-harness test-dpcore test-frameworks test-containers conformance mutants compare-wheel comment history-publish test-slow doctor clean
+.PHONY: bench-e2e bench-layers bench-frontier compare images report history gate test lint test-harness test-dpcore test-frameworks test-containers conformance mutants compare-wheel comment history-publish test-slow doctor clean
 
 bench-e2e: $(READY)  ## median seconds per epoch of frameworks x tasks x batch sizes
 	@isolation=$(ISOLATION); out=results/local/$(PRESET); \
@@ -35,6 +37,10 @@ bench-layers: $(READY)  ## time and memory of single layers: plain, the library'
 bench-frontier: $(READY)  ## the largest physical batch in a memory budget, and the throughput there
 	@echo "==> dpbench run frontier: data and environments are made where they are missing"
 	$(BIN)/dpbench run frontier $(ARGS)
+
+compare: $(READY)  ## two states of the code against each other: BASE and HEAD; exit code 1 on a proven regression
+	@echo "==> dpbench compare --base $(BASE) --head $(HEAD): environments and references are made where they are missing"
+	$(BIN)/dpbench compare --base $(BASE) --head $(HEAD) $(ARGS)
 
 report: $(READY)  ## tables and figures from the records of the last run with this preset
 	$(BIN)/dpbench report results/local/$(PRESET) $(ARGS)

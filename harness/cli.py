@@ -274,11 +274,12 @@ def _mount() -> None:
     """Verbs that live beside what they show."""
     from harness.ci_cli import app as ci_app
     from harness.data.cli import app as data_app
+    from harness.duel_cli import bisect, compare
     from harness.frontier_cli import frontier
     from harness.history_cli import app as history_app
     from harness.image_cli import app as image_app
     from harness.layer_cli import layers
-    from harness.report.cli import compare, explain, report
+    from harness.report.cli import explain, report
 
     run_app.command()(frontier)
     run_app.command()(layers)
@@ -288,6 +289,7 @@ def _mount() -> None:
     app.add_typer(history_app, name="history")
     app.command()(report)
     app.command()(compare)
+    app.command()(bisect)
     app.command()(explain)
 
 

@@ -1,0 +1,574 @@
+"""Two states of the code against each other: both environments, one process per measurement, in randomised pairs on one
+machine, until the verdict is clear."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import psutil
+
+from harness import (
+    cache,
+    env,
+    gatekeeper,
+    isolation,
+    layer_plan,
+    layer_registry,
+    layer_run,
+    limits,
+    machine,
+    plan,
+    registry,
+    resident,
+)
+from harness import layers as layer_data
+from harness import protocol as protocols
+from harness.duel_record import (
+    ROLES,
+    CellResult,
+    Duel,
+    MemoryPair,
+    Pair,
+    Process,
+    Role,
+    SideFacts,
+    conclude,
+    is_over,
+    needs_second,
+)
+from harness.errors import BadInput
+from harness.isolation import InProcess, Limits, Venv
+from harness.layer_registry import LayerContestant
+from harness.layer_request import LayerRequest
+from harness.layers import LAYERS
+from harness.progress import Progress
+from harness.record import Cell, GateCheck
+from harness.registry import Contestant
+from harness.request import Request
+from harness.run import check_device, check_threads, ensure_data, place_of, undisturbed
+from harness.sequential import FIRST_LOOK, Rule
+from harness.sides import Side
+from harness.store import RunFolder
+from harness.tasks import TASKS
+
+DEFAULT_LAYERS = ("linear", "embedding", "lstm")
+DEFAULT_SIZES = (64,)
+DEFAULT_CONTESTANTS = ("dpcore-engine",)
+LAYER_WORKER = "harness.layer_worker"
+SINGLE_PASSES = 100_000
+LOOK_SECONDS = 0.2
+NOTIONS = ("cpu_peak_allocated", "cuda_peak_allocated", resident.NOTION)
+"""Counted by the framework's allocator in a layer; of a task, the growth of the resident set."""
+
+Place = InProcess | Venv
+AnyContestant = LayerContestant | Contestant
+
+
+@dataclass(frozen=True)
+class DuelOptions:
+    """What the user asks for. ``frameworks``: names as the other verbs take them. ``seconds``: timed, per process.
+    ``minutes``: after which no new pair is begun. ``threads``: 1 unless asked, which leaves processors to the rest of
+    the machine."""
+
+    layers: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
+    batch_sizes: tuple[int, ...] = DEFAULT_SIZES
+    frameworks: tuple[str, ...] = DEFAULT_CONTESTANTS
+    passes: tuple[str, ...] = ("clipped",)
+    threshold: float = 0.05
+    alpha: float = 0.05
+    max_rounds: int = 20
+    minutes: float | None = None
+    seconds: float = 0.6
+    threads: int = 1
+    isolation: str = "venv"
+    device: str = "cpu"
+    memory: bool = True
+    synthetic: bool = False
+    seed: int = 0
+    timeout_seconds: float = 300.0
+
+
+def check(options: DuelOptions) -> None:
+    """Raises :class:`BadInput` with the value, the rule and the remedy."""
+    for name, value in (("threshold", options.threshold), ("alpha", options.alpha)):
+        if not 0.0 < value < 1.0:
+            raise BadInput(f"--{name} is {value}: it is a fraction above 0 and below 1, for instance 0.05.")
+    if options.max_rounds < FIRST_LOOK:
+        raise BadInput(
+            f"--max-rounds is {options.max_rounds}: fewer than {FIRST_LOOK} pairs give no verdict; ask for more."
+        )
+    if options.minutes is not None and not options.minutes > 0.0:
+        raise BadInput(f"--minutes is {options.minutes}: it must be above 0.")
+    if options.isolation == "docker":
+        raise BadInput(
+            "--isolation is 'docker', which is unsupported here: layers have no container isolation yet; use venv."
+        )
+    if options.isolation not in {"venv", "inprocess"}:
+        raise BadInput(f"--isolation is {options.isolation!r}: choose venv, or inprocess (tests only).")
+    if options.threads < 1:
+        raise BadInput(f"--threads is {options.threads}: it must be at least 1.")
+    if options.layers:
+        layer_plan.preset(
+            "small",
+            layers=list(options.layers),
+            batch_sizes=options.batch_sizes,
+            passes=options.passes,
+            seconds=options.seconds,
+        )
+    if options.tasks:
+        plan.preset("smoke", tasks=options.tasks, batch_sizes=options.batch_sizes, budget_seconds=options.seconds)
+    if not options.layers and not options.tasks:
+        raise BadInput("There is nothing to compare: --layers and --tasks name nothing.")
+
+
+@dataclass
+class Bout:
+    """One cell with both sides' contestants (None where a side lacks it), and what was measured so far. ``refusal``:
+    why there is nothing to compare, or None."""
+
+    cell: Cell
+    sides: dict[Role, AnyContestant | None]
+    refusal: str | None = None
+    pairs: list[Pair] = field(default_factory=list)
+    memory: MemoryPair | None = None
+    gates: dict[Role, Process] | None = None
+    is_closed: bool = False
+
+    @property
+    def name(self) -> str:
+        """``linear/dpcore-engine/clipped/64`` or ``mnist-cnn/dpcore-engine/64``."""
+        middle = (self.cell.passes,) if self.cell.passes is not None else ()
+        return "/".join((self.what, self.cell.contestant, *middle, str(self.cell.batch_size)))
+
+    @property
+    def what(self) -> str:
+        return self.cell.layer or self.cell.task
+
+    @property
+    def slug(self) -> str:
+        return self.name.replace("/", ".")
+
+
+def bouts(options: DuelOptions, roots: dict[Role, Path]) -> list[Bout]:
+    """Every cell that the options name and at least one side has. Raises :class:`BadInput` where there is none."""
+    found = [*_of_layers(options, roots), *_of_tasks(options, roots)]
+    if not found:
+        raise BadInput(
+            "Neither side has a contestant for the chosen layers, tasks and passes; change --frameworks or --passes."
+        )
+    return found
+
+
+def _of_layers(options: DuelOptions, roots: dict[Role, Path]) -> list[Bout]:
+    if not options.layers:
+        return []
+    chosen = _both(options.frameworks, roots, lambda names, root: layer_registry.select(names, root=root))
+    made: list[Bout] = []
+    layer_options = layer_plan.preset("small", isolation=options.isolation, device=options.device)
+    for layer in layer_data.select(options.layers):
+        for size in options.batch_sizes:
+            for sides in chosen:
+                for passes in layer_plan.ALL_PASSES:
+                    having: dict[Role, AnyContestant | None] = {
+                        role: c
+                        for role, c in sides.items()
+                        if isinstance(c, LayerContestant)
+                        and passes in c.variant.passes
+                        and c.variant.has(LAYERS[layer])
+                    }
+                    if passes not in options.passes or not having:
+                        continue
+                    one = next(c for c in having.values() if isinstance(c, LayerContestant))
+                    cell = layer_plan.cell_of(layer_options, one, layer, passes, size)
+                    made.append(_bout(cell, {role: having.get(role) for role in ROLES}))
+    return made
+
+
+def _of_tasks(options: DuelOptions, roots: dict[Role, Path]) -> list[Bout]:
+    if not options.tasks:
+        return []
+    task_options = plan.preset("smoke", isolation=options.isolation, device=options.device)
+    chosen = _both(options.frameworks, roots, lambda names, root: registry.select(names, root=root))
+    return [
+        _bout(
+            plan.cell_of(task_options, next(c for c in sides.values() if isinstance(c, Contestant)), task, size), sides
+        )
+        for task in options.tasks
+        for size in options.batch_sizes
+        for sides in chosen
+    ]
+
+
+def _both(
+    names: Iterable[str], roots: dict[Role, Path], select: Callable[[list[str], Path], Iterable[AnyContestant]]
+) -> list[dict[Role, AnyContestant | None]]:
+    """The chosen contestants by side. Raises :class:`BadInput` for a name that neither side knows."""
+    by_name: dict[str, dict[Role, AnyContestant | None]] = {}
+    for name in names:
+        faults = []
+        for role in ROLES:
+            try:
+                for contestant in select([name], roots[role]):
+                    by_name.setdefault(contestant.name, {"base": None, "head": None})[role] = contestant
+            except BadInput as fault:
+                faults.append(fault)
+        if len(faults) == len(ROLES):
+            raise faults[-1]
+    return list(by_name.values())
+
+
+def _bout(cell: Cell, sides: dict[Role, AnyContestant | None]) -> Bout:
+    reasons = []
+    for role in ROLES:
+        contestant = sides[role]
+        if contestant is None:
+            reasons.append(f"{role} has no such contestant")
+        elif reason := _unsupported(contestant, cell):
+            reasons.append(f"unsupported by {role}: {reason}")
+    return Bout(cell, sides, "; ".join(reasons) or None)
+
+
+def _unsupported(contestant: AnyContestant, cell: Cell) -> str | None:
+    if isinstance(contestant, LayerContestant):
+        return contestant.variant.why_unsupported(LAYERS[cell.layer or ""])
+    return contestant.variant.why_unsupported(cell.task)
+
+
+def first_of(seed: int, slug: str, number: int) -> tuple[Role, Role]:
+    """The order inside a pair: random for every other one, reversed in the next, so that an effect of the order
+    cancels."""
+    flip = random.Random(f"dpbench duel {seed} {slug} {number // 2}").random() < 0.5
+    return ("base", "head") if flip == (number % 2 == 0) else ("head", "base")
+
+
+@contextmanager
+def quietest(threads: int) -> Iterator[list[int]]:
+    """This thread and the processes that it starts on so many processors, those that others used least a moment ago:
+    both sides of a pair get the same ones, and a busy neighbour falls on neither where there is room beside it."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield []
+        return
+    allowed = sorted(os.sched_getaffinity(0))
+    chosen = allowed[:threads]
+    if threads < len(allowed):
+        busy = dict(enumerate(psutil.cpu_percent(interval=LOOK_SECONDS, percpu=True)))
+        chosen = sorted(sorted(allowed, key=lambda number: busy.get(number, 100.0))[:threads])
+    os.sched_setaffinity(0, chosen)
+    try:
+        yield chosen
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+class DuelRun:
+    """One folder's duel. ``command`` reproduces it."""
+
+    def __init__(self, options: DuelOptions, base: Side, head: Side, folder: RunFolder, command: str) -> None:
+        check(options)
+        check_device(options.device)
+        check_threads(options.threads)
+        self.options = options
+        self.sides: dict[Role, Side] = {"base": base, "head": head}
+        self.folder = folder
+        self.command = command
+        self.bouts = bouts(options, {role: side.folder for role, side in self.sides.items()})
+        timed = sum(bout.refusal is None for bout in self.bouts)
+        self.rule = Rule(options.alpha, max(1, timed), options.threshold, options.max_rounds)
+        self.timed = timed
+        self.limits = Limits(limits.default_limit(), options.timeout_seconds)
+        self.places: dict[tuple[Role, str], Place | str] = {}
+        self.references: dict[str, Path] = {}
+        self.reference_fault: str | None = None
+        self.started = datetime.now(UTC).isoformat(timespec="seconds")
+
+    def execute(self, progress: Progress, fresh: bool = False) -> Duel:
+        """Everything, or what is left of it. A kill at any moment loses at most the pair under way."""
+        with self.folder.open(self._description(), fresh):
+            begun = time.monotonic()
+            self._prepare(progress.say)
+            progress.begin(len(self.bouts), "cells")
+            for bout in self.bouts:
+                self._open(bout, progress)
+            finished = self._fight(begun, progress)
+            duel = self._duel(finished)
+            cache.write_atomically(self.folder.path / "duel.json", duel.to_json().encode())
+            return duel
+
+    def _description(self) -> dict[str, Any]:
+        """What a resumed duel must have in common with its beginning; how long it may take is not among it."""
+        options = {key: value for key, value in asdict(self.options).items() if key != "minutes"}
+        return {
+            "options": options,
+            "sides": {role: {"content": side.content, "package": side.package} for role, side in self.sides.items()},
+            "machine": machine.describe()["id"],
+        }
+
+    def _prepare(self, say: Callable[[str], None]) -> None:
+        """Environments, references, data."""
+        for bout in self.bouts:
+            for role, contestant in bout.sides.items():
+                if bout.refusal is None and contestant is not None:
+                    self._prepare_place(role, contestant, say)
+        names = tuple(dict.fromkeys(bout.cell.layer for bout in self.bouts if bout.cell.layer is not None))
+        if names:
+            try:
+                self.references = layer_run.ensure_references(names, say)
+            except (env.EnvironmentFault, isolation.ToolFault) as fault:
+                self.reference_fault = f"the float64 references of the layers could not be made: {fault}"
+                say(self.reference_fault)
+        for dataset in sorted({TASKS[bout.cell.task].dataset for bout in self.bouts if bout.cell.task}):
+            ensure_data(dataset, self.options.synthetic, say)
+
+    def _prepare_place(self, role: Role, contestant: AnyContestant, say: Callable[[str], None]) -> None:
+        if (role, contestant.name) in self.places:
+            return
+        module = LAYER_WORKER if isinstance(contestant, LayerContestant) else "harness.worker"
+        variant = contestant.variant
+        self.places[role, contestant.name] = place_of(
+            self.options.isolation, contestant.framework, variant.environment, say, module
+        )
+
+    # ---- before the first pair
+
+    def _open(self, bout: Bout, progress: Progress) -> None:
+        """The gate of a task, the memory of both sides; closes a cell that cannot be timed."""
+        if bout.refusal is None and bout.cell.task:
+            bout.gates = {role: self._judge(bout, role, progress) for role in ROLES}
+            bout.is_closed = any(process.state != "ok" for process in bout.gates.values())
+        if bout.refusal is None and not bout.is_closed and self.options.memory:
+            bout.memory = self._memory(bout, progress)
+        if bout.refusal is not None or bout.is_closed:
+            self._close(bout, progress)
+
+    def _judge(self, bout: Bout, role: Role, progress: Progress) -> Process:
+        contestant = bout.sides[role]
+        assert isinstance(contestant, Contestant)
+        place = self.places[role, contestant.name]
+        if isinstance(place, str):
+            return Process(state="crashed", reason=place)
+        progress.doing(f"{bout.name} · gate of {role}")
+        bounds = Limits(self.limits.memory_bytes, gatekeeper.TIMEOUT_SECONDS)
+        verdict = gatekeeper.judge(
+            contestant, bout.cell.task, place, bounds, self.options.device, self.options.threads, progress.say
+        )
+        state = "rejected" if verdict.state == "ok" and not verdict.passed else verdict.state
+        return Process.model_validate(
+            {"state": state, "reason": verdict.reason, "checks": verdict.gate.checks, "log_tail": verdict.log_tail}
+        )
+
+    def _memory(self, bout: Bout, progress: Progress) -> MemoryPair:
+        name = f"{bout.slug}.memory.json"
+        stored = self._stored(name)
+        if stored is not None:
+            return MemoryPair.model_validate(stored)
+        pair = MemoryPair(base=[], head=[])
+        for _ in range(2):
+            processes = {role: self._process(bout, role, "memory", 0, progress) for role in ROLES}
+            pair = MemoryPair(base=[*pair.base, processes["base"]], head=[*pair.head, processes["head"]])
+            if bout.cell.kind != "layer" or not needs_second(pair):
+                break
+        self._store(name, pair.model_dump_json())
+        return pair
+
+    # ---- pairs
+
+    def _fight(self, begun: float, progress: Progress) -> bool:
+        """Pairs of all open cells in turn, in random order, until each is clear; whether all came to their end."""
+        number = 0
+        while any(not bout.is_closed for bout in self.bouts):
+            left = [bout for bout in self.bouts if not bout.is_closed]
+            random.Random(f"dpbench duel {self.options.seed} {number}").shuffle(left)
+            for bout in left:
+                is_late = self.options.minutes is not None and time.monotonic() - begun > 60.0 * self.options.minutes
+                pair = self._pair(bout, number, progress, is_late)
+                if pair is None:
+                    return False
+                bout.pairs.append(pair)
+                if is_over(bout.pairs, self.rule):
+                    self._close(bout, progress)
+            number += 1
+        return True
+
+    def _close(self, bout: Bout, progress: Progress) -> None:
+        bout.is_closed = True
+        progress.doing(bout.name)
+        progress.done(self._conclude(bout).verdict)
+
+    def _pair(self, bout: Bout, number: int, progress: Progress, only_stored: bool) -> Pair | None:
+        name = f"{bout.slug}.{number:03}.json"
+        stored = self._stored(name)
+        if stored is not None:
+            return Pair.model_validate(stored)
+        if only_stored:
+            return None
+        order = first_of(self.options.seed, bout.slug, number)
+        with quietest(self.options.threads) as processors:
+            processes = {role: self._process(bout, role, "time", number, progress) for role in order}
+        pair = Pair(number=number, order=order, processors=processors, base=processes["base"], head=processes["head"])
+        if pair.disturbed:
+            progress.say(f"{bout.name}: pair {number + 1} was disturbed by other work on this machine")
+        self._store(name, pair.model_dump_json())
+        return pair
+
+    def _stored(self, name: str) -> Any:
+        path = self.folder.records / name
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def _store(self, name: str, text: str) -> None:
+        cache.write_atomically(self.folder.records / name, text.encode())
+
+    # ---- one process
+
+    def _process(
+        self, bout: Bout, role: Role, purpose: Literal["time", "memory"], number: int, progress: Progress
+    ) -> Process:
+        """A fresh process, never repeated by itself: a disturbed pair is repeated whole."""
+        contestant = bout.sides[role]
+        assert contestant is not None
+        place = self.places[role, contestant.name]
+        if isinstance(place, str):
+            return Process(state="crashed", reason=place)
+        if bout.cell.layer is not None and self.reference_fault is not None:
+            return Process(state="crashed", reason=self.reference_fault)
+        request = self._request(bout.cell, contestant, purpose, number)
+        progress.doing(f"{bout.name} · {'pair ' + str(number + 1) if purpose == 'time' else 'memory'} · {role}")
+        began, started = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
+        quiet = Progress(progress.console, quiet=True)
+        result, load = undisturbed(
+            lambda: place.run(request, self.limits, progress.event), 0, purpose == "time", bout.name, quiet
+        )
+        return _process(result, number == 0).model_copy(
+            update={"load": load, "started": started, "wall_seconds": time.monotonic() - began}
+        )
+
+    def _request(self, cell: Cell, contestant: AnyContestant, purpose: Literal["time", "memory"], number: int) -> Any:
+        options = self.options
+        seed = options.seed * 1000 + number
+        if isinstance(contestant, LayerContestant):
+            assert cell.layer is not None and cell.passes is not None
+            return LayerRequest(
+                mode=purpose,
+                folder=str(contestant.framework.folder),
+                variant=cell.variant,
+                layer=cell.layer,
+                passes=cell.passes,
+                batch_size=cell.batch_size,
+                max_grad_norm=1.0,
+                device=options.device,
+                threads=options.threads,
+                seed=seed,
+                reference=str(self.references[cell.layer]),
+                predicts=False,
+                seconds=options.seconds,
+                most_passes=SINGLE_PASSES,
+                least_passes=5,
+                longest_pass=options.timeout_seconds,
+                most_bytes=self.limits.memory_bytes,
+            )
+        task, protocol = TASKS[cell.task], protocols.load("verified")
+        return Request(
+            mode=purpose,
+            folder=str(contestant.framework.folder),
+            variant=cell.variant,
+            private=cell.private,
+            static_shapes=contestant.variant.static_shapes,
+            task=cell.task,
+            batch_size=cell.batch_size,
+            dataset_size=task.train_size,
+            sampling=protocol.sampling,
+            warm_up=protocol.warm_up,
+            noise_multiplier=protocol.noise_multiplier,
+            max_grad_norm=protocol.max_grad_norm,
+            learning_rate=task.learning_rate,
+            delta=protocol.delta,
+            device=options.device,
+            threads=options.threads,
+            precision=protocol.precision,
+            initial_seed=seed,
+            batch_seed=seed,
+            noise_seed=seed + 1,
+            data=task.dataset,
+            synthetic=options.synthetic,
+            budget_seconds=options.seconds,
+        )
+
+    # ---- what came of it
+
+    def _conclude(self, bout: Bout) -> CellResult:
+        kind: Literal["layer", "e2e"] = "layer" if bout.cell.kind == "layer" else "e2e"
+        return conclude(bout.name, kind, bout.pairs, bout.memory, bout.gates, bout.refusal, self.rule)
+
+    def _duel(self, finished: bool) -> Duel:
+        cells = [self._conclude(bout) for bout in self.bouts]
+        processes = [p for bout in self.bouts for pair in bout.pairs for p in (pair.base, pair.head)]
+        processes += [p for bout in self.bouts if bout.memory for p in (*bout.memory.base, *bout.memory.head)]
+        return Duel(
+            started=min((p.started for p in processes if p.started), default=self.started),
+            command=self.command,
+            base=self._facts("base"),
+            head=self._facts("head"),
+            alpha=self.options.alpha,
+            threshold=self.options.threshold,
+            max_rounds=self.options.max_rounds,
+            timed_cells=self.timed,
+            isolation=self.options.isolation,
+            threads=self.options.threads,
+            seconds=self.options.seconds,
+            machine={**machine.describe(), **machine.state()},
+            minutes=sum(p.wall_seconds for p in processes) / 60.0,
+            finished=finished,
+            cells=cells,
+        )
+
+    def _facts(self, role: Role) -> SideFacts:
+        side = self.sides[role]
+        contestants = [bout.sides[role] for bout in self.bouts]
+        frameworks = {c.framework.name: c.framework for c in contestants if c is not None}
+        return SideFacts(
+            asked=side.asked,
+            title=side.title,
+            commit=side.commit,
+            dirty=side.dirty,
+            content=side.content,
+            package=side.package,
+            locks={name: framework.lock_hash for name, framework in frameworks.items()},
+            versions=self._versions(role),
+        )
+
+    def _versions(self, role: Role) -> dict[str, dict[str, str]]:
+        found: dict[str, dict[str, str]] = {}
+        for bout in self.bouts:
+            for process in (getattr(pair, role) for pair in bout.pairs[:1]):
+                found.setdefault(bout.cell.framework, process.versions)
+        return found
+
+
+def _process(result: dict[str, Any], with_versions: bool) -> Process:
+    """What is kept of a worker's result: of the passes, their median and spread."""
+    layer = result.get("layer", {})
+    seconds = layer.get("pass_seconds") or result.get("epoch_seconds") or []
+    low, middle, high = (float(q) for q in np.quantile(seconds, (0.1, 0.5, 0.9))) if seconds else (None, None, None)
+    memory = result.get("memory", {})
+    return Process(
+        state=result["state"],
+        reason=result.get("reason"),
+        seconds=middle,
+        passes=len(seconds),
+        low=low,
+        high=high,
+        bytes=next((memory[notion] for notion in NOTIONS if notion in memory), None),
+        checks=[GateCheck.model_validate(line) for line in result.get("checks", [])],
+        versions=result.get("versions", {}) if with_versions else {},
+        log_tail="" if result["state"] == "ok" else result.get("log_tail", ""),
+    )

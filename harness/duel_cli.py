@@ -1,0 +1,263 @@
+"""The verbs ``compare`` and ``bisect``. Heavy imports happen inside: the help must appear at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from harness.errors import BadInput
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from harness.duel import DuelOptions
+    from harness.duel_record import Duel
+    from harness.sides import Side
+
+RECORDS = Path("results/local")
+FINDING, CELL_FAILED = 1, 3
+
+Json = Annotated[bool, typer.Option("--json", help="For machines.")]
+Threshold = Annotated[float, typer.Option(help="Slowdown from which an alert is raised, as a fraction.")]
+Alpha = Annotated[float, typer.Option(help="Chance of any false difference in the whole call.")]
+Rounds = Annotated[int, typer.Option(help="Pairs after which a cell ends undecided.")]
+Minutes = Annotated[float | None, typer.Option(help="After so many no new pair is begun.")]
+Threads = Annotated[int, typer.Option(help="Threads and pinned cores per process.")]
+Seconds = Annotated[float, typer.Option(help="Timed seconds per process; under 0.5, other load goes unseen.")]
+Isolation = Annotated[str, typer.Option(help="venv, or inprocess (tests only).")]
+Repository = Annotated[
+    Path | None, typer.Option(help="Git repository whose refs are meant; default this project's.", hidden=True)
+]
+Fresh = Annotated[bool, typer.Option("--fresh/--resume", help="Start anew, or go on where it stopped.")]
+
+
+def compare(
+    a: Annotated[
+        str | None, typer.Argument(help="Contestant in stored records, for instance dpcore-book-keeping.")
+    ] = None,
+    b: Annotated[str | None, typer.Argument(help="Contestant to compare it with.")] = None,
+    folder: Annotated[Path, typer.Option("--in", help="Of A and B: folder (or file) with records.")] = RECORDS,
+    base: Annotated[
+        str | None, typer.Option(help="Git ref, . (the working tree), NAME==VERSION, or a wheel: what was.")
+    ] = None,
+    head: Annotated[str | None, typer.Option(help="The same: what is new.")] = None,
+    layers: Annotated[str | None, typer.Option(help="Comma-separated; default linear,embedding,lstm.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Comma-separated task names.")] = None,
+    batch_sizes: Annotated[str | None, typer.Option(help="Comma-separated; default 64.")] = None,
+    frameworks: Annotated[
+        str | None, typer.Option(help="Comma-separated; default dpcore-engine, or all with the named package's pin.")
+    ] = None,
+    passes: Annotated[str, typer.Option(help="Over layers: plain, per_sample, clipped.")] = "clipped",
+    threshold: Threshold = 0.05,
+    alpha: Alpha = 0.05,
+    max_rounds: Rounds = 20,
+    minutes: Minutes = None,
+    threads: Threads = 1,
+    seconds: Seconds = 0.6,
+    isolation: Isolation = "venv",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    memory: Annotated[bool, typer.Option(help="Also compare memory, in processes of its own.")] = True,
+    synthetic: Annotated[bool, typer.Option(help="Of tasks: synthetic twins of the data sets.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of orders, batches and weights.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder of duel.json; default results/local/compare/….")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Also write the Markdown here.")] = None,
+    repository: Repository = None,
+    fresh: Fresh = False,
+    as_json: Json = False,
+) -> None:
+    """Compares two contestants in stored records (A B), or two states of the code by measuring both (--base, --head).
+
+    Exit codes of --base and --head: 0 no regression proven, 1 one is, 2 bad input, 3 a cell did not run.
+    """
+    if base is None and head is None:
+        if a is None or b is None:
+            raise BadInput("compare needs either two contestants (A B) in stored records, or --base and --head.")
+        from harness.report.cli import compare as of_records
+
+        of_records(a, b, folder, as_json)
+        return
+    if base is None or head is None or a is not None or b is not None:
+        raise BadInput(
+            "compare takes two contestants (A B) in stored records, or both --base and --head, not a part of each."
+        )
+    from rich.console import Console
+
+    from harness import duel_report, sides
+    from harness.cache import write_atomically
+    from harness.registry import ROOT
+
+    project = (repository or ROOT).resolve()
+    both = sides.resolve("base", base, project), sides.resolve("head", head, project)
+    options = _options(
+        both,
+        layers=layers,
+        tasks=tasks,
+        batch_sizes=batch_sizes,
+        frameworks=frameworks,
+        passes=passes,
+        threshold=threshold,
+        alpha=alpha,
+        max_rounds=max_rounds,
+        minutes=minutes,
+        threads=threads,
+        seconds=seconds,
+        isolation=isolation,
+        device=device,
+        memory=memory,
+        synthetic=synthetic,
+        seed=seed,
+    )
+    place = (out or RECORDS / "compare" / f"{both[0].content}-{both[1].content}").resolve()
+    console = Console(stderr=as_json)
+    duel = _fight(options, both, place, fresh, console, as_json)
+    text = duel_report.markdown(duel)
+    for path in (place / "duel.md", *([markdown] if markdown else [])):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text.encode())
+    if as_json:
+        typer.echo(duel.to_json())
+    else:
+        for line in duel_report.terminal(duel):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(
+            f"All of it: {place / 'duel.json'}; as a comment: {place / 'duel.md'}", markup=False, soft_wrap=True
+        )
+    raise typer.Exit(duel.exit_code)
+
+
+def _options(both: tuple[Side, Side], **asked: Any) -> DuelOptions:
+    """Lists from text, and the defaults that depend on the sides."""
+    from harness import duel
+    from harness.cli import _integers, _list
+
+    names = {key: _list(asked.pop(key)) for key in ("layers", "tasks", "frameworks", "passes")}
+    sizes = _integers(asked.pop("batch_sizes"), "--batch-sizes")
+    if names["layers"] is None and names["tasks"] is None:
+        names["layers"] = duel.DEFAULT_LAYERS
+    if names["frameworks"] is None:
+        users = dict.fromkeys(user for side in both for user in side.users)
+        names["frameworks"] = _contestants(both, list(users)) if users else duel.DEFAULT_CONTESTANTS
+    given: dict[str, Any] = {key: value for key, value in names.items() if value is not None}
+    if sizes:
+        given["batch_sizes"] = sizes
+    return duel.DuelOptions(**given, **asked)
+
+
+def _contestants(both: tuple[Side, Side], users: list[str]) -> tuple[str, ...]:
+    """Of the frameworks that pin a package: those that have layers or tasks at all, by name."""
+    from harness import registry
+
+    known = [registry.frameworks(root=side.folder) for side in both]
+    return tuple(user for user in users if any(user in frameworks for frameworks in known))
+
+
+def _fight(
+    options: DuelOptions, both: tuple[Side, Side], place: Path, fresh: bool, console: Console, quiet: bool
+) -> Duel:
+    from harness.duel import DuelRun
+    from harness.progress import watched
+    from harness.run import command_line
+    from harness.store import RunFolder
+
+    run = DuelRun(options, *both, RunFolder(place), command_line())
+    return watched(lambda progress: run.execute(progress, fresh), place, console, quiet)
+
+
+def bisect(
+    cell: Annotated[str, typer.Argument(help="layer/framework-variant/passes/batch, or task/framework-variant/batch.")],
+    good: Annotated[str, typer.Argument(help="Git ref at which the cell was good.")],
+    bad: Annotated[str, typer.Argument(help="Git ref at which it is worse; a descendant of GOOD.")],
+    threshold: Threshold = 0.05,
+    alpha: Alpha = 0.05,
+    max_rounds: Rounds = 20,
+    threads: Threads = 1,
+    seconds: Seconds = 0.6,
+    isolation: Isolation = "venv",
+    synthetic: Annotated[bool, typer.Option(help="Of tasks: synthetic twins of the data sets.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder of the steps; default results/local/bisect/….")] = None,
+    repository: Repository = None,
+    fresh: Fresh = False,
+    as_json: Json = False,
+) -> None:
+    """Names the commit between GOOD and BAD that made a cell worse: GOOD against one candidate after the other.
+
+    Exit codes: 1 a commit or a range was found, 0 BAD is not worse than GOOD, 2 bad input, 3 BAD did not run.
+    """
+    from rich.console import Console
+
+    from harness import bisection, sides
+    from harness.registry import ROOT
+
+    project = (repository or ROOT).resolve()
+    chosen = parse_cell(cell)
+    start, commits = bisection.commits_between(good, bad, project)
+    first = sides.resolve("base", start, project)
+    parent = (out or RECORDS / "bisect" / f"{start[:10]}-{commits[-1][:10]}" / cell.replace("/", ".")).resolve()
+    console = Console(stderr=as_json)
+    kinds: list[frozenset[str]] = []
+    every = frozenset({"gate", "time", "memory"})
+
+    def judge(commit: str) -> bisection.Step:
+        try:
+            both = first, sides.resolve("head", commit, project)
+        except BadInput as fault:
+            return bisection.Step(commit, "did not run", str(fault))
+        options = _options(
+            both,
+            **chosen,
+            threshold=threshold,
+            alpha=alpha,
+            max_rounds=max_rounds,
+            threads=threads,
+            seconds=seconds,
+            isolation=isolation,
+            synthetic=synthetic,
+        )
+        result = _fight(options, both, parent / commit[:10], fresh, console, as_json).cells[0]
+        opinion, why = bisection.opinion_of(result, kinds[0] if kinds else every)
+        if not kinds:
+            kinds.append(frozenset(result.alerts))
+        console.print(f"{commit[:10]}: {opinion} ({why})", markup=False, highlight=False, soft_wrap=True)
+        return bisection.Step(commit, opinion, why)
+
+    culprit = bisection.search(commits, judge)
+    if as_json:
+        steps = [{"commit": s.commit, "opinion": s.opinion, "why": s.why} for s in culprit.steps]
+        typer.echo(json.dumps({"cell": cell, "good": start, "commits": culprit.commits, "steps": steps}))
+    else:
+        console.print(_named(cell, culprit, project), markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(FINDING if culprit.commits else CELL_FAILED if culprit.steps[0].opinion == "did not run" else 0)
+
+
+def _named(cell: str, culprit: Any, repository: Path) -> str:
+    from harness.sides import git
+
+    if not culprit.commits:
+        first = culprit.steps[0]
+        return f"{cell}: {first.commit[:10]} is not proven to be worse than GOOD ({first.opinion}: {first.why})."
+    titles = [f"{c[:10]} {git(repository, 'log', '-1', '--format=%s', c) or ''}".strip() for c in culprit.commits]
+    if len(titles) == 1:
+        return f"{cell} became worse with {titles[0]} ({len(culprit.steps)} duels)."
+    silent = [f"{s.commit[:10]} {s.opinion}" for s in culprit.steps if s.opinion in ("ambiguous", "did not run")]
+    return f"{cell} became worse with one of {'; '.join(titles)}: {', '.join(silent)} ({len(culprit.steps)} duels)."
+
+
+def parse_cell(cell: str) -> dict[str, Any]:
+    """Options of the one cell that a name means; what follows the batch size (protocol, device) may be there. Raises
+    :class:`BadInput`."""
+    from harness.layers import LAYERS
+    from harness.tasks import TASKS
+
+    parts = cell.split("/")
+    what, *rest = parts
+    if what in LAYERS and len(rest) >= 3 and rest[2].isdecimal():
+        return {"layers": what, "tasks": None, "frameworks": rest[0], "passes": rest[1], "batch_sizes": rest[2]}
+    if what in TASKS and len(rest) >= 2 and rest[1].isdecimal():
+        return {"layers": None, "tasks": what, "frameworks": rest[0], "passes": "clipped", "batch_sizes": rest[1]}
+    raise BadInput(
+        f"The cell is {cell!r}: write layer/framework-variant/passes/batch (linear/dpcore-engine/clipped/64) or "
+        "task/framework-variant/batch (mnist-cnn/dpcore-engine/64)."
+    )

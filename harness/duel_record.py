@@ -1,0 +1,384 @@
+"""What a duel leaves behind: ``duel.json``, and one file per pair of processes from which it can be made again.
+
+The conclusions are pure functions of the pairs, so that a resumed duel says the same as one that was never killed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from harness import sequential
+from harness.errors import BadInput
+from harness.record import GateCheck, Load, State
+from harness.sequential import Rule
+
+SCHEMA = 1
+
+Verdict = Literal["wrong", "repaired", "slower", "faster", "equivalent", "ambiguous", "failed", "not compared"]
+Role = Literal["base", "head"]
+ROLES: tuple[Role, Role] = ("base", "head")
+
+SPARE_BYTES = 64 * 2**10
+SPARE_SHARE = 0.005
+"""Memory may grow by the larger of the two before it counts as grown: allocators round, and buffers depend on a
+seed."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Process(_Model):
+    """One fresh process. ``seconds``: the median of its passes, or of its epochs. ``low``, ``high``: the passes' 10th
+    and 90th percentile."""
+
+    state: State
+    reason: str | None = None
+    seconds: float | None = None
+    passes: int = 0
+    low: float | None = None
+    high: float | None = None
+    bytes: int | None = None
+    checks: list[GateCheck] = Field(default_factory=list)
+    load: Load | None = None
+    versions: dict[str, str] = Field(default_factory=dict)
+    started: str = ""
+    wall_seconds: float = 0.0
+    log_tail: str = ""
+
+
+class Pair(_Model):
+    """One block: both sides, one right after the other. ``order``: which ran first. ``processors``: on which both
+    ran."""
+
+    number: int
+    order: tuple[Role, Role]
+    processors: list[int] = Field(default_factory=list)
+    base: Process
+    head: Process
+
+    @property
+    def disturbed(self) -> bool:
+        return any(p.load is not None and p.load.disturbed for p in (self.base, self.head))
+
+    @property
+    def log_ratio(self) -> float | None:
+        """log(head / base); None where a side has no time."""
+        if not self.base.seconds or not self.head.seconds:
+            return None
+        return math.log(self.head.seconds / self.base.seconds)
+
+
+class MemoryPair(_Model):
+    """Bytes at the peak by side, a process each; a change is only believed if the second processes show it too."""
+
+    base: list[Process]
+    head: list[Process]
+
+
+class Memory(_Model):
+    """``exact``: counted by the framework's allocator, byte by byte; else the process's resident set, which is shown
+    and never judged. ``proven``: of a change, that a second process of each side showed it, too."""
+
+    base: int
+    head: int
+    tolerance: int
+    change: Literal["grown", "shrunk", "same", "not judged"]
+    exact: bool
+    proven: bool
+
+
+class Time(_Model):
+    """See :class:`harness.sequential.Finding`. Seconds are medians over the pairs that count; ``stop``: why no more
+    pairs were run; ``set_aside``: pairs left out, both sides of them, because others used the machine."""
+
+    base_seconds: float
+    head_seconds: float
+    n: int
+    set_aside: int
+    disturbed_counted: int
+    ratio: float | None
+    low: float | None
+    high: float | None
+    paired_sd: float | None
+    within_threshold: bool
+    beyond_threshold: bool
+    smallest_effect: float | None
+    stop: str
+
+
+class CellResult(_Model):
+    """``name``: as ``dpbench bisect`` takes it. ``alerts``: what the regression consists of: ``gate``, ``time``,
+    ``memory``. ``reason``: why there is no comparison. ``gate``: by side, ``passed``, ``failed: why`` or ``did not
+    run``."""
+
+    name: str
+    kind: Literal["layer", "e2e"]
+    verdict: Verdict
+    alerts: list[Literal["gate", "time", "memory"]]
+    reason: str | None
+    gate: dict[Role, str]
+    time: Time | None
+    memory: Memory | None
+    pairs: list[Pair]
+    memory_processes: MemoryPair | None
+
+
+class SideFacts(_Model):
+    """``locks``: framework -> hash of its pins and Python. ``versions``: framework -> distributions in its
+    environment."""
+
+    asked: str
+    title: str
+    commit: str | None
+    dirty: bool | None
+    content: str
+    package: str | None
+    locks: dict[str, str]
+    versions: dict[str, dict[str, str]]
+
+
+class Duel(_Model):
+    """The whole. ``minutes``: of the processes, those of earlier calls that were resumed included. ``timed_cells``: how
+    many cells share ``alpha``."""
+
+    schema_: int = Field(SCHEMA, alias="schema")
+    started: str
+    command: str
+    base: SideFacts
+    head: SideFacts
+    alpha: float
+    threshold: float
+    max_rounds: int
+    timed_cells: int
+    isolation: str
+    threads: int
+    seconds: float
+    machine: dict[str, Any]
+    minutes: float
+    finished: bool
+    cells: list[CellResult]
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+    @property
+    def regressions(self) -> list[CellResult]:
+        return [cell for cell in self.cells if cell.alerts]
+
+    @property
+    def failures(self) -> list[CellResult]:
+        return [cell for cell in self.cells if cell.verdict == "failed"]
+
+    @property
+    def exit_code(self) -> int:
+        """1 before 3: a proven regression stands, whatever else did not run. 3 also where nothing could be compared."""
+        if self.regressions:
+            return 1
+        return 3 if self.failures or all(cell.verdict == "not compared" for cell in self.cells) else 0
+
+    def to_json(self) -> str:
+        return self.model_dump_json(by_alias=True, indent=1)
+
+
+def read(path: Path) -> Duel:
+    """Raises :class:`BadInput` for what is no duel."""
+    try:
+        return Duel.model_validate(json.loads(path.read_text()))
+    except (OSError, json.JSONDecodeError, ValidationError) as error:
+        raise BadInput(
+            f"{path} is no duel.json ({type(error).__name__}); name one that `dpbench compare` wrote."
+        ) from None
+
+
+# ---- conclusions
+
+
+def counted(pairs: Sequence[Pair], most_set_aside: int) -> tuple[list[Pair], list[Pair]]:
+    """(pairs that count, pairs set aside). A disturbed pair is set aside whole, never one side of it, until so many
+    are; on a machine that is always disturbed the rest counts, and is only noisier."""
+    kept: list[Pair] = []
+    aside: list[Pair] = []
+    for pair in pairs:
+        (aside if pair.disturbed and len(aside) < most_set_aside else kept).append(pair)
+    return kept, aside
+
+
+def most_set_aside(rounds: int) -> int:
+    return max(2, rounds // 4)
+
+
+def finding(pairs: Sequence[Pair], rule: Rule) -> sequential.Finding:
+    """Of the pairs that count."""
+    kept, _ = counted(pairs, most_set_aside(rule.rounds))
+    ratios = [ratio for pair in kept if (ratio := pair.log_ratio) is not None]
+    return sequential.judge(ratios[: rule.rounds], rule)
+
+
+def is_over(pairs: Sequence[Pair], rule: Rule) -> bool:
+    """Whether the pairs say enough, one did not run, or there are as many as there may be."""
+    if any(pair.base.state != "ok" or pair.head.state != "ok" for pair in pairs):
+        return True
+    found = finding(pairs, rule)
+    return found.is_clear or found.n >= rule.rounds
+
+
+def failed_checks(process: Process) -> str:
+    failed = [check for check in process.checks if not check.passed]
+    return "; ".join(f"{c.check}: error {_figure(c.error)}, limit {_figure(c.limit)}" for c in failed)
+
+
+def _figure(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3g}"
+
+
+def gate_of(processes: Sequence[Process]) -> str:
+    """``passed``, ``failed: why``, or ``did not run: why``."""
+    for process in processes:
+        if process.state == "rejected":
+            return f"failed: {failed_checks(process) or process.reason}"
+    bad = next((p for p in processes if p.state != "ok"), None)
+    if bad is not None or not processes:
+        return f"did not run: {bad.state}: {bad.reason}" if bad is not None else "did not run"
+    return "passed"
+
+
+def memory_of(processes: MemoryPair | None, exact: bool) -> Memory | None:
+    """None where a side has no figure."""
+    if processes is None:
+        return None
+    base = [p.bytes for p in processes.base if p.state == "ok" and p.bytes is not None]
+    head = [p.bytes for p in processes.head if p.state == "ok" and p.bytes is not None]
+    if not base or not head:
+        return None
+    tolerance = tolerance_of(base[0])
+    change = "grown" if min(head) > max(base) + tolerance else "shrunk" if max(head) < min(base) - tolerance else "same"
+    proven = exact and len(base) > 1 and len(head) > 1 and change != "same"
+    return Memory.model_validate(
+        {
+            "base": base[0],
+            "head": head[0],
+            "tolerance": tolerance,
+            "change": change if exact else "not judged",
+            "exact": exact,
+            "proven": proven,
+        }
+    )
+
+
+def tolerance_of(base_bytes: int) -> int:
+    return max(SPARE_BYTES, math.ceil(SPARE_SHARE * base_bytes))
+
+
+def needs_second(processes: MemoryPair) -> bool:
+    """Whether the first process of each side shows a change that a second one must confirm."""
+    first = memory_of(processes, True)
+    return first is not None and first.change != "same" and len(processes.base) == len(processes.head) == 1
+
+
+def _unsupported(processes: Sequence[Process]) -> bool:
+    return bool(processes) and all(process.state == "unsupported" for process in processes)
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else 0.5 * (ordered[middle - 1] + ordered[middle])
+
+
+def _stop(found: sequential.Finding, rule: Rule) -> str:
+    if found.is_clear:
+        if found.alert:
+            return "clear: slower by more than the threshold"
+        return "clear: faster by more than the threshold" if not found.within else "clear: within the threshold"
+    return "as many pairs as there may be" if found.n >= rule.rounds else "out of time"
+
+
+def time_of(pairs: Sequence[Pair], rule: Rule) -> Time | None:
+    """None without a pair in which both sides have a time."""
+    kept, aside = counted(pairs, most_set_aside(rule.rounds))
+    kept = [pair for pair in kept if pair.log_ratio is not None][: rule.rounds]
+    if not kept:
+        return None
+    found = finding(pairs, rule)
+    return Time(
+        base_seconds=_median([p.base.seconds or 0.0 for p in kept]),
+        head_seconds=_median([p.head.seconds or 0.0 for p in kept]),
+        n=len(kept),
+        set_aside=len(aside),
+        disturbed_counted=sum(pair.disturbed for pair in kept),
+        ratio=found.ratio,
+        low=found.low,
+        high=found.high,
+        paired_sd=found.sd,
+        within_threshold=found.within,
+        beyond_threshold=found.beyond,
+        smallest_effect=found.smallest,
+        stop=_stop(found, rule),
+    )
+
+
+def conclude(
+    name: str,
+    kind: Literal["layer", "e2e"],
+    pairs: Sequence[Pair],
+    memory: MemoryPair | None,
+    gates: dict[Role, Process] | None,
+    refusal: str | None,
+    rule: Rule,
+) -> CellResult:
+    """What a cell's processes say. ``gates``: of a task, the verdicts of the admission gate, as processes. ``refusal``:
+    why there was nothing to compare."""
+    processes: dict[Role, list[Process]] = {"base": [], "head": []}
+    for role in ROLES:
+        processes[role] += [gates[role]] if gates else []
+        processes[role] += [getattr(pair, role) for pair in pairs]
+        # A memory process counts for the gate only by its checks: parts that do not add up are the instrument's fault.
+        of_memory = getattr(memory, role) if memory is not None else []
+        processes[role] += [p for p in of_memory if p.state == "rejected" and failed_checks(p)]
+    gate = {role: gate_of(processes[role]) for role in ROLES}
+    ran = {role: gate[role] == "passed" for role in ROLES}
+    rejected = {role: gate[role].startswith("failed") for role in ROLES}
+    found = finding(pairs, rule)
+    seen = memory_of(memory, kind == "layer")
+    alerts: list[Literal["gate", "time", "memory"]] = []
+    verdict: Verdict
+    reason = refusal
+    if refusal is not None:
+        verdict = "not compared"
+    elif rejected["head"] and ran["base"]:
+        verdict, alerts, reason = "wrong", ["gate"], f"only head fails its correctness check ({gate['head']})"
+    elif rejected["base"] and ran["head"]:
+        verdict, reason = "repaired", f"base fails its correctness check, head passes ({gate['base']})"
+    elif rejected["base"] and rejected["head"]:
+        verdict, reason = "not compared", f"both sides fail their correctness check ({gate['head']})"
+    elif _unsupported(processes["base"]) and _unsupported(processes["head"]):
+        verdict, reason = "not compared", f"unsupported by both sides: {processes['head'][0].reason}"
+    elif not pairs and not gates:
+        verdict, reason = "ambiguous", "out of time before the first pair"
+    elif not all(ran.values()):
+        verdict = "failed"
+        bad = [f"{role} {gate[role]}" for role in ROLES if not ran[role]]
+        reason = "; ".join(bad)
+    else:
+        verdict = found.verdict or "ambiguous"
+        alerts += ["time"] if found.alert else []
+        alerts += ["memory"] if seen is not None and seen.change == "grown" and seen.proven else []
+        reason = "no pair was timed before the time was up" if not pairs else None
+    return CellResult(
+        name=name,
+        kind=kind,
+        verdict=verdict,
+        alerts=alerts,
+        reason=reason,
+        gate=gate,
+        time=time_of(pairs, rule) if all(ran.values()) else None,
+        memory=seen if all(ran.values()) else None,
+        pairs=list(pairs),
+        memory_processes=memory,
+    )

@@ -1,0 +1,343 @@
+"""Duels between commits of fake contestants: what is proven, what is not, and what a killed one leaves."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from harness import duel_record, duel_report, layer_run, sides
+from harness.cli import app
+from harness.duel import first_of
+from harness.duel_record import MemoryPair, Pair, Process
+from harness.errors import BadInput
+from harness.record import Load
+from harness.sequential import Rule
+from tests.harness.project import Project
+from tests.harness.test_layer_run import reference  # noqa: F401 (a fixture)
+
+
+@pytest.fixture(scope="session")
+def sides_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def apart(sides_cache, monkeypatch, reference):  # noqa: F811
+    monkeypatch.setenv("DPBENCH_CACHE", str(sides_cache))
+    monkeypatch.setattr("harness.sides.compileall.compile_dir", lambda *tree, **how: True)  # it only saves workers time
+    monkeypatch.setattr(layer_run, "ensure_references", lambda names, say: dict.fromkeys(names, reference))
+    # The canary takes longer than a fake process, and a busy machine would set pairs aside that these tests count on.
+    monkeypatch.setattr("harness.run.canary.seconds", lambda: 0.01)
+    monkeypatch.setattr("harness.run.undisturbed.__defaults__", (lambda: 0.01,))
+    monkeypatch.setattr("harness.duel.LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(
+        "harness.layer_worker.versions", lambda: {"numpy": "2.0.0"}
+    )  # reading them takes longest of all
+
+
+@pytest.fixture
+def project(tmp_path) -> Project:
+    made = Project(tmp_path / "project")
+    made.commit("sleep-3ms", title="plain")
+    return made
+
+
+def test_a_slower_head_is_slower(project, tmp_path):
+    base = project.git("rev-parse", "HEAD")
+    project.commit("sleep-6ms")
+    duel = project.fight(base, "main", tmp_path / "out")
+    (cell,) = duel.cells
+    assert (cell.name, cell.verdict, cell.alerts) == ("layer-norm/phantom-exact/clipped/16", "slower", ["time"])
+    assert cell.time.ratio == pytest.approx(2.0, rel=0.2) and cell.time.low > 1.0
+    assert cell.time.n < 8 and cell.time.stop.startswith("clear")  # it stopped early
+    assert cell.gate == {"base": "passed", "head": "passed"}
+    assert cell.memory.change == "same" and cell.memory.exact
+    assert duel.exit_code == 1
+    assert duel.base.commit == base and not duel.base.dirty
+    back = project.fight("main", base, tmp_path / "back")
+    assert back.cells[0].verdict == "faster" and back.exit_code == 0
+
+
+def test_equal_sides_are_no_finding_and_share_a_folder(project, tmp_path):
+    duel = project.fight("main", ".", tmp_path / "out")
+    assert duel.base.content == duel.head.content
+    # A tiny difference may be found by chance (5 %); an alert may not.
+    assert duel.cells[0].alerts == [] and duel.cells[0].time.within_threshold and duel.exit_code == 0
+    stored = duel_record.read(tmp_path / "out" / "duel.json")
+    assert stored == duel
+    for pair in stored.cells[0].pairs:
+        assert pair.base.seconds > 0.003 and pair.head.passes >= 5
+    firsts = [pair.order[0] for pair in stored.cells[0].pairs]
+    assert {"base", "head"} == set(firsts)
+
+
+def test_grown_memory_is_proven_by_a_second_process_and_shrunk_memory_is_told(project, tmp_path):
+    project.commit("sleep-3ms", "buffer")
+    duel = project.fight("HEAD~1", "HEAD", tmp_path / "out")
+    (cell,) = duel.cells
+    assert cell.alerts == ["memory"] and duel.exit_code == 1
+    assert cell.memory.head - cell.memory.base == 2**20
+    assert cell.memory.proven and len(cell.memory_processes.head) == 2
+    back = project.fight("HEAD", "HEAD~1", tmp_path / "back")
+    assert back.cells[0].memory.change == "shrunk" and back.exit_code == 0
+    assert "−1 MiB" in duel_report.markdown(back)
+
+
+def test_a_gate_that_only_head_fails_is_wrong_and_said_first(project, tmp_path):
+    project.commit("clip-bug")
+    duel = project.fight("HEAD~1", "HEAD", tmp_path / "out")
+    (cell,) = duel.cells
+    assert (cell.verdict, cell.alerts, duel.exit_code) == ("wrong", ["gate"], 1)
+    assert cell.time is None and cell.gate["head"].startswith("failed: clipped-sum")
+    text = duel_report.markdown(duel).splitlines()
+    assert text[0] == duel_report.MARKER
+    assert text[1].startswith("**A regression of") and "is wrong" in text[1]
+    repaired = project.fight("HEAD", "HEAD~1", tmp_path / "back")
+    assert repaired.cells[0].verdict == "repaired" and repaired.exit_code == 0
+
+
+@pytest.mark.parametrize("fault", ["crash", "syntax"])
+@pytest.mark.parametrize("side", ["base", "head"])
+def test_a_crash_on_one_side_is_no_verdict(project, tmp_path, fault, side):
+    project.commit(fault)
+    refs = ("HEAD~1", "HEAD") if side == "head" else ("HEAD", "HEAD~1")
+    duel = project.fight(*refs, tmp_path / "out")
+    assert duel.cells[0].verdict == "failed" and duel.exit_code == 3
+    assert f"{side} did not run: crashed" in duel.cells[0].reason
+    assert len(duel.cells[0].pairs) == 1
+
+
+def test_a_contestant_that_one_side_lacks_is_not_compared(project, tmp_path):
+    toml = project.layers.with_name("layers.toml")
+    toml.write_text(toml.read_text() + '[[variants]]\nname = "new"\ntitle = "t"\ncolumn = "dp"\npasses = ["clipped"]\n')
+    project.commit("sleep-3ms")
+    duel = project.fight("HEAD~1", "HEAD", tmp_path / "out", frameworks=("phantom-new", "phantom-exact"))
+    assert duel.cells[0].verdict == "not compared" and duel.cells[1].time.n >= 5
+    assert duel.cells[0].reason == "base has no such contestant"
+    assert duel.timed_cells == 1 and duel.exit_code == 0
+    alone = project.fight("HEAD~1", "HEAD", tmp_path / "alone", frameworks=("phantom-new",))
+    assert alone.exit_code == 3  # nothing was compared
+
+
+def test_a_killed_duel_goes_on_from_its_pairs(project, tmp_path, monkeypatch):
+    project.commit("sleep-6ms")
+    out = tmp_path / "out"
+    run = project.run("HEAD~1", "HEAD", out)
+    measured: list[tuple[str, int]] = []
+    real = type(run)._process
+
+    def process(self: Any, bout: Any, role: str, purpose: str, number: int, progress: Any) -> Process:
+        measured.append((purpose, number))
+        if len(measured) == 6:  # in the middle of the second pair
+            raise KeyboardInterrupt
+        return real(self, bout, role, purpose, number, progress)
+
+    monkeypatch.setattr(type(run), "_process", process)
+    with pytest.raises(KeyboardInterrupt):
+        project.fight("HEAD~1", "HEAD", out)
+    kept = {path.name: path.read_bytes() for path in (out / "records").iterdir()}
+    assert sorted(name.split(".")[-2] for name in kept) == ["000", "memory"]  # nothing of one side only
+    duel = project.fight("HEAD~1", "HEAD", out)
+    assert measured[6:8] == [("time", 1), ("time", 1)]
+    assert {name: (out / "records" / name).read_bytes() for name in kept} == kept
+    assert duel.cells[0].alerts == ["time"]
+    again = len(measured)
+    assert project.fight("HEAD~1", "HEAD", out).cells == duel.cells
+    assert len(measured) == again  # a finished one measures nothing
+    with pytest.raises(BadInput, match="differs in"):
+        project.fight("HEAD", "HEAD~1", out)
+
+
+def test_when_the_time_is_up_what_is_open_is_ambiguous(project, tmp_path):
+    duel = project.fight("main", ".", tmp_path / "out", minutes=1e-6)
+    assert not duel.finished and duel.exit_code == 0
+    assert duel.cells[0].verdict == "ambiguous"
+    assert "The time was up" in duel_report.markdown(duel)
+
+
+def test_the_order_within_pairs_is_random_and_balanced():
+    orders = [first_of(0, "cell", number)[0] for number in range(40)]
+    assert orders.count("base") == 20
+    assert all({orders[i], orders[i + 1]} == {"base", "head"} for i in range(0, 40, 2))
+    assert len({tuple(orders[i : i + 2]) for i in range(0, 40, 2)}) == 2
+
+
+# ---- conclusions of pairs that were made up
+
+
+def pair(number: int, ratio: float, disturbed: bool = False, **head: Any) -> Pair:
+    load = Load(foreign_share=0.5 if disturbed else 0.0, disturbed=disturbed, repeats=0)
+    base = Process(state="ok", seconds=1.0, load=load)
+    return Pair(
+        number=number,
+        order=("base", "head"),
+        base=base,
+        head=Process.model_validate({"state": "ok", "seconds": ratio, "load": load, **head}),
+    )
+
+
+def conclusion(pairs: list[Pair], memory: MemoryPair | None = None) -> duel_record.CellResult:
+    return duel_record.conclude("cell", "layer", pairs, memory, None, None, Rule(rounds=8))
+
+
+def test_disturbed_pairs_are_set_aside_whole_until_there_are_too_many():
+    calm = [pair(i, 1.0 + 0.001 * (i % 2)) for i in range(6)]
+    wild = [pair(i, 3.0, disturbed=True) for i in range(2)]
+    found = conclusion([wild[0], *calm, wild[1]])
+    assert (found.verdict, found.time.n, found.time.set_aside, found.time.disturbed_counted) == ("equivalent", 6, 2, 0)
+    always = conclusion([pair(i, 1.0, disturbed=True) for i in range(8)])
+    assert (always.time.n, always.time.set_aside, always.time.disturbed_counted) == (6, 2, 6)
+    assert always.verdict == "equivalent"
+
+
+def test_a_small_growth_is_none_and_an_unconfirmed_one_is_no_alert():
+    def of(base: list[int], head: list[int]) -> duel_record.Memory:
+        made = {role: [Process(state="ok", bytes=b) for b in sizes] for role, sizes in (("base", base), ("head", head))}
+        found = duel_record.memory_of(MemoryPair(**made), exact=True)
+        assert found is not None
+        return found
+
+    mebibyte = 2**20
+    assert of([mebibyte], [mebibyte + 64 * 2**10]).change == "same"
+    assert of([mebibyte], [mebibyte + 64 * 2**10 + 1]).change == "grown"
+    assert not of([mebibyte], [2 * mebibyte]).proven
+    assert of([mebibyte] * 2, [2 * mebibyte] * 2).proven
+    assert of([mebibyte] * 2, [2 * mebibyte, mebibyte]).change == "same"
+    assert of([1000 * mebibyte], [1004 * mebibyte]).change == "same"  # 0.5 %
+    grown = MemoryPair(base=[Process(state="ok", bytes=mebibyte)], head=[Process(state="ok", bytes=2 * mebibyte)])
+    assert duel_record.needs_second(grown)
+    assert conclusion([pair(i, 1.0) for i in range(5)], grown).alerts == []
+
+
+def test_the_resident_set_of_a_task_is_shown_and_never_judged():
+    made = MemoryPair(base=[Process(state="ok", bytes=10**6)], head=[Process(state="ok", bytes=10**9)])
+    found = duel_record.memory_of(made, exact=False)
+    assert found.change == "not judged" and not found.proven
+
+
+def test_a_wrong_cell_keeps_its_alert_beside_cells_that_did_not_run():
+    broken = conclusion([pair(0, 1.0, state="crashed", seconds=None, reason="no")])
+    assert broken.verdict == "failed"
+    checks = [{"check": "clipped-sum", "error": 0.3, "limit": 1e-4, "passed": False}]
+    wrong = conclusion([pair(0, 1.0, state="rejected", seconds=None, checks=checks)])
+    assert wrong.verdict == "wrong" and "clipped-sum: error 0.3, limit 0.0001" in wrong.reason
+
+
+# ---- sides
+
+
+def test_the_working_tree_is_taken_as_it_is(project):
+    before = sides.resolve("head", ".", project.folder)
+    project.write("sleep-6ms")
+    after = sides.resolve("head", "WORKTREE", project.folder)
+    assert (before.dirty, after.dirty) == (False, True)
+    assert before.content != after.content and len(before.content) == len(after.content)
+    assert "0.006" in (after.folder / "frameworks" / "phantom" / "layers.py").read_text()
+    assert (after.folder / "harness" / "layer_worker.py").exists()  # the running harness, on both sides
+    assert sides.resolve("base", "main", project.folder).content == before.content
+
+
+def test_a_version_replaces_every_pin_of_the_package_and_nothing_else(project):
+    requirements = Path("frameworks") / "phantom" / "requirements.txt"
+    side = sides.resolve("head", "Fake_Lib==2.1", project.folder)
+    assert (side.folder / requirements).read_text() == "numpy==2.0.0\nFake_Lib==2.1\n"
+    assert side.users == ("phantom",) and side.package == "Fake_Lib==2.1"
+    plain = sides.resolve("base", ".", project.folder)
+    files = {
+        path.relative_to(s.folder)
+        for s in (side, plain)
+        for path in s.folder.rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    differing = [f for f in files if (side.folder / f).read_bytes() != (plain.folder / f).read_bytes()]
+    assert differing == [requirements]
+
+
+def test_a_wheel_is_pinned_by_its_content(project, tmp_path):
+    wheel = tmp_path / "fake_lib-3.0-py3-none-any.whl"
+    wheel.write_bytes(b"one")
+    first = sides.resolve("head", str(wheel), project.folder)
+    wheel.write_bytes(b"two")
+    second = sides.resolve("head", str(wheel), project.folder)
+    assert first.package.startswith("fake-lib @ file://") and first.package != second.package
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("nowhere", "'nowhere', which is no commit, branch or tag"),
+        ("-x", "which is no commit"),
+        ("absent==1.0", "no framework's requirements pin absent"),
+        ("gone-1.0-py3-none-any.whl", "there is no such file"),
+        ("image:dpbench/opacus", "container images are unsupported"),
+        ("before", "a commit without a folder frameworks/"),
+    ],
+)
+def test_bad_sides_are_one_sentence(project, asked, message):
+    if asked == "before":
+        project.git("checkout", "-q", "--orphan", "before")
+        project.git("rm", "-rq", "--cached", "frameworks")
+        project.git("commit", "-q", "-m", "older than the frameworks")
+    with pytest.raises(BadInput, match=message):
+        sides.resolve("head", asked, project.folder)
+
+
+# ---- the verb
+
+
+def dpbench(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["compare", *arguments])
+
+
+def test_the_verb_writes_json_and_markdown_and_ends_with_the_verdict(project, tmp_path):
+    project.commit("sleep-6ms")
+    comment = tmp_path / "deep" / "comment.md"
+    arguments = ["--base", "HEAD~1", "--head", "HEAD", "--repository", str(project.folder), "--layers", "layer-norm"]
+    arguments += ["--frameworks", "phantom-exact", "--isolation", "inprocess", "--seconds", "0.03", "--threads", "1"]
+    arguments += ["--threshold", "0.2", "--max-rounds", "8", "--out", str(tmp_path / "out"), "--json"]
+    done = dpbench(*arguments, "--markdown", str(comment))
+    assert done.exit_code == 1, done.output
+    said = json.loads(done.stdout)
+    assert said["cells"][0]["alerts"] == ["time"]
+    assert said == json.loads((tmp_path / "out" / "duel.json").read_text())
+    text = comment.read_text()
+    assert text == (tmp_path / "out" / "duel.md").read_text()
+    assert text.startswith(duel_report.MARKER) and "| `layer-norm/phantom-exact/clipped/64` |" in text
+    assert "could not have been seen" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "either two contestants"),
+        (["--base", "."], "not a part of each"),
+        (["a", "b", "--base", ".", "--head", "."], "not a part of each"),
+        (["--threshold", "0"], "--threshold is 0.0"),
+        (["--alpha", "2"], "--alpha is 2.0"),
+        (["--max-rounds", "3"], "--max-rounds is 3"),
+        (["--isolation", "docker"], "--isolation is 'docker', which is unsupported"),
+        (["--minutes", "0"], "--minutes is 0.0"),
+        (["--layers", "conv9d"], "There is no layer 'conv9d'"),
+        (["--tasks", "mnist"], "There is no task 'mnist'"),
+        (["--passes", "backward"], "--passes is 'backward'"),
+        (["--frameworks", "nobody"], "There is no layer contestant 'nobody'"),
+        (["--batch-sizes", "many"], "--batch-sizes is 'many'"),
+    ],
+)
+def test_bad_input_is_one_sentence(project, tmp_path, arguments, message):
+    both = [] if "either" in message or "part" in message else ["--base", "main", "--head", "."]
+    done = dpbench(*both, *arguments, "--repository", str(project.folder), "--out", str(tmp_path / "out"))
+    assert isinstance(done.exception, BadInput)
+    assert message in str(done.exception)
+
+
+def test_figures_are_readable():
+    assert duel_report.seconds(0.00213) == "2.13 ms" and duel_report.seconds(3.2e-6) == "3.2 µs"
+    assert duel_report.size(3 * 2**20) == "3 MiB" and duel_report.size(-2048) == "−2 KiB"
+    assert duel_report.signed(0.95) == "−5.0 %" and duel_report.signed(1.1) == "+10.0 %"
+    assert math.isclose(pair(0, 1.5).log_ratio, math.log(1.5))
