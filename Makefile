@@ -16,7 +16,7 @@ PIP := -m pip install --disable-pip-version-check --quiet
 # RUN: a run's folder or packed file, for `make history`.
 RUN ?= results/local/$(PRESET)
 
-.PHONY: bench-e2e bench-layers bench-frontier compare images report history gate test lint test-harness test-dpcore test-frameworks test-containers conformance mutants compare-wheel comment history-publish test-slow doctor clean
+.PHONY: bench-e2e bench-layers bench-frontier compare images report history gate test lint test-harness test-dpcore test-frameworks test-containers conformance mutants compare-wheel comment history-check history-publish test-slow doctor clean
 
 bench-e2e: $(READY)  ## median seconds per epoch of frameworks x tasks x batch sizes
 	@isolation=$(ISOLATION); out=results/local/$(PRESET); \
@@ -47,6 +47,9 @@ report: $(READY)  ## tables and figures from the records of the last run with th
 
 history: $(READY)  ## adds a run (RUN=folder) to results/history: a file that is never rewritten
 	$(BIN)/dpbench history add $(RUN) $(ARGS)
+
+history-check: $(READY)  ## fails while a regression of results/history is open
+	$(BIN)/dpbench history check $(ARGS)
 
 gate: $(READY)  ## the admission gate alone
 	$(BIN)/dpbench gate $(ARGS)

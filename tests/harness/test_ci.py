@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 import threading
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -117,6 +119,27 @@ def test_the_verdict_is_that_of_the_exit_code(code: int, verdict: str, job: Path
     assert words[words.index("--head") + 1] == str(job / "a.whl")
     assert words[words.index("--layers") + 1] == "linear,lstm"
     assert "--minutes" not in words
+
+
+def test_the_comparison_that_is_run_exists(job: Path) -> None:
+    """Every option of the command is one of ``dpbench compare``."""
+    make_wheel(job, "some_library", "1.0")
+    arguments = ["compare", "--package", "some-library", "--wheel", "*.whl", "--workspace", str(job)]
+    arguments += ["--base", "some-library==0.9", "--layers", "linear", "--frameworks", "opacus", "--batch-sizes", "64"]
+    arguments += ["--threshold", "0.05", "--minutes", "1", "--threads", "1", "--dry-run", "true", "--json"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.output)
+    assert (said["base"], said["head"]) == ("0.9", "1.0")
+    shown = subprocess.run(
+        [sys.executable, "-m", "harness", "compare", "--help"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"COLUMNS": "200", "TERM": "dumb"},
+    ).stdout
+    for option in (word for word in said["command"] if word.startswith("--")):
+        assert f"{option} " in shown, option
+    assert read_outputs(job / "GITHUB_OUTPUT")["verdict"] == "dry-run"
 
 
 @pytest.mark.parametrize(
