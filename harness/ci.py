@@ -16,8 +16,8 @@ from packaging.version import InvalidVersion, Version
 
 from harness.errors import BadInput
 
-VERDICTS = {0: "no-regression", 1: "regression", 2: "bad-input", 3: "failed"}
-"""By exit code of ``dpbench compare``."""
+VERDICTS = {0: "none-proven", 1: "regression", 2: "bad-input", 3: "failed"}
+"""By exit code of ``dpbench compare``. Nothing is proven of what was measured too briefly: that is no acquittal."""
 DRY_RUN = "dry-run"
 
 

@@ -17,7 +17,8 @@ from harness.errors import BadInput
 
 LONGEST_COMMENT = 60_000
 """Characters; the forge takes 65536."""
-MARKER = "<!-- dpbench: {name} -->"
+MARKER = "<!-- dpbench-{name} -->"
+"""First line of the comment ``name``; :mod:`harness.duel_report` writes the same above its Markdown."""
 BOT = "github-actions[bot]"
 PUSHES = 4
 HISTORY = Path("results/history")
@@ -69,7 +70,7 @@ def comment(forge: Forge, pull_request: int, text: str, name: str) -> str:
     ``created`` or ``renewed``. Raises :class:`Forbidden` where the token may not.
     """
     marker = MARKER.format(name=name)
-    body = marker + "\n" + _harmless(text)
+    body = marker + "\n" + _harmless(text.removeprefix(marker).lstrip("\n"))
     page, found = 1, None
     while found is None:
         some = forge.ask("GET", f"issues/{pull_request}/comments?per_page=100&page={page}")

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import pytest
 from typer.testing import CliRunner
 
-from harness import ci, forge
+from harness import ci, duel_report, forge
 from harness.ci_cli import app
 from harness.errors import BadInput
 
@@ -91,10 +91,10 @@ def test_the_last_release_is_the_newest_that_pip_would_install(tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
-    ("code", "verdict"), [(0, "no-regression"), (1, "regression"), (2, "bad-input"), (3, "failed"), (-9, "failed")]
+    ("code", "verdict"), [(0, "none-proven"), (1, "regression"), (2, "bad-input"), (3, "failed"), (-9, "failed")]
 )
 def test_the_verdict_is_that_of_the_exit_code(code: int, verdict: str, job: Path) -> None:
-    text = "| layer | verdict |\nverdict<<end\nno-regression\nend\n::set-output name=verdict::no-regression"
+    text = "| layer | verdict |\nverdict<<end\nnone-proven\nend\n::set-output name=verdict::none-proven"
     markdown = job / "comparison.md"
     markdown.write_text("of an earlier run")
     ran: list[Sequence[str]] = []
@@ -217,10 +217,11 @@ def comment(file: Path) -> Any:
 
 def test_a_pull_request_has_one_comment_that_is_renewed(server: type[FakeForge], job: Path) -> None:
     marker = forge.MARKER.format(name="compare")
+    assert marker == duel_report.MARKER
     server.comments = [{"id": i, "user": {"login": "a-person"}, "body": "so be it"} for i in range(120)]
     server.comments[3]["body"] = f"{marker} quoted by a person"
     file = job / "comparison.md"
-    file.write_text("first, to @everyone")
+    file.write_text(f"{marker}\nfirst, to @everyone")
     assert "created" in comment(file).output
     file.write_text("second " + "x" * 100_000)
     assert "renewed" in comment(file).output
@@ -230,6 +231,8 @@ def test_a_pull_request_has_one_comment_that_is_renewed(server: type[FakeForge],
     assert last.startswith(marker + "\nsecond")
     assert len(last) < 65536
     posted = next(body["body"] for method, _, body in server.asked if method == "POST")
+    assert posted.count(marker) == 1
+    assert "first" in posted.splitlines()[1]
     assert "@everyone" not in posted  # a bot calls nobody by name because measured code wants it to
 
 
