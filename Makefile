@@ -16,7 +16,7 @@ PIP := -m pip install --disable-pip-version-check --quiet
 # RUN: a run's folder or packed file, for `make history`.
 RUN ?= results/local/$(PRESET)
 
-.PHONY: bench-e2e bench-layers bench-frontier compare images report history gate test lint test-harness test-dpcore test-frameworks test-containers conformance mutants compare-wheel comment history-check history-publish test-slow doctor clean
+.PHONY: bench-e2e bench-layers bench-frontier compare prove-alerts images report history gate test lint test-harness test-dpcore test-frameworks test-containers conformance mutants compare-wheel comment history-check history-publish test-slow doctor clean
 
 bench-e2e: $(READY)  ## median seconds per epoch of frameworks x tasks x batch sizes
 	@isolation=$(ISOLATION); out=results/local/$(PRESET); \
@@ -41,6 +41,9 @@ bench-frontier: $(READY)  ## the largest physical batch in a memory budget, and 
 compare: $(READY)  ## two states of the code against each other: BASE and HEAD; exit code 1 on a proven regression
 	@echo "==> dpbench compare --base $(BASE) --head $(HEAD): environments and references are made where they are missing"
 	$(BIN)/dpbench compare --base $(BASE) --head $(HEAD) $(ARGS)
+
+prove-alerts: $(READY)  ## planted slowdowns, memory and clip faults, and A/A: how many are caught, in how many minutes
+	$(BIN)/python -m tests.planted $(ARGS)
 
 report: $(READY)  ## tables and figures from the records of the last run with this preset
 	$(BIN)/dpbench report results/local/$(PRESET) $(ARGS)

@@ -6,13 +6,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
-from harness import layer_run, sides
+from harness import sides
 from harness.duel import DuelOptions, DuelRun
 from harness.duel_record import Duel
 from harness.store import RunFolder
@@ -93,9 +89,3 @@ PLAIN: dict[str, object] = {
 
 def _plain() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-
-
-@contextmanager
-def references(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(layer_run, "ensure_references", lambda names, say: dict.fromkeys(names, path))
-    yield

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +29,17 @@ def sides_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def apart(sides_cache, monkeypatch, reference):  # noqa: F811
+def apart(sides_cache, monkeypatch, reference) -> Iterator[None]:  # noqa: F811
     monkeypatch.setenv("DPBENCH_CACHE", str(sides_cache))
     monkeypatch.setattr("harness.sides.compileall.compile_dir", lambda *tree, **how: True)  # it only saves workers time
     monkeypatch.setattr(layer_run, "ensure_references", lambda names, say: dict.fromkeys(names, reference))
     # The canary takes longer than a fake process, and a busy machine would set pairs aside that these tests count on.
-    monkeypatch.setattr("harness.run.canary.seconds", lambda: 0.01)
     monkeypatch.setattr("harness.run.undisturbed.__defaults__", (lambda: 0.01,))
     monkeypatch.setattr("harness.duel.LOOK_SECONDS", 0.001)
-    monkeypatch.setattr(
-        "harness.layer_worker.versions", lambda: {"numpy": "2.0.0"}
-    )  # reading them takes longest of all
+    # A worker collects garbage around its clock: of what the test run itself has loaded, that takes longest of all.
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture
@@ -53,7 +55,7 @@ def test_a_slower_head_is_slower(project, tmp_path):
     duel = project.fight(base, "main", tmp_path / "out")
     (cell,) = duel.cells
     assert (cell.name, cell.verdict, cell.alerts) == ("layer-norm/phantom-exact/clipped/16", "slower", ["time"])
-    assert cell.time.ratio == pytest.approx(2.0, rel=0.2) and cell.time.low > 1.0
+    assert 1.4 < cell.time.ratio < 4.0 and cell.time.low > 1.0
     assert cell.time.n < 8 and cell.time.stop.startswith("clear")  # it stopped early
     assert cell.gate == {"base": "passed", "head": "passed"}
     assert cell.memory.change == "same" and cell.memory.exact
