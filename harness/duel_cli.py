@@ -139,19 +139,26 @@ def _options(both: tuple[Side, Side], **asked: Any) -> DuelOptions:
         names["layers"] = duel.DEFAULT_LAYERS
     if names["frameworks"] is None:
         users = dict.fromkeys(user for side in both for user in side.users)
-        names["frameworks"] = _contestants(both, list(users)) if users else duel.DEFAULT_CONTESTANTS
+        has_layers = names["layers"] is not None
+        names["frameworks"] = _contestants(both, list(users), has_layers) if users else duel.DEFAULT_CONTESTANTS
     given: dict[str, Any] = {key: value for key, value in names.items() if value is not None}
     if sizes:
         given["batch_sizes"] = sizes
     return duel.DuelOptions(**given, **asked)
 
 
-def _contestants(both: tuple[Side, Side], users: list[str]) -> tuple[str, ...]:
-    """Of the frameworks that pin a package: those that have layers or tasks at all, by name."""
+def _contestants(both: tuple[Side, Side], users: list[str], has_layers: bool) -> tuple[str, ...]:
+    """Of the frameworks that pin a package: those that can be asked for by name, where ``has_layers``, those with
+    layers. Raises :class:`BadInput` where there are none."""
     from harness import registry
 
-    known = [registry.frameworks(root=side.folder) for side in both]
-    return tuple(user for user in users if any(user in frameworks for frameworks in known))
+    known = [framework for side in both for framework in registry.frameworks(root=side.folder).values()]
+    names = {f.name for f in known if not has_layers or (f.folder / "layers.toml").exists()}
+    if not names & set(users):
+        raise BadInput(
+            f"Of the frameworks with that package's pin ({', '.join(users)}), none has layers; name --tasks instead."
+        )
+    return tuple(user for user in users if user in names)
 
 
 def _fight(

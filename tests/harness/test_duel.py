@@ -192,8 +192,8 @@ def test_disturbed_pairs_are_set_aside_whole_until_there_are_too_many():
     wild = [pair(i, 3.0, disturbed=True) for i in range(2)]
     found = conclusion([wild[0], *calm, wild[1]])
     assert (found.verdict, found.time.n, found.time.set_aside, found.time.disturbed_counted) == ("equivalent", 6, 2, 0)
-    always = conclusion([pair(i, 1.0, disturbed=True) for i in range(8)])
-    assert (always.time.n, always.time.set_aside, always.time.disturbed_counted) == (6, 2, 6)
+    always = conclusion([pair(i, 1.0, disturbed=True) for i in range(9)])
+    assert (always.time.n, always.time.set_aside, always.time.disturbed_counted) == (5, 4, 5)
     assert always.verdict == "equivalent"
 
 
