@@ -191,8 +191,8 @@ def bisect(
 ) -> None:
     """Names the commit between GOOD and BAD that made a cell worse: GOOD against one candidate after the other.
 
-    Exit codes: 1 a commit or a range was found, 0 BAD is not worse than GOOD, 2 bad input, 3 BAD did not run.
-    """
+    Exit codes: 1 a commit or a range was found, 0 BAD is not proven to be worse than GOOD, 2 bad input, 3 BAD did not
+    run."""
     from rich.console import Console
 
     from harness import bisection, sides

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from harness import duel_record, duel_report, layer_run, sides
+from harness import duel_record, duel_report, gatekeeper, layer_run, registry, sides
 from harness.cli import app
 from harness.duel import first_of
 from harness.duel_record import MemoryPair, Pair, Process
 from harness.errors import BadInput
-from harness.record import Load
+from harness.record import Gate, GateCheck, Load
 from harness.sequential import Rule
 from tests.harness.project import Project
 from tests.harness.test_layer_run import reference  # noqa: F401 (a fixture)
@@ -343,3 +343,41 @@ def test_figures_are_readable():
     assert duel_report.size(3 * 2**20) == "3 MiB" and duel_report.size(-2048) == "−2 KiB"
     assert duel_report.signed(0.95) == "−5.0 %" and duel_report.signed(1.1) == "+10.0 %"
     assert math.isclose(pair(0, 1.5).log_ratio, math.log(1.5))
+
+
+# ---- tasks
+
+
+def test_a_task_is_judged_by_its_gate_before_it_is_timed(project, tmp_path, monkeypatch):
+    adapter = project.layers.with_name("adapter.py")
+    plain = adapter.read_text()
+    adapter.write_text(plain.replace("time.sleep(0.01)", "time.sleep(0.02)"))
+    project.commit("sleep-3ms")
+    asked: list[str] = []
+    passes = {"base": True, "head": True}
+
+    def judge(contestant: Any, task: str, *rest: Any) -> gatekeeper.Verdict:
+        role = "base" if "sleep(0.02)" not in (contestant.framework.folder / "adapter.py").read_text() else "head"
+        asked.append(role)
+        check = GateCheck(check="update", error=0.5, limit=0.1, passed=passes[role])
+        return gatekeeper.Verdict("ok", None, Gate(passed=passes[role], key="k", checks=[check]), {})
+
+    monkeypatch.setattr("harness.duel.gatekeeper.judge", judge)
+    chosen: dict[str, Any] = {"layers": (), "tasks": ("logreg",), "frameworks": ("phantom-sleeper",), "synthetic": True}
+    duel = project.fight("HEAD~1", "HEAD", tmp_path / "out", **chosen, batch_sizes=(64,))
+    (cell,) = duel.cells
+    assert asked == ["base", "head"]
+    assert (cell.name, cell.verdict, cell.alerts) == ("logreg/phantom-sleeper/64", "slower", ["time"])
+    assert cell.memory is None or cell.memory.change == "not judged"
+    passes["head"] = False
+    wrong = project.fight("HEAD~1", "HEAD", tmp_path / "wrong", **chosen, batch_sizes=(64,))
+    assert wrong.cells[0].verdict == "wrong" and wrong.exit_code == 1 and wrong.cells[0].pairs == []
+    passes["base"] = False
+    neither = project.fight("HEAD~1", "HEAD", tmp_path / "neither", **chosen, batch_sizes=(64,))
+    assert neither.cells[0].verdict == "not compared"
+    # The gate's memory of verdicts must tell the sides apart.
+    hashes = {
+        registry.frameworks(root=sides.resolve("base", ref, project.folder).folder)["phantom"].adapter_hash
+        for ref in ("HEAD~1", "HEAD")
+    }
+    assert len(hashes) == 2
