@@ -16,7 +16,7 @@ PIP := -m pip install --disable-pip-version-check --quiet
 # RUN: a run's folder or packed file, for `make history`.
 RUN ?= results/local/$(PRESET)
 
-.PHONY: bench-e2e bench-layers bench-frontier compare prove-alerts images report history gate test lint test-harness test-dpcore test-frameworks test-containers conformance mutants compare-wheel comment history-check history-publish test-slow doctor clean
+.PHONY: bench-e2e bench-layers bench-frontier compare prove-alerts images report history dashboard gate test lint test-harness test-dpcore test-frameworks test-containers conformance mutants compare-wheel comment history-check history-publish test-slow doctor clean
 
 bench-e2e: $(READY)  ## median seconds per epoch of frameworks x tasks x batch sizes
 	@isolation=$(ISOLATION); out=results/local/$(PRESET); \
@@ -53,6 +53,9 @@ history: $(READY)  ## adds a run (RUN=folder) to results/history: a file that is
 
 history-check: $(READY)  ## fails while a regression of results/history is open
 	$(BIN)/dpbench history check $(ARGS)
+
+dashboard: $(READY)  ## the static site over results/history: results/local/dashboard/index.html
+	$(BIN)/dpbench dashboard $(ARGS)
 
 gate: $(READY)  ## the admission gate alone
 	$(BIN)/dpbench gate $(ARGS)

@@ -273,6 +273,7 @@ def env_rm(
 def _mount() -> None:
     """Verbs that live beside what they show."""
     from harness.ci_cli import app as ci_app
+    from harness.dashboard.cli import dashboard
     from harness.data.cli import app as data_app
     from harness.duel_cli import bisect, compare
     from harness.frontier_cli import frontier
@@ -287,6 +288,7 @@ def _mount() -> None:
     app.add_typer(data_app, name="data")
     app.add_typer(image_app, name="image")
     app.add_typer(history_app, name="history")
+    app.command()(dashboard)
     app.command()(report)
     app.command()(compare)
     app.command()(bisect)

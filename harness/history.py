@@ -17,6 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -371,12 +372,16 @@ class History:
 
     @cached_property
     def machines(self) -> dict[str, tuple[Run, ...]]:
-        """Machine key -> its runs; the machine that ran last comes first."""
+        """Machine key -> its runs. First those that ran within 30 days of the newest run, the busiest first."""
         found: dict[str, list[Run]] = {}
         for run in self.runs:
             found.setdefault(run.machine_key, []).append(run)
-        newest = sorted(found, key=lambda key: (found[key][-1].time, len(found[key])), reverse=True)
-        return {key: tuple(found[key]) for key in newest}
+
+        def rank(key: str) -> tuple[bool, int, str]:
+            idle = datetime.fromisoformat(self.runs[-1].time) - datetime.fromisoformat(found[key][-1].time)
+            return idle > timedelta(days=30), -len(found[key]), key
+
+        return {key: tuple(found[key]) for key in sorted(found, key=rank)}
 
     @property
     def simulated(self) -> bool:

@@ -206,16 +206,21 @@ def _partition(y: Floats, seen: Noise) -> NDArray[np.int64]:
     penalty = PENALTY * seen.inflation
     z = y / seen.sd
     levels = _levels(z)
-    cost = np.zeros(levels.size)
+    cost, here = np.zeros(levels.size), np.empty(levels.size)
     start = np.zeros(levels.size, dtype=np.int64)
     starts = np.zeros(z.size, dtype=np.int64)
-    for t, value in enumerate(z):
+    best = 0
+    for t, value in enumerate(z.tolist()):
         if t:
-            fresh = float(cost.min()) + penalty
-            start[cost > fresh] = t
+            fresh = cost[best] + penalty
+            np.copyto(start, t, where=cost > fresh)
             np.minimum(cost, fresh, out=cost)
-        cost += np.minimum((value - levels) ** 2, CAP)
-        starts[t] = start[int(cost.argmin())]
+        np.subtract(levels, value, out=here)
+        np.multiply(here, here, out=here)
+        np.minimum(here, CAP, out=here)
+        cost += here
+        best = int(cost.argmin())
+        starts[t] = start[best]
     return starts
 
 
