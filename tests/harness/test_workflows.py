@@ -28,6 +28,8 @@ PAGE = ROOT / "docs" / "ci.md"
 WRITES = {
     ("pull-request", "comment"): {"pull-requests"},
     ("nightly", "record"): {"contents", "pull-requests"},
+    ("nightly", "site"): {"pages", "id-token"},
+    ("pages", "deploy"): {"pages", "id-token"},
 }
 
 
@@ -69,7 +71,7 @@ def tool(name: str) -> str:
 
 
 def test_there_is_something_to_check() -> None:
-    assert {path.stem for path in WORKFLOWS} == {"compare-wheel", "nightly", "pull-request"}
+    assert {path.stem for path in WORKFLOWS} == {"compare-wheel", "nightly", "pages", "pull-request"}
     assert {path.parent.name for path in ACTIONS} == {"compare", "setup"}
     assert len(RUNS) >= 12
 
