@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -71,7 +72,7 @@ def changes(now: StepRun, then: StepRun) -> list[Change]:
 def lines(now: Steps, compared: Sequence[Change], then: StepRun | None) -> Iterator[str]:
     """The table, worst first: the slowest against then, else the slowest."""
     by_name = {change.step: change for change in compared}
-    order = list(by_name) or sorted(now, key=lambda name: -values(now[name])[0][0])
+    order = list(by_name) or sorted(now, key=lambda name: -statistics.median(values(now[name])[0]))
     with_memory = sorted({notion for found in now.values() for p in found for notion in p.memory})
     several = any(len(found) > 1 for found in now.values())
     header = ["step", "median", "of processes" if several else "of rounds", "processes", "rounds × calls"]
