@@ -416,8 +416,8 @@ class DuelRun:
         with quietest(self.options.threads) as processors:
             processes = {role: self._process(bout, role, "time", number, progress) for role in order}
         pair = Pair(number=number, order=order, processors=processors, base=processes["base"], head=processes["head"])
-        if pair.disturbed:
-            progress.say(f"{bout.name}: pair {number + 1} was disturbed by other work on this machine")
+        if pair.is_uneven:
+            progress.say(f"{bout.name}: pair {number + 1} was unevenly disturbed by other work on this machine")
         self._store(name, pair.model_dump_json())
         return pair
 

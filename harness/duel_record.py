@@ -30,6 +30,11 @@ SPARE_SHARE = 0.005
 seed."""
 
 
+UNEVEN_SHARE = 0.1
+"""Of the processors; beyond it, other work beside one side of a pair shows in the pair's ratio."""
+QUIET_SHARE = 0.05
+
+
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -66,6 +71,16 @@ class Pair(_Model):
     @property
     def disturbed(self) -> bool:
         return any(p.load is not None and p.load.disturbed for p in (self.base, self.head))
+
+    @property
+    def is_uneven(self) -> bool:
+        """Others used the processors beside one side much more than beside the other; or nobody did, and the machine
+        itself changed its speed. The same for base and head exchanged, so that leaving such pairs out favours neither.
+        Equal load on both sides is no reason: it cancels in the ratio, but for some noise."""
+        if self.base.load is None or self.head.load is None:
+            return False
+        shares = (self.base.load.foreign_share, self.head.load.foreign_share)
+        return abs(shares[0] - shares[1]) > UNEVEN_SHARE or (max(shares) <= QUIET_SHARE and self.disturbed)
 
     @property
     def log_ratio(self) -> float | None:
@@ -200,12 +215,12 @@ def read(path: Path) -> Duel:
 
 
 def counted(pairs: Sequence[Pair], most_set_aside: int) -> tuple[list[Pair], list[Pair]]:
-    """(pairs that count, pairs set aside). A disturbed pair is set aside whole, never one side of it, until so many
+    """(pairs that count, pairs set aside). An uneven pair is set aside whole, never one side of it, until so many
     are; on a machine that is always disturbed the rest counts, and is only noisier."""
     kept: list[Pair] = []
     aside: list[Pair] = []
     for pair in pairs:
-        (aside if pair.disturbed and len(aside) < most_set_aside else kept).append(pair)
+        (aside if pair.is_uneven and len(aside) < most_set_aside else kept).append(pair)
     return kept, aside
 
 

@@ -178,8 +178,8 @@ def conditions(duel: Duel) -> list[str]:
     pairs = sum(cell.time.n for cell in duel.cells if cell.time)
     aside = sum(cell.time.set_aside for cell in duel.cells if cell.time)
     noisy = sum(cell.time.disturbed_counted for cell in duel.cells if cell.time)
-    disturbed = f"; {_count(aside, 'disturbed pair')} set aside whole" if aside else ""
-    disturbed += f"; {noisy} disturbed ones counted, because there were too many" if noisy else ""
+    disturbed = f"; {_count(aside, 'unevenly disturbed pair')} set aside whole" if aside else ""
+    disturbed += f"; beside {noisy} of those that count, other work was running" if noisy else ""
     lines = [
         f"base: {_side(duel.base)}; head: {_side(duel.head)}",
         f"{_count(pairs, 'pair')} of fresh processes in random order on one machine "

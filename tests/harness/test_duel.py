@@ -172,9 +172,10 @@ def test_the_order_within_pairs_is_random_and_balanced():
 # ---- conclusions of pairs that were made up
 
 
-def pair(number: int, ratio: float, disturbed: bool = False, **head: Any) -> Pair:
-    load = Load(foreign_share=0.5 if disturbed else 0.0, disturbed=disturbed, repeats=0)
-    base = Process(state="ok", seconds=1.0, load=load)
+def pair(number: int, ratio: float, shares: tuple[float, float] = (0.0, 0.0), **head: Any) -> Pair:
+    """``shares``: of the processors that others took beside base and beside head."""
+    base_load, load = (Load(foreign_share=share, disturbed=share > 0.05, repeats=0) for share in shares)
+    base = Process(state="ok", seconds=1.0, load=base_load)
     return Pair(
         number=number,
         order=("base", "head"),
@@ -187,14 +188,24 @@ def conclusion(pairs: list[Pair], memory: MemoryPair | None = None) -> duel_reco
     return duel_record.conclude("cell", "layer", pairs, memory, None, None, Rule(rounds=8))
 
 
-def test_disturbed_pairs_are_set_aside_whole_until_there_are_too_many():
+def test_uneven_pairs_are_set_aside_whole_until_there_are_too_many():
     calm = [pair(i, 1.0 + 0.001 * (i % 2)) for i in range(6)]
-    wild = [pair(i, 3.0, disturbed=True) for i in range(2)]
+    wild = [pair(6, 3.0, (0.0, 0.7)), pair(7, 0.3, (0.7, 0.0))]
     found = conclusion([wild[0], *calm, wild[1]])
     assert (found.verdict, found.time.n, found.time.set_aside, found.time.disturbed_counted) == ("equivalent", 6, 2, 0)
-    always = conclusion([pair(i, 1.0, disturbed=True) for i in range(9)])
+    always = conclusion([pair(i, 1.0, (0.0, 0.7)) for i in range(9)])
     assert (always.time.n, always.time.set_aside, always.time.disturbed_counted) == (5, 4, 5)
     assert always.verdict == "equivalent"
+
+
+def test_pairs_beside_equal_load_count_and_are_told():
+    busy = conclusion([pair(i, 1.0 + 0.001 * (i % 2), (0.6, 0.65)) for i in range(5)])
+    assert (busy.verdict, busy.time.n, busy.time.set_aside, busy.time.disturbed_counted) == ("equivalent", 5, 0, 5)
+
+
+def test_a_change_of_the_machines_own_speed_sets_a_pair_aside():
+    slow = Load(foreign_share=0.0, disturbed=True, repeats=0, canary_before=0.01, canary_after=0.02)
+    assert pair(0, 1.0, load=slow).is_uneven and not pair(0, 1.0).is_uneven
 
 
 def test_a_small_growth_is_none_and_an_unconfirmed_one_is_no_alert():
