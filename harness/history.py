@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from harness import cache
 from harness.errors import BadInput
@@ -73,6 +74,14 @@ class CellResult(_Model):
     gate: GateState = "none"
     code: str = ""
 
+    @model_validator(mode="after")
+    def _numbers_that_can_be(self) -> CellResult:
+        if len(self.disturbed) != len(self.seconds):
+            raise ValueError("every value of seconds has one of disturbed")
+        if not all(0 < s < math.inf for s in self.seconds) or any(count < 0 for count in self.memory.values()):
+            raise ValueError("seconds are positive and finite, bytes not negative")
+        return self
+
     @property
     def n(self) -> int:
         return len(self.seconds)
@@ -115,6 +124,20 @@ class Run(_Model):
     cells: list[CellResult]
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, ignored_types=(cached_property,))
+
+    @field_validator("time")
+    @classmethod
+    def _with_its_zone(cls, time: str) -> str:
+        if datetime.fromisoformat(time).tzinfo is None:
+            raise ValueError("a time has its offset from UTC")
+        return time
+
+    @field_validator("canary_seconds")
+    @classmethod
+    def _positive(cls, seconds: float | None) -> float | None:
+        if seconds is not None and not 0 < seconds < math.inf:
+            raise ValueError("the canary takes a positive time")
+        return seconds
 
     @cached_property
     def machine_label(self) -> str:

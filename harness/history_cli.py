@@ -30,9 +30,14 @@ def add(
     as_json: Json = False,
 ) -> None:
     """Adds a run: one small file that is never rewritten. What is there already is left as it is."""
-    from harness import history
+    from harness import cache, history
     from harness.report import records
+    from harness.store import PLAN
 
+    for place in places:
+        if (place / PLAN).exists():
+            with cache.locked(place / ".lock", f"A run is at work in {place}; wait for it, then add it."):
+                pass
     added = history.add(history.condense(records.load(*places), machine), folder)
     if as_json:
         shown = [{"file": str(a.path), "new": a.new, "run": a.run.run, "cells": len(a.run.cells)} for a in added]

@@ -81,9 +81,11 @@ LASTING = 2
 """Runs for which bytes must stay at a new value."""
 RATE = 0.01
 """Stated upper bound of false alarms in a series-year of daily runs."""
-ALARMS_PER_100_YEARS = {"normal": 0.06, "tails": 0.19, "outliers": 0.25, "correlated": 4.7}
+ALARMS_PER_100_YEARS = {"normal": 0.12, "tails": 0.12, "outliers": 0.38, "correlated": 3.4}
 """Simulated: :func:`simulate` with seed 1, 800 series of 730 runs each."""
 GRID = 8
+RENEWED = 0.1
+"""Change of log noise (or of its inflation) at a checkpoint by which the old noise is given up."""
 CHECKPOINTS = tuple(int(LEAST_RUNS * 1.5**i) for i in range(24))
 PLACED = 0.95
 
@@ -178,14 +180,10 @@ def find(values: Sequence[float] | Floats) -> Found:
         whole = (Segment(0, n, float(np.median(raw))),) if n else ()
         return Found(whole, (), (), 0, None, _shortest(PENALTY))
     reported: list[int] = []
-    ends = [*[c for c in CHECKPOINTS if c < n], n]
-    starts = np.zeros(n, dtype=int)
-    seen = Noise(FLOOR)
-    for i, known in enumerate(ends[:-1] if n > LEAST_RUNS else [n]):
-        seen = noise(y[:known])
-        until = ends[min(i + 1, len(ends) - 1)]
+    seen, starts = Noise(FLOOR), np.zeros(n, dtype=np.int64)
+    for until, seen in _epochs(y):
         starts = _partition(y[:until], seen)
-        # What was said after run t: noise known from the runs up to the checkpoint before it.
+        # What was said after run t, with the noise that was known from the runs before the epoch.
         reported += [int(s) if t >= LEAST_RUNS - 1 else 0 for t, s in enumerate(starts)][len(reported) :]
     penalty = PENALTY * seen.inflation
     bounds = _bounds(starts)
@@ -195,6 +193,21 @@ def find(values: Sequence[float] | Floats) -> Found:
     near = [(s.first - 2 * LEAST_RUNS, s.last + 2 * LEAST_RUNS) for s in steps]
     retracted = sum(not any(low <= place <= high for low, high in near) for _, place in alarms)
     return Found(segments, steps, tuple(run for run, _ in alarms), retracted, seen, _shortest(penalty))
+
+
+def _epochs(y: Floats) -> list[tuple[int, Noise]]:
+    """(end, noise known in it) of the stretches in which one noise was held to be true: it is looked at anew at every
+    checkpoint, and replaced where it is another by more than RENEWED."""
+    marks = [c for c in CHECKPOINTS if c < y.size] or [y.size]
+    epochs: list[tuple[int, Noise]] = []
+    held = noise(y[: marks[0]])
+    for mark in marks[1:]:
+        now = noise(y[:mark])
+        changes = (now.sd / held.sd, now.inflation / held.inflation)
+        if any(abs(math.log(change)) > RENEWED for change in changes):
+            epochs.append((mark, held))
+            held = now
+    return [*epochs, (y.size, held)]
 
 
 def _shortest(penalty: float) -> int:

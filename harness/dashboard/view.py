@@ -162,7 +162,8 @@ class CellView:
         newest = parse_time(self.machine.runs[-1].time)
         recent = [e for e in self.events if (newest - parse_time(e.detected.time)).days <= self.days]
         mine = [e for e in self.open if e in recent]
-        if any(e.red for e in mine) or self.state in ("rejected", "ungated", "crashed", "oom", "timeout"):
+        seen = parse_time(self.series.runs[self.series.points[-1].run].time)
+        if any(e.red for e in mine) or (RANK.get(self.state, 9) < 4 and (newest - seen).days <= self.days):
             return "red"
         return "worse" if mine else "better" if any(not e.worse for e in recent) else ""
 

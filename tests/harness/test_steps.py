@@ -105,11 +105,11 @@ def test_exact_bytes_step_at_any_lasting_change():
 
 
 def test_planted_steps_are_found_where_noise_allows_and_hardly_anything_else_is():
-    made = demo.history(7, days=400)
+    made = demo.history(7, days=300)
     found = score.score(made)
     total = score.summary([found])
     big = [p for p in found["plants"] if p["metric"] == "time" and p["size"] >= 0.05 and p["noise"] <= 0.015]
-    assert len(big) > 20 and np.mean([p["found"] for p in big]) >= 0.9
+    assert len(big) > 12 and np.mean([p["found"] for p in big]) >= 0.9
     assert total["memory"]["found"] >= total["memory"]["planted"] - 1 > 5
     assert sum(f["time"] + f["memory"] for f in total["false"]) <= 4
     assert total["range_holds_the_commit"] >= 0.9 and total["interval_holds_the_ratio"] >= 0.9

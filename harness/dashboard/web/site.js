@@ -270,10 +270,10 @@
       const words_ = metric === "memory" ? (worse ? "more memory" : "less memory") : worse ? "slower" : "faster";
       const interval = s.low === null || s.low === s.high ? "" : ` [${percent(s.low)}, ${percent(s.high)}]`;
       const a = machine.commit[s.from], b = machine.commit[s.to];
-      const where = data.repository && a && b && a !== b
-        ? [element("a", { href: `${data.repository}/compare/${a}...${b}`, className: "sha", textContent: `${a.slice(0, 7)}…${b.slice(0, 7)}` })]
-        : [element("span", { className: "sha", textContent: a === b ? a.slice(0, 7) : `${a.slice(0, 7)}…${b.slice(0, 7)}` })];
-      list.append(element("li", {}, element("span", { className: worse ? "worse" : "better", textContent: `${percent(s.ratio)} ${words_}` }), `${interval} on ${day(machine.t[s.at])}, between `, ...where, `, known since ${day(machine.t[s.alarm])}`));
+      const both = `${a.slice(0, 7)}…${b.slice(0, 7)}`;
+      const where = a === b ? ["at ", link(a, a.slice(0, 7))]
+        : ["between ", data.repository && a && b ? element("a", { href: `${data.repository}/compare/${a}...${b}`, className: "sha", textContent: both }) : element("span", { className: "sha", textContent: both })];
+      list.append(element("li", {}, element("span", { className: worse ? "worse" : "better", textContent: `${percent(s.ratio)} ${words_}` }), `${interval} on ${day(machine.t[s.at])}, `, ...where, `, known since ${day(machine.t[s.alarm])}`));
     }
     const caption = element("p", { className: "quiet", textContent: `${what}${metric === "time" && cell.fixed && !raw ? " (on a GPU: as measured)" : ""}` });
     place.replaceChildren(caption, svg, reading, ...(list.children.length ? [list] : []));
