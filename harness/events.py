@@ -148,6 +148,18 @@ class Event:
         return f"{self.what} {self.where}"
 
     @property
+    def bisect(self) -> str | None:
+        """The command that looks for the commit in the cell that changed most; None where there is nothing to search or
+        the cell cannot be repeated so."""
+        a, b, change = self.before.commit, self.after.commit, self.changes[0]
+        cell = change.series.cell
+        if not (self.worse and a and b and a != b and cell.device == "cpu" and cell.isolation == "venv"):
+            return None
+        small = change.step is not None and self.metric == "time" and change.step.ratio < 1.1
+        threshold = f" --threshold {(change.step.ratio - 1) / 2:.3f}" if small and change.step else ""
+        return f"dpbench bisect {cell.name} {a[:10]} {b[:10]}{threshold}"
+
+    @property
     def bad_cells(self) -> tuple[Change, ...]:
         return tuple(c for c in self.changes if _open(c, self.metric))
 
@@ -165,6 +177,7 @@ class Event:
             "time": self.after.time,
             "detected": self.detected.time,
             "notes": list(self.notes),
+            "bisect": self.bisect if self.open else None,
             "simulated": any(run.simulated for run in self.runs),
             "cells": [_change_json(c) for c in self.changes],
         }

@@ -149,6 +149,8 @@ def check(
             typer.echo(f"{'RED  ' if event.red else ''}{event.sentence} [{event.machine}]")
             for note in event.notes:
                 typer.echo(f"     {note}")
+            if event.bisect:
+                typer.echo(f"     to find the commit: {event.bisect}")
         last = f"; the newest run is of {loaded.runs[-1].time[:10]}" if loaded.runs else ""
         typer.echo(f"{len(found) or 'No'} open regression{'' if len(found) == 1 else 's'} of {days} days{last}")
         _say(loaded.faults)

@@ -127,19 +127,20 @@ class CellView:
 
     @property
     def seconds(self) -> str:
+        """Of the newest run that holds the cell; a cell that is not ok has no time."""
         p = self.last_time
-        if p is None or p.normalised is None:
+        if p is None or p.normalised is None or self.state != "ok":
             return "–"
         return duration(p.normalised) + ("ᵉ" if p.cell.extrapolated else "") + ("ᵈ" if p.vetoed else "")
 
     @property
     def bytes(self) -> str:
         counted = self.series.counted
-        return size(counted[-1].bytes or 0) if counted else "–"
+        return size(counted[-1].bytes or 0) if counted and self.state == "ok" else "–"
 
     @cached_property
     def move(self) -> Move | None:
-        return series_of.move(self.series, self.days)
+        return series_of.move(self.series, self.days) if self.state == "ok" else None
 
     @property
     def ratio(self) -> str:
@@ -330,6 +331,8 @@ def _cell_data(v: CellView, machine: int) -> dict[str, Any]:
         data["fixed"] = True
     if vetoed := [i for i, p in enumerate(s.points) if p.vetoed]:
         data["vetoed"] = vetoed
+    if any(p.cell.extrapolated for p in s.points):
+        data["extrapolated"] = _changes([int(p.cell.extrapolated) for p in s.points])
     if bad := {i: p.state for i, p in enumerate(s.points) if p.state != "ok"}:
         data["states"] = bad
     if s.counted:

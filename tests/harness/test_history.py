@@ -177,6 +177,18 @@ def test_cells_that_step_together_are_one_event_that_names_its_commits_and_versi
     assert {c.series.cell.subject for c in event.changes} == {"a", "b"}
     assert event.notes == ("dpcore ran on other versions: dpcore 1.6.0 → 1.7.0",)
     assert runs.index(event.detected) <= 35
+    good, bad = runs[29].commit[:10], runs[30].commit[:10]
+    assert event.bisect == f"dpbench bisect {event.changes[0].series.name} {good} {bad}"
+
+
+def test_the_bisection_that_is_offered_is_one_that_the_verb_takes():
+    from harness.duel_cli import parse_cell
+
+    (event,) = events.of_machine("m", series.of_machine("m", made.runs(60, cells=("mnist-cnn",), time={30: 1.06})))
+    _, _, cell, *_ = event.bisect.split()
+    assert "dpcore-engine" in str(parse_cell(cell)) and 0.02 < float(event.bisect.split("--threshold ")[1]) < 0.04
+    (better,) = events.of_machine("m", series.of_machine("m", made.runs(60, cells=("mnist-cnn",), time={30: 0.8})))
+    assert better.bisect is None
 
 
 def test_an_events_id_stays_when_runs_are_added():

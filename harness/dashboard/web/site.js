@@ -126,13 +126,13 @@
   function points(cell, metric, raw) {
     const machine = data.machines[cell.m], n = cell.v.length, vetoed = new Set(cell.vetoed ?? []);
     const counted = metric === "memory" && cell.bytes ? expand(cell.bytes, n) : null;
-    const processes = expand(cell.n, n);
+    const processes = expand(cell.n, n), extrapolated = expand(cell.extrapolated ?? [[0, 0]], n);
     return cell.v.map((v, i) => {
       const run = cell.runs ? cell.runs[i] : i;
       const normal = (v / data.scale) * cell.base;
       const seconds = cell.fixed ? normal : (normal * machine.raw[run]) / data.scale;
       const y = metric === "memory" ? (counted ? counted[i] : 0) : raw ? seconds : normal;
-      return { run, x: machine.t[run], y: y || null, normal, seconds, bytes: counted?.[i], n: processes[i],
+      return { run, x: machine.t[run], y: y || null, normal, seconds, bytes: counted?.[i], n: processes[i], extrapolated: extrapolated[i],
         vetoed: vetoed.has(i), state: cell.states?.[i] ?? "ok", commit: machine.commit[run], dirty: machine.dirty.includes(run) };
     });
   }
@@ -188,7 +188,7 @@
     const y = (v) => TOP + (1 - (v - low) / (high - low)) * (HEIGHT - TOP - BOTTOM);
     const r = (v) => Math.round(v * 10) / 10;
     const svg = shape("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, tabindex: 0, role: "img" });
-    const what = `${metric === "memory" ? `memory, ${cell.notion}` : raw ? "raw seconds" : "normalised seconds"}`;
+    const what = metric === "memory" ? `memory, ${cell.notion}` : cell.fixed ? "seconds as measured (a GPU's are not normalised)" : raw ? "raw seconds" : "normalised seconds";
     svg.setAttribute("aria-label", `${details.id}: ${what}, ${good.length} runs, ${found.steps.length} steps. Arrow keys read single runs.`);
     svg.style.height = `${HEIGHT}px`;
     const unit = metric === "memory" ? (high > 2 ** 31 ? 2 ** 30 : 2 ** 20) : 1;
@@ -242,7 +242,7 @@
       const p = shown[at], parts = [`${moment(p.x)} · `, link(p.commit, p.commit.slice(0, 7) + (p.dirty ? "+" : "")), " · "];
       if (p.state !== "ok") parts.push(element("span", { className: "bad", textContent: p.state }));
       else if (metric === "memory") parts.push(p.y === null ? "no memory" : `${size(p.y)} (${p.y.toLocaleString("en")} bytes)`);
-      else parts.push(cell.fixed ? duration(p.seconds) : `${duration(p.normal)} normalised, ${duration(p.seconds)} raw`, ` · ${p.n} process${p.n === 1 ? "" : "es"}`, p.vetoed ? " · disturbed: in no statistics" : "");
+      else parts.push(cell.fixed ? duration(p.seconds) : `${duration(p.normal)} normalised, ${duration(p.seconds)} raw`, ` · ${p.n} process${p.n === 1 ? "" : "es"}`, p.extrapolated ? " · extrapolated from a part of an epoch" : "", p.vetoed ? " · disturbed: in no statistics" : "");
       reading.replaceChildren(...parts);
       const px = r(x(p.x));
       cursor.replaceChildren(...(mark ? [shape("line", { class: "cursor", x1: px, x2: px, y1: TOP, y2: HEIGHT - BOTTOM }), ...(p.y !== null && inside(p) ? [shape("circle", { class: "here", cx: px, cy: r(y(p.y)), r: 4.5 })] : [])] : []));
@@ -275,7 +275,7 @@
         : ["between ", data.repository && a && b ? element("a", { href: `${data.repository}/compare/${a}...${b}`, className: "sha", textContent: both }) : element("span", { className: "sha", textContent: both })];
       list.append(element("li", {}, element("span", { className: worse ? "worse" : "better", textContent: `${percent(s.ratio)} ${words_}` }), `${interval} on ${day(machine.t[s.at])}, `, ...where, `, known since ${day(machine.t[s.alarm])}`));
     }
-    const caption = element("p", { className: "quiet", textContent: `${what}${metric === "time" && cell.fixed && !raw ? " (on a GPU: as measured)" : ""}` });
+    const caption = element("p", { className: "quiet", textContent: what });
     place.replaceChildren(caption, svg, reading, ...(list.children.length ? [list] : []));
     return place;
   }
