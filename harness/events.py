@@ -18,7 +18,7 @@ import math
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from functools import cached_property
 from typing import Any, Literal
 
@@ -225,7 +225,7 @@ def of_history(history: History, machines: dict[str, list[Series]] | None = None
     """Every event of every machine, the latest first."""
     machines = series_of.of_history(history) if machines is None else machines
     events = [event for key, cells in machines.items() for event in of_machine(key, cells)]
-    return sorted(events, key=lambda e: (e.after.time, e.id), reverse=True)
+    return sorted(events, key=lambda e: (e.after.moment, e.id), reverse=True)
 
 
 def of_machine(key: str, cells: Sequence[Series]) -> list[Event]:
@@ -343,13 +343,7 @@ def _versions(group: Sequence[Change], before: Run, after: Run) -> Iterable[str]
             )
 
 
-def current(events: Iterable[Event], now: str, days: int) -> list[Event]:
-    """Open changes for the worse not older than ``days`` before ``now`` (UTC), most severe first."""
-    limit = parse_time(now) - timedelta(days=days)
-    kept = [e for e in events if e.open and parse_time(e.detected.time) >= limit]
-    return sorted(kept, key=lambda e: (e.severity, e.after.time))
-
-
-def parse_time(text: str) -> datetime:
-    moment = datetime.fromisoformat(text.replace("Z", "+00:00"))
-    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+def current(events: Iterable[Event], newest: Run, days: int) -> list[Event]:
+    """Open changes for the worse detected at most ``days`` before the ``newest`` run, most severe first."""
+    kept = [e for e in events if e.open and newest.moment - e.detected.moment <= timedelta(days=days)]
+    return sorted(kept, key=lambda e: (e.severity, e.after.moment))

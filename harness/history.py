@@ -140,6 +140,11 @@ class Run(_Model):
         return seconds
 
     @cached_property
+    def moment(self) -> datetime:
+        """``time``, with its offset."""
+        return datetime.fromisoformat(self.time)
+
+    @cached_property
     def machine_label(self) -> str:
         return naming.machine_label(self.machine)
 
@@ -401,7 +406,7 @@ class History:
             found.setdefault(run.machine_key, []).append(run)
 
         def rank(key: str) -> tuple[bool, int, str]:
-            idle = datetime.fromisoformat(self.runs[-1].time) - datetime.fromisoformat(found[key][-1].time)
+            idle = self.runs[-1].moment - found[key][-1].moment
             return idle > timedelta(days=30), -len(found[key]), key
 
         return {key: tuple(found[key]) for key in sorted(found, key=rank)}
@@ -415,7 +420,7 @@ def of(runs: Iterable[Run], faults: Sequence[str] = ()) -> History:
     """In order of time. Where two files hold one run of one machine the first by its id counts."""
     kept: dict[tuple[str, str], Run] = {}
     said = list(faults)
-    for run in sorted(runs, key=lambda r: (r.time, r.id)):
+    for run in sorted(runs, key=lambda r: (r.moment, r.id)):
         twin = kept.setdefault((run.machine_key, run.run), run)
         if twin is not run:
             said.append(f"Run {run.run} is there twice ({twin.file_name}, {run.file_name}); the first counts.")

@@ -141,7 +141,7 @@ def check(
     if days < 1:
         raise BadInput(f"--days is {days}: it must be at least 1.")
     loaded = history.load(folder)
-    found = events.current(events.of_history(loaded), loaded.runs[-1].time, days) if loaded.runs else []
+    found = events.current(events.of_history(loaded), loaded.runs[-1], days) if loaded.runs else []
     if as_json:
         typer.echo(json.dumps({"open": [e.as_json() for e in found], "faults": loaded.faults}))
     else:

@@ -81,7 +81,7 @@ class Series:
         if self.notion in EXACT or not values:
             found = steps.exact(values)
             # Bytes that keep changing are not exact after all.
-            if len(found.steps) * 10 <= len(values):
+            if len(found.steps) <= max(3, len(values) // 10):
                 return found
         return steps.find([max(1, v) for v in values])
 
@@ -119,7 +119,7 @@ def move(series: Series, days: int) -> Move | None:
     timed = series.timed
     if not timed:
         return None
-    when = [_day(series.runs[p.run].time) for p in timed]
+    when = [series.runs[p.run].moment.timestamp() / 86400 for p in timed]
     old = [p for p, day in zip(timed, when, strict=True) if day <= when[-1] - days][-RECENT:]
     new = timed[-RECENT:]
     if not old or old[-1].run >= new[0].run:
@@ -129,12 +129,6 @@ def move(series: Series, days: int) -> Move | None:
     # The median of m values varies 1.25 times as much as their mean.
     noise = None if sd is None else 1.25 * sd * float(np.sqrt(sum(1 / len(v) for v in values)))
     return Move(median(values[1]) / median(values[0]), noise)
-
-
-def _day(time: str) -> float:
-    from datetime import datetime
-
-    return datetime.fromisoformat(time.replace("Z", "+00:00")).timestamp() / 86400
 
 
 def reference_canary(runs: Sequence[Run]) -> float | None:

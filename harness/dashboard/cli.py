@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +21,9 @@ def dashboard(
     repository: Annotated[
         str | None,
         typer.Option(
-            envvar="DPBENCH_REPOSITORY", help="Address of the repository: commits link to ADDRESS/commit/COMMIT."
+            envvar="DPBENCH_REPOSITORY",
+            help="Address of the repository: commits link to ADDRESS/commit/COMMIT. Default: the one whose GitHub job "
+            "this is.",
         ),
     ] = None,
     site: Annotated[
@@ -37,6 +40,8 @@ def dashboard(
     from harness.dashboard.demo import history as generated
     from harness.dashboard.view import Options
 
+    if repository is None and os.environ.get("GITHUB_SERVER_URL") and os.environ.get("GITHUB_REPOSITORY"):
+        repository = f"{os.environ['GITHUB_SERVER_URL']}/{os.environ['GITHUB_REPOSITORY']}"
     if days < 1:
         raise BadInput(f"--days is {days}: it must be at least 1.")
     for option, address in (("--repository", repository), ("--site", site)):

@@ -6,12 +6,13 @@ import json
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC
 from xml.etree import ElementTree
 
 from markupsafe import escape
 
-from harness.events import Event, current, parse_time
-from harness.history import History
+from harness.events import Event, current
+from harness.history import History, Run
 
 ATOM = "http://www.w3.org/2005/Atom"
 ENTRIES = 50
@@ -28,8 +29,9 @@ def atom(history: History, events: Sequence[Event], addresses: dict[str, str], s
     _text(feed, "title", f"{mark}dpbench regressions")
     _text(feed, "id", f"urn:uuid:{uuid.uuid5(_FEED, '|'.join(sorted(history.machines)))}")
     entries = [e for e in events if e.worse][:ENTRIES]
-    newest = max([_updated(e) for e in entries] or [history.runs[-1].time if history.runs else "1970-01-01T00:00:00Z"])
-    _text(feed, "updated", _stamp(newest))
+    changed = [_updated(e) for e in entries] or list(history.runs[-1:])
+    latest = max(changed, key=lambda run: run.moment, default=None)
+    _text(feed, "updated", _stamp(latest) if latest else "1970-01-01T00:00:00Z")
     _link(feed, f"{base}index.html", "alternate")
     _link(feed, f"{base}feed.xml", "self")
     author = ElementTree.SubElement(feed, _name("author"))
@@ -38,7 +40,7 @@ def atom(history: History, events: Sequence[Event], addresses: dict[str, str], s
         entry = ElementTree.SubElement(feed, _name("entry"))
         _text(entry, "title", f"{mark}{event.sentence}")
         _text(entry, "id", f"urn:uuid:{event.id}")
-        _text(entry, "published", _stamp(event.detected.time))
+        _text(entry, "published", _stamp(event.detected))
         _text(entry, "updated", _stamp(_updated(event)))
         _link(entry, base + addresses[event.id], "alternate")
         lines = [event.runs[0].machine_label, *event.notes, *(c.series.name for c in event.changes)]
@@ -47,13 +49,14 @@ def atom(history: History, events: Sequence[Event], addresses: dict[str, str], s
     return b'<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(feed, "utf-8") + b"\n"
 
 
-def _updated(event: Event) -> str:
-    ends = [event.runs[c.back].time for c in event.changes if c.back is not None]
-    return max([event.detected.time, *ends], key=parse_time)
+def _updated(event: Event) -> Run:
+    """The run at which it was detected, or at which the last of its cells worked again."""
+    ends = [event.runs[c.back] for c in event.changes if c.back is not None]
+    return max([event.detected, *ends], key=lambda run: run.moment)
 
 
-def _stamp(time: str) -> str:
-    return parse_time(time).isoformat().replace("+00:00", "Z")
+def _stamp(run: Run) -> str:
+    return run.moment.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def _name(tag: str) -> str:
@@ -103,7 +106,7 @@ def badge(history: History, events: Sequence[Event], days: int) -> Badge:
     if all(len(runs) < 2 for runs in history.machines.values()):
         return Badge("no data to compare" if history.runs else "no data", "lightgrey")
     mark = "simulated: " if history.simulated else ""
-    found = current(events, history.runs[-1].time, days)
+    found = current(events, history.runs[-1], days)
     if found:
         colour = "red" if any(e.red for e in found) else "orange"
         return Badge(f"{mark}{len(found)} regression{'' if len(found) == 1 else 's'}", colour)

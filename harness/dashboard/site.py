@@ -60,7 +60,7 @@ def pages(history: History, options: Options) -> tuple[dict[str, bytes], dict[st
     by_series = {id(v.series): v for v in cells}
     addresses = {e.id: by_series[id(e.first.series)].address for e in events}
     badge = feed.badge(history, events, options.days)
-    current = events_of.current(events, history.runs[-1].time, options.days) if history.runs else []
+    current = events_of.current(events, history.runs[-1], options.days) if history.runs else []
     machines = view.machines(history)
     frameworks, covered = view.coverage(cells)
     subjects = list(dict.fromkeys((v.kind, v.subject) for v in sorted(cells, key=lambda v: v.kind == "layer")))
@@ -142,8 +142,7 @@ def pages(history: History, options: Options) -> tuple[dict[str, bytes], dict[st
 
 
 def _recent(event: Event, history: History, days: int) -> bool:
-    newest = events_of.parse_time(history.runs[-1].time)
-    return (newest - events_of.parse_time(event.detected.time)).days <= days
+    return (history.runs[-1].moment - event.detected.moment).days <= days
 
 
 def _cells_page(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from harness import series as series_of
-from harness.events import RANK, Event, parse_time
+from harness.events import RANK, Event
 from harness.history import History, Run
 from harness.report.naming import factor, machine_slug, number, slug
 from harness.series import Move, Point, Series
@@ -160,10 +160,10 @@ class CellView:
     @cached_property
     def mark(self) -> str:
         """``red``, ``worse``, ``better`` or nothing: what is new with it."""
-        newest = parse_time(self.machine.runs[-1].time)
-        recent = [e for e in self.events if (newest - parse_time(e.detected.time)).days <= self.days]
+        newest = self.machine.runs[-1].moment
+        recent = [e for e in self.events if (newest - e.detected.moment).days <= self.days]
         mine = [e for e in self.open if e in recent]
-        seen = parse_time(self.series.runs[self.series.points[-1].run].time)
+        seen = self.series.runs[self.series.points[-1].run].moment
         if any(e.red for e in mine) or (RANK.get(self.state, 9) < 4 and (newest - seen).days <= self.days):
             return "red"
         return "worse" if mine else "better" if any(not e.worse for e in recent) else ""
@@ -208,7 +208,7 @@ def subject_title(kind: str, name: str) -> str:
 
 
 def days_of(runs: Sequence[Run]) -> list[float]:
-    return [parse_time(run.time).timestamp() / 86400 for run in runs]
+    return [run.moment.timestamp() / 86400 for run in runs]
 
 
 def spark(s: Series) -> str:
@@ -304,7 +304,7 @@ def chart_data(views: Sequence[CellView]) -> dict[str, Any]:
 def _machine_data(runs: Sequence[Run]) -> dict[str, Any]:
     reference = series_of.reference_canary(runs)
     return {
-        "t": [int(parse_time(run.time).timestamp() // 60) for run in runs],
+        "t": [int(run.moment.timestamp() // 60) for run in runs],
         "commit": [(run.commit or "")[:12] for run in runs],
         "dirty": [i for i, run in enumerate(runs) if run.dirty],
         # Normalised seconds x this = raw seconds.

@@ -147,6 +147,14 @@ def test_hostile_reasons_stay_text_and_an_empty_history_is_a_page():
     assert "The history is empty" in small()["index.html"]
 
 
+def test_a_github_job_links_its_own_repository(tmp_path, monkeypatch):
+    monkeypatch.setenv("GITHUB_SERVER_URL", "https://github.example")
+    monkeypatch.setenv("GITHUB_REPOSITORY", "some/one")
+    assert invoke("dashboard", "--history", history.FOLDER, "--out", tmp_path / "site").exit_code == 0
+    text = (tmp_path / "site" / "framework-jax.html").read_text()
+    assert "https://github.example/some/one/commit/a20015b" in text
+
+
 def test_a_folder_that_is_no_dashboard_is_left_alone(tmp_path):
     (tmp_path / "mine.txt").write_text("precious")
     done = invoke("dashboard", "--history", history.FOLDER, "--out", tmp_path)

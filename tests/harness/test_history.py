@@ -201,11 +201,21 @@ def test_memory_growth_and_wrong_updates_are_red_and_worst_comes_first():
     runs = made.runs(
         60, cells=("a", "b"), time={20: 1.2}, memory={50: 1.001}, states={("b", 57): "rejected", ("b", 58): "rejected"}
     )
-    found = events.current(events.of_machine("m", series.of_machine("m", runs[:59])), runs[58].time, 90)
+    found = events.current(events.of_machine("m", series.of_machine("m", runs[:59])), runs[58], 90)
     assert [(e.metric, e.red) for e in found] == [("state", True), ("memory", True), ("time", False)]
     assert "went from ok to rejected" in found[0].sentence and "0.1 % more memory" in found[1].sentence
     mended = events.of_machine("m", series.of_machine("m", runs))
     assert [e.open for e in mended if e.metric == "state"] == [False]
+
+
+def test_bytes_tell_from_the_second_run_on():
+    (event,) = events.of_machine("m", series.of_machine("m", made.runs(5, memory={3: 1.0001})))
+    assert (event.metric, event.red) == ("memory", True)
+
+
+def test_bytes_that_keep_changing_are_no_stairs():
+    runs = made.runs(60, memory={i: 1.001 if i % 4 < 2 else 1 / 1.001 for i in range(0, 60, 2)})
+    assert events.of_machine("m", series.of_machine("m", runs)) == []
 
 
 def test_a_step_that_was_taken_back_is_closed_and_old_ones_are_not_news():
@@ -213,7 +223,7 @@ def test_a_step_that_was_taken_back_is_closed_and_old_ones_are_not_news():
     found = events.of_machine("m", series.of_machine("m", runs))
     assert sorted((e.worse, e.open) for e in found) == [(False, False), (True, False)]
     still = events.of_machine("m", series.of_machine("m", runs[:80]))
-    assert events.current(still, runs[79].time, 20) == [] and len(events.current(still, runs[79].time, 60)) == 1
+    assert events.current(still, runs[79], 20) == [] and len(events.current(still, runs[79], 60)) == 1
 
 
 def test_the_verbs(tmp_path):

@@ -6,6 +6,8 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from harness import steps
 from harness.dashboard import demo, score
@@ -85,6 +87,19 @@ def test_correlated_noise_raises_the_bar_by_itself():
     independent = steps.noise(np.log(steps.simulate(700, 1, seed=1)[0]))
     correlated = steps.noise(np.log(steps.simulate(700, 1, seed=1, kind="correlated")[0]))
     assert independent.inflation < 1.2 < 1.8 < correlated.inflation
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(1e-6, 1e6), max_size=60), st.integers(0, 3))
+def test_segments_tile_any_series_and_steps_lie_between_them(values, repeats):
+    found = steps.find(values * (repeats + 1))
+    n = len(values) * (repeats + 1)
+    ends = [0, *(s.stop for s in found.segments)]
+    assert ends[-1] == n and [s.start for s in found.segments] == ends[:-1]
+    assert [s.at for s in found.steps] == ends[1:-1]
+    for s in found.steps:
+        assert 0 < s.first <= s.at <= s.last < n and s.at <= s.alarm < n and 0.99 <= s.confidence <= 1
+        assert s.low <= s.ratio <= s.high
 
 
 def test_few_runs_and_bad_values():
