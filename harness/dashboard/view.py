@@ -158,10 +158,22 @@ class CellView:
         return tuple(e for e in self.events if e.open and any(c.series is self.series for c in e.bad_cells))
 
     @cached_property
+    def recent(self) -> tuple[Event, ...]:
+        newest = self.machine.runs[-1].moment
+        return tuple(e for e in self.events if (newest - e.detected.moment).days <= self.days)
+
+    @property
+    def trouble(self) -> str:
+        """What is new and worse with a cell that is ok: ``slower``, ``more memory``."""
+        metrics = {e.metric for e in self.open if e in self.recent}
+        return " and ".join(
+            word for metric, word in (("time", "slower"), ("memory", "more memory")) if metric in metrics
+        )
+
+    @cached_property
     def mark(self) -> str:
         """``red``, ``worse``, ``better`` or nothing: what is new with it."""
-        newest = self.machine.runs[-1].moment
-        recent = [e for e in self.events if (newest - e.detected.moment).days <= self.days]
+        newest, recent = self.machine.runs[-1].moment, self.recent
         mine = [e for e in self.open if e in recent]
         seen = self.series.runs[self.series.points[-1].run].moment
         if any(e.red for e in mine) or (RANK.get(self.state, 9) < 4 and (newest - seen).days <= self.days):

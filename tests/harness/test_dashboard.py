@@ -138,6 +138,17 @@ def test_commits_are_linked_only_where_a_repository_is_named():
     assert "/commit/" not in without["index.html"] and runs[50].commit[:7] in without["index.html"]
 
 
+def test_a_cell_that_is_new_and_worse_says_in_words_how():
+    def row(files):
+        return re.search(r'<tr data-text="a/.*?</tr>', files["index.html"])[0]
+
+    runs = made.runs(60, cells=("a", "b"), time={50: 1.2}, memory={55: 1.01}, only=("a",))
+    assert ">slower and more memory</span>" in row(small(*runs))
+    assert ">slower</span>" in row(small(*runs[:55])) and ">ok</span>" in row(small(*runs[:50]))
+    broken = small(*made.runs(12, states={("a", 11): "rejected"}))
+    assert ">rejected</span>" in row(broken) and not re.search(r"\d (µs|ms|s)<", row(broken)), "and no time beside it"
+
+
 def test_hostile_reasons_stay_text_and_an_empty_history_is_a_page():
     runs = made.runs(12, states={("a", 11): "crashed"})
     cell = runs[11].cells[0].model_copy(update={"reason": NASTY})
