@@ -30,8 +30,9 @@ SPARE_SHARE = 0.005
 seed."""
 
 
-UNEVEN_SHARE = 0.1
-"""Of the processors; beyond it, other work beside one side of a pair shows in the pair's ratio."""
+UNEVEN_LOG = 0.1
+"""Of what others left of the processors to either side, log ratio: by so much their work alone moves the pair's
+ratio."""
 QUIET_SHARE = 0.05
 
 
@@ -79,8 +80,9 @@ class Pair(_Model):
         Equal load on both sides is no reason: it cancels in the ratio, but for some noise."""
         if self.base.load is None or self.head.load is None:
             return False
-        shares = (self.base.load.foreign_share, self.head.load.foreign_share)
-        return abs(shares[0] - shares[1]) > UNEVEN_SHARE or (max(shares) <= QUIET_SHARE and self.disturbed)
+        shares = [min(load.foreign_share, 0.99) for load in (self.base.load, self.head.load)]
+        left = abs(math.log((1.0 - shares[0]) / (1.0 - shares[1])))
+        return left > UNEVEN_LOG or (max(shares) <= QUIET_SHARE and self.disturbed)
 
     @property
     def log_ratio(self) -> float | None:

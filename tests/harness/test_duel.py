@@ -199,8 +199,14 @@ def test_uneven_pairs_are_set_aside_whole_until_there_are_too_many():
 
 
 def test_pairs_beside_equal_load_count_and_are_told():
-    busy = conclusion([pair(i, 1.0 + 0.001 * (i % 2), (0.6, 0.65)) for i in range(5)])
+    busy = conclusion([pair(i, 1.0 + 0.001 * (i % 2), (0.6, 0.62)) for i in range(5)])
     assert (busy.verdict, busy.time.n, busy.time.set_aside, busy.time.disturbed_counted) == ("equivalent", 5, 0, 5)
+
+
+@pytest.mark.parametrize(("shares", "uneven"), [((0.0, 0.08), False), ((0.0, 0.12), True), ((0.66, 0.76), True)])
+def test_what_counts_is_what_others_left_of_the_processors(shares, uneven):
+    assert pair(0, 1.0, shares).is_uneven is uneven
+    assert pair(0, 1.0, shares[::-1]).is_uneven is uneven
 
 
 def test_a_change_of_the_machines_own_speed_sets_a_pair_aside():
