@@ -27,7 +27,8 @@ that ends on level l,
 which is exact on the grid and takes n x levels operations. Beside the cost runs the first run of the last segment; from
 those of all t the whole segmentation is read backwards, and so is what an observer would have been told after every
 single run: the *alarm* of a step is the first run after which it was part of the answer. An alarm never depends on
-what came later, because sigma is taken from what was there at CHECKPOINTS, so that it can name a step for ever.
+what came later: sigma is that of the runs before a checkpoint (CHECKPOINTS), and is held until it is another one by
+more than RENEWED. So an alarm can name a step for ever.
 
 **Noise.** sigma = 1.4826 MAD(y[t+1] - y[t]) / sqrt(2): a step changes one difference, an outlier two, the median of
 them hardly. Real series are not always independent. Differences over 4 to 8 runs see all of the noise where neighbours
