@@ -169,7 +169,7 @@ def blind_spot(duel: Duel) -> str:
         said.append(f"{text} would have raised an alert 4 times out of 5; smaller ones may be there.")
     undecided = [cell.name for cell in duel.cells if cell.verdict == "ambiguous"]
     if undecided:
-        said.append(f"Undecided: {', '.join(undecided)}; more pairs (--max-rounds) or more seconds would decide.")
+        said.append(f"Undecided: {', '.join(undecided)}; more pairs (--max-rounds, --minutes) may decide.")
     return " ".join(said)
 
 
