@@ -16,7 +16,7 @@ PIP := -m pip install --disable-pip-version-check --quiet
 # RUN: a run's folder or packed file, for `make history`.
 RUN ?= results/local/$(PRESET)
 
-.PHONY: bench-e2e bench-layers bench-frontier compare prove-alerts images report history dashboard gate test lint test-harness test-dpcore test-frameworks test-containers conformance mutants compare-wheel comment history-check history-publish test-slow doctor clean
+.PHONY: bench-e2e bench-layers bench-frontier compare prove-alerts images report history dashboard gate test lint test-harness test-dpcore test-frameworks test-containers conformance mutants compare-wheel comment history-check history-publish ready test-slow doctor clean
 
 bench-e2e: $(READY)  ## median seconds per epoch of frameworks x tasks x batch sizes
 	@isolation=$(ISOLATION); out=results/local/$(PRESET); \
@@ -105,6 +105,9 @@ comment: $(READY)  ## FILE as the comment of PULL_REQUEST in REPOSITORY (owner/n
 
 history-publish: $(READY)  ## commits and pushes new files of results/history; PUBLISH_BY: commit or pull-request
 	@$(BIN)/dpbench ci publish --by "$$PUBLISH_BY" --branch "$$BRANCH" --repository "$$REPOSITORY"
+
+ready: $(READY)  ## the harness's own environment and nothing else: before a step that holds a token
+	@$(BIN)/dpbench --help >/dev/null
 
 test-slow: $(READY) $(TORCH_READY)  ## every variant on every task, and the long proofs
 	$(BIN)/pytest -q tests/harness tests/frameworks -m "slow or network"

@@ -18,6 +18,7 @@ from harness.errors import BadInput
 
 VERDICTS = {0: "none-proven", 1: "regression", 2: "bad-input", 3: "failed"}
 """By exit code of ``dpbench compare``. Nothing is proven of what was measured too briefly: that is no acquittal."""
+REGRESSION, FAILED = 1, 3
 DRY_RUN = "dry-run"
 
 
@@ -111,6 +112,8 @@ def compare_wheel(comparison: WheelComparison, dry_run: bool = False, run: Run =
     else:
         comparison.markdown.unlink(missing_ok=True)  # of an earlier run: it must not be taken for this one's
         code = run(comparison.command)
+        if code == REGRESSION and not comparison.markdown.exists():
+            code = FAILED  # a crash of Python ends with 1 too, but only a verdict is written down
         verdict = VERDICTS.get(code, "failed")
     text = comparison.markdown.read_text() if not dry_run and comparison.markdown.exists() else ""
     outputs = {"verdict": verdict, "base": comparison.base, "markdown": text, "file": str(comparison.markdown)}

@@ -21,6 +21,8 @@ MARKER = "<!-- dpbench-{name} -->"
 """First line of the comment ``name``; :mod:`harness.duel_report` writes the same above its Markdown."""
 BOT = "github-actions[bot]"
 PUSHES = 4
+TIMEOUT = 60.0
+"""Seconds without an answer."""
 HISTORY = Path("results/history")
 
 
@@ -55,7 +57,7 @@ class Forge:
             headers={"Authorization": f"Bearer {self.token}", "Accept": "application/vnd.github+json"},
         )
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             if error.code in (401, 403, 404):
@@ -63,6 +65,8 @@ class Forge:
             raise BadInput(f"The forge answered {error.code} {error.reason} to {method} {path}; try again.") from None
         except urllib.error.URLError as error:
             raise BadInput(f"The forge at {self.url} cannot be reached ({error.reason}); try again.") from None
+        except TimeoutError:  # connected, then silent: urllib leaves that one as it is
+            raise BadInput(f"The forge at {self.url} gave no answer to {method} {path} in time; try again.") from None
 
 
 def comment(forge: Forge, pull_request: int, text: str, name: str) -> str:
@@ -142,7 +146,10 @@ def _open(root: Path, branch: str, title: str, forge: Forge | None) -> str:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True)
+    try:
+        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True)
+    except FileNotFoundError:
+        raise BadInput("The history is published by git, which is not installed here; install it.") from None
     if done.returncode != 0:
         reason = (done.stderr.strip() or done.stdout.strip()).splitlines()
         raise BadInput(f"git {arguments[0]} failed: {reason[-1] if reason else 'without a reason'}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -119,6 +120,14 @@ def test_the_verdict_is_that_of_the_exit_code(code: int, verdict: str, job: Path
     assert words[words.index("--head") + 1] == str(job / "a.whl")
     assert words[words.index("--layers") + 1] == "linear,lstm"
     assert "--minutes" not in words
+
+
+def test_a_crash_is_no_regression(job: Path) -> None:
+    """Python ends with 1 after an exception, which is the code of a regression."""
+    comparison = ci.WheelComparison("some-library", job / "a.whl", "1.1", job / "comparison.md", {})
+    assert ci.compare_wheel(comparison, run=lambda command: 1) == 3
+    outputs = read_outputs(job / "GITHUB_OUTPUT")
+    assert (outputs["verdict"], outputs["markdown"]) == ("failed", "")
 
 
 def test_the_comparison_that_is_run_exists(job: Path) -> None:
@@ -253,6 +262,14 @@ def test_outside_of_a_job_it_says_what_is_missing(job: Path, monkeypatch: pytest
     assert "cannot be read" in str(comment(job / "missing.md").exception)
 
 
+def test_a_forge_that_says_nothing_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forge, "TIMEOUT", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections wait in its queue
+        place = forge.Forge(f"http://127.0.0.1:{silent.getsockname()[1]}", "owner/name", "secret")
+        with pytest.raises(BadInput, match="gave no answer to GET pulls in time"):
+            place.ask("GET", "pulls")
+
+
 # ---- the history
 
 
@@ -305,6 +322,12 @@ def test_a_history_only_grows(clone: Path) -> None:
     with pytest.raises(BadInput, match=r"one\.json was changed or removed"):
         forge.publish_history(clone, "commit", "main", None)
     assert "two.json" not in runs(clone)
+
+
+def test_without_git_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BadInput, match="git, which is not installed"):
+        forge.publish_history(tmp_path, "commit", "main", None)
 
 
 def test_or_a_pull_request_is_opened(clone: Path, server: type[FakeForge]) -> None:

@@ -177,6 +177,89 @@ def test_every_action_is_pinned_to_a_commit_with_its_version_beside() -> None:
     assert all(len(found) == 1 for found in pins.values()), pins
 
 
+def test_what_is_installed_does_not_see_a_token() -> None:
+    holders = [(path, name, job) for path in WORKFLOWS for name, job in jobs(path).items()]
+    holders = [found for found in holders if "github.token" in str(found[2].get("steps"))]
+    assert {(path.stem, name) for path, name, _ in holders} == {("pull-request", "comment"), ("nightly", "record")}
+    for path, name, job in holders:
+        assert "github.token" not in str([load(path).get("env"), job.get("env")])
+        assert "make ready" in [step.get("run") for step in job["steps"][:-1]], name
+        assert "github.token" not in str(job["steps"][:-1]), name
+
+
+# ---- when jobs run
+
+
+def holds(condition: str, *, cancelled: bool = False, success: bool = True, **values: str) -> bool:
+    """The condition as the forge takes it; ``success``: of everything before, which it asks unless a status is named.
+
+    ``values`` by their context's name with ``__`` for the dots; what is not given is empty.
+    """
+    text = condition.removeprefix("${{").removesuffix("}}").strip()
+    if not re.search(r"\b(?:cancelled|always|failure|success)\(\)", text):
+        text = f"success() && ({text})"
+    contexts = {name.replace("__", "."): value for name, value in values.items()}
+    text = re.sub(r"\b[a-z]+(?:\.\w+)+", lambda found: repr(contexts.get(found[0], "")), text)
+    text = re.sub(r"!(?!=)", " not ", text).replace("&&", " and ").replace("||", " or ")
+    return bool(eval(text, {"cancelled": lambda: cancelled, "success": lambda: success}))
+
+
+BY_HAND = {"github__event_name": "workflow_dispatch", "github__event__repository__default_branch": "main"}
+SCHEDULED = {"github__event_name": "schedule", "github__ref_name": "main"}  # whose event has no repository
+
+
+@pytest.mark.parametrize("job", ["cpu", "gpu"])
+def test_a_night_with_a_failed_cell_becomes_history_too(job: str) -> None:
+    steps = jobs(ROOT / ".github" / "workflows" / "nightly.yml")[job]["steps"]
+    measured = next(i for i, step in enumerate(steps) if step.get("run", "").startswith("make bench-layers"))
+    history, upload = steps[measured + 1 :]
+    assert history["run"].startswith("make history ")
+    assert holds(history["if"], success=False)
+    assert holds(upload["if"], success=False, steps__history__outcome="success")
+    assert not holds(upload["if"], success=False, steps__history__outcome="failure")
+    assert not holds(history["if"], cancelled=True)
+
+
+@pytest.mark.parametrize("job", ["record", "check"])
+def test_what_a_failed_job_uploaded_is_recorded_and_checked(job: str) -> None:
+    found = jobs(ROOT / ".github" / "workflows" / "nightly.yml")
+    assert set(found[job]["needs"]) == {"cpu", "gpu"}
+    for one in ("cpu", "gpu"):
+        assert found[one]["outputs"] == {"artifact": "${{ steps.upload.outputs.artifact-id }}"}
+        assert found[one]["steps"][-1]["id"] == "upload"
+        artifact = {f"needs__{one}__outputs__artifact": "1", f"needs__{one}__result": "failure"}
+        assert holds(found[job]["if"], success=False, **artifact, **SCHEDULED)
+        assert not holds(found[job]["if"], cancelled=True, **artifact, **SCHEDULED)
+    assert not holds(found[job]["if"], needs__cpu__result="success", **SCHEDULED)
+
+
+@pytest.mark.parametrize("job", ["cpu", "gpu", "record"])
+def test_only_the_default_branch_becomes_history(job: str) -> None:
+    condition = jobs(ROOT / ".github" / "workflows" / "nightly.yml")[job]["if"]
+    ready = {"vars__DPBENCH_GPU_LABEL": "gpu", "needs__cpu__outputs__artifact": "1"}
+    assert holds(condition, **ready, **SCHEDULED)
+    assert holds(condition, github__ref_name="main", **ready, **BY_HAND)
+    assert not holds(condition, github__ref_name="topic", **ready, **BY_HAND)
+
+
+@pytest.mark.parametrize(("file", "job", "needed"), [("nightly", "site", "record"), ("pages", "deploy", "build")])
+def test_the_site_is_published_where_the_job_before_succeeded(file: str, job: str, needed: str) -> None:
+    condition = jobs(ROOT / ".github" / "workflows" / f"{file}.yml")[job]["if"]
+    name = f"needs__{needed}__result"
+    assert holds(condition, success=False, **{name: "success"})  # a GPU job further up was skipped
+    assert not holds(condition, success=False, **{name: "failure"})
+    assert not holds(condition, cancelled=True, **{name: "success"})
+
+
+def test_a_pull_request_is_compared_with_the_commit_that_it_is_merged_with() -> None:
+    steps = jobs(ROOT / ".github" / "workflows" / "pull-request.yml")["compare"]["steps"]
+    (checkout,) = [step for step in steps if "actions/checkout" in step.get("uses", "")]
+    (compare,) = [step for step in steps if step.get("run") == "make compare"]
+    assert "ref" not in checkout["with"]  # the merge commit, of which every parent is there
+    assert checkout["with"]["fetch-depth"] == 0
+    assert (compare["env"]["BASE"], compare["env"]["HEAD"]) == ("HEAD^1", ".")
+
+
 # ---- steps work here
 
 
@@ -203,10 +286,9 @@ def written_out(values: dict[str, Any] | None, contexts: dict[str, str]) -> dict
 
 
 CONTEXTS = {
-    "github.event.pull_request.base.sha": "0" * 40,
     "github.event.pull_request.number": "7",
     "github.repository": "owner/name",
-    "github.event.repository.default_branch": "main",
+    "github.event.repository.default_branch || github.ref_name": "main",
     "github.token": "secret",
     "vars.DPBENCH_HISTORY_BY || 'commit'": "commit",
     "steps.python.outputs.python-path": sys.executable,
