@@ -25,6 +25,7 @@ app.add_typer(run_app, name="run")
 app.add_typer(env_app, name="env")
 
 FINDING, BAD_INPUT, CELL_FAILED = 1, 2, 3
+READER_LEFT = 141
 LOCAL_RESULTS = Path("results/local")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of a table.")]
@@ -306,8 +307,9 @@ def main() -> None:
         print(f"dpbench: {error}", file=sys.stderr)
         sys.exit(BAD_INPUT)
     except BrokenPipeError:
+        # Never 0: the reader left before the verdict. 141 is what a shell says of a process that SIGPIPE ended.
         sys.stderr.close()
-        sys.exit(0)
+        sys.exit(READER_LEFT)
 
 
 if __name__ == "__main__":
