@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from harness.duel_record import CellResult
+from harness.duel_record import CellResult, memory_fault
 from harness.errors import BadInput
 from harness.sides import commit_of, git
 
@@ -82,6 +82,11 @@ def opinion_of(cell: CellResult, kinds: frozenset[str]) -> tuple[Opinion, str]:
         return "did not run", cell.reason or ""
     if cell.verdict == "wrong":
         return "did not run", "its correctness check fails, which is not the regression that is looked for"
+    if "memory" in kinds and cell.kind == "layer":  # the memory of a task is never judged
+        if cell.memory is None:
+            return "ambiguous", memory_fault(cell.memory_processes) or "its memory was not measured"
+        if cell.memory.change == "grown" and not cell.memory.proven:
+            return "ambiguous", "its memory has grown, but no second process confirms it"
     # Memory is exact: without any alert of time among those looked for, an undecided time says nothing.
     if "time" not in kinds:
         return "good", "neither gate nor memory is worse"

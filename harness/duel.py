@@ -77,8 +77,8 @@ AnyContestant = LayerContestant | Contestant
 @dataclass(frozen=True)
 class DuelOptions:
     """What the user asks for. ``frameworks``: names as the other verbs take them. ``seconds``: timed, per process.
-    ``minutes``: after which no new pair is begun. ``threads``: 1 unless asked, which leaves processors to the rest of
-    the machine."""
+    ``minutes``: after which no new pair is begun; environments and data do not count. ``threads``: 1 unless asked,
+    which leaves processors to the rest of the machine."""
 
     layers: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
@@ -101,9 +101,11 @@ class DuelOptions:
 
 def check(options: DuelOptions) -> None:
     """Raises :class:`BadInput` with the value, the rule and the remedy."""
-    for name, value in (("threshold", options.threshold), ("alpha", options.alpha)):
-        if not 0.0 < value < 1.0:
-            raise BadInput(f"--{name} is {value}: it is a fraction above 0 and below 1, for instance 0.05.")
+    if not 0.0 < options.threshold < 1.0:
+        raise BadInput(f"--threshold is {options.threshold}: it is a fraction above 0 and below 1, for instance 0.05.")
+    # Equivalence takes an interval at 1 - 2 alpha, see harness.sequential.
+    if not 0.0 < options.alpha < 0.5:
+        raise BadInput(f"--alpha is {options.alpha}: it is a chance above 0 and below 0.5, for instance 0.05.")
     if options.max_rounds < FIRST_LOOK:
         raise BadInput(
             f"--max-rounds is {options.max_rounds}: fewer than {FIRST_LOOK} pairs give no verdict; ask for more."
@@ -135,11 +137,12 @@ def check(options: DuelOptions) -> None:
 @dataclass
 class Bout:
     """One cell with both sides' contestants (None where a side lacks it), and what was measured so far. ``refusal``:
-    why there is nothing to compare, or None."""
+    why there is nothing to compare, or None; ``is_lost``: base has the cell and head does not."""
 
     cell: Cell
     sides: dict[Role, AnyContestant | None]
     refusal: str | None = None
+    is_lost: bool = False
     pairs: list[Pair] = field(default_factory=list)
     memory: MemoryPair | None = None
     gates: dict[Role, Process] | None = None
@@ -178,7 +181,7 @@ def _of_layers(options: DuelOptions, roots: dict[Role, Path]) -> list[Bout]:
     layer_options = layer_plan.preset("small", isolation=options.isolation, device=options.device)
     for layer in layer_data.select(options.layers):
         for size in options.batch_sizes:
-            for sides in chosen:
+            for sides, faults in chosen:
                 for passes in layer_plan.ALL_PASSES:
                     having: dict[Role, AnyContestant | None] = {
                         role: c
@@ -191,7 +194,7 @@ def _of_layers(options: DuelOptions, roots: dict[Role, Path]) -> list[Bout]:
                         continue
                     one = next(c for c in having.values() if isinstance(c, LayerContestant))
                     cell = layer_plan.cell_of(layer_options, one, layer, passes, size)
-                    made.append(_bout(cell, {role: having.get(role) for role in ROLES}))
+                    made.append(_bout(cell, {role: having.get(role) for role in ROLES}, faults))
     return made
 
 
@@ -202,18 +205,21 @@ def _of_tasks(options: DuelOptions, roots: dict[Role, Path]) -> list[Bout]:
     chosen = _both(options.frameworks, roots, lambda names, root: registry.select(names, root=root))
     return [
         _bout(
-            plan.cell_of(task_options, next(c for c in sides.values() if isinstance(c, Contestant)), task, size), sides
+            plan.cell_of(task_options, next(c for c in sides.values() if isinstance(c, Contestant)), task, size),
+            sides,
+            faults,
         )
         for task in options.tasks
         for size in options.batch_sizes
-        for sides in chosen
+        for sides, faults in chosen
     ]
 
 
 def _both(
     names: Iterable[str], roots: dict[Role, Path], select: Callable[[list[str], Path], Iterable[AnyContestant]]
-) -> list[dict[Role, AnyContestant | None]]:
-    """The chosen contestants by side. Raises :class:`BadInput` for a name that neither side knows."""
+) -> list[tuple[dict[Role, AnyContestant | None], dict[Role, str]]]:
+    """The chosen contestants by side, and why a side lacks one. Raises :class:`BadInput` for a name that neither side
+    knows."""
     by_name: dict[str, dict[Role, AnyContestant | None]] = {}
     for name in names:
         faults = []
@@ -225,18 +231,42 @@ def _both(
                 faults.append(fault)
         if len(faults) == len(ROLES):
             raise faults[-1]
-    return list(by_name.values())
+    return [(sides, _complete(name, sides, roots, select)) for name, sides in by_name.items()]
 
 
-def _bout(cell: Cell, sides: dict[Role, AnyContestant | None]) -> Bout:
+def _complete(
+    name: str,
+    sides: dict[Role, AnyContestant | None],
+    roots: dict[Role, Path],
+    select: Callable[[list[str], Path], Iterable[AnyContestant]],
+) -> dict[Role, str]:
+    """Asks a side that lacks the contestant for it by its full name: it may only have left the framework's defaults.
+    Returns why a side has none, in the registry's words."""
+    faults: dict[Role, str] = {}
+    for role in ROLES:
+        if sides[role] is None:
+            try:
+                sides[role] = next(iter(select([name], roots[role])))
+            except BadInput as fault:
+                faults[role] = str(fault)
+    return faults
+
+
+def _bout(cell: Cell, sides: dict[Role, AnyContestant | None], faults: dict[Role, str]) -> Bout:
+    """``faults``: of :func:`_both`; a side with neither contestant nor fault has the variant, but not this layer or
+    pass."""
     reasons = []
     for role in ROLES:
         contestant = sides[role]
-        if contestant is None:
-            reasons.append(f"{role} has no such contestant")
+        if contestant is None and role in faults:
+            reasons.append(f"{role} has no such contestant: {faults[role]}")
+        elif contestant is None:
+            reasons.append(f"{role} has {cell.contestant}, but not with this layer and pass")
         elif reason := _unsupported(contestant, cell):
             reasons.append(f"unsupported by {role}: {reason}")
-    return Bout(cell, sides, "; ".join(reasons) or None)
+    was = sides["base"]
+    is_lost = sides["head"] is None and was is not None and not _unsupported(was, cell)
+    return Bout(cell, sides, "; ".join(reasons) or None, is_lost)
 
 
 def _unsupported(contestant: AnyContestant, cell: Cell) -> str | None:
@@ -295,8 +325,8 @@ class DuelRun:
     def execute(self, progress: Progress, fresh: bool = False) -> Duel:
         """Everything, or what is left of it. A kill at any moment loses at most the pair under way."""
         with self.folder.open(self._description(), fresh):
-            begun = time.monotonic()
             self._prepare(progress.say)
+            begun = time.monotonic()
             progress.begin(len(self.bouts), "cells")
             for bout in self.bouts:
                 self._open(bout, progress)
@@ -507,7 +537,9 @@ class DuelRun:
 
     def _conclude(self, bout: Bout) -> CellResult:
         kind: Literal["layer", "e2e"] = "layer" if bout.cell.kind == "layer" else "e2e"
-        return conclude(bout.name, kind, bout.pairs, bout.memory, bout.gates, bout.refusal, self.rule)
+        return conclude(
+            bout.name, kind, bout.pairs, bout.memory, bout.gates, bout.refusal, self.rule, is_lost=bout.is_lost
+        )
 
     def _duel(self, finished: bool) -> Duel:
         cells = [self._conclude(bout) for bout in self.bouts]

@@ -30,6 +30,8 @@ SPARE_SHARE = 0.005
 seed."""
 
 
+DIED: tuple[State, ...] = ("crashed", "oom", "timeout")
+
 UNEVEN_LOG = 0.1
 """Of what others left of the processors to either side, log ratio: by so much their work alone moves the pair's
 ratio."""
@@ -146,6 +148,20 @@ class CellResult(_Model):
     pairs: list[Pair]
     memory_processes: MemoryPair | None
 
+    @property
+    def is_compared(self) -> bool:
+        """Whether the verdict comes from a comparison: too few pairs for any interval are none."""
+        if self.verdict == "ambiguous":
+            return self.time is not None and self.time.low is not None
+        return self.verdict not in ("failed", "not compared")
+
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether a process that was to measure the memory of a cell with a time died, so that growth goes unseen."""
+        if self.memory_processes is None or self.verdict in ("wrong", "repaired", "failed", "not compared"):
+            return False
+        return any(p.state in DIED for p in (*self.memory_processes.base, *self.memory_processes.head))
+
 
 class SideFacts(_Model):
     """``locks``: framework -> hash of its pins and Python. ``versions``: framework -> distributions in its
@@ -194,10 +210,12 @@ class Duel(_Model):
 
     @property
     def exit_code(self) -> int:
-        """1 before 3: a proven regression stands, whatever else did not run. 3 also where nothing could be compared."""
+        """1 before 3: a proven regression stands, whatever else did not run. 3 also where nothing could be compared
+        (for lack of time, too), or where a memory process died."""
         if self.regressions:
             return 1
-        return 3 if self.failures or all(cell.verdict == "not compared" for cell in self.cells) else 0
+        is_whole = not self.failures and not any(cell.lacks_memory for cell in self.cells)
+        return 0 if is_whole and any(cell.is_compared for cell in self.cells) else 3
 
     def to_json(self) -> str:
         return self.model_dump_json(by_alias=True, indent=1)
@@ -289,6 +307,15 @@ def memory_of(processes: MemoryPair | None, exact: bool) -> Memory | None:
     )
 
 
+def memory_fault(processes: MemoryPair | None) -> str | None:
+    """Of the memory processes that have no figure: which side, and why; None where all have one."""
+    for role in ROLES:
+        for process in getattr(processes, role) if processes is not None else []:
+            if process.state not in ("ok", "unsupported"):
+                return f"memory was not compared: {role} {process.state}: {process.reason}"
+    return None
+
+
 def tolerance_of(base_bytes: int) -> int:
     return max(SPARE_BYTES, math.ceil(SPARE_SHARE * base_bytes))
 
@@ -349,9 +376,10 @@ def conclude(
     gates: dict[Role, Process] | None,
     refusal: str | None,
     rule: Rule,
+    is_lost: bool = False,
 ) -> CellResult:
     """What a cell's processes say. ``gates``: of a task, the verdicts of the admission gate, as processes. ``refusal``:
-    why there was nothing to compare."""
+    why there was nothing to compare; ``is_lost``: because head no longer has what base has."""
     processes: dict[Role, list[Process]] = {"base": [], "head": []}
     for role in ROLES:
         processes[role] += [gates[role]] if gates else []
@@ -368,7 +396,7 @@ def conclude(
     verdict: Verdict
     reason = refusal
     if refusal is not None:
-        verdict = "not compared"
+        verdict = "failed" if is_lost else "not compared"
     elif rejected["head"] and ran["base"]:
         verdict, alerts, reason = "wrong", ["gate"], f"only head fails its correctness check ({gate['head']})"
     elif rejected["base"] and ran["head"]:
@@ -387,7 +415,9 @@ def conclude(
         verdict = found.verdict or "ambiguous"
         alerts += ["time"] if found.alert else []
         alerts += ["memory"] if seen is not None and seen.change == "grown" and seen.proven else []
-        reason = "no pair was timed before the time was up" if not pairs else None
+        reasons = ["no pair was timed before the time was up"] if not pairs else []
+        reasons += [fault for fault in [memory_fault(memory)] if fault]
+        reason = "; ".join(reasons) or None
     return CellResult(
         name=name,
         kind=kind,

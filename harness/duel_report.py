@@ -18,12 +18,18 @@ def summary(duel: Duel) -> str:
         said = "; ".join(f"{cell.name} {_what(cell)}" for cell in found[:3])
         more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
         return f"{many} of {duel.head.title} against {duel.base.title}: {said}{more}."
+    if not any(cell.is_compared for cell in duel.cells):
+        late = "the time was up before any cell had enough pairs" if not duel.finished else "no cell ran"
+        return f"Nothing could be compared: {next((c.reason for c in duel.cells if c.reason), late)}"
     compared = [cell for cell in duel.cells if cell.verdict not in ("failed", "not compared")]
-    if not compared:
-        return f"Nothing could be compared: {next((c.reason for c in duel.cells if c.reason), 'no cell ran')}"
     text = f"No regression proven in {_count(len(compared), 'cell')}: {_tally(compared)}"
-    missed = len(duel.failures)
-    return text + (f"; {_count(missed, 'cell')} did not run." if missed else ".")
+    if missed := len(duel.failures):
+        text += f"; {_count(missed, 'cell')} did not run"
+    if left := sum(cell.verdict == "not compared" for cell in duel.cells):
+        text += f"; {_count(left, 'cell')} not compared"
+    if blind := sum(cell.lacks_memory for cell in duel.cells):
+        text += f"; the memory of {_count(blind, 'cell')} was not compared"
+    return f"{text}."
 
 
 def _rank(cell: CellResult) -> tuple[int, str]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from harness import duel_record, duel_report, gatekeeper, layer_run, registry, sides
+from harness import bisection, cli, duel_record, duel_report, gatekeeper, layer_run, registry, sides
 from harness.cli import app
 from harness.duel import first_of
 from harness.duel_record import MemoryPair, Pair, Process
@@ -120,10 +122,32 @@ def test_a_contestant_that_one_side_lacks_is_not_compared(project, tmp_path):
     project.commit("sleep-3ms")
     duel = project.fight("HEAD~1", "HEAD", tmp_path / "out", frameworks=("phantom-new", "phantom-exact"))
     assert duel.cells[0].verdict == "not compared" and duel.cells[1].time.n >= 5
-    assert duel.cells[0].reason == "base has no such contestant"
+    assert duel.cells[0].reason.startswith("base has no such contestant: There is no layer contestant 'phantom-new'")
     assert duel.timed_cells == 1 and duel.exit_code == 0
+    assert duel_report.summary(duel).endswith("; 1 cell not compared.")
     alone = project.fight("HEAD~1", "HEAD", tmp_path / "alone", frameworks=("phantom-new",))
     assert alone.exit_code == 3  # nothing was compared
+    lost = project.fight("HEAD", "HEAD~1", tmp_path / "lost", frameworks=("phantom-new", "phantom-exact"))
+    assert lost.cells[0].verdict == "failed" and lost.cells[1].is_compared
+    assert lost.cells[0].reason.startswith("head has no such contestant: There is no") and lost.exit_code == 3
+
+
+def test_a_head_whose_description_cannot_be_read_fails_in_its_own_words(project, tmp_path):
+    project.layers.with_name("framework.toml").write_text("name = ")
+    project.commit("sleep-3ms")
+    duel = project.fight("HEAD~1", "HEAD", tmp_path / "out")
+    assert duel.cells[0].verdict == "failed" and duel.exit_code == 3
+    assert "head has no such contestant" in duel.cells[0].reason and "cannot be read" in duel.cells[0].reason
+
+
+def test_a_pass_that_head_no_longer_has_is_a_failure(project, tmp_path):
+    toml = project.layers.with_name("layers.toml")
+    plain = toml.read_text()
+    toml.write_text(plain.replace(', "clipped"', ""))
+    assert toml.read_text() != plain
+    project.commit("sleep-3ms")
+    duel = project.fight("HEAD~1", "HEAD", tmp_path / "out")
+    assert duel.cells[0].verdict == "failed" and "not with this layer and pass" in duel.cells[0].reason
 
 
 def test_a_killed_duel_goes_on_from_its_pairs(project, tmp_path, monkeypatch):
@@ -157,9 +181,22 @@ def test_a_killed_duel_goes_on_from_its_pairs(project, tmp_path, monkeypatch):
 
 def test_when_the_time_is_up_what_is_open_is_ambiguous(project, tmp_path):
     duel = project.fight("main", ".", tmp_path / "out", minutes=1e-6)
-    assert not duel.finished and duel.exit_code == 0
+    assert not duel.finished and duel.exit_code == 3
     assert duel.cells[0].verdict == "ambiguous"
+    assert duel_report.summary(duel).startswith("Nothing could be compared: ")
     assert "The time was up" in duel_report.markdown(duel)
+
+
+def test_the_minutes_begin_after_the_installations(project, tmp_path, monkeypatch):
+    run = project.run("main", ".", tmp_path / "out")
+    clock = [0.0]
+    monkeypatch.setattr("harness.duel.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(type(run), "_prepare", lambda self, say: clock.__setitem__(0, 3600.0))
+    begun: list[float] = []
+    monkeypatch.setattr(type(run), "_open", lambda self, bout, progress: None)
+    monkeypatch.setattr(type(run), "_fight", lambda self, start, progress: begun.append(start) or True)
+    project.fight("main", ".", tmp_path / "out")
+    assert begun == [3600.0]
 
 
 def test_the_order_within_pairs_is_random_and_balanced():
@@ -231,6 +268,41 @@ def test_a_small_growth_is_none_and_an_unconfirmed_one_is_no_alert():
     grown = MemoryPair(base=[Process(state="ok", bytes=mebibyte)], head=[Process(state="ok", bytes=2 * mebibyte)])
     assert duel_record.needs_second(grown)
     assert conclusion([pair(i, 1.0) for i in range(5)], grown).alerts == []
+
+
+def duel_of(*cells: duel_record.CellResult) -> duel_record.Duel:
+    side = duel_record.SideFacts(
+        asked=".", title="", commit=None, dirty=None, content="", package=None, locks={}, versions={}
+    )
+    facts = {"base": side, "head": side, "alpha": 0.05, "threshold": 0.05, "max_rounds": 8, "timed_cells": len(cells)}
+    how = {"isolation": "venv", "threads": 1, "seconds": 0.5, "machine": {}, "minutes": 1.0, "finished": True}
+    return duel_record.Duel.model_validate({"started": "", "command": "", **facts, **how, "cells": cells})
+
+
+@pytest.mark.parametrize("first", [[], [2**21]])
+def test_a_memory_process_that_died_is_no_equal_memory(first):
+    dead = Process(state="oom", reason="it asked for 4 GiB")
+    head = [*(Process(state="ok", bytes=size) for size in first), dead]
+    memory = MemoryPair(base=[Process(state="ok", bytes=2**20)] * len(head), head=head)
+    equal = conclusion([pair(i, 1.0) for i in range(5)], memory)
+    assert (equal.verdict, equal.alerts) == ("equivalent", [])
+    assert equal.reason == "memory was not compared: head oom: it asked for 4 GiB"
+    assert duel_of(equal).exit_code == 3
+    assert "the memory of 1 cell was not compared" in duel_report.summary(duel_of(equal))
+    slower = conclusion([pair(i, 1.5 + 0.001 * i) for i in range(5)], memory)
+    assert slower.alerts == ["time"] and duel_of(slower).exit_code == 1
+    whole = MemoryPair(base=memory.base, head=memory.base)
+    assert duel_of(conclusion([pair(i, 1.0) for i in range(5)], whole)).exit_code == 0
+    # A search for grown memory must not take it for good; one for a slowdown may.
+    assert bisection.opinion_of(equal, frozenset({"memory"}))[0] == "ambiguous"
+    assert bisection.opinion_of(equal, frozenset({"time"}))[0] == "good"
+
+
+def test_too_few_pairs_for_an_interval_are_no_comparison():
+    few = conclusion([pair(0, 1.0), pair(1, 1.1)])
+    assert few.verdict == "ambiguous" and duel_of(few).exit_code == 3
+    noisy = conclusion([pair(i, (1.5, 0.6)[i % 2]) for i in range(8)])
+    assert noisy.verdict == "ambiguous" and duel_of(noisy).exit_code == 0
 
 
 def test_the_resident_set_of_a_task_is_shown_and_never_judged():
@@ -337,7 +409,7 @@ def test_the_verb_writes_json_and_markdown_and_ends_with_the_verdict(project, tm
         (["--base", "."], "not a part of each"),
         (["a", "b", "--base", ".", "--head", "."], "not a part of each"),
         (["--threshold", "0"], "--threshold is 0.0"),
-        (["--alpha", "2"], "--alpha is 2.0"),
+        (["--alpha", "0.5"], "--alpha is 0.5: it is a chance above 0 and below 0.5"),
         (["--max-rounds", "3"], "--max-rounds is 3"),
         (["--isolation", "docker"], "--isolation is 'docker', which is unsupported"),
         (["--minutes", "0"], "--minutes is 0.0"),
@@ -353,6 +425,17 @@ def test_bad_input_is_one_sentence(project, tmp_path, arguments, message):
     done = dpbench(*both, *arguments, "--repository", str(project.folder), "--out", str(tmp_path / "out"))
     assert isinstance(done.exception, BadInput)
     assert message in str(done.exception)
+
+
+def test_a_reader_who_left_before_the_verdict_is_no_success(monkeypatch):
+    def leave() -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(cli, "app", leave)
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 141
 
 
 def test_figures_are_readable():

@@ -67,6 +67,8 @@ def test_caught_missed_and_false_ones_are_counted():
     assert found.minutes == pytest.approx((0.5, 0.5))
     quiet = table.tally("none", [duel(equal), duel(slower)])
     assert (quiet.caught, quiet.missed, quiet.false) == (0, 0, 1)
+    called = table.tally("none", [duel(equal), duel([1.03, 1.031, 1.03, 1.029, 1.03])])
+    assert (called.called, called.false, quiet.called) == (1, 0, 0)
     other = table.tally("memory", [duel(slower)])
     assert (other.caught, other.missed, other.false) == (0, 1, 1)
 
@@ -81,5 +83,8 @@ def test_curves_come_from_the_recorded_pairs_and_say_that_they_are_simulated():
     assert alerts[0.02] < alerts[0.05] < alerts[0.07]
     text = table.markdown(said)
     assert "Not measured: simulated" in text and "| 5 % |" in text
+    assert "cannot show a bias" in text
+    header, dashes, row = text[text.index("| planted") :].splitlines()[:3]
+    assert "called, no alert" in header and header.count("|") == dashes.count("|") == row.count("|")
     few = table.summary({"none": quiet[:1]})
     assert few["simulated"] is None and "No curves yet" in table.markdown(few)
