@@ -190,7 +190,10 @@ def find(values: Sequence[float] | Floats) -> Found:
     bounds = _bounds(starts)
     segments = tuple(Segment(a, b, math.exp(_level(y[a:b], seen.sd))) for a, b in pairwise(bounds))
     alarms = _alarms(reported, _shortest(penalty))
-    steps = tuple(_step(y, left, right, seen, penalty, alarms) for left, right in pairwise(segments))
+    steps = tuple(
+        _step(y, left, right, seen, penalty, _told(reported, alarms, left.start, right.start))
+        for left, right in pairwise(segments)
+    )
     near = [(s.first - 2 * LEAST_RUNS, s.last + 2 * LEAST_RUNS) for s in steps]
     retracted = sum(not any(low <= place <= high for low, high in near) for _, place in alarms)
     return Found(segments, steps, tuple(run for run, _ in alarms), retracted, seen, _shortest(penalty))
@@ -272,9 +275,19 @@ def _alarms(reported: Sequence[int], tolerance: int) -> list[tuple[int, int]]:
     return alarms
 
 
-def _step(
-    y: Floats, left: Segment, right: Segment, seen: Noise, penalty: float, alarms: Sequence[tuple[int, int]]
-) -> Step:
+def _told(reported: Sequence[int], alarms: Sequence[tuple[int, int]], a: int, at: int) -> int:
+    """The first run after which the step at ``at`` was known, where the one before it is at ``a``. Of two steps that
+    are near each other ``_alarms`` counts one: then it is the first run after which a step was placed nearer to ``at``
+    than to ``a``, or beyond. Later runs change neither, and the last one places the last step: there always is one."""
+    raised = set(alarms)
+    return next(
+        t
+        for t, place in enumerate(reported)
+        if t >= at and (2 * place >= a + at or (place > a and (t, place) in raised))
+    )
+
+
+def _step(y: Floats, left: Segment, right: Segment, seen: Noise, penalty: float, alarm: int) -> Step:
     a, at, b = left.start, right.start, right.stop
     z = y[a:b] / seen.sd
     low_level, high_level = math.log(left.level) / seen.sd, math.log(right.level) / seen.sd
@@ -289,7 +302,6 @@ def _step(
     difference = (high_level - low_level) * seen.sd
     half = 1.96 * seen.sd * math.sqrt(seen.inflation * (1 / (at - a) + 1 / (b - at)))
     saved = (gain - penalty) / seen.inflation
-    alarm = next((t for t, place in alarms if t >= at and a < place < b), b - 1)
     return Step(
         at=at,
         first=a + 1 + first,

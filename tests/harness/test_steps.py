@@ -83,6 +83,16 @@ def test_an_alarm_stays_what_it_was_when_runs_are_added():
     assert steps.find(values[: final.alarm]).steps == ()
 
 
+def test_two_steps_near_each_other_keep_their_alarms_when_runs_are_added():
+    """The second is so near that it moves the first alarm's place no further than a re-placed step would."""
+    (values,) = steps.simulate(120, 1, seed=2, effect=0.2, at=60)
+    values[66:] *= 1.2
+    found = [steps.find(values[:until]).steps for until in (80, 85, 90, 120)]
+    assert [s.at for s in found[0]] == [60, 66]
+    assert len({tuple(s.alarm for s in each) for each in found}) == 1
+    assert all(s.alarm <= s.at + 8 for s in found[0])
+
+
 def test_correlated_noise_raises_the_bar_by_itself():
     independent = steps.noise(np.log(steps.simulate(700, 1, seed=1)[0]))
     correlated = steps.noise(np.log(steps.simulate(700, 1, seed=1, kind="correlated")[0]))
