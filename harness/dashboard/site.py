@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,12 @@ def write(history: History, out: Path, options: Options) -> dict[str, Any]:
     except OSError as error:
         raise BadInput(f"{out} cannot be written ({error.strerror}); choose another folder by --out.") from None
     finally:
+        if old.exists() and not out.exists():
+            with suppress(OSError):
+                old.rename(out)
         shutil.rmtree(part, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        if out.exists():
+            shutil.rmtree(old, ignore_errors=True)
     return shown
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -183,6 +184,22 @@ def test_writing_again_replaces_the_whole_site(tmp_path):
     site.write(history.of(made.runs(12)), out, view.Options())
     assert (out / "task-a.html").exists() and not (out / "task-b.html").exists()
     assert [p.name for p in tmp_path.iterdir()] == ["site"]
+
+
+def test_the_old_site_stays_where_the_new_one_cannot_take_its_place(tmp_path, monkeypatch):
+    out = tmp_path / "site"
+    site.write(history.of(made.runs(12)), out, view.Options())
+    rename = Path.rename
+
+    def refuse(path, target):
+        if path.name.endswith(".part"):
+            raise PermissionError(13, "Permission denied")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(BadInput, match="cannot be written"):
+        site.write(history.of(made.runs(12, cells=("b",))), out, view.Options())
+    assert (out / "task-a.html").exists() and [p.name for p in tmp_path.iterdir()] == ["site"]
 
 
 # ---- in the browser ----
