@@ -23,6 +23,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from harness import series as series_of
+from harness.duel_record import tolerance_of
 from harness.history import History, Run
 from harness.report.naming import factor
 from harness.series import Series
@@ -30,7 +31,7 @@ from harness.steps import Step
 
 Metric = Literal["state", "memory", "time"]
 SMALLEST = math.log(1.01)
-"""Steps of less are drawn but no events: nobody mends 1 %."""
+"""Steps of less are drawn but no events: nobody mends 1 %. Of exact bytes, those within the tolerance of a duel."""
 RANK = {"rejected": 0, "ungated": 0, "crashed": 1, "oom": 2, "timeout": 3, "unsupported": 4}
 """Most severe first. ``rejected``: the update was wrong."""
 MOST_CELLS = 0.6
@@ -248,9 +249,14 @@ def of_machine(key: str, cells: Sequence[Series]) -> list[Event]:
 def _steps(s: Series, metric: str, worse: bool) -> Iterable[Change]:
     for step, before, after, alarm in s.changes(metric):
         size = math.log(step.ratio) if 0 < step.ratio < math.inf else math.copysign(math.inf, step.ratio - 1)
-        exact = step.low == step.high
-        if (size > 0) == worse and (exact or abs(size) >= SMALLEST):
+        if (size > 0) == worse and (_counts(s, step) if step.low == step.high else abs(size) >= SMALLEST):
             yield Change(s, before, after, alarm, step)
+
+
+def _counts(s: Series, step: Step) -> bool:
+    """Whether exact bytes changed by more than `dpbench compare` lets pass."""
+    old, new = (next(p.level for p in s.memory.segments if p.start <= run < p.stop) for run in (step.at - 1, step.at))
+    return abs(new - old) > tolerance_of(int(old))
 
 
 def _grouped(changes: Iterable[Change]) -> list[tuple[Change, ...]]:

@@ -132,6 +132,15 @@ class Run(_Model):
             raise ValueError("a time has its offset from UTC")
         return time
 
+    @field_validator("machine")
+    @classmethod
+    def _with_a_name(cls, machine: dict[str, Any]) -> dict[str, Any]:
+        try:
+            naming.machine_label(machine)
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise ValueError(f"no name can be made of these facts: {error}") from None
+        return machine
+
     @field_validator("canary_seconds")
     @classmethod
     def _positive(cls, seconds: float | None) -> float | None:

@@ -12,6 +12,7 @@ app = typer.Typer(no_args_is_help=True, help="History: runs over time, lasting c
 
 FOLDER = Path("results/history")
 FINDING = 1
+UNREAD = 3
 
 Folder = Annotated[Path, typer.Option(help="The history.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
@@ -134,16 +135,20 @@ def check(
     days: Annotated[int, typer.Option(help="Only regressions detected so many days before the newest run.")] = 30,
     as_json: Json = False,
 ) -> None:
-    """Exit code 1 where a change for the worse is open: slower, more memory, or no longer working."""
+    """Exit code 1 where a change for the worse is open: slower, more memory, or no longer working; 3 where none is
+    found but not every file of the history counts."""
     from harness import events, history
     from harness.errors import BadInput
 
     if days < 1:
         raise BadInput(f"--days is {days}: it must be at least 1.")
     loaded = history.load(folder)
-    found = events.current(events.of_history(loaded), loaded.runs[-1], days) if loaded.runs else []
+    every = events.of_history(loaded)
+    found = events.current(every, loaded.runs[-1], days) if loaded.runs else []
+    older = sum(e.open for e in every) - len(found)
     if as_json:
-        typer.echo(json.dumps({"open": [e.as_json() for e in found], "faults": loaded.faults}))
+        shown = {"open": [e.as_json() for e in found], "older_open": older, "faults": loaded.faults}
+        typer.echo(json.dumps(shown))
     else:
         for event in found:
             typer.echo(f"{'RED  ' if event.red else ''}{event.sentence} [{event.machine}]")
@@ -152,9 +157,10 @@ def check(
             if event.bisect:
                 typer.echo(f"     to find the commit: {event.bisect}")
         last = f"; the newest run is of {loaded.runs[-1].time[:10]}" if loaded.runs else ""
-        typer.echo(f"{len(found) or 'No'} open regression{'' if len(found) == 1 else 's'} of {days} days{last}")
+        rest = f", {older} older" if older else ""
+        typer.echo(f"{len(found) or 'No'} open regression{'' if len(found) == 1 else 's'} of {days} days{rest}{last}")
         _say(loaded.faults)
-    raise typer.Exit(FINDING if found else 0)
+    raise typer.Exit(FINDING if found else UNREAD if loaded.faults else 0)
 
 
 def _say(faults: tuple[str, ...]) -> None:

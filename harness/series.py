@@ -80,8 +80,11 @@ class Series:
         values = [p.bytes for p in self.counted if p.bytes is not None]
         if self.notion in EXACT or not values:
             found = steps.exact(values)
-            # Bytes that keep changing are not exact after all.
-            if len(found.steps) <= max(3, len(values) // 10):
+            # Bytes that keep going back to what they were are not exact after all; those that only grow are, however
+            # often: a further step must not take back what was published of the earlier ones.
+            levels = [segment.level for segment in found.segments]
+            returns = sum(level in levels[:i] for i, level in enumerate(levels))
+            if returns <= max(3, len(values) // 10):
                 return found
         return steps.find([max(1, v) for v in values])
 

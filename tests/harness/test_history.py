@@ -142,9 +142,13 @@ def test_what_cannot_be_read_is_named_and_the_rest_loads(tmp_path, monkeypatch):
     paths[2].write_text(json.dumps({**old, "schema": 0, "run": ["c"]}))
     monkeypatch.setitem(history.UPGRADES, 0, lambda data: {**data, "run": data["run"][0]})
     kept = paths[2].read_bytes()
+    odd = json.loads(paths[3].read_text())
+    nameless = paths[3].with_name("nameless.json")
+    nameless.write_text(json.dumps({**odd, "machine": {**odd["machine"], "memory_bytes": "16 GiB"}}))
     loaded = history.load(tmp_path)
     assert sorted(r.run for r in loaded.runs) == ["c", "d"] and paths[2].read_bytes() == kept
-    assert len(loaded.faults) == 4
+    assert len(loaded.faults) == 5
+    assert any(str(nameless) in fault and "no name can be made" in fault for fault in loaded.faults)
     assert any(str(paths[4]) in fault and "offset from UTC" in fault for fault in loaded.faults)
     assert any(str(paths[5]) in fault and "canary" in fault for fault in loaded.faults)
     assert any(str(paths[0]) in fault and "git" in fault for fault in loaded.faults)
@@ -199,23 +203,35 @@ def test_an_events_id_stays_when_runs_are_added():
 
 def test_memory_growth_and_wrong_updates_are_red_and_worst_comes_first():
     runs = made.runs(
-        60, cells=("a", "b"), time={20: 1.2}, memory={50: 1.001}, states={("b", 57): "rejected", ("b", 58): "rejected"}
+        60, cells=("a", "b"), time={20: 1.2}, memory={50: 1.006}, states={("b", 57): "rejected", ("b", 58): "rejected"}
     )
     found = events.current(events.of_machine("m", series.of_machine("m", runs[:59])), runs[58], 90)
     assert [(e.metric, e.red) for e in found] == [("state", True), ("memory", True), ("time", False)]
-    assert "went from ok to rejected" in found[0].sentence and "0.1 % more memory" in found[1].sentence
+    assert "went from ok to rejected" in found[0].sentence and "0.6 % more memory" in found[1].sentence
     mended = events.of_machine("m", series.of_machine("m", runs))
     assert [e.open for e in mended if e.metric == "state"] == [False]
 
 
 def test_bytes_tell_from_the_second_run_on():
-    (event,) = events.of_machine("m", series.of_machine("m", made.runs(5, memory={3: 1.0001})))
+    (event,) = events.of_machine("m", series.of_machine("m", made.runs(5, memory={3: 1.006})))
     assert (event.metric, event.red) == ("memory", True)
 
 
 def test_bytes_that_keep_changing_are_no_stairs():
-    runs = made.runs(60, memory={i: 1.001 if i % 4 < 2 else 1 / 1.001 for i in range(0, 60, 2)})
+    runs = made.runs(60, memory={i: 1.0625 if i % 4 < 2 else 1 / 1.0625 for i in range(0, 60, 2)})
     assert events.of_machine("m", series.of_machine("m", runs)) == []
+
+
+def test_one_more_growth_takes_back_nothing_of_the_earlier_ones():
+    runs = made.runs(40, memory={8: 1.02, 14: 1.03, 20: 1.02, 26: 1.04})
+    three, four = ({e.id for e in events.of_machine("m", series.of_machine("m", runs[:n]))} for n in (25, 40))
+    assert len(three) == 3 and len(four) == 4 and three < four
+
+
+def test_memory_within_the_tolerance_of_a_comparison_is_no_event():
+    assert events.of_machine("m", series.of_machine("m", made.runs(30, memory={20: 1.004}))) == []
+    (s,) = series.of_machine("m", made.runs(30, memory={20: 1.004}))
+    assert len(s.memory.steps) == 1, "it is drawn all the same"
 
 
 def test_a_step_that_was_taken_back_is_closed_and_old_ones_are_not_news():
@@ -257,7 +273,12 @@ def test_check_ends_with_1_where_something_is_open(tmp_path):
     assert found.exit_code == 1
     (event,) = json.loads(found.stdout)["open"]
     assert event["metric"] == "time" and len(event["cells"]) == 2 and event["simulated"]
-    assert invoke("history", "check", "--folder", tmp_path, "--days", 3).exit_code == 0
+    older = invoke("history", "check", "--folder", tmp_path, "--days", 3)
+    assert older.exit_code == 0 and "No open regressions of 3 days, 1 older" in older.stdout
+    (next(tmp_path.iterdir()) / "half.json").write_text("{")
+    unread = invoke("history", "check", "--folder", tmp_path, "--days", 3)
+    assert unread.exit_code == 3 and "half.json" in unread.stderr
+    assert invoke("history", "check", "--folder", tmp_path).exit_code == 1
     assert isinstance(invoke("history", "check", "--folder", tmp_path / "none").exception, BadInput)
 
 
