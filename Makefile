@@ -16,7 +16,11 @@ PIP := -m pip install --disable-pip-version-check --quiet
 # RUN: a run's folder or packed file, for `make history`.
 RUN ?= results/local/$(PRESET)
 
-.PHONY: bench-e2e bench-layers bench-frontier compare prove-alerts images report history dashboard gate test lint test-harness test-dpcore test-frameworks test-containers conformance mutants compare-wheel comment history-check history-publish ready test-slow doctor clean
+# FOUND: the Python whose packages `make bench-gpu` measures as they are; OUT: where it leaves its three files.
+FOUND ?= $(shell command -v python3)
+OUT ?= results/local/gpu
+
+.PHONY: bench-e2e bench-layers bench-frontier bench-gpu compare prove-alerts prove-exactness images report history dashboard gate test lint test-harness test-dpcore test-frameworks test-containers conformance mutants compare-wheel comment history-check history-publish ready test-slow doctor clean
 
 bench-e2e: $(READY)  ## median seconds per epoch of frameworks x tasks x batch sizes
 	@isolation=$(ISOLATION); out=results/local/$(PRESET); \
@@ -38,12 +42,18 @@ bench-frontier: $(READY)  ## the largest physical batch in a memory budget, and 
 	@echo "==> dpbench run frontier: data and environments are made where they are missing"
 	$(BIN)/dpbench run frontier $(ARGS)
 
+bench-gpu:  ## under 9 minutes, offline, in the Python that is there (FOUND): gates, steps and layers into OUT
+	@$(if $(wildcard $(READY)),$(BIN)/python,$(FOUND)) -m harness run gpu --python $(FOUND) --out $(OUT) $(ARGS)
+
 compare: $(READY)  ## two states of the code against each other: BASE and HEAD; exit code 1 on a proven regression
 	@echo "==> dpbench compare --base $(BASE) --head $(HEAD): environments and references are made where they are missing"
 	$(BIN)/dpbench compare --base $(BASE) --head $(HEAD) $(ARGS)
 
 prove-alerts: $(READY)  ## planted slowdowns, memory and clip faults, and A/A: how many are caught, in how many minutes
 	$(BIN)/python -m tests.planted $(ARGS)
+
+prove-exactness: $(TORCH_READY)  ## dpcore's fast paths in float32 beside float64, also under cancellation: docs/exactness.md
+	@OMP_NUM_THREADS=1 $(TORCH)/bin/python -m tests.dpcore.exactness
 
 report: $(READY)  ## tables and figures from the records of the last run with this preset
 	$(BIN)/dpbench report results/local/$(PRESET) $(ARGS)

@@ -24,7 +24,7 @@ def clip_factors(norms: Tensor, max_grad_norm: float) -> Tensor:
     A non-finite example must contribute nothing: a scaled infinity would show its presence in every parameter.
     """
     factors = (bound_with_margin(max_grad_norm, norms.dtype) / norms).clamp_(max=1.0)
-    return torch.where(norms.isfinite(), factors, 0.0)
+    return torch.where(norms < torch.inf, factors, 0.0)
 
 
 def automatic_factors(norms: Tensor, max_grad_norm: float, stability: float = 0.01) -> Tensor:
@@ -36,8 +36,13 @@ def automatic_factors(norms: Tensor, max_grad_norm: float, stability: float = 0.
     return torch.where(norms.isfinite(), factors, 0.0)
 
 
+SMALLEST_MAX_GRAD_NORM = 1e-8
+"""What float32 loses of a squared norm, because squares below 1e-38 lose their digits, is up to 1e-27 where an example
+is not left to float64: 3e-14 of the norm. Beside a smaller bound that would be more than the margin."""
+
+
 def check_max_grad_norm(max_grad_norm: Any) -> float:
-    """The clip norm as a float; ValueError unless it is finite and positive."""
+    """The clip norm as a float; ValueError unless it is finite and at least :data:`SMALLEST_MAX_GRAD_NORM`."""
     try:
         value = float(max_grad_norm)
     except (TypeError, ValueError):
@@ -45,5 +50,10 @@ def check_max_grad_norm(max_grad_norm: Any) -> float:
     if isinstance(max_grad_norm, str) or not 0.0 < value < float("inf"):
         raise ValueError(
             f"max_grad_norm is {max_grad_norm!r}; it must be a number, finite and above 0, for instance 1.0."
+        )
+    if value < SMALLEST_MAX_GRAD_NORM:
+        raise ValueError(
+            f"max_grad_norm is {max_grad_norm!r}; it must be at least {SMALLEST_MAX_GRAD_NORM}, below which rounding "
+            "would let an example release more. Multiply the loss and the bound by the same number."
         )
     return value

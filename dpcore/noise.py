@@ -3,7 +3,8 @@
 A generator that is only seeded once repeats itself after a resume from a checkpoint; one that is reseeded from 32-bit
 integers collides after some 65,000 steps. Here the generator's whole state (19,937 bits of a Mersenne twister on a
 CPU, the 64-bit key of Philox on CUDA) is derived by SHAKE-256 from the triple, so that two different triples share
-noise with negligible probability and the same triple always gives the same noise.
+noise with negligible probability and the same triple always gives the same noise. The compiled kernel draws from the
+same state the same normals as torch, to a few units of rounding.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpcore import native
+
 _TWISTER_WORDS = 624
+_FEWEST = 16
+"""Below, torch draws normals one by one in another order."""
 
 
 class GaussianNoise:
@@ -39,19 +44,41 @@ class GaussianNoise:
         generator = self._generators.get(str(device))
         if generator is None:
             generator = self._generators[str(device)] = torch.Generator(device)
-        digest = hashlib.shake_256(f"dpcore noise {self.seed} {int(step)} {self.rank}".encode())
         if device.type == "cpu":
-            generator.set_state(self._twister_state(generator, digest.digest(4 * _TWISTER_WORDS)))
+            generator.set_state(self._twister_state(self._digest(step, 4 * _TWISTER_WORDS)))
         else:
-            generator.manual_seed(int.from_bytes(digest.digest(8), "little"))
+            generator.manual_seed(int.from_bytes(self._digest(step, 8), "little"))
         return generator
+
+    def _digest(self, step: int, length: int) -> bytes:
+        return hashlib.shake_256(f"dpcore noise {self.seed} {int(step)} {self.rank}".encode()).digest(length)
 
     def add_(self, target: Tensor, std: float, step: int) -> Tensor:
         """target + std * N(0, I) of this step, in place, any shape; returns ``target``. ``std`` 0 leaves it alone."""
         if std == 0.0:
             return target
+        if target.is_contiguous() and self._native_serves(target):
+            native.add_normals(target, std, self._digest(step, 4 * _TWISTER_WORDS))
+            return target
         noise = torch.empty_like(target).normal_(generator=self.generator(step, target.device))
         return target.add_(noise, alpha=std)
+
+    @property
+    def may_come_first(self) -> bool:
+        """Whether the noise may be there before the sums are: not where :meth:`add_` looks at what it adds to."""
+        return type(self).add_ is GaussianNoise.add_
+
+    def fill_(self, target: Tensor, std: float, step: int) -> Tensor:
+        """target = std * N(0, I) of this step, in place: what :meth:`add_` makes of zeros, in fewer passes."""
+        if std == 0.0 or self._native_serves(target) or not self.may_come_first:
+            return self.add_(target.zero_(), std, step)
+        return target.normal_(0.0, std, generator=self.generator(step, target.device))
+
+    def _native_serves(self, target: Tensor) -> bool:
+        """Not for a subclass with generators of its own: the kernel would draw from the seed, which may be no secret
+        there."""
+        own = type(self).generator is not GaussianNoise.generator
+        return not own and target.numel() >= _FEWEST and native.serves(target)
 
     def state_dict(self) -> dict[str, str]:
         """Seed (up to 128 bits, as a decimal string) and rank: with the step number this is the whole state."""
@@ -60,15 +87,14 @@ class GaussianNoise:
     def load_state_dict(self, state: dict[str, str]) -> None:
         self.seed, self.rank = int(state["seed"]), int(state["rank"])
 
-    def _twister_state(self, generator: torch.Generator, words: bytes) -> Tensor:
+    def _twister_state(self, words: bytes) -> Tensor:
         """Generator state with 624 fresh words. torch keeps each word in 8 bytes after a 24-byte header (seed,
         words left = 1, which forces a fresh block, seeded flag and position) and cached normals behind them."""
         if self._template is None:
             self._template = torch.Generator().manual_seed(0).get_state()
-        state = self._template
-        words32 = torch.frombuffer(bytearray(words), dtype=torch.int32).to(torch.int64) & 0xFFFFFFFF
-        state[24 : 24 + 8 * _TWISTER_WORDS] = words32.view(torch.uint8)
-        return state
+        places = self._template.numpy()[24 : 24 + 8 * _TWISTER_WORDS].view(np.uint64)
+        places[:] = np.frombuffer(words, dtype="<u4")
+        return self._template
 
 
 class SecureNoise(GaussianNoise):

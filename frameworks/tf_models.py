@@ -267,6 +267,16 @@ def device(setting: Setting) -> str:
     return "/GPU:0"
 
 
+def placed(x: np.ndarray, y: np.ndarray, device: str) -> tuple[tf.Tensor, tf.Tensor]:
+    """Both as tensors on ``device``."""
+    with tf.device(device):
+        tensors = tf.constant(x), tf.constant(y)
+    # TensorFlow lets go of a numpy array that it has copied only in its next call: one that costs nothing, so that the
+    # data do not lie in memory twice until the first step.
+    tf.zeros(()).numpy()
+    return tensors
+
+
 def peak_memory(device: str) -> Memory:
     """What TensorFlow's own allocator counted on a GPU."""
     if device == "/CPU:0":

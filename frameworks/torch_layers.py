@@ -188,5 +188,6 @@ def alive() -> int:
                 for tensor in (thing, thing.grad if thing.is_leaf else None):
                     if tensor is not None and tensor.layout == torch.strided:
                         storage = tensor.untyped_storage()
-                        storages[storage.data_ptr()] = storage.nbytes()
+                        if storage.device.type != "meta":  # what torch.compile traces with has no memory
+                            storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

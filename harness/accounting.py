@@ -3,11 +3,18 @@ in a worker."""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import math
 from functools import lru_cache
 
 from harness.errors import BadInput
+
+
+@lru_cache
+def available() -> bool:
+    """Whether this Python has the two accountants: one that was found may not."""
+    return importlib.util.find_spec("dp_accounting") is not None
 
 
 @lru_cache(maxsize=1024)

@@ -82,6 +82,8 @@ def opinion_of(cell: CellResult, kinds: frozenset[str]) -> tuple[Opinion, str]:
         return "did not run", cell.reason or ""
     if cell.verdict == "wrong":
         return "did not run", "its correctness check fails, which is not the regression that is looked for"
+    if "gate" in kinds and any(said != "passed" for said in cell.gate.values()):
+        return "ambiguous", "its correctness was not checked"
     if "memory" in kinds and cell.kind == "layer":  # the memory of a task is never judged
         if cell.memory is None:
             return "ambiguous", memory_fault(cell.memory_processes) or "its memory was not measured"

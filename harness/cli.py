@@ -64,6 +64,7 @@ def run_e2e(
     ] = None,
     budget_seconds: Annotated[float | None, typer.Option(help="Time about so long; extrapolated to the epoch.")] = None,
     memory: Annotated[bool, typer.Option(help="Also measure peak memory, in a process of its own.")] = True,
+    time: Annotated[bool, typer.Option(help="Without it, peak memory alone: nothing is timed.")] = True,
     protocol: Annotated[str, typer.Option(help="verified, paper or as_shipped.")] = "verified",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     isolation: Annotated[str, typer.Option(help="venv, docker, or inprocess (tests only).")] = "venv",
@@ -108,6 +109,7 @@ def run_e2e(
         subset=subset,
         budget_seconds=budget_seconds,
         memory=memory,
+        time=time,
         protocol=protocol,
         device=device,
         isolation=isolation,
@@ -278,6 +280,7 @@ def _mount() -> None:
     from harness.data.cli import app as data_app
     from harness.duel_cli import bisect, compare
     from harness.frontier_cli import frontier
+    from harness.gpu_cli import gpu
     from harness.history_cli import app as history_app
     from harness.image_cli import app as image_app
     from harness.layer_cli import layers
@@ -285,6 +288,7 @@ def _mount() -> None:
 
     run_app.command()(frontier)
     run_app.command()(layers)
+    run_app.command()(gpu)
     app.add_typer(ci_app, name="ci", hidden=True)
     app.add_typer(data_app, name="data")
     app.add_typer(image_app, name="image")

@@ -24,13 +24,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, get_args
 
-from harness import engine, images
+from harness import answer, engine, images
 from harness.container_main import ORPHANED, RESULTS
 from harness.data import store
 from harness.engine import Engine, EngineGone
 from harness.errors import BadInput
 from harness.images import Image
-from harness.isolation import LOG_TAIL, POLL_SECONDS, Event, Limits, ToolFault
+from harness.isolation import LOG_TAIL, POLL_SECONDS, WORKER, AnyRequest, Event, Limits, ToolFault
 from harness.record import State
 from harness.registry import ROOT
 from harness.request import Request
@@ -39,14 +39,13 @@ INSIDE = Path("/dpbench")
 CODE = INSIDE / "code"
 CACHE = INSIDE / "cache"
 CODE_FOLDERS = ("harness", "frameworks", "dpcore")
-NOBODY = "65534:65534"
 RESULTS_BYTES = 256 * 2**20
 SCRATCH_BYTES = 512 * 2**20
 SHARED_MEMORY_BYTES = 64 * 2**20
 PROCESSES = 512
 """Threads count: a framework with a pool per core and per library stays far below."""
-RESOURCES = {"nofile": 16384, "nproc": 8192}
 LONGEST_LINE = 8 * 2**20
+LINES_AHEAD = 32
 STOP_SECONDS = 30.0
 DOCTOR = "see `dpbench doctor`"
 RETURN_SECONDS = 60.0
@@ -54,20 +53,29 @@ RETURN_SECONDS = 60.0
 
 
 class Docker:
-    """A place: every :meth:`run` is a container of its own, removed at the end."""
+    """A place: every :meth:`run` is a container of its own, removed at the end. It runs the worker ``module`` with the
+    code of the tree ``root``."""
 
     name = "docker"
 
     def __init__(
-        self, on: Engine, image: Image, luggage: Luggage, environment: Mapping[str, str] | None = None
+        self,
+        on: Engine,
+        image: Image,
+        luggage: Luggage,
+        environment: Mapping[str, str] | None = None,
+        module: str = WORKER,
+        root: Path = ROOT,
     ) -> None:
         self.engine = on
         self.image = image
         self.luggage = luggage
         self.environment = dict(environment or {})
+        self.module = module
+        self.root = root
         self.identity = image.digest
 
-    def run(self, request: Request, limits: Limits, on_event: Callable[[Event], None]) -> Event:
+    def run(self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None]) -> Event:
         """The ``result`` event, always, with ``log_tail`` and ``container`` (what the record says of it).
 
         An engine that goes away and comes back in between costs one repetition. Raises :class:`BadInput` where it does
@@ -86,15 +94,26 @@ class Docker:
         result["container"]["engine_restarts"] = 2
         return result
 
-    def _run(self, request: Request, limits: Limits, on_event: Callable[[Event], None]) -> Event:
+    def _run(self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None]) -> Event:
         translated, mounts, outputs = self._translate(request)
-        order = {"kind": "measure", "request": translated.to_json(), "describe": self.engine.is_remote}
+        order = {
+            "kind": "measure",
+            "worker": self.module,
+            "request": translated.to_json(),
+            "describe": self.engine.is_remote,
+        }
         threads, is_cuda = request.threads, request.device == "cuda"
         outcome = self._contain(order, mounts, limits, threads, is_cuda, on_event)
+        result = outcome.result
+        mode, task = (request.mode, request.task) if isinstance(request, Request) else ("", "")
+        fault = answer.fault_of_result(result, mode)
         for name, content in outcome.files.items():
-            if name in outputs:
-                _write(outputs[name], content)
-        return outcome.result
+            if fault is None and name in outputs:
+                why = answer.fault_of_weights(bytes(content), task, RESULTS_BYTES)
+                if why is None:
+                    _write(outputs[name], content)
+                fault = why and f"{name}: {why}"
+        return result if fault is None else _malformed(result, fault)
 
     def tool(self, module: str, arguments: list[str], inputs: Mapping[Path, str], timeout_seconds: float) -> Outcome:
         """``python -m module arguments`` in a container; ``inputs``: files or folders and where they lie inside.
@@ -113,32 +132,34 @@ class Docker:
             raise ToolFault(f"{module}: {outcome.result['reason']} {outcome.result['log_tail'][-1500:]}")
         return outcome
 
-    def _translate(self, request: Request) -> tuple[Request, list[Any], dict[str, Path]]:
+    def _translate(self, request: AnyRequest) -> tuple[AnyRequest, list[Any], dict[str, Path]]:
         """The request with the container's paths, what is mounted, and where which result goes."""
         mounts = self._code()
         outputs: dict[str, Path] = {}
         changes: dict[str, Any] = {}
         folder = Path(request.folder)
-        if folder.is_relative_to(ROOT / "frameworks"):
-            changes["folder"] = str(CODE / folder.relative_to(ROOT))
+        if folder.is_relative_to(self.root / "frameworks"):
+            changes["folder"] = str(CODE / folder.relative_to(self.root))
         else:
             changes["folder"] = str(INSIDE / "contestant" / folder.name)
             mounts.append(self._mount(folder, changes["folder"]))
-        if request.data:
+        if isinstance(request, Request) and request.data:
             data = store.folder(request.data, request.synthetic)
             mounts.append(self._mount(data, str(CACHE / "data" / data.name)))
         if request.reference:
             changes["reference"] = str(INSIDE / "reference" / Path(request.reference).name)
             mounts.append(self._mount(Path(request.reference), str(INSIDE / "reference")))
         for field in ("snapshot", "weights"):
-            wanted = getattr(request, field)
+            wanted = getattr(request, field, None)
             if wanted is not None:
                 outputs[f"{field}.npz"] = Path(wanted)
                 changes[field] = str(RESULTS / f"{field}.npz")
         return replace(request, **changes), mounts, outputs
 
     def _code(self) -> list[Any]:
-        return [self._mount(ROOT / name, str(CODE / name)) for name in CODE_FOLDERS]
+        # An old state of the code may lack dpcore/.
+        present = [name for name in CODE_FOLDERS if (self.root / name).is_dir()]
+        return [self._mount(self.root / name, str(CODE / name)) for name in present]
 
     def _mount(self, source: Path, inside: str) -> Any:
         with engine.errors():
@@ -180,21 +201,22 @@ class Docker:
                     stream = _Stream(self.engine, container)
                     container.start()
                 except docker.errors.APIError as error:
-                    remedy = "install the NVIDIA container toolkit, or use --device cpu" if is_cuda else DOCTOR
-                    raise BadInput(f"The engine cannot run a container: {error.explanation}; {remedy}.") from None
+                    if is_cuda:  # there was one when the run began
+                        return _without_gpu(str(error.explanation))
+                    raise BadInput(f"The engine cannot run a container: {error.explanation}; {DOCTOR}.") from None
                 stream.send(order)
                 outcome = _follow(stream, start, limits, on_event)
                 if not outcome.is_over:
                     engine.kill(container)
                 state = _end_state(container)
-            return outcome.settled(state, limits)
+            return outcome.settled(state, limits, says_oom=self.engine.facts["kind"] == "docker")
         finally:
             if container is not None:
                 with suppress(BadInput), engine.errors():
                     engine.remove(container)
 
     def _create(self, mounts: list[Any], limits: Limits, threads: int, is_cuda: bool) -> Any:
-        from docker.types import DeviceRequest, LogConfig, Ulimit
+        from docker.types import LogConfig
 
         return self.engine.client.containers.create(
             self.image.digest,
@@ -205,7 +227,7 @@ class Docker:
             working_dir=str(CODE),
             stdin_open=True,
             network_mode="none",
-            user=NOBODY,
+            user=engine.NOBODY,
             cap_drop=["ALL"],
             security_opt=["no-new-privileges:true"],
             read_only=True,
@@ -214,18 +236,46 @@ class Docker:
                 str(RESULTS): f"rw,nosuid,nodev,noexec,size={RESULTS_BYTES},mode=1777",
                 # What is compiled at run time (torch.compile) is loaded from here.
                 "/tmp": f"rw,nosuid,nodev,exec,size={SCRATCH_BYTES},mode=1777",
+                # Podman puts a writable one here into every container with a read-only root.
+                "/var/tmp": "ro,nosuid,nodev,noexec,size=64k,mode=0555",
             },
             shm_size=SHARED_MEMORY_BYTES,
             mem_limit=limits.memory_bytes,
             memswap_limit=limits.memory_bytes,
             pids_limit=PROCESSES,
-            # Said, because an engine's own default may lie above what it may set (Podman as a service does).
-            ulimits=[Ulimit(name=name, soft=number, hard=number) for name, number in RESOURCES.items()],
+            ulimits=engine.ulimits(),
             cpuset_cpus=processors(threads, self.engine) if threads else None,
             # What it prints is read as it comes; a log on the engine's disk would be a way to fill it.
             log_config=LogConfig(type="none"),
-            device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])] if is_cuda else None,
+            device_requests=_all_gpus() if is_cuda else None,
+            # The proxy of the user's Docker configuration is no environment variable of the container: it may hold a
+            # password, and there is no network.
+            use_config_proxy=False,
         )
+
+
+def check_gpu(on: Engine, image: Image) -> None:
+    """Raises :class:`BadInput` where a container of this engine gets no GPU: one sentence instead of a record each."""
+    import docker.errors
+
+    with engine.errors():
+        try:
+            look = "import glob, sys; sys.exit(not glob.glob('/dev/nvidia[0-9]*'))"
+            if engine.run_once(on, image.digest, look, device_requests=_all_gpus())[0] == 0:
+                return
+            why = "the container has no /dev/nvidia0"
+        except docker.errors.APIError as error:
+            why = str(error.explanation)
+    raise BadInput(
+        f"The engine at {on.host} gives containers no GPU ({why}); install the NVIDIA container toolkit there and "
+        "restart the engine, or use --device cpu."
+    )
+
+
+def _all_gpus() -> list[Any]:
+    from docker.types import DeviceRequest
+
+    return [DeviceRequest(count=-1, capabilities=[["gpu"]])]
 
 
 def processors(threads: int, on: Engine) -> str:
@@ -288,8 +338,10 @@ class _Stream:
     def __init__(self, on: Engine, container: Any) -> None:
         parameters = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
         self._socket = on.client.api.attach_socket(container.id, params=parameters)
-        self.lines: queue.Queue[bytes | None] = queue.Queue()
+        # Bounded: who writes faster than the harness reads has to wait, and not the harness's memory to grow.
+        self.lines: queue.Queue[bytes | None] = queue.Queue(LINES_AHEAD)
         self.tail = b""
+        self._is_closed = False
         threading.Thread(target=self._read, daemon=True).start()
 
     def send(self, order: Mapping[str, Any]) -> None:
@@ -308,13 +360,20 @@ class _Stream:
                     continue
                 *whole, rest = (rest + data).split(b"\n")
                 for line in whole:
-                    self.lines.put(line)
-                if len(rest) > LONGEST_LINE:
+                    self._put(line)
+                if len(rest) > LONGEST_LINE or self._is_closed:
                     break
-        self.lines.put(None)
+        self._put(None)
+
+    def _put(self, line: bytes | None) -> None:
+        while not self._is_closed:
+            with suppress(queue.Full):
+                self.lines.put(line, timeout=1.0)
+                return
 
     def close(self) -> None:
         """Ends the container's standard input, too."""
+        self._is_closed = True
         with suppress(OSError, AttributeError):
             getattr(self._socket, "_sock", self._socket).shutdown(socket.SHUT_RDWR)
         with suppress(OSError):
@@ -333,8 +392,9 @@ class Outcome:
         self.is_over = False
         self.is_complete = False
 
-    def settled(self, state: Mapping[str, Any], limits: Limits) -> Outcome:
-        """With the engine's word on how it ended."""
+    def settled(self, state: Mapping[str, Any], limits: Limits, says_oom: bool = True) -> Outcome:
+        """With the engine's word on how it ended. ``says_oom``: whether it can be counted on to say that the memory
+        limit did it (Podman on cgroup v1 cannot)."""
         code = int(state.get("ExitCode", 0))
         is_oom = bool(state.get("OOMKilled"))
         if not self.result:
@@ -345,6 +405,8 @@ class Outcome:
                 raise EngineGone("the connection to the container was lost")
             else:
                 how = f"was killed by signal {code - 128}" if code > 128 else f"ended with exit code {code}"
+                if code == 128 + signal.SIGKILL and not says_oom:
+                    how += f" (by the memory limit of {limits.memory_bytes / 2**30:.1f} GiB or another hand)"
                 self.result = _failed("crashed", f"the container {how} before it had a result.")
         elif self.result["state"] == "ok" and not self.is_complete:
             self.result = _failed("crashed", f"the container ended (exit code {code}) before its results were sent.")
@@ -370,6 +432,7 @@ def _follow(stream: _Stream, start: float, limits: Limits, on_event: Callable[[E
     outcome = Outcome()
     deadline = time.monotonic() + limits.timeout_seconds
     collected = 0
+    shown = b""
     try:
         while True:
             if time.monotonic() > deadline:
@@ -380,13 +443,16 @@ def _follow(stream: _Stream, start: float, limits: Limits, on_event: Callable[[E
             try:
                 line = stream.lines.get(timeout=POLL_SECONDS)
             except queue.Empty:
+                if stream.tail != shown:
+                    shown = stream.tail
+                    on_event({"event": "log", "text": _last_line(shown)})
                 continue
             if line is None:
                 outcome.is_over = True
                 return outcome
             event = _event(line)
             match event.get("event"):
-                case "started":
+                case "started" if outcome.startup_seconds is None:  # a later one is not of our making
                     outcome.startup_seconds = time.monotonic() - start
                     outcome.machine = event.get("machine")
                 case "file":
@@ -397,7 +463,7 @@ def _follow(stream: _Stream, start: float, limits: Limits, on_event: Callable[[E
                 case "done":
                     outcome.is_complete = True
                 case "result":
-                    outcome.result = event if event.get("state") in get_args(State) else _failed("crashed", MALFORMED)
+                    outcome.result = event if event.get("state") in STATES else _failed("crashed", MALFORMED)
                     on_event(outcome.result)
                 case _:
                     on_event(event)
@@ -406,7 +472,29 @@ def _follow(stream: _Stream, start: float, limits: Limits, on_event: Callable[[E
         stream.close()
 
 
+STATES = list(get_args(State))
 MALFORMED = "the container sent a result without a state that there is."
+
+
+def _malformed(result: Event, fault: str) -> Event:
+    """In the place of an answer that cannot be read; how the container did stays known."""
+    kept: Event = {name: result[name] for name in ("log_tail", "container", "machine") if name in result}
+    return {**_failed("crashed", f"the container sent what is no result ({fault})."), **kept}
+
+
+def _without_gpu(why: str) -> Outcome:
+    """Of a container that the engine did not start."""
+    outcome = Outcome()
+    outcome.result = _failed("crashed", f"the engine gave the container no GPU: {why}")
+    outcome.settled({}, Limits(0, 0.0))
+    outcome.result["container"]["exit_code"] = None
+    return outcome
+
+
+def _last_line(log: bytes) -> str:
+    """The last line that says something."""
+    lines = [line for line in log.decode(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip() if lines else ""
 
 
 def _part_of_file(event: Event) -> tuple[str, bytes]:
@@ -417,7 +505,7 @@ def _part_of_file(event: Event) -> tuple[str, bytes]:
 
 
 def _event(line: bytes) -> Event:
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         event = json.loads(line)
         if isinstance(event, dict):
             return event

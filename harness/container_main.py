@@ -9,6 +9,7 @@ whatever a framework prints goes to standard error.
 from __future__ import annotations
 
 import base64
+import importlib
 import json
 import os
 import subprocess
@@ -47,16 +48,18 @@ def main() -> None:
 
 
 def _measure(order: dict[str, Any], emit: Any) -> None:
-    from harness import worker
+    from harness.layer_request import LayerRequest
     from harness.request import Request
+    from harness.worker import pin
 
-    request = Request.from_json(order["request"])
+    kind = LayerRequest if order["worker"] == "harness.layer_worker" else Request
+    request = kind.from_json(order["request"])
     if request.device == "cuda" and not list(Path("/dev").glob("nvidia[0-9]*")):
         reason = "no GPU is in the container, though it was asked for: the engine's GPU runtime gave none."
         emit({"event": "result", "state": "crashed", "reason": reason})
         return
-    worker.pin(request.threads)
-    worker.run(request, emit)
+    pin(request.threads)
+    importlib.import_module(order["worker"]).run(request, emit)
 
 
 def _tool(order: dict[str, Any], emit: Any) -> None:

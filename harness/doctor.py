@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 import numpy as np
 
@@ -49,7 +50,9 @@ class Phantom(Adapter):
 
     def step(self, indices: Array, mask: Array | None) -> None:
         if self.allocate_bytes:
-            np.ones(self.allocate_bytes, dtype=np.uint8)
+            # Straight from the kernel: a C allocator would hand out pages that are resident already, or take huge ones.
+            with mmap(-1, self.allocate_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS) as area:
+                np.asarray(area).fill(1)
         if self.sleep_seconds:
             time.sleep(self.sleep_seconds)
 
@@ -205,7 +208,10 @@ ONLY_FOR_CONTAINERS = "only for --isolation docker; cells run in venvs without i
 def _engine() -> Finding:
     on = _connected()
     if isinstance(on, str):
-        return Finding("container engine", "ok", on, ONLY_FOR_CONTAINERS)
+        # Only who has pointed at one, or has one and may not use it, wants to hear of it.
+        is_wanted = engine.HOST in os.environ or "may not open" in on
+        remedy = f"make it answer, or unset {engine.HOST}: --isolation docker will be refused"
+        return Finding("container engine", "warning" if is_wanted else "ok", on, ONLY_FOR_CONTAINERS, remedy)
     where = "another machine: code and data travel by archive" if on.is_remote else "this machine"
     rootless = ", rootless" if on.facts["rootless"] else ""
     text = f"{on.name} at {on.host} ({where}), {on.facts['storage']}{rootless}, API {on.facts['api']}"
@@ -216,19 +222,22 @@ def _container_limits() -> Finding:
     on = _connected()
     if isinstance(on, str):
         return Finding("container limits", "ok", "no engine", ONLY_FOR_CONTAINERS)
-    absent = [name for name in ("memory_limit", "pids_limit", "cpuset") if not on.facts[name]]
-    text = f"cgroup v{on.facts['cgroup']}, " + (f"without {', '.join(absent)}" if absent else "memory, pids and cpuset")
-    remedy = "delegate these controllers to the engine (rootless engines need cgroup v2 for it)"
-    return Finding("container limits", "warning" if absent else "ok", text, "memory, pids and cpuset", remedy)
+    absent = engine.unlimited(on.facts)
+    text = f"cgroup v{on.facts['cgroup']}, " + (f"no limit on {', '.join(absent)}" if absent else "limits all three")
+    rule = "memory and processes must be limited, processors should"
+    return Finding("container limits", "warning" if absent else "ok", text, rule, engine.DELEGATE)
 
 
 def _container_gpu() -> Finding:
     on = _connected()
-    if isinstance(on, str) or not machine.gpus():
-        return Finding("container GPU", "ok", "no engine" if isinstance(on, str) else "no GPU", ONLY_FOR_CONTAINERS)
+    if isinstance(on, str):
+        return Finding("container GPU", "ok", "no engine", ONLY_FOR_CONTAINERS)
     has_runtime = "nvidia" in on.facts["runtimes"]
+    if not (has_runtime or machine.gpus()):
+        where = "the engine's runtimes know none" if on.is_remote else "none on this machine"
+        return Finding("container GPU", "ok", where, "only for --device cuda")
     text = f"runtimes {', '.join(on.facts['runtimes'])}"
-    remedy = "install the NVIDIA container toolkit and restart the engine"
+    remedy = "for --device cuda: install the NVIDIA container toolkit there and restart the engine"
     return Finding(
         "container GPU", "ok" if has_runtime else "warning", text, "the engine knows the runtime nvidia", remedy
     )

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import psutil
@@ -21,6 +21,7 @@ from harness import (
     cache,
     env,
     gatekeeper,
+    images,
     isolation,
     layer_plan,
     layer_registry,
@@ -43,23 +44,27 @@ from harness.duel_record import (
     Role,
     SideFacts,
     conclude,
+    has_proven_growth,
     is_over,
     needs_second,
 )
 from harness.errors import BadInput
-from harness.isolation import InProcess, Limits, Venv
+from harness.isolation import WORKER, InProcess, Limits, Venv
 from harness.layer_registry import LayerContestant
 from harness.layer_request import LayerRequest
 from harness.layers import LAYERS
 from harness.progress import Progress
-from harness.record import Cell, GateCheck
+from harness.record import Cell, Container, GateCheck, Image
 from harness.registry import Contestant
 from harness.request import Request
-from harness.run import check_device, check_threads, ensure_data, place_of, undisturbed
+from harness.run import check_device, check_threads, ensure_data, open_harbour, place_of, undisturbed
 from harness.sequential import FIRST_LOOK, Rule
 from harness.sides import Side
 from harness.store import RunFolder
 from harness.tasks import TASKS
+
+if TYPE_CHECKING:
+    from harness.container import Docker
 
 DEFAULT_LAYERS = ("linear", "embedding", "lstm")
 DEFAULT_SIZES = (64,)
@@ -70,7 +75,9 @@ LOOK_SECONDS = 0.2
 NOTIONS = ("cpu_peak_allocated", "cuda_peak_allocated", resident.NOTION)
 """Counted by the framework's allocator in a layer; of a task, the growth of the resident set."""
 
-Place = InProcess | Venv
+ISOLATIONS = ("venv", "docker", "inprocess")
+MEANT = "name it as a side (image:TAG) if it is the one that is meant"
+
 AnyContestant = LayerContestant | Contestant
 
 
@@ -78,7 +85,8 @@ AnyContestant = LayerContestant | Contestant
 class DuelOptions:
     """What the user asks for. ``frameworks``: names as the other verbs take them. ``seconds``: timed, per process.
     ``minutes``: after which no new pair is begun; environments and data do not count. ``threads``: 1 unless asked,
-    which leaves processors to the rest of the machine."""
+    which leaves processors to the rest of the machine. ``first_alert``: a cell ends with its first alert; where memory
+    has grown for certain, no clock is started."""
 
     layers: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
@@ -94,6 +102,7 @@ class DuelOptions:
     isolation: str = "venv"
     device: str = "cpu"
     memory: bool = True
+    first_alert: bool = False
     synthetic: bool = False
     seed: int = 0
     timeout_seconds: float = 300.0
@@ -112,12 +121,8 @@ def check(options: DuelOptions) -> None:
         )
     if options.minutes is not None and not options.minutes > 0.0:
         raise BadInput(f"--minutes is {options.minutes}: it must be above 0.")
-    if options.isolation == "docker":
-        raise BadInput(
-            "--isolation is 'docker', which is unsupported here: layers have no container isolation yet; use venv."
-        )
-    if options.isolation not in {"venv", "inprocess"}:
-        raise BadInput(f"--isolation is {options.isolation!r}: choose venv, or inprocess (tests only).")
+    if options.isolation not in ISOLATIONS:
+        raise BadInput(f"--isolation is {options.isolation!r}: choose venv, docker, or inprocess (tests only).")
     if options.threads < 1:
         raise BadInput(f"--threads is {options.threads}: it must be at least 1.")
     if options.layers:
@@ -134,15 +139,37 @@ def check(options: DuelOptions) -> None:
         raise BadInput("There is nothing to compare: --layers and --tasks name nothing.")
 
 
+def check_sides(options: DuelOptions, sides: dict[Role, Side]) -> None:
+    """Raises :class:`BadInput` for a side that cannot run in isolation of that kind."""
+    for role, side in sides.items():
+        if side.image is not None and options.isolation != "docker":
+            raise BadInput(
+                f"--isolation is {options.isolation!r}, but --{role} is an image, and images run in containers only; "
+                "leave --isolation out, or say docker."
+            )
+        if side.is_repinned and options.isolation == "docker":
+            raise BadInput(
+                f"--{role} is {side.asked!r}, which has no lock, and with --isolation docker only locked files run; "
+                "put the pin into a tree, lock it there (`dpbench image lock`) and name the tree or its image, or use "
+                "--isolation venv."
+            )
+
+
+def module_of(contestant: AnyContestant) -> str:
+    """The worker that measures it."""
+    return LAYER_WORKER if isinstance(contestant, LayerContestant) else WORKER
+
+
 @dataclass
 class Bout:
     """One cell with both sides' contestants (None where a side lacks it), and what was measured so far. ``refusal``:
-    why there is nothing to compare, or None; ``is_lost``: base has the cell and head does not."""
+    why there is nothing to compare, or None; ``is_failure``: base has the cell and head does not,
+    or a side's environment could not be made."""
 
     cell: Cell
     sides: dict[Role, AnyContestant | None]
     refusal: str | None = None
-    is_lost: bool = False
+    is_failure: bool = False
     pairs: list[Pair] = field(default_factory=list)
     memory: MemoryPair | None = None
     gates: dict[Role, Process] | None = None
@@ -265,8 +292,8 @@ def _bout(cell: Cell, sides: dict[Role, AnyContestant | None], faults: dict[Role
         elif reason := _unsupported(contestant, cell):
             reasons.append(f"unsupported by {role}: {reason}")
     was = sides["base"]
-    is_lost = sides["head"] is None and was is not None and not _unsupported(was, cell)
-    return Bout(cell, sides, "; ".join(reasons) or None, is_lost)
+    is_failure = sides["head"] is None and was is not None and not _unsupported(was, cell)
+    return Bout(cell, sides, "; ".join(reasons) or None, is_failure)
 
 
 def _unsupported(contestant: AnyContestant, cell: Cell) -> str | None:
@@ -306,6 +333,7 @@ class DuelRun:
 
     def __init__(self, options: DuelOptions, base: Side, head: Side, folder: RunFolder, command: str) -> None:
         check(options)
+        check_sides(options, {"base": base, "head": head})
         check_device(options.device)
         check_threads(options.threads)
         self.options = options
@@ -317,13 +345,37 @@ class DuelRun:
         self.rule = Rule(options.alpha, max(1, timed), options.threshold, options.max_rounds)
         self.timed = timed
         self.limits = Limits(limits.default_limit(), options.timeout_seconds)
-        self.places: dict[tuple[Role, str], Place | str] = {}
+        self.places: dict[tuple[Role, str, str], InProcess | Venv | Docker | str] = {}
         self.references: dict[str, Path] = {}
         self.reference_fault: str | None = None
         self.started = datetime.now(UTC).isoformat(timespec="seconds")
+        in_containers = options.isolation == "docker"
+        self.harbour = open_harbour(options.device, otherwise=MEANT) if in_containers else None
+        if self.harbour is not None and self.harbour.engine.is_remote:
+            raise BadInput(
+                f"The container engine is at {self.harbour.engine.host}: a duel pins its processes to the least busy "
+                "processors of this machine and knows no other's; name an engine of this machine by its socket, or use "
+                "--isolation venv."
+            )
+        self.built: dict[Role, dict[str, Image]] = {"base": {}, "head": {}}
+        self.images: dict[Role, images.Image] = {
+            role: images.named(self.harbour.engine, side.image, f"--{role}")
+            for role, side in self.sides.items()
+            if self.harbour is not None and side.image is not None
+        }
 
     def execute(self, progress: Progress, fresh: bool = False) -> Duel:
         """Everything, or what is left of it. A kill at any moment loses at most the pair under way."""
+        if self.harbour is None:
+            return self._execute(progress, fresh)
+        try:
+            self.harbour.sweep(progress.say)
+            self._prepare_places(progress.say)
+            return self._execute(progress, fresh)
+        finally:
+            self.harbour.close()
+
+    def _execute(self, progress: Progress, fresh: bool) -> Duel:
         with self.folder.open(self._description(), fresh):
             self._prepare(progress.say)
             begun = time.monotonic()
@@ -336,38 +388,62 @@ class DuelRun:
             return duel
 
     def _description(self) -> dict[str, Any]:
-        """What a resumed duel must have in common with its beginning; how long it may take is not among it."""
+        """What a resumed duel must have in common with its beginning; how long it may take is not among it. Images are
+        prepared by now."""
+        engine = {"engine": self.harbour.engine.facts["id"]} if self.harbour is not None else {}
+        digests = {role: {name: image.digest for name, image in found.items()} for role, found in self.built.items()}
         options = {key: value for key, value in asdict(self.options).items() if key != "minutes"}
         return {
             "options": options,
             "sides": {role: {"content": side.content, "package": side.package} for role, side in self.sides.items()},
             "machine": machine.describe()["id"],
+            **({**engine, "images": digests} if engine else {}),
         }
 
     def _prepare(self, say: Callable[[str], None]) -> None:
         """Environments, references, data."""
-        for bout in self.bouts:
-            for role, contestant in bout.sides.items():
-                if bout.refusal is None and contestant is not None:
-                    self._prepare_place(role, contestant, say)
+        self._prepare_places(say)
         names = tuple(dict.fromkeys(bout.cell.layer for bout in self.bouts if bout.cell.layer is not None))
         if names:
             try:
-                self.references = layer_run.ensure_references(names, say)
+                make = [self.harbour.layer_references] if self.harbour is not None else []
+                self.references = layer_run.ensure_references(names, say, *make)
             except (env.EnvironmentFault, isolation.ToolFault) as fault:
                 self.reference_fault = f"the float64 references of the layers could not be made: {fault}"
                 say(self.reference_fault)
         for dataset in sorted({TASKS[bout.cell.task].dataset for bout in self.bouts if bout.cell.task}):
             ensure_data(dataset, self.options.synthetic, say)
 
-    def _prepare_place(self, role: Role, contestant: AnyContestant, say: Callable[[str], None]) -> None:
-        if (role, contestant.name) in self.places:
-            return
-        module = LAYER_WORKER if isinstance(contestant, LayerContestant) else "harness.worker"
-        variant = contestant.variant
-        self.places[role, contestant.name] = place_of(
-            self.options.isolation, contestant.framework, variant.environment, say, module
-        )
+    def _prepare_places(self, say: Callable[[str], None]) -> None:
+        for bout in self.bouts:
+            for role, contestant in bout.sides.items():
+                if bout.refusal is None and contestant is not None:
+                    place = self._prepare_place(role, contestant, say)
+                    if isinstance(place, str):  # and the other side is not even installed
+                        bout.refusal, bout.is_failure = f"{role} cannot run: {place}", True
+
+    def _prepare_place(
+        self, role: Role, contestant: AnyContestant, say: Callable[[str], None]
+    ) -> InProcess | Venv | Docker | str:
+        """Where it runs, or why it cannot."""
+        module = module_of(contestant)
+        key = role, module, contestant.name
+        if key not in self.places:
+            framework = contestant.framework
+            if self.harbour is not None:
+                place = self.harbour.place(contestant, say, module, self.images.get(role))
+                if not isinstance(place, str):
+                    self.built[role][framework.name] = self.harbour.record(place, framework)
+                self.places[key] = place
+            else:
+                environment = contestant.variant.environment
+                self.places[key] = place_of(self.options.isolation, framework, environment, say, module)
+        return self.places[key]
+
+    def _place(self, role: Role, contestant: AnyContestant) -> InProcess | Venv | Docker:
+        place = self.places[role, module_of(contestant), contestant.name]
+        assert not isinstance(place, str), place
+        return place
 
     # ---- before the first pair
 
@@ -378,16 +454,21 @@ class DuelRun:
             bout.is_closed = any(process.state != "ok" for process in bout.gates.values())
         if bout.refusal is None and not bout.is_closed and self.options.memory:
             bout.memory = self._memory(bout, progress)
-        if bout.refusal is not None or bout.is_closed:
+        has_grown = has_proven_growth(bout.memory, bout.cell.kind == "layer")
+        if bout.refusal is not None or bout.is_closed or (self.options.first_alert and has_grown):
             self._close(bout, progress)
 
     def _judge(self, bout: Bout, role: Role, progress: Progress) -> Process:
         contestant = bout.sides[role]
         assert isinstance(contestant, Contestant)
-        place = self.places[role, contestant.name]
-        if isinstance(place, str):
-            return Process(state="crashed", reason=place)
+        place = self._place(role, contestant)
         progress.doing(f"{bout.name} · gate of {role}")
+        if self.harbour is not None:
+            try:
+                self.harbour.reference(bout.cell.task, progress.say)
+            except (env.EnvironmentFault, isolation.ToolFault) as fault:
+                reason = f"the float64 reference of {bout.cell.task} could not be made: {fault}"
+                return Process(state="crashed", reason=reason)
         bounds = Limits(self.limits.memory_bytes, gatekeeper.TIMEOUT_SECONDS)
         verdict = gatekeeper.judge(
             contestant, bout.cell.task, place, bounds, self.options.device, self.options.threads, progress.say
@@ -466,9 +547,7 @@ class DuelRun:
         """A fresh process, never repeated by itself: a disturbed pair is repeated whole."""
         contestant = bout.sides[role]
         assert contestant is not None
-        place = self.places[role, contestant.name]
-        if isinstance(place, str):
-            return Process(state="crashed", reason=place)
+        place = self._place(role, contestant)
         if bout.cell.layer is not None and self.reference_fault is not None:
             return Process(state="crashed", reason=self.reference_fault)
         request = self._request(bout.cell, contestant, purpose, number)
@@ -478,9 +557,10 @@ class DuelRun:
         result, load = undisturbed(
             lambda: place.run(request, self.limits, progress.event), 0, purpose == "time", bout.name, quiet
         )
-        return _process(result, number == 0).model_copy(
-            update={"load": load, "started": started, "wall_seconds": time.monotonic() - began}
-        )
+        how: dict[str, Any] = {"load": load, "started": started, "wall_seconds": time.monotonic() - began}
+        if self.harbour is not None:
+            how["container"] = Container(engine=self.harbour.engine.name, **result["container"])
+        return _process(result, number == 0).model_copy(update=how)
 
     def _request(self, cell: Cell, contestant: AnyContestant, purpose: Literal["time", "memory"], number: int) -> Any:
         options = self.options
@@ -538,7 +618,7 @@ class DuelRun:
     def _conclude(self, bout: Bout) -> CellResult:
         kind: Literal["layer", "e2e"] = "layer" if bout.cell.kind == "layer" else "e2e"
         return conclude(
-            bout.name, kind, bout.pairs, bout.memory, bout.gates, bout.refusal, self.rule, is_lost=bout.is_lost
+            bout.name, kind, bout.pairs, bout.memory, bout.gates, bout.refusal, self.rule, is_failure=bout.is_failure
         )
 
     def _duel(self, finished: bool) -> Duel:
@@ -555,6 +635,7 @@ class DuelRun:
             max_rounds=self.options.max_rounds,
             timed_cells=self.timed,
             isolation=self.options.isolation,
+            engine=self.harbour.engine.name if self.harbour is not None else None,
             threads=self.options.threads,
             seconds=self.options.seconds,
             machine={**machine.describe(), **machine.state()},
@@ -564,9 +645,10 @@ class DuelRun:
         )
 
     def _facts(self, role: Role) -> SideFacts:
-        side = self.sides[role]
+        side, image = self.sides[role], self.images.get(role)
         contestants = [bout.sides[role] for bout in self.bouts]
         frameworks = {c.framework.name: c.framework for c in contestants if c is not None}
+        locks = {name: framework.lock_hash if image is None else image.pins for name, framework in frameworks.items()}
         return SideFacts(
             asked=side.asked,
             title=side.title,
@@ -574,8 +656,9 @@ class DuelRun:
             dirty=side.dirty,
             content=side.content,
             package=side.package,
-            locks={name: framework.lock_hash for name, framework in frameworks.items()},
+            locks=locks,
             versions=self._versions(role),
+            images=self.built[role],
         )
 
     def _versions(self, role: Role) -> dict[str, dict[str, str]]:

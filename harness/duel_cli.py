@@ -27,7 +27,7 @@ Rounds = Annotated[int, typer.Option(help="Pairs after which a cell ends undecid
 Minutes = Annotated[float | None, typer.Option(help="After so many no new pair is begun.")]
 Threads = Annotated[int, typer.Option(help="Threads and pinned cores per process.")]
 Seconds = Annotated[float, typer.Option(help="Timed seconds per process; under 0.5, other load goes unseen.")]
-Isolation = Annotated[str, typer.Option(help="venv, or inprocess (tests only).")]
+Isolation = Annotated[str, typer.Option(help="venv, docker, or inprocess (tests only).")]
 Repository = Annotated[
     Path | None, typer.Option(help="Git repository whose refs are meant; default this project's.", hidden=True)
 ]
@@ -41,7 +41,8 @@ def compare(
     b: Annotated[str | None, typer.Argument(help="Contestant to compare it with.")] = None,
     folder: Annotated[Path, typer.Option("--in", help="Of A and B: folder (or file) with records.")] = RECORDS,
     base: Annotated[
-        str | None, typer.Option(help="Git ref, . (the working tree), NAME==VERSION, or a wheel: what was.")
+        str | None,
+        typer.Option(help="Git ref, . (the working tree), NAME==VERSION, a wheel, or image:TAG_OR_DIGEST: what was."),
     ] = None,
     head: Annotated[str | None, typer.Option(help="The same: what is new.")] = None,
     layers: Annotated[str | None, typer.Option(help="Comma-separated; default linear,embedding,lstm.")] = None,
@@ -57,9 +58,18 @@ def compare(
     minutes: Minutes = None,
     threads: Threads = 1,
     seconds: Seconds = 0.6,
-    isolation: Isolation = "venv",
+    isolation: Annotated[
+        str | None,
+        typer.Option(
+            help="venv, docker, or inprocess (tests only); default docker where a side is an image.",
+            show_default="venv",
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     memory: Annotated[bool, typer.Option(help="Also compare memory, in processes of its own.")] = True,
+    first_alert: Annotated[
+        bool, typer.Option("--first-alert", help="A cell ends with its first alert; grown memory needs no clock.")
+    ] = False,
     synthetic: Annotated[bool, typer.Option(help="Of tasks: synthetic twins of the data sets.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of orders, batches and weights.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder of duel.json; default results/local/compare/….")] = None,
@@ -104,13 +114,14 @@ def compare(
         minutes=minutes,
         threads=threads,
         seconds=seconds,
-        isolation=isolation,
+        isolation=isolation or ("docker" if any(side.image is not None for side in both) else "venv"),
         device=device,
         memory=memory,
+        first_alert=first_alert,
         synthetic=synthetic,
         seed=seed,
     )
-    place = (out or RECORDS / "compare" / f"{both[0].content}-{both[1].content}").resolve()
+    place = (out or RECORDS / "compare" / f"{both[0].slug}-{both[1].slug}").resolve()
     console = Console(stderr=as_json)
     duel = _fight(options, both, place, fresh, console, as_json)
     text = duel_report.markdown(duel)
@@ -138,6 +149,11 @@ def _options(both: tuple[Side, Side], **asked: Any) -> DuelOptions:
     if names["layers"] is None and names["tasks"] is None:
         names["layers"] = duel.DEFAULT_LAYERS
     if names["frameworks"] is None:
+        if any(side.image is not None for side in both):
+            raise BadInput(
+                "--frameworks is missing: an image does not say which contestant is to run in it; name one, for "
+                "instance --frameworks dpcore."
+            )
         users = dict.fromkeys(user for side in both for user in side.users)
         has_layers = names["layers"] is not None
         names["frameworks"] = _contestants(both, list(users), has_layers) if users else duel.DEFAULT_CONTESTANTS
@@ -197,6 +213,7 @@ def bisect(
 
     from harness import bisection, sides
     from harness.registry import ROOT
+    from harness.sequential import FIRST_LOOK
 
     project = (repository or ROOT).resolve()
     chosen = parse_cell(cell)
@@ -212,19 +229,22 @@ def bisect(
             both = first, sides.resolve("head", commit, project)
         except BadInput as fault:
             return bisection.Step(commit, "did not run", str(fault))
+        looked_for = kinds[0] if kinds else every
         options = _options(
             both,
             **chosen,
             threshold=threshold,
             alpha=alpha,
-            max_rounds=max_rounds,
+            # A wrong clip and grown memory are exact: the clock is not asked, and the fewest pairs are enough.
+            max_rounds=max_rounds if "time" in looked_for else FIRST_LOOK,
+            first_alert=looked_for == {"memory"},
             threads=threads,
             seconds=seconds,
             isolation=isolation,
             synthetic=synthetic,
         )
         result = _fight(options, both, parent / commit[:10], fresh, console, as_json).cells[0]
-        opinion, why = bisection.opinion_of(result, kinds[0] if kinds else every)
+        opinion, why = bisection.opinion_of(result, looked_for)
         if not kinds:
             kinds.append(frozenset(result.alerts))
         console.print(f"{commit[:10]}: {opinion} ({why})", markup=False, highlight=False, soft_wrap=True)

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness import sequential
 from harness.errors import BadInput
-from harness.record import GateCheck, Load, State
+from harness.record import Container, GateCheck, Image, Load, State
 from harness.sequential import Rule
 
 SCHEMA = 1
@@ -59,6 +59,7 @@ class Process(_Model):
     started: str = ""
     wall_seconds: float = 0.0
     log_tail: str = ""
+    container: Container | None = None
 
 
 class Pair(_Model):
@@ -134,8 +135,8 @@ class Time(_Model):
 
 class CellResult(_Model):
     """``name``: as ``dpbench bisect`` takes it. ``alerts``: what the regression consists of: ``gate``, ``time``,
-    ``memory``. ``reason``: why there is no comparison. ``gate``: by side, ``passed``, ``failed: why`` or ``did not
-    run``."""
+    ``memory``. ``reason``: why there is no comparison. ``gate``: by side, ``passed``, ``failed: why``, ``did not
+    run: why`` or ``not begun``."""
 
     name: str
     kind: Literal["layer", "e2e"]
@@ -164,8 +165,10 @@ class CellResult(_Model):
 
 
 class SideFacts(_Model):
-    """``locks``: framework -> hash of its pins and Python. ``versions``: framework -> distributions in its
-    environment."""
+    """``locks``: framework -> hash of its pins and Python (where the side is an image: of those that it was made
+    from). ``versions``: framework -> distributions in its environment. ``images``: framework -> what its containers
+    were made of, with the engine's digest; ``matches_lock`` is False where a side that is an image is not what the
+    tree's lock describes."""
 
     asked: str
     title: str
@@ -175,11 +178,12 @@ class SideFacts(_Model):
     package: str | None
     locks: dict[str, str]
     versions: dict[str, dict[str, str]]
+    images: dict[str, Image] = Field(default_factory=dict)
 
 
 class Duel(_Model):
     """The whole. ``minutes``: of the processes, those of earlier calls that were resumed included. ``timed_cells``: how
-    many cells share ``alpha``."""
+    many cells share ``alpha``. ``engine``: of the containers, where there were any."""
 
     schema_: int = Field(SCHEMA, alias="schema")
     started: str
@@ -191,6 +195,7 @@ class Duel(_Model):
     max_rounds: int
     timed_cells: int
     isolation: str
+    engine: str | None = None
     threads: int
     seconds: float
     machine: dict[str, Any]
@@ -274,13 +279,13 @@ def _figure(value: float | None) -> str:
 
 
 def gate_of(processes: Sequence[Process]) -> str:
-    """``passed``, ``failed: why``, or ``did not run: why``."""
+    """``passed``, ``failed: why``, ``did not run: why``, or ``not begun``, where no process was started."""
     for process in processes:
         if process.state == "rejected":
             return f"failed: {failed_checks(process) or process.reason}"
     bad = next((p for p in processes if p.state != "ok"), None)
     if bad is not None or not processes:
-        return f"did not run: {bad.state}: {bad.reason}" if bad is not None else "did not run"
+        return f"did not run: {bad.state}: {bad.reason}" if bad is not None else "not begun"
     return "passed"
 
 
@@ -324,6 +329,12 @@ def needs_second(processes: MemoryPair) -> bool:
     """Whether the first process of each side shows a change that a second one must confirm."""
     first = memory_of(processes, True)
     return first is not None and first.change != "same" and len(processes.base) == len(processes.head) == 1
+
+
+def has_proven_growth(processes: MemoryPair | None, exact: bool) -> bool:
+    """Whether head needs more memory for certain; that needs no clock."""
+    seen = memory_of(processes, exact)
+    return seen is not None and seen.change == "grown" and seen.proven
 
 
 def _unsupported(processes: Sequence[Process]) -> bool:
@@ -376,10 +387,10 @@ def conclude(
     gates: dict[Role, Process] | None,
     refusal: str | None,
     rule: Rule,
-    is_lost: bool = False,
+    is_failure: bool = False,
 ) -> CellResult:
     """What a cell's processes say. ``gates``: of a task, the verdicts of the admission gate, as processes. ``refusal``:
-    why there was nothing to compare; ``is_lost``: because head no longer has what base has."""
+    why there was nothing to compare; ``is_failure``: because head no longer has what base has, or a side cannot run."""
     processes: dict[Role, list[Process]] = {"base": [], "head": []}
     for role in ROLES:
         processes[role] += [gates[role]] if gates else []
@@ -392,11 +403,12 @@ def conclude(
     rejected = {role: gate[role].startswith("failed") for role in ROLES}
     found = finding(pairs, rule)
     seen = memory_of(memory, kind == "layer")
+    of_bytes: list[Literal["gate", "time", "memory"]] = ["memory"] if has_proven_growth(memory, kind == "layer") else []
     alerts: list[Literal["gate", "time", "memory"]] = []
     verdict: Verdict
     reason = refusal
     if refusal is not None:
-        verdict = "failed" if is_lost else "not compared"
+        verdict = "failed" if is_failure else "not compared"
     elif rejected["head"] and ran["base"]:
         verdict, alerts, reason = "wrong", ["gate"], f"only head fails its correctness check ({gate['head']})"
     elif rejected["base"] and ran["head"]:
@@ -406,7 +418,7 @@ def conclude(
     elif _unsupported(processes["base"]) and _unsupported(processes["head"]):
         verdict, reason = "not compared", f"unsupported by both sides: {processes['head'][0].reason}"
     elif not pairs and not gates:
-        verdict, reason = "ambiguous", "out of time before the first pair"
+        verdict, alerts, reason = "ambiguous", of_bytes, "no pair was timed"
     elif not all(ran.values()):
         verdict = "failed"
         bad = [f"{role} {gate[role]}" for role in ROLES if not ran[role]]
@@ -414,8 +426,8 @@ def conclude(
     else:
         verdict = found.verdict or "ambiguous"
         alerts += ["time"] if found.alert else []
-        alerts += ["memory"] if seen is not None and seen.change == "grown" and seen.proven else []
-        reasons = ["no pair was timed before the time was up"] if not pairs else []
+        alerts += of_bytes
+        reasons = ["no pair was timed"] if not pairs else []
         reasons += [fault for fault in [memory_fault(memory)] if fault]
         reason = "; ".join(reasons) or None
     return CellResult(
@@ -426,7 +438,7 @@ def conclude(
         reason=reason,
         gate=gate,
         time=time_of(pairs, rule) if all(ran.values()) else None,
-        memory=seen if all(ran.values()) else None,
+        memory=seen if all(ran.values()) or not (pairs or gates) else None,
         pairs=list(pairs),
         memory_processes=memory,
     )

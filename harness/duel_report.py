@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from harness.duel_record import CellResult, Duel, SideFacts
+from harness.record import Image
 
 MARKER = "<!-- dpbench-compare -->"
 """On the first line, so that a bot finds its comment again and replaces it."""
+
+MOST_CHANGES = 12
+"""Packages whose change is named, a framework."""
 
 WORST_FIRST = ("wrong", "slower", "failed", "ambiguous", "faster", "repaired", "equivalent", "not compared")
 
@@ -175,7 +179,8 @@ def blind_spot(duel: Duel) -> str:
         said.append(f"{text} would have raised an alert 4 times out of 5; smaller ones may be there.")
     undecided = [cell.name for cell in duel.cells if cell.verdict == "ambiguous"]
     if undecided:
-        said.append(f"Undecided: {', '.join(undecided)}; more pairs (--max-rounds, --minutes) may decide.")
+        more = "--fresh --max-rounds" if duel.finished else "the same command with more --minutes"
+        said.append(f"Undecided, which is not unchanged: {', '.join(undecided)}; more pairs ({more}) may decide.")
     return " ".join(said)
 
 
@@ -188,7 +193,9 @@ def conditions(duel: Duel) -> list[str]:
     disturbed += f"; beside {noisy} of those that count, other work was running" if noisy else ""
     lines = [
         f"base: {_side(duel.base)}; head: {_side(duel.head)}",
-        f"{_count(pairs, 'pair')} of fresh processes in random order on one machine "
+        *differences(duel),
+        f"{_count(pairs, 'pair')} of fresh {'containers' if duel.isolation == 'docker' else 'processes'} in random "
+        f"order on one machine "
         f"({duel.machine.get('cpu', 'unknown')}, {_count(duel.threads, 'thread')}), "
         f"{duel.minutes:.1f} minutes{disturbed}.",
         f"An alert: slower beyond doubt and by an estimated {duel.threshold * 100:g} % or more, or memory grown, or "
@@ -206,6 +213,42 @@ def _side(side: SideFacts) -> str:
     return side.title
 
 
+def differences(duel: Duel) -> list[str]:
+    """What the environments of both sides are, framework by framework: their images, and the packages that differ."""
+    base, head = duel.base, duel.head
+    lines = []
+    for name in sorted(base.images.keys() & head.images.keys()):
+        was, now = base.images[name], head.images[name]
+        if was.digest == now.digest:
+            lines.append(f"{name}: both sides in one image, {_image(now)}.")
+        else:
+            on = "on the same base" if was.base == now.base else f"on bases {_hash(was.base)} → {_hash(now.base)}"
+            lines.append(f"{name}: images {_image(was)} → {_image(now)}, {on}.")
+    for name in sorted(base.versions.keys() & head.versions.keys()):
+        was_there, is_there = base.versions[name], head.versions[name]
+        changed = sorted(p for p in was_there.keys() | is_there.keys() if was_there.get(p) != is_there.get(p))
+        said = [f"{p} {was_there.get(p, 'none')} → {is_there.get(p, 'none')}" for p in changed[:MOST_CHANGES]]
+        more = f", and {len(changed) - MOST_CHANGES} more" if len(changed) > MOST_CHANGES else ""
+        if changed:
+            lines.append(f"{name}: packages that differ: {', '.join(said)}{more}.")
+        elif name in base.images:
+            lines.append(f"{name}: the same {_count(len(is_there), 'package')} on both sides, Python included.")
+    if base.images and base.content == head.content:
+        lines.append(f"The code is the same on both sides ({head.commit[:10] if head.commit else head.content}"
+                     f"{' with changes' if head.dirty else ''}).")  # fmt: skip
+    return lines
+
+
+def _image(image: Image) -> str:
+    unlike = "" if image.matches_lock else ", not what the tree's lock describes"
+    name = f"`{image.tag}` " if not image.tag.startswith("sha256:") else ""
+    return f"{name}({_hash(image.digest)}, lock {image.lock[:12]}{unlike})"
+
+
+def _hash(digest: str) -> str:
+    return digest.removeprefix("sha256:")[:12]
+
+
 def terminal(duel: Duel) -> list[str]:
     """Plain lines."""
     lines = []
@@ -216,4 +259,4 @@ def terminal(duel: Duel) -> list[str]:
             lines.append(f"  {_short(cell.reason)}")
     if blind := blind_spot(duel):
         lines.append(f"What could not have been seen: {blind}")
-    return [*lines, *conditions(duel), summary(duel)]
+    return [*lines, *(line.replace("`", "") for line in conditions(duel)), summary(duel)]

@@ -8,23 +8,31 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 
 from harness.errors import BadInput
+from harness.tunnel import CONNECTIONS, SCHEME, Tunnel, ssh_command
 
 HOST = "DOCKER_HOST"
 OWNER = "dpbench.owner"
 """Label of everything that must not outlive the process that made it."""
 DEADLINE = "dpbench.deadline"
 """Label: seconds since 1970 after which even a foreign owner's container is nobody's."""
+DELEGATE = "run the engine as root, or on cgroup v2 with these controllers delegated to its user"
+CONNECT_SECONDS = 20
+ONCE_SECONDS = 900.0
+NOBODY = "65534:65534"
+RESOURCES = {"nofile": 16384, "nproc": 8192}
 API_SECONDS = 600
 """A build step sends nothing while it installs."""
 
@@ -58,15 +66,31 @@ def connect() -> Engine:
     """The engine of ``DOCKER_HOST``. Raises :class:`BadInput` with the remedy where none answers."""
     import docker
     from docker.errors import DockerException
+    from docker.transport import UnixHTTPAdapter
 
     where = host()
+    tunnel = Tunnel(where) if where.startswith(SCHEME) else None
     try:
-        # The system's ssh knows the user's keys and host names; the SDK's own would need another library.
-        client = docker.from_env(timeout=API_SECONDS, use_ssh_client=where.startswith("ssh://"))
+        if where.startswith("tcp://"):
+            _knock(where)
+        if tunnel is None:
+            client = docker.from_env(timeout=API_SECONDS)
+        else:
+            client = docker.DockerClient(base_url=f"unix://{tunnel.socket}", timeout=API_SECONDS)
+            # One connection stays open for every address asked; the client's own option for fewer has no effect.
+            few = UnixHTTPAdapter(f"http+unix://{tunnel.socket}", API_SECONDS, CONNECTIONS)
+            client.api.mount("http+docker://", few)
         facts = _facts(client)
-    except (DockerException, OSError) as error:
-        raise BadInput(_why_unreachable(where, error)) from None
+    except (DockerException, OSError, ValueError) as error:
+        complaint = tunnel.complaint() if tunnel is not None else ""
+        raise BadInput(_why_unreachable(where, error, complaint)) from None
     return Engine(client, where, not where.startswith(("unix://", "npipe://")), facts)
+
+
+def _knock(where: str) -> None:
+    """Raises OSError where nobody opens: the time-out of the requests themselves is for builds, and long."""
+    url = urlsplit(where)
+    socket.create_connection((url.hostname or "", url.port or 2375), timeout=CONNECT_SECONDS).close()
 
 
 def _facts(client: Any) -> dict[str, Any]:
@@ -77,7 +101,7 @@ def _facts(client: Any) -> dict[str, Any]:
         "kind": kind,
         "version": str(version["Version"]),
         "api": str(version["ApiVersion"]),
-        "id": str(info.get("ID", "")),
+        "id": str(info.get("ID", "")) if kind == "docker" else _id(info),
         "cpus": int(info["NCPU"]),
         "memory_bytes": int(info["MemTotal"]),
         "cgroup": str(info.get("CgroupVersion", "1")),
@@ -90,18 +114,91 @@ def _facts(client: Any) -> dict[str, Any]:
     }
 
 
-def _why_unreachable(where: str, error: Exception) -> str:
+def _id(info: Mapping[str, Any]) -> str:
+    """Podman says another ID every time it is asked; the folder of its images on that machine is what stays."""
+    return hashlib.sha256(f"{info.get('Name')}\n{info.get('DockerRootDir')}".encode()).hexdigest()[:12]
+
+
+def run_once(on: Engine, digest: str, code: str, **more: Any) -> tuple[int, bytes]:
+    """(exit code, standard output) of ``python -c code`` in a container of one of our images: hardened, and gone
+    afterwards even where it could not be started."""
+    container = on.client.containers.create(
+        digest,
+        ["-c", code],
+        network_mode="none",
+        user=NOBODY,
+        cap_drop=["ALL"],
+        security_opt=["no-new-privileges:true"],
+        read_only=True,
+        use_config_proxy=False,
+        labels=labels(ONCE_SECONDS),
+        ulimits=ulimits(),
+        **more,
+    )
+    try:
+        container.start()
+        status = int(container.wait()["StatusCode"])
+        return status, container.logs(stdout=True, stderr=False)
+    finally:
+        remove(container)
+
+
+def ulimits() -> list[Any]:
+    """For every container, because an engine's own default may lie above what it may set (Podman as a service does)."""
+    from docker.types import Ulimit
+
+    return [Ulimit(name=name, soft=number, hard=number) for name, number in RESOURCES.items()]
+
+
+def _why_unreachable(where: str, error: Exception, complaint: str = "") -> str:
     text = str(error)
-    path = where.removeprefix("unix://")
-    if "Permission denied" in text:
-        why, remedy = "this user may not open its socket", "join the group `docker` and log in again, or use rootless"
-    elif where.startswith("unix://") and not Path(path).exists():
-        why, remedy = f"there is no socket {path}", "install and start Docker or `podman system service`"
+    kind, _, there = where.partition("://")
+    if kind == "ssh":
+        why = f"ssh says: {complaint[-300:]}" if complaint else " ".join(text.split())[:200]
+        remedy = f"make `{ssh_command(where)} docker version` answer there without a question"
+    elif kind not in {"unix", "tcp", "npipe"}:
+        why, remedy = "an address begins with unix://, tcp:// or ssh://", "write it so"
+    elif "Permission denied" in text:
+        why = "this user may not open its socket"
+        remedy = "join its group (`sudo usermod -aG docker $USER`, then log in again), or use a rootless engine"
+    elif kind == "unix" and not Path(there).exists():
+        found = elsewhere(where)
+        why = f"there is no socket {there}"
+        remedy = f"set {HOST}={found[0]}, where there is one" if found else "install Docker or Podman and start it"
     elif "Connection refused" in text:
-        why, remedy = "nothing listens there", "start the engine (`systemctl start docker`)"
+        why = "nothing listens there"
+        remedy = "start the engine (`systemctl start docker`)" + (" with -H and this address" if kind == "tcp" else "")
     else:
-        why, remedy = " ".join(text.split())[:200], "see `dpbench doctor`"
-    return f"No container engine answers at {where}: {why}; {remedy}, set {HOST}, or use --isolation venv."
+        why, remedy = " ".join(text.split())[:200], "repair the engine or the way to it"
+    other = "" if remedy.startswith(f"set {HOST}") else f"set {HOST} to another, "
+    return f"No container engine answers at {where}: {why}; {remedy}, {other}or use --isolation venv."
+
+
+def elsewhere(than: str) -> list[str]:
+    """Addresses of engines that Docker's command line, or a rootless installation, would use instead."""
+    from docker.context import ContextAPI
+
+    runtime, home = Path(os.environ.get("XDG_RUNTIME_DIR", "/nowhere")), Path.home()
+    usual = (
+        runtime / "docker.sock",
+        home / ".docker" / "desktop" / "docker.sock",
+        home / ".colima" / "default" / "docker.sock",
+        runtime / "podman" / "podman.sock",
+        Path("/run/podman/podman.sock"),
+        Path("/var/run/docker.sock"),
+    )
+    found = [f"unix://{path}" for path in usual if os.access(path, os.R_OK | os.W_OK)]
+    with suppress(Exception):  # a broken configuration is not what was asked about
+        context = ContextAPI.get_current_context()
+        if context.Name != "default" and context.Host:
+            found.insert(0, str(context.Host))
+    return [host for host in found if host != than]
+
+
+def unlimited(facts: Mapping[str, Any]) -> list[str]:
+    """What the engine cannot limit, though it would start a container that asks for it."""
+    names = {"memory_limit": "memory", "pids_limit": "processes", "cpuset": "processors"}
+    return [name for fact, name in names.items() if not facts.get(fact, True)]
 
 
 @lru_cache
@@ -133,7 +230,10 @@ def is_orphan(found: dict[str, str]) -> bool:
         return time.time() > float(found.get(DEADLINE, "0"))
     number, _, started = process.partition(":")
     try:
-        return int(psutil.Process(int(number)).create_time() * 100) != int(started)
+        process_there = psutil.Process(int(number))
+        # One whose parent has not asked how it ended does nothing any more.
+        is_dead = process_there.status() == psutil.STATUS_ZOMBIE
+        return is_dead or int(process_there.create_time() * 100) != int(started)
     except (psutil.Error, ValueError):
         return True
 

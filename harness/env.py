@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -125,6 +126,7 @@ def _why(framework: Framework, command: list[str], code: int, log: Path) -> str:
         )
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")] or lines[-2:]
+    errors = [re.sub(r" *\(from versions:[^)]*\)", "", line) for line in errors]  # a list of every release
     return (
         f"not installable here: `{' '.join(command[1:4])} …` ended with {code} ({' '.join(errors)[-300:]}); "
         f"the whole log is {log}."

@@ -102,8 +102,8 @@ def _mib(size: int) -> str:
 class FrontierRun(Run):
     """One run folder's searches. ``budget_bytes`` above start-up, for the CPU only: on CUDA it is the device's memory.
 
-    ``options.rounds`` processes at every frontier give the throughput; ``options.budget_seconds`` is how long each
-    process times steps.
+    ``options.rounds`` further processes at every frontier, which must fit as well, give the throughput;
+    ``options.budget_seconds`` is how long each process times steps.
     """
 
     def __init__(
@@ -125,8 +125,8 @@ class FrontierRun(Run):
         """All searches and their throughput, or what is left of them."""
         states: dict[str, int] = {}
         counts = {"resumed": 0, "expected": 0}
-        with self.folder.open(self._description(), fresh):
-            self._prepare(progress.say)
+        with self.folder.open(self.description(), fresh):
+            self.prepare(progress.say)
             self._judge_all(progress)
             for task in self.options.tasks:
                 self._explore(task, progress, states, counts)
@@ -137,7 +137,7 @@ class FrontierRun(Run):
         order = list(self.contestants)
         rng.shuffle(order)
         progress.begin(len(order), f"frontier {task}")
-        frontier: dict[str, int] = {}
+        seen: dict[str, dict[int, Fit]] = {}
 
         def probe(contestant: Contestant, size: int, number: int, place: int) -> Record:
             cell = self._cell(contestant, task, size)
@@ -155,21 +155,40 @@ class FrontierRun(Run):
             return record
 
         for place, contestant in enumerate(order):
-            size, state = self._find(task, contestant, lambda c, b, p=place: probe(c, b, 0, p))  # type: ignore[misc]
+            sizes, state = self._find(task, contestant, lambda c, b, p=place: probe(c, b, 0, p))  # type: ignore[misc]
+            size = largest_fit(sizes)
             if size and state in {"ok", "oom"}:
-                frontier[contestant.name] = size
+                seen[contestant.name] = sizes
             found = f"batch {size}" if size else "nothing fits"
             progress.say(f"{task} · {contestant.name}: {found}{_ENDINGS.get(state, f', then {state}')}")
             progress.done(state)
         rounds = [(number, c) for number in range(1, self.options.rounds + 1) for c in _shuffled(order, rng)]
-        measured = [(number, c) for number, c in rounds if c.name in frontier]
-        progress.begin(len(measured), f"throughput {task}")
-        for place, (number, contestant) in enumerate(measured):
-            record = probe(contestant, frontier[contestant.name], number, place % max(1, len(frontier)))
-            progress.done(record.state)
+        # What fitted once need not fit again: a frontier is a size that fits in every round. Where one does not, all
+        # rounds begin anew at a size that is smaller by the search's resolution.
+        measured: set[tuple[str, int, int]] = set()
+        while missing := [
+            (number, c, size)
+            for number, c in rounds
+            if (size := largest_fit(seen.get(c.name, {}))) and (c.name, size, number) not in measured
+        ]:
+            progress.begin(len(missing), f"throughput {task}")
+            for place, (number, contestant, size) in enumerate(missing):
+                mine, state = seen[contestant.name], "left out"
+                if size == largest_fit(mine):
+                    measured.add((contestant.name, size, number))
+                    state = probe(contestant, size, number, place % len(seen)).state
+                if state == "oom":
+                    smaller = size - max(1, int(self.search.resolution * size))
+                    mine |= {size: Fit(False)} | ({smaller: Fit(True)} if smaller > 0 else {})
+                    progress.say(
+                        f"{task} · {contestant.name}: batch {size} did not fit again; next is {largest_fit(mine)}"
+                    )
+                progress.done(state)
 
-    def _find(self, task: str, contestant: Contestant, probe: Callable[[Contestant, int], Record]) -> tuple[int, str]:
-        """(largest size that fits, 0 for none; how the search ended: the state of its last probe)."""
+    def _find(
+        self, task: str, contestant: Contestant, probe: Callable[[Contestant, int], Record]
+    ) -> tuple[dict[int, Fit], str]:
+        """(what the sizes that were tried said; how the search ended: the state of its last probe)."""
         ceiling = min(self.search.ceiling or TASKS[task].train_size, TASKS[task].train_size)
         seen: dict[int, Fit] = {}
         state = "ok"
@@ -179,13 +198,13 @@ class FrontierRun(Run):
             if state not in {"ok", "oom"}:
                 break
             seen[size] = fit_of(record)
-        return largest_fit(seen), state
+        return seen, state
 
     def _cell(self, contestant: Contestant, task: str, size: int) -> Cell:
         return plan.cell_of(self.options, contestant, task, size).model_copy(update={"kind": "frontier"})
 
-    def _description(self) -> dict[str, Any]:
-        return {**super()._description(), "search": asdict(self.search), "budget_bytes": self.budget_bytes}
+    def description(self) -> dict[str, Any]:
+        return {**super().description(), "search": asdict(self.search), "budget_bytes": self.budget_bytes}
 
     def _place(self, contestant: Contestant, say: Callable[[str], None]) -> Place | str:
         place = super()._place(contestant, say)

@@ -43,6 +43,7 @@ def frontier(
     from harness import registry, report
     from harness.frontier import FrontierRun, Search, options_of
     from harness.progress import watched
+    from harness.report.records import load
     from harness.run import command_line
     from harness.store import RunFolder
 
@@ -79,6 +80,7 @@ def frontier(
             )
         )
     else:
+        report.show(load(folder.path), console)
         console.print(
             f"Records: {folder.records} ({summary.total}, {summary.resumed} of them from before)", markup=False
         )

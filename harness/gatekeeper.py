@@ -3,10 +3,11 @@ remembers verdicts by what they depend on."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ DELTA = 1e-5
 
 @dataclass(frozen=True)
 class Verdict:
-    """``state`` is ``ok`` where the gate ran; then ``gate`` says whether it passed. Else why it could not run."""
+    """``state`` is ``ok`` where the gate ran; then ``gate`` says whether it passed. Else why it could not run.
+    ``machine``: where it ran, None for this one."""
 
     state: str
     reason: str | None
@@ -47,6 +49,7 @@ class Verdict:
     versions: dict[str, str]
     log_tail: str = ""
     cached: bool = False
+    machine: dict[str, Any] | None = None
 
     @property
     def passed(self) -> bool:
@@ -58,6 +61,7 @@ def key_of(contestant: Contestant, task: str, device: str, identity: str = "") -
     framework = contestant.framework
     parts = [task, contestant.name, device, framework.adapter_hash, framework.lock_hash, sources_hash(GATE_SOURCES)]
     parts += [identity] if identity else []
+    parts += [] if accounting.available() else ["budget not checked"]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -68,15 +72,18 @@ def sources_hash(sources: Iterable[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def reference(task: str, say: Callable[[str], None]) -> Path:
-    """The float64 reference of a task, computed once in the environment of plain PyTorch."""
+def reference(task: str, say: Callable[[str], None], make: Callable[[str, list[str]], object] | None = None) -> Path:
+    """The float64 reference of a task, computed once: by ``make``, given a module and its arguments, or in the
+    environment of plain PyTorch."""
     folder = cache.folder("references")
     path = folder / f"{task}-{sources_hash(REFERENCE_SOURCES)}.npz"
     with cache.locked(folder / f"{task}.lock"):
         if not path.exists():
-            python = env.ensure(frameworks()["pytorch"], say).python
+            if make is None:
+                python = env.ensure(frameworks()["pytorch"], say).python
+                make = functools.partial(isolation.run_tool, python)
             say(f"Reference of {task}: float64, one example at a time")
-            isolation.run_tool(python, "frameworks.reference", ["--task", task, "--out", str(path)])
+            make("frameworks.reference", ["--task", task, "--out", str(path)])
     return path
 
 
@@ -103,7 +110,10 @@ def judge(
         return Verdict("crashed", f"the float64 reference of {task} could not be made: {fault}", nothing, {})
     rows = TASKS[task].train_size
     steps = steps_per_epoch(rows, BUDGET_BATCH)
-    rdp, pld = accounting.epsilons(BUDGET_BATCH / rows, NOISE_MULTIPLIER, steps, DELTA)
+    budget = None
+    if accounting.available():  # else the check of the adapter's own accountant is left out
+        rdp, pld = accounting.epsilons(BUDGET_BATCH / rows, NOISE_MULTIPLIER, steps, DELTA)
+        budget = {"steps": steps, "delta": DELTA, "rdp": rdp, "pld": pld}
     request = Request(
         mode="gate",
         folder=str(contestant.framework.folder),
@@ -126,7 +136,7 @@ def judge(
         batch_seed=0,
         noise_seed=1,
         reference=str(truth),
-        budget={"steps": steps, "delta": DELTA, "rdp": rdp, "pld": pld},
+        budget=budget,
     )
     result = place.run(request, limits, lambda event: None)
     verdict = _verdict(result, key)
@@ -137,7 +147,7 @@ def judge(
 
 def _remembered(path: Path, key: str) -> Verdict:
     verdict = _verdict(json.loads(path.read_text()), key)
-    return Verdict(verdict.state, verdict.reason, verdict.gate, verdict.versions, cached=True)
+    return replace(verdict, cached=True, log_tail="")
 
 
 def _verdict(result: dict[str, Any], key: str) -> Verdict:
@@ -149,6 +159,7 @@ def _verdict(result: dict[str, Any], key: str) -> Verdict:
         gate=Gate(passed=passed, key=key, checks=checks),
         versions=result.get("versions", {}),
         log_tail=result.get("log_tail", ""),
+        machine=result.get("machine"),
     )
 
 

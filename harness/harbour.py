@@ -1,4 +1,4 @@
-"""What a run needs of a container engine: images, places, and two tools that need a torch (reference, evaluation)."""
+"""What a run needs of a container engine: images, places, and the tools that need a torch (references, evaluation)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from harness import cache, engine, gatekeeper, images, record, wheelhouse
-from harness.container import CACHE, INSIDE, Docker, Luggage
+from harness.container import CACHE, INSIDE, Docker, Luggage, check_gpu
 from harness.container_main import RESULTS
 from harness.data import store
 from harness.engine import Engine
 from harness.env import EnvironmentFault, Say
 from harness.errors import BadInput
 from harness.images import Image
-from harness.isolation import ToolFault
+from harness.isolation import WORKER, ToolFault
+from harness.layer_registry import LayerContestant
 from harness.registry import Contestant, Framework, frameworks
 
 TOOL_SECONDS = 900.0
@@ -25,47 +26,80 @@ TOOL_SECONDS = 900.0
 class Harbour:
     """Open it before anything is measured: whatever an earlier, killed run left on the engine is removed first."""
 
-    def __init__(self, device: str, any_image: bool) -> None:
+    def __init__(self, device: str, any_image: bool = False, otherwise: str = images.ANY_IMAGE) -> None:
         self.engine: Engine = engine.connect()
+        if absent := set(engine.unlimited(self.engine.facts)) & {"memory", "processes"}:
+            raise BadInput(
+                f"The engine at {self.engine.host} cannot limit {' and '.join(sorted(absent))} (cgroup "
+                f"v{self.engine.facts['cgroup']}), so that a contestant could take all; {engine.DELEGATE}, or use "
+                "--isolation venv."
+            )
         self.device = device
         self.any_image = any_image
+        self.otherwise = otherwise
         self.luggage = Luggage(self.engine)
-        self._images: dict[str, Image | str] = {}
-        self._matches: dict[str, bool] = {}
+        self._images: dict[tuple[Path, str], Image | str] = {}
+        self._gives_gpu = False
+        self._matches: dict[tuple[str, Path, str], bool] = {}
 
-    def prepare(self, contestants: Iterable[Contestant], say: Say) -> dict[str, str]:
+    def prepare(self, contestants: Iterable[Contestant | LayerContestant], say: Say) -> dict[str, str]:
         """Sweeps, and builds what is missing. The digest of each framework's image, for the plan; why there is none."""
-        for name in engine.sweep(self.engine):
-            say(f"Removed {name}, which a run that was killed had left on the engine")
+        self.sweep(say)
         found = {c.framework.name: self.image(c.framework, say) for c in contestants}
         return {name: image if isinstance(image, str) else image.digest for name, image in found.items()}
 
+    def sweep(self, say: Say) -> None:
+        for name in engine.sweep(self.engine):
+            say(f"Removed {name}, which a run that was killed had left on the engine")
+
     def image(self, framework: Framework, say: Say) -> Image | str:
-        """The image, or why there is none."""
-        key = framework.lock_hash
+        """The image, or why there is none. Two trees may lock the same pins in different files."""
+        key = framework.root, framework.lock_hash
         if key not in self._images:
             try:
-                image = images.ensure(framework, self.engine, say, self.device, self.any_image)
-                lock = wheelhouse.load(framework, self.device)
-                self._matches[image.tag] = images.mismatch(image, lock, self.engine, self.device) is None
-                self._images[key] = image
+                self._images[key] = images.ensure(
+                    framework, self.engine, say, self.device, self.any_image, self.otherwise
+                )
             except EnvironmentFault as fault:
                 say(f"{framework.name}: {fault}")
                 self._images[key] = str(fault)
         return self._images[key]
 
-    def place(self, contestant: Contestant, say: Say) -> Docker | str:
-        image = self.image(contestant.framework, say)
-        if isinstance(image, str):
-            return image
-        return Docker(self.engine, image, self.luggage, contestant.variant.environment)
+    def place(
+        self,
+        contestant: Contestant | LayerContestant,
+        say: Say,
+        module: str = WORKER,
+        image: Image | None = None,
+    ) -> Docker | str:
+        """Where the contestant's workers, ``module``, run, with the code of its own tree; or why there is no such
+        place. ``image``: this one, whatever is locked. Raises :class:`BadInput` where there should be a GPU and the
+        engine gives none."""
+        found = image or self.image(contestant.framework, say)
+        if isinstance(found, str):
+            return found
+        if self.device == "cuda" and not self._gives_gpu:
+            check_gpu(self.engine, found)
+            self._gives_gpu = True
+        environment, root = contestant.variant.environment, contestant.framework.root
+        return Docker(self.engine, found, self.luggage, environment, module, root)
 
-    def record(self, place: Any) -> record.Image:
+    def record(self, place: Any, framework: Framework) -> record.Image:
         """The image of a place of this harbour, for the record."""
         image: Image = place.image
-        return record.Image(
-            tag=image.tag, digest=image.digest, base=image.base, lock=image.lock, matches_lock=self._matches[image.tag]
-        )
+        key = image.digest, framework.root, framework.lock_hash
+        if key not in self._matches:
+            self._matches[key] = self._is_locked(image, framework)
+        matches = self._matches[key]
+        return record.Image(tag=image.tag, digest=image.digest, base=image.base, lock=image.lock, matches_lock=matches)
+
+    def _is_locked(self, image: Image, framework: Framework) -> bool:
+        """Whether it is the one that the framework's lock describes."""
+        try:
+            lock = wheelhouse.load(framework, self.device)
+        except EnvironmentFault:
+            return False
+        return images.mismatch(image, lock, self.engine, self.device) is None
 
     def reference(self, task: str, say: Say) -> None:
         """Puts the float64 reference of a task where the gate looks for it, made in the image of plain PyTorch.
@@ -83,6 +117,19 @@ class Harbour:
         if name not in outcome.files:
             raise ToolFault(f"frameworks.reference left no {name}.")
         cache.write_atomically(path, bytes(outcome.files[name]))
+
+    def layer_references(self, names: list[str], folder: Path, say: Say) -> None:
+        """Writes the float64 references of layers into ``folder``, made in the image of plain PyTorch.
+
+        Raises :class:`ToolFault` or :class:`EnvironmentFault`.
+        """
+        say(f"References of {len(names)} layers: float64, one example at a time, in a container")
+        arguments = ["--layers", ",".join(names), "--out", str(RESULTS)]
+        outcome = self._torch(say).tool("frameworks.layer_reference", arguments, {}, TOOL_SECONDS)
+        for name in names:
+            if f"{name}.npz" not in outcome.files:
+                raise ToolFault(f"frameworks.layer_reference left no {name}.npz.")
+            cache.write_atomically(folder / f"{name}.npz", bytes(outcome.files[f"{name}.npz"]))
 
     def evaluate(self, task: str, data: str, synthetic: bool, weights: Path, say: Say) -> float:
         """Test accuracy of weights. Raises :class:`ToolFault` or :class:`EnvironmentFault`."""

@@ -421,6 +421,11 @@ class History:
         return {key: tuple(found[key]) for key in sorted(found, key=rank)}
 
     @property
+    def can_compare(self) -> bool:
+        """Whether a machine ran twice."""
+        return any(len(runs) > 1 for runs in self.machines.values())
+
+    @property
     def simulated(self) -> bool:
         return any(run.simulated for run in self.runs)
 

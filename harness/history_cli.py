@@ -158,7 +158,10 @@ def check(
                 typer.echo(f"     to find the commit: {event.bisect}")
         last = f"; the newest run is of {loaded.runs[-1].time[:10]}" if loaded.runs else ""
         rest = f", {older} older" if older else ""
-        typer.echo(f"{len(found) or 'No'} open regression{'' if len(found) == 1 else 's'} of {days} days{rest}{last}")
+        said = f"{len(found) or 'No'} open regression{'' if len(found) == 1 else 's'} of {days} days{rest}"
+        if not loaded.can_compare:
+            said = "Nothing to compare yet: a change needs two runs on one machine"
+        typer.echo(f"{said}{last}")
         _say(loaded.faults)
     raise typer.Exit(FINDING if found else UNREAD if loaded.faults else 0)
 

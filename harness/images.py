@@ -44,7 +44,7 @@ MADE_FOR_LABEL = "dpbench.made-for"
 @dataclass(frozen=True)
 class Image:
     """``digest``: the engine's own hash of the image (its id); ``base``: that of the base. ``lock``: SHA-256 of the
-    lock it was built from."""
+    lock it was built from; ``pins``: :attr:`Framework.lock_hash` of the framework that it was made for."""
 
     tag: str
     digest: str
@@ -52,6 +52,7 @@ class Image:
     lock: str
     made_for: str
     mib: int
+    pins: str
 
 
 def tag_of(framework: Framework, device: str = "cpu") -> str:
@@ -79,7 +80,8 @@ def existing(on: Engine) -> list[Image]:
 def _image(found: Any, tag: str) -> Image:
     labels = found.labels
     size = int(found.attrs["Size"]) // 2**20
-    return Image(tag, found.id, labels[BASE_LABEL], labels[LOCK_LABEL], labels.get(MADE_FOR_LABEL, ""), size)
+    made_for, made_of = labels.get(MADE_FOR_LABEL, ""), labels.get(PINS_LABEL, "")
+    return Image(tag, found.id, labels[BASE_LABEL], labels[LOCK_LABEL], made_for, size, made_of)
 
 
 def find(on: Engine, tag: str) -> Image | None:
@@ -91,6 +93,25 @@ def find(on: Engine, tag: str) -> Image | None:
         except docker.errors.ImageNotFound:
             return None
     return _image(found, tag) if LOCK_LABEL in found.labels else None
+
+
+def named(on: Engine, name: str, option: str) -> Image:
+    """The image that a tag or digest names. ``option``: what asks for it. Raises :class:`BadInput` where there is no
+    such image, or it is none of a framework."""
+    import docker.errors
+
+    remedy = "name a tag or digest that `dpbench image list` shows, or build one with `dpbench image build`"
+    with engine.errors():
+        try:
+            found = on.client.images.get(name)
+        except docker.errors.ImageNotFound:
+            raise BadInput(f"{option} is 'image:{name}', which {on.host} does not have; {remedy}.") from None
+        except docker.errors.APIError as error:
+            why = error.explanation or error
+            raise BadInput(f"{option} is 'image:{name}', which names no image ({why}); {remedy}.") from None
+    if LOCK_LABEL not in found.labels:
+        raise BadInput(f"{option} is 'image:{name}', which is no framework's: it lacks the label of a lock; {remedy}.")
+    return _image(found, name)
 
 
 def base_digest(on: Engine, device: str = "cpu") -> str | None:
@@ -121,11 +142,22 @@ def up_to_date(framework: Framework, on: Engine, device: str = "cpu") -> Image |
     return image if image is not None and mismatch(image, lock, on, device) is None else None
 
 
-def ensure(framework: Framework, on: Engine, say: Say, device: str = "cpu", any_image: bool = False) -> Image:
+ANY_IMAGE = "say --any-image to measure with it all the same"
+
+
+def ensure(
+    framework: Framework,
+    on: Engine,
+    say: Say,
+    device: str = "cpu",
+    any_image: bool = False,
+    otherwise: str = ANY_IMAGE,
+) -> Image:
     """The framework's image, built where it is missing.
 
     Raises :class:`EnvironmentFault` where it cannot be built, :class:`BadInput` where there is one that does not match
-    the lock (unless ``any_image``): which of the two is meant, only the user knows.
+    the lock (unless ``any_image``): which of the two is meant, only the user knows. ``otherwise``: what the user does
+    who means the image.
     """
     lock = wheelhouse.load(framework, device)
     image = find(on, tag_of(framework, device))
@@ -135,7 +167,7 @@ def ensure(framework: Framework, on: Engine, say: Say, device: str = "cpu", any_
     if why and not any_image:
         raise BadInput(
             f"The image {image.tag} of {framework.name} is not the one that is locked: {why}; run `dpbench image build "
-            f"{framework.name}` to make it anew, or say --any-image to measure with it all the same."
+            f"{framework.name}` to make it anew, or {otherwise}."
         )
     return image
 
@@ -227,6 +259,7 @@ def _build(
                 buildargs=arguments,
                 labels=labels,
                 network_mode="none",
+                use_config_proxy=False,
                 nocache=fresh,
                 pull=False,
                 rm=True,
@@ -370,15 +403,9 @@ def verify(framework: Framework, on: Engine, device: str = "cpu") -> Verdict:
     if image is None:
         raise EnvironmentFault(f"{framework.name} has no image; run `dpbench image build {framework.name}`.")
     with engine.errors():
-        output = on.client.containers.run(
-            image.digest,
-            ["-c", VERIFIER],
-            network_mode="none",
-            cap_drop=["ALL"],
-            read_only=True,
-            remove=True,
-            labels=engine.labels(900),
-        )
+        status, output = engine.run_once(on, image.digest, VERIFIER)
+    if status:
+        raise EnvironmentFault(f"nothing could be read in the image {image.tag} (exit code {status}).")
     seen = json.loads(output)
     installed = {wheelhouse.normalised(name): version.partition("+")[0] for name, version in seen["found"].items()}
     locked = {pin.name: pin.version for pin in lock.pins}

@@ -32,6 +32,7 @@ from harness.request import Request
 AnyRequest = Request | LayerRequest
 Event = dict[str, Any]
 POLL_SECONDS = 0.1
+WORKER = "harness.worker"
 LOG_TAIL = 4000
 
 
@@ -62,7 +63,7 @@ class InProcess:
     name = "inprocess"
     identity = ""
 
-    def __init__(self, module: str = "harness.worker") -> None:
+    def __init__(self, module: str = WORKER) -> None:
         self.module = module
 
     def run(self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None]) -> Event:
@@ -87,7 +88,7 @@ class Venv:
         self,
         python: Path,
         environment: Mapping[str, str] | None = None,
-        module: str = "harness.worker",
+        module: str = WORKER,
         root: Path = ROOT,
     ) -> None:
         self.root = root

@@ -50,6 +50,7 @@ def layers(
     from harness.errors import BadInput
     from harness.layer_run import LayerRun
     from harness.progress import watched
+    from harness.report.records import load
     from harness.run import command_line
     from harness.store import RunFolder
 
@@ -90,6 +91,7 @@ def layers(
             )
         )
     else:
+        report.show(load(folder.path), console)
         states = ", ".join(f"{count} {state}" for state, count in sorted(summary.states.items()))
         console.print(
             f"Records: {folder.records} ({summary.total}: {states}; {summary.resumed} from before)", markup=False

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness import cache, env, gatekeeper, isolation, layer_plan, limits, machine
 from harness.errors import BadInput
@@ -24,7 +24,11 @@ from harness.registry import frameworks
 from harness.run import FINAL_STATES, Summary, check_device, check_threads, place_of, undisturbed
 from harness.store import RunFolder
 
+if TYPE_CHECKING:
+    from harness.found import Found, FoundPlace
+
 WORKER = "harness.layer_worker"
+REFERENCE = "frameworks.layer_reference"
 REFERENCE_SOURCES = (
     "harness/layers.py",
     "harness/layer_gate.py",
@@ -34,24 +38,31 @@ REFERENCE_SOURCES = (
 
 
 class LayerRun:
-    """One run folder's work. ``command`` reproduces it and goes into every record."""
+    """One run folder's work. ``command`` reproduces it and goes into every record. ``found``: measure there, whatever
+    its versions, instead of where the pins are."""
 
     def __init__(
-        self, options: LayerOptions, contestants: list[LayerContestant], folder: RunFolder, command: str
+        self,
+        options: LayerOptions,
+        contestants: list[LayerContestant],
+        folder: RunFolder,
+        command: str,
+        found: Found | None = None,
     ) -> None:
         self.options = options
+        self.found = found
         self.contestants = contestants
         self.folder = folder
         self.command = command
         self.threads = options.threads or len(os.sched_getaffinity(0))
         self.limits = Limits(options.memory_limit_bytes or limits.default_limit(), options.timeout_seconds)
-        self.places: dict[str, InProcess | Venv | str] = {}
+        self.places: dict[str, InProcess | Venv | FoundPlace | str] = {}
         self.references: dict[str, Path] = {}
         self.reference_fault: str | None = None
         self.ended: dict[str, Record] = {}
         check_device(options.device)
         check_threads(self.threads)
-        self.hashes = {c.name: (c.code_hash, c.framework.lock_hash) for c in contestants}
+        self.hashes = {c.name: self._hashes_of(c) for c in contestants}
         self.jobs = layer_plan.jobs(options, contestants)
         if not self.jobs:
             raise BadInput(
@@ -61,27 +72,32 @@ class LayerRun:
 
     def execute(self, progress: Progress, fresh: bool = False) -> Summary:
         """Everything, or what is left of it. Ctrl-C or a kill at any moment loses at most the process under way."""
-        with self.folder.open(self._description(), fresh):
-            self._prepare(progress.say)
+        with self.folder.open(self.description(), fresh):
+            self.prepare(progress.say)
             states: dict[str, int] = {}
             resumed = 0
             progress.begin(len(self.jobs))
             for job in self.jobs:
-                name = f"{job.name}.{self._key(job)[:8]}.json"
-                record = self.folder.read(name)
-                if record is None:
-                    progress.doing(f"round {job.round + 1}/{self.options.rounds} · {job.cell.name} · {job.purpose}")
-                    record = self._measure(job, progress)
-                    self.folder.write(name, record)
-                else:
-                    resumed += 1
-                if record.state in FINAL_STATES:
-                    self.ended.setdefault(job.cell.name, record)
+                progress.doing(f"round {job.round + 1}/{self.options.rounds} · {job.cell.name} · {job.purpose}")
+                record, is_old = self.recorded(job, progress)
+                resumed += is_old
                 states[record.state] = states.get(record.state, 0) + 1
                 progress.done(record.state)
             return Summary(len(self.jobs), resumed, states, self.folder.path)
 
-    def _description(self) -> dict[str, Any]:
+    def recorded(self, job: LayerJob, progress: Progress) -> tuple[Record, bool]:
+        """The record of a job, and whether it was there already; measured and written where it was not."""
+        name = f"{job.name}.{self._key(job)[:8]}.json"
+        record = self.folder.read(name)
+        is_old = record is not None
+        if record is None:
+            record = self._measure(job, progress)
+            self.folder.write(name, record)
+        if record.state in FINAL_STATES:
+            self.ended.setdefault(job.cell.name, record)
+        return record, is_old
+
+    def description(self) -> dict[str, Any]:
         """What all records of the folder have in common: options, code, machine. A resumed run must have the same."""
         return {
             "options": asdict(self.options),
@@ -96,12 +112,27 @@ class LayerRun:
         parts = [*job.cell.model_dump(exclude_none=True).values(), *self.hashes[job.contestant.name]]
         return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]
 
-    def _prepare(self, say: Callable[[str], None]) -> None:
+    def _hashes_of(self, contestant: LayerContestant) -> tuple[str, str]:
+        """Of the code and of the environment."""
+        lock = contestant.framework.lock_hash if self.found is None else self.found.identity
+        return contestant.code_hash, lock
+
+    def _place(self, c: LayerContestant, say: Callable[[str], None]) -> InProcess | Venv | FoundPlace | str:
+        if self.found is not None:
+            return self.found.place(c.framework, c.variant.environment, WORKER)
+        return place_of(self.options.isolation, c.framework, c.variant.environment, say, WORKER)
+
+    def _make_here(self, names: list[str], folder: Path, say: Callable[[str], None]) -> None:
+        assert self.found is not None
+        self.found.tool(REFERENCE, ["--layers", ",".join(names), "--out", str(folder)])
+
+    def prepare(self, say: Callable[[str], None]) -> None:
         """Environments and references. Without one, its cells are ``unsupported`` (``crashed`` without a reference)."""
         for c in self.contestants:
-            self.places[c.name] = place_of(self.options.isolation, c.framework, c.variant.environment, say, WORKER)
+            self.places[c.name] = self._place(c, say)
         try:
-            self.references = ensure_references(self.options.layers, say)
+            make = _make_in_venv if self.found is None else self._make_here
+            self.references = ensure_references(self.options.layers, say, make)
         except (env.EnvironmentFault, isolation.ToolFault) as fault:
             self.reference_fault = f"the float64 references of the layers could not be made: {fault}"
             say(self.reference_fault)
@@ -115,7 +146,7 @@ class LayerRun:
         place = self.places[job.contestant.name]
         assert not isinstance(place, str)
         contestant = job.contestant
-        if self.hashes[contestant.name] != (contestant.code_hash, contestant.framework.lock_hash):
+        if self.hashes[contestant.name] != self._hashes_of(contestant):
             raise BadInput(
                 f"The code or the pins of {contestant.name} changed during the run; start anew with --fresh."
             )
@@ -220,8 +251,11 @@ def _predictions(record: Record) -> dict[str, Any]:
     }
 
 
-def ensure_references(names: tuple[str, ...], say: Callable[[str], None]) -> dict[str, Path]:
-    """Layer -> .npz of its float64 gradients, computed once in the environment of plain PyTorch.
+Make = Callable[[list[str], Path, Callable[[str], None]], None]
+
+
+def ensure_references(names: tuple[str, ...], say: Callable[[str], None], make: Make | None = None) -> dict[str, Path]:
+    """Layer -> .npz of its float64 gradients, computed once: by ``make``, or in the environment of plain PyTorch.
 
     Raises :class:`env.EnvironmentFault` or :class:`isolation.ToolFault` where they cannot be made.
     """
@@ -231,9 +265,11 @@ def ensure_references(names: tuple[str, ...], say: Callable[[str], None]) -> dic
     with cache.locked(folder / ".lock"):
         missing = [name for name, path in paths.items() if not path.exists()]
         if missing:
-            python = env.ensure(frameworks()["pytorch"], say).python
-            say(f"References of {len(missing)} layers: float64, one example at a time")
-            isolation.run_tool(
-                python, "frameworks.layer_reference", ["--layers", ",".join(missing), "--out", str(folder)]
-            )
+            (make or _make_in_venv)(missing, folder, say)
     return paths
+
+
+def _make_in_venv(names: list[str], folder: Path, say: Callable[[str], None]) -> None:
+    python = env.ensure(frameworks()["pytorch"], say).python
+    say(f"References of {len(names)} layers: float64, one example at a time")
+    isolation.run_tool(python, REFERENCE, ["--layers", ",".join(names), "--out", str(folder)])

@@ -43,7 +43,7 @@ def state() -> dict[str, Any]:
 
 def _gpu_throttle() -> list[str]:
     """Bit masks of the reasons why each GPU's clock is held down right now (0x0: none); empty without a GPU."""
-    if not gpus():
+    if not describe()["gpus"]:
         return []
     done = subprocess.run(
         ["nvidia-smi", "--query-gpu=clocks_event_reasons.active", "--format=csv,noheader"],

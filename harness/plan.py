@@ -18,7 +18,7 @@ from harness.tasks import PAPER_BATCH_SIZES, PAPER_TASKS, TASKS
 class Options:
     """What the user asks for. ``batch_sizes`` per task. ``subset``: fraction of an epoch's steps that is measured;
     ``budget_seconds``: measure about that long instead (both make the figures *extrapolated*). ``repeats``: how often a
-    disturbed measurement is made again."""
+    disturbed measurement is made again. ``time`` False: only the processes that measure peak memory."""
 
     tasks: tuple[str, ...]
     frameworks: tuple[str, ...] | None
@@ -28,6 +28,7 @@ class Options:
     subset: float | None = None
     budget_seconds: float | None = None
     memory: bool = True
+    time: bool = True
     protocol: str = "verified"
     device: str = "cpu"
     isolation: str = "venv"
@@ -163,6 +164,8 @@ def check(options: Options) -> None:
         raise BadInput(f"--subset is {options.subset}: it is a fraction of an epoch above 0 and at most 1.")
     if options.budget_seconds is not None and not options.budget_seconds > 0.0:
         raise BadInput(f"--budget-seconds is {options.budget_seconds}: it must be above 0.")
+    if not options.memory and not options.time:
+        raise BadInput("--no-memory and --no-time leave nothing to measure: drop one of them.")
     if options.repeats < 0:
         raise BadInput(f"--repeats is {options.repeats}: it must be at least 0.")
     if options.sigma is not None and not 0.0 <= options.sigma < float("inf"):
@@ -176,7 +179,8 @@ def jobs(options: Options, contestants: list[Contestant]) -> list[Job]:
 
     Round by round, so that drift of the machine spreads over all cells; within a round the (task, batch size) blocks in
     random order; within a block all contestants in random order. In the first round the memory process of a cell comes
-    right before its timed one: it is the untimed replay that the timed weights are compared with.
+    right before its timed one: it is the untimed replay that the timed weights are compared with. Where nothing is
+    timed, every round has it.
     """
     rng = random.Random(f"dpbench {options.seed}")
     blocks = [(task, size) for task in options.tasks for size in options.batch_sizes[task]]
@@ -188,9 +192,10 @@ def jobs(options: Options, contestants: list[Contestant]) -> list[Job]:
             rng.shuffle(order)
             for place, contestant in enumerate(order):
                 cell = cell_of(options, contestant, task, size)
-                if number == 0 and options.memory:
+                if options.memory and (number == 0 or not options.time):
                     result.append(Job(contestant, cell, number, place, "memory"))
-                result.append(Job(contestant, cell, number, place, "time"))
+                if options.time:
+                    result.append(Job(contestant, cell, number, place, "time"))
     return result
 
 

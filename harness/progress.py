@@ -15,6 +15,9 @@ from rich.progress import Progress as Bar
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
+LONGEST_WORD = 80
+"""Characters of a worker's event that are shown."""
+
 Outcome = TypeVar("Outcome")
 
 
@@ -35,7 +38,8 @@ class Progress:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[now]}"),
+            # What a contestant says is no markup of ours.
+            TextColumn("{task.fields[now]}", markup=False),
             console=console,
             refresh_per_second=2,
             disable=quiet or not console.is_terminal,
@@ -63,9 +67,11 @@ class Progress:
         self._bar.update(self._task, now=text)
 
     def event(self, event: dict[str, Any]) -> None:
-        """A worker's event."""
-        if event.get("event") == "phase":
-            self._bar.update(self._task, now=f"{self._text} · {event['phase']}")
+        """A worker's event: what it is at, or the last line that it has printed."""
+        if event.get("event") in ("phase", "log"):
+            said = str(event.get("phase") or event.get("text"))
+            said = "".join(letter for letter in said if letter.isprintable())[:LONGEST_WORD]
+            self._bar.update(self._task, now=f"{self._text} · {said}")
 
     def done(self, state: str) -> None:
         self._done += 1

@@ -22,7 +22,7 @@ from harness.contract import NO_OWN_LOOP
 from harness.data import store
 from harness.errors import BadInput
 from harness.gatekeeper import Verdict
-from harness.isolation import InProcess, Limits, Place, Venv
+from harness.isolation import WORKER, InProcess, Limits, Place, Venv
 from harness.plan import Job, Options
 from harness.progress import Progress
 from harness.record import (
@@ -48,6 +48,7 @@ from harness.tasks import TASKS, initial_parameters
 from harness.worker import REPLAYED_STEPS
 
 if TYPE_CHECKING:
+    from harness.found import Found
     from harness.harbour import Harbour
 
 DISTURBED_SHARE = 0.05
@@ -76,7 +77,7 @@ class Summary:
 
 class Run:
     """One run folder's work. ``command`` reproduces it and goes into every record. ``any_image``: measure in images
-    that do not match their lock, too."""
+    that do not match their lock, too. ``found``: measure there, whatever its versions, not in the pins."""
 
     def __init__(
         self,
@@ -85,8 +86,10 @@ class Run:
         folder: RunFolder,
         command: str,
         any_image: bool = False,
+        found: Found | None = None,
     ) -> None:
         self.options = options
+        self.found = found
         self.contestants = contestants
         self.folder = folder
         self.command = command
@@ -98,7 +101,7 @@ class Run:
         self.verdicts: dict[tuple[str, str], Verdict] = {}
         self.ended: dict[str, Record] = {}
         self.peaks: dict[str, float] | None = None
-        self.harbour = _harbour(options.device, any_image) if options.isolation == "docker" else None
+        self.harbour = open_harbour(options.device, any_image=any_image) if options.isolation == "docker" else None
         self.images: dict[str, str] = {}
         if self.harbour is not None and self.harbour.engine.is_remote:
             there = self.harbour.engine.facts
@@ -108,7 +111,7 @@ class Run:
         else:
             check_device(options.device)
             check_threads(self.threads)
-        self.hashes = {c.name: (c.framework.adapter_hash, c.framework.lock_hash) for c in contestants}
+        self.hashes = {c.name: self._hashes_of(c) for c in contestants}
 
     def execute(self, progress: Progress, fresh: bool = False) -> Summary:
         """Everything, or what is left of it. Ctrl-C or a kill at any moment loses at most the process under way."""
@@ -122,34 +125,40 @@ class Run:
 
     def _execute(self, progress: Progress, fresh: bool) -> Summary:
         jobs = plan.jobs(self.options, self.contestants)
-        with self.folder.open(self._description(), fresh):
-            self.peaks = self._measured_peaks()
-            self._prepare(progress.say)
+        with self.folder.open(self.description(), fresh):
+            self.peaks = self.measured_peaks()
+            self.prepare(progress.say)
             self._judge_all(progress)
             states: dict[str, int] = {}
             resumed = expected = 0
             progress.begin(len(jobs))
             for job in jobs:
-                name = self._record_name(job)
-                record = self.folder.read(name)
-                if record is None or self._is_refusal_of_the_past(job, record):
-                    progress.doing(f"round {job.round + 1}/{self.options.rounds} · {job.cell.name} · {job.purpose}")
-                    record = self._measure(job, progress)
-                    self.folder.write(name, record)
-                else:
-                    resumed += 1
-                self._remember(job, record)
+                progress.doing(f"round {job.round + 1}/{self.options.rounds} · {job.cell.name} · {job.purpose}")
+                record, is_old = self.recorded(job, progress)
+                resumed += is_old
                 states[record.state] = states.get(record.state, 0) + 1
                 expected += record.state == "rejected" and bool(job.contestant.variant.why_rejected(job.cell.task))
                 progress.done(record.state)
             return Summary(len(jobs), resumed, states, self.folder.path, expected)
 
-    def _measured_peaks(self) -> dict[str, float] | None:
+    def recorded(self, job: Job, progress: Progress) -> tuple[Record, bool]:
+        """The record of a job that :meth:`judged` has been asked about, and whether it was there already; measured and
+        written where it was not."""
+        name = self._record_name(job)
+        record = self.folder.read(name)
+        is_old = record is not None and not self._is_refusal_of_the_past(job, record)
+        if record is None or not is_old:
+            record = self._measure(job, progress)
+            self.folder.write(name, record)
+        self._remember(job, record)
+        return record, is_old
+
+    def measured_peaks(self) -> dict[str, float] | None:
         """Of this machine's processors; None where contestants run on a GPU or on another machine."""
         elsewhere = self.harbour is not None and self.harbour.engine.is_remote
         return peaks.measure(self.threads) if self.options.device == "cpu" and not elsewhere else None
 
-    def _description(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
         """What all records of the folder have in common: options, code, machine. A resumed run must have the same."""
         images = {"images": self.images, "engine": self.harbour.engine.facts["id"]} if self.harbour else {}
         return {
@@ -174,7 +183,7 @@ class Run:
         verdict = self.verdicts[job.contestant.name, job.cell.task]
         return record.gate is not None and not record.gate.passed and verdict.passed
 
-    def _prepare(self, say: Callable[[str], None]) -> None:
+    def prepare(self, say: Callable[[str], None]) -> None:
         """Data sets and environments. An environment that cannot be built makes its cells ``unsupported``."""
         for name in sorted({TASKS[task].dataset for task in self.options.tasks}):
             self.data[name] = ensure_data(name, self.options.synthetic, say)
@@ -184,6 +193,8 @@ class Run:
     def _place(self, contestant: Contestant, say: Callable[[str], None]) -> Place | str:
         if self.harbour is not None:
             return self.harbour.place(contestant, say)
+        if self.found is not None:
+            return self.found.place(contestant.framework, contestant.variant.environment)
         return place_of(self.options.isolation, contestant.framework, contestant.variant.environment, say)
 
     def _judge_all(self, progress: Progress) -> None:
@@ -191,16 +202,21 @@ class Run:
         progress.begin(len(pairs), "gate")
         for contestant, task in pairs:
             progress.doing(f"gate · {task} · {contestant.name}")
-            verdict = self._judge(contestant, task, progress.say)
-            self.verdicts[contestant.name, task] = verdict
-            name = f"{task}.{contestant.name}.gate.{verdict.gate.key[:8]}.json"
-            record = self._gate_record(contestant, task)
-            before = self.folder.read(name)
-            if before is None or before.state != record.state:
-                self.folder.write(name, record)
-            progress.done(record.state)
+            progress.done(self.judged(contestant, task, progress.say).state)
 
-    def _judge(self, contestant: Contestant, task: str, say: Callable[[str], None]) -> Verdict:
+    def judged(self, contestant: Contestant, task: str, say: Callable[[str], None], fresh: bool = False) -> Record:
+        """The record of the gate's verdict, which is written and remembered. ``fresh``: forget an earlier verdict."""
+        verdict = self._judge(contestant, task, say, fresh)
+        self.verdicts[contestant.name, task] = verdict
+        name = f"{task}.{contestant.name}.gate.{verdict.gate.key[:8]}.json"
+        record = self._gate_record(contestant, task)
+        before = self.folder.read(name)
+        if before is not None and before.state == record.state:
+            return before
+        self.folder.write(name, record)
+        return record
+
+    def _judge(self, contestant: Contestant, task: str, say: Callable[[str], None], fresh: bool) -> Verdict:
         place = self.places[contestant.name]
         identity = "" if isinstance(place, str) else place.identity
         key = gatekeeper.key_of(contestant, task, self.options.device, identity)
@@ -209,13 +225,17 @@ class Run:
             return Verdict("unsupported", place, nothing, {})
         if reason := contestant.variant.why_unsupported(task):
             return Verdict("unsupported", reason, nothing, {})
-        if self.harbour is not None:
+        if self.harbour is not None or self.found is not None:
             try:
-                self.harbour.reference(task, say)
+                if self.harbour is not None:
+                    self.harbour.reference(task, say)
+                else:
+                    assert self.found is not None
+                    gatekeeper.reference(task, say, self.found.tool)
             except (env.EnvironmentFault, isolation.ToolFault) as fault:
                 return Verdict("crashed", f"the float64 reference of {task} could not be made: {fault}", nothing, {})
         bounds = Limits(self.limits.memory_bytes, gatekeeper.TIMEOUT_SECONDS)
-        return gatekeeper.judge(contestant, task, place, bounds, self.options.device, self.threads, say)
+        return gatekeeper.judge(contestant, task, place, bounds, self.options.device, self.threads, say, fresh)
 
     def _cell(self, contestant: Contestant, task: str, batch_size: int) -> Cell:
         return plan.cell_of(self.options, contestant, task, batch_size)
@@ -226,7 +246,13 @@ class Run:
         job = Job(contestant, cell, 0, 0, "gate")
         state = "rejected" if verdict.state == "ok" and not verdict.gate.passed else verdict.state
         reason = verdict.reason or gatekeeper.failures(verdict.gate) or None
-        result = {"state": state, "reason": reason, "versions": verdict.versions, "log_tail": verdict.log_tail}
+        result = {
+            "state": state,
+            "reason": reason,
+            "versions": verdict.versions,
+            "log_tail": verdict.log_tail,
+            "machine": verdict.machine,
+        }
         return self._record(job, result, started=time.time(), gate=verdict.gate)
 
     def _measure(self, job: Job, progress: Progress) -> Record:
@@ -247,7 +273,7 @@ class Run:
             job.purpose == "time",
             job.cell.name,
             progress,
-            self._canary,
+            self._canary if self.found is None or not self.found.side_by_side else lambda: None,
         )
         if job.purpose == "time" and result["state"] == "ok":
             result |= self._compare_with_replay(job, request, result)
@@ -266,13 +292,14 @@ class Run:
                 "reason": verdict.reason,
                 "versions": verdict.versions,
                 "log_tail": verdict.log_tail,
+                "machine": verdict.machine,
             }
         if not verdict.gate.passed:
             known = job.contestant.variant.why_rejected(job.cell.task)
             reason = f"by the gate: {gatekeeper.failures(verdict.gate)}" + (
                 f"; known finding: {known}" if known else ""
             )
-            return {"state": "rejected", "reason": reason}
+            return {"state": "rejected", "reason": reason, "machine": verdict.machine}
         if self.protocol.sampling == "own" and job.contestant.variant.own_sampling is None:
             return {"state": "unsupported", "reason": f"{job.contestant.name} {NO_OWN_LOOP}"}
         earlier = self.ended.get(job.cell.name)
@@ -321,6 +348,11 @@ class Run:
             weights=str(self._scratch(job, "weights")) if whole and job.purpose == "time" else None,
         )
 
+    def _hashes_of(self, contestant: Contestant) -> tuple[str, str]:
+        """Of the code and of the environment."""
+        framework = contestant.framework
+        return framework.adapter_hash, framework.lock_hash if self.found is None else self.found.identity
+
     @property
     def _sigma(self) -> float:
         return self.protocol.noise_multiplier if self.options.sigma is None else self.options.sigma
@@ -361,8 +393,7 @@ class Run:
 
     def _check_unchanged(self, contestant: Contestant) -> None:
         """Raises :class:`BadInput` where the code is no longer what the gate has seen (rule V9)."""
-        framework = contestant.framework
-        if self.hashes[contestant.name] != (framework.adapter_hash, framework.lock_hash):
+        if self.hashes[contestant.name] != self._hashes_of(contestant):
             raise BadInput(
                 f"The code or the pins of {contestant.name} changed during the run; start anew with --fresh."
             )
@@ -438,7 +469,9 @@ class Run:
 
     def _image(self, contestant: Contestant) -> Image | None:
         place = self.places[contestant.name]
-        return self.harbour.record(place) if self.harbour is not None and not isinstance(place, str) else None
+        if self.harbour is None or isinstance(place, str):
+            return None
+        return self.harbour.record(place, contestant.framework)
 
     def _container(self, result: dict[str, Any]) -> Container | None:
         if self.harbour is None or "container" not in result:
@@ -452,6 +485,8 @@ class Run:
             sampling = job.contestant.variant.own_sampling or "none"
         if not cell.private or sampling != "poisson" or "epsilon_steps" not in result:
             return None
+        if not accounting.available():
+            return None
         rate = cell.batch_size / TASKS[cell.task].train_size
         rdp, pld = accounting.epsilons(rate, self._sigma, result["epsilon_steps"], self.protocol.delta)
         return Epsilon(
@@ -463,11 +498,12 @@ class Run:
         )
 
 
-def _harbour(device: str, any_image: bool) -> Harbour:
-    """Imported only here: the SDK takes longer to import than the harness to start."""
+def open_harbour(device: str, **options: Any) -> Harbour:
+    """Imported only here: the SDK takes longer to import than the harness to start. Raises :class:`BadInput` where no
+    engine answers."""
     from harness.harbour import Harbour
 
-    return Harbour(device, any_image)
+    return Harbour(device, **options)
 
 
 def place_of(
@@ -475,7 +511,7 @@ def place_of(
     framework: Framework,
     environment: dict[str, str],
     say: Callable[[str], None],
-    module: str = "harness.worker",
+    module: str = WORKER,
 ) -> InProcess | Venv | str:
     """Where the framework's workers, ``module``, run; or why there is no such place."""
     if isolation == "inprocess":

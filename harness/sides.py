@@ -1,6 +1,6 @@
 """The two sides of a duel: what the user names becomes a folder with ``frameworks/`` and ``dpcore/`` of that state
 under the running ``harness/``, so that one instrument measures both. Folders are named by their content: all names have
-the same length, and equal sides share one."""
+the same length, and equal sides share one. A container image is a side, too: the working tree, run in that image."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -26,8 +26,10 @@ from harness.registry import ROOT, pins
 
 Role = Literal["base", "head"]
 
-PARTS = ("frameworks", "dpcore")
+CORE = "dpcore"
+PARTS = ("frameworks", CORE)
 WORKING_TREE = (".", "WORKTREE")
+IMAGE = "image:"
 PIN_FILES = ("requirements.txt", "requirements-no-deps.txt")
 UNUSED_DAYS = 14
 _VERSION = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)==([A-Za-z0-9][A-Za-z0-9.!+_-]*)")
@@ -38,7 +40,7 @@ _WHEEL = re.compile(r"([A-Za-z0-9_.]+)-([A-Za-z0-9_.!+]+)(-[^-]+)?-[^-]+-[^-]+-[
 class Side:
     """``asked``: the user's words. ``title``: for people. ``content``: hash of all its files. ``commit``, ``dirty``:
     where it is a state of a git repository. ``package``: the pin that was put in the place of another, and ``users``
-    the frameworks that had one."""
+    the frameworks that had one. ``image``: tag or digest of the container image that it runs in, whatever is locked."""
 
     role: Role
     asked: str
@@ -49,16 +51,25 @@ class Side:
     dirty: bool | None = None
     package: str | None = None
     users: tuple[str, ...] = ()
+    image: str | None = None
+
+    @property
+    def slug(self) -> str:
+        """For the name of a folder."""
+        return self.content + (f"-{re.sub(r'[^A-Za-z0-9.]+', '-', self.image)[-40:]}" if self.image else "")
+
+    @property
+    def is_repinned(self) -> bool:
+        """Whether requirements say something that no lock does (dpcore is pinned nowhere)."""
+        return self.package is not None and self.users != (CORE,)
 
 
 def resolve(role: Role, asked: str, repository: Path = ROOT) -> Side:
     """A git ref of ``repository``, ``.`` or ``WORKTREE`` (its files as they are), another folder with ``frameworks/``,
-    ``NAME==VERSION``, or the path of a wheel. Raises :class:`BadInput` for anything else."""
-    if asked.startswith("image:"):
-        raise BadInput(
-            f"--{role} is {asked!r}: container images are unsupported as sides, because layers have no container "
-            "isolation yet; name a git ref, NAME==VERSION or a wheel."
-        )
+    ``NAME==VERSION``, the path of a wheel, or ``image:TAG_OR_DIGEST``, which is looked up on the engine only when the
+    duel begins. Raises :class:`BadInput` for anything else."""
+    if asked.startswith(IMAGE):
+        return _of_image(role, asked, repository)
     if asked.endswith(".whl"):
         return _of_wheel(role, asked, repository)
     if match := _VERSION.fullmatch(asked):
@@ -87,7 +98,7 @@ def commit_of(option: str, asked: str, repository: Path) -> str:
     if found is None:
         raise BadInput(
             f"{option} is {asked!r}, which is no commit, branch or tag of this repository; fetch it first (a shallow "
-            "clone lacks it), or name `.`, NAME==VERSION or a wheel."
+            "clone lacks it), or name `.`, NAME==VERSION, a wheel or image:TAG."
         )
     return found
 
@@ -118,6 +129,15 @@ def _of_folder(role: Role, asked: str, source: Path, title: str) -> Side:
     return Side(role, asked, title + where, folder, content, commit, dirty)
 
 
+def _of_image(role: Role, asked: str, repository: Path) -> Side:
+    name = asked.removeprefix(IMAGE)
+    if not name.strip():
+        raise BadInput(f"--{role} is {asked!r}, which names no image; write image:TAG or image:sha256:DIGEST.")
+    tree = _of_folder(role, asked, repository, "the working tree")
+    shown = name[:19] if name.startswith("sha256:") else name
+    return replace(tree, title=f"image {shown}", image=name)
+
+
 def _of_pin(role: Role, asked: str, name: str, line: str, repository: Path) -> Side:
     """The working tree, in which every pin of the package is ``line``."""
     with _workshop() as place:
@@ -137,7 +157,7 @@ def _of_wheel(role: Role, asked: str, repository: Path) -> Side:
     if match is None or not path.is_file():
         raise BadInput(f"--{role} is {asked!r}: there is no such file, or its name is not that of a wheel.")
     name = match[1].replace("_", "-")
-    if _plain(name) == "dpcore":
+    if _plain(name) == CORE:
         return _of_core_wheel(role, asked, path, match[2], repository)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return _of_pin(role, asked, name, f"{name} @ {path.as_uri()}#sha256={digest}", repository)
@@ -154,7 +174,7 @@ def _of_core_wheel(role: Role, asked: str, path: Path, version: str, repository:
         if not members:
             raise BadInput(f"--{role} is {asked!r}, a wheel without the package dpcore; build it from dpcore/.")
         folder, content = _finish(place / "tree")
-    return Side(role, asked, f"dpcore {version}", folder, content, package=f"dpcore=={version}", users=("dpcore",))
+    return Side(role, asked, f"dpcore {version}", folder, content, package=f"dpcore=={version}", users=(CORE,))
 
 
 def _repin(frameworks: Path, name: str, line: str) -> tuple[str, ...]:

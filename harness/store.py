@@ -109,15 +109,18 @@ def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> 
 def pack(folder: Path, target: Path) -> int:
     """Writes all records of a run into one ``.jsonl``, a record a line, sorted by name; returns how many. Raises
     :class:`BadInput` where there are none, or the run is still at work.
-
-    The file is meant for others, so that the home folder, which a reason may name with a log, is written as ``~``.
     """
     paths = sorted((folder / "records").glob("*.json"))
     if not paths:
         raise BadInput(f"{folder} has no records to pack; name the folder of a finished run.")
-    home = re.compile(r"(?<![\w./~-])" + re.escape(json.dumps(str(Path.home()), ensure_ascii=False)[1:-1]) + "/")
     busy = f"A run is at work in {folder}, so its records are not all there yet; wait for it."
     with cache.locked(folder / ".lock", busy):
-        lines = [home.sub("~/", record.read(path)[0].to_json()) for path in paths]
+        lines = [portable(record.read(path)[0]) for path in paths]
     cache.write_atomically(target, ("\n".join(lines) + "\n").encode())
     return len(lines)
+
+
+def portable(value: Record) -> str:
+    """The record as a line for others: the home folder, which a reason may name with a log, is written as ``~``."""
+    home = json.dumps(str(Path.home()), ensure_ascii=False)[1:-1]
+    return re.sub(r"(?<![\w./~-])" + re.escape(home) + "/", "~/", value.to_json())

@@ -33,6 +33,7 @@ from harness.request import Request
 from harness.tasks import TASKS, Task, check_parameters, initial_parameters
 
 MINIMUM_STEPS = 4
+MOST_EPOCHS = 100
 REPLAYED_STEPS = MINIMUM_STEPS
 """The first steps of the first epoch, after which the weights are read for comparison with the untimed replay. Every
 timed process makes at least so many, so that both have the same steps behind them."""
@@ -162,6 +163,14 @@ class Measurement:
         wanted = 2 * math.ceil(self.request.budget_seconds / max(step_seconds, 1e-6) / 2)  # even: see `balanced`
         return min(self.whole_epoch, max(MINIMUM_STEPS, wanted))
 
+    def epochs(self, step_seconds: float | None) -> int:
+        """As many as are asked for; where the budget lasts for more than one, as many as fit, because the fifth of a
+        second that an epoch of a small model takes says little of what its steps cost."""
+        if self.request.steps is not None or self.request.budget_seconds is None or step_seconds is None:
+            return self.request.epochs
+        fitting = int(self.request.budget_seconds / max(self.whole_epoch * step_seconds, 1e-6))
+        return max(self.request.epochs, min(MOST_EPOCHS, fitting))
+
 
 def measure_time(request: Request, emit: Emit) -> dict[str, Any]:
     """Warm-up, then timed epochs. In the first epoch the clock stops once more, after the first steps, so that their
@@ -174,7 +183,7 @@ def measure_time(request: Request, emit: Emit) -> dict[str, Any]:
     if request.warm_up:
         first_pass, step_seconds, warm_up_steps = m.calibrate()
     steps = m.steps(step_seconds)
-    epochs = [epoch_batches(request, m.setting, epoch, steps) for epoch in range(request.epochs)]
+    epochs = [epoch_batches(request, m.setting, epoch, steps) for epoch in range(m.epochs(step_seconds))]
     if first_pass is not None:
         seconds, count = m.warm_up([batch for batches in epochs for batch in batches])
         first_pass, warm_up_steps = first_pass + seconds, warm_up_steps + count
@@ -184,7 +193,7 @@ def measure_time(request: Request, emit: Emit) -> dict[str, Any]:
     reads: list[Read] = []
     weights: dict[str, np.ndarray] = {}
     for epoch, batches in enumerate(epochs):
-        emit({"event": "phase", "phase": f"epoch {epoch + 1}/{request.epochs}"})
+        emit({"event": "phase", "phase": f"epoch {epoch + 1}/{len(epochs)}"})
         parts = [batches[:REPLAYED_STEPS], batches[REPLAYED_STEPS:]] if epoch == 0 else [batches]
         measured.append(0.0)
         for part in parts:
@@ -204,6 +213,7 @@ def measure_time(request: Request, emit: Emit) -> dict[str, Any]:
     compile_seconds = None
     if first_pass is not None:
         compile_seconds = max(0.0, first_pass - warm_up_steps * statistics.median(measured) / steps)
+    # Those that were asked for: how many more a budget had room for depends on the machine.
     total_steps = m.whole_epoch * request.epochs
     return {
         "state": "ok",
@@ -213,7 +223,7 @@ def measure_time(request: Request, emit: Emit) -> dict[str, Any]:
         "timed": {
             "steps_per_epoch": m.whole_epoch,
             "steps_timed": steps,
-            "epochs": request.epochs,
+            "epochs": len(epochs),
             "extrapolated": steps < m.whole_epoch,
             "measured_seconds": measured,
             "first_pass_seconds": first_pass,
@@ -289,8 +299,10 @@ def measure_own_memory(request: Request, emit: Emit) -> dict[str, Any]:
     emit({"event": "phase", "phase": "memory"})
     m.adapter.epoch(own_seed(request, 0))
     m.adapter.synchronize()
+    peak = resident.peak()
+    resident.settle()
     memory = {
-        resident.NOTION_WITH_COMPILE: max(0, resident.peak() - loaded),
+        resident.NOTION_WITH_COMPILE: max(0, peak - min(loaded, resident.now())),
         **m.adapter.peak_memory().bytes_by_notion,
     }
     if request.snapshot:
@@ -322,6 +334,7 @@ def measure_memory(request: Request, emit: Emit) -> dict[str, Any]:
     m.adapter.build(m.task, m.setting, m.initial)
     resident.settle()
     kept = resident.now()
+    loaded = min(loaded, kept)  # some (TensorFlow) let go of the data's original only in their next call
     resident.reset_peak()
     for indices, mask in batches:
         m.adapter.step(indices, mask)

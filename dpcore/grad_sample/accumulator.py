@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +21,22 @@ Factors = Callable[[Tensor, float], Tensor]
 # of the squared norm, the norm is good to a few eps, well inside the clip factor's margin of 32; beyond, the
 # example's gradient is formed in float64. Convolutional networks stay below 1.
 TOLERATED_CANCELLATION = 8.0
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _without_autocast(method: Method) -> Method:
+    """A forward pass may run in bfloat16; norms that decide on clipping, and what is clipped, are taken in full."""
+
+    @functools.wraps(method)
+    def run(self: Accumulator, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_autocast_enabled(self.device.type):
+            return method(self, *args, **kwargs)
+        with torch.autocast(self.device.type, enabled=False):
+            return method(self, *args, **kwargs)
+
+    return cast(Method, run)
 
 
 class Accumulator:
@@ -74,35 +92,48 @@ class Accumulator:
                 "model to one precision and one device with model.to(...)."
             )
         self.dtype, self.device = dtypes.pop(), devices.pop()
-        self.flat = torch.zeros(sum(p.numel() for p in params), dtype=self.dtype, device=self.device)
-        segments = torch.split(self.flat, [p.numel() for p in params])
-        self._segments = dict(zip(params, segments, strict=True))
         # In memory each sum is laid out as its parameter is (channels-last, for instance), so that updates run
         # straight.
         self._order = {p: [d for _, d in sorted((-stride, d) for d, stride in enumerate(p.stride()))] for p in params}
-        self.sums = {}
-        for p, segment in self._segments.items():
+        self.flat = torch.zeros(sum(p.numel() for p in params), dtype=self.dtype, device=self.device)
+        self._segments, self.sums = self._views(self.flat)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Pickled views come back with memory of their own: noise and zeroing would no longer reach the sums."""
+        self.__dict__.update(state)
+        self._segments, self.sums = self._views(self.flat)
+
+    def _views(self, flat: Tensor) -> tuple[dict[Parameter, Tensor], dict[Parameter, Tensor]]:
+        """Every parameter's part of ``flat`` as it lies in memory, and in the parameter's shape."""
+        params = list(self.parameters.values())
+        segments = dict(zip(params, torch.split(flat, [p.numel() for p in params]), strict=True))
+        sums = {}
+        for p, segment in segments.items():
             order = self._order[p]
             permuted = segment.view([p.shape[d] for d in order])
-            self.sums[p] = permuted.permute([order.index(d) for d in range(p.dim())])
+            sums[p] = permuted.permute([order.index(d) for d in range(p.dim())])
+        return segments, sums
 
     def follow(self) -> None:
         """Empty sums where the parameters are now, if ``module.to(...)`` has moved them."""
         if self._kinds != {(p.dtype, p.device) for p in self.names}:
             self._allocate()
 
-    def add(self, uses: Sequence[Use], batch_size: int, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Adds a micro-batch of ``batch_size`` examples to the sums; returns norms and factors, [groups,
-        batch_size].
+    @_without_autocast
+    def add(
+        self, uses: Sequence[Use], batch_size: int, mask: Tensor | None = None, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Adds a micro-batch of ``batch_size`` examples to the sums, times ``scale``; returns norms and factors,
+        [groups, batch_size].
         """
         choices = self._choose(uses)
         norms_sq, errors, kept = self._measure(choices, batch_size)
-        doubtful = self._doubtful(norms_sq, errors)
-        if not bool(doubtful.any()):
+        if not self._any_doubtful(norms_sq, errors):
             norms = norms_sq.sqrt_()
             factors = self._factors(norms, mask)
-            self._add(choices, kept, factors)
+            self._add(choices, kept, factors, scale)
             return norms, factors
+        doubtful = self._doubtful(norms_sq, errors)
         norms = norms_sq
         factors = torch.zeros_like(norms)
         good = (~doubtful).nonzero().squeeze(1)
@@ -112,10 +143,28 @@ class Accumulator:
             part_norms_sq, _, kept = self._measure(part, len(good))
             norms[:, good] = part_norms_sq.sqrt()
             factors[:, good] = self._factors(norms[:, good], part_mask)
-            self._add(part, kept, factors[:, good])
+            self._add(part, kept, factors[:, good], scale)
         for i in doubtful.nonzero():
-            norms[:, i], factors[:, i] = self._add_singly([use.rows(i, torch.float64) for use in uses], mask, i)
+            singles = [use.rows(i, torch.float64) for use in uses]
+            norms[:, i], factors[:, i] = self._add_singly(singles, mask, i, scale)
         return norms, factors
+
+    @_without_autocast
+    def clipped(
+        self, uses: Sequence[Use], mask: Tensor, bounds: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What :meth:`add` does, without a look at any value, so that it can be traced: the sums as a new flat tensor,
+        norms and factors [groups, m], and whether any example is doubtful, which makes all the rest worthless.
+
+        ``bounds``: one number tensor per group in place of the floats, which a graph would keep as they are now.
+        """
+        choices = self._choose(uses)
+        norms_sq, errors, kept = self._measure(choices, len(mask))
+        norms = norms_sq.sqrt()
+        factors = self._factors(norms, mask, bounds)
+        flat = torch.zeros_like(self.flat)
+        self._add(choices, kept, factors, 1.0, self._views(flat))
+        return flat, norms, factors, self._doubtful(norms_sq, errors).any()
 
     def _choose(self, uses: Sequence[Use]) -> list[Choice]:
         """The choices for the parameters of the sums; others may be recorded too, and are not released."""
@@ -126,6 +175,7 @@ class Accumulator:
     ) -> tuple[Tensor, Tensor | None, dict[Parameter, Tensor]]:
         """Squared norms [groups, m], the scale of their rounding errors [groups, m] or None, kept gradients [m, n]."""
         norms_sq = torch.zeros((len(self.bounds), batch_size), dtype=self.dtype, device=self.device)
+        groups = norms_sq.unbind(0)
         scales: Tensor | None = None
         kept = {}
         for choice in choices:
@@ -139,8 +189,15 @@ class Accumulator:
                 order = [0, *(d + 1 for d in self._order[choice.param])]
                 kept[choice.param] = _kept(choice).permute(order).reshape(batch_size, -1)
                 norm_sq = torch.linalg.vector_norm(kept[choice.param], dim=1).square_()
-            norms_sq[group] += norm_sq
+            groups[group].add_(norm_sq)
         return norms_sq, scales, kept
+
+    def _any_doubtful(self, norms_sq: Tensor, scales: Tensor | None) -> bool:
+        """Whether :meth:`_doubtful` has any example; the usual answer costs the fewest operators."""
+        # The sum of squares is below infinity only if each of them is.
+        if scales is None and bool(norms_sq.sum() < torch.inf):
+            return False
+        return bool(self._doubtful(norms_sq, scales).any())
 
     def _doubtful(self, norms_sq: Tensor, scales: Tensor | None) -> Tensor:
         """[m] bool: examples whose squared norm overflowed, is not a number, or may be rounding error."""
@@ -149,20 +206,34 @@ class Accumulator:
             doubtful |= scales > TOLERATED_CANCELLATION * norms_sq
         return doubtful.any(0)
 
-    def _factors(self, norms: Tensor, mask: Tensor | None) -> Tensor:
-        factors = torch.stack([self.factors(norms[i], c) for i, c in enumerate(self.bounds)])
+    def _factors(self, norms: Tensor, mask: Tensor | None, bounds: Sequence[Any] | None = None) -> Tensor:
+        bounds = self.bounds if bounds is None else bounds
+        if len(bounds) == 1:
+            factors = self.factors(norms[0], bounds[0]).unsqueeze(0)
+        else:
+            factors = torch.stack([self.factors(norms[i], c) for i, c in enumerate(bounds)])
         return factors if mask is None else factors * mask
 
-    def _add(self, choices: Sequence[Choice], kept: Mapping[Parameter, Tensor], factors: Tensor) -> None:
+    def _add(
+        self,
+        choices: Sequence[Choice],
+        kept: Mapping[Parameter, Tensor],
+        factors: Tensor,
+        scale: float,
+        into: tuple[Mapping[Parameter, Tensor], Mapping[Parameter, Tensor]] | None = None,
+    ) -> None:
+        """``into``: the views of another flat tensor than the buffer."""
+        segments, sums = (self._segments, self.sums) if into is None else into
+        if scale != 1.0:
+            factors = factors * scale
         for choice in choices:
-            out = self.sums[choice.param]
             of = factors[self._group[choice.param]]
             if choice.method == "ghost":
-                choice.uses[0].add_clipped_sum(choice.param, of, out)
+                choice.uses[0].add_clipped_sum(choice.param, of, sums[choice.param])
             else:
-                self._segments[choice.param].addmv_(kept[choice.param].t(), of)
+                segments[choice.param].addmv_(kept[choice.param].t(), of)
 
-    def _add_singly(self, uses: Sequence[Use], mask: Tensor | None, i: Tensor) -> tuple[Tensor, Tensor]:
+    def _add_singly(self, uses: Sequence[Use], mask: Tensor | None, i: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """One example by its float64 gradient: exact under cancellation, and 1e30 does not overflow when squared."""
         grads: dict[Parameter, Tensor] = {}
         norms_sq = torch.zeros((len(self.bounds), 1), dtype=torch.float64, device=self.device)
@@ -181,7 +252,7 @@ class Accumulator:
         for param, grad in grads.items():
             factor = factors[self._group[param], 0]
             if factor > 0:
-                self.sums[param].add_((grad * factor).to(self.dtype))
+                self.sums[param].add_((grad * (factor * scale)).to(self.dtype))
         return norms.to(self.dtype), factors.to(self.dtype)
 
     def check_unchanged(self) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from dpcore.grad_sample.contraction import FLOPS_PER_KEPT_FLOAT, gram_norm_sq, wide
+from dpcore.grad_sample.contraction import FLOPS_PER_KEPT_FLOAT, gram_norm_sq, trusted, wide
 from dpcore.grad_sample.tape import Saved, Tape, Use, handles
 
 
@@ -38,9 +38,14 @@ class BilinearUse(Use):
     def norm_sq(self, param: Parameter) -> tuple[Tensor, Tensor | None]:
         x1, x2, g = self._parts()
         if x1.shape[1] == 1:
-            return x1.square().sum((1, 2)) * x2.square().sum((1, 2)) * g.square().sum((1, 2)), None
-        gram = torch.bmm(x1, x1.transpose(1, 2)) * torch.bmm(x2, x2.transpose(1, 2))
-        return gram_norm_sq(gram, torch.bmm(g, g.transpose(1, 2)))
+            a, b, c = (t.square().sum((1, 2)) for t in (x1, x2, g))
+            # Any two of the three together, since the third may be lost beside them.
+            return trusted(a * b * c, torch.stack([a * b, a * c, b * c, a, b, c]).amax(0)), None
+        gram1, gram2 = torch.bmm(x1, x1.transpose(1, 2)), torch.bmm(x2, x2.transpose(1, 2))
+        gram_g = torch.bmm(g, g.transpose(1, 2))
+        norm_sq, scale = gram_norm_sq(gram1 * gram2, gram_g)
+        a, b, c = (gram.diagonal(dim1=1, dim2=2).sum(1) for gram in (gram1, gram2, gram_g))
+        return trusted(norm_sq, torch.stack([a * b, a * c, b * c, a, b, c]).amax(0)), scale
 
     def grad_sample(self, param: Parameter) -> Tensor:
         x1, x2, g = self._parts()

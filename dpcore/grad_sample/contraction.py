@@ -20,10 +20,20 @@ from dpcore.grad_sample.tape import Saved, Tape, Use, handles
 # passes over the kept gradient: written, squared, summed).
 FLOPS_PER_KEPT_FLOAT = 60
 
+# Squares below 1e-38 lose digits in float32, and below 1e-45 all of them. Times a square up to this, what was lost
+# stays far below any bound C that is allowed; times a larger one it would not, so that such an example is left to
+# float64.
+TRUSTED_SQUARE = 1e18
+
 
 def wide(tensor: Tensor) -> Tensor:
     """In float32 or better: norms and sums of half-precision gradients are not taken in half precision."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def trusted(norm_sq: Tensor, largest_square: Tensor) -> Tensor:
+    """``norm_sq``, a product of squares none of which is above ``largest_square``; inf where another may be lost."""
+    return torch.where(largest_square < TRUSTED_SQUARE, norm_sq, torch.inf)
 
 
 def gram_norm_sq(gram_x: Tensor, gram_g: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,8 +42,9 @@ def gram_norm_sq(gram_x: Tensor, gram_g: Tensor) -> tuple[Tensor, Tensor]:
     The first is |GᵀX|² but its terms may cancel; the second bounds every partial sum, hence its rounding error.
     """
     norm_sq = (gram_x * gram_g).sum((-2, -1))
-    diagonals = gram_x.diagonal(dim1=-2, dim2=-1) * gram_g.diagonal(dim1=-2, dim2=-1)
-    return norm_sq, diagonals.clamp(min=0).sqrt().sum(-1).square()
+    squares_x, squares_g = gram_x.diagonal(dim1=-2, dim2=-1), gram_g.diagonal(dim1=-2, dim2=-1)
+    scale = (squares_x * squares_g).clamp(min=0).sqrt().sum(-1).square()
+    return trusted(norm_sq, torch.maximum(squares_x, squares_g).sum(-1)), scale
 
 
 class ContractionUse(Use):
@@ -52,6 +63,8 @@ class ContractionUse(Use):
         self._inputs = {param: Saved(x) for param, x in inputs.items()}
         # [B, d, T] copy of the output gradients, where several weights share them.
         self._columns: Tensor | None = None
+        # [B] squared norms of the output gradients, where weight and bias share them, and what they are the norms of.
+        self._squares: tuple[Tensor, int, Tensor] | None = None
 
     def _x(self, param: Parameter) -> Tensor:
         """[B, p] or [B, T, p]."""
@@ -68,14 +81,21 @@ class ContractionUse(Use):
             tensor = tensor.transpose(0, 1)
         return tensor if tensor.dim() <= 3 else tensor.flatten(1, -2)
 
+    def _g_squares(self, g: Tensor) -> Tensor:
+        """[B] squared norms of output gradients [B, d]."""
+        assert self.grad is not None
+        if self._squares is None or self._squares[0] is not self.grad or self._squares[1] != self.grad._version:
+            self._squares = self.grad, self.grad._version, g.square().sum(-1)
+        return self._squares[2]
+
     def norm_sq(self, param: Parameter) -> tuple[Tensor, Tensor | None]:
         g = self._g()
         if param not in self._inputs:
-            summed = g if g.dim() == 2 else g.sum(1)
-            return summed.square().sum(-1), None
+            return self._g_squares(g) if g.dim() == 2 else g.sum(1).square().sum(-1), None
         x = self._x(param)
         if x.dim() == 2:
-            return x.square().sum(-1) * g.square().sum(-1), None
+            squares_x, squares_g = x.square().sum(-1), self._g_squares(g)
+            return trusted(squares_x * squares_g, torch.maximum(squares_x, squares_g)), None
         return gram_norm_sq(torch.bmm(x, x.transpose(1, 2)), torch.bmm(g, g.transpose(1, 2)))
 
     def grad_sample(self, param: Parameter) -> Tensor:
@@ -106,10 +126,10 @@ class ContractionUse(Use):
 
     def ghost_is_cheaper(self, param: Parameter) -> bool:
         assert self.grad is not None
-        if param not in self._inputs:
-            return False
         if self.grad.dim() == 2:
             return True
+        if param not in self._inputs:
+            return False
         positions = self.grad.shape[:-1].numel() // self.grad.shape[1 if self.time_major else 0]
         d, p = self.grad.shape[-1], param.shape[1]
         return 2 * positions**2 * (p + d) < FLOPS_PER_KEPT_FLOAT * p * d

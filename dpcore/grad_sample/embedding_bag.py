@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from dpcore.errors import NoRuleError, UnsupportedError
-from dpcore.grad_sample.contraction import wide
+from dpcore.grad_sample.contraction import trusted, wide
 from dpcore.grad_sample.embedding import add_rows, add_weighted_rows
 from dpcore.grad_sample.normalization import bound_arguments
 from dpcore.grad_sample.tape import Saved, Tape, Use, handles
@@ -30,6 +30,7 @@ class EmbeddingBagUse(Use):
         self.name = name
         self.ids, self.bags = ids, bags
         self._coefficients = Saved(coefficients)
+        self._sums: Tensor | None = None
 
     def _parts(self) -> tuple[Tensor, Tensor]:
         """Output gradients [B, d] and coefficients [N]."""
@@ -37,15 +38,24 @@ class EmbeddingBagUse(Use):
         g = wide(self.grad)
         return g, self._coefficients.get(self.name).to(g.dtype)
 
-    def norm_sq(self, param: Parameter) -> tuple[Tensor, Tensor | None]:
-        """|G_b|² Σ_v c_bv², where equal ids of a bag find each other as in :class:`EmbeddingUse`."""
+    def _token_sums(self) -> Tensor:
+        """[N]: c_bv at one place of each different id of a bag, zero at the others; equal ids find each other as in
+        :class:`EmbeddingUse`, and as there what is clipped is what the norm was taken of: weights may cancel."""
         g, coefficients = self._parts()
-        cells = self.bags * len(param) + self.ids
-        table = self.ids.new_empty(len(g) * len(param), dtype=torch.int32)
-        table[cells] = torch.arange(len(cells), dtype=torch.int32, device=cells.device)
-        sums = torch.zeros_like(coefficients).index_add_(0, table[cells].long(), coefficients)
-        counts = coefficients.new_zeros(len(g)).index_add_(0, self.bags, sums.square())
-        return g.square().sum(1) * counts, None
+        if self._sums is None or self._sums.dtype != coefficients.dtype:
+            rows = len(self.params[0])
+            cells = self.bags * rows + self.ids
+            table = self.ids.new_empty(len(g) * rows, dtype=torch.int32)
+            table[cells] = torch.arange(len(cells), dtype=torch.int32, device=cells.device)
+            self._sums = torch.zeros_like(coefficients).index_add_(0, table[cells].long(), coefficients)
+        return self._sums
+
+    def norm_sq(self, param: Parameter) -> tuple[Tensor, Tensor | None]:
+        """|G_b|² Σ_v c_bv²."""
+        g, coefficients = self._parts()
+        counts = coefficients.new_zeros(len(g)).index_add_(0, self.bags, self._token_sums().square())
+        squares = g.square().sum(1)
+        return trusted(squares * counts, torch.maximum(squares, counts)), None
 
     def grad_sample(self, param: Parameter) -> Tensor:
         g, coefficients = self._parts()
@@ -55,8 +65,8 @@ class EmbeddingBagUse(Use):
         return out.view(len(g), v, d)
 
     def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
-        g, coefficients = self._parts()
-        add_weighted_rows(out, self.ids, self.bags, coefficients, g * factors.unsqueeze(1))
+        g, _ = self._parts()
+        add_weighted_rows(out, self.ids, self.bags, self._token_sums(), g * factors.unsqueeze(1))
 
     def ghost_is_cheaper(self, param: Parameter) -> bool:
         return True

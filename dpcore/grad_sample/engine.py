@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,19 @@ from dpcore.errors import PrivacyError
 from dpcore.grad_sample import rules  # noqa: F401  (registers them)
 from dpcore.grad_sample.accumulator import Accumulator, Factors
 from dpcore.grad_sample.layout import Layout, copies, probe_sizes
-from dpcore.grad_sample.planner import choose, physical_batch_size, stash_bytes
+from dpcore.grad_sample.lookups import SeenOtherwise
+from dpcore.grad_sample.planner import MicroBatches, choose, micro_batches
 from dpcore.grad_sample.samplers import custom_fallbacks
 from dpcore.grad_sample.tape import Tape
 from dpcore.noise import GaussianNoise
+from dpcore.uncompiled import refuse_compiled, uncompiled
+
+if TYPE_CHECKING:
+    from dpcore.grad_sample.compiled import Graphs
 
 LossFn = Callable[[Any, Any], Tensor]
+Kind = tuple[Any, ...]
+"""Shapes and dtypes of one example's inputs: what a plan of micro-batches holds for."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,11 @@ class Engine:
     one per trained parameter (per-layer clipping). ``expected_batch_size``: the public divisor of every update,
     whatever the batch's length. ``physical_batch_size``: examples per forward pass, chosen from sizes and memory when
     None; the result does not depend on it. ``factors(norms, C)``: the clipping rule, flat by default.
+    ``compile``: behind the first micro-batch the pass runs as one compiled graph of fixed length per kind of batch (see
+    :mod:`dpcore.grad_sample.compiled`), which takes ``torch.compile`` and its compiler some time once (True: inductor,
+    or the name of another backend); Python values that model and loss hold are then those of its first call, while
+    weights, buffers and clip bounds stay live. Raises UnsupportedError for recurrent layers, and at the first step for
+    what cannot be traced.
     """
 
     def __init__(
@@ -66,8 +78,12 @@ class Engine:
         noise: GaussianNoise | None = None,
         physical_batch_size: int | None = None,
         factors: Factors = clip_factors,
+        compile: bool | str = False,
     ) -> None:
+        refuse_compiled(model)
         self.model = model
+        self._modules = tuple(model.modules())
+        self._structure = _structure(model)
         self.loss_fn = loss_fn
         self.noise_multiplier = float(noise_multiplier)
         self.expected_batch_size = expected_batch_size
@@ -79,33 +95,72 @@ class Engine:
         if physical_batch_size is not None and physical_batch_size < 1:
             raise ValueError(f"physical_batch_size is {physical_batch_size}; it must be at least 1.")
         self._physical = physical_batch_size
-        self._planned: dict[tuple[Any, ...], int] = {}
+        self._planned: dict[Kind, MicroBatches] = {}
+        self._largest: dict[Kind, int] = {}
         self._layout = Layout(model, custom_fallbacks(model))
         self._plan: list[tuple[str, str]] = []
+        self._compile_by("inductor" if compile is True else compile or None)
+
+    def _compile_by(self, backend: str | None) -> None:
+        self._graphs: Graphs | None = None
+        if backend is not None:
+            from dpcore.grad_sample.compiled import Graphs  # brings in the compiler: not for those who do not ask
+
+            self._graphs = Graphs(self.model, self._traced, backend)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy compiles for itself: a graph belongs to the objects that it was made of."""
+        return {**self.__dict__, "_graphs": self._graphs.backend if self._graphs else None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._structure = _structure(self.model)
+        self._compile_by(state["_graphs"])
 
     # ---- the clipped sum
 
+    @uncompiled
     def clipped_sum(self, x: Any, y: Any, mask: Tensor | None = None) -> ClippedSum:
         """Σ_i min(1, C/|g_i|) g_i for inputs x (a tensor [B, ...], a tuple or a dict of them) and targets y (likewise).
 
         ``mask`` bool [B]: examples whose entry is False contribute nothing. B may be 0. The sums live in the engine's
         buffer and hold until the next call. Raises UnsupportedError where a gradient cannot be told apart by example.
         """
-        self.accumulator.check_unchanged()
+        self._check_model()
+        self._withdraw()
         self.accumulator.flat.zero_()
+        return self._add_clipped_sum(x, y, mask, 1.0)
+
+    def _add_clipped_sum(self, x: Any, y: Any, mask: Tensor | None, scale: float) -> ClippedSum:
+        """The clipped sum times ``scale``, added to what the buffer holds."""
         batch_size = _length(x)
+        if mask is not None and (mask.dtype != torch.bool or mask.shape != (batch_size,)):
+            raise ValueError(
+                f"mask is {mask.dtype} of shape {tuple(mask.shape)} for {batch_size} examples; it must be bool, one "
+                "entry per example: a weight above 1 would let an example move the sum by more than max_grad_norm."
+            )
+        kind = _kind(x)
+        if self._graphs is not None:
+            # The eager pass comes first in every mode: it sees what a trace cannot (random numbers without a rule).
+            kind = (*kind, tuple(module.training for module in self._modules))
+        self._largest[kind] = max(batch_size, self._largest.get(kind, 0))
         norms: list[Tensor] = []
         factors: list[Tensor] = []
         losses: list[Tensor] = []
-        if batch_size and _kind(x) not in self._planned:
+        if batch_size and kind not in self._planned:
             self._layout.learn(
                 self.accumulator.names,
                 lambda count: _call(self.model, copies(x, batch_size, count)),
                 probe_sizes(x, batch_size),
             )
-        start = 0
+        start = graph_size = 0
         while start < batch_size:
-            stop = start + self._next_size(x, batch_size - start)
+            if self._graphs is not None and not graph_size and kind in self._planned:
+                # What the caller has filled up is cut into equal graphs; the first batch, begun eagerly, just as later.
+                filled = mask is not None
+                graph_size = self._graph_size(kind, batch_size if filled else batch_size - start, filled)
+            rest = batch_size - start
+            stop = start + (min(graph_size, rest) if graph_size else self._next_size(kind, batch_size, rest))
             rows = slice(start, stop)
             whole = start == 0 and stop == batch_size
             part = self._accumulate(
@@ -113,6 +168,9 @@ class Engine:
                 y if whole else _take(y, rows),
                 None if mask is None else mask[rows],
                 stop - start,
+                scale,
+                kind,
+                graph_size,
             )
             for kept, new in zip((norms, factors, losses), part, strict=True):
                 kept.append(new)
@@ -136,29 +194,63 @@ class Engine:
             )
         return joined[0] if grouped and len(self.accumulator.bounds) == 1 else joined
 
-    def _next_size(self, x: Any, remaining: int) -> int:
+    def _next_size(self, kind: Kind, batch_size: int, remaining: int) -> int:
         """Size of the next micro-batch; the first batch of a kind starts small, to measure what an example leaves."""
-        size = self._physical or self._planned.get(_kind(x), 16)
+        plan = self._planned.get(kind)
+        size = self._physical or (plan.size(batch_size) if plan else 16)
         pieces = -(-remaining // size)
         return -(-remaining // pieces)
 
-    def _accumulate(self, x: Any, y: Any, mask: Tensor | None, batch_size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Adds one micro-batch to the sums; norms and factors [groups, m], losses [m]."""
+    def _graph_size(self, kind: Kind, count: int, filled: bool) -> int:
+        """Length of the compiled pieces of ``count`` examples."""
+        from dpcore.grad_sample.compiled import CPU_GRAPH_EXAMPLES
+
+        assert self._graphs is not None
+        plan, on_cpu = self._planned[kind], self.accumulator.device.type == "cpu"
+        most = min(plan.most, max(plan.least, CPU_GRAPH_EXAMPLES)) if on_cpu else plan.most
+        return self._graphs.length(kind, count, self._physical or most, filled)
+
+    def _traced(self, x: Any, y: Any, mask: Tensor, bounds: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What :meth:`_accumulate` computes, as a function that looks at no value."""
+        tape = Tape(self.accumulator.names, len(mask), layout=self._layout)
+        with torch.enable_grad():
+            with tape:
+                losses = self.loss_fn(_call(self.model, x), y)
+            self._check_losses(losses, len(mask))
+            tape.backward(losses, mask.to(losses.dtype))
+        with torch.no_grad():
+            # Memory of their own: a loss may hand out what it was given, which the next piece is written over.
+            return *self.accumulator.clipped(tape.uses, mask, bounds), losses.detach().clone()
+
+    def _accumulate(
+        self, x: Any, y: Any, mask: Tensor | None, batch_size: int, scale: float, kind: Kind, graph_size: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Adds one micro-batch to the sums, times ``scale``; norms and factors [groups, m], losses [m]. ``graph_size``:
+        by the compiled graph of that length, 0: eagerly."""
+        if graph_size:
+            assert self._graphs is not None
+            depends = (self.loss_fn, self.accumulator.factors)
+            part = self._graphs.run(x, y, mask, graph_size, self.accumulator.bounds, self.accumulator.device, depends)
+            if part is not None:
+                sums, norms, factors, per_example = part
+                self.accumulator.flat.add_(sums, alpha=scale)
+                return norms, factors, per_example
         tape = Tape(self.accumulator.names, batch_size, layout=self._layout)
         with torch.enable_grad():
             with tape:
                 losses = self.loss_fn(_call(self.model, x), y)
             self._check_losses(losses, batch_size)
             weights = torch.ones_like(losses) if mask is None else mask.to(losses.dtype)
-            tape.backward(losses, weights)
+            try:
+                tape.backward(losses, weights)
+            except SeenOtherwise:
+                return self._accumulate(x, y, mask, batch_size, scale, kind, 0)
         with torch.no_grad():
-            norms, factors = self.accumulator.add(tape.uses, batch_size, mask)
-        kind = _kind(x)
+            norms, factors = self.accumulator.add(tape.uses, batch_size, mask, scale)
         if kind not in self._planned:
             choices = choose(tape.uses)
             self._plan = [(self.accumulator.names[c.param], c.method) for c in choices]
-            per_example = stash_bytes(choices, tape.uses, batch_size)
-            self._planned[kind] = physical_batch_size(max(per_example, 1.0), tape.uses, self.accumulator.device)
+            self._planned[kind] = micro_batches(choices, tape.uses, batch_size, self.accumulator.device)
         return norms, factors, losses.detach()
 
     @property
@@ -168,6 +260,7 @@ class Engine:
 
     # ---- the step
 
+    @uncompiled
     def privatize(self, x: Any, y: Any, mask: Tensor | None = None) -> ClippedSum:
         """Sets every trained parameter's ``grad`` to (clipped sum + σ·C·N(0, I)) / expected_batch_size.
 
@@ -177,14 +270,31 @@ class Engine:
             raise ValueError(
                 "expected_batch_size is not set; it is the public divisor of the update, never len(batch)."
             )
-        result = self.clipped_sum(x, y, mask)
-        self.noise.add_(self.accumulator.flat, self.noise_multiplier * self.sensitivity, self.steps)
-        self.accumulator.flat.div_(self.expected_batch_size)
+        self._check_model()
+        # The divisor goes into the clip factors and the noise, and the noise is drawn where the sums are then added: no
+        # pass over the sums is spent on either.
+        scale = 1.0 / self.expected_batch_size
+        flat, std = self.accumulator.flat, self.noise_multiplier * self.sensitivity * scale
+        first = self.noise.may_come_first
+        self._withdraw()
+        try:
+            if first:
+                self.noise.fill_(flat, std, self.steps)
+            else:
+                flat.zero_()
+            result = self._add_clipped_sum(x, y, mask, scale)
+            if not first:
+                self.noise.add_(flat, std, self.steps)
+        except BaseException:
+            # The next attempt draws the same noise: nothing of this one may stay.
+            flat.zero_()
+            raise
         self.steps += 1
         for param, summed in self.accumulator.sums.items():
             param.grad = summed if param.dtype == summed.dtype else summed.to(param.dtype)
         return result
 
+    @uncompiled
     def step(self, x: Any, y: Any, mask: Tensor | None = None) -> ClippedSum:
         """:meth:`privatize`, then ``optimizer.step()``. Afterwards ``sums`` of the result hold the released
         gradient.
@@ -195,7 +305,28 @@ class Engine:
         self.optimizer.step()
         return result
 
+    def _withdraw(self) -> None:
+        """No ``grad`` while the buffer in which the last one lies is written anew: it would show sums without noise,
+        and what a loss does to it (``zero_grad(set_to_none=False)``, say) would be done to the noise."""
+        for param in self.accumulator.sums:
+            param.grad = None
+
     # ---- checks and explanation
+
+    def _check_model(self) -> None:
+        """Before every pass: the same parameters are trained, and nothing was compiled or exchanged since."""
+        self.accumulator.check_unchanged()
+        if torch.is_inference_mode_enabled():
+            raise PrivacyError(
+                "torch.inference_mode() records no gradients: every example's would count as zero; leave it."
+            )
+        if self._structure != _structure(self.model):
+            raise PrivacyError(
+                "A layer or a parameter of the model was added, removed or replaced by another object since the engine "
+                "was built (load_state_dict(assign=True) does so); build a new engine."
+            )
+        if any(module._compiled_call_impl is not None for module in self._modules):
+            refuse_compiled(self.model)
 
     def _check_losses(self, losses: Any, batch_size: int) -> None:
         if not isinstance(losses, Tensor) or losses.shape != (batch_size,):
@@ -206,12 +337,29 @@ class Engine:
             )
 
     def explain(self) -> str:
-        """One line per trained parameter: how its norm and its sum are computed; physical batch sizes; kernels."""
+        """One line per trained parameter: how its norm and its sum are computed; physical batch sizes, of the largest
+        batch so far; kernels."""
         lines = [f"{name}: {method}" for name, method in self._plan]
         lines += [f"{name or 'the whole model'}: no rule, by vmap" for name in self._layout.fallbacks]
-        sizes = sorted(set(self._planned.values())) if self._physical is None else [self._physical]
+        planned = {plan.size(self._largest[kind]) for kind, plan in self._planned.items()}
+        sizes = sorted(planned) if self._physical is None else [self._physical]
+        if self._graphs is not None:
+            sizes = self._graphs.sizes
+            lines.append("pass: one compiled graph for each physical batch size")
         lines.append(f"physical batch size: {', '.join(map(str, sizes)) or 'not planned yet'}")
         return "\n".join([*lines, f"compiled kernels: {'in use' if native.available() else native.REMEDY}"])
+
+
+def _structure(model: nn.Module) -> list[int]:
+    """Which modules and parameters there are, as objects (which the engine keeps alive)."""
+    ids: list[int] = []
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        ids.append(id(module))
+        ids.extend(map(id, module._parameters.values()))
+        waiting.extend(child for child in module._modules.values() if child is not None)
+    return ids
 
 
 def _call(model: nn.Module, x: Any) -> Any:
@@ -230,7 +378,7 @@ def _length(x: Any) -> int:
     return len(_tensors(x)[0])
 
 
-def _kind(x: Any) -> tuple[Any, ...]:
+def _kind(x: Any) -> Kind:
     return tuple((t.shape[1:], t.dtype) for t in _tensors(x))
 
 

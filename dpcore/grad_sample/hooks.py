@@ -22,6 +22,7 @@ from dpcore.grad_sample.planner import choose
 from dpcore.grad_sample.samplers import custom_fallbacks
 from dpcore.grad_sample.tape import Tape, Use
 from dpcore.grad_sample.tree import flatten, unflatten
+from dpcore.uncompiled import refuse_compiled
 from dpcore.validators.module_validator import ModuleValidator, batch_norm_error, batch_norms, mixes_examples
 
 EMPTY_BATCH = (
@@ -482,13 +483,3 @@ def _batch_brought_first(
 def _parts(module: nn.Module) -> tuple[Any, ...]:
     """All submodules and all parameters, each followed by whether it is trained; to be compared by identity."""
     return (*module.modules(), *(part for param in module.parameters() for part in (param, param.requires_grad)))
-
-
-def refuse_compiled(module: nn.Module) -> None:
-    """UnsupportedError where a part of the module was compiled: the calls inside it cannot be recorded."""
-    for name, child in module.named_modules():
-        if hasattr(child, "_orig_mod") or getattr(child, "_compiled_call_impl", None) is not None:
-            raise UnsupportedError(
-                f"{name or 'The module'} is compiled by torch.compile, which hides the layers inside it from the "
-                "recording of gradients by example; pass the uncompiled module (compiled._orig_mod)."
-            )

@@ -57,6 +57,8 @@ class Layout:
         self.model = model
         self.fallbacks = fallbacks
         self.recurrent = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
+        self.averaged: dict[Parameter, bool] = {}
+        """Embeddings: whether nothing but one mean or sum over the positions sees their vectors."""
         self._dims: dict[tuple[Parameter, str], set[int]] = {}
         self._probing = False
 

@@ -6,6 +6,7 @@ that share an entry of γ or β.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -71,9 +72,13 @@ def _affine(
     return tape.record(AffineUse(tape.name(params), x, trained_weight, trained_bias, kept), output, batch_dim)
 
 
+_signature = functools.cache(inspect.signature)
+"""Finding out takes as long as several operators."""
+
+
 def bound_arguments(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """A call's arguments by name, defaults included."""
-    bound = inspect.signature(func).bind(*args, **kwargs)
+    bound = _signature(func).bind(*args, **kwargs)
     bound.apply_defaults()
     return dict(bound.arguments)
 

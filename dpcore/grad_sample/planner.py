@@ -15,6 +15,15 @@ from dpcore.grad_sample.tape import Use
 CPU_STASH_BYTES = 32 * 2**20
 CPU_FEWEST_EXAMPLES = 16
 CPU_FEWEST_IN_A_LOOP = 64
+# An example holds more than in ordinary training, up to about twice as much: beside the layers' inputs their outputs'
+# gradients and the rules' temporaries. A third of a batch at once needs no more than ordinary training of all of it;
+# below 384 examples a half must do, since pieces of fewer than 100 cost too much time.
+# Small batches are left whole, and so is what takes next to nothing, or little beside the parameters: every piece
+# passes over the sums of them all.
+HALVES_FROM = 192
+THIRDS_FROM = 384
+CPU_LEAST_STASH_BYTES = 4 * 2**20
+CPU_LEAST_STASH_IN_PARAMETERS = 64
 CUDA_FREE_FRACTION = 0.25
 
 
@@ -48,10 +57,35 @@ def stash_bytes(choices: Sequence[Choice], uses: Sequence[Use], batch_size: int)
     return kept + sum(use.stash_bytes() for use in uses) / batch_size
 
 
-def physical_batch_size(bytes_per_example: float, uses: Sequence[Use], device: torch.device) -> int:
-    """How many examples to process at once. The clipped sum is associative: the result does not depend on it."""
+@dataclass(frozen=True)
+class MicroBatches:
+    """How a batch is cut. The clipped sum is associative: the result does not depend on it.
+
+    ``most``: examples at once, by cache or memory. ``least``: fewer are not worth a piece of their own.
+    """
+
+    most: int
+    least: int
+
+    def size(self, batch_size: int) -> int:
+        """The largest piece of a batch of ``batch_size`` examples."""
+        if batch_size < HALVES_FROM:
+            return self.most
+        pieces = 2 if batch_size < THIRDS_FROM else 3
+        return min(self.most, max(self.least, -(-batch_size // pieces)))
+
+
+def micro_batches(
+    choices: Sequence[Choice], uses: Sequence[Use], batch_size: int, device: torch.device
+) -> MicroBatches:
+    """Planned from what ``batch_size`` examples left behind."""
+    per_example = max(stash_bytes(choices, uses, batch_size), 1.0)
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return max(1, int(CUDA_FREE_FRACTION * free / bytes_per_example))
+        most = max(1, int(CUDA_FREE_FRACTION * free / per_example))
+        return MicroBatches(most, most)
     fewest = CPU_FEWEST_IN_A_LOOP if any(use.sequential for use in uses) else CPU_FEWEST_EXAMPLES
-    return max(fewest, int(CPU_STASH_BYTES / bytes_per_example))
+    parameters = sum(choice.param.nbytes for choice in choices)
+    worthwhile = max(CPU_LEAST_STASH_BYTES, CPU_LEAST_STASH_IN_PARAMETERS * parameters)
+    most, least = (max(fewest, int(stash / per_example)) for stash in (CPU_STASH_BYTES, worthwhile))
+    return MicroBatches(most, least)

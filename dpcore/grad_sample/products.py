@@ -37,6 +37,7 @@ def prefers_onednn(a: Tensor, flops: float) -> bool:
         and flops >= WORTH_A_CALL_FLOPS
         and a.dtype == torch.float32
         and a.device.type == "cpu"
+        and type(a) is Tensor
         and torch.get_float32_matmul_precision() == "highest"
         and not torch.compiler.is_compiling()
     )

@@ -10,6 +10,7 @@ from dpcore.grad_sample import (
     embedding,
     embedding_bag,
     normalization,
+    pooling,
     recurrent,
 )
 
@@ -23,5 +24,6 @@ __all__ = [
     "embedding",
     "embedding_bag",
     "normalization",
+    "pooling",
     "recurrent",
 ]

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from dpcore.errors import NoRuleError, UnsupportedError
+from dpcore.grad_sample.lookups import Lookups
 
 if TYPE_CHECKING:
     from dpcore.grad_sample.layout import Layout
@@ -177,6 +178,7 @@ class Tape(TorchFunctionMode):
         self.shared: dict[int, tuple[Tensor, Parameter, Callable[[], Use]]] = {}
         self.packed: PackedSequence | None = None
         """What a recurrent layer is working on: the function that it calls is not told the order of the sequences."""
+        self.lookups = Lookups()
         self._hooks: list[RemovableHandle] = []
         self.channels_last = any(_is_channels_last(p) for p in parameters)
         self.parameters = parameters
@@ -217,14 +219,21 @@ class Tape(TorchFunctionMode):
             self._forwards.clear()
         while self._hooks:
             self._hooks.pop().remove()
+        self.lookups.settle(self)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
+        if self.lookups:
+            pooled = self.lookups.pooled(self, func, args, kwargs)
+            if pooled is not None:
+                return pooled
+            args, kwargs = self.lookups.formed(self, func, args, kwargs)
         handler = HANDLERS.get(func)
         if handler is None:
-            return func(*args, **(kwargs or {}))
-        return handler(self, func, args, kwargs or {})
+            return func(*args, **kwargs)
+        return handler(self, func, args, kwargs)
 
     def trains(self, tensor: Any) -> TypeGuard[Parameter]:
         """Whether this is one of the trained parameters."""
@@ -272,7 +281,7 @@ class Tape(TorchFunctionMode):
                     "A backward pass with create_graph=True went through the private module; the gradient of a "
                     "gradient mixes what is recorded. Compute such penalties on to_standard_module(), without privacy."
                 )
-            scaled = grad.detach() * scale
+            scaled = _scaled(grad.detach(), scale)
             total = scaled if total is None else total + scaled
             if not self.fired:
                 self.fired = True
@@ -360,3 +369,11 @@ class Tape(TorchFunctionMode):
 
 def _is_channels_last(tensor: Tensor) -> bool:
     return tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def _scaled(tensor: Tensor, scale: float) -> Tensor:
+    """tensor * scale, expanded where the tensor is: rules make use of that."""
+    if 0 not in tensor.stride() or not tensor.numel():
+        return tensor * scale
+    core = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+    return (core * scale).expand(tensor.shape)

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
 HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
@@ -72,9 +73,10 @@ def build() -> Path:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    if os.environ.get("DPCORE_NATIVE") == "0" or not path().exists():
+    if os.environ.get("DPCORE_NATIVE") == "0":
         return None
-    return ctypes.CDLL(str(path()))
+    built = path()
+    return ctypes.CDLL(str(built)) if built.exists() else None
 
 
 def reload() -> None:
@@ -111,14 +113,21 @@ def serves(*tensors: Tensor) -> bool:
     )
 
 
-def _call(name: str, tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
+def serves_graph(*tensors: Tensor) -> bool:
+    """As :func:`serves`, for tensors without values while a graph is traced that will call the kernels."""
+    return available() and all(
+        isinstance(t, FakeTensor) and t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors
+    )
+
+
+def _call(name: str, tensors: Sequence[Tensor], sizes: Sequence[int], *numbers: float) -> None:
     library = _library()
     assert library is not None
     for tensor in tensors:
         if not tensor.is_contiguous():
             raise ValueError(f"{name} got a tensor of strides {tensor.stride()} for shape {tuple(tensor.shape)}.")
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in tensors]
-    getattr(library, name)(*pointers, *(ctypes.c_int64(s) for s in sizes))
+    getattr(library, name)(*pointers, *(ctypes.c_int64(s) for s in sizes), *map(ctypes.c_double, numbers))
 
 
 def lstm_forward(z: Tensor, weight: Tensor, gates: Tensor, h: Tensor, c: Tensor, tanh_c: Tensor, reverse: bool) -> None:
@@ -152,3 +161,30 @@ def conv2d_grad_sample(
     sizes = (*x.shape, grad.shape[3], *kernel, *stride, *padding, *grad.shape[1:3], torch.get_num_threads())
     _call("dpcore_conv2d_grad_sample", (x, grad, out), sizes)
     return out.movedim(-1, 2)
+
+
+def count_tokens(ids: Tensor, rows: int, skipped: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of ids [B, T], each in [0, rows): the different ones of each example (int32) and how often it holds each
+    (float32), those of example b at starts[b] : starts[b + 1] (int32 [B + 1]), and the sums of the squared counts [B].
+    ``skipped`` does not count."""
+    batch, length = ids.shape
+    # torch.empty alone would follow torch.set_default_dtype and set_default_device; the kernel does not.
+    tokens, counts = ids.new_empty(ids.numel(), dtype=torch.int32), ids.new_empty(ids.numel(), dtype=torch.float32)
+    starts, squares = ids.new_empty(batch + 1, dtype=torch.int32), ids.new_empty(batch, dtype=torch.float32)
+    sizes = (batch, length, rows, -1 if skipped is None else skipped)
+    _call("dpcore_count_tokens", (ids, tokens, counts, starts, squares), sizes)
+    return tokens, counts, starts, squares
+
+
+def add_by_token(out: Tensor, tokens: Tensor, counts: Tensor, starts: Tensor, vectors: Tensor) -> None:
+    """out[tokens[n]] += counts[n] * vectors[b] for all n in starts[b] : starts[b + 1]; out [V, d], vectors [B, d]."""
+    sizes = (len(vectors), *out.shape, torch.get_num_threads())
+    _call("dpcore_add_by_token", (tokens, counts, starts, vectors.contiguous(), out), sizes)
+
+
+def add_normals(target: Tensor, std: float, words: bytes) -> None:
+    """target += std * the normals, to rounding, that torch draws into a tensor of this length (16 or more) from a
+    Mersenne twister whose state is ``words`` (624, little-endian)."""
+    state = torch.frombuffer(bytearray(words), dtype=torch.int32)
+    _call("dpcore_add_normals", (state, target), (target.numel(),), std)
+    torch.autograd.graph.increment_version(target)

@@ -9,6 +9,7 @@ import torch
 
 from dpcore import Engine, GaussianNoise, PrivacyEngine, native
 from dpcore.accountants import PRVAccountant
+from dpcore.errors import UnsupportedError
 from frameworks import torch_models
 from frameworks.torch_adapter import TorchAdapter
 from harness.contract import Adapter, Setting, Unsupported
@@ -17,41 +18,62 @@ from harness.tasks import Task
 
 def create(variant: str) -> Adapter:
     """``engine``: pure torch, as the wheel installs. ``native``: with the kernels that ``python -m dpcore.native``
-    compiles."""
-    return Dpcore(compiled=variant == "native")
+    compiles. ``compiled``: with these, and the pass as graphs compiled by torch.compile."""
+    return Dpcore(kernels=variant != "engine", graphs=variant == "compiled")
 
 
 class Dpcore(TorchAdapter):
     """A thin shell: the engine clips, sums, adds noise, divides by B and calls the optimiser."""
 
-    def __init__(self, compiled: bool) -> None:
-        self.compiled = compiled
+    def __init__(self, kernels: bool, graphs: bool) -> None:
+        self.kernels = kernels
+        self.graphs = graphs
+        self.engine: Engine | None = None
 
     def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
-        if self.compiled:
+        if self.kernels:
             try:
                 native.build()
             except native.NativeBuildError as error:
                 raise Unsupported(str(error)) from None
         if not setting.private:
             raise Unsupported("dpcore only trains with differential privacy; its non-private twin is pytorch.")
+        self.own = None
+        kept = self.engine if self.graphs else None
+        if kept is not None and (self.task.name, self.setting.device) == (task.name, setting.device):
+            # The graphs are those of this model: it gets its weights back, and the engine what else it was given.
+            self.configure(task, setting)
+            self.model = kept.model
+            torch_models.load_parameters(self.model, task, initial)
+            kept.accumulator.set_bounds(setting.max_grad_norm)
+            kept.noise_multiplier, kept.expected_batch_size = setting.noise_multiplier, setting.batch_size
+            kept.optimizer = self.optimizer()
+            kept.noise, kept.steps = GaussianNoise(setting.seed), 0
+            return
         self.configure(task, setting)
         self.model = self.network(initial)
+        try:
+            self.engine = Engine(
+                self.model,
+                torch_models.loss_fn(task),
+                max_grad_norm=setting.max_grad_norm,
+                noise_multiplier=setting.noise_multiplier,
+                expected_batch_size=setting.batch_size,
+                optimizer=self.optimizer(),
+                noise=GaussianNoise(setting.seed),
+                compile=self.graphs,
+            )
+        except UnsupportedError as error:
+            raise Unsupported(str(error)) from None
+
+    def optimizer(self) -> torch.optim.Optimizer:
         parameters = torch_models.trained_parameters(self.model)
-        self.engine = Engine(
-            self.model,
-            torch_models.loss_fn(task),
-            max_grad_norm=setting.max_grad_norm,
-            noise_multiplier=setting.noise_multiplier,
-            expected_batch_size=setting.batch_size,
-            optimizer=torch.optim.SGD(parameters, lr=setting.learning_rate, fused=True),
-            noise=GaussianNoise(setting.seed),
-        )
-        self.own = None
+        return torch.optim.SGD(parameters, lr=self.setting.learning_rate, fused=True)
 
     def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
+        assert self.engine is not None
         x, y = self.batch(indices)
-        self.engine.step(x, y)
+        self.engine.step(x, y, None if mask is None else torch.from_numpy(mask).to(self.device))
 
     def epoch(self, seed: int) -> int:
         """``make_private`` and its loader; the first epoch's seed also decides the ones that follow."""

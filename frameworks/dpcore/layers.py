@@ -22,13 +22,13 @@ OWN = {
 
 
 def create(variant: str) -> LayerAdapter:
-    """``engine``, ``native``, ``grad-sample``, ``make-private`` or ``module``."""
-    if variant == "native":
+    """``engine``, ``native``, ``compiled``, ``grad-sample``, ``make-private`` or ``module``."""
+    if variant in ("native", "compiled"):
         try:
             native.build()
         except native.NativeBuildError as error:
             raise Unsupported(str(error)) from None
-        return ByEngine()
+        return ByEngine(graphs=variant == "compiled")
     return {"engine": ByEngine, "grad-sample": PerSample, "make-private": MakePrivate, "module": OwnModule}[variant]()
 
 
@@ -48,10 +48,17 @@ class ByEngine(TorchLayer):
 
     engine: Engine | None = None
 
+    def __init__(self, graphs: bool = False) -> None:
+        self.graphs = graphs
+
     def one_pass(self, inputs: tuple[Tensor, ...], labels: Tensor) -> None:
+        x = inputs if len(inputs) > 1 else inputs[0]
         if self.engine is None:  # in the first pass, so that its buffer of the sums counts as gradients
-            self.engine = Engine(self.model, self.losses, max_grad_norm=self.setting.max_grad_norm)
-        self.sums = self.engine.clipped_sum(inputs if len(inputs) > 1 else inputs[0], labels).sums
+            bound = self.setting.max_grad_norm
+            self.engine = Engine(self.model, self.losses, max_grad_norm=bound, compile=self.graphs)
+            if self.graphs:  # eagerly, so that all that is checked and timed comes from graphs
+                self.engine.clipped_sum(x, labels)
+        self.sums = self.engine.clipped_sum(x, labels).sums
 
     def left_behind(self) -> Mapping[str, Tensor]:
         return {name: self.sums[f"module.{name}"] for name in self.layer.parameters}

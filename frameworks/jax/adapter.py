@@ -24,6 +24,11 @@ MICRO_BATCH = {"cifar10-cnn": 4, "imdb-lstm": 8}
 MICRO_BATCH_ELSEWHERE = 16
 """Examples per scan step, tuned on a CPU: what they leave behind should stay in the cores' own caches."""
 
+WHOLE_BATCH = {"cifar10-cnn": 128}
+WHOLE_BATCH_ELSEWHERE = 640
+"""Without DP, a batch of images up to this size is convolved whole on a CPU: XLA's own kernel is the fastest until what
+it leaves behind outgrows the caches."""
+
 
 def create(variant: str) -> Adapter:
     """The adapter of ``variant``, one of those in framework.toml."""
@@ -36,42 +41,49 @@ class Formulation:
 
     ``rows``: an embedding's gradient as that of the rows looked up, [T, dim], never as a table per example.
     ``micro_batch``: examples per scan step; None takes the whole batch. ``vmap``: False takes one example at a time.
-    ``jit``: False runs operation by operation.
     """
 
     model: Form = jax_models.PLAIN
     rows: bool = False
     micro_batch: int | None = None
     vmap: bool = True
-    jit: bool = True
 
 
 TEXTBOOK = {
     "textbook": Formulation(),
     "unrolled": Formulation(model=Form(unroll=True)),
-    "no-jit": Formulation(jit=False),
+    "no-jit": Formulation(),
     "no-vmap": Formulation(micro_batch=1, vmap=False),
 }
 
 
-def formulation(variant: str, task: Task, platform: str) -> Formulation:
-    """The paper's program for the variants in TEXTBOOK, else what was fastest on a CPU (NOTES.md). Any other platform
-    takes the whole batch."""
+def formulation(variant: str, task: Task, platform: str, size: int) -> Formulation:
+    """The paper's program for the variants in TEXTBOOK, else what was fastest on a CPU for ``size`` examples
+    (NOTES.md). Any other platform takes the whole batch."""
     if variant in TEXTBOOK:
         return TEXTBOOK[variant]
     private = variant == "vmap"
     rows = private and isinstance(task.layers[0], tasks.Embedding)
     model = jax_models.fastest_on(platform, task)
-    if platform != "cpu" or (model.patches and not private):
+    is_whole = model.patches and not private and size <= WHOLE_BATCH.get(task.name, WHOLE_BATCH_ELSEWHERE)
+    if platform != "cpu" or is_whole:
         return Formulation(rows=rows)
-    return Formulation(model, rows, MICRO_BATCH.get(task.name, MICRO_BATCH_ELSEWHERE if private else None))
+    elsewhere = MICRO_BATCH_ELSEWHERE if private or model.patches else None
+    return Formulation(model, rows, MICRO_BATCH.get(task.name, elsewhere))
 
 
 class Jax(JaxAdapter):
     """Noise of each step from a fresh half of the key, which the step splits."""
 
     def update(self, task: Task, platform: str) -> Update:
-        return _update(task, formulation(self.variant, task, platform), self.private)
+        variant, private = self.variant, self.private
+
+        def update(params, key, x, y, rows, mask, hyper):
+            form = formulation(variant, task, platform, len(rows))
+            return _update(task, form, private)(params, key, x, y, rows, mask, hyper)
+
+        # "no-jit" runs the textbook's program operation by operation.
+        return update if variant == "no-jit" else jax.jit(update, donate_argnums=(0, 1))
 
 
 def _update(task: Task, form: Formulation, private: bool) -> Update:
@@ -96,7 +108,7 @@ def _update(task: Task, form: Formulation, private: bool) -> Update:
             total = _add_noise(total, multiplier * bound, fresh)
         return jax.tree.map(lambda value, change: value - rate * change, params, total), key
 
-    return jax.jit(update, donate_argnums=(0, 1)) if form.jit else update
+    return update
 
 
 def _add_noise(total: Tree, deviation: jax.Array, key: jax.Array) -> Tree:

@@ -137,8 +137,7 @@ class Tfp(Adapter):
         # Keras' binary loss would broadcast labels [B] against one logit each, [B, 1].
         labels = y[:, None] if self.task.loss == "binary_cross_entropy" else y
         self.host = tf_models.data(self.task, x), labels
-        with tf.device(self.device):
-            self.x, self.y = tf.constant(self.host[0]), tf.constant(labels)
+        self.x, self.y = tf_models.placed(*self.host, self.device)
 
     def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
         if mask is not None:
@@ -156,9 +155,11 @@ class Tfp(Adapter):
         s = self.setting
         key = (s.noise_multiplier, s.max_grad_norm, s.learning_rate)
         with tf.device(self.device):
-            if key not in self.own:
+            is_new = key not in self.own
+            if is_new:
                 self.own[key] = self._own_model()
-            keras.utils.set_random_seed(seed)
+            if is_new or not s.private:  # once, as a user does: another time, the noise of `fit` would start again
+                keras.utils.set_random_seed(seed)
             self.own[key].fit(*self.host, s.batch_size, verbose=0)
         return -(-len(self.host[1]) // s.batch_size)
 

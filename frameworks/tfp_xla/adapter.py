@@ -81,8 +81,7 @@ class TfpXla(Adapter):
         self.steps = 0
 
     def place(self, x: np.ndarray, y: np.ndarray) -> None:
-        with tf.device(self.device):
-            self.x, self.y = tf.constant(tf_models.data(self.task, x)), tf.constant(y)
+        self.x, self.y = tf_models.placed(tf_models.data(self.task, x), y, self.device)
 
     def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
         if not self.form.jit and mask is not None:

@@ -103,7 +103,7 @@ class Badge:
 def badge(history: History, events: Sequence[Event], days: int) -> Badge:
     """``no data`` (``to compare``: no machine ran twice), ``2 regressions`` (open, of the last ``days``), or ``no
     regressions since`` the day when the last one was detected (or measuring began)."""
-    if all(len(runs) < 2 for runs in history.machines.values()):
+    if not history.can_compare:
         return Badge("no data to compare" if history.runs else "no data", "lightgrey")
     mark = "simulated: " if history.simulated else ""
     found = current(events, history.runs[-1], days)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 
 from harness.errors import BadInput
 from harness.record import Record
-from harness.report import costs, figures, frontier, latex, layers, layout, paper, table
+from harness.report import costs, figures, frontier, latex, layers, layout, memory_figure, paper, standing, table
 from harness.report.layout import Chapter, Grid, Section
 from harness.report.table import Tables
 
@@ -55,6 +55,7 @@ def end_to_end(tables: Tables) -> tuple[Chapter, ...]:
         "start-up": costs.start_up(tables),
         "seconds-to-accuracy": costs.goals(tables),
         "physical-floor": costs.floor(tables),
+        "fastest-peer": standing.frame(tables),
     }
     chapters = [chapter for section in layout.sections(tables) for chapter in _of_section(tables, section, numbers)]
     return (
@@ -64,7 +65,7 @@ def end_to_end(tables: Tables) -> tuple[Chapter, ...]:
 
 
 def _of_section(tables: Tables, section: Section, numbers: Mapping[str, pd.DataFrame]) -> Iterator[Chapter]:
-    pictures = figures.pictures(tables, section)
+    pictures = figures.pictures(tables, section) | memory_figure.pictures(tables, section)
     when = layout.provenance(tables, section)
 
     def chapter(title: str, grids: Iterable[Grid], **frames: pd.DataFrame) -> Chapter:
@@ -80,6 +81,13 @@ def _of_section(tables: Tables, section: Section, numbers: Mapping[str, pd.DataF
 
     yield chapter("Seconds per epoch", layout.seconds_and_published(tables, section), seconds_per_epoch=tables.cells)
     yield chapter("Relative to PyTorch without DP", layout.ratios(tables, section), relative_to_pytorch=tables.ratios)
+    yield Chapter(
+        "Against the fastest peer",
+        section,
+        tuple(standing.grids(numbers["fastest-peer"], section)),
+        frames={"fastest-peer": section.of(numbers["fastest-peer"])},
+        when=when,
+    )
     yield Chapter(
         "Cumulative seconds",
         section,
@@ -105,7 +113,8 @@ def _of_section(tables: Tables, section: Section, numbers: Mapping[str, pd.DataF
     )
     yield chapter("Seconds to accuracy and ε", costs.goals_grids(reached), seconds_to_accuracy=reached)
     yield chapter("Physical floor", costs.floor_grids(tables, section, bound), physical_floor=bound)
-    yield chapter("Peak memory", layout.memory(tables, section), peak_memory=tables.memory)
+    of_memory = chapter("Peak memory", layout.memory(tables, section), peak_memory=tables.memory)
+    yield replace(of_memory, interactive=False)  # the page's own charts are of seconds
     yield chapter("Privacy", layout.privacy(tables, section), privacy=tables.privacy)
     yield chapter("Accuracy", layout.accuracy(tables, section), accuracy=tables.accuracy)
     yield chapter("Failures and rejections", costs.failures(tables, section))

@@ -52,9 +52,12 @@ PAPER_BATCH_SIZE = 512
 
 @dataclass(frozen=True)
 class Look:
-    colour: str
+    """``line``: empty where points are not joined; ``is_open``: the marker is hollow."""
+
+    colour: Any
     marker: str
-    line: Literal["-", ":"]
+    line: Literal["-", ":", "--", ""]
+    is_open: bool = False
 
 
 def looks(tables: Tables) -> dict[str, Look]:
@@ -188,11 +191,11 @@ def relative(tables: Tables, section: Section, style: Mapping[str, Look]) -> Fig
         )
     else:
         figure.supxlabel("batch size (log; contestants side by side)", fontsize=8)
-    n = layout.usual(frame.n)
-    fewer = " (fewer where pairs were disturbed)" if frame.left_out.any() else ""
+    most, least = int(frame.n.max()), int(frame.n.min())
+    fewer = f" (down to {least} where pairs were disturbed or are missing)" if least < most else ""
     notes = [
-        f"Point: mean of {n} paired rounds{fewer}; bar: 95 % interval (Student's t on log-ratios)."
-        if n > 1
+        f"Point: mean of {most} paired rounds{fewer}; bar: 95 % interval (Student's t on log-ratios)."
+        if most > 1
         else "Point: one paired round, of which there is no interval; bar, where there are more: 95 % interval."
     ]
     _below(figure, tables, section, notes, [] if in_rows else names, style)
@@ -235,8 +238,7 @@ def _relative_lines(axes: Axes, group: pd.DataFrame, sizes: Sequence[int], style
         line(axes, mine.batch_size * shift(i, len(names)), mine.ratio, bars, style[name])
     axes.axhline(1.0, color="#000000", linestyle=":")
     axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.xaxis.set_minor_locator(NullLocator())
+    label_sizes(axes, sizes)
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
 
@@ -371,10 +373,20 @@ def cumulative(tables: Tables, section: Section, runs: Sequence[CumulativeRun], 
     return figure
 
 
-def log_axes(axes: Axes, sizes: Sequence[int]) -> None:
-    axes.set_xscale("log", base=2)
+MOST_LEVEL_LABELS = 4
+"""Batch sizes whose labels fit below a panel side by side."""
+
+
+def label_sizes(axes: Axes, sizes: Sequence[int]) -> None:
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.xaxis.set_minor_locator(NullLocator())
+    if len(sizes) > MOST_LEVEL_LABELS:
+        axes.tick_params(axis="x", labelrotation=45)
+
+
+def log_axes(axes: Axes, sizes: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    label_sizes(axes, sizes)
     axes.set_xlim(min(sizes) / 1.6, max(sizes) * 1.6)
     log_values(axes)
 
@@ -417,7 +429,18 @@ def _failures(group: pd.DataFrame) -> Iterator[str]:
 
 LEGEND_COLUMNS = 4
 LEGEND_ROW = 0.17
-"""Inches."""
+LEGEND_HANDLE, LEGEND_LETTER = 0.6, 0.062
+"""Inches: a row; line, marker and gaps of an entry; a letter of its name."""
+
+
+def legend_columns(names: Sequence[str]) -> int:
+    """As many columns as the figure is wide, up to :data:`LEGEND_COLUMNS`. Matplotlib fills them from top to bottom,
+    the first ones by one entry more where they are not all full."""
+    for columns in range(min(LEGEND_COLUMNS, len(names)), 1, -1):
+        filled = np.array_split([LEGEND_HANDLE + LEGEND_LETTER * len(name) for name in names], columns)
+        if sum(float(column.max()) for column in filled) <= WIDTH:
+            return columns
+    return 1
 
 
 def _below(
@@ -440,20 +463,28 @@ def below(figure: Figure, where: str, notes: Sequence[str], names: Sequence[str]
     if names:
         handles = [
             Line2D(
-                [], [], color=style[n].colour, marker=style[n].marker, linestyle=style[n].line, markersize=4, label=n
+                [],
+                [],
+                color=style[n].colour,
+                marker=style[n].marker,
+                markerfacecolor="none" if style[n].is_open else None,
+                linestyle=style[n].line,
+                markersize=4,
+                label=n,
             )
             for n in names
         ]
+        columns = legend_columns(names)
         figure.legend(
             handles=handles,
             loc="upper left",
             bbox_to_anchor=(0.0, 0.0),
-            ncols=LEGEND_COLUMNS,
+            ncols=columns,
             frameon=False,
             borderpad=0.2,
             labelspacing=0.3,
         )
-        depth += 0.05 + LEGEND_ROW * -(-len(names) // LEGEND_COLUMNS)
+        depth += 0.05 + LEGEND_ROW * -(-len(names) // columns)
     text = [*notes, where]
     lines = [line for part in text for line in textwrap.wrap(part, 118)]
     y = -depth / figure.get_size_inches()[1]

@@ -73,6 +73,8 @@ INLINE_COLUMNS = 4
 
 ROOM = 132
 """Letters of a line in scriptsize; a grid with more gets narrower columns of text, then goes on in a further table."""
+TITLE_ROOM = 100
+"""Letters of a grid's title that fit on one line whatever they are."""
 LETTER = 1.25
 """Millimetres that a letter takes in a column of fixed width."""
 NARROWEST = 16
@@ -115,7 +117,9 @@ def _longtable(grids: Sequence[Grid], chapter: Chapter) -> Iterator[str]:
         for k, grid in enumerate(grids):
             if len(grids) > 1:
                 gap = r"\addlinespace " if k else ""
-                yield rf"{gap}\multicolumn{{{len(columns)}}}{{@{{}}l}}{{\textit{{{escape(grid.title)}}}}}\\*"
+                # A title of many words is broken into lines; the column of its own length would leave the page.
+                column = "l" if len(grid.title) <= TITLE_ROOM else r"p{0.98\linewidth}"
+                yield rf"{gap}\multicolumn{{{len(columns)}}}{{@{{}}{column}}}{{\textit{{{escape(grid.title)}}}}}\\*"
             yield from (_row([escape(row[c]) for c in columns]) for row in grid.rows)
         yield r"\end{longtable}}"
 

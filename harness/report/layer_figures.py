@@ -22,16 +22,25 @@ GREY = "#888888"
 OWN = {"pytorch": "torch.nn", "opacus": "Opacus", "dpcore": "dpcore"}
 
 
+QUANTITIES = {"runtime": "runtime", "memory": "peak memory"}
+
+
+def _measured(frame: pd.DataFrame) -> list[str]:
+    """The quantities of which there are factors: no empty panel where a run counted no memory."""
+    return [what for what in QUANTITIES if frame[what].notna().any()] or ["runtime"]
+
+
 def factors(contestant: str, passes: str, frame: pd.DataFrame, where: str) -> Figure:
     """Runtime (top) and memory (bottom) over torch.nn by layer, batch sizes side by side; the paper's in grey."""
     mine = frame[(frame.contestant == contestant) & (frame.passes == passes)]
     names = [name for name in LAYERS if name in set(mine.layer)]
     sizes = sorted(mine.batch_size.unique())
-    figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
-    top, bottom = figure.subplots(2, 1, sharex=True)
+    whats = _measured(mine)
+    figure = Figure(figsize=(WIDTH, 1.6 + 1.5 * len(whats)), layout="constrained")
+    panels = figure.subplots(len(whats), 1, sharex=True, squeeze=False)[:, 0]
     shades = _shades(sizes)
     with_paper = False
-    for axes, what in ((top, "runtime"), (bottom, "memory")):
+    for axes, what in zip(panels, whats, strict=True):
         old = layer_table.published(what).set_index(["layer", "batch_size"]).dp_factor
         for size in sizes:
             at = [(i + _offset(size, sizes), name) for i, name in enumerate(names)]
@@ -45,20 +54,21 @@ def factors(contestant: str, passes: str, frame: pd.DataFrame, where: str) -> Fi
         for i in range(1, len(names)):
             axes.axvline(i - 0.5, color="#eeeeee", linewidth=0.6, zorder=0)
         _factor_axis(axes)
-    top.set_ylabel("runtime / torch.nn (log)")
-    bottom.set_ylabel("peak memory / torch.nn (log)")
-    bottom.set_xticks(range(len(names)), names, rotation=40, ha="right")
-    bottom.set_xlim(-0.5, len(names) - 0.5)
-    for axes in (top, bottom):
+        axes.set_ylabel(f"{QUANTITIES[what]} / torch.nn (log)")
         axes.grid(axis="x", visible=False)
+    panels[-1].set_xticks(range(len(names)), names, rotation=40, ha="right")
+    panels[-1].set_xlim(-0.5, len(names) - 0.5)
     _title(figure, f"{contestant} ({passes.replace('_', ' ')}) over torch.nn, by layer and batch size")
     n = layout.usual(mine[mine.runtime_n > 0].runtime_n)
+    style = {f"batch {size}": Look(shades[size], "o", "") for size in sizes}
+    if with_paper:
+        style["the paper, at the same batch"] = Look(GREY, "_", "")
     notes = [
-        f"Points, left to right and light to dark: batch {', '.join(map(str, sizes))}. Runtime: {_rounds(n)}.",
-        *(["Grey dashes: the paper's Opacus 1.0 on an A100 in 2021, at the same batch size."] if with_paper else []),
+        f"Points, left to right and light to dark: batch sizes. Runtime: {_rounds(n)}.",
+        *(["The paper: Opacus 1.0 on an A100 in 2021, forward and backward without clipping."] if with_paper else []),
         *_absent(mine),
     ]
-    figures.below(figure, where, notes, [], {})
+    figures.below(figure, where, notes, list(style), style)
     return figure
 
 
@@ -69,32 +79,37 @@ def modes(size: int, frame: pd.DataFrame, where: str) -> Figure:
     names = [name for name in LAYERS if name in set(private.layer)]
     labels = [_label(pair) for pair in pairs]
     style = {
-        label: Look(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], ":" if pair[1] == "per_sample" else "-")
+        label: Look(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], "", pair[1] == "per_sample")
         for i, (label, pair) in enumerate(zip(labels, pairs, strict=True))
     }
-    figure = Figure(figsize=(WIDTH, 0.9 + 0.27 * len(names)), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    for axes, what in ((left, "runtime"), (right, "memory")):
+    row = max(0.27, 0.09 + 0.055 * len(pairs))
+    figure = Figure(figsize=(WIDTH, 0.9 + row * len(names)), layout="constrained")
+    whats = _measured(private)
+    panels = figure.subplots(1, len(whats), sharey=True, squeeze=False)[0]
+    for axes, what in zip(panels, whats, strict=True):
         for k, (pair, label) in enumerate(zip(pairs, labels, strict=True)):
             mine = private[(private.contestant == pair[0]) & (private.passes == pair[1])]
             here = mine[mine[what].notna()]
-            shift = 0.5 * (k - (len(pairs) - 1) / 2) / max(1, len(pairs))
+            shift = 0.76 * (k - (len(pairs) - 1) / 2) / max(1, len(pairs))
             places = [names.index(name) + shift for name in here.layer]
-            _points(axes, places, here, what, style[label], sideways=True, is_open=pair[1] == "per_sample")
+            _points(axes, places, here, what, style[label], sideways=True)
         axes.axvline(1.0, color="#000000", linestyle=":", linewidth=1.0)
+        for i in range(1, len(names)):
+            axes.axhline(i - 0.5, color="#dddddd", linewidth=0.6, zorder=0)
+        axes.grid(axis="y", visible=False)
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
         _minor_labels(axes.xaxis, axes.get_xlim())
         axes.set_ylim(len(names) - 0.5, -0.5)
-    left.set_yticks(range(len(names)), names)
-    left.set_xlabel("runtime / torch.nn (log; left is faster)")
-    right.set_xlabel("peak memory / torch.nn (log; left is less)")
+        axes.set_xlabel(f"{QUANTITIES[what]} / torch.nn (log; left is {'faster' if what == 'runtime' else 'less'})")
+    panels[0].set_yticks(range(len(names)), names)
     _title(figure, f"Layers with DP over torch.nn without, batch {size}")
     n = layout.usual(private[private.runtime_n > 0].runtime_n)
     notes = [
-        f"Runtime: {_rounds(n)}."
+        f"Runtime: {_rounds(n)}. Between two lines: one layer, the contestants in the order of the legend."
         " Filled: forward, backward and the clipped sum. Open: forward and backward with per-sample gradients only, "
-        "which leaves the clipping to be paid."
+        "which leaves the clipping to be paid.",
+        *_absent_by(private),
     ]
     figures.below(figure, where, notes, labels, style)
     return figure
@@ -170,6 +185,7 @@ def sweep(contestant: str, passes: str, frame: pd.DataFrame, where: str) -> Figu
     left, right = figure.subplots(1, 2)
     sizes = sorted(frame.batch_size.unique())
     shades = _shades(sizes)
+    style = {f"batch {size}": Look(shades[size], MARKERS[i % len(MARKERS)], "-") for i, size in enumerate(sizes)}
     for size in sizes:
         mine = frame[frame.batch_size == size].sort_values("num_embeddings")
         for axes, what in ((left, "runtime"), (right, "memory")):
@@ -182,11 +198,10 @@ def sweep(contestant: str, passes: str, frame: pd.DataFrame, where: str) -> Figu
                 known[what],
                 yerr=bars,
                 color=shades[size],
-                marker="o",
+                marker=style[f"batch {size}"].marker,
                 markersize=3.5,
                 linewidth=1.1,
                 capsize=2,
-                label=f"batch {size}",
             )
         right.plot(mine.num_embeddings, mine.predicted_overhead, color=shades[size], linestyle="--", linewidth=0.8)
     for axes, what in ((left, "runtime"), (right, "memory")):
@@ -195,16 +210,18 @@ def sweep(contestant: str, passes: str, frame: pd.DataFrame, where: str) -> Figu
         axes.set_xlabel("num_embeddings (log)")
         axes.set_ylabel(f"{what} / torch.nn (log)")
         _factor_axis(axes)
-    left.legend(frameon=False, loc="upper left")
     left.set_title("Runtime", loc="left")
     right.set_title("Peak memory (dashed: the paper's law)", loc="left")
     _title(figure, f"Embedding of width 100: {contestant} ({passes.replace('_', ' ')}) over torch.nn")
     ratios = frame.drop_duplicates("num_embeddings").sort_values("num_embeddings")
+    n = layout.usual(frame[frame.runtime_n > 0].runtime_n)
     notes = [
-        f"L/C from left to right: {', '.join(map(number, ratios.L_over_C))}. "
-        "Law: (bC + (1 + b)L) / (bC + 2L). Bars: 95 % interval over paired rounds, where there are several."
+        f"L/C from left to right: {', '.join(map(number, ratios.L_over_C))}; in the paper, which counts blocks of 512 "
+        f"bytes: {', '.join(f'{value:,g}' for value in ratios.paper_L_over_C)}. Law: (bC + (1 + b)L) / (bC + 2L), of "
+        f"a gradient per example. Runtime: {_rounds(n)}.",
+        *_absent(frame),
     ]
-    figures.below(figure, where, notes, [], {})
+    figures.below(figure, where, notes, list(style), style)
     return figure
 
 
@@ -223,7 +240,7 @@ def law(predicted: pd.DataFrame, where: str) -> Figure:
     grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
     names = [name for name in LAYERS if name in set(predicted.layer)]
     kinds = list(dict.fromkeys(LAYERS[name].kind for name in names))
-    style = {kind: Look(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], "-") for i, kind in enumerate(kinds)}
+    style = {kind: Look(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], "") for i, kind in enumerate(kinds)}
     low, high = (
         f([predicted.predicted_mb.agg(k), predicted.measured_mb.agg(k)]) for f, k in ((min, "min"), (max, "max"))
     )
@@ -283,6 +300,15 @@ def _absent(frame: pd.DataFrame) -> list[str]:
     return [f"Not measured: {'; '.join(places)}."] if places else []
 
 
+def _absent_by(frame: pd.DataFrame) -> list[str]:
+    """The same of one batch size and several contestants."""
+    gone = frame[frame.runtime.isna() & frame.memory.isna()]
+    places = [
+        f"{layer} by {', '.join(dict.fromkeys(group.contestant))}" for layer, group in gone.groupby("layer", sort=False)
+    ]
+    return [f"Not measured: {'; '.join(places)}."] if places else []
+
+
 def _rounds(n: int) -> str:
     return f"mean of n = {n} paired rounds, bar: 95 % interval (Student's t on log-ratios)" if n > 1 else "one round"
 
@@ -311,7 +337,6 @@ def _points(
     what: str,
     look: Look,
     sideways: bool = False,
-    is_open: bool = False,
 ) -> None:
     """The factors ``what`` at these places of the other axis; runtimes with their interval where there is one."""
     values = frame[what].to_numpy()
@@ -328,7 +353,7 @@ def _points(
         color=look.colour,
         marker=look.marker,
         markersize=4 if sideways else 3.5,
-        markerfacecolor="none" if is_open else None,
+        markerfacecolor="none" if look.is_open else None,
         capsize=2,
         elinewidth=0.8,
         linestyle="",

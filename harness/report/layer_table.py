@@ -33,20 +33,24 @@ PUBLISHED_LABEL = "published in 2021, NVIDIA A100 40 GB, torch 1.10, Opacus 1.0"
 
 @dataclass(frozen=True)
 class LayerTables:
-    """Everything that a report shows of layers. ``contestants``: in the order of a report, as (contestant, passes)."""
+    """Everything that a report shows of layers. ``contestants``: in the order of a report, as (contestant, passes);
+    ``superseded``: processes of cells that were measured again with newer code, which nothing else holds."""
 
     raw: pd.DataFrame
     cells: pd.DataFrame
     factors: pd.DataFrame
     spread: pd.DataFrame
+    superseded: pd.DataFrame
     contestants: tuple[tuple[str, str], ...]
 
 
 def build(records: Sequence[Record]) -> LayerTables | None:
     """None where no record is of kind layer."""
-    raw = tidy([r for r in records if r.cell.kind == "layer" and r.layer is not None])
-    if raw.empty:
+    everything = _rows([r for r in records if r.cell.kind == "layer" and r.layer is not None])
+    if everything.empty:
         return None
+    old = _superseded(everything)
+    raw = everything[~old].reset_index(drop=True)
     summary = cells(raw)
     order = _contestants(raw)
     position = {pair: i for i, pair in enumerate(order)}
@@ -55,7 +59,7 @@ def build(records: Sequence[Record]) -> LayerTables | None:
     summary["_order"] = [position[pair] for pair in zip(summary.contestant, summary.passes, strict=True)]
     keys = [*SECTION, "_layer", "batch_size", "_order"]
     summary = summary.sort_values(keys, kind="stable").drop(columns=["_layer", "_order"]).reset_index(drop=True)
-    return LayerTables(raw, summary, factors(raw, summary), spread(raw), order)
+    return LayerTables(raw, summary, factors(raw, summary), spread(raw, order), everything[old], order)
 
 
 def _contestants(raw: pd.DataFrame) -> tuple[tuple[str, str], ...]:
@@ -73,6 +77,17 @@ def _contestants(raw: pd.DataFrame) -> tuple[tuple[str, str], ...]:
 def tidy(records: Sequence[Record]) -> pd.DataFrame:
     """One row per record. ``median_ms`` and ``mean_ms`` are the process's, over its passes; what a pass holds is in
     bytes. Records of a cell measured again with newer code are left out."""
+    raw = _rows(records)
+    return raw if raw.empty else raw[~_superseded(raw)].reset_index(drop=True)
+
+
+def _superseded(raw: pd.DataFrame) -> pd.Series:
+    """Which rows are of a cell that was measured again with newer code."""
+    newest = raw.sort_values("started", kind="stable").groupby([*CELL, "purpose"]).code.transform("last").sort_index()
+    return raw.code != newest
+
+
+def _rows(records: Sequence[Record]) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     for r in records:
         assert r.layer is not None
@@ -119,11 +134,7 @@ def tidy(records: Sequence[Record]) -> pd.DataFrame:
                 "cell": r.cell.name,
             }
         )
-    raw = pd.DataFrame(rows)
-    if raw.empty:
-        return raw
-    newest = raw.sort_values("started", kind="stable").groupby([*CELL, "purpose"]).code.transform("last").sort_index()
-    return raw[raw.code == newest].reset_index(drop=True)
+    return pd.DataFrame(rows)
 
 
 def _over_passes(seconds: Sequence[float]) -> dict[str, float]:
@@ -239,10 +250,16 @@ def _ratio(name: str, by_cell: dict[Key, pd.DataFrame], a: Key, b: Key | None) -
     return {name: found.ratio, f"{name}_low": found.low, f"{name}_high": found.high, f"{name}_n": found.n}
 
 
-def spread(raw: pd.DataFrame) -> pd.DataFrame:
-    """How far whole runs lie apart, per cell that several runs hold: (largest - smallest) / median of the runs' values,
-    for runtime (medians of their processes) and peak."""
+RUNS_SHOWN = 5
+"""More runs of a cell are shown by their lowest and highest value only."""
+
+
+def spread(raw: pd.DataFrame, order: Sequence[tuple[str, str]]) -> pd.DataFrame:
+    """How far whole runs lie apart, per cell that several runs hold: (largest - smallest) / median of the runs' values.
+    A run's value is the median of its processes' medians, for bytes of their peaks. ``runs_ms``: the values themselves,
+    oldest run first."""
     rows = []
+    starts = raw.groupby("run").started.min().sort_values(kind="stable").index
     for place, group in raw.groupby(CELL, sort=False):
         times = group[group.median_ms.notna()].groupby("run").median_ms.median()
         peaks = group[group.peak.notna()].groupby("run").peak.median()
@@ -254,10 +271,22 @@ def spread(raw: pd.DataFrame) -> pd.DataFrame:
                     "median_ms": times.median() if len(times) else math.nan,
                     "lowest_ms": times.min() if len(times) else math.nan,
                     "highest_ms": times.max() if len(times) else math.nan,
+                    "runs_ms": " ".join(f"{times[run]:.6g}" for run in starts if run in times.index),
                     "runtime_spread": _spread(times),
                     "memory_spread": _spread(peaks),
+                    "disturbed": int(group[group.median_ms.notna()].disturbed.sum()),
                 }
             )
+    rank = {name: i for i, name in enumerate(LAYERS)}
+    position = {pair: i for i, pair in enumerate(order)}
+    rows.sort(
+        key=lambda r: (
+            tuple(str(r[c]) for c in SECTION),
+            rank.get(str(r["layer"]), len(rank)),
+            r["batch_size"],
+            position[str(r["contestant"]), str(r["passes"])],
+        )
+    )
     return pd.DataFrame(rows)
 
 

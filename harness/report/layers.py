@@ -45,6 +45,8 @@ def chapters(records: Sequence[Record]) -> Iterable[Chapter]:
 
 def _of_section(tables: LayerTables, section: Section, found: Mapping[str, pd.DataFrame]) -> Iterator[Chapter]:
     raw, cells, factors = section.of(tables.raw), section.of(tables.cells), section.of(tables.factors)
+    older = len(section.of(tables.superseded))
+    left_out = [f"Left out: {older} process(es) of cells that were measured again with newer code."] if older else []
     when = layout.measured(raw)
     main, main_factors = (f[~f.layer.isin(SWEPT)] if len(f) else f for f in (cells, factors))
     where = f"{section.title}; measured {when}."
@@ -69,16 +71,17 @@ def _of_section(tables: LayerTables, section: Section, found: Mapping[str, pd.Da
         {"layer-runtime-and-memory": cells, "layer-factors": factors},
         when,
     )
+    has_memory = raw.purpose.eq("memory").any()
     yield Chapter(
         "Layers: peak memory",
         section,
-        tuple(g for pair in private for g in _paper_layout("memory", main, main_factors, *pair)),
+        tuple(g for pair in private for g in _paper_layout("memory", main, main_factors, *pair)) if has_memory else (),
         when=when,
     )
     yield Chapter(
         "Layers: contestants side by side",
         section,
-        tuple(_side_by_side(main_factors, private)),
+        tuple(_side_by_side(main_factors, private, left_out)),
         tuple(
             picture(
                 f"layer-modes_batch-{size}", f"All contestants by layer at batch {size}", layer_figures.modes, size, g
@@ -110,17 +113,19 @@ def _of_section(tables: LayerTables, section: Section, found: Mapping[str, pd.Da
         when=when,
     )
     predicted = section.of(found["predictions"])
-    yield Chapter(
-        "The memory law",
-        section,
-        tuple(_shares(predicted)),
-        (picture("memory-law", "Predicted against measured peak memory", layer_figures.law, predicted),)
-        if len(predicted)
-        else (),
-        {"memory-law": predicted, "memory-law-of-the-paper": memory.of_the_paper()},
-        when,
-        in_terminal=True,
-    )
+    if len(predicted):
+        yield Chapter(
+            "The memory law",
+            section,
+            (*_shares(predicted), *_reproduction(main)),
+            (picture("memory-law", "Predicted against measured peak memory", layer_figures.law, predicted),),
+            {"memory-law": predicted, "memory-law-of-the-paper": memory.of_the_paper()},
+            when,
+            in_terminal=True,
+        )
+        yield Chapter(
+            "The memory law, cell by cell", section, tuple(_predictions(predicted, tables.contestants)), when=when
+        )
     swept = section.of(found["sweep"])
     if len(swept):
         yield Chapter(
@@ -137,7 +142,12 @@ def _of_section(tables: LayerTables, section: Section, found: Mapping[str, pd.Da
     between = section.of(tables.spread)
     if len(between):
         yield Chapter(
-            "Layers: spread between runs", section, tuple(_spread(between)), frames={"layer-spread": between}, when=when
+            "Layers: spread between runs",
+            section,
+            tuple(_spread(between)),
+            frames={"layer-spread": between},
+            when=when,
+            in_terminal=True,
         )
     yield Chapter(
         "The paper's findings on layers",
@@ -238,7 +248,7 @@ def _brackets(n: int) -> str:
     return "lowest, highest process" if n < 6 else "distribution-free 95 % interval"
 
 
-def _side_by_side(factors: pd.DataFrame, private: Sequence[tuple[str, str]]) -> Iterator[Grid]:
+def _side_by_side(factors: pd.DataFrame, private: Sequence[tuple[str, str]], left_out: Sequence[str]) -> Iterator[Grid]:
     """Factors of all DP contestants, a grid for runtime and one for memory of each kind of pass."""
     for passes in ("per_sample", "clipped"):
         names = [c for c, p in private if p == passes]
@@ -248,12 +258,14 @@ def _side_by_side(factors: pd.DataFrame, private: Sequence[tuple[str, str]]) -> 
         places = list(dict.fromkeys(zip(mine.layer, mine.batch_size, strict=True)))
         by_place = {(r["layer"], r["batch_size"], r["contestant"]): r for r in mine.to_dict("records")}
         for what in ("runtime", "memory"):
+            if mine[what].isna().all() and what == "memory":
+                continue
             rows = tuple(
                 (layer, str(size), *(_short_factor(by_place.get((layer, size, name)), what) for name in names))
                 for layer, size in places
             )
             title = f"{'Runtime' if what == 'runtime' else 'Peak memory'} over torch.nn: {PASSES[passes]}"
-            notes = [_rounds_note(mine)] if what == "runtime" else []
+            notes = [_rounds_note(mine), *left_out] if what == "runtime" else []
             yield Grid(title, ("layer", "batch", *names), rows, tuple(notes))
 
 
@@ -277,7 +289,7 @@ def _last_sizes(factors: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame]]:
     counts = known.groupby("batch_size").layer.nunique()
     sizes = counts[counts >= 0.5 * counts.max()].index if len(counts) else []
     for size in sorted({min(sizes), max(sizes)} if len(sizes) else ()):
-        yield int(size), known[known.batch_size == size]
+        yield int(size), factors[factors.batch_size == size]
 
 
 def _breakdown(cells: pd.DataFrame) -> Iterator[Grid]:
@@ -346,25 +358,89 @@ def _shares(predicted: pd.DataFrame) -> Iterator[Grid]:
     rows = []
     for r in own.itertuples():
         text = memory.QUOTED_SHARES.get((r.group, r.law), MISSING)
-        rows.append(("the paper's tables", r.group, r.law, _share(r), str(r.n), f"{r.mean_absolute_error:.1%}", text))
+        rows.append(("the paper's tables", r.group, r.law, *_explained(r), text))
     here = memory.shares(predicted, ["contestant", "passes"]) if len(predicted) else predicted
     for r in here.itertuples():
-        error = f"{r.mean_absolute_error:.1%}"
-        rows.append((f"{r.contestant} ({r.passes})", r.group, r.law, _share(r), str(r.n), error, MISSING))
-    header = ("measured", "layers", "law", "share explained", "rows", "mean |error|", "the paper's text")
+        rows.append((f"{r.contestant} ({r.passes})", r.group, r.law, *_explained(r), MISSING))
+    header = (
+        "measured",
+        "layers",
+        "law",
+        "share explained",
+        "rows",
+        "over / under",
+        "mean |error|",
+        "the paper's text",
+    )
     notes = (
         "Share explained: predicted over measured peak, mean ± standard deviation over layers and batch sizes; error: "
-        "predicted over measured less one. Above 100 % a law predicts more than there was.",
+        "predicted over measured less one. Above 100 % a law predicts more than there was; over / under: how many rows "
+        "it over- and underestimates.",
         "The paper's tables: the laws applied to its published sizes, which are rounded to two or three digits; that, "
         "and CUDA's blocks of 512 bytes, is why its text is met to about a point only.",
-        "dpcore: bC - (b - m) output + 2L + m kept, with the micro-batch m and the kept bytes that it planned itself. "
-        "Opacus' ghost mode keeps no gradient per example, so bC + 2L stands for it.",
+        DPCORE_NOTE,
     )
     yield Grid("Which share of the peak the laws explain", header, tuple(rows), notes)
 
 
-def _share(r: Any) -> str:
-    return f"{r.share:.1%}" + ("" if math.isnan(r.share_sd) else f" ± {r.share_sd:.1%}")
+DPCORE_NOTE = (
+    "dpcore: bC - (b - m) output + 2L + m kept, with the physical micro-batch m and the kept bytes that it planned "
+    "itself; another L for convolutions whose sum is formed apart. Opacus' ghost mode keeps no gradient per example, "
+    "so bC + 2L stands for it."
+)
+
+
+def _explained(r: Any) -> tuple[str, str, str, str]:
+    share = f"{r.share:.1%}" + ("" if math.isnan(r.share_sd) else f" ± {r.share_sd:.1%}")
+    return share, str(r.n), f"{r.over} / {r.under}", f"{r.mean_absolute_error:.1%}"
+
+
+def _reproduction(cells: pd.DataFrame) -> Iterator[Grid]:
+    """Why 129 and 334 do not come out again."""
+    factors = memory.reproduction(cells)
+    if factors.empty:
+        return
+    measured = list(factors.columns[5:])
+    rows = tuple(
+        (str(r["layer"]), str(r["batch_size"]), *(_times(r[c]) for c in factors.columns[2:]))
+        for r in factors.to_dict("records")
+    )
+    notes = (
+        "Peak with DP over peak without. Its baseline less one L: PyTorch 1.10's zero_grad kept the old gradient, so "
+        "the paper's peak without DP held a third L beside module and gradient, and its factors are smaller than they "
+        "would be today; since PyTorch 2.0 the gradient is freed. Today's law: (bC + 2L + 2bL) / (bC + 2L). "
+        f"{MISSING} not measured here; the reason stands below the table of peak memory.",
+    )
+    header = ("layer", "batch", "the paper", "its baseline less one L", "today's law", *measured)
+    yield Grid("The paper's largest memory factors, then and now", header, rows, notes)
+
+
+def _times(value: float) -> str:
+    return MISSING if math.isnan(value) else f"{factor(value)}×"
+
+
+def _predictions(predicted: pd.DataFrame, order: Sequence[tuple[str, str]]) -> Iterator[Grid]:
+    """Every law beside the measured peak of every cell, a grid per contestant and kind of pass."""
+    for contestant, passes in order:
+        mine = predicted[(predicted.contestant == contestant) & (predicted.passes == passes)]
+        if mine.empty:
+            continue
+        laws = list(dict.fromkeys(mine.law))
+        with_plan = memory.DPCORE_DP in laws
+        rows = []
+        for (layer, size), group in mine.groupby(["layer", "batch_size"], sort=False):
+            first = group.iloc[0]
+            plan = (f"{first.micro_batch:.0f}",) if with_plan else ()
+            by_law = {r.law: (number(r.predicted_mb), _percent(r.error), f"{r.share:.1%}") for r in group.itertuples()}
+            beside = (text for name in laws for text in by_law.get(name, (MISSING,) * 3))
+            rows.append((str(layer), str(size), *plan, number(first.measured_mb), *beside))
+        header = ("layer", "batch", *(("m",) if with_plan else ()), "measured MB")
+        header += tuple(text for name in laws for text in (f"{name} MB", "error", "explained"))
+        notes = (
+            "Error: predicted over measured less one; above 0 an overestimate. Explained: predicted over measured. MB: "
+            f"10⁶ bytes.{' ' + DPCORE_NOTE if with_plan else ''}",
+        )
+        yield Grid(f"{contestant} ({passes}): predicted and measured peak", header, tuple(rows), notes)
 
 
 def _sweep(swept: pd.DataFrame) -> Iterator[Grid]:
@@ -373,6 +449,7 @@ def _sweep(swept: pd.DataFrame) -> Iterator[Grid]:
             (
                 str(r["num_embeddings"]),
                 number(r["L_over_C"]),
+                MISSING if math.isnan(r["paper_L_over_C"]) else f"{r['paper_L_over_C']:,g}",
                 str(r["batch_size"]),
                 _factor(r, "runtime"),
                 _factor(r, "memory"),
@@ -382,12 +459,23 @@ def _sweep(swept: pd.DataFrame) -> Iterator[Grid]:
             )
             for r in group.sort_values(["num_embeddings", "batch_size"]).to_dict("records")
         )
-        header = ("embeddings", "L/C", "batch", "runtime", "memory", "predicted memory", "error", "regime")
+        header = (
+            "embeddings",
+            "L/C",
+            "paper: L/C",
+            "batch",
+            "runtime",
+            "memory",
+            "predicted memory",
+            "error",
+            "regime",
+        )
         note = (
             "Factors over torch.nn. Predicted: (bC + (1 + b)L) / (bC + 2L), the paper's law; error: over measured, "
-            "only of contestants that hold a gradient per example."
+            "only of contestants that hold a gradient per example. The paper's L/C counts whole blocks of 512 bytes, "
+            "which CUDA's allocator takes for small tensors."
         )
-        yield Grid(f"{contestant} ({passes}): embedding sweep", header, rows, (note,))
+        yield Grid(f"{contestant} ({passes}): embedding sweep", header, rows, (note, _rounds_note(group)))
 
 
 def _errors(errors: pd.DataFrame) -> Iterator[Grid]:
@@ -427,31 +515,71 @@ def _signed(mean: float, deviation: float) -> str:
     return f"{mean:+.1%}" + ("" if math.isnan(deviation) else f" ± {deviation:.1%}")
 
 
+def _percent(error: float) -> str:
+    """Signed; what rounds to zero is +0.0%."""
+    return f"{round(error, 3) + 0.0:+.1%}"
+
+
 def _spread(between: pd.DataFrame) -> Iterator[Grid]:
-    rows = tuple(
-        (
-            r.layer,
-            str(r.batch_size),
-            f"{r.contestant} ({r.passes})",
-            str(r.runs),
-            MISSING
-            if math.isnan(r.median_ms)
-            else f"{number(r.median_ms)} [{number(r.lowest_ms)}, {number(r.highest_ms)}]",
-            MISSING if math.isnan(r.runtime_spread) else f"{r.runtime_spread:.1%}",
-            MISSING if math.isnan(r.memory_spread) else f"{r.memory_spread:.2%}",
-        )
-        for r in between.itertuples()
-    )
-    times, peaks = between.runtime_spread.dropna(), between.memory_spread.dropna()
-    notes = ["Spread: (largest - smallest) / median of the runs' values of a cell."]
-    for what, values in (("Runtime", times), ("Peak memory", peaks)):
-        if len(values):
-            notes.append(
-                f"{what}: median spread {values.median():.1%}, nine tenths of {len(values)} cells under "
-                f"{values.quantile(0.9):.1%}, largest {values.max():.1%}."
-            )
-    header = ("layer", "batch", "contestant", "runs", "ms [lowest, highest run]", "runtime spread", "memory spread")
-    yield Grid("Between runs", header, rows, tuple(notes))
+    """By contestant in short, then every cell, a grid per contestant."""
+    yield _spread_in_short(between)
+    has_times, has_peaks = between.runtime_spread.notna().any(), between.memory_spread.notna().any()
+    shown = "ms of each run, oldest first"
+    if between.runs.max() > layer_table.RUNS_SHOWN:
+        shown = "ms [lowest, highest run]"
+    columns = [*((shown, "spread") if has_times else ()), *(("spread of the peak",) if has_peaks else ())]
+    for (contestant, passes), group in between.groupby(["contestant", "passes"], sort=False):
+        rows = []
+        for r in group.itertuples():
+            row = [r.layer, str(r.batch_size), str(r.runs)]
+            if has_times:
+                row += [_runs(r), MISSING if math.isnan(r.runtime_spread) else f"{r.runtime_spread:.1%}"]
+            if has_peaks:
+                row.append(MISSING if math.isnan(r.memory_spread) else f"{r.memory_spread:.2%}")
+            rows.append(tuple(row))
+        notes = ["Spread: (largest - smallest) / median of the runs' values."]
+        if group.disturbed.any():
+            notes.append(layout.DISTURBED_NOTE)
+        header = ("layer", "batch", "runs", *columns)
+        yield Grid(f"{contestant} ({passes}): between runs", header, tuple(rows), tuple(notes))
+
+
+def _runs(r: Any) -> str:
+    if math.isnan(r.median_ms):
+        return MISSING
+    mark = "ᵈ" if r.disturbed else ""
+    if r.runs > layer_table.RUNS_SHOWN:
+        return f"{number(r.median_ms)}{mark} [{number(r.lowest_ms)}, {number(r.highest_ms)}]"
+    return ", ".join(number(float(value)) for value in r.runs_ms.split()) + mark
+
+
+def _spread_in_short(between: pd.DataFrame) -> Grid:
+    rows = []
+    everything = [("all", between), *between.groupby(["contestant", "passes"], sort=False)]
+    for who, group in [*everything[1:], everything[0]]:
+        name = who if isinstance(who, str) else f"{who[0]} ({who[1]})"
+        for what, values in (("runtime", group.runtime_spread.dropna()), ("peak memory", group.memory_spread.dropna())):
+            if len(values):
+                worst = group.loc[values.idxmax()]
+                rows.append(
+                    (
+                        name,
+                        what,
+                        str(len(values)),
+                        f"{values.median():.1%}",
+                        f"{values.quantile(0.9):.1%}",
+                        f"{values.max():.1%} ({worst.layer} at {worst.batch_size})",
+                    )
+                )
+    header = ("contestant", "of", "cells", "median spread", "nine tenths under", "largest")
+    notes = [
+        "Spread: (largest - smallest) / median of the runs' values of a cell; a run's value is the median over its "
+        "processes of the medians of their passes (of their peaks for memory). It has no interval: of the same code on "
+        "the same machine, it is what a difference between two runs has to exceed."
+    ]
+    if between.memory_spread.isna().all():
+        notes.append("Of no cell did two runs count memory.")
+    return Grid("Between runs, in short", header, tuple(rows), tuple(notes))
 
 
 def _claims(stated: pd.DataFrame) -> Iterator[Grid]:
@@ -479,10 +607,13 @@ def _claims(stated: pd.DataFrame) -> Iterator[Grid]:
             "Holds: every measured value, with all of its 95 % interval where there is one, lies in the range of the "
             f"paper's table widened by a factor of {TOLERANCE:g} at both ends, or, for a statement, on its side of the "
             "limit. Does not hold: one lies outside with all of it. Undecided: neither, some interval reaches over a "
-            "bound. Places: measured values, of those that the paper's tables have; a claim that holds does so at "
-            "these only. n: the fewest rounds behind one of this contestant's factors; with 1 there is no interval, "
-            "and a value is judged by itself.",
+            "bound. Places: measured values, of those that the paper's tables have (a largest value and a mean are "
+            "one); a claim that holds does so at these only. n: the fewest rounds behind one of this contestant's "
+            "factors; with 1 there is no interval, and a value is judged by itself. Much smaller, ≪ and ≫: by a factor "
+            f"of {law.FAR:g} and more; constant: within a factor of {TOLERANCE:g}; errors over the sweep: within mean "
+            "± standard deviation of its text.",
         ]
+        notes.append(layer_claims.ELSEWHERE)
         if any("ᵗ" in row[2] for row in rows):
             notes.append("ᵗ The paper's own table does not bear the statement out everywhere.")
         header = ("claim", "its text", "its table", "measured", "places", "n", "here / table", "outcome")

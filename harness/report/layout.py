@@ -340,20 +340,28 @@ def _ratio_cell(row: Any, usual_n: int) -> str:
     return f"{factor(row.ratio)}×{doubts(row)}{interval}" + ("" if row.n == usual_n else f" n={row.n}")
 
 
-def values(frame: pd.DataFrame, title: str, scale: float = 1.0, notes: tuple[str, ...] = ()) -> list[Grid]:
-    """Median [low, high] of a frame of cells, a grid per task; the values are divided by ``scale``."""
+def values(
+    frame: pd.DataFrame,
+    title: str,
+    scale: float = 1.0,
+    notes: tuple[str, ...] = (),
+    failed: Mapping[tuple[str, int], str] | None = None,
+) -> list[Grid]:
+    """Median [low, high] of a frame of cells, a grid per task; the values are divided by ``scale``. ``failed``:
+    (contestant, batch size) -> the state that stands in place of a value."""
     grids = []
     for task, synthetic, group in blocks(frame):
-        sizes = sorted(group.batch_size.unique())
+        cell = dict(failed or {})
+        sizes = sorted({*group.batch_size, *(size for _, size in cell)})
         n = usual(group.n)
-        cell = {}
         for row in group.itertuples():
             spread = f" [{number(row.low / scale)}, {number(row.high / scale)}]" if row.n > 1 else ""
             cell[row.contestant, row.batch_size] = (
                 number(row.median / scale) + spread + ("" if row.n == n else f" n={row.n}")
             )
         rows = tuple(
-            (name, *(cell.get((name, size), MISSING) for size in sizes)) for name in dict.fromkeys(group.contestant)
+            (name, *(cell.get((name, size), MISSING) for size in sizes))
+            for name in dict.fromkeys([*group.contestant, *(name for name, _ in cell)])
         )
         header = ("contestant", *(f"batch {size}" for size in sizes))
         missing = (f"{MISSING} nothing recorded.",) if any(MISSING in row for row in rows) else ()
@@ -378,6 +386,15 @@ NOTIONS = {
 }
 
 
+def memory_failures(tables: Tables, section: Section, task: str, synthetic: bool) -> pd.DataFrame:
+    """``contestant``, ``batch_size``, ``state`` of the memory processes that failed, where none succeeded."""
+    here = section.of(tables.raw)
+    here = here[(here.purpose == "memory") & ~here.superseded & (here.task == task) & (here.synthetic == synthetic)]
+    where = ["contestant", "batch_size"]
+    ever_ok = here.assign(ok=here.state == "ok").groupby(where).ok.transform("any")
+    return here[~ever_ok].sort_values("started", kind="stable").groupby(where, as_index=False).last()[[*where, "state"]]
+
+
 def memory(tables: Tables, section: Section) -> list[Grid]:
     """One grid per task and notion of memory; the notion is in the title."""
     here = section.of(tables.memory)
@@ -389,9 +406,12 @@ def memory(tables: Tables, section: Section) -> list[Grid]:
         about = [f"{notion}: {NOTIONS[notion]}."] if notion in NOTIONS else []
         for task, synthetic, group in blocks(all_tasks):
             ran = timed[(timed.task == task) & (timed.synthetic == synthetic)].contestant
-            without = [name for name in dict.fromkeys(ran) if name not in set(group.contestant)]
+            failures = memory_failures(tables, section, task, synthetic).itertuples()
+            failed = {(str(r.contestant), int(r.batch_size)): str(r.state) for r in failures}
+            shown = {*group.contestant, *(name for name, _ in failed)}
+            without = [name for name in dict.fromkeys(ran) if name not in shown]
             gap = [f"Timed, but without this memory on record: {', '.join(without)}."] if without else []
-            grids += values(group, f"MiB of {notion}", MEBIBYTE, (*about, *gap))
+            grids += values(group, f"MiB of {notion}", MEBIBYTE, (*about, *gap), failed)
     return grids
 
 

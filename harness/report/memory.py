@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from harness import memory_law as law
+from harness.layers import PAPER, SWEEP, SWEEP_ROWS
 from harness.memory_law import Parts
 from harness.report import layer_table
 from harness.report.layer_table import CELL, MEGABYTE
@@ -133,8 +134,47 @@ def _dpcore(r: dict[str, Any], b: int, C: float, L: float) -> float:
     return law.dpcore_private(b, C, L, math.ceil(b / pieces), float(r["output_bytes"]), kept, apart)
 
 
+def reproduction(cells: pd.DataFrame) -> pd.DataFrame:
+    """The paper's memory factors of Linear and Embedding, at the batch sizes that were measured and at its largest:
+    published; over a baseline less one L; by today's law; and, as columns of their own, as measured of every contestant
+    that holds a gradient per example.
+
+    PyTorch 1.10's ``zero_grad`` kept ``.grad``, so that a third L stood in the paper's baseline beside the module and
+    the gradient; since 2.0 it is freed.
+    """
+    peaks = layer_table.published("memory").set_index(["paper_row", "batch_size"])
+    sizes = layer_table.published("memory_breakdown").set_index(["paper_row", "batch_size"])
+    found = {(r["paper_row"], r["batch_size"], r["contestant"], r["passes"]): r for r in cells.to_dict("records")}
+    pairs = list(dict.fromkeys((r["contestant"], r["passes"]) for r in found.values() if materialises(r)))
+    rows = []
+    for name in ("Linear", "Embedding"):
+        here = sorted({size for row, size, *_ in found if row == name})
+        largest = int(peaks.loc[name].index.max())
+        layer = next(layer for layer in PAPER if layer.paper_row == name)
+        for size in sorted({*here, largest} & set(peaks.loc[name].index)) if here else ():
+            peak, L = peaks.loc[(name, size)], sizes.loc[(name, size)].L_mb
+            C, own = layer.example_bytes, layer.parameter_bytes
+            base = found.get((name, size, layer_table.BASELINE, "plain"))
+            rows.append(
+                {
+                    "layer": layer.name,
+                    "batch_size": size,
+                    "published": peak.gsm_module_mb / peak.nn_module_mb,
+                    "without_old_gradient": peak.gsm_module_mb / (peak.nn_module_mb - L),
+                    "todays_law": law.opacus_private(size, C, own) / law.non_private(size, C, own),
+                    **{f"{c} ({p})": _measured_factor(found.get((name, size, c, p)), base) for c, p in pairs},
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def _measured_factor(mine: Mapping[str, Any] | None, base: Mapping[str, Any] | None) -> float:
+    return math.nan if mine is None or base is None else float(mine["peak"] / base["peak"])
+
+
 def shares(predicted: pd.DataFrame, by: list[str]) -> pd.DataFrame:
-    """Share explained and error of every law, mean ± standard deviation over the rows of each group."""
+    """Share explained and error of every law, mean ± standard deviation over the rows of each group, and how many rows
+    it overestimates (``over``) and underestimates (``under``)."""
     rows = []
     for place, group in predicted.groupby([*by, "group", "law"], sort=False):
         share, error = law.spread(group.share.tolist()), law.spread(group.error.abs().tolist())
@@ -144,6 +184,8 @@ def shares(predicted: pd.DataFrame, by: list[str]) -> pd.DataFrame:
                 "share": share.mean,
                 "share_sd": share.deviation,
                 "mean_absolute_error": error.mean,
+                "over": int((group.error > 0).sum()),
+                "under": int((group.error < 0).sum()),
                 "n": share.n,
             }
         )
@@ -152,8 +194,6 @@ def shares(predicted: pd.DataFrame, by: list[str]) -> pd.DataFrame:
 
 def sweep(factors: pd.DataFrame) -> pd.DataFrame:
     """The embedding sweep: measured factors of every contestant beside the predicted overhead, per size and batch."""
-    from harness.layers import SWEEP
-
     rows = []
     for r in factors[factors.layer.isin([layer.name for layer in SWEEP])].to_dict("records"):
         b = int(r["batch_size"])
@@ -165,9 +205,11 @@ def sweep(factors: pd.DataFrame) -> pd.DataFrame:
                 "materialises": materialises(r),
                 "num_embeddings": layer.parameters["weight"][0],
                 "L_over_C": parts.ratio,
+                "paper_L_over_C": SWEEP_ROWS.get(layer.parameters["weight"][0], math.nan),
                 "runtime": r["runtime"],
                 "runtime_low": r["runtime_low"],
                 "runtime_high": r["runtime_high"],
+                "runtime_n": r["runtime_n"],
                 "memory": r["memory"],
                 **_overhead(parts, r["memory"]),
             }

@@ -443,21 +443,29 @@ def all_claims(table: PaperTable) -> tuple[Claim, ...]:
             "3.1.3", "Opacus / Custom TFP (XLA) at 2048: LSTM", "7×", _ratio(OPACUS, TFP, ("imdb-lstm",), (LARGEST,))
         ),
         Claim("3.1.3", "Opacus / JAX (DP) at 2048: LSTM", "2.4×", _ratio(OPACUS, JAX, ("imdb-lstm",), (LARGEST,))),
-        Claim("3.1.3", "Opacus: seconds at batch 16 / at 2048, by task", "17× to 75×", _reduction(OPACUS, ALL)),
         *(
-            Claim(
-                "3.1.3",
-                f"{row}: seconds at batch 16 / at 2048, mean of {len(tasks)} tasks",
-                quoted,
-                _mean_reduction(row, tasks),
+            claim
+            for row, quoted, mean, tasks in (
+                (OPACUS, "17× to 75×", "40×", ALL),
+                (BASELINE_ROW, "", "37.8×", ALL),
+                (JAX, "", "12.8×", ALL),
+                (BACKPACK, "", "10.5×", PICTURES),
+                (TFP, "", "6.3×", ALL),
+                (PYVACY, "", "1×", ALL),
             )
-            for row, quoted, tasks in (
-                (OPACUS, "40×", ALL),
-                (BASELINE_ROW, "37.8×", ALL),
-                (JAX, "12.8×", ALL),
-                (BACKPACK, "10.5×", PICTURES),
-                (TFP, "6.3×", ALL),
-                (PYVACY, "1×", ALL),
+            for claim in (
+                Claim(
+                    "3.1.3" if quoted else "Table 1",
+                    f"{row}: seconds at batch 16 / at 2048, by task",
+                    quoted,
+                    _reduction(row, tasks),
+                ),
+                Claim(
+                    "3.1.3",
+                    f"{row}: seconds at batch 16 / at 2048, mean of {len(tasks)} tasks",
+                    mean,
+                    _mean_reduction(row, tasks),
+                ),
             )
         ),
         Claim(

@@ -11,6 +11,9 @@ from harness.errors import BadInput
 from harness.record import Record
 from harness.store import PLAN
 
+SUMMARY = "summary.json"
+"""What ``run gpu`` leaves beside its records."""
+
 
 def load(*places: Path) -> list[Record]:
     """All records of the ``places``, each a ``.json`` or ``.jsonl`` file, or a folder with such files somewhere below
@@ -54,5 +57,5 @@ def _files(place: Path) -> Iterator[Path]:
         in_run = PLAN in names
         folders[:] = [name for name in folders if (name == "records" if in_run else not name.startswith("."))]
         for name in [] if in_run else names:
-            if name.endswith((".json", ".jsonl")) and not name.startswith("."):
+            if name.endswith((".json", ".jsonl")) and not name.startswith(".") and name != SUMMARY:
                 yield Path(folder, name)

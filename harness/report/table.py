@@ -25,6 +25,11 @@ SECTION = ["machine", "device", "protocol", "isolation"]
 PLACE = [*SECTION, "task", "synthetic"]
 CELL = [*PLACE, "batch_size", "contestant"]
 PAIRING = ["run", "round"]
+OF_CELLS = [
+    *(*CELL, "private", "state", "reason", "failures", "failed", "superseded", "extrapolated", "disturbed"),
+    *("own_sampling", "cell", "median", "low", "high", "n", "coverage"),
+]
+"""Columns of the frame of cells, for a run that timed nothing."""
 
 UNGATED = "ungated"
 UNGATED_REASON = (
@@ -245,7 +250,7 @@ def cells(raw: pd.DataFrame) -> pd.DataFrame:
         for size in sizes.get(tuple(where), list(dict.fromkeys(p["batch_size"] for p in processes))):
             cell = dict(zip(PLACE, where, strict=True)) | {"batch_size": size, "contestant": contestant}
             rows.append(_cell(cell, processes, 0))
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=None if rows else OF_CELLS)
 
 
 Process = Mapping[Any, Any]
@@ -319,15 +324,16 @@ def paired(
     here = current[(current.purpose == "time") & (current.state == "ok") & current.seconds.notna()]
     for column, value in place.items():
         here = here[here[column] == value]
-    return _paired(_sides(here[here.contestant.isin([a, b])]), a, b)
+    return paired_sides(by_block(here[here.contestant.isin([a, b])]), a, b)
 
 
 Sides = Mapping[str, Mapping[Any, tuple[float, bool]]]
 """Contestant -> (run, round) -> (seconds, disturbed)."""
 
 
-def _sides(here: pd.DataFrame) -> Sides:
-    """A cell that was measured twice in one block (a retry) counts with its later value."""
+def by_block(here: pd.DataFrame) -> Sides:
+    """Seconds by contestant and block. A cell that was measured twice in one block (a retry) counts with its later
+    value."""
     sides: dict[str, dict[Any, tuple[float, bool]]] = {}
     columns = ["contestant", *PAIRING, "seconds", "disturbed"]
     for contestant, run, number, seconds, disturbed in zip(*(here[c] for c in columns), strict=True):
@@ -335,7 +341,8 @@ def _sides(here: pd.DataFrame) -> Sides:
     return sides
 
 
-def _paired(sides: Sides, a: str, b: str) -> tuple[stats.Comparison | None, int, bool]:
+def paired_sides(sides: Sides, a: str, b: str) -> tuple[stats.Comparison | None, int, bool]:
+    """As :func:`paired`, of cells that are already grouped."""
     left, right = sides.get(a, {}), sides.get(b, {})
     both = [block for block in left if block in right]
     if not both:
@@ -356,12 +363,12 @@ def ratios(current: pd.DataFrame, base: str | None) -> pd.DataFrame:
     ok = current[(current.purpose == "time") & (current.state == "ok") & current.seconds.notna()]
     private = dict(zip(current.contestant, current.private, strict=True))
     for place, group in ok.groupby([*PLACE, "batch_size"], sort=False):
-        sides = _sides(group)
+        sides = by_block(group)
         extrapolated = set(group.contestant[group.extrapolated])
         for contestant in sides:
             if base is None or contestant == base:
                 continue
-            result, left_out, disturbed = _paired(sides, base, contestant)
+            result, left_out, disturbed = paired_sides(sides, base, contestant)
             if result is None:
                 continue
             rows.append(
@@ -396,7 +403,7 @@ def overheads(
     ok = current[(current.purpose == "time") & (current.state == "ok") & current.seconds.notna()]
     seconds: dict[Any, float] = {} if compiling.empty else compiling.set_index(CELL)["median"].to_dict()
     for place, group in ok.groupby([*PLACE, "batch_size"], sort=False):
-        sides = _sides(group)
+        sides = by_block(group)
         present = set(sides)
         for contestant, twin in twins.items():
             if base is None or not {contestant, twin, base} <= present:
@@ -407,7 +414,7 @@ def overheads(
                 if a == b:
                     row |= {name: 1.0, f"{name}_low": float("nan"), f"{name}_high": float("nan")}
                     continue
-                result, without, disturbed = _paired(sides, a, b)
+                result, without, disturbed = paired_sides(sides, a, b)
                 left_out, any_disturbed = max(left_out, without), any_disturbed or disturbed
                 if result is not None:
                     rounds.append(result.n)

@@ -19,7 +19,7 @@ def show(report: Report, console: Console) -> None:
     measurement the chapters that ask for it."""
     _end_to_end(report, console)
     for chapter in report.chapters:
-        if chapter.in_terminal:
+        if chapter.in_terminal and chapter.grids:
             console.print(f"\n[bold]{escape(chapter.title)}")
             if chapter.section:
                 console.print(f"[dim]{escape(chapter.section.title)}; measured {escape(chapter.when)}")

@@ -13,10 +13,8 @@ import pytest
 import dpcore
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [
-    *(ROOT / "docs" / f"{name}.md" for name in ("dpcore", "migration", "privacy", "performance", "side_by_side")),
-    ROOT / "dpcore" / "examples" / "README.md",
-]
+NAMES = ("dpcore", "migration", "privacy", "performance", "exactness", "side_by_side")
+DOCUMENTS = [*(ROOT / "docs" / f"{name}.md" for name in NAMES), ROOT / "dpcore" / "examples" / "README.md"]
 documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 
 

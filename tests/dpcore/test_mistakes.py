@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import DataLoader, IterableDataset
 
-from dpcore import PrivacyEngine, PrivacyError, UnsupportedError
+from dpcore import Engine, PrivacyEngine, PrivacyError, UnsupportedError
 from dpcore.utils.batch_memory_manager import BatchMemoryManager
 from tests.dpcore.private_setup import make, small_data, small_model, step, truth
 
@@ -40,6 +40,12 @@ def _plan(**options):
 def test_a_bound_that_is_no_number(bound):
     with pytest.raises(ValueError, match=f"max_grad_norm is {bound!r}; it must be a number"):
         make(max_grad_norm=bound)
+
+
+def test_a_bound_beside_which_rounding_would_count_is_refused():
+    with pytest.raises(ValueError, match="max_grad_norm is 1e-09; it must be at least 1e-08"):
+        make(max_grad_norm=1e-9)
+    make(max_grad_norm=1e-8)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -237,3 +243,14 @@ def test_warnings_point_at_the_script():
         warnings.simplefilter("always")
         _plan()
     assert caught and all(w.filename == __file__ for w in caught)
+
+
+@pytest.mark.parametrize("compile", [False, "aot_eager"])
+def test_inference_mode_in_which_every_gradient_would_be_zero_is_refused(compile):
+    model = nn.Linear(4, 3)
+    engine = Engine(model, lambda out, y: F.cross_entropy(out, y, reduction="none"), max_grad_norm=1.0, compile=compile)
+    x, y = torch.randn(8, 4), torch.arange(8) % 3
+    with torch.inference_mode(), pytest.raises(PrivacyError, match="inference_mode"):
+        engine.clipped_sum(x, y)
+    for _ in range(2):
+        assert engine.clipped_sum(x, y).norms.gt(0).all()

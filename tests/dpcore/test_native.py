@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 from torch import nn
 from torch.nn.grad import conv2d_weight
 
-from dpcore import Engine, native
+from dpcore import Engine, GaussianNoise, native
 from dpcore.functional import clipped_sum
 from tests.dpcore.comparison import check, odd_loss, relative_error
 
@@ -86,14 +88,112 @@ def test_the_convolution_equals_float64_for_all_channels_kernels_strides_and_pad
         assert (found[i] - truth).norm() < 1e-5 * truth.norm() + 1e-12
 
 
-def test_both_kernels_are_in_use_and_do_what_their_twins_do(monkeypatch):
-    convolutions, forward, backward = (
-        _count(monkeypatch, name) for name in ("conv2d_grad_sample", "lstm_forward", "lstm_backward")
+class Averaged(nn.Module):
+    """Ids [B, T] -> [B, 2] by the mean of their vectors."""
+
+    def __init__(self, rows, columns, padding_idx=None):
+        super().__init__()
+        self.embedding = nn.Embedding(rows, columns, padding_idx=padding_idx)
+        self.fc = nn.Linear(columns, 2)
+
+    def forward(self, ids):
+        return self.fc(self.embedding(ids).mean(1))
+
+
+@given(
+    st.integers(1, 6),
+    st.integers(1, 30),
+    st.integers(1, 9),
+    st.integers(1, 40),
+    st.sampled_from([None, 0, -1]),
+    st.integers(0, 99),
+)
+@settings(deadline=None, max_examples=40)
+def test_the_averaged_embedding_equals_float64_with_repeated_tokens_and_padding(
+    batch, tokens, rows, columns, padding_idx, seed
+):
+    torch.manual_seed(seed)
+    ids = torch.randint(0, rows, (batch, tokens))
+    check(Averaged(rows, columns, padding_idx), ids, torch.arange(batch) % 3, clipped_sum)
+
+
+@given(st.integers(1, 6), st.integers(1, 30), st.integers(1, 9), st.sampled_from([None, 0]), st.integers(0, 99))
+@settings(deadline=None, max_examples=30)
+def test_every_token_is_counted_once_per_example(batch, length, rows, skipped, seed):
+    ids = torch.randint(0, rows, (batch, length), generator=torch.Generator().manual_seed(seed))
+    tokens, counts, starts, squares = native.count_tokens(ids, rows, skipped)
+    for b in range(batch):
+        truth = {v: c for v, c in zip(*np.unique(ids[b].numpy(), return_counts=True), strict=True) if v != skipped}
+        span = slice(int(starts[b]), int(starts[b + 1]))
+        assert dict(zip(tokens[span].tolist(), counts[span].tolist(), strict=True)) == truth
+        assert squares[b] == sum(int(c) ** 2 for c in truth.values())
+
+
+def test_kernels_do_not_follow_the_default_dtype():
+    """Counts in the default float64 were written as float32: the norms were nonsense, and nothing was clipped."""
+    torch.manual_seed(0)
+    model, ids, y = Averaged(40, 21), torch.randint(0, 40, (9, 50)), torch.arange(9) % 3
+    expected = clipped_sum(model, odd_loss, ids, y, 0.5)
+    try:
+        torch.set_default_dtype(torch.float64)
+        found = clipped_sum(model, odd_loss, ids, y.float(), 0.5)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(found.norms, expected.norms)
+    assert relative_error(found.sums, expected.sums) < 2e-6
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 31, 623, 624, 625, 640, 641, 1248, 1249, 1263, 50_000])
+def test_noise_is_what_torch_draws_from_the_same_stream(size):
+    start = torch.linspace(-1.0, 1.0, size)
+    for step in (0, 7):
+        found = GaussianNoise(3, rank=1).add_(start.clone(), 2.5, step)
+        with native.disabled():
+            twin = GaussianNoise(3, rank=1).add_(start.clone(), 2.5, step)
+        torch.testing.assert_close(found, twin, rtol=0, atol=1e-5)
+
+
+def test_the_kernels_noise_is_normal_independent_and_fresh_at_every_step():
+    noise = GaussianNoise(11)
+    drawn = torch.stack([noise.add_(torch.zeros(50_000), 1.0, step) for step in range(4)]).double()
+    assert stats.kstest(drawn.flatten(), "norm").pvalue > 1e-4
+    assert drawn.unique().numel() > 0.97 * drawn.numel()
+    assert abs(float(drawn.var()) - 1) < 5 * (2 / drawn.numel()) ** 0.5
+    for a, b in ((drawn[1:], drawn[:-1]), (drawn[:, 1:], drawn[:, :-1]), (drawn[:, 8:], drawn[:, :-8])):
+        assert abs(float((a * b).mean())) * a.numel() ** 0.5 < 5
+        sizes = float(((a**2 - 1) * (b**2 - 1)).mean()) / 2 * a.numel() ** 0.5
+        assert abs(sizes) < 6
+
+
+def test_noise_of_what_a_kernel_cannot_take_comes_from_torch(monkeypatch):
+    calls = _count(monkeypatch, "add_normals")
+    for target in (torch.zeros(20, 3).t(), torch.zeros(50, dtype=torch.float64), torch.zeros(15)):
+        assert float(GaussianNoise(1).add_(target, 1.0, 0).abs().max()) > 0
+    assert not calls
+    GaussianNoise(1).add_(torch.zeros(4, 5), 1.0, 0)
+    assert calls
+
+
+def test_noise_of_a_subclass_comes_from_its_own_generator():
+    class Own(GaussianNoise):
+        def generator(self, step, device="cpu"):
+            return torch.Generator(device).manual_seed(5)
+
+    expected = torch.randn(50, generator=torch.Generator().manual_seed(5))
+    assert torch.equal(Own(0).add_(torch.zeros(50), 1.0, 0), expected)
+    assert torch.equal(Own(0).fill_(torch.ones(50), 1.0, 0), expected)
+
+
+def test_all_kernels_are_in_use_and_do_what_their_twins_do(monkeypatch):
+    convolutions, forward, backward, counting, adding = (
+        _count(monkeypatch, name)
+        for name in ("conv2d_grad_sample", "lstm_forward", "lstm_backward", "count_tokens", "add_by_token")
     )
     torch.manual_seed(1)
     for model, x in (
         (nn.Conv2d(3, 20, 5, 2, 1).to(memory_format=LAST), torch.randn(9, 3, 12, 12)),
         (Recurrent(6, 33, True), torch.randn(9, 8, 6)),
+        (Averaged(40, 21), torch.randint(0, 40, (9, 50))),
     ):
         y = torch.arange(9) % 3
         fast = clipped_sum(model, odd_loss, x, y, 0.5)
@@ -102,7 +202,7 @@ def test_both_kernels_are_in_use_and_do_what_their_twins_do(monkeypatch):
             slow = clipped_sum(model, odd_loss, x, y, 0.5)
         assert relative_error(fast.sums, slow.sums) < 2e-6
         torch.testing.assert_close(fast.norms, slow.norms, rtol=2e-6, atol=0)
-    assert convolutions and forward and len(backward) == 2
+    assert convolutions and forward and len(backward) == 2 and counting and adding
 
 
 def test_large_pre_activations_saturate_and_nan_stays_nan():
@@ -122,6 +222,7 @@ def test_large_pre_activations_saturate_and_nan_stays_nan():
 def test_threads_do_not_change_a_bit():
     torch.manual_seed(3)
     weight, x, grad = torch.randn(80, 20) * 0.1, torch.randn(13, 3, 8, 8), torch.randn(13, 9, 6, 6)
+    ids = torch.randint(0, 5000, (13, 200))
     threads = torch.get_num_threads()
     found = []
     try:
@@ -133,11 +234,27 @@ def test_threads_do_not_change_a_bit():
             native.lstm_forward(z, weight, gates, h, c, tanh_c, False)
             grads = native.lstm_backward(gates, c, tanh_c, weight, h[1:], c[0], False)
             samples = native.conv2d_grad_sample(x, grad, (3, 3), (1, 1), (0, 0))
-            found.append((gates, tanh_c, h, c, *grads, samples))
+            table = torch.zeros(5000, 20)
+            tokens, counts, starts, _ = native.count_tokens(ids, len(table), None)
+            native.add_by_token(table, tokens, counts, starts, samples.reshape(13, -1)[:, :20])
+            found.append((gates, tanh_c, h, c, *grads, samples, table))
     finally:
         torch.set_num_threads(threads)
     for one, three in zip(*found, strict=True):
         assert torch.equal(one, three)
+
+
+def test_compiled_graphs_call_the_convolution_kernel(monkeypatch):
+    calls = _count(monkeypatch, "conv2d_grad_sample")
+    torch.manual_seed(1)
+    model, x = nn.Conv2d(3, 20, 5, 2, 1).to(memory_format=LAST), torch.randn(9, 3, 12, 12)
+    y = torch.arange(9) % 3
+    engine = Engine(model, odd_loss, max_grad_norm=0.5, compile="aot_eager")
+    first = {name: s.clone() for name, s in engine.clipped_sum(x, y).sums.items()}
+    assert len(calls) == 1  # the eager pass that comes first
+    assert relative_error(engine.clipped_sum(x, y).sums, first) < 1e-5
+    assert len(calls) == 2
+    torch._dynamo.reset()
 
 
 def test_other_dtypes_and_forms_take_the_pure_path(monkeypatch):

@@ -81,6 +81,56 @@ def test_an_empty_batch_is_a_noisy_step_of_the_right_size():
     assert abs(float(consecutive)) < 5 / drawn.numel() ** 0.5
 
 
+def test_a_loss_that_clears_gradients_leaves_the_noise():
+    """p.grad was the buffer that already held the next step's noise: in-place zeros there released bare sums."""
+    engines = _engine(noise_multiplier=3.0), _engine(noise_multiplier=3.0)
+
+    def clearing(outputs, y):
+        engines[0].optimizer.zero_grad(set_to_none=False)
+        return odd_loss(outputs, y)
+
+    engines[0].loss_fn = clearing
+    for _ in range(3):
+        x, y = torch.randn(5, 4), torch.arange(5) % 2
+        for engine in engines:
+            engine.privatize(x, y)
+    for one, other in zip(*(e.parameters.values() for e in engines), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("after", ["clipped_sum", "failed noise", "failed loss"])
+def test_no_gradient_shows_sums_without_noise(after):
+    class Failing(SecureNoise):
+        broken = False
+
+        def add_(self, target, std, step):
+            if self.broken:
+                raise KeyboardInterrupt
+            return super().add_(target, std, step)
+
+    noise = Failing()
+    engine = _engine(noise_multiplier=3.0, noise=noise, physical_batch_size=2)
+    x, y = torch.randn(5, 4), torch.arange(5) % 2
+    engine.privatize(x, y)
+    grads = [p.grad for p in engine.parameters.values()]
+    if after == "clipped_sum":
+        engine.clipped_sum(x, y)
+    else:
+        noise.broken = after == "failed noise"
+        calls = iter([False, after == "failed loss", False])
+
+        def failing(outputs, y):
+            if next(calls):
+                raise KeyboardInterrupt
+            return odd_loss(outputs, y)
+
+        engine.loss_fn = failing
+        with pytest.raises(KeyboardInterrupt):
+            engine.privatize(x, y)
+        assert engine.steps == 1 and not any(g.any() for g in grads)
+    assert all(p.grad is None for p in engine.parameters.values())
+
+
 def test_the_same_seed_gives_the_same_training_run():
     runs = []
     for _ in range(2):

@@ -200,7 +200,7 @@ def test_a_short_run_end_to_end(tmp_path: Path) -> None:
         "--json",
     ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=registry.ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     summary = json.loads(done.stdout.splitlines()[-1])
     assert set(summary["states"]) == {"ok"}
     written = {Path(p).suffix for p in summary["written"]}

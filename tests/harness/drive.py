@@ -12,7 +12,7 @@ from pathlib import Path
 FAKES = Path(__file__).resolve().parent.parent / "fakes"
 os.environ["DPBENCH_FRAMEWORKS"] = str(FAKES)
 
-from harness import cli, env, gatekeeper, layer_run, machine, peaks, report  # noqa: E402
+from harness import cli, env, found, gatekeeper, layer_run, machine, peaks, report  # noqa: E402
 from harness.gatekeeper import Verdict  # noqa: E402
 from harness.record import Gate  # noqa: E402
 
@@ -23,7 +23,7 @@ class _ThisPython(env.Environment):
         return Path(sys.executable)
 
 
-def _layer_references(names: tuple[str, ...], say: object) -> dict[str, Path]:
+def _layer_references(names: tuple[str, ...], *rest: object) -> dict[str, Path]:
     """Of the only layer that the fakes have: where the tests wrote it."""
     return dict.fromkeys(names, Path(os.environ["DRIVE_LAYER_REFERENCE"]))
 
@@ -34,6 +34,8 @@ def install() -> None:
         "ok", None, Gate(passed=contestant.variant.name != "unfit", key="fake", checks=[]), {}
     )
     layer_run.ensure_references = _layer_references
+    gatekeeper.reference = lambda task, *rest: Path()
+    found.REFERENCES = ()
     if "DRIVE_WITH_GPU" in os.environ:
         machine.gpus = lambda: ["A device that is not there, 1000 MiB, 1.0"]
         machine._gpu_throttle = list

@@ -1,15 +1,19 @@
-"""A container engine for tests: the one that is reachable, or our own where Docker is installed and we are root."""
+"""A container engine for tests: the one that is reachable, or our own where Docker is installed and we are root; and a
+pretended one, for what needs no isolation."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import docker
@@ -17,7 +21,11 @@ import docker.errors
 import requests
 
 from harness import engine, images
+from harness.container import Outcome
 from harness.errors import BadInput
+from harness.isolation import InProcess, Limits
+from harness.layer_request import LayerRequest
+from harness.request import Request
 
 
 class OwnEngine:
@@ -26,6 +34,7 @@ class OwnEngine:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.sshd: subprocess.Popen[bytes] | None = None
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -67,6 +76,51 @@ class OwnEngine:
         except (requests.exceptions.RequestException, docker.errors.DockerException):
             return False
 
+    def listen_for_ssh(self) -> None:
+        """From here on ``ssh_host`` answers a process that finds ``ssh_folder`` first on its PATH: an sshd of our own,
+        with keys of its own. Raises RuntimeError where there is none."""
+        sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+        if sshd is None or shutil.which("ssh") is None or os.geteuid() != 0:
+            raise RuntimeError("no OpenSSH server and client, or not root")
+        self.ssh_folder = folder = self.folder / "ssh"
+        folder.mkdir()
+        for name in ("host", "key"):
+            command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
+            subprocess.run(command, check=True, capture_output=True)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.ssh_host = f"ssh://root@127.0.0.1:{port}"
+        served = f"""
+            ListenAddress 127.0.0.1:{port}
+            HostKey {folder}/host
+            AuthorizedKeysFile {folder}/key.pub
+            PidFile {folder}/sshd.pid
+            PermitRootLogin prohibit-password
+            StrictModes no
+            UsePAM no
+            SetEnv DOCKER_HOST={self.host}
+        """
+        asked = f"""
+            IdentityFile {folder}/key
+            IdentitiesOnly yes
+            UserKnownHostsFile {folder}/known
+            StrictHostKeyChecking accept-new
+        """
+        (folder / "served").write_text(served)
+        (folder / "asked").write_text(asked)
+        ssh = folder / "ssh"
+        ssh.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/asked "$@"\n')
+        ssh.chmod(0o755)
+        Path("/run/sshd").mkdir(exist_ok=True)
+        with (folder / "log").open("wb") as log:
+            self.sshd = subprocess.Popen([sshd, "-D", "-e", "-f", str(folder / "served")], stdout=log, stderr=log)
+        for _ in range(100):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                return
+            time.sleep(0.1)
+        raise RuntimeError(f"sshd does not run here: {(folder / 'log').read_text()[-200:]}")
+
     def kill(self) -> None:
         """As a power cut would, but for the containers' own watchers."""
         os.kill(self.process.pid, signal.SIGKILL)
@@ -78,6 +132,9 @@ class OwnEngine:
             path.unlink()
 
     def stop(self) -> None:
+        if self.sshd is not None:
+            self.sshd.terminate()
+            self.sshd.wait()
         self.process.terminate()
         try:
             self.process.wait(timeout=60)
@@ -129,3 +186,54 @@ def _make_base(on: Any) -> None:
             images.make_base(on, print, images.debootstrap(on, print))
         except BadInput as second:
             raise RuntimeError(f"there is no base image: {fault} {second}") from None
+
+
+class PretendedEngine:
+    """Has images, by name; its containers run in this process, with the paths that they would see translated back by
+    their mounts. ``contained``: (image's digest, order, inside -> outside) of each. ``versions``: digest -> what the
+    worker finds installed."""
+
+    def __init__(self) -> None:
+        self.images: dict[str, Any] = {}
+        self.versions: dict[str, dict[str, str]] = {}
+        self.contained: list[tuple[str, dict[str, Any], dict[str, str]]] = []
+        nothing = SimpleNamespace(list=lambda **asked: [])
+        client = SimpleNamespace(images=SimpleNamespace(get=self._get), containers=nothing, volumes=nothing)
+        facts = {"kind": "pretended", "version": "1", "id": "e", "cpus": 2, "memory_bytes": 2**30}
+        self.on = engine.Engine(client, "unix:///pretended.sock", False, facts)
+
+    def _get(self, name: str) -> Any:
+        if name not in self.images:
+            raise docker.errors.ImageNotFound(name)
+        return self.images[name]
+
+    def add(self, name: str, number: int, lock: str = "l" * 64, versions: Mapping[str, str] | None = None) -> str:
+        """An image of that tag; its digest, by which it is found, too."""
+        digest = f"sha256:{number:064x}"
+        labels = {images.LOCK_LABEL: lock, images.BASE_LABEL: "sha256:" + "b" * 64, images.PINS_LABEL: f"pins-{number}"}
+        self.images[name] = self.images[digest] = SimpleNamespace(id=digest, labels=labels, attrs={"Size": 2**20})
+        self.versions[digest] = dict(versions or {})
+        return digest
+
+    def contain(
+        self, place: Any, order: dict[str, Any], mounts: list[Any], limits: Limits, threads: int, *rest: Any
+    ) -> Outcome:
+        """In the place of :meth:`harness.container.Docker._contain`."""
+        outside = {mount["Target"]: mount["Source"] for mount in mounts}
+        assert all(mount["ReadOnly"] for mount in mounts)
+        self.contained.append((place.image.digest, order, outside))
+        data = json.loads(order["request"])
+        for field in ("folder", "reference"):
+            if data.get(field):
+                data[field] = _outside(data[field], outside)
+        kind = LayerRequest if order["worker"] == "harness.layer_worker" else Request
+        outcome = Outcome()
+        outcome.result = InProcess(order["worker"]).run(kind(**data), limits, lambda event: None)
+        outcome.result["versions"] = self.versions[place.image.digest]
+        outcome.is_complete = True
+        return outcome.settled({"ExitCode": 0}, limits)
+
+
+def _outside(path: str, mounts: dict[str, str]) -> str:
+    inside = max((one for one in mounts if path.startswith(one)), key=len)
+    return mounts[inside] + path.removeprefix(inside)

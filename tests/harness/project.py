@@ -19,6 +19,8 @@ SPARE = "    spare_bytes = 0"
 CHANGES = {
     "sleep-3ms": (SLEEP, "    sleep_seconds = 0.003"),
     "sleep-6ms": (SLEEP, "    sleep_seconds = 0.006"),
+    # On a busy machine a sleep of 3 ms may well take 5.
+    "sleep-15ms": (SLEEP, "    sleep_seconds = 0.015"),
     "buffer": (SPARE, "    spare_bytes = 2**20"),
     "clip-bug": ("np.minimum(1.0, self.setting.max_grad_norm", "np.minimum(2.0, self.setting.max_grad_norm"),
     "crash": ("        self.passes += 1\n", '        self.passes += 1\n        raise RuntimeError("it broke")\n'),

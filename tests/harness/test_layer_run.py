@@ -287,15 +287,21 @@ def test_bad_input_is_one_sentence(changes, message):
 # ---- whole runs
 
 
-def dpbench(out: Path, reference: Path, *arguments: str, code: int = 0) -> list[record.Record]:
-    """``dpbench run layers`` with the fakes in a process of its own; its records."""
+def started(out: Path, reference: Path, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """``dpbench run layers`` with the fakes in a process of its own."""
     environment = {**os.environ, "DRIVE_LAYER_REFERENCE": str(reference), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.harness.drive", "run", "layers", "--layers", "layer-norm"]
-    command += ["--threads", "1", "--repeats", "0", "--batch-sizes", "32", "--most-passes", "5", "--json"]
+    command += ["--threads", "1", "--repeats", "0", "--batch-sizes", "32", "--most-passes", "5"]
     done = subprocess.run(
         [*command, "--out", str(out), *arguments], env=environment, cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == code, done.stderr + done.stdout
+    return done
+
+
+def dpbench(out: Path, reference: Path, *arguments: str, code: int = 0) -> list[record.Record]:
+    """The records of a run."""
+    done = started(out, reference, *arguments, "--json", code=code)
     if code == 2:
         return []
     assert json.loads(done.stdout.splitlines()[-1])["folder"] == str(out)
@@ -332,6 +338,14 @@ def test_a_run_leaves_a_record_per_process_and_resumes(reference, tmp_path):
     assert len(again) == len(found)
     assert all((out / "records" / name).read_text() == text for name, text in before.items())
     dpbench(out, reference, "--frameworks", "phantom-plain", code=2)  # another plan in the same folder
+
+
+def test_a_run_ends_with_tables_and_says_where_everything_lies(reference, tmp_path):
+    shown = started(tmp_path / "run", reference, "--frameworks", "phantom-exact", "--passes", "per_sample").stdout
+    words = " ".join(shown.split())
+    assert "The memory law" in shown and "phantom-exact (per_sample)" in shown
+    place = tmp_path / "run"
+    assert "".join(f"Report: {place / 'report'}".split()) in "".join(words.split())
 
 
 def test_batches_fit_their_room():

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import json
 
 import numpy as np
 import pytest
 
 from harness.duel_record import Duel, Pair, Process, SideFacts, conclude
+from harness.registry import ROOT
 from harness.sequential import Rule
 from tests.planted import table
+from tests.planted.__main__ import stored
 from tests.planted.faults import FAULTS, plant
 
 RULE = Rule(rounds=20)
@@ -88,3 +91,12 @@ def test_curves_come_from_the_recorded_pairs_and_say_that_they_are_simulated():
     assert "called, no alert" in header and header.count("|") == dashes.count("|") == row.count("|")
     few = table.summary({"none": quiet[:1]})
     assert few["simulated"] is None and "No curves yet" in table.markdown(few)
+
+
+def test_the_committed_table_is_what_its_duels_give():
+    folder = ROOT / "results" / "reference" / "alerts-2026-11-20"
+    written = json.loads((folder / "alerts.json").read_text())
+    said = table.summary(stored(folder))
+    assert json.loads(json.dumps(said["faults"])) == written["faults"]
+    alerts = [row["alert"] for row in said["simulated"]["curve"]]
+    assert alerts == pytest.approx([row["alert"] for row in written["simulated"]["curve"]], abs=0.01)

@@ -68,6 +68,18 @@ def test_the_frontier_is_the_largest_that_fits_below_what_does_not() -> None:
     assert (engine.batch_size, engine.ended, engine.n) == (64, "crashed", 0)
 
 
+def test_a_size_that_fitted_once_and_then_not_is_above_the_frontier() -> None:
+    records = [probe(size, HOOKS, size) for size in (64, 128, 100)] + [probe(100, HOOKS, 101, "throughput", 1)]
+    records += [probe(90, HOOKS, 90, "throughput", round) for round in (1, 2, 3)]
+    rows = found(records)
+    hooks = rows.loc["opacus-hooks"]
+    assert (hooks.batch_size, hooks.misfit, hooks.n, hooks.failed) == (90, 100, 3, 0)
+    chapter = next(c for c in chapters.build(records).chapters if c.title == "Memory frontier")
+    assert "opacus-hooks: 100 fitted in the search and did not in a further process." in markdown.table(
+        chapter.grids[0]
+    )
+
+
 def test_lower_bounds_and_endings_are_marked_and_explained() -> None:
     chapter = next(c for c in chapters.build(searched()).chapters if c.title == "Memory frontier")
     text = markdown.table(chapter.grids[0])

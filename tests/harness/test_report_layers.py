@@ -9,7 +9,7 @@ import pytest
 
 from harness.layers import LAYERS, PAPER
 from harness.record import Record
-from harness.report import chapters, layer_claims, layer_table, markdown, memory, output
+from harness.report import chapters, figures, layer_claims, layer_table, markdown, memory, output
 from harness.report.layer_table import LayerTables
 from harness.report.layout import Chapter
 from harness.report.paper import UNTESTABLE
@@ -137,10 +137,76 @@ def test_every_finding_is_judged_alike_on_the_papers_numbers_and_on_records_of_t
     claims = layer_claims.claims(tables(as_published()))
     mine = claims[(claims.contestant == "opacus-hooks") & (claims.passes == "per_sample")]
     assert len(mine) == len(layer_claims.CLAIMS)
-    assert mine.here_over_paper.dropna().tolist() == pytest.approx([1.0] * len(mine.here_over_paper.dropna()), rel=0.01)
+    # Its Table 4 is rounded to two digits and counts blocks of 512 bytes; records have the sizes themselves.
+    of_sizes = mine.claim.str.contains("L/C|law", regex=True)
+    for frame, allowed in ((mine[~of_sizes], 0.01), (mine[of_sizes], 0.25)):
+        ratios = frame.here_over_paper.dropna().tolist()
+        assert len(ratios) >= 6 and ratios == pytest.approx([1.0] * len(ratios), rel=allowed)
     assert "18.1" in one(mine, claim="Runtime, DP / torch.nn: RNN, GRU, LSTM, the largest").measured
     assert "334" in one(mine, claim="Memory, DP / torch.nn: embedding, the largest").measured
-    assert {"holds"} == set(mine.outcome)
+    sweep = mine.claim.str.contains("sweep")
+    assert {UNTESTABLE} == set(mine[sweep].outcome)  # it stands in a figure of the paper only
+    # Attention's overhead falls from 1.48 to 1.01 and its L/C is 0.13 b at 16: not constant, and not much smaller.
+    not_borne_out = mine[mine.own_table == "does not hold"]
+    assert [name for name in not_borne_out.claim if "hardly changes" in name or name.startswith("(L/C)")] == list(
+        not_borne_out.claim
+    )
+    assert len(not_borne_out) == 2
+    judged = mine[~sweep & (mine.own_table != "does not hold")]
+    assert {"holds", UNTESTABLE} >= set(judged.outcome)
+    assert [*judged[judged.outcome == UNTESTABLE].claim] == [
+        "Memory: the growth of the convolution's overhead weakens: a doubling of the largest batches / of the smallest"
+    ]  # two batch sizes have one growth
+    assert one(mine, quoted="56.5% ± 8.7%").paper_everywhere == "57.0%"
+
+
+def test_the_growth_of_the_convolution_weakens_in_the_papers_table() -> None:
+    claim = next(c for c in layer_claims.CLAIMS if "weakens" in c.quoted)
+    (found,) = claim.measure(layer_claims.paper_source())
+    assert found.value == pytest.approx((36955 / 6615 / (18479 / 3582)) / (2312 / 929 / (1157 / 738)))
+
+
+def test_the_error_over_the_sweep_is_judged_by_the_papers_text() -> None:
+    """Records by today's law: at L/C >> b the paper's predicts half as much."""
+    records = []
+    for layer in ("embedding-n10000", "embedding-n52429"):
+        for who in (PLAIN, HOOKS, ENGINE):
+            records += both(1.0, layer=layer, batch_size=16, **who)
+    claims = layer_claims.claims(tables(records))
+    of_hooks = one(claims[claims.contestant == "opacus-hooks"], quoted="underestimates by 23.3% ± 6.3%")
+    assert (of_hooks.cells, of_hooks.outcome) == (1, "does not hold")
+    # (1 + b) / (2 + 2b) less one; without the term bC.
+    assert float(of_hooks.measured.rstrip("%")) == pytest.approx(-50.0, abs=0.1)
+    of_engine = one(claims[claims.contestant == "dpcore-engine"], quoted="underestimates by 23.3% ± 6.3%")
+    assert of_engine.outcome == UNTESTABLE
+
+
+def test_why_the_papers_largest_memory_factors_do_not_come_out_again() -> None:
+    factors = memory.reproduction(tables(small_run(["linear", "embedding"])).cells)
+    assert [*zip(factors.layer, factors.batch_size, strict=True)] == [
+        (layer, size) for layer in ("linear", "embedding") for size in (16, 64, 512)
+    ]
+    largest = one(factors, layer="embedding", batch_size=512)
+    assert largest.published == pytest.approx(334, abs=0.5)
+    assert largest.without_old_gradient == pytest.approx(8217 / 16.6)
+    L, C = LAYERS["embedding"].parameter_bytes, LAYERS["embedding"].example_bytes
+    assert largest.todays_law == pytest.approx((512 * C + 2 * L + 1024 * L) / (512 * C + 2 * L))
+    assert pd.isna(largest["opacus-hooks (per_sample)"])  # not measured at 512
+    smaller = one(factors, layer="embedding", batch_size=64)
+    assert smaller["opacus-hooks (per_sample)"] == pytest.approx(smaller.todays_law)
+    assert "dpcore-engine (clipped)" not in factors
+    words = markdown.table(chapter(small_run(["linear", "embedding"]), "The memory law").grids[1])
+    assert "| embedding | 512 | 334× | 495× | 500× | – |" in words
+
+
+def test_every_law_stands_beside_every_measured_peak() -> None:
+    grids = chapter(small_run(["linear"]), "The memory law, cell by cell").grids
+    by_title = {g.title: g for g in grids}
+    of_hooks = by_title["opacus-hooks (per_sample): predicted and measured peak"]
+    assert of_hooks.header[2:6] == ("measured MB", "bC + (1 + b)L MB", "error", "explained")
+    (row,) = [r for r in of_hooks.rows if r[1] == "16"]
+    # bC = 98,304 and L = 1,050,624 bytes; the records follow today's law.
+    assert row[2:] == ("35.8", "18.0", "-49.9%", "50.1%", "35.8", "+0.0%", "100.0%")
 
 
 def test_a_finding_is_only_judged_where_it_was_measured_and_fails_where_it_fails() -> None:
@@ -153,13 +219,49 @@ def test_a_finding_is_only_judged_where_it_was_measured_and_fails_where_it_fails
 def test_spread_between_three_runs() -> None:
     records = []
     for run, factor in (("a", 1.0), ("b", 1.1), ("c", 0.95)):
-        records += both(10 * factor, layer="linear", run=run, **PLAIN)
-    spread = one(tables(records).spread, contestant="pytorch-eager")
+        for layer in ("linear", "layer-norm"):
+            records += both(10 * factor, layer=layer, run=run, **PLAIN)
+    spread = one(tables(records).spread, contestant="pytorch-eager", layer="linear")
     assert spread.runs == 3
     assert spread.runtime_spread == pytest.approx(0.15)
     assert spread.memory_spread == 0.0
-    assert "15.0%" in markdown.table(chapter(records, "Layers: spread between runs").grids[0])
+    found = chapter(records, "Layers: spread between runs")
+    assert found.in_terminal
+    in_short, by_cell = found.grids
+    assert "pytorch-eager (plain) | runtime | 2 | 15.0% | 15.0% | 15.0%" in markdown.table(in_short)
+    assert by_cell.title == "pytorch-eager (plain): between runs"
+    assert "| linear | 16 | 3 | 10.0, 11.0, 9.50 | 15.0% | 0.00% |" in markdown.table(by_cell)
+    assert [row[0] for row in by_cell.rows] == ["layer-norm", "linear"]
+    assert all("(largest - smallest) / median" in grid.notes[0] for grid in found.grids)
     assert not any(c.title == "Layers: spread between runs" for c in chapters.build(small_run()).chapters)
+
+
+def test_runs_without_memory_have_a_spread_and_no_empty_chapter() -> None:
+    records = [r for run in "abc" for r in small_run(["linear"], run) if r.purpose == "time"]
+    found = chapter(records, "Layers: spread between runs")
+    assert "spread of the peak" not in found.grids[1].header
+    assert any("did two runs count memory" in note for note in found.grids[0].notes)
+    # Three runs of a round each are three paired rounds.
+    hooks = one(tables(records).factors, contestant="opacus-hooks", batch_size=16)
+    assert hooks.runtime_n == 3
+    titles = {c.title for c in chapters.build(records).chapters if c.grids or c.pictures}
+    assert not titles & {"The memory law", "Layers: peak memory", "Layers: where the memory is"}
+
+
+def test_what_newer_code_superseded_is_told() -> None:
+    old = small_run(["linear"], "old")
+    new = [
+        r.model_copy(
+            update={
+                "source": r.source.model_copy(update={"adapter_hash": "newer"}),
+                "started": "2026-11-21T00:00:00+00:00",
+            }
+        )
+        for r in small_run(["linear"], "new")
+    ]
+    assert not len(tables([*old, *new]).spread)
+    notes = chapter([*old, *new], "Layers: contestants side by side").grids[0].notes
+    assert f"Left out: {len(old)} process(es) of cells that were measured again with newer code." in notes
 
 
 def test_what_failed_stands_in_its_place_with_its_reason() -> None:
@@ -207,3 +309,29 @@ def test_every_chapter_has_numbers_and_every_figure_stands_alone() -> None:
         figure = next(p for p in pictures if p.stem.startswith(kind)).draw()
         words = " ".join(text.get_text() for text in figure.texts)
         assert "2026-11-20" in words and "AMD EPYC" in words and figure.get_suptitle()
+
+
+def test_a_run_without_memory_has_no_empty_panel_and_what_is_absent_is_named() -> None:
+    absent = {"layer": "lstm", "batch_size": 64, **ENGINE}
+    records = [r for r in small_run() if r.purpose == "time" and r.cell != layer_record(**absent).cell]
+    records.append(layer_record(state="unsupported", reason="predicted 9 s for a pass", **absent))
+    for kind in ("layer-factors", "layer-modes"):
+        drawn = [
+            [p.draw() for c in chapters.build(of).chapters for p in c.pictures if p.stem.startswith(kind)]
+            for of in (small_run(), records)
+        ]
+        assert [{len(figure.axes) for figure in of} for of in drawn] == [{2}, {1}]
+        words = " ".join(text.get_text() for figure in drawn[1] for text in figure.texts)
+        assert "Not measured: lstm" in words
+
+
+def test_a_legend_is_as_wide_as_the_page() -> None:
+    assert figures.legend_columns(["jax"] * 8) == 4
+    assert figures.legend_columns(["opacus-functorch (per sample)"] * 6) == 2
+    assert figures.legend_columns(["one"]) == 1
+    drawn = next(
+        p.draw() for c in chapters.build(small_run()).chapters for p in c.pictures if p.stem.startswith("layer-modules")
+    )
+    drawn.draw_without_rendering()
+    (legend,) = drawn.legends
+    assert legend.get_window_extent().width <= (figures.WIDTH + 0.1) * drawn.dpi

@@ -79,6 +79,17 @@ def test_a_run_times_every_cell_and_says_what_it_is(driver: Driver) -> None:
     assert list(driver.out.rglob("*synthetic*.png"))
 
 
+def test_without_time_only_memory_is_measured_in_every_round(driver: Driver) -> None:
+    driver.environment["DRIVE_WITH_REPORT"] = "1"
+    done = driver.run("noop,plain", "--no-time", "--rounds", "2", "--batch-sizes", "16,64,512")
+    assert done.returncode == 0, done.stderr
+    measured = driver.records("memory")
+    assert len(measured) == 2 * 2 * 3 and {r.state for r in measured} == {"ok"}
+    assert all("peak_resident_growth" in r.memory for r in measured)
+    assert not driver.records("time")
+    assert list(driver.out.rglob("peak-memory_logreg*.png"))
+
+
 def test_blocks_hold_every_contestant_once_and_orders_differ(driver: Driver) -> None:
     assert (
         driver.run("noop,plain,padded", "--rounds", "6", "--batch-sizes", "512", "--budget-seconds", "0.01").returncode
@@ -109,6 +120,27 @@ def test_known_sleeps_are_timed(driver: Driver) -> None:
     assert steps == 24
     assert one.timed.measured_seconds[0] == pytest.approx(0.01 * steps, rel=0.10)
     assert one.epoch_seconds[0] == pytest.approx(one.timed.measured_seconds[0] * 472 / 24)
+
+
+def test_a_budget_longer_than_an_epoch_times_several_and_changes_no_epsilon(driver: Driver) -> None:
+    assert driver.run("sleeper,noop", "--budget-seconds", "1.5", "--batch-sizes", "8192").returncode == 0
+    found = {r.cell.variant: r for r in driver.records()}
+    # Four steps of 10 ms: an epoch takes 40 ms, of which 37 fit; fewer where a busy machine holds up the warm-up.
+    slow = found["sleeper"]
+    assert slow.timed is not None and slow.epsilon is not None
+    assert 2 <= slow.timed.epochs <= 37 and not slow.timed.extrapolated
+    assert slow.timed.epochs == len(slow.epoch_seconds) == len(slow.timed.measured_seconds)
+    assert min(slow.epoch_seconds) == pytest.approx(0.04, rel=0.2)
+    fast = found["noop"]
+    assert fast.timed is not None and 2 <= fast.timed.epochs <= 100 and fast.epsilon is not None
+    assert fast.epsilon.steps == slow.epsilon.steps == slow.timed.steps_per_epoch == 4
+
+
+def test_memory_that_is_freed_late_hides_none_of_the_steps(driver: Driver) -> None:
+    assert driver.run("late", "--subset", "0.02").returncode == 0
+    (memory,) = (r.memory for r in driver.records("memory"))
+    assert memory["peak_resident_growth"] == pytest.approx(32 * 2**20, rel=0.1)
+    assert memory["resident_kept_after_warm_up"] < 2**20
 
 
 def test_as_shipped_times_the_own_loop_and_says_how_it_samples(driver: Driver) -> None:
@@ -153,7 +185,7 @@ EXPECTED = {
 
 def test_every_failure_is_a_record_with_its_reason(driver: Driver) -> None:
     names = ",".join(EXPECTED)
-    done = driver.run(f"{names},noop", "--timeout", "6", "--memory-limit", "0.4", "--budget-seconds", "0.01")
+    done = driver.run(f"{names},noop", "--timeout", "12", "--memory-limit", "0.4", "--budget-seconds", "0.01")
     found = {r.cell.variant: r for r in driver.records()}
     assert found.keys() == EXPECTED.keys() | {"noop"}
     assert found["noop"].state == "ok"
@@ -348,6 +380,7 @@ def test_a_corrupt_record_is_named_and_left_alone(driver: Driver) -> None:
         (("--preset", "huge"), "no preset 'huge'"),
         (("--isolation", "hope"), "choose venv"),
         (("--memory-limit", "-3"), "--memory-limit is -3.0"),
+        (("--no-memory", "--no-time"), "leave nothing to measure"),
     ],
 )
 def test_bad_input_is_one_sentence(driver: Driver, arguments: tuple[str, ...], words: str) -> None:

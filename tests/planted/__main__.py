@@ -61,6 +61,7 @@ def main(
             seconds=seconds,
             threshold=threshold,
             max_rounds=max_rounds,
+            first_alert=True,
             seed=number,
         )
         duel = fight(name, options, folder, console)

@@ -26,7 +26,7 @@ def _slowed(whole):
     return clipped_sum
 
 
-Engine.clipped_sum = _slowed(Engine.clipped_sum)
+Engine._add_clipped_sum = _slowed(Engine._add_clipped_sum)
 """
 
 HOARDING = """
@@ -42,7 +42,7 @@ def _hoarding(whole):
     return clipped_sum
 
 
-Engine.clipped_sum = _hoarding(Engine.clipped_sum)
+Engine._add_clipped_sum = _hoarding(Engine._add_clipped_sum)
 """
 
 UNCLIPPED = """

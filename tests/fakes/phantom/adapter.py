@@ -11,6 +11,8 @@ import numpy as np
 from harness.contract import Adapter, Array, Setting, Unsupported
 from harness.tasks import Task
 
+LATE_BYTES, STEP_BYTES = 96 * 2**20, 32 * 2**20
+
 
 class Phantom(Adapter):
     def __init__(self, variant: str) -> None:
@@ -29,6 +31,7 @@ class Phantom(Adapter):
 
     def place(self, x: Array, y: Array) -> None:
         self.rows = len(x)
+        self.original = np.ones(LATE_BYTES, dtype=np.uint8) if self.variant == "late" else None
 
     def step(self, indices: Array, mask: Array | None) -> None:
         self.count += 1
@@ -40,6 +43,8 @@ class Phantom(Adapter):
             value += 1e-3
         if self.variant == "hungry":
             np.ones(len(indices) * 2**20, dtype=np.uint8)
+        if self.variant == "moody":
+            np.ones(len(indices) * (10 if self.setting.seed == 1 else 12) * 2**20 // 10, dtype=np.uint8)
         if self.variant == "slow":
             time.sleep(0.001 * len(indices))
         if self.variant == "device" and len(indices) > 300:
@@ -50,6 +55,11 @@ class Phantom(Adapter):
 
     def _sleeper(self) -> None:
         time.sleep(0.01)
+
+    def _late(self) -> None:
+        """Lets go only now of what it needed to place the data."""
+        self.original = None
+        np.ones(STEP_BYTES, dtype=np.uint8)
 
     def _crash(self) -> None:
         if self.count == 4:

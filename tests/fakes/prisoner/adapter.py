@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import sys
@@ -80,12 +81,41 @@ class Prisoner(Adapter):
 
     def _flood(self) -> None:
         self.variant = "honest"
+        for number in range(3, 32):
+            with suppress(OSError):
+                os.write(number, b"\n" * 2**18)
         for _ in range(1024):
             os.write(2, b"x" * 2**16)
+
+    def _forge(self) -> None:
+        """Says nonsense where events are expected, and a result that is none, and goes."""
+        for line in NONSENSE:
+            for number in range(3, 32):
+                with suppress(OSError):
+                    os.write(number, line.encode() + b"\n")
+        os._exit(0)
+
+    def _spoil(self) -> None:
+        """Leaves no weights where they are expected."""
+        with suppress(OSError):
+            (RESULTS / "snapshot.npz").write_bytes(b"nothing")
 
     def _mute(self) -> None:
         os.closerange(1, 100)
         time.sleep(3600)
+
+
+NONSENSE = (
+    "[" * 100_000,
+    '{"event": ["result"]}',
+    '{"event": "phase"}',
+    '{"event": "phase", "phase": "[/nothing]"}',
+    '{"event": "started", "machine": 3}',
+    '{"event": "file", "name": 3, "data": "x"}',
+    '{"event": "result", "state": ["ok"]}',
+    '{"event": "result", "state": "ok", "epoch_seconds": "soon", "foreign_share": "much"}',
+    '{"event": "done"}',
+)
 
 
 def _fill(path: Path) -> None:
@@ -119,6 +149,25 @@ def _has_interfaces() -> bool:
     return any(name != "lo" for _, name in socket.if_nameindex())
 
 
+def _writable() -> bool:
+    """Anything but the results, ``/tmp`` and the shared memory: all three are memory of limited size."""
+    skipped = {"/proc", "/sys", "/dev", "/tmp", str(RESULTS)}
+    for root in ("/", "/proc/sys", "/sys/fs/cgroup"):
+        for folder, inner, files in os.walk(root):
+            regular = filter(os.path.isfile, (os.path.join(folder, name) for name in files))
+            for path in (folder, *regular):
+                if os.access(path, os.W_OK):
+                    print(f"{path} can be written", file=sys.stderr)
+                    return True
+            inner[:] = [name for name in inner if os.path.join(folder, name) not in skipped]
+    return False
+
+
+def _more_processors() -> bool:
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    return len(os.sched_getaffinity(0)) > 1
+
+
 def _status(key: str) -> str:
     return next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
 
@@ -135,6 +184,10 @@ ATTEMPTS: dict[str, Callable[[], object]] = {
     "writing to the harness": lambda: _write(HERE.parents[0] / "escaped"),
     "writing to the code": lambda: _write(Path("/dpbench/code/harness/escaped")),
     "writing to the data": lambda: _write(next(Path("/dpbench/cache/data").iterdir()) / "escaped"),
+    "writing elsewhere": _writable,
+    "another processor": _more_processors,
+    "a user namespace": lambda: ctypes.CDLL(None).unshare(0x10000000) == 0,
+    "a secret of the harness": lambda: any("not-for-contestants" in value for value in os.environ.values()),
     "the engine's socket": lambda: [p for p in ("/var/run/docker.sock", "/run/docker.sock") if Path(p).exists()],
     "a block device": lambda: [p for p in Path("/dev").iterdir() if p.is_block_device()],
     "the host's processes": lambda: sum(p.name.isdigit() for p in Path("/proc").iterdir()) > 8,

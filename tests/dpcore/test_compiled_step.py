@@ -1,0 +1,106 @@
+"""torch.compile around the engine: the step runs uncompiled and is the same, bit for bit; what would hide layers from
+it is refused before anything is released."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dpcore import Engine, GaussianNoise
+from dpcore.errors import UnsupportedError
+
+BACKEND = "aot_eager"
+"""Traces forward and backward as inductor does, without a C++ compiler."""
+SIZES = (16, 13, 0, 1, 16)
+
+
+@pytest.fixture(autouse=True)
+def _forget_compiled_code():
+    yield
+    torch._dynamo.reset()
+
+
+def losses(outputs, labels):
+    return F.cross_entropy(outputs, labels, reduction="none")
+
+
+def make(loss=losses):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    engine = Engine(
+        model,
+        loss,
+        max_grad_norm=0.5,  # below the norms: every example is clipped
+        noise_multiplier=1.0,
+        expected_batch_size=16,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        noise=GaussianNoise(3),
+    )
+    return model, engine
+
+
+def batches():
+    generator = torch.Generator().manual_seed(0)
+    for size in SIZES:
+        yield torch.randn(size, 8, generator=generator), torch.randint(0, 3, (size,), generator=generator)
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+
+
+def trained(wrap=lambda step: step, loss=losses):
+    model, engine = make(loss)
+    step = wrap(engine.step)
+    results = [step(x, y) for x, y in batches()]
+    assert engine.steps == len(SIZES)
+    return weights(model), results
+
+
+def test_a_compiled_step_is_the_step_itself():
+    expected, plainly = trained()
+    found, results = trained(lambda step: torch.compile(step, backend=BACKEND))
+    assert torch.equal(found, expected)  # clipping, the noise of each step's number, and the update
+    for one, other in zip(results, plainly, strict=True):
+        assert torch.equal(one.norms, other.norms) and torch.equal(one.factors, other.factors)
+    assert max(float(r.factors.max()) for r in results if len(r.factors)) < 1.0
+
+
+def test_a_step_inside_of_a_compiled_function():
+    def wrap(step):
+        @torch.compile(backend=BACKEND)
+        def scaled(x, y):
+            return step(2.0 * x / 2.0, y)
+
+        return scaled
+
+    assert torch.equal(trained(wrap)[0], trained()[0])
+
+
+def test_a_compiled_loss_is_as_good_as_any():
+    compiled = torch.compile(losses, backend=BACKEND)
+    torch.testing.assert_close(trained(loss=compiled)[0], trained()[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_graph_of_the_whole_step_is_refused_and_nothing_is_released():
+    model, engine = make()
+    before = weights(model)
+    whole = torch.compile(engine.step, backend=BACKEND, fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="the private step runs uncompiled"):
+        whole(*next(iter(batches())))
+    assert torch.equal(weights(model), before) and engine.steps == 0
+
+
+def test_a_compiled_model_is_refused_before_and_after_the_engine_is_built():
+    model, engine = make()
+    with pytest.raises(UnsupportedError, match=r"compiled by torch\.compile"):
+        Engine(torch.compile(model, backend=BACKEND), losses)
+    x, y = next(iter(batches()))
+    engine.step(x, y)
+    before = weights(model)
+    model[0].compile(backend=BACKEND)
+    with pytest.raises(UnsupportedError, match=r"0 is compiled by torch\.compile"):
+        engine.step(x, y)
+    assert torch.equal(weights(model), before) and engine.steps == 1
