@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -441,8 +442,14 @@ def save_weights(path: str, weights: dict[str, np.ndarray]) -> None:
 
 def versions() -> dict[str, str]:
     """Every distribution that this environment holds."""
-    found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
-    return {"python": platform.python_version(), **dict(sorted(found.items()))}
+    return {"python": platform.python_version(), **dict(_distributions())}
+
+
+@cache
+def _distributions() -> tuple[tuple[str, str], ...]:
+    """(name, version), sorted. Read once: a quarter of a second in a well-filled environment."""
+    descriptions = [distribution.metadata for distribution in importlib.metadata.distributions()]
+    return tuple(sorted({(description["Name"], description["Version"]) for description in descriptions}))
 
 
 MODES: dict[str, Callable[[Request, Emit], dict[str, Any]]] = {

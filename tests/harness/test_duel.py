@@ -21,6 +21,7 @@ from harness.duel_record import MemoryPair, Pair, Process
 from harness.errors import BadInput
 from harness.record import Gate, GateCheck, Load
 from harness.sequential import Rule
+from tests.harness import virtual_time
 from tests.harness.project import Project
 from tests.harness.test_layer_run import reference  # noqa: F401 (a fixture)
 
@@ -35,7 +36,8 @@ def apart(sides_cache, monkeypatch, reference) -> Iterator[None]:  # noqa: F811
     monkeypatch.setenv("DPBENCH_CACHE", str(sides_cache))
     monkeypatch.setattr("harness.sides.compileall.compile_dir", lambda *tree, **how: True)  # it only saves workers time
     monkeypatch.setattr(layer_run, "ensure_references", lambda names, *rest: dict.fromkeys(names, reference))
-    # The canary takes longer than a fake process, and a busy machine would set pairs aside that these tests count on.
+    virtual_time.install(monkeypatch)
+    # The canary's work is real, and takes no time on that clock.
     monkeypatch.setattr("harness.run.undisturbed.__defaults__", (lambda: 0.01,))
     monkeypatch.setattr("harness.duel.LOOK_SECONDS", 0.001)
     # A worker collects garbage around its clock: of what the test run itself has loaded, that takes longest of all.
