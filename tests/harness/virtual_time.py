@@ -1,7 +1,7 @@
-"""A clock on which only sleeping takes time, so that what a busy machine does to a sleep of milliseconds decides no test.
+"""A clock on which only sleeping takes time: what a busy machine does to a sleep of milliseconds decides no test.
 
-The clock's truth on the real machine has tests of its own (test_instrument, test_layer_run); with this one, tests of what
-is concluded from seconds are the same on every machine.
+The clock's truth on the real machine has tests of its own (test_instrument, test_layer_run); with this one, tests of
+what is concluded from seconds are the same on every machine.
 """
 
 from __future__ import annotations
