@@ -83,7 +83,7 @@ lint: $(READY)
 
 test-harness: $(READY)
 	@echo "==> tests of the harness"
-	$(BIN)/pytest -q tests/harness -m "not slow and not network and not frameworks and not containers"
+	$(BIN)/pytest -q tests/harness -m "not slow and not network and not frameworks and not containers" -n 2 --dist worksteal
 
 test-dpcore: $(TORCH_READY)
 	@echo "==> types and tests of dpcore, in an environment with torch"

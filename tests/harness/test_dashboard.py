@@ -226,7 +226,7 @@ class Site:
         self.opened.wait(1)
 
     def until(self, expression):
-        self.page.wait_for_function(expression, timeout=30_000)
+        self.page.wait_for_function(expression, timeout=120_000)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -45,22 +46,28 @@ def test_the_clock_waits_for_the_device() -> None:
 
 
 def test_foreign_load_sees_another_process_and_not_its_own() -> None:
-    load = ForeignLoad()
-    with load.watch():
+    def work() -> None:
         end = time.monotonic() + 0.6
         while time.monotonic() < end:
             np.ones(1000).sum()
-    own = load.share
+
+    def least(what: Callable[[], None]) -> float:
+        """Of three windows: what else runs on the machine only adds."""
+        loads = [ForeignLoad() for _ in range(3)]
+        for load in loads:
+            with load.watch():
+                what()
+        return min(load.share for load in loads)
+
+    own = least(work)
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         time.sleep(0.2)
-        load = ForeignLoad()
-        with load.watch():
-            time.sleep(0.6)
+        with_another = least(lambda: time.sleep(0.6))
     finally:
         busy.kill()
         busy.wait()
-    assert load.share > own + 0.2
+    assert with_another > own + 0.2
 
 
 def test_the_memory_limit_stops_a_process_and_says_so() -> None:
@@ -69,7 +76,7 @@ def test_the_memory_limit_stops_a_process_and_says_so() -> None:
     process = subprocess.Popen([sys.executable, "-c", code])
     try:
         limit.adopt(process.pid)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not limit.exceeded(process.pid) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert limit.exceeded(process.pid)
@@ -82,12 +89,12 @@ def test_the_memory_limit_stops_a_process_and_says_so() -> None:
 def test_the_watchdog_counts_the_whole_tree() -> None:
     code = (
         "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; x = bytearray(60 * 2**20); time.sleep(30)'])\n"
-        "time.sleep(30)"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; x = bytearray(60 * 2**20); time.sleep(90)'])\n"
+        "time.sleep(90)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while limits.tree_resident(process.pid) < 60 * 2**20 and time.monotonic() < deadline:
             time.sleep(0.05)
         assert limits.tree_resident(process.pid) >= 60 * 2**20

@@ -12,7 +12,6 @@ import time
 import tomllib
 from importlib import import_module, util
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -68,30 +67,29 @@ def saved(suite: pytest.Pytester) -> list[dict[str, Any]]:
 def test_known_sleeps_are_measured_within_5_percent(suite: pytest.Pytester) -> None:
     suite.makepyfile(
         """
-        import time, pytest
+        import statistics, time, pytest
 
         @pytest.mark.parametrize("milliseconds", [5, 10, 50])
         def test_sleep(dpbench, milliseconds):
-            assert dpbench(lambda: time.sleep(milliseconds / 1000) or "slept") == "slept"
-            assert len(dpbench.measured) == 1
+            lasted = []  # as the sleeper saw it: a busy machine wakes it late
+
+            def sleep():
+                start = time.perf_counter()
+                time.sleep(milliseconds / 1000)
+                lasted.append(time.perf_counter() - start)
+                return "slept"
+
+            assert dpbench(sleep) == "slept"
+            (process,) = dpbench.measured
+            timed = lasted[-process.calls * len(process.seconds):]
+            truth = [statistics.fmean(timed[i : i + process.calls]) for i in range(0, len(timed), process.calls)]
+            ratios = [measured / true for measured, true in zip(process.seconds, truth, strict=True)]
+            assert min(ratios) >= 1.0 and statistics.median(ratios) < 1.05
+            assert min(process.seconds) >= milliseconds / 1000
         """
     )
-    for _attempt in range(3):  # a busy machine wakes a sleeper late; an instrument at fault is wrong every time
-        launch(suite, "--dpbench-save", "sleeps").assert_outcomes(passed=3)
-        steps = saved(suite)[-1]["steps"]
-        errors = [
-            median(
-                steps[f"test_known_sleeps_are_measured_within_5_percent.py::test_sleep[{ms}]"]["processes"][0][
-                    "seconds"
-                ]
-            )
-            / (ms / 1000)
-            - 1
-            for ms in (5, 10, 50)
-        ]
-        if all(0 <= error < 0.05 for error in errors):
-            return
-    raise AssertionError(f"Sleeps of 5, 10 and 50 ms are off by {errors}.")
+    launch(suite, "--dpbench-save", "sleeps").assert_outcomes(passed=3)
+    assert len(saved(suite)[-1]["steps"]) == 3
 
 
 def verdicts(suite: pytest.Pytester, slower: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> list[pytest.RunResult]:
@@ -285,10 +283,10 @@ def test_setup_is_outside_and_the_wait_inside_of_the_clock(suite: pytest.Pyteste
             def slowly(name, seconds):
                 return lambda: (calls.append(name), time.sleep(seconds))
 
-            dpbench(slowly("step", 0.001), synchronize=slowly("wait", 0.002), setup=slowly("setup", 0.05))
+            dpbench(slowly("step", 0.001), synchronize=slowly("wait", 0.002), setup=slowly("setup", 0.25))
             (process,) = dpbench.measured
             assert process.calls == 1
-            assert 0.003 <= sorted(process.seconds)[0] < 0.05
+            assert 0.003 <= min(process.seconds) < 0.25
             assert calls[:4] == ["setup", "wait", "step", "wait"]
             assert calls.count("setup") == calls.count("step") == process.warm_up + len(process.seconds)
         """
@@ -400,9 +398,9 @@ def test_unused_it_costs_under_50_ms_and_imports_nothing_heavy() -> None:
     program = (
         "import sys, time, pytest\n"
         "import _pytest.config\n"
-        "start = time.perf_counter()\n"
+        "start = time.process_time()\n"
         "import harness.pytest_plugin\n"
-        "print(time.perf_counter() - start)\n"
+        "print(time.process_time() - start)\n"
         "heavy = {'numpy', 'scipy', 'pandas', 'pydantic', 'rich', 'typer', 'harness.clock'} & sys.modules.keys()\n"
         "assert not heavy, heavy\n"
     )
@@ -429,9 +427,8 @@ def test_short_steps_are_repeated_until_the_clock_is_nothing_beside_them() -> No
     assert result == 4950
     assert process.calls > 100
     assert all(0 < seconds < 1e-3 for seconds in process.seconds)
-    started = time.perf_counter()
-    watch.measure(lambda: time.sleep(0.02), rounds=2)
-    assert time.perf_counter() - started < 1
+    long, _ = watch.measure(lambda: time.sleep(0.02), rounds=2)
+    assert long.calls == 1 and len(long.seconds) == 2
 
 
 def test_the_page_s_example_runs_and_its_options_exist(suite: pytest.Pytester) -> None:

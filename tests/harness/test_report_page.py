@@ -96,7 +96,7 @@ class Opened:
         self.wait(1)
 
     def wait(self, at_least):
-        self.page.wait_for_function(f"Number(document.documentElement.dataset.drawn) >= {at_least}", timeout=60_000)
+        self.page.wait_for_function(f"Number(document.documentElement.dataset.drawn) >= {at_least}", timeout=120_000)
 
     def choose(self, control, value):
         drawn = int(self.page.evaluate("document.documentElement.dataset.drawn"))

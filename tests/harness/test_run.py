@@ -39,7 +39,7 @@ class Driver:
 
     def run(self, variants: str, *more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            self.command(variants, *more), env=self.environment, capture_output=True, text=True, timeout=120
+            self.command(variants, *more), env=self.environment, capture_output=True, text=True, timeout=600
         )
 
     def start(self, variants: str, *more: str) -> subprocess.Popen[bytes]:
@@ -112,25 +112,38 @@ def test_epsilon_is_that_of_the_whole_epoch(driver: Driver) -> None:
     assert by_variant["plain"].epsilon is None
 
 
+def lengths(driver: Driver) -> list[float]:
+    """Seconds of each sleep of a sleeper, as it saw them."""
+    return [float(line) for line in Path(driver.environment["PHANTOM_LASTED"]).read_text().split()]
+
+
 def test_known_sleeps_are_timed(driver: Driver) -> None:
-    assert driver.run("sleeper", "--subset", "0.05").returncode == 0
+    driver.environment["PHANTOM_LASTED"] = str(driver.out.with_name("lasted.txt"))
+    assert driver.run("sleeper", "--subset", "0.05", "--no-memory").returncode == 0
     (one,) = driver.records()
     assert one.timed is not None and one.timed.extrapolated
     steps = one.timed.steps_timed
     assert steps == 24
-    assert one.timed.measured_seconds[0] == pytest.approx(0.01 * steps, rel=0.10)
+    lasted = lengths(driver)[-steps:]
+    assert min(lasted) >= 0.01
+    assert sum(lasted) <= one.timed.measured_seconds[0] == pytest.approx(sum(lasted), rel=0.10)
     assert one.epoch_seconds[0] == pytest.approx(one.timed.measured_seconds[0] * 472 / 24)
 
 
 def test_a_budget_longer_than_an_epoch_times_several_and_changes_no_epsilon(driver: Driver) -> None:
-    assert driver.run("sleeper,noop", "--budget-seconds", "1.5", "--batch-sizes", "8192").returncode == 0
+    driver.environment["PHANTOM_LASTED"] = str(driver.out.with_name("lasted.txt"))
+    arguments = ["--budget-seconds", "1.5", "--batch-sizes", "8192", "--no-memory"]
+    assert driver.run("sleeper,noop", *arguments).returncode == 0
     found = {r.cell.variant: r for r in driver.records()}
     # Four steps of 10 ms: an epoch takes 40 ms, of which 37 fit; fewer where a busy machine holds up the warm-up.
     slow = found["sleeper"]
     assert slow.timed is not None and slow.epsilon is not None
     assert 2 <= slow.timed.epochs <= 37 and not slow.timed.extrapolated
     assert slow.timed.epochs == len(slow.epoch_seconds) == len(slow.timed.measured_seconds)
-    assert min(slow.epoch_seconds) == pytest.approx(0.04, rel=0.2)
+    lasted = lengths(driver)[-4 * slow.timed.epochs :]
+    epochs = [sum(lasted[first : first + 4]) for first in range(0, len(lasted), 4)]
+    assert min(epochs) >= 0.04
+    assert min(slow.epoch_seconds) == pytest.approx(min(epochs), rel=0.1)
     fast = found["noop"]
     assert fast.timed is not None and 2 <= fast.timed.epochs <= 100 and fast.epsilon is not None
     assert fast.epsilon.steps == slow.epsilon.steps == slow.timed.steps_per_epoch == 4
@@ -149,7 +162,7 @@ def test_as_shipped_times_the_own_loop_and_says_how_it_samples(driver: Driver) -
     own = found["own"]
     assert own.state == "ok" and own.timed is not None and not own.timed.extrapolated
     assert (own.timed.own_sampling, own.timed.updates, own.timed.replay_error) == ("poisson", 3, 0.0)
-    assert len(own.epoch_seconds) == 2 and min(own.epoch_seconds) == pytest.approx(0.03, rel=0.5)
+    assert len(own.epoch_seconds) == 2 and 0.03 <= min(own.epoch_seconds) < 1.0
     assert own.epsilon is not None and own.epsilon.steps == 6
     unseeded = found["own-unseeded"]
     assert unseeded.state == "ok" and unseeded.epsilon is None and unseeded.timed is not None
@@ -216,11 +229,11 @@ def test_an_adapter_that_fails_the_gate_is_not_timed(cache: Path, tmp_path: Path
 
 
 def test_a_cell_that_cannot_run_is_recorded_in_every_round_but_started_once(driver: Driver) -> None:
-    start = time.monotonic()
     driver.run("hang", "--timeout", "4", "--rounds", "3", "--no-memory")
-    assert time.monotonic() - start < 12
-    assert [r.state for r in driver.records()] == ["timeout"] * 3
-    assert "as in round 1" in str(driver.records()[2].reason)
+    first, *later = driver.records()
+    assert first.state == "timeout" and first.wall_seconds >= 4.0
+    assert [r.state for r in later] == ["timeout"] * 2
+    assert all(r.reason == f"as in round 1: {first.reason}" and r.wall_seconds < 4.0 for r in later)
 
 
 def test_a_second_run_measures_nothing_again(driver: Driver) -> None:
@@ -252,7 +265,7 @@ def test_two_runs_into_one_folder_are_refused(driver: Driver) -> None:
         first.wait()
 
 
-def wait_for(condition: Any, seconds: float = 30.0) -> None:
+def wait_for(condition: Any, seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it never happened"
@@ -277,7 +290,7 @@ def test_kill_9_loses_and_doubles_nothing(driver: Driver, victim: str, finished:
     else:
         for pid in workers(process.pid):
             os.kill(pid, signal.SIGKILL)
-        process.wait(timeout=60)
+        process.wait(timeout=120)
     done = driver.run(*RUN)
     after = driver.files()
     assert len(after) == RECORDS
@@ -317,7 +330,7 @@ def test_ctrl_c_says_how_to_go_on(driver: Driver) -> None:
     signal.signal(signal.SIGINT, heard)
     wait_for(lambda: len(list(driver.out.glob("records/*.json"))) >= 4)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 130 and "goes on from there" in output
     assert driver.run(*RUN).returncode == 0
     assert len(driver.files()) == RECORDS

@@ -54,7 +54,12 @@ class Phantom(Adapter):
             misbehave()
 
     def _sleeper(self) -> None:
+        """Tells the file PHANTOM_LASTED how long it really slept: a busy machine wakes a sleeper late."""
+        started = time.perf_counter()
         time.sleep(0.01)
+        if "PHANTOM_LASTED" in os.environ:
+            with open(os.environ["PHANTOM_LASTED"], "a") as file:
+                file.write(f"{time.perf_counter() - started}\n")
 
     def _late(self) -> None:
         """Lets go only now of what it needed to place the data."""
