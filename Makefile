@@ -122,6 +122,7 @@ ready: $(READY)  ## the harness's own environment and nothing else: before a ste
 test-slow: $(READY) $(TORCH_READY)  ## every variant on every task, and the long proofs
 	$(BIN)/pytest -q tests/harness tests/frameworks -m "slow or network"
 	$(TORCH)/bin/pytest -q tests/dpcore -m slow -p no:cacheprovider
+	OMP_NUM_THREADS=1 $(TORCH)/bin/pytest -q tests/dpcore -m "not slow" -p no:cacheprovider -n 2 --hypothesis-profile=explore
 
 $(READY): requirements.txt pyproject.toml
 	@echo "==> Setting up the harness: a virtual environment in $(VENV) with the pins of requirements.txt"

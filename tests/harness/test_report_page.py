@@ -83,6 +83,7 @@ class Opened:
     def __init__(self, browser, file, **context):
         self.complaints, self.requests = [], []
         self.context = browser.new_context(offline=True, **context)
+        self.context.set_default_timeout(120_000)  # a busy machine
         self.page = self.context.new_page()
         self.page.on("console", lambda m: self.complaints.append(m.text) if m.type in {"error", "warning"} else None)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
