@@ -1,5 +1,5 @@
-"""Hypothesis: by default the same examples in every run, so that a failure belongs to a change; ``make test-slow`` looks
-for new ones (``--hypothesis-profile=explore``)."""
+"""Hypothesis: by default the same examples in every run, so that a failure belongs to a change; ``make test-slow``
+looks for new ones (``--hypothesis-profile=explore``)."""
 
 from hypothesis import settings
 
