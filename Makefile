@@ -92,7 +92,7 @@ test-dpcore: $(TORCH_READY)
 
 test-frameworks: $(READY)
 	@echo "==> every framework's default in its own environment: the gate, the conformance suite; a short run end to end"
-	$(BIN)/pytest -q tests/harness tests/frameworks -m "frameworks and not slow"
+	$(BIN)/pytest -q tests/harness tests/frameworks -m "frameworks and not slow" -n 2 --dist loadgroup
 
 conformance: $(READY)  ## every framework's default against the contract, the gate included
 	$(BIN)/pytest -q tests/frameworks -m "frameworks and not slow" $(ARGS)

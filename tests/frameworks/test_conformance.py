@@ -42,7 +42,11 @@ def cases(tasks: Iterable[str]) -> list[Any]:
             contestant,
             task,
             id=f"{contestant.name}-{task}",
-            marks=[] if is_quick(contestant.name, task) else [pytest.mark.slow],
+            # One process asks all of a framework's questions, for some answers are kept (PROBES).
+            marks=[
+                pytest.mark.xdist_group(contestant.framework.name),
+                *([] if is_quick(contestant.name, task) else [pytest.mark.slow]),
+            ],
         )
         for contestant in registry.select(["all"])
         for task in tasks

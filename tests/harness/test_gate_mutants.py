@@ -13,7 +13,8 @@ from harness import env, registry
 from harness.tasks import TASKS
 from tests.harness import gate_numpy
 
-pytestmark = pytest.mark.frameworks
+# One process asks for the verdicts, which all tests share.
+pytestmark = [pytest.mark.frameworks, pytest.mark.xdist_group("mutants")]
 
 UPDATES = {"update: all clipped", "update: none clipped", "update: some clipped", "update: large batch"}
 SPREAD = "noise: standard deviation sigma C / B"
