@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, Locator, NullLocator
 
 from harness import stats
 from harness.report import layout
@@ -223,8 +225,7 @@ def _relative_rows(
         axes.errorbar(row.ratio, y, xerr=bars, color=look.colour, marker=look.marker, markersize=4, capsize=2.5)
     axes.axvline(1.0, color="#000000", linestyle=":")
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
-    axes.xaxis.set_minor_locator(NullLocator())
+    factors(axes.xaxis)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_yticks(range(len(rows)), [f"{name} · {size}" for name, size in rows] if labelled else [""] * len(rows))
 
@@ -240,7 +241,39 @@ def _relative_lines(axes: Axes, group: pd.DataFrame, sizes: Sequence[int], style
     axes.set_xscale("log", base=2)
     label_sizes(axes, sizes)
     axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
+    factors(axes.yaxis)
+
+
+class FactorLocator(Locator):
+    """Powers of two; where fewer than three of them are in sight, ever finer fractions of them: an axis of factors
+    between 0.7 and 1.4 has more than its 1."""
+
+    SHARES = ((1.0,), (1.0, 1.5), (1.0, 1.25, 1.5, 1.75), tuple(1.0 + i / 10 for i in range(10)))
+
+    def __call__(self) -> list[float]:
+        low, high = sorted(self.axis.get_view_interval())  # type: ignore[union-attr]
+        return self.tick_values(low, high)
+
+    def tick_values(self, vmin: float, vmax: float) -> list[float]:
+        if not 0.0 < vmin < vmax < math.inf:
+            return []
+        first, last = math.floor(math.log2(vmin)), math.ceil(math.log2(vmax))
+        step = 1 + (last - first) // 9
+        powers = [power for power in range(first, last + 1) if power % step == 0]
+        found: list[float] = []
+        for shares in self.SHARES:
+            found = [share * 2.0**power for power in powers for share in shares]
+            found = [value for value in found if vmin <= value <= vmax]
+            if len(found) >= 3:
+                break
+        return found
+
+
+def factors(axis: Axis) -> None:
+    """A logarithmic axis of factors."""
+    axis.set_major_locator(FactorLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
+    axis.set_minor_locator(NullLocator())
 
 
 def shift(i: int, count: int) -> float:

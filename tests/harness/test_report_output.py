@@ -287,3 +287,17 @@ def test_records_from_before_some_fields_are_read_beside_new_ones_and_a_newer_sc
     (tmp_path / "newer.json").write_text(json.dumps({**json.loads(line), "schema": SCHEMA + 1}))
     with pytest.raises(BadInput, match=rf"newer.json has record schema {SCHEMA + 1}, .*update dpbench"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0.7, 1.45, [0.75, 0.875, 1.0, 1.25]),
+        (0.9, 1.11, [0.9, 0.95, 1.0, 1.1]),
+        (0.4, 3.0, [0.5, 1.0, 2.0]),
+        (0.4, 5000.0, [1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0]),
+        (0.0, 1.0, []),
+    ],
+)
+def test_an_axis_of_factors_has_more_than_its_one(low, high, ticks):
+    assert figures.FactorLocator().tick_values(low, high) == pytest.approx(ticks)
