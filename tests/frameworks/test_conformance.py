@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,17 @@ DEFAULTS = {c.name for c in registry.select(["defaults"])}
 CORE = {c.name for c in registry.select(["core"])}
 
 
-def is_quick(contestant: str, task: str) -> bool:
-    """What CI runs: the default variants on one task, and the core ones on a second; everything else is slow."""
+def is_gated(contestant: str, task: str) -> bool:
+    """What CI's gate sees: the default variants on one task, and the core ones on a second; everything else is slow."""
     return contestant in DEFAULTS and (task == "mnist-cnn" or (contestant in CORE and task == "imdb-embedding"))
 
 
-def cases(tasks: Iterable[str]) -> list[Any]:
+def is_probed(contestant: str, task: str) -> bool:
+    """What CI probes besides: the core ones on both tasks. What compiles every size of batch takes minutes."""
+    return contestant in CORE
+
+
+def cases(tasks: Iterable[str], is_quick: Callable[[str, str], bool]) -> list[Any]:
     """A parameter per contestant and task."""
     return [
         pytest.param(
@@ -46,6 +51,7 @@ def cases(tasks: Iterable[str]) -> list[Any]:
             marks=[
                 pytest.mark.xdist_group(contestant.framework.name),
                 *([] if is_quick(contestant.name, task) else [pytest.mark.slow]),
+                *([pytest.mark.conformance] if is_gated(contestant.name, task) else []),
             ],
         )
         for contestant in registry.select(["all"])
@@ -77,7 +83,7 @@ def venv(contestant: Contestant, task: str) -> Venv:
         pytest.skip(f"unsupported here: {fault}")
 
 
-@pytest.mark.parametrize(("contestant", "task"), cases(TASKS))
+@pytest.mark.parametrize(("contestant", "task"), cases(TASKS, is_gated))
 def test_the_gate_says_what_is_expected_of_it(contestant: Contestant, task: str) -> None:
     bounds = Limits(limits.default_limit(), 600.0)
     threads = len(os.sched_getaffinity(0))
@@ -113,7 +119,7 @@ def probe(contestant: Contestant, task: str) -> dict[str, Any]:
     return PROBES[key]
 
 
-probed = pytest.mark.parametrize(("contestant", "task"), cases(("mnist-cnn", "imdb-embedding")))
+probed = pytest.mark.parametrize(("contestant", "task"), cases(("mnist-cnn", "imdb-embedding"), is_probed))
 
 
 @probed
