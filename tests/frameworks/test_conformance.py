@@ -208,6 +208,9 @@ def test_a_short_run_end_to_end(tmp_path: Path) -> None:
         "--out",
         str(tmp_path / "run"),
         "--json",
+        # A busy machine compiles for longer than the preset waits.
+        "--timeout",
+        "900",
     ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=registry.ROOT)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
