@@ -18,7 +18,7 @@ from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, Locator, NullLocator
+from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullLocator
 
 from harness import stats
 from harness.report import layout
@@ -426,9 +426,14 @@ def log_axes(axes: Axes, sizes: Sequence[int]) -> None:
 
 def log_values(axes: Axes) -> None:
     """A logarithmic y axis in plain numbers. Under two decades the powers of ten alone would label it once or never, so
-    2 and 5 are labelled too; under one decade, every digit."""
+    2 and 5 are labelled too; under one decade, every digit; and where even those are few, steps as on a straight axis."""
     axes.set_yscale("log")
     low, high = axes.get_ylim()
+    if high / low < 3:
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_locator(NullLocator())
+        return
     digits = "23456789" if high / low < 6 else "25" if high / low < 100 else ""
 
     def minor(value: float, _: int) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -12,6 +14,7 @@ import time
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 import harness.report
@@ -301,3 +304,19 @@ def test_records_from_before_some_fields_are_read_beside_new_ones_and_a_newer_sc
 )
 def test_an_axis_of_factors_has_more_than_its_one(low, high, ticks):
     assert figures.FactorLocator().tick_values(low, high) == pytest.approx(ticks)
+
+
+@pytest.mark.parametrize(("low", "high"), [(76.0, 160.0), (0.041, 0.052), (95.0, 130.0), (10.0, 29.0), (3.0, 50.0)])
+def test_a_short_axis_of_seconds_is_labelled_on_all_its_length(low, high):
+    axes = Figure().add_subplot()
+    axes.set_ylim(low, high)
+    figures.log_values(axes)
+    labelled = [
+        value
+        for which in (axes.yaxis.major, axes.yaxis.minor)
+        for value, text in zip(which.locator(), which.formatter.format_ticks(which.locator()), strict=True)
+        if text and low <= value <= high
+    ]
+    assert len(labelled) >= 3
+    edges = [math.log(low), *sorted(map(math.log, labelled)), math.log(high)]
+    assert max(later - earlier for earlier, later in itertools.pairwise(edges)) < 0.55 * (edges[-1] - edges[0])
