@@ -426,7 +426,7 @@ def log_axes(axes: Axes, sizes: Sequence[int]) -> None:
 
 def log_values(axes: Axes) -> None:
     """A logarithmic y axis in plain numbers. Under two decades the powers of ten alone would label it once or never, so
-    2 and 5 are labelled too; under one decade, every digit; and where even those are few, steps as on a straight axis."""
+    2 and 5 are labelled too; under one decade, every digit; where even those are few, steps as on a straight axis."""
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     if high / low < 3:
