@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn import functional as F
 
+from dpcore import native
 from dpcore.grad_sample.products import products
 from dpcore.grad_sample.tape import Saved, Tape, Use, handles
 
@@ -61,14 +62,19 @@ class ContractionUse(Use):
         self.params = (*inputs, *biases)
         self.time_major = time_major
         self._inputs = {param: Saved(x) for param, x in inputs.items()}
-        # [B, d, T] copy of the output gradients, where several weights share them.
-        self._columns: Tensor | None = None
+        # [B, d, p] per-sample gradients that were formed along with another weight's and not yet asked for, and the
+        # output gradients that they were formed of.
+        self._products: tuple[Tensor, int, dict[Parameter, Tensor]] | None = None
         # [B] squared norms of the output gradients, where weight and bias share them, and what they are the norms of.
         self._squares: tuple[Tensor, int, Tensor] | None = None
 
     def _x(self, param: Parameter) -> Tensor:
         """[B, p] or [B, T, p]."""
         return self._positions(self._inputs[param].get(self.name))
+
+    def _x_by_column(self, param: Parameter) -> Tensor:
+        """[B, p, T]."""
+        return self._x(param).transpose(1, 2)
 
     def _g(self) -> Tensor:
         """[B, d] or [B, T, d]."""
@@ -105,11 +111,16 @@ class ContractionUse(Use):
         x = self._x(param)
         if x.dim() == 2:
             return g.unsqueeze(2) * x.unsqueeze(1)
-        if len(self._inputs) == 1:
-            return products(g.transpose(1, 2), x.transpose(1, 2))
-        if self._columns is None:
-            self._columns = g.transpose(1, 2).contiguous()
-        return products(self._columns, x.transpose(1, 2))
+        if native.serves(g, x):
+            return native.contraction_grad_sample(g, x)
+        # Weights that will be asked for too are taken along: they share what is copied of the output gradients.
+        made = self._products
+        assert self.grad is not None
+        if made is None or made[0] is not self.grad or made[1] != self.grad._version or param not in made[2]:
+            weights = [p for p in self._inputs if p is param or not self.ghost_is_cheaper(p)]
+            of = dict(zip(weights, products(g.transpose(1, 2), *map(self._x_by_column, weights)), strict=True))
+            made = self._products = self.grad, self.grad._version, of
+        return made[2].pop(param)
 
     def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
         g = self._g()

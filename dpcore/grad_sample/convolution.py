@@ -126,7 +126,7 @@ class ConvolutionUse(Use):
         g = self._gradient().reshape(len(u), u.shape[1], -1, u.shape[-1])
         if u.shape[1] > 1:
             return torch.matmul(g, u.transpose(2, 3)).view(len(u), *self.weight.shape)
-        grads = products(g.squeeze(1), u.squeeze(1))
+        (grads,) = products(g.squeeze(1), u.squeeze(1))
         if self.channels_last:
             d, c, *kernel = self.weight.shape
             return grads.view(len(u), d, *kernel, c).movedim(-1, 2)

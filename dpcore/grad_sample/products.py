@@ -56,19 +56,32 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return a @ b.t()
 
 
-def products(a: Tensor, b: Tensor) -> Tensor:
-    """a_i b_iᵀ for every example, [B, m, n], for a [B, m, k] and b [B, n, k]."""
+def products(a: Tensor, *others: Tensor) -> list[Tensor]:
+    """a_i b_iᵀ for every example, [B, m, n], for a [B, m, k] and each of the others b [B, n, k]."""
     examples, m, k = a.shape
-    if not prefers_onednn(a, 2.0 * m * k * b.shape[1]):
-        return torch.bmm(a, b.transpose(1, 2))
-    # Rows of k in both operands where they are not dense already: all examples in one copy each.
-    a = a.contiguous()
-    if b.stride(2) != 1:
-        b = b.transpose(1, 2).contiguous().transpose(1, 2)
-    out = a.new_empty((examples, m, b.shape[1]))
-    for a_i, b_i, out_i in zip(a.unbind(0), b.unbind(0), out.unbind(0), strict=True):
-        out_i.copy_(_onednn(a_i, b_i))
-    return out
+    if not prefers_onednn(a, 2.0 * m * k * min(b.shape[1] for b in others)):
+        return [torch.bmm(a, b.transpose(1, 2)) for b in others]
+    # An operand that is not dense is copied an example at a time, which leaves it in the cache: copies of all examples
+    # at once go to memory and back.
+    left, rights = _Dense(a[0]), [_Dense(b[0]) for b in others]
+    outs = [a.new_empty((examples, m, b.shape[1])) for b in others]
+    for i, a_i in enumerate(a.unbind(0)):
+        dense = left.of(a_i).contiguous()
+        for b, right, out in zip(others, rights, outs, strict=True):
+            out[i].copy_(_onednn(dense, right.of(b[i])))
+    return outs
+
+
+class _Dense:
+    """Gives matrices like ``example`` as they are, if they are dense or densely transposed, or else in one buffer."""
+
+    def __init__(self, example: Tensor) -> None:
+        self._buffer: Tensor | None = None
+        if not example.is_contiguous() and not example.t().is_contiguous():
+            self._buffer = torch.empty_like(example, memory_format=torch.contiguous_format)
+
+    def of(self, matrix: Tensor) -> Tensor:
+        return matrix if self._buffer is None else self._buffer.copy_(matrix)
 
 
 class Projection(torch.autograd.Function):

@@ -8,7 +8,7 @@ here: those belong to the tape.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +107,10 @@ def _lstm_loop(
     tanh_t, z_t, gates_t, m_t = (steps.rows(s) for s in (tanh_c, z, gates, m))
     transposed = weight.t()
     for t in steps.order:
-        torch.addmm(z_t[t], h_t[t], transposed, out=gates_t[t])
+        if gates is z:
+            gates_t[t].addmm_(h_t[t], transposed)
+        else:
+            torch.addmm(z_t[t], h_t[t], transposed, out=gates_t[t])
         input_forget[t].sigmoid_()
         g[t].tanh_()
         o[t].sigmoid_()
@@ -119,6 +122,12 @@ def _lstm_loop(
             torch.mm(m_t[t], projection.t(), out=h_next[t])
         steps.carry(h, t)
         steps.carry(c, t)
+
+
+def _graph_is_kept() -> bool:
+    """Whether the backward pass that is running may be followed by another one over the same graph."""
+    ask: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return ask is None or ask()
 
 
 class LstmRecurrence(torch.autograd.Function):
@@ -141,7 +150,10 @@ class LstmRecurrence(torch.autograd.Function):
         steps: Steps,
     ) -> tuple[Tensor, ...]:
         hidden = c0.shape[1]
-        gates, tanh_c = steps.gates(z, 4 * hidden), steps.gates(z, hidden)
+        # Nobody looks at z again: the gates take its memory, except where rows behind a sequence's end must be zero.
+        z = z.detach().contiguous()
+        gates = z if steps.sizes is None else steps.gates(z, 4 * hidden)
+        tanh_c = steps.gates(z, hidden)
         h, c = steps.states(z, h0), steps.states(z, c0)
         m = steps.after(h) if projection is None else steps.gates(z, hidden)
         if projection is None and steps.sizes is None and native.serves(z, weight, h0, c0):
@@ -163,20 +175,21 @@ class LstmRecurrence(torch.autograd.Function):
         """
         gates, c, tanh_c, weight, projection = ctx.saved_tensors
         steps: Steps = ctx.steps
+        # A graph that is not kept gives its memory to what is made of it.
         if projection is None and steps.sizes is None and native.serves(gates, weight, grad_h, grad_c):
-            delta, dh, dc = native.lstm_backward(gates, c, tanh_c, weight, grad_h, grad_c, steps.reverse)
+            delta = torch.empty_like(gates) if _graph_is_kept() else gates
+            dh, dc = native.lstm_backward(gates, c, tanh_c, weight, grad_h, grad_c, delta, steps.reverse)
             return delta, None, None, None, dh, dc, None
         hidden = tanh_c.shape[2]
-        by_gate = gates.view(*gates.shape[:2], 4, hidden)
-        i, f, g, o = by_gate.unbind(2)
-        delta = torch.empty_like(by_gate)
-        torch.mul(g, i * (1 - i), out=delta[:, :, 0])
-        torch.mul(steps.before(c), f * (1 - f), out=delta[:, :, 1])
-        torch.mul(i, 1 - g * g, out=delta[:, :, 2])
-        torch.mul(tanh_c, o * (1 - o), out=delta[:, :, 3])
-        dm_to_dc = torch.mul(o, 1 - tanh_c * tanh_c)
+        delta = (gates.clone() if _graph_is_kept() else gates).view(*gates.shape[:2], 4, hidden)
+        i, f, g, o = delta.unbind(2)
+        dm_to_dc, f_all, to_g = o * (1 - tanh_c * tanh_c), f.clone(), i * (1 - g * g)
+        i.mul_(1 - i).mul_(g)
+        f.mul_(1 - f).mul_(steps.before(c))
+        g.copy_(to_g)
+        o.mul_(1 - o).mul_(tanh_c)
         cell_t, out_t = steps.rows(delta[:, :, :3]), steps.rows(delta[:, :, 3])
-        delta_t, dm_to_dc_t, f_t = (steps.rows(s) for s in (delta.view_as(gates), dm_to_dc, f))
+        delta_t, dm_to_dc_t, f_t = (steps.rows(s) for s in (delta.view_as(gates), dm_to_dc, f_all))
         grads = grad_h.unbind(0)
         dh_all = torch.empty_like(grad_h) if ctx.needs_input_grad[1] else None
         dc_all = grad_c.clone()

@@ -120,10 +120,11 @@ def serves_graph(*tensors: Tensor) -> bool:
     )
 
 
-def _call(name: str, tensors: Sequence[Tensor], sizes: Sequence[int], *numbers: float) -> None:
+def _call(name: str, tensors: Sequence[Tensor], sizes: Sequence[int], *numbers: float, strided: int = 0) -> None:
+    """``strided``: so many tensors at the beginning may have any strides, which are among the sizes."""
     library = _library()
     assert library is not None
-    for tensor in tensors:
+    for tensor in tensors[strided:]:
         if not tensor.is_contiguous():
             raise ValueError(f"{name} got a tensor of strides {tensor.stride()} for shape {tuple(tensor.shape)}.")
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in tensors]
@@ -132,23 +133,41 @@ def _call(name: str, tensors: Sequence[Tensor], sizes: Sequence[int], *numbers: 
 
 def lstm_forward(z: Tensor, weight: Tensor, gates: Tensor, h: Tensor, c: Tensor, tanh_c: Tensor, reverse: bool) -> None:
     """The loop of :class:`dpcore.grad_sample.recurrence.LstmRecurrence`: from z [T, B, 4H] and the first rows of h and
-    c [T + 1, B, H] (the last ones in reverse) fills in gates [T, B, 4H], tanh_c [T, B, H], h and c."""
+    c [T + 1, B, H] (the last ones in reverse) fills in gates [T, B, 4H], which may be z itself, tanh_c [T, B, H], h and
+    c."""
     steps, batch, hidden = tanh_c.shape
     sizes = (steps, batch, hidden, int(reverse), torch.get_num_threads())
-    _call("dpcore_lstm_forward", (z.contiguous(), weight.contiguous(), gates, h, c, tanh_c), sizes)
+    _call("dpcore_lstm_forward", (z, weight.contiguous(), gates, h, c, tanh_c), sizes)
 
 
 def lstm_backward(
-    gates: Tensor, c: Tensor, tanh_c: Tensor, weight: Tensor, grad_h: Tensor, grad_c: Tensor, reverse: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """δ [T, B, 4H] and the gradients at the first h and c [B, H], from those at all h [T, B, H] and the last c."""
+    gates: Tensor,
+    c: Tensor,
+    tanh_c: Tensor,
+    weight: Tensor,
+    grad_h: Tensor,
+    grad_c: Tensor,
+    delta: Tensor,
+    reverse: bool,
+) -> tuple[Tensor, Tensor]:
+    """From the gradients at all h [T, B, H] and the last c, fills in δ [T, B, 4H], which may be ``gates`` itself, and
+    returns the gradients at the first h and c [B, H]."""
     steps, batch, hidden = tanh_c.shape
-    delta, dc = torch.empty_like(gates), grad_c.clone(memory_format=torch.contiguous_format)
+    dc = grad_c.clone(memory_format=torch.contiguous_format)
     dh = torch.empty_like(dc)
     sizes = (steps, batch, hidden, int(reverse), torch.get_num_threads())
     tensors = (gates, c, tanh_c, weight.contiguous(), grad_h.contiguous(), delta, dh, dc)
     _call("dpcore_lstm_backward", tensors, sizes)
-    return delta, dh, dc
+    return dh, dc
+
+
+def contraction_grad_sample(g: Tensor, x: Tensor) -> Tensor:
+    """[B, d, p]: Σ_t g_t x_tᵀ of each example, for g [B, T, d] and x [B, T, p] of any strides."""
+    g, x = (t if t.stride(2) == 1 else t.contiguous() for t in (g, x))
+    out = x.new_empty((len(x), g.shape[2], x.shape[2]))
+    sizes = (*g.shape, x.shape[2], *g.stride()[:2], *x.stride()[:2], torch.get_num_threads())
+    _call("dpcore_contraction_grad_sample", (g, x, out), sizes, strided=2)
+    return out
 
 
 def conv2d_grad_sample(

@@ -7,9 +7,6 @@
 
 #include "vectors.h"
 
-constexpr int PANEL = 4;
-constexpr int ROWS = ACCUMULATORS / PANEL;
-
 // exp(x) = 2^k exp(r), |r| <= ln 2 / 2, by Taylor's series to r^7: relative error below 1e-8 before rounding.
 // Adding 1.5 * 2^23 rounds to the nearest integer and leaves it in the low bits. NaN stays NaN.
 static inline V exponential(V x) {
@@ -86,16 +83,7 @@ static void cells(const Forward& a, int64_t t, int64_t row, int64_t panel, const
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
         for (int g = 0; g < PANEL; ++g) acc[m][g] = load(a.z + (t * a.batch + row + m) * 4 * H + g * H + j, n);
-    const float* w = a.packed + panel * H * PANEL * W;
-    for (int64_t k = 0; k < H; ++k, w += PANEL * W) {
-        const Unaligned* weights = (const Unaligned*)w;
-#pragma GCC unroll 6
-        for (int m = 0; m < M; ++m) {
-            const V x = all(h_now[(local + m) * pitch + k]);
-#pragma GCC unroll 4
-            for (int g = 0; g < PANEL; ++g) acc[m][g] += x * (V)weights[g];
-        }
-    }
+    multiply<M, PANEL>(h_now + local * pitch, pitch, H, a.packed + panel * H * PANEL * W, &acc[0][0]);
     const int64_t after = a.reverse ? t : t + 1;
 #pragma GCC unroll 6
     for (int m = 0; m < M; ++m) {
@@ -114,17 +102,6 @@ static void cells(const Forward& a, int64_t t, int64_t row, int64_t panel, const
         store(a.tanh_c + at * H + j, tanh_c, n);
         store(a.c + state, c, n);
         store(a.h + state, h, n);
-    }
-}
-
-template <typename F>
-static void by_tiles(int64_t rows, F&& each) {
-    // Tiles of nearly equal height: 16 rows are 6 + 5 + 5, not 6 + 6 + 4.
-    const int64_t tiles = (rows + ROWS - 1) / ROWS;
-    for (int64_t k = 0, row = 0; k < tiles; ++k) {
-        const int64_t height = rows / tiles + (k < rows % tiles);
-        each(row, height);
-        row += height;
     }
 }
 
@@ -165,17 +142,9 @@ struct Backward {
 
 // out[m, :] = a[m, :] packed for one panel of N vectors.
 template <int M, int N>
-static void multiply(const float* a, int64_t pitch_a, int64_t depth, const float* packed, float* out, int64_t pitch) {
+static void write_tile(const float* a, int64_t pitch_a, int64_t depth, const float* packed, float* out, int64_t pitch) {
     V acc[M][N] = {};
-    for (int64_t k = 0; k < depth; ++k, packed += N * W) {
-        const Unaligned* weights = (const Unaligned*)packed;
-#pragma GCC unroll 6
-        for (int m = 0; m < M; ++m) {
-            const V x = all(a[m * pitch_a + k]);
-#pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) acc[m][n] += x * (V)weights[n];
-        }
-    }
+    multiply<M, N>(a, pitch_a, depth, packed, &acc[0][0]);
     for (int m = 0; m < M; ++m) std::memcpy(out + m * pitch, acc[m], sizeof acc[m]);
 }
 
@@ -183,13 +152,13 @@ template <int N>
 static void multiply_tile(int64_t height, const float* a, int64_t pitch_a, int64_t depth, const float* packed, float* out,
                           int64_t pitch) {
     switch (height) {
-        case 1: multiply<1, N>(a, pitch_a, depth, packed, out, pitch); break;
-        case 2: multiply<2, N>(a, pitch_a, depth, packed, out, pitch); break;
-        case 3: multiply<3, N>(a, pitch_a, depth, packed, out, pitch); break;
+        case 1: write_tile<1, N>(a, pitch_a, depth, packed, out, pitch); break;
+        case 2: write_tile<2, N>(a, pitch_a, depth, packed, out, pitch); break;
+        case 3: write_tile<3, N>(a, pitch_a, depth, packed, out, pitch); break;
 #if defined(__AVX512F__)
-        case 4: multiply<4, N>(a, pitch_a, depth, packed, out, pitch); break;
-        case 5: multiply<5, N>(a, pitch_a, depth, packed, out, pitch); break;
-        default: multiply<6, N>(a, pitch_a, depth, packed, out, pitch);
+        case 4: write_tile<4, N>(a, pitch_a, depth, packed, out, pitch); break;
+        case 5: write_tile<5, N>(a, pitch_a, depth, packed, out, pitch); break;
+        default: write_tile<6, N>(a, pitch_a, depth, packed, out, pitch);
 #endif
     }
 }
@@ -243,6 +212,7 @@ static void backward_rows(const Backward& a, int64_t first, int64_t last) {
 extern "C" {
 
 // z [T, B, 4H]; w [4H, H]; h, c [T + 1, B, H], their first state filled in -> gates [T, B, 4H], tanh_c [T, B, H], h, c.
+// Each element of z is read just before the same one of gates is written: they may be one tensor.
 void dpcore_lstm_forward(const float* z, const float* w, float* gates, float* h, float* c, float* tanh_c, int64_t steps,
                          int64_t batch, int64_t hidden, int64_t reverse, int64_t threads) {
     const std::vector<float> packed = pack_gates(w, hidden);
@@ -250,7 +220,8 @@ void dpcore_lstm_forward(const float* z, const float* w, float* gates, float* h,
     by_threads(batch, ROWS, threads, [&](int64_t first, int64_t last) { forward_rows(a, first, last); });
 }
 
-// grad_h [T, B, H]; dc [B, H]: gradient at the last c -> delta [T, B, 4H], dh and dc [B, H] at the first states.
+// grad_h [T, B, H]; dc [B, H]: gradient at the last c -> delta [T, B, 4H], dh and dc [B, H] at the first states. delta
+// may be gates, likewise.
 void dpcore_lstm_backward(const float* gates, const float* c, const float* tanh_c, const float* w, const float* grad_h,
                           float* delta, float* dh, float* dc, int64_t steps, int64_t batch, int64_t hidden, int64_t reverse,
                           int64_t threads) {

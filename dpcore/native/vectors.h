@@ -1,6 +1,10 @@
 // Vectors of W floats by the compiler's vector extensions, and tiles of a matrix product in registers.
 #pragma once
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -15,6 +19,10 @@ constexpr int W = 8;
 constexpr int ACCUMULATORS = 12;  // of 16 registers
 #endif
 
+// A tile of a product: ROWS broadcasts beside PANEL vectors.
+constexpr int PANEL = 4;
+constexpr int ROWS = ACCUMULATORS / PANEL;
+
 typedef float V __attribute__((vector_size(W * 4)));
 typedef float Unaligned __attribute__((vector_size(W * 4), aligned(4), may_alias));
 typedef int32_t I __attribute__((vector_size(W * 4)));
@@ -22,18 +30,64 @@ typedef int32_t I __attribute__((vector_size(W * 4)));
 // Minus zero, not plus: x + 0 is not x for x = -0, so the compiler would have to add.
 static inline V all(float x) { return x - V{}; }
 
+// The first n floats, of any n: a partial vector through a mask costs what a whole one does, a memcpy of a length that is
+// only known at run time a call.
 static inline V load(const float* p, int64_t n) {
     if (n >= W) return *(const Unaligned*)p;
+#if defined(__AVX512F__)
+    return (V)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
+#else
     V v{};
     std::memcpy(&v, p, n * sizeof(float));
     return v;
+#endif
 }
 
 static inline void store(float* p, V v, int64_t n) {
     if (n >= W)
         *(Unaligned*)p = v;
     else
+#if defined(__AVX512F__)
+        _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)v);
+#else
         std::memcpy(p, &v, n * sizeof(float));
+#endif
+}
+
+// Cuts rows into tiles of at most ROWS; each(first row, height).
+template <typename F>
+static void by_tiles(int64_t rows, F&& each) {
+    // Tiles of nearly equal height: 16 rows are 6 + 5 + 5, not 6 + 6 + 4.
+    const int64_t tiles = (rows + ROWS - 1) / ROWS;
+    for (int64_t k = 0, row = 0; k < tiles; ++k) {
+        const int64_t height = rows / tiles + (k < rows % tiles);
+        each(row, height);
+        row += height;
+    }
+}
+
+// sums[m][n] += a[m, :] packed[:, n] for M rows of ``depth`` floats and a packed panel of N vectors. Not inlined: next to
+// other code the compiler runs out of registers and moves the sums to and fro within the loop.
+template <int M, int N>
+[[gnu::noinline]] static void multiply(const float* a, int64_t pitch, int64_t depth, const float* packed, V* sums) {
+    V acc[M][N];
+#pragma GCC unroll 6
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) acc[m][n] = sums[m * N + n];
+    for (int64_t k = 0; k < depth; ++k, packed += N * W) {
+        const Unaligned* weights = (const Unaligned*)packed;
+#pragma GCC unroll 6
+        for (int m = 0; m < M; ++m) {
+            const V x = all(a[m * pitch + k]);
+#pragma GCC unroll 4
+            for (int n = 0; n < N; ++n) acc[m][n] += x * (V)weights[n];
+        }
+    }
+#pragma GCC unroll 6
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) sums[m * N + n] = acc[m][n];
 }
 
 // Splits ``count`` items that share nothing over threads, no thread below ``least`` items; each(first, last).

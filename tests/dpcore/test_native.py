@@ -16,6 +16,7 @@ from torch.nn.grad import conv2d_weight
 from dpcore import Engine, GaussianNoise, native
 from dpcore.functional import clipped_sum
 from tests.dpcore.comparison import check, odd_loss, relative_error
+from tests.dpcore.test_recurrent import check_kept_graph
 
 LAST = torch.channels_last
 
@@ -63,6 +64,39 @@ def test_the_lstm_loop_equals_float64_for_all_heights_and_widths(batch, steps, h
     torch.manual_seed(seed)
     model, x = Recurrent(3, hidden, bidirectional), torch.randn(batch, steps, 3)
     check(model, x, torch.arange(batch) % 3, clipped_sum)
+
+
+@given(
+    st.integers(0, 3),
+    st.integers(0, 270),
+    st.integers(1, 30),
+    st.integers(1, 80),
+    st.sampled_from("btx"),
+    st.integers(0, 99),
+)
+@settings(deadline=None, max_examples=60)
+def test_a_contraction_at_many_positions_equals_float64_wherever_they_lie(batch, positions, rows, columns, order, seed):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {
+        "b": lambda n: (batch, positions, n),
+        "t": lambda n: (positions, batch, n),
+        "x": lambda n: (batch, n, positions),
+    }
+    turned = {"b": lambda t: t, "t": lambda t: t.transpose(0, 1), "x": lambda t: t.transpose(1, 2)}
+    g, x = (turned[order](torch.randn(shapes[order](n), generator=generator)) for n in (rows, columns))
+    # Memory that is handed out again is not zero.
+    torch.full((batch, rows, columns), torch.nan)
+    torch.testing.assert_close(
+        native.contraction_grad_sample(g, x),
+        torch.einsum("btd,btp->bdp", g.double(), x.double()).float(),
+        rtol=1e-5,
+        atol=2e-5,
+    )
+
+
+def test_a_contraction_of_expanded_gradients_reads_them_where_they_are():
+    g, x = torch.randn(3, 1, 5).expand(3, 7, 5), torch.randn(1, 7, 4).expand(3, 7, 4)
+    torch.testing.assert_close(native.contraction_grad_sample(g, x), torch.einsum("btd,btp->bdp", g, x))
 
 
 @given(
@@ -185,14 +219,21 @@ def test_noise_of_a_subclass_comes_from_its_own_generator():
 
 
 def test_all_kernels_are_in_use_and_do_what_their_twins_do(monkeypatch):
-    convolutions, forward, backward, counting, adding = (
+    convolutions, contractions, forward, backward, counting, adding = (
         _count(monkeypatch, name)
-        for name in ("conv2d_grad_sample", "lstm_forward", "lstm_backward", "count_tokens", "add_by_token")
+        for name in (
+            "conv2d_grad_sample",
+            "contraction_grad_sample",
+            "lstm_forward",
+            "lstm_backward",
+            "count_tokens",
+            "add_by_token",
+        )
     )
     torch.manual_seed(1)
     for model, x in (
         (nn.Conv2d(3, 20, 5, 2, 1).to(memory_format=LAST), torch.randn(9, 3, 12, 12)),
-        (Recurrent(6, 33, True), torch.randn(9, 8, 6)),
+        (Recurrent(6, 33, True), torch.randn(9, 80, 6)),
         (Averaged(40, 21), torch.randint(0, 40, (9, 50))),
     ):
         y = torch.arange(9) % 3
@@ -202,7 +243,29 @@ def test_all_kernels_are_in_use_and_do_what_their_twins_do(monkeypatch):
             slow = clipped_sum(model, odd_loss, x, y, 0.5)
         assert relative_error(fast.sums, slow.sums) < 2e-6
         torch.testing.assert_close(fast.norms, slow.norms, rtol=2e-6, atol=0)
-    assert convolutions and forward and len(backward) == 2 and counting and adding
+    assert convolutions and contractions and forward and len(backward) == 2 and counting and adding
+
+
+def test_the_lstm_loop_may_write_over_what_it_reads():
+    torch.manual_seed(5)
+    weight, z, grad_h = torch.randn(80, 20) * 0.1, torch.randn(5, 13, 80), torch.randn(5, 13, 20)
+    found = []
+    for in_place in (False, True):
+        gates = z.clone() if in_place else torch.empty_like(z)
+        tanh_c, h, c = torch.empty(5, 13, 20), torch.zeros(6, 13, 20), torch.zeros(6, 13, 20)
+        native.lstm_forward(gates if in_place else z, weight, gates, h, c, tanh_c, False)
+        delta = gates if in_place else torch.empty_like(gates)
+        ends = native.lstm_backward(gates, c, tanh_c, weight, grad_h, c[0], delta, False)
+        found.append((tanh_c, h, c, delta, *ends))
+    for apart, together in zip(*found, strict=True):
+        assert torch.equal(apart, together)
+
+
+def test_a_kept_graph_of_the_compiled_loop_can_be_gone_through_again(monkeypatch):
+    backward = _count(monkeypatch, "lstm_backward")
+    torch.manual_seed(6)
+    check_kept_graph(nn.LSTM(3, 5, batch_first=True), torch.randn(4, 6, 3), torch.randn(4, 6, 5), rtol=1e-5)
+    assert len(backward) == 3
 
 
 def test_large_pre_activations_saturate_and_nan_stays_nan():
@@ -232,12 +295,14 @@ def test_threads_do_not_change_a_bit():
             gates, tanh_c = torch.empty(5, 13, 80), torch.empty(5, 13, 20)
             h, c = torch.zeros(6, 13, 20), torch.zeros(6, 13, 20)
             native.lstm_forward(z, weight, gates, h, c, tanh_c, False)
-            grads = native.lstm_backward(gates, c, tanh_c, weight, h[1:], c[0], False)
+            delta = torch.empty_like(gates)
+            grads = native.lstm_backward(gates, c, tanh_c, weight, h[1:], c[0], delta, False)
             samples = native.conv2d_grad_sample(x, grad, (3, 3), (1, 1), (0, 0))
             table = torch.zeros(5000, 20)
             tokens, counts, starts, _ = native.count_tokens(ids, len(table), None)
             native.add_by_token(table, tokens, counts, starts, samples.reshape(13, -1)[:, :20])
-            found.append((gates, tanh_c, h, c, *grads, samples, table))
+            contracted = native.contraction_grad_sample(delta.transpose(0, 1), h[1:].transpose(0, 1))
+            found.append((gates, tanh_c, h, c, delta, *grads, samples, contracted, table))
     finally:
         torch.set_num_threads(threads)
     for one, three in zip(*found, strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import dpcore
-from dpcore import Engine, PrivacyError, clipped_sum, reference
+from dpcore import Engine, GradSampleModule, PrivacyError, clipped_sum, reference
 from dpcore.validators import check_isolation
 from tests.dpcore.comparison import (
     check,
@@ -341,3 +343,33 @@ def test_mixed_precision_leaves_the_recurrence_in_full(kind):
     with torch.autocast("cpu", torch.bfloat16):
         result = clipped_sum(model, lambda out, y: odd_loss(out.float(), y), x, y, 0.5)
     assert 0 < relative_error(result.sums, truth.clipped) < 0.02
+
+
+@pytest.mark.parametrize("projected", [False, True])
+def test_a_graph_that_is_kept_can_be_gone_through_again(projected):
+    """The backward pass writes over the gates, unless another one may follow. By hooks, in float64, to rounding."""
+    torch.manual_seed(0)
+    lstm = nn.LSTM(3, 5, proj_size=2 if projected else 0, batch_first=True).double()
+    x = torch.randn(4, 6, 3, dtype=torch.float64)
+    weights = torch.randn(4, 6, 2 if projected else 5, dtype=torch.float64)
+    check_kept_graph(lstm, x, weights, rtol=1e-12)
+
+
+def check_kept_graph(lstm, x, weights, rtol):
+    """Two backward passes through one forward pass against twice the gradients of one."""
+    once, twice = GradSampleModule(copy.deepcopy(lstm)), GradSampleModule(lstm)
+    (once(x)[0] * weights).sum().backward()
+    loss = (twice(x)[0] * weights).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    for one, two in zip(once.parameters(), twice.parameters(), strict=True):
+        torch.testing.assert_close(two.grad_sample, 2 * one.grad_sample, rtol=rtol, atol=rtol)
+
+
+def test_a_graph_that_is_not_kept_is_gone():
+    """What was written over the gates cannot be taken for them."""
+    module = GradSampleModule(nn.LSTM(3, 5, batch_first=True))
+    loss = module(torch.randn(4, 6, 3))[0].sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
