@@ -355,6 +355,14 @@ PATHS = (
         formed=True,
     ),
     Path(
+        "linear, kept, compiled",
+        lambda d: _linear(d, 128, 128, 128),
+        KEPT_LAYER,
+        ("native.contraction_grad_sample",),
+        compiled=True,
+        formed=True,
+    ),
+    Path(
         "linear, used twice", _reused, {f"layer.{n}": KEEP for n in KEPT_LAYER}, ("contraction.products",), formed=True
     ),
     Path("convolution, ghost norm", lambda d: _convolution(d, 4), LAYER, GRAM),
