@@ -293,7 +293,7 @@ class AbstractGradSampleHooks:
                 f"{[i.batch_size for i in self._iterations]}; rows of different examples would be clipped together."
             )
         for iteration, tensor in zip(self._iterations, values, strict=True):
-            iteration.given[param] = tensor
+            iteration.give(param, tensor)
 
     def set_grad_sample_to_none(self) -> None:
         """Forgets all per-sample gradients."""

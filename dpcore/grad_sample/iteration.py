@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dpcore.errors import PrivacyError
 from dpcore.grad_sample.contraction import wide
 from dpcore.grad_sample.tape import Use
 
@@ -77,25 +78,50 @@ class Iteration:
     uses: list[Use]
     batch_size: int
     given: dict[Parameter, Tensor] = field(default_factory=dict)
+    _formed: dict[Parameter, tuple[int, tuple[Tensor | None, ...]]] = field(default_factory=dict)
+    """Of those that were only read: their version, and the output gradients that they were formed of."""
 
     def grad_sample(self, param: Parameter) -> Tensor:
         """[B, *param.shape], formed when first read; zeros where the loss does not depend on the parameter."""
+        self._refresh(param)
         if param not in self.given:
             with torch.no_grad():
-                parts = [
-                    use.grad_sample(param)
-                    for use in self.uses
-                    if use.grad is not None and any(p is param for p in use.params)
-                ]
+                parts = [use.grad_sample(param) for use in self._uses_of(param) if use.grad is not None]
                 dtype = torch.promote_types(param.dtype, torch.float32)
                 total = torch.zeros((self.batch_size, *param.shape), dtype=dtype, device=param.device)
                 for part in parts:
                     total += part
             self.given[param] = total
+            self._formed[param] = total._version, tuple(use.grad for use in self._uses_of(param))
         return self.given[param]
+
+    def give(self, param: Parameter, tensor: Tensor) -> None:
+        """The user's own per-sample gradient [B, *param.shape], whatever is recorded."""
+        self.given[param] = tensor
+        self._formed.pop(param, None)
+
+    def _uses_of(self, param: Parameter) -> list[Use]:
+        return [use for use in self.uses if any(p is param for p in use.params)]
+
+    def _refresh(self, param: Parameter) -> None:
+        """Forgets what was read before another backward pass went through the same graph. PrivacyError where it was
+        changed since: neither the change nor the new gradient may be lost."""
+        version, grads = self._formed.get(param, (0, ()))
+        if param not in self._formed or all(
+            use.grad is grad for use, grad in zip(self._uses_of(param), grads, strict=True)
+        ):
+            return
+        if self.given[param]._version != version:
+            raise PrivacyError(
+                f"grad_sample of a parameter of shape {tuple(param.shape)} was changed, and then another backward pass "
+                "went through the same graph; change it after the last one."
+            )
+        del self.given[param], self._formed[param]
 
     def remaining(self) -> list[Use]:
         """The uses that yield the clipped sum: recorded ones, and in their place what was read or given."""
+        for param in list(self._formed):
+            self._refresh(param)
         if not self.given:
             return self.uses
         rest = [_Rest(use, self.given) for use in self.uses]

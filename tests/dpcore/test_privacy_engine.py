@@ -208,6 +208,36 @@ def test_two_backward_passes_through_one_forward_pass_add_up():
     assert relative_error({n: p.grad for n, p in model.named_parameters()}, expected) < 1e-12
 
 
+def test_a_grad_sample_that_was_read_between_two_backward_passes_is_formed_again():
+    """What was read took the place of what was recorded: the second pass was lost, and no one told."""
+    _, model, optimizer, _ = _private()
+    x, y = _data()[:5]
+
+    def both(outputs, y):
+        return _loss(outputs, y) + outputs.exp().sum(1)
+
+    truth = reference.clipped_sum(copy.deepcopy(model._module), both, x, y, 0.5)
+    outputs = model(x)
+    F.cross_entropy(outputs, y).backward(retain_graph=True)
+    first = [p.grad_sample.clone() for p in model.parameters()]
+    outputs.exp().sum(1).mean().backward()
+    assert not any(torch.equal(p.grad_sample, before) for p, before in zip(model.parameters(), first, strict=True))
+    optimizer.step()
+    expected = {f"_module.{n}": g / 10 for n, g in truth.clipped.items()}
+    assert relative_error({n: p.grad for n, p in model.named_parameters()}, expected) < 1e-12
+
+
+def test_a_grad_sample_that_was_changed_between_two_backward_passes_is_refused():
+    _, model, optimizer, _ = _private()
+    x, y = _data()[:5]
+    outputs = model(x)
+    F.cross_entropy(outputs, y).backward(retain_graph=True)
+    next(model.parameters()).grad_sample.mul_(2)
+    outputs.exp().sum(1).mean().backward()
+    with pytest.raises(PrivacyError, match="was changed, and then another backward pass"):
+        optimizer.step()
+
+
 def test_one_loss_through_batches_of_different_sizes_is_refused():
     _, model, _, _ = _private()
     (x, _), (z, _) = _data()[:5], _data()[:4]
