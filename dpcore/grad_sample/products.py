@@ -59,7 +59,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 def products(a: Tensor, *others: Tensor) -> list[Tensor]:
     """a_i b_iᵀ for every example, [B, m, n], for a [B, m, k] and each of the others b [B, n, k]."""
     examples, m, k = a.shape
-    if not prefers_onednn(a, 2.0 * m * k * min(b.shape[1] for b in others)):
+    if not examples or not prefers_onednn(a, 2.0 * m * k * min(b.shape[1] for b in others)):
         return [torch.bmm(a, b.transpose(1, 2)) for b in others]
     # An operand that is not dense is copied an example at a time, which leaves it in the cache: copies of all examples
     # at once go to memory and back.

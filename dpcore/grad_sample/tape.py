@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 from torch.nn.utils.rnn import PackedSequence
@@ -154,6 +155,13 @@ def _run_once(*args: Any, **kwargs: Any) -> Iterator[None]:
     yield
 
 
+SECOND_ORDER = (
+    "The model or its loss takes derivatives of its own (create_graph=True, torch.func or forward-mode differentiation "
+    "within a private pass). What is recorded holds the weights as constants, so their part in such derivatives would "
+    "be lost; compute such penalties on a copy of the model, without privacy."
+)
+
+
 class Tape(TorchFunctionMode):
     """Records the uses of ``parameters`` (names by identity) for a batch of ``batch_size`` examples."""
 
@@ -247,6 +255,8 @@ class Tape(TorchFunctionMode):
         """Remembers ``output``'s place in the graph; ``target`` receives the gradient there. Returns the output to
         use.
         """
+        if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:
+            raise UnsupportedError(SECOND_ORDER)
         if not output.requires_grad:
             if output._is_view():
                 output = output.clone()
@@ -377,3 +387,10 @@ def _scaled(tensor: Tensor, scale: float) -> Tensor:
         return tensor * scale
     core = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
     return (core * scale).expand(tensor.shape)
+
+
+@handles(torch.autograd.grad, Tensor.backward)
+def _inner_gradient(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if kwargs.get("create_graph"):
+        raise UnsupportedError(SECOND_ORDER)
+    return func(*args, **kwargs)

@@ -104,10 +104,18 @@ def disabled() -> Iterator[None]:
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether kernels can take these tensors: float32 on a CPU, with memory of their own, outside of tracing."""
+    """Whether kernels can take these tensors: float32 on a CPU, outside of tracing, with memory of their own that holds
+    their values (not their negatives, as that of ``z.conj().imag`` does)."""
     return (
         available()
-        and all(t.dtype == torch.float32 and t.device.type == "cpu" and type(t) is Tensor for t in tensors)
+        and all(
+            t.dtype == torch.float32
+            and t.device.type == "cpu"
+            and type(t) is Tensor
+            and not t.is_neg()
+            and not t._is_zerotensor()
+            for t in tensors
+        )
         and not torch.compiler.is_compiling()
         and not torch._C._functorch.maybe_current_level()
     )
@@ -138,6 +146,7 @@ def lstm_forward(z: Tensor, weight: Tensor, gates: Tensor, h: Tensor, c: Tensor,
     steps, batch, hidden = tanh_c.shape
     sizes = (steps, batch, hidden, int(reverse), torch.get_num_threads())
     _call("dpcore_lstm_forward", (z, weight.contiguous(), gates, h, c, tanh_c), sizes)
+    torch.autograd.graph.increment_version(gates)
 
 
 def lstm_backward(
@@ -158,6 +167,7 @@ def lstm_backward(
     sizes = (steps, batch, hidden, int(reverse), torch.get_num_threads())
     tensors = (gates, c, tanh_c, weight.contiguous(), grad_h.contiguous(), delta, dh, dc)
     _call("dpcore_lstm_backward", tensors, sizes)
+    torch.autograd.graph.increment_version(delta)
     return dh, dc
 
 

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.autograd import forward_ad
 
 import dpcore
 from dpcore import Engine, GaussianNoise, clipped_sum, reference
-from dpcore.errors import PrivacyError
+from dpcore.errors import PrivacyError, UnsupportedError
 from tests.dpcore.comparison import check, check_private, odd_loss, relative_error
 
 DTYPES = [torch.float64, torch.float32]
@@ -524,3 +525,69 @@ def test_a_replaced_parameter_or_layer_is_refused():
         change(model)
         with pytest.raises(PrivacyError, match="replaced by another object"):
             engine.clipped_sum(x, y)
+
+
+class WithDerivatives(nn.Module):
+    """Outputs beside their own derivative at the input, taken in the way that ``derive(f, x)`` has."""
+
+    def __init__(self, derive):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.derive = derive
+
+    def forward(self, x):
+        return torch.cat(self.derive(self.layers, x), 1)
+
+
+def _by_autograd(create_graph):
+    def derive(f, x):
+        x = x.detach().requires_grad_()
+        out = f(x)
+        return out, torch.autograd.grad(out.sum(), x, create_graph=create_graph, retain_graph=True)[0]
+
+    return derive
+
+
+def _by_backward(f, x):
+    x = x.detach().requires_grad_()
+    out = f(x)
+    out.sum().backward(create_graph=True)
+    return out, x.grad
+
+
+def _by_forward_mode(f, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(f(forward_ad.make_dual(x, torch.ones_like(x))))
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [
+        _by_autograd(create_graph=True),
+        _by_backward,
+        lambda f, x: (f(x), torch.func.grad(lambda v: f(v).sum())(x)),
+        lambda f, x: (f(x), torch.func.vmap(torch.func.grad(lambda v: f(v).sum()))(x)),
+        lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),)),
+        _by_forward_mode,
+    ],
+    ids=["grad", "backward", "func.grad", "vmap of func.grad", "jvp", "forward mode"],
+)
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_derivatives_of_its_own_are_refused_where_weights_would_be_lost(derive):
+    """The weights are constants of the recorded graph: their sums lacked what comes through the derivative."""
+    with pytest.raises(UnsupportedError, match="derivatives of its own"):
+        clipped_sum(WithDerivatives(derive), lambda out, y: out.square().sum(1), torch.randn(5, 3), torch.zeros(5), 1.0)
+
+
+def test_derivatives_that_are_constants_are_taken():
+    model = WithDerivatives(_by_autograd(create_graph=False)).double()
+    check(model, torch.randn(5, 3, dtype=torch.float64), torch.arange(5) % 3, clipped_sum)
+
+
+def test_values_that_are_the_negatives_of_what_memory_holds():
+    """``z.conj().imag`` is a view with a sign of its own, which whoever reads the memory does not see."""
+    torch.manual_seed(0)
+    z = torch.randn(4, 40, dtype=torch.complex64)
+    x = z.conj().imag.unsqueeze(-1)
+    assert x.is_neg()
+    check(nn.Linear(1, 5), x, torch.arange(4) % 3, clipped_sum)

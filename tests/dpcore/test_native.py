@@ -94,6 +94,14 @@ def test_a_contraction_at_many_positions_equals_float64_wherever_they_lie(batch,
     )
 
 
+def test_values_that_are_the_negatives_of_what_memory_holds_take_the_pure_path():
+    """A kernel would read the memory, and the gradient have the wrong sign."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 40, dtype=torch.complex64).conj().imag.unsqueeze(-1)
+    assert x.is_neg() and not native.serves(x) and native.serves(x.resolve_neg())
+    check(nn.Linear(1, 5), x, torch.arange(4) % 3, clipped_sum)
+
+
 def test_a_contraction_of_expanded_gradients_reads_them_where_they_are():
     g, x = torch.randn(3, 1, 5).expand(3, 7, 5), torch.randn(1, 7, 4).expand(3, 7, 4)
     torch.testing.assert_close(native.contraction_grad_sample(g, x), torch.einsum("btd,btp->bdp", g, x))
