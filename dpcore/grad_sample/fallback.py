@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,22 @@ from torch.nn.utils.rnn import PackedSequence
 from dpcore.errors import NoRuleError, UnsupportedError
 from dpcore.grad_sample.tape import Saved, Tape, Use
 from dpcore.grad_sample.tree import flatten, unflatten
+
+_REPLAYED = ContextVar("replayed", default=False)
+
+
+@contextmanager
+def _replay() -> Iterator[None]:
+    token = _REPLAYED.set(True)
+    try:
+        yield
+    finally:
+        _REPLAYED.reset(token)
+
+
+def is_replayed() -> bool:
+    """Whether a module runs again for its per-sample gradients, where nothing of it is to be recorded."""
+    return _REPLAYED.get()
 
 
 @dataclass
@@ -62,6 +80,7 @@ class ModuleUse(Use):
         if gradient is not None:
             self.grads[output] = gradient
             self.grad = gradient
+            self._cache = None
 
     def ghost_is_cheaper(self, param: Parameter) -> bool:
         return False
@@ -91,7 +110,7 @@ class ModuleUse(Use):
             return sum((results[k][0] * g).sum() for k, g in zip(positions, outputs, strict=True))
 
         gradients = [self.grads[k] for k in positions]
-        with torch.enable_grad():
+        with torch.enable_grad(), _replay():
             try:
                 stacked = vmap(grad(product), (None, 0, 0))(params, inputs, gradients)
             except (RuntimeError, ValueError, NotImplementedError):

@@ -16,6 +16,7 @@ from dpcore.distributed import Ranks
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.grad_sample import ragged, rules  # noqa: F401  (registers the rules)
 from dpcore.grad_sample.accumulator import weighted_sum
+from dpcore.grad_sample.fallback import is_replayed
 from dpcore.grad_sample.iteration import Iteration, owner_of, set_owner
 from dpcore.grad_sample.layout import Layout, probe_sizes
 from dpcore.grad_sample.planner import choose
@@ -377,7 +378,7 @@ class GradSampleHooks(AbstractGradSampleHooks):
 
         @functools.wraps(self._forward)
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            if self._inside:
+            if self._inside or is_replayed():
                 return self._forward(*args, **kwargs)
             self._inside = True
             try:

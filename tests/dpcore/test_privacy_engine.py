@@ -208,9 +208,21 @@ def test_two_backward_passes_through_one_forward_pass_add_up():
     assert relative_error({n: p.grad for n, p in model.named_parameters()}, expected) < 1e-12
 
 
-def test_a_grad_sample_that_was_read_between_two_backward_passes_is_formed_again():
+class Scaled(nn.Module):
+    """No rule: by vmap."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3).double())
+
+    def forward(self, x):
+        return x * self.scale.cumsum(0)
+
+
+@pytest.mark.parametrize("ruled", [True, False])
+def test_a_grad_sample_that_was_read_between_two_backward_passes_is_formed_again(ruled):
     """What was read took the place of what was recorded: the second pass was lost, and no one told."""
-    _, model, optimizer, _ = _private()
+    _, model, optimizer, _ = _private(model=_model() if ruled else _model().append(Scaled()))
     x, y = _data()[:5]
 
     def both(outputs, y):
