@@ -6,7 +6,6 @@ unfolded inputs U (p x T) and output gradients G (d x T): dW = G Uᵀ.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -91,6 +90,9 @@ class ConvolutionUse(Use):
         """[B, T, T] products of windows, UᵀU, from the Gram matrix M of single pixels, without unfolding:
 
         (UᵀU)[t, s] = Σ_k M[stride t + dilation k, stride s + dilation k] over the kernel's offsets k.
+
+        With pixels numbered row by row an offset moves both indices by one number, so the sum over one dimension's
+        offsets is one over long dense rows, for windows at every pixel, and the next dimension's starts from it.
         """
         stride, padding, dilation, _ = self.geometry
         kernel, out = self.weight.shape[2:], self._gradient().shape[2:]
@@ -98,19 +100,18 @@ class ConvolutionUse(Use):
         size = x.shape[2:]
         pixels = x.flatten(2)
         gram = torch.bmm(pixels.transpose(1, 2), pixels)
-        n = pixels.shape[2]
         steps = [size[i + 1 :].numel() for i in range(len(size))]
-        shape = (len(x), *out, *out)
-        strides = (
-            n * n,
-            *(step * s * n for step, s in zip(steps, stride, strict=True)),
-            *(step * s for step, s in zip(steps, stride, strict=True)),
-        )
-        total = torch.zeros(shape, dtype=gram.dtype, device=gram.device)
-        for offset in itertools.product(*(range(k) for k in kernel)):
-            start = sum(step * d * k for step, d, k in zip(steps, dilation, offset, strict=True))
-            total += gram.as_strided(shape, strides, start * (n + 1))
-        return total.view(len(x), out.numel(), out.numel())
+        for step, d, k in zip(steps, dilation, kernel, strict=True):
+            if k > 1:
+                n = gram.shape[1] - step * d * (k - 1)
+                first, second, *others = (gram[:, o : o + n, o : o + n] for o in range(0, step * d * k, step * d))
+                gram = first + second
+                for other in others:
+                    gram += other
+        n = gram.shape[1]
+        rows, columns = ([step * s * m for step, s in zip(steps, stride, strict=True)] for m in (n, 1))
+        windows = gram.as_strided((len(x), *out, *out), (n * n, *rows, *columns))
+        return windows.reshape(len(x), out.numel(), out.numel())
 
     def grad_sample(self, param: Parameter) -> Tensor:
         if self._is_bias(param):
@@ -152,8 +153,8 @@ class ConvolutionUse(Use):
             return False
         x, g = self._x.tensor, self._gradient()
         positions, pixels = g.shape[2:].numel(), x.shape[2:].numel()
-        kernel = self.weight.shape[2:].numel()
-        ghost = 2 * pixels**2 * x.shape[1] + (2 * g.shape[1] + FLOPS_PER_KEPT_FLOAT * kernel) * positions**2
+        sums = sum(self.weight.shape[2:])
+        ghost = (2 * x.shape[1] + FLOPS_PER_KEPT_FLOAT * sums) * pixels**2 + 2 * g.shape[1] * positions**2
         return ghost < FLOPS_PER_KEPT_FLOAT * self.weight.numel()
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> ConvolutionUse:

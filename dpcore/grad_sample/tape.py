@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
@@ -127,19 +128,31 @@ class _Attach(torch.autograd.Function):
 
 
 @contextmanager
-def without_checkpointing() -> Iterator[None]:
-    """Functions under torch.utils.checkpoint are run once and keep their activations.
+def beyond_the_mode() -> Iterator[None]:
+    """Replaces for a while what a function mode is not asked about.
 
-    Run a second time, in the backward pass, they would use the parameters where no tape sees them. What a rule needs is
-    kept in any case; physical micro-batches are what bounds memory here. checkpoint() looks both names up when called.
+    Functions under torch.utils.checkpoint are run once and keep their activations: run a second time, in the backward
+    pass, they would use the parameters where no tape sees them. What a rule needs is kept in any case; physical
+    micro-batches are what bounds memory here. checkpoint() looks both names up when called.
+
+    torch.autograd.backward refuses create_graph=True in this thread, as Tensor.backward and torch.autograd.grad do.
     """
-    module: Any = torch.utils.checkpoint
-    saved = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
-    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = _RunOnce, _run_once
+    checkpoint: Any = torch.utils.checkpoint
+    autograd: Any = torch.autograd
+    saved = checkpoint.CheckpointFunction, checkpoint._checkpoint_without_reentrant_generator, autograd.backward
+    owner = get_ident()
+
+    def backward(*args: Any, **kwargs: Any) -> None:
+        if (kwargs.get("create_graph") or any(args[3:4])) and get_ident() == owner:
+            raise UnsupportedError(SECOND_ORDER)
+        saved[2](*args, **kwargs)
+
+    checkpoint.CheckpointFunction, checkpoint._checkpoint_without_reentrant_generator = _RunOnce, _run_once
+    autograd.backward = backward
     try:
         yield
     finally:
-        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = saved
+        checkpoint.CheckpointFunction, checkpoint._checkpoint_without_reentrant_generator, autograd.backward = saved
 
 
 class _RunOnce:
@@ -197,7 +210,7 @@ class Tape(TorchFunctionMode):
         self._targets: list[Callable[[Tensor | None], None]] = []
         self._anchor = torch.zeros((), requires_grad=True)
         self._forwards: list[tuple[nn.Module, Any]] = []
-        self._checkpointing = without_checkpointing()
+        self._beyond = beyond_the_mode()
 
     def __enter__(self) -> Tape:
         if self.fallbacks:
@@ -208,7 +221,7 @@ class Tape(TorchFunctionMode):
                 fallback.module.forward = taped_forward(self, fallback)
         for module in self.layout.recurrent if self.layout else ():
             self._hooks.append(module.register_forward_pre_hook(self._note_packed, with_kwargs=True))
-        self._checkpointing.__enter__()
+        self._beyond.__enter__()
         super().__enter__()
         return self
 
@@ -218,7 +231,7 @@ class Tape(TorchFunctionMode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._checkpointing.__exit__(*exception)
+        self._beyond.__exit__(*exception)
         if self._forwards:
             from dpcore.grad_sample.fallback import restore_forward
 

@@ -21,9 +21,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullLocator
 
 from harness import stats
-from harness.report import layout
+from harness.report import crowd, layout
+from harness.report.crowd import Square
 from harness.report.layout import Picture, Section
-from harness.report.naming import machine_slug, slug
+from harness.report.naming import factor, machine_slug, number, slug
 from harness.report.table import Tables
 
 WIDTH = 6.5
@@ -50,6 +51,7 @@ STYLE: dict[Any, Any] = {
 }
 PAPER_EPOCHS = 20
 PAPER_BATCH_SIZE = 512
+DISTURBED = "ᵈ disturbed by other load on the machine."
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,9 @@ def save(figure: Figure, stem: Path) -> list[Path]:
 def seconds(
     tables: Tables, section: Section, task: str, synthetic: bool, group: pd.DataFrame, style: Mapping[str, Look]
 ) -> Figure:
-    """Median seconds per epoch over batch size for one task, both axes logarithmic, with intervals."""
+    """Median seconds per epoch over batch size for one task, both axes logarithmic, with intervals; a crowd as a grid."""
+    if group.contestant.nunique() > crowd.CROWD:
+        return _seconds_of_a_crowd(tables, section, task, synthetic, group, style)
     figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
     axes = figure.add_subplot()
     ok = group[group.state == "ok"]
@@ -152,6 +156,44 @@ def seconds(
     return figure
 
 
+def _seconds_of_a_crowd(
+    tables: Tables, section: Section, task: str, synthetic: bool, group: pd.DataFrame, style: Mapping[str, Look]
+) -> Figure:
+    ok = group[group.state == "ok"]
+    private = dict(zip(tables.raw.contestant, tables.raw.private, strict=True))
+    fastest = ok[ok.contestant.map(private)].groupby("batch_size")["median"].min()
+    squares = {
+        (row.contestant, row.batch_size): Square(
+            number(row.median) + ("ᵈ" if row.disturbed else ""),
+            # Where nothing private was measured there is nothing to compare with.
+            max(1.0, row.median / fastest.get(row.batch_size, float("inf"))),
+            f"[{number(row.low)}, {number(row.high)}]" if row.n > 1 else "",
+        )
+        if row.state == "ok"
+        else Square(row.state)
+        for row in group.itertuples()
+    }
+    sizes = sorted(group.batch_size.unique())
+    names = sorted(crowd.by_speed(group.contestant.unique(), sizes, squares), key=lambda name: private[name])
+    figure = Figure(figsize=(WIDTH, 0.6 + crowd.row_height(squares) * len(names)), layout="constrained")
+    axes = figure.add_subplot()
+    crowd.draw(axes, names, sizes, squares)
+    plain = sum(not private[name] for name in names)
+    if 0 < plain < len(names):
+        axes.axhline(plain - 0.5, color="black", linewidth=0.8)
+    axes.set_xlabel("batch size")
+    title = f"{layout.task_title(task, synthetic)}: seconds per epoch{_flags(ok)}"
+    axes.set_title(title, loc="left", fontweight="bold")
+    n = layout.usual(ok.n)
+    notes = [
+        "Number: " + ("seconds of one process." if n == 1 else f"median seconds of n = {n} processes [interval]."),
+        "Shade: factor over the fastest private one of the same batch size. Above the line: without DP.",
+        *([DISTURBED] if ok.disturbed.any() else []),
+    ]
+    _below(figure, tables, section, notes, [], style)
+    return figure
+
+
 ROWS_UP_TO = 3
 """Batch sizes that are shown as rows in the figure of ratios; more become an axis."""
 
@@ -164,22 +206,25 @@ def relative(tables: Tables, section: Section, style: Mapping[str, Look]) -> Fig
     sizes = sorted(frame.batch_size.unique())
     in_rows = len(sizes) <= ROWS_UP_TO
     rows = [(name, size) for name in names for size in sizes]
-    columns = 2 if len(panels) > 1 else 1
+    crowded = not in_rows and len(names) > crowd.CROWD
+    columns = 2 if len(panels) > 1 and not crowded else 1
     lines = -(-len(panels) // columns)
-    height = 0.45 + 0.17 * len(rows) if in_rows else 2.2
-    figure = Figure(figsize=(WIDTH, 0.6 + lines * height), layout="constrained")
-    grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=not in_rows)
-    base = str(frame.baseline.iloc[0])
     cells = section.of(tables.cells)
+    squares = [_squares_of_ratios(group, _states(cells, task, synthetic)) for task, synthetic, group in panels]
+    in_grid = 0.45 + max(map(crowd.row_height, squares)) * len(names)
+    height = 0.45 + 0.17 * len(rows) if in_rows else in_grid if crowded else 2.2
+    figure = Figure(figsize=(WIDTH, 0.6 + lines * height), layout="constrained")
+    grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=not (in_rows or crowded))
+    base = str(frame.baseline.iloc[0])
     for k, axes in enumerate(grid.flat):
         if k >= len(panels):
             axes.set_visible(False)
             continue
         task, synthetic, group = panels[k]
         if in_rows:
-            here = cells[(cells.task == task) & (cells.synthetic == synthetic)]
-            states = {(row.contestant, row.batch_size): row.state for row in here.itertuples()}
-            _relative_rows(axes, group, rows, states, style, labelled=k % columns == 0)
+            _relative_rows(axes, group, rows, _states(cells, task, synthetic), style, labelled=k % columns == 0)
+        elif crowded:
+            crowd.draw(axes, crowd.by_speed(names, sizes, squares[k]), sizes, squares[k])
         else:
             _relative_lines(axes, group, sizes, style)
             axes.set_ylabel(f"seconds / {base} (log)" if k % columns == 0 else "")
@@ -192,16 +237,37 @@ def relative(tables: Tables, section: Section, style: Mapping[str, Look]) -> Fig
             f"seconds of the contestant · batch size / seconds of {base} (log; left is faster)", fontsize=8
         )
     else:
-        figure.supxlabel("batch size (log; contestants side by side)", fontsize=8)
+        figure.supxlabel("batch size" if crowded else "batch size (log; contestants side by side)", fontsize=8)
     most, least = int(frame.n.max()), int(frame.n.min())
     fewer = f" (down to {least} where pairs were disturbed or are missing)" if least < most else ""
+    point, bar = ("Number", "brackets") if crowded else ("Point", "bar")
     notes = [
-        f"Point: mean of {most} paired rounds{fewer}; bar: 95 % interval (Student's t on log-ratios)."
+        f"{point}: mean of {most} paired rounds{fewer}; {bar}: 95 % interval (Student's t on log-ratios)."
         if most > 1
-        else "Point: one paired round, of which there is no interval; bar, where there are more: 95 % interval."
+        else f"{point}: one paired round, of which there is no interval.",
+        *(["The darker, the larger; up to 1 no shade."] if crowded else []),
+        *([DISTURBED] if crowded and frame.disturbed.any() else []),
     ]
-    _below(figure, tables, section, notes, [] if in_rows else names, style)
+    _below(figure, tables, section, notes, [] if in_rows or crowded else names, style)
     return figure
+
+
+def _states(cells: pd.DataFrame, task: str, synthetic: bool) -> dict[tuple[str, int], str]:
+    here = cells[(cells.task == task) & (cells.synthetic == synthetic)]
+    return {(row.contestant, row.batch_size): row.state for row in here.itertuples()}
+
+
+def _squares_of_ratios(group: pd.DataFrame, states: Mapping[tuple[str, int], str]) -> dict[tuple[str, int], Square]:
+    """Ratios with their intervals; in place of a ratio that lacks, why."""
+    missing = {place: Square("no pair" if state == "ok" else state) for place, state in states.items()}
+    return missing | {
+        (row.contestant, row.batch_size): Square(
+            factor(row.ratio) + ("ᵈ" if row.disturbed else ""),
+            max(1.0, row.ratio),
+            "" if pd.isna(row.low) else f"[{factor(row.low)}, {factor(row.high)}]",
+        )
+        for row in group.itertuples()
+    }
 
 
 def _relative_rows(

@@ -548,11 +548,14 @@ def _by_autograd(create_graph):
     return derive
 
 
-def _by_backward(f, x):
-    x = x.detach().requires_grad_()
-    out = f(x)
-    out.sum().backward(create_graph=True)
-    return out, x.grad
+def _by_backward(backward):
+    def derive(f, x):
+        x = x.detach().requires_grad_()
+        out = f(x)
+        backward(out.sum())
+        return out, x.grad
+
+    return derive
 
 
 def _by_forward_mode(f, x):
@@ -564,13 +567,24 @@ def _by_forward_mode(f, x):
     "derive",
     [
         _by_autograd(create_graph=True),
-        _by_backward,
+        _by_backward(lambda out: out.backward(create_graph=True)),
+        _by_backward(lambda out: torch.autograd.backward(out, create_graph=True)),
+        _by_backward(lambda out: torch.autograd.backward(out, None, None, True)),
         lambda f, x: (f(x), torch.func.grad(lambda v: f(v).sum())(x)),
         lambda f, x: (f(x), torch.func.vmap(torch.func.grad(lambda v: f(v).sum()))(x)),
         lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),)),
         _by_forward_mode,
     ],
-    ids=["grad", "backward", "func.grad", "vmap of func.grad", "jvp", "forward mode"],
+    ids=[
+        "grad",
+        "backward",
+        "autograd.backward",
+        "autograd.backward by position",
+        "func.grad",
+        "vmap of func.grad",
+        "jvp",
+        "forward mode",
+    ],
 )
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_derivatives_of_its_own_are_refused_where_weights_would_be_lost(derive):

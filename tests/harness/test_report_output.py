@@ -85,6 +85,71 @@ def _words(figure):
     return "\n".join(t.get_text() for t in figure.findobj(Text))
 
 
+def _of_a_crowd(private, rounds):
+    """Contestant i of the private ones takes i + 2 times the baseline; the last is out of memory at 512."""
+    names = [("pytorch", "eager", False, 1.0)] + [(f"peer{i}", "x", True, i + 2.0) for i in reversed(range(private))]
+    return build(
+        [
+            factory.record(
+                framework=framework,
+                variant=variant,
+                private=is_private,
+                batch_size=size,
+                state="oom" if framework == f"peer{private - 1}" and size == 512 else "ok",
+                seconds=[factor * (1.0 + 0.1 * i)],
+                disturbed=framework == "peer2" and size == 64,
+                round=i,
+                order=order,
+            )
+            for i in range(rounds)
+            for size in (16, 64, 256, 512)
+            for order, (framework, variant, is_private, factor) in enumerate(names)
+        ],
+        factory.PAPER_ROWS,
+    )
+
+
+def _figures_of(tables):
+    section = layout.sections(tables)[0]
+    found = figures.pictures(tables, section)
+    return [picture.draw() for kind in ("seconds-per-epoch", "relative-to-pytorch") for picture in found[kind]]
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_more_contestants_than_colours_are_a_grid_of_numbers_fastest_first(rounds):
+    seconds, ratios = _figures_of(_of_a_crowd(9, rounds))
+    peers = [f"peer{i}-x" for i in range(9)]
+    assert [label.get_text() for label in seconds.axes[0].get_yticklabels()] == ["pytorch-eager", *peers]
+    assert [label.get_text() for label in ratios.axes[0].get_yticklabels()] == peers
+    middle = 1.0 if rounds == 1 else 1.1
+    for figure, numbers in ((seconds, [f"{(i + 2) * middle:.3g}" for i in range(9)]), (ratios, ["2.00", "9.00"])):
+        places = {(t.get_position()[1] // 1, t.get_text()) for t in figure.axes[0].texts}
+        texts = [text for _, text in places]
+        assert not figure.legends
+        assert sum(text == "oom" for text in texts) == 1
+        assert any(text.endswith("ᵈ") for text in texts)
+        assert all(any(text.startswith(number) for text in texts) for number in numbers)
+        assert any(text.startswith("[") for text in texts) == (rounds > 1)
+        assert "disturbed" in _words(figure)
+
+
+def test_as_many_as_there_are_colours_are_lines():
+    for figure in _figures_of(_of_a_crowd(7, 1)):
+        assert figure.legends
+        assert not any(t.get_text() == "oom" for t in figure.axes[0].texts)
+
+
+def test_the_darker_the_slower():
+    from harness.report.crowd import Square, draw
+
+    axes = Figure().add_subplot()
+    draw(axes, ["a"], [16, 64, 256], {("a", 16): Square("1", 1.0), ("a", 64): Square("4", 4.0)})
+    quick, slow, missing = (sum(patch.get_facecolor()[:3]) for patch in axes.patches)
+    assert slow < quick
+    assert missing > slow
+    assert [t.get_text() for t in axes.texts] == ["1", "4", "–"]
+
+
 def test_the_same_records_draw_the_same_bytes(tmp_path):
     t = build(factory.quick_run(tasks=("mnist-cnn",)), factory.PAPER_ROWS)
     first, again = (output.write_report(report_of(t), tmp_path / n / "out", tmp_path / n / "plots") for n in ("a", "b"))

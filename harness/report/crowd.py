@@ -1,0 +1,76 @@
+"""More contestants than lines can be told apart: a grid of numbers, a row each, the darker the slower."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+
+CROWD = 8
+"""Lines that still have a colour of their own."""
+ROW, ROW_WITH_INTERVAL = 0.19, 0.27
+"""Inches."""
+SLOWEST = 32.0
+"""Factor from which on all squares are equally dark."""
+SHADES = colormaps["YlOrBr"]
+WHITE_FROM = 0.6
+"""Share of the scale from which on letters are white."""
+
+
+@dataclass(frozen=True)
+class Square:
+    """``text`` with ``interval`` in small letters below it; ``factor`` sets the shade, None where there is no number."""
+
+    text: str
+    factor: float | None = None
+    interval: str = ""
+
+
+Squares = Mapping[tuple[str, int], Square]
+
+
+def by_speed(names: Sequence[str], sizes: Sequence[int], squares: Squares) -> list[str]:
+    """The fastest first, by the geometric mean of their factors; a missing number counts as the slowest shade."""
+
+    def slowness(name: str) -> float:
+        found = [squares.get((name, size), Square("")).factor for size in sizes]
+        return float(np.mean([np.log(SLOWEST if factor is None else factor) for factor in found]))
+
+    return sorted(names, key=slowness)
+
+
+def row_height(squares: Squares) -> float:
+    """Inches that a row needs."""
+    return ROW_WITH_INTERVAL if any(square.interval for square in squares.values()) else ROW
+
+
+def draw(axes: Axes, names: Sequence[str], sizes: Sequence[int], squares: Squares) -> None:
+    """Row per name, column per batch size; a place without a square says so."""
+    shade = LogNorm(1.0, SLOWEST, clip=True)
+    for y, name in enumerate(names):
+        for x, size in enumerate(sizes):
+            square = squares.get((name, size), Square("–"))
+            depth = None if square.factor is None else float(shade(square.factor))
+            colour = "#f2f2f2" if depth is None else SHADES(0.9 * depth)
+            axes.fill([x - 0.5, x + 0.5, x + 0.5, x - 0.5], [y - 0.5, y - 0.5, y + 0.5, y + 0.5], color=colour, lw=0)
+            ink = "#555555" if depth is None else "white" if depth >= WHITE_FROM else "black"
+            style = "italic" if depth is None else "normal"
+            raised = 0.17 if square.interval else 0.0
+            axes.text(x, y - raised, square.text, ha="center", va="center", fontsize=7, color=ink, style=style)
+            if square.interval:
+                axes.text(x, y + 0.24, square.interval, ha="center", va="center", fontsize=5, color=ink)
+    axes.set_xlim(-0.5, len(sizes) - 0.5)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
+    axes.set_yticks(range(len(names)), names)
+    axes.tick_params(length=0)
+    axes.grid(visible=False)
+    axes.set_xticks(np.arange(0.5, len(sizes) - 1), minor=True)
+    axes.set_yticks(np.arange(0.5, len(names) - 1), minor=True)
+    axes.tick_params(which="minor", length=0)
+    axes.grid(which="minor", color="white", linewidth=1.0)
+    axes.spines[:].set_visible(False)
