@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from matplotlib import colormaps
@@ -17,6 +18,7 @@ ROW, ROW_WITH_INTERVAL = 0.19, 0.27
 SLOWEST = 32.0
 """Factor from which on all squares are equally dark."""
 SHADES = colormaps["YlOrBr"]
+EMPTY = (0.95, 0.95, 0.95, 1.0)
 WHITE_FROM = 0.6
 """Share of the scale from which on letters are white."""
 
@@ -51,18 +53,20 @@ def row_height(squares: Squares) -> float:
 def draw(axes: Axes, names: Sequence[str], sizes: Sequence[int], squares: Squares) -> None:
     """Row per name, column per batch size; a place without a square says so."""
     shade = LogNorm(1.0, SLOWEST, clip=True)
+    colours = np.full((len(names), len(sizes), 4), EMPTY)
     for y, name in enumerate(names):
         for x, size in enumerate(sizes):
             square = squares.get((name, size), Square("–"))
             depth = None if square.factor is None else float(shade(square.factor))
-            colour = "#f2f2f2" if depth is None else SHADES(0.9 * depth)
-            axes.fill([x - 0.5, x + 0.5, x + 0.5, x - 0.5], [y - 0.5, y - 0.5, y + 0.5, y + 0.5], color=colour, lw=0)
+            if depth is not None:
+                colours[y, x] = SHADES(0.9 * depth)
             ink = "#555555" if depth is None else "white" if depth >= WHITE_FROM else "black"
             style = "italic" if depth is None else "normal"
             raised = 0.17 if square.interval else 0.0
-            axes.text(x, y - raised, square.text, ha="center", va="center", fontsize=7, color=ink, style=style)
+            _write(axes, x, y - raised, square.text, 7, color=ink, style=style)
             if square.interval:
-                axes.text(x, y + 0.24, square.interval, ha="center", va="center", fontsize=5, color=ink)
+                _write(axes, x, y + 0.24, square.interval, 5, color=ink)
+    axes.imshow(colours, aspect="auto")
     axes.set_xlim(-0.5, len(sizes) - 0.5)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
@@ -74,3 +78,8 @@ def draw(axes: Axes, names: Sequence[str], sizes: Sequence[int], squares: Square
     axes.tick_params(which="minor", length=0)
     axes.grid(which="minor", color="white", linewidth=1.0)
     axes.spines[:].set_visible(False)
+
+
+def _write(axes: Axes, x: float, y: float, text: str, size: float, **look: Any) -> None:
+    # Clipped, though it never reaches the edge: the layout then does not measure every one of some hundred texts.
+    axes.text(x, y, text, ha="center", va="center", fontsize=size, clip_on=True, **look)

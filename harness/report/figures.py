@@ -115,7 +115,9 @@ def file_name(kind: str, section: Section, shown: pd.DataFrame, task: str = "") 
 
 def save(figure: Figure, stem: Path) -> list[Path]:
     """PDF, SVG and PNG without a date inside: the same records make the same bytes."""
-    FigureCanvasAgg(figure).draw()
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    area = figure.get_tightbbox(canvas.get_renderer()).padded(0.06)
     # The layout is found; finding it anew for each format, twice, would take most of the time of a report.
     figure.set_layout_engine("none")
     metadata: Mapping[str, Mapping[str, Any]] = {
@@ -125,7 +127,7 @@ def save(figure: Figure, stem: Path) -> list[Path]:
     }
     paths = [stem.with_name(stem.name + suffix) for suffix in metadata]
     for path in paths:
-        figure.savefig(path, dpi=200, metadata=dict(metadata[path.suffix]), bbox_inches="tight", pad_inches=0.06)
+        figure.savefig(path, dpi=200, metadata=dict(metadata[path.suffix]), bbox_inches=area)
     return paths
 
 
@@ -189,9 +191,18 @@ def _seconds_of_a_crowd(
         "Number: " + ("seconds of one process." if n == 1 else f"median seconds of n = {n} processes [interval]."),
         "Shade: factor over the fastest private one of the same batch size. Above the line: without DP.",
         *([DISTURBED] if ok.disturbed.any() else []),
+        *_common_reasons(group[group.state != "ok"]),
     ]
     _below(figure, tables, section, notes, [], style)
     return figure
+
+
+def _common_reasons(failed: pd.DataFrame) -> Iterator[str]:
+    """What a state means, where it means the same for all."""
+    for state, rows in failed.groupby("state", sort=True):
+        reasons = {layout.short(reason) for reason in rows.reason}
+        if len(reasons) == 1:
+            yield f"{state}: {reasons.pop().rstrip('.')}."
 
 
 ROWS_UP_TO = 3
