@@ -103,11 +103,7 @@ class ConvolutionUse(Use):
         steps = [size[i + 1 :].numel() for i in range(len(size))]
         for step, d, k in zip(steps, dilation, kernel, strict=True):
             if k > 1:
-                n = gram.shape[1] - step * d * (k - 1)
-                first, second, *others = (gram[:, o : o + n, o : o + n] for o in range(0, step * d * k, step * d))
-                gram = first + second
-                for other in others:
-                    gram += other
+                gram = _diagonal_sums(gram, range(0, step * d * k, step * d))
         n = gram.shape[1]
         rows, columns = ([step * s * m for step, s in zip(steps, stride, strict=True)] for m in (n, 1))
         windows = gram.as_strided((len(x), *out, *out), (n * n, *rows, *columns))
@@ -165,6 +161,16 @@ class ConvolutionUse(Use):
 
     def stash_bytes(self) -> int:
         return self._x.tensor.nbytes + (0 if self.grad is None else self.grad.nbytes)
+
+
+def _diagonal_sums(gram: Tensor, offsets: range) -> Tensor:
+    """[B, n, n], Σ_o gram[:, t + o, s + o] over two offsets or more, from [B, n + offsets[-1], n + offsets[-1]]."""
+    n = gram.shape[1] - offsets[-1]
+    first, second, *others = (gram[:, o : o + n, o : o + n] for o in offsets)
+    total = first + second
+    for other in others:
+        total += other
+    return total
 
 
 def _by_kernel(x: Tensor, grad: Tensor, kernel: list[int], stride: list[int], padding: list[int]) -> Tensor:

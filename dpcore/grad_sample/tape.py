@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
@@ -128,31 +127,19 @@ class _Attach(torch.autograd.Function):
 
 
 @contextmanager
-def beyond_the_mode() -> Iterator[None]:
-    """Replaces for a while what a function mode is not asked about.
+def without_checkpointing() -> Iterator[None]:
+    """Functions under torch.utils.checkpoint are run once and keep their activations.
 
-    Functions under torch.utils.checkpoint are run once and keep their activations: run a second time, in the backward
-    pass, they would use the parameters where no tape sees them. What a rule needs is kept in any case; physical
-    micro-batches are what bounds memory here. checkpoint() looks both names up when called.
-
-    torch.autograd.backward refuses create_graph=True in this thread, as Tensor.backward and torch.autograd.grad do.
+    Run a second time, in the backward pass, they would use the parameters where no tape sees them. What a rule needs is
+    kept in any case; physical micro-batches are what bounds memory here. checkpoint() looks both names up when called.
     """
-    checkpoint: Any = torch.utils.checkpoint
-    autograd: Any = torch.autograd
-    saved = checkpoint.CheckpointFunction, checkpoint._checkpoint_without_reentrant_generator, autograd.backward
-    owner = get_ident()
-
-    def backward(*args: Any, **kwargs: Any) -> None:
-        if (kwargs.get("create_graph") or any(args[3:4])) and get_ident() == owner:
-            raise UnsupportedError(SECOND_ORDER)
-        saved[2](*args, **kwargs)
-
-    checkpoint.CheckpointFunction, checkpoint._checkpoint_without_reentrant_generator = _RunOnce, _run_once
-    autograd.backward = backward
+    module: Any = torch.utils.checkpoint
+    saved = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
+    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = _RunOnce, _run_once
     try:
         yield
     finally:
-        checkpoint.CheckpointFunction, checkpoint._checkpoint_without_reentrant_generator, autograd.backward = saved
+        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = saved
 
 
 class _RunOnce:
@@ -210,7 +197,7 @@ class Tape(TorchFunctionMode):
         self._targets: list[Callable[[Tensor | None], None]] = []
         self._anchor = torch.zeros((), requires_grad=True)
         self._forwards: list[tuple[nn.Module, Any]] = []
-        self._beyond = beyond_the_mode()
+        self._checkpointing = without_checkpointing()
 
     def __enter__(self) -> Tape:
         if self.fallbacks:
@@ -221,7 +208,7 @@ class Tape(TorchFunctionMode):
                 fallback.module.forward = taped_forward(self, fallback)
         for module in self.layout.recurrent if self.layout else ():
             self._hooks.append(module.register_forward_pre_hook(self._note_packed, with_kwargs=True))
-        self._beyond.__enter__()
+        self._checkpointing.__enter__()
         super().__enter__()
         return self
 
@@ -231,7 +218,7 @@ class Tape(TorchFunctionMode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._beyond.__exit__(*exception)
+        self._checkpointing.__exit__(*exception)
         if self._forwards:
             from dpcore.grad_sample.fallback import restore_forward
 
@@ -402,7 +389,7 @@ def _scaled(tensor: Tensor, scale: float) -> Tensor:
     return (core * scale).expand(tensor.shape)
 
 
-@handles(torch.autograd.grad, Tensor.backward)
+@handles(torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 def _inner_gradient(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs.get("create_graph"):
         raise UnsupportedError(SECOND_ORDER)
