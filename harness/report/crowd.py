@@ -25,7 +25,7 @@ WHITE_FROM = 0.6
 
 @dataclass(frozen=True)
 class Square:
-    """``text``, with ``interval`` in small letters below it. ``factor`` sets the shade; None where there is no number."""
+    """``text`` with ``interval`` in small letters below it; ``factor`` sets the shade, None: there is no number."""
 
     text: str
     factor: float | None = None

@@ -134,7 +134,7 @@ def save(figure: Figure, stem: Path) -> list[Path]:
 def seconds(
     tables: Tables, section: Section, task: str, synthetic: bool, group: pd.DataFrame, style: Mapping[str, Look]
 ) -> Figure:
-    """Median seconds per epoch over batch size for one task: logarithmic axes and intervals, or, for a crowd, a grid."""
+    """Median seconds per epoch over batch size, both axes logarithmic, with intervals; of a crowd, a grid."""
     if group.contestant.nunique() > crowd.CROWD:
         return _seconds_of_a_crowd(tables, section, task, synthetic, group, style)
     figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
