@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 
 CROWD = 8
-"""Lines that still have a colour of their own."""
+"""Lines that can still be told apart; there are as many colours."""
 ROW, ROW_WITH_INTERVAL = 0.19, 0.27
 """Inches."""
 SLOWEST = 32.0

@@ -51,7 +51,6 @@ STYLE: dict[Any, Any] = {
 }
 PAPER_EPOCHS = 20
 PAPER_BATCH_SIZE = 512
-DISTURBED = "ᵈ disturbed by other load on the machine."
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ def save(figure: Figure, stem: Path) -> list[Path]:
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     area = figure.get_tightbbox(canvas.get_renderer()).padded(0.06)
-    # The layout is found; finding it anew for each format, twice, would take most of the time of a report.
+    # Layout and area are found; finding them anew for each format would take most of the time of a report.
     figure.set_layout_engine("none")
     metadata: Mapping[str, Mapping[str, Any]] = {
         ".pdf": {"CreationDate": None},
@@ -164,12 +163,13 @@ def _seconds_of_a_crowd(
     ok = group[group.state == "ok"]
     private = dict(zip(tables.raw.contestant, tables.raw.private, strict=True))
     fastest = ok[ok.contestant.map(private)].groupby("batch_size")["median"].min()
+    n = layout.usual(ok.n)
     squares = {
         (row.contestant, row.batch_size): Square(
-            number(row.median) + ("ᵈ" if row.disturbed else ""),
+            number(row.median) + ("ᵈ" if row.disturbed else "") + ("ᶠ" if row.failed else ""),
             # Where nothing private was measured there is nothing to compare with.
             max(1.0, row.median / fastest.get(row.batch_size, float("inf"))),
-            f"[{number(row.low)}, {number(row.high)}]" if row.n > 1 else "",
+            (f"[{number(row.low)}, {number(row.high)}]" if row.n > 1 else "") + (f" n={row.n}" if row.n != n else ""),
         )
         if row.state == "ok"
         else Square(row.state)
@@ -181,16 +181,17 @@ def _seconds_of_a_crowd(
     axes = figure.add_subplot()
     crowd.draw(axes, names, sizes, squares)
     plain = sum(not private[name] for name in names)
-    if 0 < plain < len(names):
+    both = 0 < plain < len(names)
+    if both:
         axes.axhline(plain - 0.5, color="black", linewidth=0.8)
     axes.set_xlabel("batch size")
     title = f"{layout.task_title(task, synthetic)}: seconds per epoch{_flags(ok)}"
     axes.set_title(title, loc="left", fontweight="bold")
-    n = layout.usual(ok.n)
     notes = [
-        "Number: " + ("seconds of one process." if n == 1 else f"median seconds of n = {n} processes [interval]."),
-        "Shade: factor over the fastest private one of the same batch size. Above the line: without DP.",
-        *([DISTURBED] if ok.disturbed.any() else []),
+        f"Number: median seconds. {layout.spread_note(n)}",
+        "Shade: factor over the fastest private one of the same batch size." + " Above the line: without DP." * both,
+        *([layout.DISTURBED_NOTE] if ok.disturbed.any() else []),
+        *(["ᶠ some processes failed."] if ok.failed.any() else []),
         *_common_reasons(group[group.state != "ok"]),
     ]
     _below(figure, tables, section, notes, [], style)
@@ -222,8 +223,11 @@ def relative(tables: Tables, section: Section, style: Mapping[str, Look]) -> Fig
     lines = -(-len(panels) // columns)
     cells = section.of(tables.cells)
     squares = [_squares_of_ratios(group, _states(cells, task, synthetic)) for task, synthetic, group in panels]
-    in_grid = 0.45 + max(map(crowd.row_height, squares)) * len(names)
-    height = 0.45 + 0.17 * len(rows) if in_rows else in_grid if crowded else 2.2
+    height = 2.2
+    if in_rows:
+        height = 0.45 + 0.17 * len(rows)
+    elif crowded:
+        height = 0.45 + max(map(crowd.row_height, squares)) * len(names)
     figure = Figure(figsize=(WIDTH, 0.6 + lines * height), layout="constrained")
     grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=not (in_rows or crowded))
     base = str(frame.baseline.iloc[0])
@@ -257,7 +261,7 @@ def relative(tables: Tables, section: Section, style: Mapping[str, Look]) -> Fig
         if most > 1
         else f"{point}: one paired round, of which there is no interval.",
         *(["The darker, the larger; up to 1 no shade."] if crowded else []),
-        *([DISTURBED] if crowded and frame.disturbed.any() else []),
+        *([layout.DISTURBED_PAIRS_NOTE] if crowded and frame.disturbed.any() else []),
     ]
     _below(figure, tables, section, notes, [] if in_rows or crowded else names, style)
     return figure

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 MISSING = "–"
 DISTURBED_NOTE = "ᵈ disturbed: meanwhile other programs took processor time or the machine changed its speed."
+DISTURBED_PAIRS_NOTE = "ᵈ disturbed: too few undisturbed pairs, so that all were used."
 MEBIBYTE = 2**20
 
 
@@ -273,7 +274,7 @@ def ratios(tables: Tables, section: Section) -> list[Grid]:
         if group.left_out.sum():
             notes.append(f"Left out: {_count(int(group.left_out.sum()), 'pair', 'pairs')} with a disturbed process.")
         if group.disturbed.any():
-            notes.append("ᵈ disturbed: too few undisturbed pairs, so that all were used.")
+            notes.append(DISTURBED_PAIRS_NOTE)
         if any(MISSING in row for row in rows):
             notes.append(f"{MISSING} no block holds both.")
         title = f"{task_title(task, synthetic)}: seconds relative to {group.baseline.iloc[0]} (without DP)"
