@@ -7,18 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    default_collate,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from dpcore.counting_loader import CountingDataLoader
 from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
-from dpcore.utils.ledger import count_drawn
+from dpcore.loader_checks import check_whole
+from dpcore.utils.ledger import Source
 from dpcore.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
     UniformWithReplacementSampler,
@@ -58,7 +52,7 @@ class _Collate:
         return self.collate(examples) if examples else empty_like(self.collate([self.dataset[0]]))
 
 
-class DPDataLoader(DataLoader[Any]):
+class DPDataLoader(CountingDataLoader):
     """A loader of Poisson samples of ``dataset`` at the public ``sample_rate``; one round has ceil(1 / q) batches.
 
     Batches may be empty; they then have the structure of the others and length 0. ``distributed``: every rank of the
@@ -142,12 +136,7 @@ class DPDataLoader(DataLoader[Any]):
                 "none; use a map-style data set (with __len__ and __getitem__), or pass poisson_sampling=False with a "
                 "sample_rate that bounds every example's chance, and expected_batch_size."
             )
-        if not isinstance(loader.sampler, (SequentialSampler, RandomSampler, DistributedSampler)):
-            raise UnsupportedError(
-                f"The loader's {type(loader.sampler).__name__} would be replaced by Poisson sampling of the whole data "
-                "set. Choose the examples with torch.utils.data.Subset, give each the same chance, or pass "
-                "poisson_sampling=False with a sample_rate that bounds every example's chance."
-            )
+        check_whole(loader, distributed)
         if sample_rate is None:
             sample_rate = 1 / len(loader)
             warn_caller(
@@ -177,10 +166,13 @@ class DPDataLoader(DataLoader[Any]):
         try:
             for batch in super().__iter__():
                 self.handed_out += 1
-                count_drawn(self.sample_rate, batch)
                 yield batch
         finally:
             self._rounds -= 1
+
+    @property
+    def source(self) -> Source:
+        return self.sample_rate
 
     @property
     def sample_rate(self) -> float:
@@ -210,13 +202,3 @@ class DPDataLoader(DataLoader[Any]):
         """The batch sampler, which carries seed and position."""
         assert isinstance(self.batch_sampler, UniformWithReplacementSampler)
         return self.batch_sampler
-
-
-def check_ordinary(loader: DataLoader[Any]) -> None:
-    """PrivacyError where a loader without Poisson sampling may draw an example several times."""
-    if getattr(loader.sampler, "replacement", False):
-        raise PrivacyError(
-            f"The loader's {type(loader.sampler).__name__} draws with replacement: an example that is in a batch twice "
-            "is clipped in each of its rows and moves the sum by twice max_grad_norm. Use poisson_sampling=True with "
-            "an ordinary loader, or a sampler without replacement."
-        )

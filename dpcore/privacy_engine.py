@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import math
 import secrets
@@ -19,11 +20,13 @@ from torch.utils.data import DataLoader
 
 from dpcore.accountants import create_accountant, get_noise_multiplier
 from dpcore.clipping import automatic_factors, check_max_grad_norm
-from dpcore.data_loader import DPDataLoader, check_ordinary
+from dpcore.counting_loader import CountingDataLoader, counted
+from dpcore.data_loader import DPDataLoader
 from dpcore.distributed import check_shares, load_for_rank, ranks_of, save_for_rank
 from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.grad_sample.utils import DEFAULT_MODE, prepare_module
+from dpcore.loader_checks import check_data_set, check_ordinary
 from dpcore.noise import GaussianNoise, SecureNoise
 from dpcore.optimizers import DPOptimizer, get_optimizer_class
 from dpcore.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping, check_criterion
@@ -77,6 +80,7 @@ class PrivacyEngine:
         sample_rate: float | None = None,
         expected_batch_size: float | None = None,
         check_batches: bool = True,
+        check_isolation: bool = True,
         **options: Any,
     ) -> Any:
         """(module, optimizer, data_loader) to train with as before; every ``optimizer.step()`` is accounted for. In the
@@ -92,7 +96,9 @@ class PrivacyEngine:
         A module in ``DifferentiallyPrivateDistributedDataParallel``, or one to which ``fully_shard`` was applied, is
         trained by all ranks of its group, each of which calls this with the whole data set and the same settings;
         ``expected_batch_size`` is that of all ranks together.
-        ``check_batches``: every step must use a batch of the returned loader, no example in more rows than one.
+        ``check_batches``: every step must use a batch of the returned loader, every example in one row.
+        ``check_isolation``: the first batches of every kind, and rare random ones later, are used for experiments on
+        whether the model keeps examples apart (:mod:`dpcore.grad_sample.isolation`); PrivacyError where it does not.
         """
         _check_types(module, optimizer)
         if "torch.distributed.fsdp" in sys.modules:
@@ -118,6 +124,7 @@ class PrivacyEngine:
         if self.secure_mode and not poisson_sampling:
             raise ValueError("secure_mode also draws the batches; it needs poisson_sampling=True.")
         self._check_dataset(data_loader)
+        check_data_set(data_loader.dataset)
         if poisson_sampling:
             data_loader = DPDataLoader.from_data_loader(
                 data_loader,
@@ -131,6 +138,8 @@ class PrivacyEngine:
             if ranks is not None:
                 check_shares(data_loader, ranks)
             check_ordinary(data_loader)
+            if check_batches:
+                data_loader = counted(data_loader)
             _check_length(data_loader, sample_rate, expected_batch_size)
             if sample_rate is None:
                 sample_rate = 1 / len(data_loader)
@@ -192,8 +201,10 @@ class PrivacyEngine:
 
         private.attach_step_hook(lambda of: self.accountant.get_optimizer_hook_fn(rate())(of))
         private.attach_step_guard(lambda of: self._check_budget(of, rate()))
-        if poisson_sampling and check_batches:
-            private.ledger = self._ledger = Ledger(rate, self._ledger)
+        if isinstance(data_loader, CountingDataLoader) and check_batches:
+            private.ledger = self._ledger = Ledger(functools.partial(getattr, data_loader, "source"), self._ledger)
+        if not check_isolation:
+            recorded.isolation.switch_off()
         self._made += 1
         if grad_sample_mode == "ghost":
             criterion = nn.CrossEntropyLoss(reduction=loss_reduction) if criterion is None else criterion

@@ -15,6 +15,7 @@ from dpcore.clipping import clip_factors
 from dpcore.errors import PrivacyError
 from dpcore.grad_sample import rules  # noqa: F401  (registers them)
 from dpcore.grad_sample.accumulator import Accumulator, Factors
+from dpcore.grad_sample.isolation import IsolationCheck
 from dpcore.grad_sample.layout import Layout, copies, probe_sizes
 from dpcore.grad_sample.lookups import SeenOtherwise
 from dpcore.grad_sample.planner import MicroBatches, choose, micro_batches
@@ -63,7 +64,8 @@ class Engine:
     :mod:`dpcore.grad_sample.compiled`), which takes ``torch.compile`` and its compiler some time once (True: inductor,
     or the name of another backend); Python values that model and loss hold are then those of its first call, while
     weights, buffers and clip bounds stay live. Raises UnsupportedError for recurrent layers, and at the first step for
-    what cannot be traced.
+    what cannot be traced. ``check_isolation``: the first batches, and rare random ones later, show by experiment
+    whether model and loss keep examples apart (see :mod:`dpcore.grad_sample.isolation`).
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Engine:
         physical_batch_size: int | None = None,
         factors: Factors = clip_factors,
         compile: bool | str = False,
+        check_isolation: bool = True,
     ) -> None:
         refuse_compiled(model)
         self.model = model
@@ -98,6 +101,9 @@ class Engine:
         self._planned: dict[Kind, MicroBatches] = {}
         self._largest: dict[Kind, int] = {}
         self._layout = Layout(model, custom_fallbacks(model))
+        self.isolation = IsolationCheck(model, self.accumulator.names, self._layout)
+        if not check_isolation:
+            self.isolation.switch_off()
         self._plan: list[tuple[str, str]] = []
         self._compile_by("inductor" if compile is True else compile or None)
 
@@ -153,6 +159,8 @@ class Engine:
                 lambda count: _call(self.model, copies(x, batch_size, count)),
                 probe_sizes(x, batch_size),
             )
+        if self.isolation.due(kind, batch_size):
+            self.isolation.check(kind, self._losses, (x, y), batch_size, losses=True)
         start = graph_size = 0
         while start < batch_size:
             if self._graphs is not None and not graph_size and kind in self._planned:
@@ -182,6 +190,13 @@ class Engine:
             self._join(losses, grouped=False),
             self.sensitivity,
         )
+
+    def _losses(self, batch: tuple[Any, Any]) -> Tensor:
+        """[B] losses of inputs and targets."""
+        x, y = batch
+        losses = self.loss_fn(_call(self.model, x), y)
+        self._check_losses(losses, _length(x))
+        return losses
 
     def _join(self, parts: list[Tensor], grouped: bool = True) -> Tensor:
         if parts:
@@ -215,8 +230,7 @@ class Engine:
         tape = Tape(self.accumulator.names, len(mask), layout=self._layout)
         with torch.enable_grad():
             with tape:
-                losses = self.loss_fn(_call(self.model, x), y)
-            self._check_losses(losses, len(mask))
+                losses = self._losses((x, y))
             tape.backward(losses, mask.to(losses.dtype))
         with torch.no_grad():
             # Memory of their own: a loss may hand out what it was given, which the next piece is written over.
@@ -238,8 +252,7 @@ class Engine:
         tape = Tape(self.accumulator.names, batch_size, layout=self._layout)
         with torch.enable_grad():
             with tape:
-                losses = self.loss_fn(_call(self.model, x), y)
-            self._check_losses(losses, batch_size)
+                losses = self._losses((x, y))
             weights = torch.ones_like(losses) if mask is None else mask.to(losses.dtype)
             try:
                 tape.backward(losses, weights)

@@ -17,6 +17,7 @@ from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.grad_sample import ragged, rules  # noqa: F401  (registers the rules)
 from dpcore.grad_sample.accumulator import weighted_sum
 from dpcore.grad_sample.fallback import is_replayed
+from dpcore.grad_sample.isolation import IsolationCheck
 from dpcore.grad_sample.iteration import Iteration, owner_of, set_owner
 from dpcore.grad_sample.layout import Layout, probe_sizes
 from dpcore.grad_sample.planner import choose
@@ -72,6 +73,7 @@ class AbstractGradSampleHooks:
         self._firing: list[Tape] = []
         self._layout = Layout(m, custom_fallbacks(m))
         self._kinds: set[tuple[Any, ...]] = set()
+        self.isolation = IsolationCheck(m, self._names, self._layout)
         # Gradients that were formed here or released by the optimiser, and their versions: any other in p.grad is
         # an ordinary one, of an operation that no rule has seen.
         self._own: dict[Parameter, tuple[Tensor, int]] = {}
@@ -177,12 +179,22 @@ class AbstractGradSampleHooks:
     def _prepare(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int
     ) -> None:
-        """Before the first batch of a kind: finds what has no rule."""
+        """Before a batch: finds what has no rule, and whether examples are kept apart, where either is due."""
         kind = tuple(
             (leaf.shape[1:], leaf.dtype)
             for leaf in flatten((args, kwargs))[0]
             if isinstance(leaf, Tensor) and leaf.dim()
         )
+        self._learn(kind, call, args, kwargs, batch_size)
+        sharded = isinstance(ranks := getattr(self._module, "ranks", None), Ranks) and ranks.sharded
+        # The passes of a sharded module exchange parameters: all ranks would have to make the same experiments.
+        if not sharded and self.isolation.due(kind, batch_size):
+            self.isolation.check(kind, lambda batch: call(*batch[0], **batch[1]), (args, kwargs), batch_size)
+
+    def _learn(
+        self, kind: tuple[Any, ...], call: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, batch_size: int
+    ) -> None:
+        """Finds what has no rule, before the first batch of a kind."""
         new = batch_size > 0 and kind not in self._kinds
         ranks = getattr(self._module, "ranks", None)
         sharded = isinstance(ranks, Ranks) and ranks.sharded

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from dpcore.errors import NoRuleError, UnsupportedError
 from dpcore.grad_sample.fallback import Fallback, ModuleUse, owner
+from dpcore.grad_sample.snapshot import preserved
 from dpcore.grad_sample.tape import Tape
 from dpcore.grad_sample.tree import flatten, unflatten
 
@@ -86,7 +87,7 @@ class Layout:
         UnsupportedError where even the whole model does not keep its batch first. Random state is left as it was.
         """
         modules = dict(self.model.named_modules())
-        with torch.random.fork_rng(devices=[]):
+        with preserved(self.model):
             while True:
                 try:
                     self._probing = True

@@ -17,6 +17,12 @@ def _leaves(value: Any) -> tuple[list[Any], Any]:
     return pytree.tree_flatten(value, is_leaf=lambda v: isinstance(v, PackedSequence))
 
 
+def is_ragged(model: nn.Module, value: Any) -> bool:
+    """Whether the arguments of a model hold examples that are not rows of a tensor."""
+    leaves, _ = _leaves(value)
+    return any(isinstance(leaf, PackedSequence) for leaf in leaves) or _bags(model, leaves) is not None
+
+
 def batch_size(model: nn.Module, value: Any) -> int:
     """Number of examples in the arguments of a model. UnsupportedError where nothing tells."""
     leaves, _ = _leaves(value)

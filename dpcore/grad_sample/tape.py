@@ -328,6 +328,14 @@ class Tape(TorchFunctionMode):
         for target, grad in zip(self._targets, grads, strict=False):
             target(grad)
 
+    def pull(self, outputs: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+        """Fills in every use's gradient from any ``outputs`` with ``weights`` of their shapes; the graph stays."""
+        if not outputs or not self._edges:
+            return
+        grads = torch.autograd.grad(outputs, self._edges, weights, retain_graph=True, allow_unused=True)
+        for target, grad in zip(self._targets, grads, strict=True):
+            target(grad)
+
     def refuse_raw(self, param: Parameter) -> None:
         """NoRuleError about a parameter that received an ordinary gradient."""
         raise NoRuleError(

@@ -97,6 +97,7 @@ class DPOptimizer(Optimizer):
         self._skip = False
         self._batches = 0
         self._in_piece = False
+        self._piece_rows = 0
         self._stepping = False
         self._unstepped = 0
         self._overtaken = False
@@ -248,7 +249,7 @@ class DPOptimizer(Optimizer):
         self._forget_sums()
 
     def _clear(self) -> None:
-        self._batches, self._in_piece = 0, False
+        self._batches, self._in_piece, self._piece_rows = 0, False, 0
         self._clipped_at = None
         self.accumulator.flat.zero_()
 
@@ -275,20 +276,19 @@ class DPOptimizer(Optimizer):
         if not self._batches and not self._in_piece:
             self.accumulator.follow()
         with torch.no_grad():
-            passes, rows = 0, 0
+            sizes = []
             for uses, batch_size in self.module.take():
-                passes += 1
-                rows += batch_size
+                sizes.append(batch_size)
                 if batch_size:
                     norms, _ = self.accumulator.add(uses, batch_size)
                     self.nonfinite += int((~norms.isfinite()).any(0).sum())
                     self._observe(norms)
-        if not passes:
+        if not sizes:
             raise PrivacyError(
                 "optimizer.step() found no backward pass of the wrapped module since the last step; stepping now would "
                 "release noise for a batch that was never seen. Call loss.backward() on the module's output first."
             )
-        if self._overtaken or (self._unstepped and not rows):
+        if self._overtaken or (self._unstepped and not sum(sizes)):
             raise PrivacyError(
                 "A piece of a batch was handed out before optimizer.step() was called for the one before it, so pieces "
                 "of different batches would be added up as one, and an example in two of them would move the sum by "
@@ -298,9 +298,12 @@ class DPOptimizer(Optimizer):
         self._unstepped = 0
         if self.ledger is not None:
             self._check_one_batch()
-            self.ledger.use(rows if self.module.batch_first else None, passes, self._skip or self._in_piece, self._skip)
+            self._piece_rows += sum(sizes)
+            if not self._skip:
+                self.ledger.use([self._piece_rows] if self._in_piece else sizes)
+                self._piece_rows = 0
         # All pieces of a logical batch count as one batch; without pieces every backward pass is a batch of its own.
-        self._batches += passes if not (self._skip or self._in_piece) else int(not self._in_piece)
+        self._batches += len(sizes) if not (self._skip or self._in_piece) else int(not self._in_piece)
         self._in_piece = self._skip
         for param, summed in self.accumulator.sums.items():
             param.summed_grad = summed  # type: ignore[attr-defined]

@@ -1,78 +1,90 @@
-"""How many batches and examples the private loaders of this process have handed out, and how many were used.
+"""How many examples the private loaders of this process have handed out, batch by batch, and which batches were used.
 
-The accountant assumes that every step uses one Poisson batch, each example once. Data from elsewhere is not seen as
-such, but it shows as steps without a drawn batch, or as more rows than examples were drawn.
+The accountant assumes that every step uses one batch of its loader, each example in one row. Whatever else a step used
+shows in its number of rows: data from elsewhere, copies of an example, a part of a batch, a batch for the second time.
 """
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from dpcore.errors import PrivacyError, UnsupportedError
-from dpcore.grad_sample.tree import batch_length
+from dpcore.errors import PrivacyError
 
-
-@dataclass
-class Count:
-    batches: int = 0
-    examples: int = 0
-    unknown: int = 0
-    """Batches without a tensor, strings, say, that the loop turns into tensors: their examples are not counted."""
-
+Source = float | None
+"""A Poisson loader's sample rate; None for loaders without Poisson sampling."""
 
 # By sample rate and not by loader: a trainer may build its own private loader over the same data at the same rate.
-_DRAWN: defaultdict[float, Count] = defaultdict(Count)
+_HANDED_OUT: defaultdict[Source, list[int]] = defaultdict(list)
+
+LOOKED_AT = 1024
+"""Only so many of the newest unused batches may still be used, which bounds the search."""
 
 
-def count_drawn(sample_rate: float, batch: Any) -> None:
-    """A private loader at ``sample_rate`` has handed out ``batch``."""
-    drawn = _DRAWN[sample_rate]
-    drawn.batches += 1
-    try:
-        drawn.examples += batch_length(batch)
-    except UnsupportedError:
-        drawn.unknown += 1
+def count_drawn(source: Source, examples: int) -> None:
+    """Notes that a loader has handed out a batch made of ``examples`` examples of its data set."""
+    _HANDED_OUT[source].append(examples)
 
 
 class Ledger:
-    """What was used of the batches drawn at ``rate()`` since the ledger was opened, by one optimiser or, with
-    ``shared``, by it and those of that ledger: two models of one accountant must not be trained on the same batch."""
+    """The batches of ``source()`` that were handed out since the ledger was opened and not used yet, by one optimiser
+    or, with ``shared``, by it and those of that ledger: two models of one accountant must not be trained on the same
+    batch."""
 
-    def __init__(self, rate: Callable[[], float], shared: Ledger | None = None) -> None:
-        self.rate = rate
-        self._before: defaultdict[float, Count] = copy.deepcopy(_DRAWN) if shared is None else shared._before
-        self._used: defaultdict[float, Count] = defaultdict(Count) if shared is None else shared._used
+    def __init__(self, source: Callable[[], Source], shared: Ledger | None = None) -> None:
+        self.source = source
+        opened = {key: len(sizes) for key, sizes in _HANDED_OUT.items()}
+        self._read: defaultdict[Source, int] = defaultdict(int, opened) if shared is None else shared._read
+        self._unused: defaultdict[Source, list[int]] = defaultdict(list) if shared is None else shared._unused
+        self._steps = 0
 
-    def use(self, rows: int | None, passes: int, piece: bool, goes_on: bool) -> None:
-        """PrivacyError where ``rows`` more examples (None: not known) by ``passes`` backward passes, or one step more,
-        are more than was drawn. ``piece``: they are a part of a logical batch, which ``goes_on`` or ends with a step.
+    def use(self, sizes: Sequence[int]) -> None:
+        """Takes the batches of one step from the unused ones.
+
+        Args:
+            sizes: the number of rows of every backward pass; one number for the pieces of one batch together.
+
+        Raises:
+            PrivacyError: where no unused batches, one to a pass or one in all, have just as many examples.
         """
-        rate = self.rate()
-        before, used, drawn = self._before[rate], self._used[rate], _DRAWN[rate]
-        known = rows is not None and drawn.unknown == before.unknown
-        steps = 0 if goes_on else 1
-        if not known and not piece:
-            # Rows cannot tell whether a batch was used twice, so every pass takes a batch of its own.
-            steps = passes
-        batches, examples = used.batches + steps, used.examples + (rows or 0)
-        if batches > drawn.batches - before.batches:
+        key = self.source()
+        unused, handed_out = self._unused[key], _HANDED_OUT[key]
+        unused.extend(handed_out[self._read[key] :])
+        self._read[key] = len(handed_out)
+        del unused[:-LOOKED_AT]
+        self._steps += 1
+        if not unused:
             raise PrivacyError(
-                f"This is step {batches} on {drawn.batches - before.batches} batches of the private data loader: "
-                "the data came from elsewhere, or a batch was used twice (by two optimizers of one engine, say). "
-                "The accountant counts on a fresh Poisson sample at every step and would understate what leaks. "
+                f"This is step {self._steps} of this optimizer, and no batch of the private data loader is left that "
+                "was not used: the data came from elsewhere, or a batch was used twice (by two optimizers of one "
+                "engine, say). The accountant counts on a fresh batch at every step and would understate what leaks. "
                 "Iterate over the loader that make_private returned, one batch per step, or pass check_batches=False "
                 "if your own batches are drawn at the accounted rate."
             )
-        if known and examples > drawn.examples - before.examples:
+        found = _run_of(unused, sum(sizes), len(sizes))
+        if found is None:
             raise PrivacyError(
-                f"{examples} rows went through the backward passes, but the private data loader has drawn "
-                f"{drawn.examples - before.examples} examples: some example is in several rows and clipped in each, "
-                "so that it could move the sum by several times max_grad_norm, or the data came from elsewhere. "
-                "Average the loss over an example's copies inside one row, or pass check_batches=False if every "
-                "example is in one row only."
+                f"{sum(sizes)} rows went through the backward passes of this step, but the private data loader has "
+                f"handed out {_list(unused)} examples for it: an example in several rows is clipped in each, so that "
+                "it could move the sum by several times max_grad_norm, and rows that stand for several examples are "
+                "clipped as one. Give every example one row (its copies inside of that row, its loss set to 0 to leave "
+                "it out), call backward() once for every batch, or pass check_batches=False if every example is in one "
+                "row only."
             )
-        used.batches, used.examples = batches, examples
+        del unused[found]
+
+
+def _run_of(unused: Sequence[int], rows: int, passes: int) -> slice | None:
+    """The newest consecutive batches with ``rows`` examples in all, at most ``passes`` of them."""
+    for stop in range(len(unused), 0, -1):
+        total = 0
+        for start in range(stop - 1, max(stop - passes, 0) - 1, -1):
+            total += unused[start]
+            if total == rows:
+                return slice(start, stop)
+    return None
+
+
+def _list(sizes: Sequence[int]) -> str:
+    newest = [str(n) for n in sizes[-4:]]
+    return ("... or " if len(sizes) > 4 else "") + " or ".join(newest)

@@ -36,6 +36,7 @@ def compute_grad_sample(
     """The same by dpcore's rules and by registered samplers, from one batch."""
     args = _args(x, batch_first)
     wrapped = GradSampleModule(copy.deepcopy(module).train(module.training), loss_reduction=loss_reduction)
+    wrapped.isolation.enabled = False  # a rule that mixes examples is to be measured here, not refused
     losses = _losses(wrapped(*args))
     (losses.mean() if loss_reduction == "mean" else losses.sum()).backward()
     return {name: p.grad_sample.detach() for name, p in wrapped.trained.items()}  # type: ignore[attr-defined]

@@ -251,7 +251,7 @@ def test_all_kernels_are_in_use_and_do_what_their_twins_do(monkeypatch):
             slow = clipped_sum(model, odd_loss, x, y, 0.5)
         assert relative_error(fast.sums, slow.sums) < 2e-6
         torch.testing.assert_close(fast.norms, slow.norms, rtol=2e-6, atol=0)
-    assert convolutions and contractions and forward and len(backward) == 2 and counting and adding
+    assert convolutions and contractions and forward and len(backward) >= 2 and counting and adding
 
 
 def test_the_lstm_loop_may_write_over_what_it_reads():

@@ -1,0 +1,384 @@
+"""Whether a model keeps the examples of a batch apart, found out by experiment during training.
+
+Clipping bounds an example's influence only where each example's gradient is a function of that example alone. No list
+of layer types can tell: a mean over the batch is one line in a forward pass. So the first batches of every kind, and
+rare random ones later, go through the model a few times more, and the real pass afterwards finds everything as it was.
+
+1. *One output.* The gradient of one random example's outputs must reach only that example's row in every recorded use
+   of a parameter; every other row must be exactly zero. (With losses by example: the gradient of one loss.)
+2. *Other inputs.* Half of the examples are replaced by their neighbours; the gradients of the other half may not
+   change. This sees examples that mix where no gradient flows: before the first trained layer, by sorting, by a count.
+3. *Outliers.* As 2, with that half's own floating-point inputs made large, for what only the largest value does.
+4. *State.* Buffers must end up the same in 1 and 2, and no parameter may be written.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
+from dpcore.grad_sample import ragged
+from dpcore.grad_sample.accumulator import weighted_sum
+from dpcore.grad_sample.contraction import wide
+from dpcore.grad_sample.layout import Layout
+from dpcore.grad_sample.lookups import SeenOtherwise
+from dpcore.grad_sample.planner import Choice, choose
+from dpcore.grad_sample.snapshot import ModelState, RandomNumbers, preserved, same_values, without_dropout
+from dpcore.grad_sample.tape import Tape
+from dpcore.grad_sample.tree import flatten, unflatten
+
+Run = Callable[[Any], Any]
+"""A batch -> the model's outputs, or [B] losses."""
+
+EXAMPLES = 32
+"""A check takes at most so many of a batch's examples; mixing needs two."""
+ALWAYS = 8
+"""So many kinds of batches are always checked, the others while checks are at most RATE of all passes."""
+RATE = 1.0 / 1024
+"""How often a later batch is checked. A check costs about as much as 6 passes over its examples."""
+ROUNDING, HALF_ROUNDING = 1e-3, 0.05
+"""Relative change of a squared norm that is taken for rounding: another example's length may choose another kernel."""
+CANCELLATION = 1e-5
+
+REMEDY = (
+    "Clipping an example's gradient would then not bound its influence. Treat examples apart (GroupNorm for statistics "
+    "of the batch, one loss per example, no sums, sorting or attention over dimension 0), or pass "
+    "check_isolation=False if you can prove that each example's gradient depends on that example alone."
+)
+SWITCHED_OFF = (
+    "check_isolation=False: whether the model mixes the examples of a batch is not checked. If it does, one example "
+    "moves the sum by more than max_grad_norm and epsilon is too small."
+)
+
+
+class IsolationCheck:
+    """The experiments on one model whose trained parameters are ``names``; it decides when a batch is due."""
+
+    def __init__(self, model: nn.Module, names: dict[Parameter, str], layout: Layout) -> None:
+        self.model = model
+        self.names = names
+        self.layout = layout
+        self.enabled = True
+        self._kinds: set[Any] = set()
+        self._passes = 0
+        self._checks = 0
+        # Of its own and unpredictable: it must neither shift the user's random numbers nor miss what repeats.
+        self._random = random.Random()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_random": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _random=random.Random())
+
+    def switch_off(self) -> None:
+        """Ends the checks, with a warning."""
+        self.enabled = False
+        warn_caller(SWITCHED_OFF)
+
+    def due(self, kind: Any, batch_size: int) -> bool:
+        """Whether this batch is to be checked: the first of its kind with two examples, or a rare random one."""
+        if not self.enabled or batch_size < 2:
+            return False
+        self._passes += 1
+        new = kind not in self._kinds and self._checks < ALWAYS + RATE * self._passes
+        return new or self._random.random() < RATE
+
+    def check(self, kind: Any, run: Run, batch: Any, batch_size: int, losses: bool = False) -> None:
+        """Raises PrivacyError where ``run(batch)`` mixes the examples of ``batch`` or writes what depends on them.
+
+        Args:
+            kind: what the batch's shapes are; checked from now on.
+            run: the forward pass of a batch, called up to eight times.
+            batch: any structure; tensors whose first dimension is ``batch_size`` have one row per example.
+            losses: whether ``run`` returns one loss per example.
+        """
+        self._checks += 1
+        whole = ragged.is_ragged(self.model, batch)
+        if not whole:
+            batch, batch_size = self._some(_cut_off(batch), batch_size)
+        with preserved(self.model) as state, torch.enable_grad():
+            trial = _Trial(self, state, run, batch_size, losses)
+            trial.alone(batch, [self._random.randrange(batch_size) for _ in range(2)])
+            if not whole:
+                self._exchange(trial, batch, trial.written)
+        self._kinds.add(kind)
+
+    def _some(self, batch: Any, batch_size: int) -> tuple[Any, int]:
+        """At most EXAMPLES random examples; not as many as another dimension has, which could pass for the batch."""
+        if batch_size <= EXAMPLES:
+            return batch, batch_size
+        leaves, structure = flatten(batch)
+        taken = {n for leaf in leaves if isinstance(leaf, Tensor) for n in leaf.shape[1:]}
+        count = next((n for n in range(EXAMPLES, 1, -1) if n not in taken), EXAMPLES)
+        index = torch.tensor(sorted(self._random.sample(range(batch_size), count)))
+        return unflatten(
+            structure, [leaf[index.to(leaf.device)] if _has_rows(leaf, batch_size) else leaf for leaf in leaves]
+        ), count
+
+    def _exchange(self, trial: _Trial, batch: Any, written: dict[str, Tensor]) -> None:
+        """Experiments 2 to 4; ``written``: the buffers that a pass over ``batch`` writes."""
+        count = trial.batch_size
+        # All from above, or all from below: a batch that is sorted by length stays so.
+        step = self._random.choice([-1, 1])
+        possible = [row for row in range(count) if 0 <= row + step < count]
+        replaced = sorted(self._random.sample(possible, max(1, min(count // 2, len(possible)))))
+        rows = torch.tensor(replaced)
+        neighbours = _replace(batch, count, rows, lambda leaf: leaf[(rows + step).to(leaf.device)])
+        outliers = _replace(batch, count, rows, lambda leaf: _enlarged(leaf[rows.to(leaf.device)]))
+        before = trial.measure(batch, rows)
+        try:
+            self._compare(trial, before, batch, neighbours, rows)
+        except UnsupportedError as error:
+            error.add_note(
+                "dpcore had put other examples of the batch in the place of some, to see whether the model keeps "
+                "examples apart; a model that fails on that depends on several examples at a time."
+            )
+            raise
+        now = trial.written
+        for name in written.keys() | now.keys():
+            if name not in written or name not in now or not same_values(written[name], now[name]):
+                raise PrivacyError(
+                    f"The buffer {name} depends on the examples of a batch and would be released without noise, in "
+                    "state_dict() and through what is computed from it. Keep such statistics out of the model, or "
+                    "compute them from public data."
+                )
+        if any(_has_rows(leaf, count) and leaf.is_floating_point() for leaf in flatten(batch)[0]):
+            try:
+                self._compare(trial, before, batch, outliers, rows)
+            except PrivacyError:
+                raise
+            except Exception:  # the model may well refuse such values; they were ours, not the user's
+                return
+
+    def _compare(
+        self, trial: _Trial, before: dict[Parameter, _Measured], batch: Any, changed: Any, rows: Tensor
+    ) -> None:
+        """PrivacyError where ``changed`` gives another gradient than ``batch``, for which ``before`` was measured, in a
+        row that is not among ``rows``."""
+        after = trial.measure(changed, rows)
+        if _moved(before, after, self._rounding()) is None:
+            return
+        # Dropout of what is packed hits other elements as soon as a length changes: compared without it.
+        with without_dropout(self.model):
+            before, after, again = (trial.measure(b, rows) for b in (batch, changed, batch))
+        moved = _moved(before, after, self._rounding())
+        if moved is None:
+            return
+        if _moved(before, again, self._rounding() / 4) is not None:
+            warn_caller(
+                "Two passes over the same batch with the same random numbers gave different gradients, so it cannot be "
+                "checked by experiment whether the model mixes examples."
+            )
+            return
+        raise PrivacyError(
+            f"The gradient of {self.names[moved]} for an example depends on the other examples in the batch: it "
+            f"changed when those were replaced. {REMEDY}"
+        )
+
+    def _rounding(self) -> float:
+        half = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.names)
+        device = next(iter(self.names)).device.type
+        return HALF_ROUNDING if half or torch.is_autocast_enabled(device) else ROUNDING
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """Of one parameter: [k] squared norms of k rows' gradients, the scale of their rounding errors, and the product of
+    a weighted sum of these gradients with a fixed random direction, which also sees a change that keeps all norms."""
+
+    norms_sq: Tensor
+    scale: Tensor
+    projection: float
+
+
+class _Trial:
+    """Passes over batches of one size, all with the same random numbers and the same weights of the outputs."""
+
+    def __init__(self, check: IsolationCheck, state: ModelState, run: Run, batch_size: int, losses: bool) -> None:
+        self.check = check
+        self.state = state
+        self._run = run
+        self.batch_size = batch_size
+        self.losses = losses
+        self.random = RandomNumbers(check.model)
+        self.shapes: list[torch.Size] | None = None
+        self.written: dict[str, Tensor] = {}
+        """The buffers that the last pass wrote; they are restored after each."""
+
+    def alone(self, batch: Any, rows: Sequence[int]) -> None:
+        """Experiment 1. PrivacyError where the gradient of the outputs of an example of ``rows`` reaches another's."""
+
+        def look(tape: Tape, outputs: list[Tensor]) -> None:
+            for row in rows:
+                self._check_alone(tape, outputs, row)
+
+        self._pass(batch, look)
+
+    def measure(self, batch: Any, excluded: Tensor) -> dict[Parameter, _Measured]:
+        """The gradients of all rows but the ``excluded``; nothing where the outputs have other shapes than before."""
+        found: dict[Parameter, _Measured] = {}
+
+        def look(tape: Tape, outputs: list[Tensor]) -> None:
+            shapes = [output.shape for output in outputs]
+            if self.shapes is None:
+                self.shapes = shapes
+            if shapes != self.shapes:
+                return
+            tape.pull(outputs, [torch.ones_like(o) if self.losses else _weights(o) for o in outputs])
+            with _without_autocast(self.check.names):
+                for choice in choose(tape.uses):
+                    found[choice.param] = self._measured(choice, excluded)
+
+        self._pass(batch, look)
+        return found
+
+    def _pass(self, batch: Any, look: Callable[[Tape, list[Tensor]], None]) -> None:
+        """``look(tape, outputs that need a gradient)`` after a forward pass."""
+        while True:
+            self.random.restore()
+            tape = Tape(self.check.names, self.batch_size, layout=self.check.layout)
+            with tape:
+                returned = self._run(batch)
+            self.written = self.state.written()
+            outputs = [leaf for leaf in flatten(returned)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+            try:
+                return look(tape, outputs) if outputs else None
+            except SeenOtherwise:
+                continue  # which does without one more lookup that was put off
+
+    def _measured(self, choice: Choice, excluded: Tensor) -> _Measured:
+        norms_sq, scale = _norms_sq(choice)
+        kept = torch.ones(self.batch_size, dtype=torch.bool, device=norms_sq.device)
+        kept[excluded.to(kept.device)] = False
+        dtype = torch.promote_types(choice.param.dtype, torch.float32)
+        numbers = torch.Generator().manual_seed(choice.param.numel())
+        rows = torch.randn(self.batch_size, generator=numbers).to(kept.device, dtype) * kept
+        total = torch.zeros(choice.param.shape, dtype=dtype, device=choice.param.device)
+        weighted_sum(choice, rows, total)
+        direction = torch.randn(total.shape, generator=numbers).to(total.device, dtype)
+        return _Measured(norms_sq[kept], scale[kept], float((total * direction).sum()))
+
+    def _check_alone(self, tape: Tape, outputs: list[Tensor], row: int) -> None:
+        """Experiment 1. An output with the batch's length in two dimensions may have its examples in either."""
+        dims = [(o, [d for d in (0, 1) if o.shape[d : d + 1] == (self.batch_size,)]) for o in outputs]
+        by_row = [(output, fits) for output, fits in dims if fits]
+        reached: Parameter | None = None
+        for last in range(max((len(fits) for _, fits in by_row), default=0)):
+            weights = []
+            for output, fits in by_row:
+                dim = fits[-1] if last else fits[0]
+                weight = torch.zeros_like(output)
+                weight.select(dim, row).copy_(_weights(output).select(dim, row))
+                weights.append(weight)
+            tape.pull([output for output, _ in by_row], weights)
+            found = self._reaches_others(tape, row)
+            if found is None:
+                return
+            reached = found if reached is None else reached
+        if reached is not None:
+            what = "loss" if self.losses else "output"
+            raise PrivacyError(
+                f"The {what} of one example has a gradient at {self.check.names[reached]} in the rows of other "
+                f"examples: the model mixes the examples of a batch. {REMEDY}"
+            )
+
+    def _reaches_others(self, tape: Tape, row: int) -> Parameter | None:
+        with _without_autocast(self.check.names):
+            for choice in choose(tape.uses):
+                others, _ = _norms_sq(choice)
+                others[row] = 0.0
+                # A derivative that is infinite gives 0 * inf in its own row: no sign of another example.
+                if bool((others.isfinite() & (others != 0.0)).any()):
+                    return choice.param
+        return None
+
+
+def _norms_sq(choice: Choice) -> tuple[Tensor, Tensor]:
+    """[B] squared norms of a parameter's per-sample gradients, and [B] scale of their rounding errors."""
+    if choice.method == "ghost":
+        norms_sq, scale = choice.uses[0].norm_sq(choice.param)
+        return norms_sq.detach().clone(), norms_sq if scale is None else scale
+    first, *more = (use.grad_sample(choice.param) for use in choice.uses)
+    norms_sq = wide(sum(more, first)).flatten(1).square().sum(1)
+    return norms_sq, norms_sq
+
+
+@contextmanager
+def _without_autocast(names: dict[Parameter, str]) -> Iterator[None]:
+    with torch.no_grad(), torch.autocast(next(iter(names)).device.type, enabled=False):
+        yield
+
+
+def _moved(before: dict[Parameter, _Measured], after: dict[Parameter, _Measured], rounding: float) -> Parameter | None:
+    """The parameter with the largest change, None where all is rounding or could not be measured."""
+    worst, found = 1.0, None
+    for param in before.keys() | after.keys() if before and after else ():
+        most = _change(before.get(param), after.get(param), rounding)
+        if most > worst:
+            worst, found = most, param
+    return found
+
+
+def _change(before: _Measured | None, after: _Measured | None, rounding: float) -> float:
+    """How many times larger than rounding the change between two measurements is."""
+    if before is None or after is None:
+        present = after if before is None else before
+        assert present is not None
+        return float("inf") if bool((present.norms_sq > 0).any()) else 0.0
+    if before.norms_sq.shape != after.norms_sq.shape:
+        return 0.0
+    finite = before.norms_sq.isfinite() & after.norms_sq.isfinite()
+    old, new = before.norms_sq[finite].double(), after.norms_sq[finite].double()
+    if not len(old) or not bool(finite.all()):
+        return 0.0
+    largest = torch.maximum(old, new)
+    scale = torch.maximum(before.scale[finite].double(), after.scale[finite].double())
+    allowed = rounding * largest + CANCELLATION * scale + 1e-9 * largest.sum() + 1e-300
+    by_norm = float(((new - old).abs() / allowed).max())
+    size = float((allowed / rounding).sum()) ** 0.5
+    by_projection = abs(after.projection - before.projection) / (rounding * size)
+    return max(by_norm, by_projection)
+
+
+def _weights(output: Tensor) -> Tensor:
+    """Fixed weights of an output's elements, none of them zero and hardly any two alike."""
+    n = torch.arange(output.numel(), device=output.device, dtype=torch.float32)
+    return (1.0 + 0.5 * torch.sin(1.7 * n)).reshape(output.shape).to(output.dtype)
+
+
+def _cut_off(batch: Any) -> Any:
+    """The batch without the graph that its tensors come from."""
+    leaves, structure = flatten(batch)
+    return unflatten(
+        structure, [v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in leaves]
+    )
+
+
+def _has_rows(leaf: Any, batch_size: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == batch_size
+
+
+def _enlarged(values: Tensor) -> Tensor:
+    return 8.0 * values + 3.0 if values.is_floating_point() else values
+
+
+def _replace(batch: Any, batch_size: int, rows: Tensor, value: Callable[[Tensor], Tensor]) -> Any:
+    """The batch with ``value(leaf)`` at ``rows`` of every tensor by example."""
+    leaves, structure = flatten(batch)
+    changed = []
+    for leaf in leaves:
+        if _has_rows(leaf, batch_size):
+            new = leaf.detach().clone()
+            new[rows.to(new.device)] = value(leaf.detach())
+            leaf = new.requires_grad_(leaf.requires_grad)
+        changed.append(leaf)
+    return unflatten(structure, changed)

@@ -1,0 +1,279 @@
+"""Models and losses that mix the examples of a batch are refused at the first batch, and honest ones never are."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpcore import Engine, PrivacyEngine, PrivacyError
+from dpcore.errors import UnsupportedError
+from dpcore.grad_sample import isolation
+
+
+class Between(nn.Module):
+    """Linear, a function of the whole batch, Linear."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.a, self.b, self.function = nn.Linear(6, 8), nn.Linear(8, 3), function
+
+    def forward(self, x):
+        return self.b(self.function(self.a(x)))
+
+
+class Before(Between):
+    """A function of the whole batch, then all trained layers."""
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(self.function(x))))
+
+
+class OwnNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.g, self.b = nn.Parameter(torch.ones(8)), nn.Parameter(torch.full((8,), 0.3))
+
+    def forward(self, x):
+        return (x - x.mean(0)) / (x.var(0, unbiased=False) + 1e-5).sqrt() * self.g + self.b
+
+
+class Frozen(nn.Module):
+    """A frozen encoder whose batch_first was forgotten, and a trained head."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0).requires_grad_(False)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.encoder(x))
+
+
+class SortsByLength(nn.Module):
+    """Packs by hand, and restores the order: the outputs are right, the rows inside belong to others."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        order = x[:, 0].argsort()
+        return self.head(torch.tanh(self.cell(x[order]))[order.argsort()])
+
+
+class Picks(nn.Module):
+    """The head sees chosen tokens only, here as many as there are examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        tokens = torch.stack([x, x + 1], 1)
+        chosen = torch.zeros(len(x), 2, dtype=torch.bool)
+        chosen[:, 0] = x[:, 0] > x[:, 0].median()
+        chosen[:, 1] = chosen[:, 0]
+        flat = tokens[chosen]
+        return self.head(flat if len(flat) == len(x) else torch.cat([flat, tokens[~chosen]])[: len(x)])
+
+
+class Remembers(nn.Module):
+    def __init__(self, write):
+        super().__init__()
+        self.linear, self.write = nn.Linear(6, 3), write
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        self.write(self, x.detach())
+        return self.linear(x)
+
+
+def attend(x):
+    return (x @ x.t()).softmax(-1) @ x
+
+
+MIXING = {
+    "centred": Between(lambda x: x - x.mean(0)),
+    "own batch norm": Between(OwnNorm()),
+    "largest value": Between(lambda x: x / x.abs().max()),
+    "largest value by column": Between(lambda x: x / x.abs().amax(0)),
+    "normalised over the batch": Between(lambda x: F.normalize(x, dim=0)),
+    "softmax over the batch": Between(lambda x: x.softmax(0)),
+    "attention between examples": Between(attend),
+    "rolled": Between(lambda x: x + x.roll(1, 0)),
+    "cumulated": Between(lambda x: x.cumsum(0)),
+    "flipped": Between(lambda x: x.flip(0)),
+    "count": Between(lambda x: x / (x.detach() > 0).sum()),
+    "centred before": Before(lambda x: x - x.mean(0)),
+    "largest before": Before(lambda x: x / x.abs().max()),
+    "mixed up before": Before(lambda x: 0.6 * x + 0.4 * x[torch.randperm(len(x))]),
+    "ranked before": Before(lambda x: x.argsort(0).argsort(0).float()),
+    "frozen encoder": Frozen(),
+    "sorted and restored": SortsByLength(),
+    "picked tokens": Picks(),
+    "running mean": Remembers(lambda m, x: m.mean.copy_(x.mean(0))),
+    "buffer set anew": Remembers(lambda m, x: setattr(m, "mean", x.mean(0))),
+    "weights written": Remembers(lambda m, x: m.linear.weight.data.add_(1e-3 * x.sum())),
+}
+
+HONEST = {
+    "linear": nn.Linear(6, 3),
+    "relu": nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)),
+    "dropout": nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)),
+    "layer norm": nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)),
+    "square root at zero": Between(lambda x: x.relu().sqrt()),
+    "counter": Remembers(lambda m, x: m.mean.add_(1.0)),
+    "own noise": Between(lambda x: x + torch.randn_like(x)),
+    "python's and numpy's noise": Between(lambda x: x * random.random() + float(np.random.rand())),
+    "drops rows": Between(lambda x: x * x.new_empty(len(x), 1).bernoulli_(0.5)),
+    "rows as time": Between(lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)),
+    "argmax of a row": Between(lambda x: x * (x == x.amax(1, keepdim=True))),
+}
+
+
+def data(n=14):
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(n, 6, generator=generator), torch.arange(n) % 3
+
+
+def train(model, **options):
+    """One step of the two lines; the private module."""
+    x, y = data()
+    model = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        private, optimizer, loader = PrivacyEngine(seed=1).make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(TensorDataset(x, y), batch_size=14),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            poisson_sampling=False,
+            **options,
+        )
+    for a, b in loader:
+        F.cross_entropy(private(a), b).backward()
+        optimizer.step()
+    return private
+
+
+def engine_for(model, loss=None, **options):
+    loss = loss or (lambda outputs, y: F.cross_entropy(outputs, y, reduction="none"))
+    return Engine(copy.deepcopy(model), loss, max_grad_norm=1.0, expected_batch_size=14, **options)
+
+
+@pytest.mark.parametrize("name", MIXING)
+@pytest.mark.parametrize("mode", ["bookkeeping", "hooks"])
+def test_models_that_mix_are_refused_by_the_two_lines(name, mode):
+    with pytest.raises((PrivacyError, UnsupportedError)):
+        train(MIXING[name], grad_sample_mode=mode)
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_models_that_mix_are_refused_by_the_engine(name):
+    with pytest.raises((PrivacyError, UnsupportedError)):
+        engine_for(MIXING[name]).privatize(*data())
+
+
+@pytest.mark.parametrize("name", HONEST)
+@pytest.mark.parametrize("n", [2, 3, 14, 40])
+def test_honest_models_are_never_refused(name, n):
+    for _ in range(3):
+        engine = engine_for(HONEST[name])
+        engine.privatize(*data(n))
+        assert engine.isolation._checks == 1
+    train(HONEST[name])
+
+
+MIXING_LOSSES = {
+    "contrastive": lambda z, y: F.cross_entropy(z @ z.t(), torch.arange(len(z)), reduction="none"),
+    "divided by all targets": lambda z, y: F.cross_entropy(z, y, reduction="none") / (y > 0).sum(),
+    "hardest half": lambda z, y: (e := F.cross_entropy(z, y, reduction="none")) * (e >= e.median()),
+    "mean, expanded": lambda z, y: F.cross_entropy(z, y).expand(len(y)),
+    "batch's weights": lambda z, y: F.cross_entropy(z, y, reduction="none") * y.bincount(minlength=3)[y],
+    "decorrelated": lambda z, y: (z - z.mean(0)).square().sum(1),
+}
+
+
+@pytest.mark.parametrize("name", MIXING_LOSSES)
+def test_losses_that_mix_are_refused_by_the_engine(name):
+    with pytest.raises(PrivacyError):
+        engine_for(nn.Linear(6, 3), MIXING_LOSSES[name]).privatize(*data())
+
+
+def test_nothing_moves_by_a_check(monkeypatch):
+    """Weights, buffers, dropout's random numbers and those of numpy and Python are as without it."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), HONEST["python's and numpy's noise"].b)
+    ends = []
+    for options in ({}, {"check_isolation": False}):
+        torch.manual_seed(5), random.seed(5), np.random.seed(5)
+        private = train(
+            nn.Sequential(model, Remembers(lambda m, x: m.mean.add_(1.0)).requires_grad_(False))[0], **options
+        )
+        ends.append(([p.detach().clone() for p in private.parameters()], random.random(), np.random.rand()))
+    assert all(torch.equal(a, b) for a, b in zip(ends[0][0], ends[1][0], strict=True)) and ends[0][1:] == ends[1][1:]
+
+
+def test_a_counter_counts_once():
+    assert train(HONEST["counter"]).mean.eq(1.0).all()
+
+
+def test_a_check_can_be_switched_off_by_name_with_a_warning():
+    with pytest.warns(UserWarning, match="check_isolation=False"):
+        engine = engine_for(MIXING["centred"], check_isolation=False)
+    engine.privatize(*data())
+    model = MIXING["centred"]
+    with pytest.warns(UserWarning, match="check_isolation=False"):
+        PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(TensorDataset(*data()), batch_size=14),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            check_isolation=False,
+        )[0].to_standard_module()
+
+
+def test_later_batches_are_checked_too(monkeypatch):
+    """A model that begins to mix is found by the rare random checks."""
+    model = Between(lambda x: x)
+    engine = engine_for(model)
+    engine.privatize(*data())
+    engine.model.function = lambda x: x - x.mean(0)
+    monkeypatch.setattr(isolation, "RATE", 1.0)
+    with pytest.raises(PrivacyError, match="mixes the examples"):
+        engine.privatize(*data())
+
+
+def test_checks_are_rare_and_few_where_kinds_are_many():
+    check = engine_for(nn.Linear(6, 3)).isolation
+    due = 0
+    for kind in range(50_000):
+        if check.due(kind, 16):
+            due += 1
+            check._checks += 1
+    assert due < 50_000 / 200
+    assert not check.due("one example", 1)
+
+
+def test_sorted_and_packed_sequences_are_no_mixing():
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(3, 4, 2, batch_first=True, dropout=0.3), nn.Linear(4, 3)
+
+        def forward(self, x, lengths):
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+            return self.head(self.lstm(packed)[1][0][-1])
+
+    x, lengths = torch.randn(8, 9, 3), torch.tensor([9, 9, 7, 6, 6, 5, 2, 1])
+    for _ in range(5):
+        engine_for(Packed()).privatize((x, lengths), torch.arange(8) % 3)
