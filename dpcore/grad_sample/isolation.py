@@ -6,8 +6,8 @@ rare random ones later, go through the model a few times more, and the real pass
 
 1. *One output.* The gradient of one random example's outputs must reach only that example's row in every recorded use
    of a parameter; every other row must be exactly zero. (With losses by example: the gradient of one loss.)
-2. *Other inputs.* Half of the examples are replaced by their neighbours; the gradients of the other half may not
-   change. This sees examples that mix where no gradient flows: before the first trained layer, by sorting, by a count.
+2. *Other inputs.* Half of the examples are replaced by another one; the gradients of the other half may not change.
+   This sees examples that mix where no gradient flows: before the first trained layer, by sorting, by a count.
 3. *Outliers.* As 2, with that half's own floating-point inputs made large, for what only the largest value does.
 4. *State.* Buffers must end up the same in 1 and 2, and no parameter may be written.
 """
@@ -106,10 +106,12 @@ class IsolationCheck:
         if not whole:
             batch, batch_size = self._some(_cut_off(batch), batch_size)
         with preserved(self.model) as state, torch.enable_grad():
+            state.watch_parameters()
             trial = _Trial(self, state, run, batch_size, losses)
             trial.alone(batch, [self._random.randrange(batch_size) for _ in range(2)])
-            if not whole:
-                self._exchange(trial, batch, trial.written)
+            written = trial.written
+            for _ in range(0 if whole else 1 if kind in self._kinds else 2):
+                self._exchange(trial, batch, written)
         self._kinds.add(kind)
 
     def _some(self, batch: Any, batch_size: int) -> tuple[Any, int]:
@@ -127,12 +129,12 @@ class IsolationCheck:
     def _exchange(self, trial: _Trial, batch: Any, written: dict[str, Tensor]) -> None:
         """Experiments 2 to 4; ``written``: the buffers that a pass over ``batch`` writes."""
         count = trial.batch_size
-        # All from above, or all from below: a batch that is sorted by length stays so.
-        step = self._random.choice([-1, 1])
-        possible = [row for row in range(count) if 0 <= row + step < count]
-        replaced = sorted(self._random.sample(possible, max(1, min(count // 2, len(possible)))))
-        rows = torch.tensor(replaced)
-        neighbours = _replace(batch, count, rows, lambda leaf: leaf[(rows + step).to(leaf.device)])
+        # A run of rows gets the values of the one beside it: a batch that is sorted by length stays so.
+        half = count // 2
+        start = self._random.randrange(count - half + 1)
+        beside = self._random.choice([row for row in (start - 1, start + half) if 0 <= row < count])
+        rows = torch.arange(start, start + half)
+        neighbours = _replace(batch, count, rows, lambda leaf: leaf[beside])
         outliers = _replace(batch, count, rows, lambda leaf: _enlarged(leaf[rows.to(leaf.device)]))
         before = trial.measure(batch, rows)
         try:

@@ -57,8 +57,13 @@ class ModelState:
             for name, buffer in module._buffers.items()
             if buffer is not None
         }
-        self._sums = {name: _checksum(p) for name, p in model.named_parameters()}
+        self._sums: dict[str, Tensor] = {}
         self._names = {module: name for name, module in model.named_modules()}
+
+    def watch_parameters(self) -> None:
+        """From now on :meth:`written` also looks at parameters (not at those of a sharded module, which have no memory
+        of their own)."""
+        self._sums = {name: _checksum(p) for name, p in self.model.named_parameters()}
 
     def written(self) -> dict[str, Tensor]:
         """Buffers that are not as they were, by name, which then are so again. PrivacyError where a parameter was

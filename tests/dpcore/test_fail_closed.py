@@ -93,25 +93,30 @@ def test_only_what_the_optimizer_holds_is_clipped_and_changes():
 def test_batches_that_are_not_the_private_loaders():
     original = DataLoader(small_data(), batch_size=10)
     _, model, optimizer, loader = make(data_loader=original)
-    with pytest.raises(PrivacyError, match="step 1 on 0 batches"):
+    with pytest.raises(PrivacyError, match="step 1 of this optimizer, and no batch"):
         for x, y in original:
             step(model, optimizer, x, y)
     _, model, optimizer, loader = make()
     for x, y in loader:
         step(model, optimizer, x, y)
-    with pytest.raises(PrivacyError, match="step 7 on 6 batches"):
+    with pytest.raises(PrivacyError, match="step 7 of this optimizer, and no batch"):
         step(model, optimizer, x, y)
+    # Without Poisson sampling the loader is the caller's own object, whichever name the loop has for it.
     _, model, optimizer, loader = make(poisson_sampling=False, data_loader=original)
+    assert loader is original and isinstance(loader, DataLoader)
     for x, y in original:
         step(model, optimizer, x, y)
+    with pytest.raises(PrivacyError, match="no batch of the private data loader is left"):
+        step(model, optimizer, x, y)
 
 
-def test_an_example_in_several_rows():
-    _, model, optimizer, loader = make()
-    with pytest.raises(PrivacyError, match="some example is in several rows"):
+@pytest.mark.parametrize("poisson_sampling", [True, False])
+def test_an_example_in_several_rows(poisson_sampling):
+    _, model, optimizer, loader = make(poisson_sampling=poisson_sampling)
+    with pytest.raises(PrivacyError, match="an example in several rows is clipped in each"):
         for x, y in loader:
             step(model, optimizer, torch.cat([x, x + 0.1]), torch.cat([y, y]))
-    _, model, optimizer, loader = make(check_batches=False)
+    _, model, optimizer, loader = make(check_batches=False, poisson_sampling=poisson_sampling)
     for x, y in loader:
         step(model, optimizer, torch.cat([x, x + 0.1]), torch.cat([y, y]))
 

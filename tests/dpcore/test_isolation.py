@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from dpcore import Engine, PrivacyEngine, PrivacyError
 from dpcore.errors import UnsupportedError
 from dpcore.grad_sample import isolation
+
+
+@pytest.fixture(autouse=True)
+def same_draws(monkeypatch):
+    """Which examples a check draws is unpredictable, but not here: what mixes rarely may be found at a later batch."""
+    monkeypatch.setattr(isolation, "random", SimpleNamespace(Random=lambda: random.Random(7)))
 
 
 class Between(nn.Module):
@@ -209,16 +216,27 @@ def test_losses_that_mix_are_refused_by_the_engine(name):
         engine_for(nn.Linear(6, 3), MIXING_LOSSES[name]).privatize(*data())
 
 
-def test_nothing_moves_by_a_check(monkeypatch):
+def test_nothing_moves_by_a_check():
     """Weights, buffers, dropout's random numbers and those of numpy and Python are as without it."""
-    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), HONEST["python's and numpy's noise"].b)
+
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.drop, self.b = nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            self.count += 1
+            return self.b(self.drop(self.a(x)) * random.random() * float(np.random.rand()))
+
     ends = []
+    model = Noisy()
     for options in ({}, {"check_isolation": False}):
-        torch.manual_seed(5), random.seed(5), np.random.seed(5)
-        private = train(
-            nn.Sequential(model, Remembers(lambda m, x: m.mean.add_(1.0)).requires_grad_(False))[0], **options
-        )
-        ends.append(([p.detach().clone() for p in private.parameters()], random.random(), np.random.rand()))
+        torch.manual_seed(5)
+        random.seed(5)
+        np.random.seed(5)
+        private = train(model, **options)
+        ends.append(([*private.parameters(), private.count], random.random(), np.random.rand(), torch.rand(3).tolist()))
     assert all(torch.equal(a, b) for a, b in zip(ends[0][0], ends[1][0], strict=True)) and ends[0][1:] == ends[1][1:]
 
 

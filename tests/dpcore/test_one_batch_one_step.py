@@ -8,10 +8,22 @@ import random
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from dpcore import PrivacyEngine, PrivacyError, clipped_sum
 from dpcore.data_loader import DPDataLoader
+from dpcore.errors import UnsupportedError
 from dpcore.utils.batch_memory_manager import BatchMemoryManager
 from dpcore.utils.uniform_sampler import UniformWithReplacementSampler
 from tests.dpcore.private_setup import losses, make, small_data, step, truth
@@ -114,7 +126,8 @@ def test_an_error_forgets_the_batch():
         torch.testing.assert_close(p.grad * 10, whole[name], rtol=1e-8, atol=1e-10)
 
 
-def test_a_batch_of_unknown_length_is_used_once():
+def test_examples_are_counted_before_they_are_collated():
+    """Strings that the loop turns into tensors are as many examples as the sampler has drawn."""
     data = [(f"{k}", k % 3) for k in range(60)]
 
     def words(batch):
@@ -123,22 +136,139 @@ def test_a_batch_of_unknown_length_is_used_once():
     loader = DPDataLoader(data, sample_rate=0.5, collate_fn=words, seed=1)
     _, model, optimizer, loader = make(data_loader=loader)
     batches = iter(loader)
-    for count in (1, 2):
-        names = next(batches)
+    for copies in (1, 2):
+        names = next(batches) * copies
         x = torch.tensor([[float(n)] * 6 for n in names], dtype=torch.float64)
         y = torch.zeros(len(names), dtype=torch.long)
-        optimizer.zero_grad()
-        for _ in range(count):
-            _backward(model, x, y)
-        if count == 1:
-            optimizer.step()
-    with pytest.raises(PrivacyError, match="a batch was used twice"):
-        optimizer.step()
-    # Nor does it silence the count of rows for those who come later.
-    _, model, optimizer, loader = make(sample_rate=0.5)
+        if copies == 1:
+            step(model, optimizer, x, y)
+    with pytest.raises(PrivacyError, match=f"{len(names)} rows went through .* handed out {len(names) // 2} examples"):
+        step(model, optimizer, x, y)
+
+
+def _several(examples):
+    return default_collate([e for e in examples for _ in range(4)])
+
+
+class _Rows(torch.utils.data.Dataset):
+    """Four rows for every index, by the batched fetch that torch prefers."""
+
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, k):
+        return torch.full((6,), float(k), dtype=torch.float64), k % 3
+
+    def __getitems__(self, indices):
+        return [self[k] for k in indices for _ in range(4)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("poisson_sampling", [True, False])
+@pytest.mark.parametrize("how", ["collate", "data set"])
+def test_several_rows_for_one_example_before_the_loop(how, poisson_sampling, workers):
+    if how == "collate":
+        loader = DataLoader(small_data(), batch_size=10, collate_fn=_several, num_workers=workers)
+    else:
+        loader = DataLoader(_Rows(), batch_size=10, num_workers=workers)
+    _, model, optimizer, loader = make(data_loader=loader, poisson_sampling=poisson_sampling)
+    with pytest.raises(PrivacyError, match="several rows"):
+        for x, y in loader:
+            step(model, optimizer, x, y)
+
+
+def test_counts_survive_persistent_workers_and_rounds_that_are_left():
+    loader = DataLoader(small_data(), batch_size=10, num_workers=2, persistent_workers=True)
+    _, model, optimizer, loader = make(data_loader=loader)
+    for stop in (2, 99, 1, 99):
+        for k, (x, y) in enumerate(loader):
+            step(model, optimizer, x, y)
+            if k == stop:
+                break
+
+
+@pytest.mark.parametrize("poisson_sampling", [True, False])
+def test_one_backward_through_two_halves_of_a_batch(poisson_sampling):
+    """Rows of the same number would be clipped as one example."""
+    _, model, optimizer, loader = make(sample_rate=0.5, poisson_sampling=poisson_sampling)
     x, y = next(iter(loader))
+    half = len(x) // 2
     with pytest.raises(PrivacyError, match="rows went through"):
-        step(model, optimizer, torch.cat([x, x]), torch.cat([y, y]))
+        losses(model(x[:half]), y[:half]).add(losses(model(x[half : 2 * half]), y[half : 2 * half])).mean().backward()
+        optimizer.step()
+
+
+def test_batches_in_pieces_of_the_loops_own_and_accumulated_ones():
+    _, model, optimizer, loader = make(poisson_sampling=False)
+    batches = iter(loader)
+    x, y = next(batches)
+    for rows in (slice(0, 3), slice(3, 10)):
+        _backward(model, x[rows], y[rows])
+    optimizer.step()
+    for _ in range(2):
+        _backward(model, *next(batches))
+    optimizer.step()
+    # A batch that is only looked at may be left out, and one may be fetched ahead.
+    next(batches)
+    now, ahead = next(batches), next(batches)
+    for batch in (now, ahead):
+        _backward(model, *batch)
+        optimizer.step()
+
+
+class _FirstHalf(Sampler):
+    def __iter__(self):
+        return iter([[*range(k, k + 10)] for k in range(0, 30, 10)])
+
+    def __len__(self):
+        return 3
+
+
+class _Backwards(SequentialSampler):
+    def __iter__(self):
+        return iter(range(9, -1, -1))
+
+
+REFUSED_LOADERS = {
+    "a batch sampler of the user's": {"batch_sampler": _FirstHalf()},
+    "torch's own over a part": {"batch_sampler": BatchSampler(SequentialSampler(range(30)), 10, False)},
+    "a sampler of a class derived from torch's": {"sampler": _Backwards(range(60)), "batch_size": 10},
+    "a sampler of a part": {"sampler": RandomSampler(range(30)), "batch_size": 10},
+    "weights": {"sampler": WeightedRandomSampler([1.0] * 60, 60), "batch_size": 10},
+    "a rank's share": {"sampler": DistributedSampler(range(60), num_replicas=4, rank=1), "batch_size": 10},
+    "no batches": {"batch_size": None},
+}
+
+
+@pytest.mark.parametrize("how", REFUSED_LOADERS)
+def test_a_choice_of_examples_is_not_lost_without_a_word(how):
+    with pytest.raises(UnsupportedError, match=r"Poisson sampling of the whole data set|batch_size=None"):
+        make(data_loader=DataLoader(small_data(), **REFUSED_LOADERS[how]))
+
+
+def test_torchs_own_batch_sampler_of_all_examples_is_honoured():
+    batches = BatchSampler(RandomSampler(range(60)), 10, False)
+    _, _, _, loader = make(data_loader=DataLoader(small_data(), batch_sampler=batches))
+    assert loader.sample_rate == 1 / 6
+
+
+@pytest.mark.parametrize("poisson_sampling", [True, False])
+def test_an_example_at_several_places_of_the_data(poisson_sampling):
+    data = small_data()
+    for several in (Subset(data, [0, 1, 1]), ConcatDataset([data, data]), ConcatDataset([Subset(data, [0, 0]), data])):
+        with pytest.raises(PrivacyError, match="times max_grad_norm"):
+            make(data_loader=DataLoader(several, batch_size=10), poisson_sampling=poisson_sampling)
+    make(data_loader=DataLoader(Subset(data, [0, 1, 5]), batch_size=2), poisson_sampling=poisson_sampling)
+
+
+def test_a_batch_sampler_that_repeats_an_example_without_poisson_sampling():
+    class Twice(_FirstHalf):
+        def __iter__(self):
+            return iter([[0, 1, 2, 1]])
+
+    *_, loader = make(data_loader=DataLoader(small_data(), batch_sampler=Twice()), poisson_sampling=False)
+    with pytest.raises(PrivacyError, match="Twice has put an example into one batch 2 times"):
+        next(iter(loader))
 
 
 def test_two_models_of_one_engine_share_neither_noise_nor_batches():
