@@ -31,6 +31,7 @@ from dpcore.grad_sample.contraction import wide
 from dpcore.grad_sample.layout import Layout
 from dpcore.grad_sample.lookups import SeenOtherwise
 from dpcore.grad_sample.planner import Choice, choose
+from dpcore.grad_sample.rows import enlarged, half_of_rows, has_rows, replace_rows, without_graph
 from dpcore.grad_sample.snapshot import ModelState, RandomNumbers, preserved, same_values, without_dropout
 from dpcore.grad_sample.tape import Tape
 from dpcore.grad_sample.tree import flatten, unflatten
@@ -104,7 +105,7 @@ class IsolationCheck:
         self._checks += 1
         whole = ragged.is_ragged(self.model, batch)
         if not whole:
-            batch, batch_size = self._some(_cut_off(batch), batch_size)
+            batch, batch_size = self._some(without_graph(batch), batch_size)
         with preserved(self.model) as state, torch.enable_grad():
             state.watch_parameters()
             trial = _Trial(self, state, run, batch_size, losses)
@@ -123,19 +124,15 @@ class IsolationCheck:
         count = next((n for n in range(EXAMPLES, 1, -1) if n not in taken), EXAMPLES)
         index = torch.tensor(sorted(self._random.sample(range(batch_size), count)))
         return unflatten(
-            structure, [leaf[index.to(leaf.device)] if _has_rows(leaf, batch_size) else leaf for leaf in leaves]
+            structure, [leaf[index.to(leaf.device)] if has_rows(leaf, batch_size) else leaf for leaf in leaves]
         ), count
 
     def _exchange(self, trial: _Trial, batch: Any, written: dict[str, Tensor]) -> None:
         """Experiments 2 to 4; ``written``: the buffers that a pass over ``batch`` writes."""
         count = trial.batch_size
-        # A run of rows gets the values of the one beside it: a batch that is sorted by length stays so.
-        half = count // 2
-        start = self._random.randrange(count - half + 1)
-        beside = self._random.choice([row for row in (start - 1, start + half) if 0 <= row < count])
-        rows = torch.arange(start, start + half)
-        neighbours = _replace(batch, count, rows, lambda leaf: leaf[beside])
-        outliers = _replace(batch, count, rows, lambda leaf: _enlarged(leaf[rows.to(leaf.device)]))
+        rows, beside = half_of_rows(count, self._random)
+        neighbours = replace_rows(batch, count, rows, lambda leaf: leaf[beside])
+        outliers = replace_rows(batch, count, rows, lambda leaf: enlarged(leaf[rows.to(leaf.device)]))
         before = trial.measure(batch, rows)
         try:
             self._compare(trial, before, batch, neighbours, rows)
@@ -153,7 +150,7 @@ class IsolationCheck:
                     "state_dict() and through what is computed from it. Keep such statistics out of the model, or "
                     "compute them from public data."
                 )
-        if any(_has_rows(leaf, count) and leaf.is_floating_point() for leaf in flatten(batch)[0]):
+        if any(has_rows(leaf, count) and leaf.is_floating_point() for leaf in flatten(batch)[0]):
             try:
                 self._compare(trial, before, batch, outliers, rows)
             except PrivacyError:
@@ -355,32 +352,3 @@ def _weights(output: Tensor) -> Tensor:
     """Fixed weights of an output's elements, none of them zero and hardly any two alike."""
     n = torch.arange(output.numel(), device=output.device, dtype=torch.float32)
     return (1.0 + 0.5 * torch.sin(1.7 * n)).reshape(output.shape).to(output.dtype)
-
-
-def _cut_off(batch: Any) -> Any:
-    """The batch without the graph that its tensors come from."""
-    leaves, structure = flatten(batch)
-    return unflatten(
-        structure, [v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in leaves]
-    )
-
-
-def _has_rows(leaf: Any, batch_size: int) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == batch_size
-
-
-def _enlarged(values: Tensor) -> Tensor:
-    return 8.0 * values + 3.0 if values.is_floating_point() else values
-
-
-def _replace(batch: Any, batch_size: int, rows: Tensor, value: Callable[[Tensor], Tensor]) -> Any:
-    """The batch with ``value(leaf)`` at ``rows`` of every tensor by example."""
-    leaves, structure = flatten(batch)
-    changed = []
-    for leaf in leaves:
-        if _has_rows(leaf, batch_size):
-            new = leaf.detach().clone()
-            new[rows.to(new.device)] = value(leaf.detach())
-            leaf = new.requires_grad_(leaf.requires_grad)
-        changed.append(leaf)
-    return unflatten(structure, changed)

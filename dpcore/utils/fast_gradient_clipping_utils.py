@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dpcore.errors import UnsupportedError
+from dpcore.grad_sample.criterion_check import CriterionCheck
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 
 
@@ -44,11 +45,14 @@ class DPLossFastGradientClipping:
         self.optimizer = optimizer
         self.criterion = criterion
         self.loss_reduction = loss_reduction
+        self._check = CriterionCheck()
 
     def __call__(self, *args: Any, shape: Sequence[int] | None = None, **kwargs: Any) -> Tensor:
         reduction = self.criterion.reduction
         self.criterion.reduction = "none"
         try:
+            if self.module.isolation.enabled:
+                self._check(self.criterion, args, kwargs)
             losses = self.criterion(*args, **kwargs)
         finally:
             self.criterion.reduction = reduction

@@ -216,6 +216,46 @@ def test_losses_that_mix_are_refused_by_the_engine(name):
         engine_for(nn.Linear(6, 3), MIXING_LOSSES[name]).privatize(*data())
 
 
+class Criterion(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.reduction, self.function = "mean", function
+
+    def forward(self, z, y):
+        losses = self.function(z, y)
+        return losses if self.reduction == "none" else losses.mean()
+
+
+@pytest.mark.parametrize("name", sorted(MIXING_LOSSES.keys() - {"mean, expanded"}))
+def test_a_criterion_that_mixes_is_refused_in_the_ghost_mode(name):
+    _, _, criterion, _ = ghost(Criterion(MIXING_LOSSES[name]))
+    with pytest.raises(PrivacyError, match="criterion's loss of one example"):
+        for _ in range(3):
+            criterion(torch.randn(14, 3).requires_grad_(), data()[1])
+
+
+@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(ignore_index=1), nn.CrossEntropyLoss(label_smoothing=0.1)])
+def test_torchs_criteria_keep_examples_apart(criterion):
+    _, _, criterion, _ = ghost(criterion)
+    for _ in range(8):
+        criterion(torch.randn(14, 3).requires_grad_(), data()[1])
+
+
+def ghost(criterion):
+    model = nn.Linear(6, 3)
+    return PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(*data()), batch_size=14),
+        criterion=criterion,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        grad_sample_mode="ghost",
+        sample_rate=1.0,
+        expected_batch_size=14,
+    )
+
+
 def test_nothing_moves_by_a_check():
     """Weights, buffers, dropout's random numbers and those of numpy and Python are as without it."""
 

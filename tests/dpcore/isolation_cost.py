@@ -1,0 +1,119 @@
+"""The cost of the experiments on whether examples are kept apart: ``python -m tests.dpcore.isolation_cost``.
+
+Checks are rare, so their cost is computed and not waited for: processor time of one check, in steps of the same run,
+alternating with steps without one; times the rate of later checks, and once for the first batch of a kind.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpcore import Engine, PrivacyEngine
+from dpcore.grad_sample.isolation import RATE, IsolationCheck
+
+ROUNDS = 15
+
+
+def mnist_cnn() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, 8, 2, 3), nn.ReLU(), nn.MaxPool2d(2, 1), nn.Conv2d(16, 32, 4, 2), nn.ReLU()),
+        *(nn.MaxPool2d(2, 1), nn.Flatten(), nn.Linear(512, 32), nn.ReLU(), nn.Linear(32, 10)),
+    )
+
+
+def cifar10_cnn() -> nn.Module:
+    widths = [3, 32, 32, 64, 64, 128, 128]
+    layers: list[nn.Module] = []
+    for k in range(6):
+        layers += [nn.Conv2d(widths[k], widths[k + 1], 3, 1, 1), nn.ReLU()]
+        layers += [nn.AvgPool2d(2, 2)] if k % 2 else []
+    return nn.Sequential(*layers, nn.Conv2d(128, 256, 3, 1, 1), nn.ReLU(), nn.Conv2d(256, 10, 3, 1, 1), Mean())
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean((-1, -2))
+
+
+def engine_step(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Callable[[], None], IsolationCheck]:
+    engine = Engine(
+        model,
+        lambda outputs, y: F.cross_entropy(outputs, y, reduction="none"),
+        expected_batch_size=len(x),
+        noise_multiplier=1.0,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+    )
+    return lambda: engine.step(x, y) and None, engine.isolation
+
+
+def loop_step(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Callable[[], None], IsolationCheck]:
+    private, optimizer, _ = PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=len(x)),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        poisson_sampling=False,
+        check_batches=False,
+    )
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(private(x), y).backward()
+        optimizer.step()
+
+    return step, private.isolation
+
+
+def measure(step: Callable[[], None], check: IsolationCheck) -> tuple[float, float, list[float]]:
+    """(seconds of a step, of the first check, and of ROUNDS later ones, each in steps) of processor time."""
+
+    def seconds(checked: bool, first: bool = False) -> float:
+        check.due = lambda kind, batch_size: checked  # type: ignore[method-assign]
+        if first:
+            check._kinds.clear()
+        start = time.process_time()
+        step()
+        return time.process_time() - start
+
+    for _ in range(5):
+        seconds(False)
+    plain, later, firsts = [], [], []
+    for _ in range(ROUNDS):
+        plain.append(seconds(False))
+        later.append(seconds(True))
+        firsts.append(seconds(True, first=True))
+    one = statistics.median(plain)
+    return one, statistics.median(firsts) / one - 1, [c / p - 1 for c, p in zip(later, plain, strict=True)]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    print("| network | batch | loop | step, ms | first check, steps | later check, steps (range) | share of the time |")
+    print("|---|---|---|---|---|---|---|")
+    for name, build, shape, size in (
+        ("mnist-cnn", mnist_cnn, (1, 28, 28), 16),
+        ("cifar10-cnn", cifar10_cnn, (3, 32, 32), 512),
+    ):
+        for loop, make in (("Engine", engine_step), ("two lines", loop_step)):
+            torch.manual_seed(0)
+            x, y = torch.randn(size, *shape), torch.arange(size) % 10
+            one, first, later = measure(*make(build(), x, y))
+            middle = statistics.median(later)
+            print(
+                f"| {name} | {size} | {loop} | {one * 1e3:.1f} | {first:.1f} | {middle:.1f} "
+                f"({min(later):.1f} to {max(later):.1f}) | {middle * RATE:.2%} |"
+            )
+
+
+if __name__ == "__main__":
+    main()
