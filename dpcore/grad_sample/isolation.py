@@ -15,7 +15,8 @@ rare random ones later, go through the model a few times more, and the real pass
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -39,12 +40,15 @@ from dpcore.grad_sample.tree import flatten, unflatten
 Run = Callable[[Any], Any]
 """A batch -> the model's outputs, or [B] losses."""
 
-EXAMPLES = 32
+EXAMPLES = 16
 """A check takes at most so many of a batch's examples; mixing needs two."""
-ALWAYS = 8
-"""So many kinds of batches are always checked, the others while checks are at most RATE of all passes."""
+BATCHES = 3
+"""So many first batches of a kind are checked: one check finds a dependence on a count or a rank only more often than
+not."""
+ALWAYS = 24
+"""So many checks of new kinds are always made, later ones while checks are at most RATE of all passes."""
 RATE = 1.0 / 1024
-"""How often a later batch is checked. A check costs about as much as 6 passes over its examples."""
+"""How often a later batch is checked. A check costs about as much as 4 passes over its examples."""
 ROUNDING, HALF_ROUNDING = 1e-3, 0.05
 """Relative change of a squared norm that is taken for rounding: another example's length may choose another kernel."""
 CANCELLATION = 1e-5
@@ -68,7 +72,7 @@ class IsolationCheck:
         self.names = names
         self.layout = layout
         self.enabled = True
-        self._kinds: set[Any] = set()
+        self._kinds: Counter[Any] = Counter()
         self._passes = 0
         self._checks = 0
         # Of its own and unpredictable: it must neither shift the user's random numbers nor miss what repeats.
@@ -86,11 +90,11 @@ class IsolationCheck:
         warn_caller(SWITCHED_OFF)
 
     def due(self, kind: Any, batch_size: int) -> bool:
-        """Whether this batch is to be checked: the first of its kind with two examples, or a rare random one."""
+        """Whether this batch is to be checked: one of the first of its kind with two examples, or a rare random one."""
         if not self.enabled or batch_size < 2:
             return False
         self._passes += 1
-        new = kind not in self._kinds and self._checks < ALWAYS + RATE * self._passes
+        new = self._kinds[kind] < BATCHES and self._checks < ALWAYS + RATE * self._passes
         return new or self._random.random() < RATE
 
     def check(self, kind: Any, run: Run, batch: Any, batch_size: int, losses: bool = False) -> None:
@@ -98,7 +102,7 @@ class IsolationCheck:
 
         Args:
             kind: what the batch's shapes are; checked from now on.
-            run: the forward pass of a batch, called up to eight times.
+            run: the forward pass of a batch, called three times, or six where a gradient has moved.
             batch: any structure; tensors whose first dimension is ``batch_size`` have one row per example.
             losses: whether ``run`` returns one loss per example.
         """
@@ -109,11 +113,12 @@ class IsolationCheck:
         with preserved(self.model) as state, torch.enable_grad():
             state.watch_parameters()
             trial = _Trial(self, state, run, batch_size, losses)
-            trial.alone(batch, [self._random.randrange(batch_size) for _ in range(2)])
-            written = trial.written
-            for _ in range(0 if whole else 1 if kind in self._kinds else 2):
-                self._exchange(trial, batch, written)
-        self._kinds.add(kind)
+            row = self._random.randrange(batch_size)
+            if whole:
+                trial.measure(batch, torch.arange(0), alone=row)
+            else:
+                self._exchange(trial, batch, row)
+        self._kinds[kind] += 1
 
     def _some(self, batch: Any, batch_size: int) -> tuple[Any, int]:
         """At most EXAMPLES random examples; not as many as another dimension has, which could pass for the batch."""
@@ -127,13 +132,14 @@ class IsolationCheck:
             structure, [leaf[index.to(leaf.device)] if has_rows(leaf, batch_size) else leaf for leaf in leaves]
         ), count
 
-    def _exchange(self, trial: _Trial, batch: Any, written: dict[str, Tensor]) -> None:
-        """Experiments 2 to 4; ``written``: the buffers that a pass over ``batch`` writes."""
+    def _exchange(self, trial: _Trial, batch: Any, alone: int) -> None:
+        """All experiments; ``alone``: the example whose outputs may not reach others."""
         count = trial.batch_size
         rows, beside = half_of_rows(count, self._random)
         neighbours = replace_rows(batch, count, rows, lambda leaf: leaf[beside])
         outliers = replace_rows(batch, count, rows, lambda leaf: enlarged(leaf[rows.to(leaf.device)]))
-        before = trial.measure(batch, rows)
+        before = trial.measure(batch, rows, alone)
+        written = trial.written
         try:
             self._compare(trial, before, batch, neighbours, rows)
         except UnsupportedError as error:
@@ -213,20 +219,14 @@ class _Trial:
         self.written: dict[str, Tensor] = {}
         """The buffers that the last pass wrote; they are restored after each."""
 
-    def alone(self, batch: Any, rows: Sequence[int]) -> None:
-        """Experiment 1. PrivacyError where the gradient of the outputs of an example of ``rows`` reaches another's."""
-
-        def look(tape: Tape, outputs: list[Tensor]) -> None:
-            for row in rows:
-                self._check_alone(tape, outputs, row)
-
-        self._pass(batch, look)
-
-    def measure(self, batch: Any, excluded: Tensor) -> dict[Parameter, _Measured]:
-        """The gradients of all rows but the ``excluded``; nothing where the outputs have other shapes than before."""
+    def measure(self, batch: Any, excluded: Tensor, alone: int | None = None) -> dict[Parameter, _Measured]:
+        """The gradients of all rows but the ``excluded``; nothing where the outputs have other shapes than before.
+        PrivacyError where the gradient of the outputs of the example ``alone`` reaches another's (experiment 1)."""
         found: dict[Parameter, _Measured] = {}
 
         def look(tape: Tape, outputs: list[Tensor]) -> None:
+            if alone is not None:
+                self._check_alone(tape, outputs, alone)
             shapes = [output.shape for output in outputs]
             if self.shapes is None:
                 self.shapes = shapes

@@ -1,7 +1,7 @@
 """The cost of the experiments on whether examples are kept apart: ``python -m tests.dpcore.isolation_cost``.
 
 Checks are rare, so their cost is computed and not waited for: processor time of one check, in steps of the same run,
-alternating with steps without one; times the rate of later checks, and once for the first batch of a kind.
+alternating with steps without one; times the rate of later checks, and for the first batches of a kind.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpcore import Engine, PrivacyEngine
-from dpcore.grad_sample.isolation import RATE, IsolationCheck
+from dpcore.grad_sample.isolation import BATCHES, RATE, IsolationCheck
 
 ROUNDS = 15
 
@@ -73,32 +73,25 @@ def loop_step(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Callable[[], None
     return step, private.isolation
 
 
-def measure(step: Callable[[], None], check: IsolationCheck) -> tuple[float, float, list[float]]:
-    """(seconds of a step, of the first check, and of ROUNDS later ones, each in steps) of processor time."""
+def measure(step: Callable[[], None], check: IsolationCheck) -> tuple[float, list[float]]:
+    """(seconds of a step, ROUNDS checks in steps) of processor time."""
 
-    def seconds(checked: bool, first: bool = False) -> float:
+    def seconds(checked: bool) -> float:
         check.due = lambda kind, batch_size: checked  # type: ignore[method-assign]
-        if first:
-            check._kinds.clear()
         start = time.process_time()
         step()
         return time.process_time() - start
 
     for _ in range(5):
         seconds(False)
-    plain, later, firsts = [], [], []
-    for _ in range(ROUNDS):
-        plain.append(seconds(False))
-        later.append(seconds(True))
-        firsts.append(seconds(True, first=True))
-    one = statistics.median(plain)
-    return one, statistics.median(firsts) / one - 1, [c / p - 1 for c, p in zip(later, plain, strict=True)]
+    pairs = [(seconds(False), seconds(True)) for _ in range(ROUNDS)]
+    return statistics.median(plain for plain, _ in pairs), [checked / plain - 1 for plain, checked in pairs]
 
 
 def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    print("| network | batch | loop | step, ms | first check, steps | later check, steps (range) | share of the time |")
+    print("| network | batch | loop | step, ms | a check, steps (range) | first checks, steps | share of later time |")
     print("|---|---|---|---|---|---|---|")
     for name, build, shape, size in (
         ("mnist-cnn", mnist_cnn, (1, 28, 28), 16),
@@ -107,11 +100,11 @@ def main() -> None:
         for loop, make in (("Engine", engine_step), ("two lines", loop_step)):
             torch.manual_seed(0)
             x, y = torch.randn(size, *shape), torch.arange(size) % 10
-            one, first, later = measure(*make(build(), x, y))
-            middle = statistics.median(later)
+            one, checks = measure(*make(build(), x, y))
+            middle = statistics.median(checks)
             print(
-                f"| {name} | {size} | {loop} | {one * 1e3:.1f} | {first:.1f} | {middle:.1f} "
-                f"({min(later):.1f} to {max(later):.1f}) | {middle * RATE:.2%} |"
+                f"| {name} | {size} | {loop} | {one * 1e3:.1f} | {middle:.1f} ({min(checks):.1f} to {max(checks):.1f}) "
+                f"| {BATCHES * middle:.1f} | {middle * RATE:.2%} |"
             )
 
 

@@ -322,7 +322,7 @@ def test_compiled_graphs_call_the_convolution_kernel(monkeypatch):
     torch.manual_seed(1)
     model, x = nn.Conv2d(3, 20, 5, 2, 1).to(memory_format=LAST), torch.randn(9, 3, 12, 12)
     y = torch.arange(9) % 3
-    engine = Engine(model, odd_loss, max_grad_norm=0.5, compile="aot_eager")
+    engine = Engine(model, odd_loss, max_grad_norm=0.5, compile="aot_eager", check_isolation=False)
     first = {name: s.clone() for name, s in engine.clipped_sum(x, y).sums.items()}
     assert len(calls) == 1  # the eager pass that comes first
     assert relative_error(engine.clipped_sum(x, y).sums, first) < 1e-5
