@@ -7,38 +7,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The computed norm and the scaled gradient each carry a relative rounding error of a few units of precision.
-# Shrinking the bound by 32 units (4e-6 in float32, far below any effect on training) keeps every contribution's true
-# norm below C.
-MARGIN_UNITS = 32.0
+from dpcore.rounding import unit
+
+OWN_UNITS = 16.0
+"""Unit roundoffs that every example's contribution is given for what is rounded once, whatever its size: the root of
+the squared norm, the bound and the divisor as float32 numbers, the quotient and its product with the divisor (6), and
+up to three products between a factor and what is added to the sum. Twelve would do."""
 
 
-def bound_with_margin(max_grad_norm: float, dtype: torch.dtype) -> float:
-    """C (1 - 32 eps): what is divided by a norm that was computed in ``dtype``."""
-    return max_grad_norm * (1.0 - MARGIN_UNITS * torch.finfo(dtype).eps)
+def bound_with_margin(max_grad_norm: float, error: float, dtype: torch.dtype) -> float:
+    """The bound to divide norms by, such that no example contributes more than C = ``max_grad_norm``.
+
+    Args:
+        max_grad_norm: C.
+        error: by how much of itself a squared norm may be too small.
+        dtype: what factors are computed in.
+
+    Returns:
+        C (1 - error / 2 - 16 u), below C / sqrt(1 + error) and with room for :data:`OWN_UNITS`; 0 where the error is so
+        large that nothing can be promised, so that nothing is released.
+    """
+    return max_grad_norm * max(0.0, 1.0 - error / 2.0 - OWN_UNITS * unit(dtype))
 
 
 def clip_factors(norms: Tensor, max_grad_norm: float) -> Tensor:
-    """Flat clipping: min(1, C(1 - 32 eps) / norm), [B] for norms [B]; a norm that is not finite gives 0.
+    """Flat clipping: min(1, C / norm), [B] for norms [B]; a norm that is not finite gives 0.
 
-    A non-finite example must contribute nothing: a scaled infinity would show its presence in every parameter.
+    A non-finite example must contribute nothing: a scaled infinity would show its presence in every parameter. The C
+    that an engine passes is already lowered by what rounding may hide (:func:`bound_with_margin`).
     """
-    factors = (bound_with_margin(max_grad_norm, norms.dtype) / norms).clamp_(max=1.0)
+    factors = (max_grad_norm / norms).clamp_(max=1.0)
     return torch.where(norms < torch.inf, factors, 0.0)
 
 
 def automatic_factors(norms: Tensor, max_grad_norm: float, stability: float = 0.01) -> Tensor:
-    """Automatic clipping (Bu et al. 2023): C(1 - 32 eps) / (norm + stability), [B]; every contribution stays below C.
+    """Automatic clipping (Bu et al. 2023): C / (norm + stability), [B]; every contribution stays below C.
 
     Removes the clip threshold as a hyperparameter: C only rescales the learning rate.
     """
-    factors = bound_with_margin(max_grad_norm, norms.dtype) / (norms + stability)
+    factors = max_grad_norm / (norms + stability)
     return torch.where(norms.isfinite(), factors, 0.0)
 
 
 SMALLEST_MAX_GRAD_NORM = 1e-8
-"""What float32 loses of a squared norm, because squares below 1e-38 lose their digits, is up to 1e-27 where an example
-is not left to float64: 3e-14 of the norm. Beside a smaller bound that would be more than the margin."""
+"""What float32 loses of a squared norm, because numbers below 1e-38 lose their digits, is up to 1e-24 where an example
+is not left to float64: 1e-8 of the square of this bound, far inside the margin. Beside a smaller one it is not."""
 
 
 def check_max_grad_norm(max_grad_norm: Any) -> float:

@@ -14,7 +14,7 @@ released, so the two neighbouring runs may be compared under the same ones; all 
 same, and only the one example that differs can break the bound, when it is drawn (probability q) and its own estimate
 is too small (probability η). All steps together: F = Σ q η, charged by ``IAccountant.add_failure_probability``, which
 costs e^ε F of delta. An estimate that is unbiased instead of upper-biased would fail for every second example, and is
-not offered. Everything is computed in float64: the derivatives are sums that may cancel.
+not offered. Everything is computed in float64, and 1e-6 of C is kept for its rounding.
 
 Beside the exact engine it has nothing to offer: k forward-mode passes instead of one backward pass, and a bound that is
 too large by sqrt(k / quantile), so that gradients are clipped harder than needed.
@@ -32,10 +32,14 @@ from scipy.stats import chi2
 from torch import Tensor, nn
 from torch.func import functional_call, jvp
 
-from dpcore.clipping import check_max_grad_norm, clip_factors
+from dpcore.clipping import bound_with_margin, check_max_grad_norm, clip_factors
 from dpcore.errors import PrivacyError
 from dpcore.grad_sample.engine import ClippedSum
 from dpcore.validators import ModuleValidator
+
+ROUNDING = 2e-6
+"""What float64 is taken to hide of a squared norm: derivatives that go forward and back through any model have no bound
+of their own. An assumption, with room for errors of a millionth."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ def projected_clipped_sum(
         }
         squares += jvp(lambda parameters: losses_at(parameters, x), (trained,), (direction,))[1].detach().square()
     bounds = (squares / approximate_norms.quantile).sqrt()
-    factors = clip_factors(bounds, max_grad_norm)
+    factors = clip_factors(bounds, bound_with_margin(max_grad_norm, ROUNDING, torch.float64))
     leaves = {name: p.requires_grad_() for name, p in trained.items()}
     # A factor of 0 would still let a NaN through, so a refused example's input is replaced.
     refused = (factors == 0).view(-1, *[1] * (x.dim() - 1))

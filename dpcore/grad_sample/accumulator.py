@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from dpcore.clipping import MARGIN_UNITS, check_max_grad_norm, clip_factors
+from dpcore.clipping import bound_with_margin, check_max_grad_norm, clip_factors
 from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.grad_sample.contraction import wide
 from dpcore.grad_sample.planner import Choice, choose
 from dpcore.grad_sample.tape import Use
+from dpcore.precision import full_precision
+from dpcore.rounding import SquaredNorm, gamma, squares
 
 Factors = Callable[[Tensor, float], Tensor]
 
-# A squared ghost norm is off by about eps times the sum of its absolute terms. While that sum is within this factor
-# of the squared norm, the norm is good to a few eps, well inside the clip factor's margin of 32; beyond, the
-# example's gradient is formed in float64. Convolutional networks stay below 1.
+# A squared ghost norm is off by some units of precision times the sum of its absolute terms. Whatever that sum is, the
+# factor is taken from an upper bound of the norm. While the sum is within this factor of the squared norm, the two are
+# close enough; beyond, the example's gradient is formed in float64.
 TOLERATED_CANCELLATION = 8.0
 
 
@@ -37,6 +41,40 @@ def _without_autocast(method: Method) -> Method:
             return method(self, *args, **kwargs)
 
     return cast(Method, run)
+
+
+@dataclass
+class _Measured:
+    """``norms_sq`` [groups, m] of m examples; ``kept``: gradients [m, n] that were formed for them. ``scales`` [groups,
+    m]: sums of the absolute terms of those norms whose terms may cancel.
+
+    A true squared norm is at most norms_sq (1 + error) + scaled_error * scales."""
+
+    norms_sq: Tensor
+    kept: dict[Parameter, Tensor] = field(default_factory=dict)
+    scales: Tensor | None = None
+    error: float = 0.0
+    scaled_error: float = 0.0
+
+    def note(self, found: SquaredNorm, group: int) -> None:
+        """Adds what rounding may hide of one parameter's norms."""
+        if found.scale is None:
+            self.error = max(self.error, found.error)
+            return
+        self.scaled_error = max(self.scaled_error, found.error)
+        self.scales = torch.zeros_like(self.norms_sq) if self.scales is None else self.scales
+        self.scales[group] += found.scale
+
+    @functools.cached_property
+    def norms(self) -> Tensor:
+        """[groups, m]."""
+        return self.norms_sq.sqrt()
+
+    def upper_norms(self) -> Tensor:
+        """[groups, m], not below the true ones but for ``error``."""
+        if self.scales is None:
+            return self.norms
+        return torch.add(self.norms_sq, self.scales, alpha=self.scaled_error).sqrt_()
 
 
 class Accumulator:
@@ -127,23 +165,23 @@ class Accumulator:
         [groups, batch_size].
         """
         choices = self._choose(uses)
-        norms_sq, errors, kept = self._measure(choices, batch_size)
-        if not self._any_doubtful(norms_sq, errors):
-            norms = norms_sq.sqrt_()
-            factors = self._factors(norms, mask)
-            self._add(choices, kept, factors, scale)
+        measured = self._measure(choices, batch_size)
+        if not self._any_doubtful(measured):
+            norms = measured.norms
+            factors = self._factors(measured, mask)
+            self._add(choices, measured.kept, factors, scale)
             return norms, factors
-        doubtful = self._doubtful(norms_sq, errors)
-        norms = norms_sq
+        doubtful = self._doubtful(measured)
+        norms = measured.norms_sq
         factors = torch.zeros_like(norms)
         good = (~doubtful).nonzero().squeeze(1)
         if len(good):
             part_mask = None if mask is None else mask[good]
             part = self._choose([use.rows(good, self.dtype) for use in uses])
-            part_norms_sq, _, kept = self._measure(part, len(good))
-            norms[:, good] = part_norms_sq.sqrt()
-            factors[:, good] = self._factors(norms[:, good], part_mask)
-            self._add(part, kept, factors[:, good], scale)
+            measured = self._measure(part, len(good))
+            norms[:, good] = measured.norms
+            factors[:, good] = self._factors(measured, part_mask)
+            self._add(part, measured.kept, factors[:, good], scale)
         for i in doubtful.nonzero():
             singles = [use.rows(i, torch.float64) for use in uses]
             norms[:, i], factors[:, i] = self._add_singly(singles, mask, i, scale)
@@ -159,59 +197,60 @@ class Accumulator:
         ``bounds``: one number tensor per group in place of the floats, which a graph would keep as they are now.
         """
         choices = self._choose(uses)
-        norms_sq, errors, kept = self._measure(choices, len(mask))
-        norms = norms_sq.sqrt()
-        factors = self._factors(norms, mask, bounds)
+        measured = self._measure(choices, len(mask))
+        factors = self._factors(measured, mask, bounds)
         flat = torch.zeros_like(self.flat)
-        self._add(choices, kept, factors, 1.0, self._views(flat))
-        return flat, norms, factors, self._doubtful(norms_sq, errors).any()
+        self._add(choices, measured.kept, factors, 1.0, self._views(flat))
+        return flat, measured.norms, factors, self._doubtful(measured).any()
 
     def _choose(self, uses: Sequence[Use]) -> list[Choice]:
         """The choices for the parameters of the sums; others may be recorded too, and are not released."""
         return [choice for choice in choose(uses) if choice.param in self._group]
 
-    def _measure(
-        self, choices: Sequence[Choice], batch_size: int
-    ) -> tuple[Tensor, Tensor | None, dict[Parameter, Tensor]]:
-        """Squared norms [groups, m], the scale of their rounding errors [groups, m] or None, kept gradients [m, n]."""
+    def _measure(self, choices: Sequence[Choice], batch_size: int) -> _Measured:
+        """The norms of ``batch_size`` examples, and the gradients that were formed for them."""
         norms_sq = torch.zeros((len(self.bounds), batch_size), dtype=self.dtype, device=self.device)
-        groups = norms_sq.unbind(0)
-        scales: Tensor | None = None
-        kept = {}
+        measured = _Measured(norms_sq)
         for choice in choices:
-            group = self._group[choice.param]
-            if choice.method == "ghost":
-                norm_sq, scale = choice.uses[0].norm_sq(choice.param)
-                if scale is not None:
-                    scales = torch.zeros_like(norms_sq) if scales is None else scales
-                    scales[group] += scale
-            else:
+            if choice.method == "keep":
                 order = [0, *(d + 1 for d in self._order[choice.param])]
-                kept[choice.param] = _kept(choice).permute(order).reshape(batch_size, -1)
-                norm_sq = torch.linalg.vector_norm(kept[choice.param], dim=1).square_()
-            groups[group].add_(norm_sq)
-        return norms_sq, scales, kept
+                measured.kept[choice.param] = _kept(choice).permute(order).reshape(batch_size, -1)
+        groups = norms_sq.unbind(0)
+        with full_precision():
+            for choice in choices:
+                group = self._group[choice.param]
+                if choice.method == "ghost":
+                    found = choice.uses[0].norm_sq(choice.param)
+                else:
+                    found = squares(measured.kept[choice.param])
+                groups[group].add_(found.value)
+                measured.note(found, group)
+        return measured
 
-    def _any_doubtful(self, norms_sq: Tensor, scales: Tensor | None) -> bool:
+    def _any_doubtful(self, measured: _Measured) -> bool:
         """Whether :meth:`_doubtful` has any example; the usual answer costs the fewest operators."""
         # The sum of squares is below infinity only if each of them is.
-        if scales is None and bool(norms_sq.sum() < torch.inf):
+        if measured.scales is None and bool(measured.norms_sq.sum() < torch.inf):
             return False
-        return bool(self._doubtful(norms_sq, scales).any())
+        return bool(self._doubtful(measured).any())
 
-    def _doubtful(self, norms_sq: Tensor, scales: Tensor | None) -> Tensor:
+    def _doubtful(self, measured: _Measured) -> Tensor:
         """[m] bool: examples whose squared norm overflowed, is not a number, or may be rounding error."""
-        doubtful = ~(norms_sq < torch.inf)
-        if scales is not None:
-            doubtful |= scales > TOLERATED_CANCELLATION * norms_sq
+        doubtful = ~(measured.norms_sq < torch.inf)
+        if measured.scales is not None:
+            doubtful |= measured.scales > TOLERATED_CANCELLATION * measured.norms_sq
         return doubtful.any(0)
 
-    def _factors(self, norms: Tensor, mask: Tensor | None, bounds: Sequence[Any] | None = None) -> Tensor:
-        bounds = self.bounds if bounds is None else bounds
-        if len(bounds) == 1:
-            factors = self.factors(norms[0], bounds[0]).unsqueeze(0)
+    def _factors(self, measured: _Measured, mask: Tensor | None, bounds: Sequence[Any] | None = None) -> Tensor:
+        """By the clipping rule, from upper bounds of the norms: the rule is given a norm that is at most the true one
+        times 1 + error / 2, and a C that is lower by that much."""
+        error = measured.error + gamma(len(self.parameters) + 2, self.dtype)
+        upper = measured.upper_norms()
+        lowered = [c * bound_with_margin(1.0, error, self.dtype) for c in (self.bounds if bounds is None else bounds)]
+        if len(lowered) == 1:
+            factors = self.factors(upper[0], lowered[0]).unsqueeze(0)
         else:
-            factors = torch.stack([self.factors(norms[i], c) for i, c in enumerate(bounds)])
+            factors = torch.stack([self.factors(upper[i], c) for i, c in enumerate(lowered)])
         return factors if mask is None else factors * mask
 
     def _add(
@@ -226,12 +265,13 @@ class Accumulator:
         segments, sums = (self._segments, self.sums) if into is None else into
         if scale != 1.0:
             factors = factors * scale
-        for choice in choices:
-            of = factors[self._group[choice.param]]
-            if choice.method == "ghost":
-                choice.uses[0].add_clipped_sum(choice.param, of, sums[choice.param])
-            else:
-                segments[choice.param].addmv_(kept[choice.param].t(), of)
+        with full_precision():
+            for choice in choices:
+                of = factors[self._group[choice.param]]
+                if choice.method == "ghost":
+                    choice.uses[0].add_clipped_sum(choice.param, of, sums[choice.param])
+                else:
+                    segments[choice.param].addmv_(kept[choice.param].t(), of)
 
     def _add_singly(self, uses: Sequence[Use], mask: Tensor | None, i: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """One example by its float64 gradient: exact under cancellation, and 1e30 does not overflow when squared."""
@@ -243,12 +283,14 @@ class Accumulator:
                     continue
                 grad = use.grad_sample(param)[0]
                 grads[param] = grads[param] + grad if param in grads else grad
+        measured = _Measured(norms_sq)
         for param, grad in grads.items():
-            norms_sq[self._group[param]] += grad.square().sum()
-        norms = norms_sq.sqrt_()
-        # The scaled gradient is rounded to the sums' precision, so the margin must be that precision's too.
-        rounded = norms / (1.0 - MARGIN_UNITS * torch.finfo(self.dtype).eps)
-        factors = self._factors(rounded, None if mask is None else mask[i])
+            found = squares(grad.reshape(1, -1))
+            norms_sq[self._group[param]] += found.value
+            measured.note(found, self._group[param])
+        norms = measured.norms
+        # The margin is that of the sums' precision: the scaled gradient is rounded to it.
+        factors = self._factors(measured, None if mask is None else mask[i])
         for param, grad in grads.items():
             factor = factors[self._group[param], 0]
             if factor > 0:
@@ -274,7 +316,7 @@ def weighted_sum(choice: Choice, weights: Tensor, out: Tensor) -> None:
 
 def _kept(choice: Choice) -> Tensor:
     """[m, ...] per-sample gradient of a parameter over all its uses."""
-    total = choice.uses[0].grad_sample(choice.param)
+    total = wide(choice.uses[0].grad_sample(choice.param))
     for use in choice.uses[1:]:
         total = total + use.grad_sample(choice.param)
     return total

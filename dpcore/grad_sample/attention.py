@@ -19,6 +19,7 @@ from dpcore.grad_sample.broadcast import broadcast
 from dpcore.grad_sample.contraction import ContractionUse
 from dpcore.grad_sample.normalization import bound_arguments
 from dpcore.grad_sample.tape import Tape, Use, handles
+from dpcore.rounding import SquaredNorm
 
 _PARAMETERS = ("in_proj_weight", "in_proj_bias", "out_proj_weight", "out_proj_bias", "bias_k", "bias_v")
 _SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -42,10 +43,13 @@ class StackedUse(Use):
     def _live(self) -> list[tuple[ContractionUse, slice]]:
         return [(block, rows) for block, rows in self.blocks if block.grad is not None]
 
-    def norm_sq(self, param: Parameter) -> tuple[Tensor, Tensor | None]:
-        norms, scales = zip(*(block.norm_sq(param) for block, _ in self._live()), strict=True)
-        known = [scale for scale in scales if scale is not None]
-        return torch.stack(norms).sum(0), torch.stack(known).sum(0) if known else None
+    def norm_sq(self, param: Parameter) -> SquaredNorm:
+        norms = [block.norm_sq(param) for block, _ in self._live()]
+        values, error = torch.stack([n.value for n in norms]).sum(0), max(n.error for n in norms)
+        if all(n.scale is None for n in norms):
+            return SquaredNorm(values, error)
+        scales = torch.stack([n.value if n.scale is None else n.scale.to(n.value.dtype) for n in norms])
+        return SquaredNorm(values, error, scales.sum(0))
 
     def grad_sample(self, param: Parameter) -> Tensor:
         parts = [(block.grad_sample(param), rows) for block, rows in self._live()]

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from dpcore.grad_sample.contraction import FLOPS_PER_KEPT_FLOAT, gram_norm_sq, trusted, wide
 from dpcore.grad_sample.tape import Saved, Tape, Use, handles
+from dpcore.rounding import SquaredNorm, gram, gram_roundings, squares, unit
 
 
 class BilinearUse(Use):
@@ -35,17 +36,18 @@ class BilinearUse(Use):
         positions = x1.shape[1:-1].numel()
         return tuple(t.reshape(len(t), positions, t.shape[-1]) for t in (x1, x2, g))  # type: ignore[return-value]
 
-    def norm_sq(self, param: Parameter) -> tuple[Tensor, Tensor | None]:
-        x1, x2, g = self._parts()
-        if x1.shape[1] == 1:
-            a, b, c = (t.square().sum((1, 2)) for t in (x1, x2, g))
-            # Any two of the three together, since the third may be lost beside them.
-            return trusted(a * b * c, torch.stack([a * b, a * c, b * c, a, b, c]).amax(0)), None
-        gram1, gram2 = torch.bmm(x1, x1.transpose(1, 2)), torch.bmm(x2, x2.transpose(1, 2))
-        gram_g = torch.bmm(g, g.transpose(1, 2))
-        norm_sq, scale = gram_norm_sq(gram1 * gram2, gram_g)
-        a, b, c = (gram.diagonal(dim1=1, dim2=2).sum(1) for gram in (gram1, gram2, gram_g))
-        return trusted(norm_sq, torch.stack([a * b, a * c, b * c, a, b, c]).amax(0)), scale
+    def norm_sq(self, param: Parameter) -> SquaredNorm:
+        parts = self._parts()
+        if parts[0].shape[1] == 1:
+            (a, error_a, _), (b, error_b, _), (c, error_c, _) = (squares(t[:, 0]) for t in parts)
+            error = (1.0 + error_a) * (1.0 + error_b) * (1.0 + error_c) - 1.0
+            norm_sq = trusted(a * b * c, _largest_but_one(a, b, c), max(t.shape[2] for t in parts))
+            return SquaredNorm(norm_sq, error + 3.0 * unit(a.dtype))
+        gram1, gram2, gram_g = map(gram, parts)
+        roundings = sum(gram_roundings(t.shape[-1]) for t in parts) + 1
+        norms = gram_norm_sq(gram1 * gram2, gram_g, roundings)
+        a, b, c = (products.diagonal(dim1=1, dim2=2).sum(1) for products in (gram1, gram2, gram_g))
+        return norms._replace(value=trusted(norms.value, _largest_but_one(a, b, c), roundings * gram_g.shape[1] ** 2))
 
     def grad_sample(self, param: Parameter) -> Tensor:
         x1, x2, g = self._parts()
@@ -77,6 +79,11 @@ class BilinearUse(Use):
 
     def stash_bytes(self) -> int:
         return self._x1.tensor.nbytes + self._x2.tensor.nbytes + (0 if self.grad is None else self.grad.nbytes)
+
+
+def _largest_but_one(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """The largest square beside which one of the three may be lost: any of the others, or any two of them."""
+    return torch.stack([a * b, a * c, b * c, a, b, c]).amax(0)
 
 
 @handles(F.bilinear)

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.grad_sample.tree import flatten, unflatten
+from dpcore.precision import full_precision, matmul_precision
 
 Traced = Callable[[Any, Any, Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
 """(x, y, mask [m], bounds) -> (flat sums, norms [groups, m], factors [groups, m], any doubtful, losses [m])."""
@@ -123,15 +124,18 @@ class Graphs:
             torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
             torch.get_num_threads(),
             torch.are_deterministic_algorithms_enabled(),
-            _matmul_precision(),
+            matmul_precision(),
         )
         graph = self._graphs.get(key)
         if graph is None:
             graph = self._graphs[key] = _Graph(self, leaves, structure, size, len(bounds), device.type)
-        if not torch.is_autocast_enabled(device.type):
-            return graph.run(leaves, mask, bounds)
-        with torch.autocast(device.type, enabled=False):  # its casts are in the graph
-            return graph.run(leaves, mask, bounds)
+        # Norms and the clipped sums are in the graph, too; a setting that lowers their precision is not, but is read
+        # when it runs.
+        with full_precision():
+            if not torch.is_autocast_enabled(device.type):
+                return graph.run(leaves, mask, bounds)
+            with torch.autocast(device.type, enabled=False):  # its casts are in the graph
+                return graph.run(leaves, mask, bounds)
 
 
 class _Graph:
@@ -176,7 +180,7 @@ class _Graph:
         # Without autocast, whose casts are in the graph: a backend traces it once more, and would cast the norms.
         from torch._dynamo import lookup_backend
 
-        with torch.no_grad(), torch.autocast(device, enabled=False):
+        with torch.no_grad(), torch.autocast(device, enabled=False), full_precision():
             try:
                 compiler: Callable[..., Any] = lookup_backend(of.backend)
                 self._call = compiler(made, [self._full, bounds, *self._inputs, *self._live])
@@ -211,13 +215,6 @@ class _Graph:
 
 
 REMEDY = "build the engine with compile=False."
-
-
-def _matmul_precision() -> str:
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:  # who has used the newer setting (torch 2.9) is refused the older one
-        return str(torch.backends.cuda.matmul.fp32_precision)
 
 
 def _state(module: nn.Module) -> tuple[Hashable, ...]:

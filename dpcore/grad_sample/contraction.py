@@ -16,15 +16,16 @@ from torch.nn import functional as F
 from dpcore import native
 from dpcore.grad_sample.products import products
 from dpcore.grad_sample.tape import Saved, Tape, Use, handles
+from dpcore.rounding import SquaredNorm, gamma, gram, gram_roundings, squares
 
 # A float of memory traffic costs about as much as this many FLOPs on a CPU core (50 GFLOP/s beside 10 GB/s, three
 # passes over the kept gradient: written, squared, summed).
 FLOPS_PER_KEPT_FLOAT = 60
 
-# Squares below 1e-38 lose digits in float32, and below 1e-45 all of them. Times a square up to this, what was lost
-# stays far below any bound C that is allowed; times a larger one it would not, so that such an example is left to
-# float64.
-TRUSTED_SQUARE = 1e18
+# A product below 1e-38 loses up to 7e-46 in float32. Times a square up to this (over the number of such products), what
+# was lost stays far below the square of any bound C that is allowed; times a larger one it would not, so that such an
+# example is left to float64.
+TRUSTED_SQUARE = 1e21
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -32,20 +33,28 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def trusted(norm_sq: Tensor, largest_square: Tensor) -> Tensor:
-    """``norm_sq``, a product of squares none of which is above ``largest_square``; inf where another may be lost."""
-    return torch.where(largest_square < TRUSTED_SQUARE, norm_sq, torch.inf)
+def trusted(norm_sq: Tensor, largest_square: Tensor, terms: int = 1) -> Tensor:
+    """``norm_sq``, a product of squares none of which is above ``largest_square``; inf where another, a sum of
+    ``terms`` products, may be lost."""
+    return torch.where(largest_square < TRUSTED_SQUARE / max(terms, 1), norm_sq, torch.inf)
 
 
-def gram_norm_sq(gram_x: Tensor, gram_g: Tensor) -> tuple[Tensor, Tensor]:
-    """([B] Σ_ts (XXᵀ)_ts (GGᵀ)_ts, [B] (Σ_t |x_t||g_t|)²) for Gram matrices [B, T, T].
+def gram_norm_sq(gram_x: Tensor, gram_g: Tensor, roundings: int) -> SquaredNorm:
+    """|GᵀX|² = Σ_ts (XXᵀ)_ts (GGᵀ)_ts for Gram matrices [B, T, T], whose terms may cancel; ``scale``:
+    S = (Σ_t |x_t||g_t|)². ``roundings``: the sum of those that an entry of either matrix has been through.
 
-    The first is |GᵀX|² but its terms may cancel; the second bounds every partial sum, hence its rounding error.
+    An entry of XXᵀ is off by at most γ |x_t||x_s|, one of GGᵀ likewise. The absolute terms of the sum add up to S at
+    most, so that the sum is off by at most γ_n S, n = ``roundings`` + 1 (the sum itself is float64's). The product
+    (F G)ᵀ X that is released at factors F is a sum over T positions, off by at most γ_{T + 1} f √S; its square then
+    exceeds f² |GᵀX|² by at most f² γ_{2T + 2} S. Together: n + 2T + 3, and S is itself computed (once more γ).
     """
-    norm_sq = (gram_x * gram_g).sum((-2, -1))
+    steps = gram_x.shape[-1]
+    norm_sq = (gram_x * gram_g).sum((-2, -1), dtype=torch.float64)
     squares_x, squares_g = gram_x.diagonal(dim1=-2, dim2=-1), gram_g.diagonal(dim1=-2, dim2=-1)
     scale = (squares_x * squares_g).clamp(min=0).sqrt().sum(-1).square()
-    return trusted(norm_sq, torch.maximum(squares_x, squares_g).sum(-1)), scale
+    norm_sq = trusted(norm_sq, torch.maximum(squares_x, squares_g).sum(-1), roundings * steps**2)
+    computed = 1.0 + gamma(roundings + 2 * steps + 8, gram_x.dtype)
+    return SquaredNorm(norm_sq, gamma(roundings + 2 * steps + 4, gram_x.dtype) * computed, scale)
 
 
 class ContractionUse(Use):
@@ -65,8 +74,8 @@ class ContractionUse(Use):
         # [B, d, p] per-sample gradients that were formed along with another weight's and not yet asked for, and the
         # output gradients that they were formed of.
         self._products: tuple[Tensor, int, dict[Parameter, Tensor]] | None = None
-        # [B] squared norms of the output gradients, where weight and bias share them, and what they are the norms of.
-        self._squares: tuple[Tensor, int, Tensor] | None = None
+        # Squared norms of the output gradients, where weight and bias share them, and what they are the norms of.
+        self._squares: tuple[Tensor, int, SquaredNorm] | None = None
 
     def _x(self, param: Parameter) -> Tensor:
         """[B, p] or [B, T, p]."""
@@ -87,22 +96,24 @@ class ContractionUse(Use):
             tensor = tensor.transpose(0, 1)
         return tensor if tensor.dim() <= 3 else tensor.flatten(1, -2)
 
-    def _g_squares(self, g: Tensor) -> Tensor:
-        """[B] squared norms of output gradients [B, d]."""
+    def _g_squares(self, g: Tensor) -> SquaredNorm:
+        """Squared norms of output gradients [B, d]."""
         assert self.grad is not None
         if self._squares is None or self._squares[0] is not self.grad or self._squares[1] != self.grad._version:
-            self._squares = self.grad, self.grad._version, g.square().sum(-1)
+            self._squares = self.grad, self.grad._version, squares(g)
         return self._squares[2]
 
-    def norm_sq(self, param: Parameter) -> tuple[Tensor, Tensor | None]:
+    def norm_sq(self, param: Parameter) -> SquaredNorm:
         g = self._g()
         if param not in self._inputs:
-            return self._g_squares(g) if g.dim() == 2 else g.sum(1).square().sum(-1), None
+            return self._g_squares(g) if g.dim() == 2 else squares(g.sum(1))
         x = self._x(param)
         if x.dim() == 2:
-            squares_x, squares_g = x.square().sum(-1), self._g_squares(g)
-            return trusted(squares_x * squares_g, torch.maximum(squares_x, squares_g)), None
-        return gram_norm_sq(torch.bmm(x, x.transpose(1, 2)), torch.bmm(g, g.transpose(1, 2)))
+            of_x, of_g = squares(x), self._g_squares(g)
+            largest = torch.maximum(of_x.value, of_g.value)
+            norm_sq = trusted(of_x.value * of_g.value, largest, max(x.shape[1], g.shape[1]))
+            return SquaredNorm(norm_sq, of_x.error + of_g.error + of_x.error * of_g.error)
+        return gram_norm_sq(gram(x), gram(g), gram_roundings(x.shape[-1]) + gram_roundings(g.shape[-1]))
 
     def grad_sample(self, param: Parameter) -> Tensor:
         g = self._g()

@@ -18,6 +18,8 @@ from dpcore import native
 from dpcore.grad_sample.contraction import FLOPS_PER_KEPT_FLOAT, gram_norm_sq, wide
 from dpcore.grad_sample.products import products
 from dpcore.grad_sample.tape import Saved, Tape, Use, handles
+from dpcore.precision import convolutions_are_lowered
+from dpcore.rounding import SquaredNorm, gram, gram_roundings, squares
 
 
 class ConvolutionUse(Use):
@@ -74,17 +76,21 @@ class ConvolutionUse(Use):
         windows = x.as_strided((*x.shape[:2], *kernel, *out), (*strides[:2], *kernel_strides, *out_strides))
         return windows.reshape(len(x), groups, -1, out.numel())
 
-    def norm_sq(self, param: Parameter) -> tuple[Tensor, Tensor | None]:
+    def norm_sq(self, param: Parameter) -> SquaredNorm:
         if self._is_bias(param):
-            return self._bias_grad_sample().square().sum(1), None
+            return squares(self._bias_grad_sample())
         groups = self.geometry[3]
         if groups == 1:
-            g = self._gradient().flatten(2)
-            return gram_norm_sq(self._window_gram(), torch.bmm(g.transpose(1, 2), g))
+            gram_g = gram(self._gradient().flatten(2).transpose(1, 2))
+            # A product of windows is one of pixels, added up over the offsets of one dimension after the other.
+            roundings = gram_roundings(self._x.tensor.shape[1]) + sum(self.weight.shape[2:])
+            return gram_norm_sq(self._window_gram(), gram_g, roundings + gram_roundings(len(self.weight)))
         u = self._unfolded().flatten(0, 1)
         g = self._gradient().reshape(len(u), -1, u.shape[-1])
-        norm_sq, scale = gram_norm_sq(torch.bmm(u.transpose(1, 2), u), torch.bmm(g.transpose(1, 2), g))
-        return norm_sq.view(-1, groups).sum(1), scale.view(-1, groups).sum(1)
+        roundings = gram_roundings(u.shape[1]) + gram_roundings(g.shape[1]) + groups
+        norms = gram_norm_sq(gram(u.transpose(1, 2)), gram(g.transpose(1, 2)), roundings)
+        assert norms.scale is not None
+        return SquaredNorm(norms.value.view(-1, groups).sum(1), norms.error, norms.scale.view(-1, groups).sum(1))
 
     def _window_gram(self) -> Tensor:
         """[B, T, T] products of windows, UᵀU, from the Gram matrix M of single pixels, without unfolding:
@@ -98,15 +104,14 @@ class ConvolutionUse(Use):
         kernel, out = self.weight.shape[2:], self._gradient().shape[2:]
         x = F.pad(self._input(), [pad for p in reversed(padding) for pad in (p, p)])
         size = x.shape[2:]
-        pixels = x.flatten(2)
-        gram = torch.bmm(pixels.transpose(1, 2), pixels)
+        pixels = gram(x.flatten(2).transpose(1, 2))
         steps = [size[i + 1 :].numel() for i in range(len(size))]
         for step, d, k in zip(steps, dilation, kernel, strict=True):
             if k > 1:
-                gram = _diagonal_sums(gram, range(0, step * d * k, step * d))
-        n = gram.shape[1]
+                pixels = _diagonal_sums(pixels, range(0, step * d * k, step * d))
+        n = pixels.shape[1]
         rows, columns = ([step * s * m for step, s in zip(steps, stride, strict=True)] for m in (n, 1))
-        windows = gram.as_strided((len(x), *out, *out), (n * n, *rows, *columns))
+        windows = pixels.as_strided((len(x), *out, *out), (n * n, *rows, *columns))
         return windows.reshape(len(x), out.numel(), out.numel())
 
     def grad_sample(self, param: Parameter) -> Tensor:
@@ -136,6 +141,9 @@ class ConvolutionUse(Use):
         stride, padding, dilation, groups = self.geometry
         g = self._gradient()
         g = g * factors.view(-1, *[1] * (g.dim() - 1))
+        if g.device.type != "cpu" or convolutions_are_lowered():
+            out.add_(self._summed(g))
+            return
         x, weight = self._input(), wide(self.weight)
         nothing = [0] * len(stride)
         mask = (False, True, False)
@@ -143,6 +151,19 @@ class ConvolutionUse(Use):
             g, x, weight, None, stride, padding, dilation, False, nothing, groups, mask
         )[1]
         out.add_(summed)
+
+    def _summed(self, g: Tensor) -> Tensor:
+        """Σ over the examples of the weight gradients for output gradients g [B, d, *out], as a product of matrices.
+
+        A GPU's convolutions may be Winograd's or Fourier's, or in TF32 without being asked, none of which keeps to the
+        bound of a sum of products."""
+        u = self._unfolded()
+        by_group = g.reshape(len(u), u.shape[1], -1, u.shape[-1]).permute(1, 2, 0, 3).flatten(2)
+        summed = torch.bmm(by_group, u.permute(1, 0, 3, 2).flatten(1, 2))
+        if self.channels_last:
+            d, c, *kernel = self.weight.shape
+            return summed.view(d, *kernel, c).movedim(-1, 1)
+        return summed.view(self.weight.shape)
 
     def ghost_is_cheaper(self, param: Parameter) -> bool:
         if self._is_bias(param):

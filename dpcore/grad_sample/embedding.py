@@ -22,6 +22,7 @@ from dpcore import native
 from dpcore.errors import UnsupportedError
 from dpcore.grad_sample.contraction import wide
 from dpcore.grad_sample.tape import Saved, Tape, Use, handles
+from dpcore.rounding import SquaredNorm, squares, unit
 
 try:
     # The loop of scipy's own product, straight into a given array: the public way checks all indices and makes a copy
@@ -129,6 +130,12 @@ class EmbeddingUse(Use):
         table.scatter_(1, ids, torch.arange(ids.shape[1], dtype=torch.int32, device=ids.device).expand_as(ids))
         return table.gather(1, ids).long()
 
+    def _slot_counts(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """[B, T]: how often an example holds a token, at one of its positions, zero at the others."""
+        counts = torch.zeros(ids.shape, dtype=dtype, device=ids.device)
+        ones = torch.ones((), dtype=dtype, device=ids.device).expand_as(ids)
+        return counts.scatter_add_(1, self._slots(ids), ones)
+
     def _token_sums(self, ids: Tensor, g: Tensor) -> Tensor:
         """[B, T, d]: S_v of each different token at one of its positions, zero at the others.
 
@@ -142,20 +149,23 @@ class EmbeddingUse(Use):
             self._sums = self.grad, self.grad._version, sums.view(*ids.shape, -1)
         return self._sums[2]
 
-    def norm_sq(self, param: Parameter) -> tuple[Tensor, Tensor | None]:
+    def norm_sq(self, param: Parameter) -> SquaredNorm:
         pooled = self._pooled()
         if pooled is not None:
             tokens, g = pooled
-            return g.square().sum(1).mul_(tokens.squares), None
+            norms = squares(g)
+            norms.value.mul_(tokens.squares)
+            return norms._replace(error=norms.error + 2.0 * unit(g.dtype))
         ids, g = self._positions()
         if ids.shape[1] == 1:
-            return g.square().sum((1, 2)), None
+            return squares(g[:, 0])
         if g.stride(1) == 0:
-            slots = self._slots(ids)
-            counts = torch.zeros(ids.shape, dtype=g.dtype, device=g.device)
-            counts.scatter_add_(1, slots, torch.ones((), dtype=g.dtype, device=g.device).expand_as(ids))
-            return g[:, 0].square().sum(1) * counts.square().sum(1), None
-        return self._token_sums(ids, g).square().sum((1, 2)), None
+            norms = squares(g[:, 0])
+            counts = self._slot_counts(ids, g.dtype)
+            total = squares(counts)
+            norms.value.mul_(total.value)
+            return norms._replace(error=(1.0 + norms.error) * (1.0 + total.error) - 1.0 + 2.0 * unit(g.dtype))
+        return squares(self._token_sums(ids, g).flatten(1))
 
     def grad_sample(self, param: Parameter) -> Tensor:
         ids, g = self._positions()
@@ -172,8 +182,12 @@ class EmbeddingUse(Use):
             return
         ids, g = self._positions()
         factors = factors.view(-1, 1, 1)
-        if ids.shape[1] == 1 or g.stride(1) == 0:
+        if ids.shape[1] == 1:
             add_rows(out, ids, g * factors)
+            return
+        if g.stride(1) == 0:
+            # Once for each different token: an addition for each of its positions would be a rounding for each.
+            add_rows(out, ids, (g[:, :1] * factors) * self._slot_counts(ids, g.dtype).unsqueeze(2))
             return
         sums = self._token_sums(ids, g)
         # As large as the vectors: no longer held than needed.

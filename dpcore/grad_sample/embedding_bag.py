@@ -19,6 +19,7 @@ from dpcore.grad_sample.contraction import trusted, wide
 from dpcore.grad_sample.embedding import add_rows, add_weighted_rows
 from dpcore.grad_sample.normalization import bound_arguments
 from dpcore.grad_sample.tape import Saved, Tape, Use, handles
+from dpcore.rounding import SquaredNorm, gamma, squares
 
 
 class EmbeddingBagUse(Use):
@@ -50,12 +51,15 @@ class EmbeddingBagUse(Use):
             self._sums = torch.zeros_like(coefficients).index_add_(0, table[cells].long(), coefficients)
         return self._sums
 
-    def norm_sq(self, param: Parameter) -> tuple[Tensor, Tensor | None]:
+    def norm_sq(self, param: Parameter) -> SquaredNorm:
         """|G_b|² Σ_v c_bv²."""
-        g, coefficients = self._parts()
-        counts = coefficients.new_zeros(len(g)).index_add_(0, self.bags, self._token_sums().square())
-        squares = g.square().sum(1)
-        return trusted(squares * counts, torch.maximum(squares, counts)), None
+        g, _ = self._parts()
+        counts = torch.zeros(len(g), dtype=torch.float64, device=g.device)
+        counts.index_add_(0, self.bags, self._token_sums().double().square())
+        norms = squares(g)
+        error = norms.error + gamma(len(self.bags) + 1, torch.float64)
+        largest = torch.maximum(norms.value.double(), counts)
+        return SquaredNorm(trusted(norms.value * counts, largest, g.shape[1]), error)
 
     def grad_sample(self, param: Parameter) -> Tensor:
         g, coefficients = self._parts()
@@ -101,8 +105,8 @@ class EmbeddingMaxUse(Use):
         assert self.grad is not None
         return wide(self.grad).masked_fill(self.winners < 0, 0.0)
 
-    def norm_sq(self, param: Parameter) -> tuple[Tensor, Tensor | None]:
-        return self._g().square().sum(1), None
+    def norm_sq(self, param: Parameter) -> SquaredNorm:
+        return squares(self._g())
 
     def grad_sample(self, param: Parameter) -> Tensor:
         g = self._g()

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from dpcore.errors import PrivacyError
 from dpcore.grad_sample.contraction import wide
 from dpcore.grad_sample.tape import Use
+from dpcore.rounding import SquaredNorm
 
 if TYPE_CHECKING:
     from dpcore.grad_sample.hooks import AbstractGradSampleHooks
@@ -51,7 +52,7 @@ class _Rest(Use):
         self.grad = use.grad
         self.params = tuple(p for p in use.params if p not in given)
 
-    def norm_sq(self, param: Parameter) -> tuple[Tensor, Tensor | None]:
+    def norm_sq(self, param: Parameter) -> SquaredNorm:
         return self.use.norm_sq(param)
 
     def grad_sample(self, param: Parameter) -> Tensor:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpcore.precision import is_lowered
+
 # About 10 us of overhead per call at 200 GFLOP/s against 100.
 WORTH_A_CALL_FLOPS = 4e6
 
@@ -31,14 +33,14 @@ _AVAILABLE = _available()
 
 def prefers_onednn(a: Tensor, flops: float) -> bool:
     """Whether a product with left operand ``a`` goes through oneDNN: float32 on a CPU, large, in full precision,
-    outside of tracing (a lowered precision, which users may choose for training, has no place in a norm)."""
+    outside of tracing."""
     return (
         _AVAILABLE
         and flops >= WORTH_A_CALL_FLOPS
         and a.dtype == torch.float32
         and a.device.type == "cpu"
         and type(a) is Tensor
-        and torch.get_float32_matmul_precision() == "highest"
+        and not is_lowered()
         and not torch.compiler.is_compiling()
     )
 

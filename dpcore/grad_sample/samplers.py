@@ -18,10 +18,13 @@ from dpcore.errors import UnsupportedError
 from dpcore.grad_sample.fallback import Fallback, ModuleUse, in_dtype
 from dpcore.grad_sample.tape import Saved
 from dpcore.grad_sample.tree import flatten, unflatten
+from dpcore.rounding import SquaredNorm, gamma
 
 Sampler = Callable[[Any, list[Tensor], Tensor], dict[Parameter, Tensor]]
 GRAD_SAMPLERS: dict[type[nn.Module], Sampler] = {}
 NORM_SAMPLERS: dict[type[nn.Module], Sampler] = {}
+SAMPLER_ROUNDINGS = 4096
+"""So many roundings are allowed for in the square of a norm that a user's rule returns. An assumption, not a bound."""
 
 
 def register_grad_sampler(
@@ -38,7 +41,9 @@ def register_norm_sampler(
     """Decorator: ``f(layer, activations, backprops)`` gives {parameter: [B] norms}, without per-sample gradients.
 
     The clipped sum is then taken by a second pass through the layer. A norm that is too small voids the privacy
-    guarantee; the checker compares it with the truth.
+    guarantee; the checker compares it with the truth. Norms are taken at their word but for ``SAMPLER_ROUNDINGS``
+    roundings, theirs and those of the second pass (1.2e-4 of the norm in float32). In half precision they are not asked
+    for.
     """
     return _register(NORM_SAMPLERS, target_class_or_classes)
 
@@ -71,7 +76,9 @@ class SamplerUse(ModuleUse):
     """A call of a layer with a rule of the user's."""
 
     def ghost_is_cheaper(self, param: Parameter) -> bool:
-        return type(self.module) in NORM_SAMPLERS
+        # What the layer's own backward pass would sum in half precision has not the norm that was taken.
+        halves = self.grad is not None and self.grad.dtype in (torch.float16, torch.bfloat16)
+        return type(self.module) in NORM_SAMPLERS and not halves
 
     def _sample(self, sampler: Sampler, what: str) -> dict[Parameter, Tensor]:
         gradients = list(self.grads.values())
@@ -106,9 +113,10 @@ class SamplerUse(ModuleUse):
                 )
         return values
 
-    def norm_sq(self, param: Parameter) -> tuple[Tensor, Tensor | None]:
+    def norm_sq(self, param: Parameter) -> SquaredNorm:
         norms = self._sample(NORM_SAMPLERS[type(self.module)], "norm")[param]
-        return norms.square().reshape(len(norms)), None
+        assert self.grad is not None
+        return SquaredNorm(norms.double().square().reshape(len(norms)), gamma(SAMPLER_ROUNDINGS, self.grad.dtype))
 
     def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
         leaves = [leaf.get(self.name) if isinstance(leaf, Saved) else leaf for leaf in self.leaves]

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dpcore.errors import NoRuleError, UnsupportedError
 from dpcore.grad_sample.lookups import Lookups
+from dpcore.rounding import SquaredNorm
 
 if TYPE_CHECKING:
     from dpcore.grad_sample.layout import Layout
@@ -57,11 +58,8 @@ class Use:
     sequential: bool = False
     """Whether its forward pass is a loop of many small operations, which wants many examples at a time."""
 
-    def norm_sq(self, param: Parameter) -> tuple[Tensor, Tensor | None]:
-        """([B] squared norm of the per-sample gradient without forming it, [B] scale of its rounding error or None).
-
-        The error of the first is at most a few units of float precision times the second; None: relative precision.
-        """
+    def norm_sq(self, param: Parameter) -> SquaredNorm:
+        """Squared norms [B] of the per-sample gradients without forming them, with a bound of what rounding hides."""
         raise NotImplementedError
 
     def grad_sample(self, param: Parameter) -> Tensor:

@@ -31,7 +31,6 @@ import torch
 from torch import Tensor, nn
 
 from dpcore import Engine, native, reference
-from dpcore.clipping import bound_with_margin
 from dpcore.grad_sample import products
 from dpcore.grad_sample.tape import Use
 from dpcore.reference import Gradients
@@ -109,8 +108,8 @@ class Path:
 
 @dataclass(frozen=True)
 class Errors:
-    """``norms``: the worst relative error of an example's norm. ``sum``: relative L2 error of the clipped sum at
-    C (1 - 32 eps), C the median norm. ``overshoot``: the largest norm that one example alone releases, over C, minus
+    """``norms``: the worst relative error of an example's norm. ``sum``: relative L2 error of the clipped sum at the
+    engine's factors, C the median norm. ``overshoot``: the largest norm that one example alone releases, over C, minus
     1."""
 
     norms: float
@@ -557,19 +556,18 @@ def measure(path: Path, degree: float | None, seed: int = 0) -> Errors:
         norms = torch.stack([reference.norm(g) for g in gradients])
         mask = torch.arange(EXAMPLES) % 2 == 0 if path.masked else torch.ones(EXAMPLES, dtype=torch.bool)
         bound = float(norms[mask].median())
-        # The engine clips a little below C on purpose; that is known and would hide what is lost beyond it.
-        clip = bound_with_margin(bound, torch.float32)
-        factors = [reference.clip_factor(n, clip) * float(m) for n, m in zip(norms, mask, strict=True)]
-        clipped = {
-            name: torch.stack([f * g[name] for f, g in zip(factors, gradients, strict=True)]).sum(0)
-            for name in gradients[0]
-        }
         engine = Engine(batch.model, aligned, max_grad_norm=bound, physical_batch_size=path.pieces)
         # The first batch is the one that learns; what is put off is put off from then on.
         engine.clipped_sum(batch.x, batch.y)
         with counted([*WATCHED, SINGLY]) as counts:
             result = engine.clipped_sum(batch.x, batch.y, mask if path.masked else None)
         check_path(path, degree, engine, counts)
+        # The engine's own factors: it clips a little below C on purpose, which would hide what is lost beyond it. What
+        # one example releases (below) is right only if they are.
+        clipped = {
+            name: torch.stack([f * g[name] for f, g in zip(result.factors.double(), gradients, strict=True)]).sum(0)
+            for name in gradients[0]
+        }
         error = float(((result.norms.double() - norms).abs() / norms)[mask].max())
         return Errors(error, relative_error(result.sums, clipped), overshoot(path, batch, float(norms.min()), bound))
 

@@ -17,7 +17,7 @@ from dpcore import Engine, GaussianNoise, reference
 from dpcore.clipping import automatic_factors
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.grad_sample.compiled import graph_size, rung
-from tests.dpcore.comparison import odd_loss, relative_error
+from tests.dpcore.comparison import MARGIN, odd_loss, relative_error
 from tests.dpcore.exactness import PATHS, Averaged, First, OwnScale, Reused
 
 TRACED = "aot_eager"
@@ -97,7 +97,7 @@ def test_graphs_give_the_float64_clipped_sum(name):
     for count in (9, 5, 1):
         truth = reference.clipped_sum(copy.deepcopy(model), odd_loss, x[:count], y[:count], float(norms.median()))
         result = engine.clipped_sum(x[:count], y[:count])
-        assert relative_error(result.sums, truth.clipped) < 1e-5
+        assert relative_error(result.sums, truth.clipped) < 1e-5 + MARGIN[torch.float32]
         torch.testing.assert_close(result.norms.double(), truth.norms, rtol=1e-5, atol=0)
     assert graphs_of(engine) == [4, 5, 10]
 
@@ -148,7 +148,7 @@ def small(**options):
 def agrees(model, engine, x, y, bound):
     truth = reference.clipped_sum(copy.deepcopy(model), odd_loss, x, y, bound)
     result = engine.clipped_sum(x, y)
-    assert relative_error(result.sums, truth.clipped) < 1e-5
+    assert relative_error(result.sums, truth.clipped) < 1e-5 + MARGIN[torch.float32]
     return result
 
 
