@@ -304,8 +304,8 @@ class _Trial:
 def _norms_sq(choice: Choice) -> tuple[Tensor, Tensor]:
     """[B] squared norms of a parameter's per-sample gradients, and [B] scale of their rounding errors."""
     if choice.method == "ghost":
-        norms_sq, scale = choice.uses[0].norm_sq(choice.param)
-        return norms_sq.detach().clone(), norms_sq if scale is None else scale
+        found = choice.uses[0].norm_sq(choice.param)
+        return found.value.detach().clone(), found.value if found.scale is None else found.scale
     first, *more = (use.grad_sample(choice.param) for use in choice.uses)
     norms_sq = wide(sum(more, first)).flatten(1).square().sum(1)
     return norms_sq, norms_sq
