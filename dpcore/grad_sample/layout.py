@@ -115,19 +115,18 @@ class Layout:
             if isinstance(use, ModuleUse):
                 # What has the batch's length here and in the real batch has the batch first.
                 fallback = next(f for f in self.fallbacks.values() if f.module is use.module)
-                batched = frozenset(use.batched)
+                batched = frozenset(use.call.batched)
                 fallback.batched = batched if fallback.batched is None else fallback.batched & batched
                 if type(use) is ModuleUse:
-                    use.check_alone(use.outputs, count)
-                use.outputs = []
+                    use.check_alone(fallback)
         outputs = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not outputs:
             return
         params = [p for p in names if p.requires_grad]
-        wanted: list[Any] = [*params, *(edge for edge, _ in tape.forbidden)]
+        wanted: list[Any] = [*params, *(edge for edge, _ in tape.forbidden), *tape.guards]
         ones = [torch.ones_like(o) for o in outputs]
         grads = torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
-        for (_, refuse), grad in zip(tape.forbidden, grads[len(params) :], strict=True):
+        for (_, refuse), grad in zip(tape.forbidden, grads[len(params) :], strict=False):
             refuse(grad)
         raw = [p for p, g in zip(params, grads, strict=False) if g is not None]
         if raw:

@@ -27,6 +27,7 @@ from dpcore.errors import NoRuleError, UnsupportedError
 from dpcore.grad_sample.lookups import Lookups
 
 if TYPE_CHECKING:
+    from dpcore.grad_sample.fallback import Interception
     from dpcore.grad_sample.layout import Layout
 
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
@@ -162,6 +163,12 @@ SECOND_ORDER = (
 )
 
 
+def check_first_order() -> None:
+    """UnsupportedError where a transform of torch.func or forward-mode differentiation is at work."""
+    if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:
+        raise UnsupportedError(SECOND_ORDER)
+
+
 class Tape(TorchFunctionMode):
     """Records the uses of ``parameters`` (names by identity) for a batch of ``batch_size`` examples."""
 
@@ -195,17 +202,22 @@ class Tape(TorchFunctionMode):
         self._edges: list[GradientEdge] = []
         self.forbidden: list[tuple[GradientEdge, Callable[[Tensor | None], None]]] = []
         self._targets: list[Callable[[Tensor | None], None]] = []
-        self._anchor = torch.zeros((), requires_grad=True)
-        self._forwards: list[tuple[nn.Module, Any]] = []
+        self.anchor = torch.zeros((), requires_grad=True)
+        self.places = 0
+        """How many outputs were attached."""
+        self.guards: list[Tensor] = []
+        """Leaves that no gradient may reach: hooks at them raise an error. A backward pass of the tape's own asks for
+        them, because it goes where it is sent and nowhere else."""
+        self._interceptions: list[Interception] = []
         self._checkpointing = without_checkpointing()
 
     def __enter__(self) -> Tape:
         if self.fallbacks:
-            from dpcore.grad_sample.fallback import taped_forward
+            from dpcore.grad_sample.fallback import Interception
 
             for fallback in self.fallbacks.values():
-                self._forwards.append((fallback.module, vars(fallback.module).get("forward")))
-                fallback.module.forward = taped_forward(self, fallback)
+                self._interceptions.append(Interception(self, fallback))
+                self._interceptions[-1].enter()
         for module in self.layout.recurrent if self.layout else ():
             self._hooks.append(module.register_forward_pre_hook(self._note_packed, with_kwargs=True))
         self._checkpointing.__enter__()
@@ -219,12 +231,8 @@ class Tape(TorchFunctionMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         self._checkpointing.__exit__(*exception)
-        if self._forwards:
-            from dpcore.grad_sample.fallback import restore_forward
-
-            for module, previous in self._forwards:
-                restore_forward(module, previous)
-            self._forwards.clear()
+        while self._interceptions:
+            self._interceptions.pop().leave()
         while self._hooks:
             self._hooks.pop().remove()
         self.lookups.settle(self)
@@ -253,14 +261,16 @@ class Tape(TorchFunctionMode):
 
     def attach(self, output: Tensor, target: Callable[[Tensor | None], None]) -> Tensor:
         """Remembers ``output``'s place in the graph; ``target`` receives the gradient there. Returns the output to
-        use.
+        use. Where no gradients are recorded (torch.no_grad() in a forward pass), none can come.
         """
-        if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:
-            raise UnsupportedError(SECOND_ORDER)
+        if not torch.is_grad_enabled():
+            return output
+        check_first_order()
+        self.places += 1
         if not output.requires_grad:
             if output._is_view():
                 output = output.clone()
-            output = _Attach.apply(output, self._anchor)
+            output = _Attach.apply(output, self.anchor)
         if self.scale is not None:
             output.register_hook(self._hook(target))
             return output
@@ -279,13 +289,15 @@ class Tape(TorchFunctionMode):
 
         return self.attach(output, set_grad)
 
-    def _hook(self, target: Callable[[Tensor | None], None]) -> Callable[[Tensor], None]:
+    def _hook(self, target: Callable[[Tensor | None], None]) -> Callable[[Tensor | None], None]:
         """Hands gradients to ``target``, added up where several backward passes run through the same place."""
         total: Tensor | None = None
         scale = self.scale or 1.0
 
-        def hook(grad: Tensor) -> None:
+        def hook(grad: Tensor | None) -> None:
             nonlocal total
+            if grad is None:
+                return
             if grad.requires_grad:
                 raise UnsupportedError(
                     "A backward pass with create_graph=True went through the private module; the gradient of a "
@@ -308,7 +320,8 @@ class Tape(TorchFunctionMode):
                 raise self._no_batch(output, params, 0)
 
         attached = self.attach(output, refuse)
-        self.forbidden.append((get_gradient_edge(attached), refuse))
+        if attached.requires_grad:
+            self.forbidden.append((get_gradient_edge(attached), refuse))
         return attached
 
     def backward(self, losses: Tensor, weights: Tensor) -> None:
@@ -316,13 +329,13 @@ class Tape(TorchFunctionMode):
 
         The trained parameters themselves are asked for too: one that turns up was used in a way no rule has seen.
         """
-        raw: list[Any] = list(self.parameters)
+        raw: list[Any] = [*self.parameters, *self.guards]
         if not losses.requires_grad:
             for target in self._targets:
                 target(None)
             return
         grads = torch.autograd.grad(losses, [*self._edges, *raw], grad_outputs=weights, allow_unused=True)
-        for param, grad in zip(raw, grads[len(self._edges) :], strict=True):
+        for param, grad in zip(self.parameters, grads[len(self._edges) :], strict=False):
             if grad is not None:
                 self.refuse_raw(param)
         for target, grad in zip(self._targets, grads, strict=False):
