@@ -245,22 +245,23 @@ class ModuleUse(Use):
         """Whether these are the outputs of the first run, but for rounding."""
         for k, again in outputs.items():
             saved = self.results.get(k)
-            if saved is None:
-                continue
-            first = saved.tensor
-            if first._version != saved.version or type(first) is not Tensor:
-                continue  # changed in place since, as an activation may do; or without values, in a trace
-            if again.shape != first.shape:
-                return False
-            rows, expected = again.double().flatten(1), first.double().flatten(1)
-            if not rows.numel():
-                continue
-            scale = expected.abs().amax(1)
-            scale = torch.maximum(scale, scale.nanmedian()).unsqueeze(1)
-            low = first.dtype in (torch.bfloat16, torch.float16) or self.call.autocast[1]
-            if bool(((rows - expected).abs() > (5e-2 if low else 1e-3) * scale).any()):
+            # Changed in place since, as an activation may do; or without values, in a trace.
+            known = saved is not None and saved.tensor._version == saved.version and type(saved.tensor) is Tensor
+            if known and not self._close(again, saved.tensor):  # type: ignore[union-attr]
                 return False
         return True
+
+    def _close(self, again: Tensor, first: Tensor) -> bool:
+        """Whether two outputs are the same but for rounding; rows that are not finite are not compared."""
+        if again.shape != first.shape:
+            return False
+        if not first.numel():
+            return True
+        rows, expected = again.double().flatten(1), first.double().flatten(1)
+        scale = expected.abs().amax(1)
+        scale = torch.maximum(scale, scale.nanmedian()).unsqueeze(1)
+        low = first.dtype in (torch.bfloat16, torch.float16) or self.call.autocast[1]
+        return not bool(((rows - expected).abs() > (5e-2 if low else 1e-3) * scale).any())
 
     def check_alone(self, fallback: Fallback) -> None:
         """That one example alone has the outputs that it had in the batch, of copies of it. NoRuleError or
@@ -277,7 +278,7 @@ class ModuleUse(Use):
             together, one = saved.tensor, alone[k]
             if one.shape != (1, *together.shape[1:]):
                 raise NoRuleError(f"{self.name} has no rule, and hides which example is which.", self.params)
-            differs |= not torch.allclose(one[0], together[0], 1e-2, 1e-4 * float(one.abs().max()), equal_nan=True)
+            differs |= not self._close(one, together[:1])
         if differs and self._agrees(self._whole_again()):
             raise self._mixed()
         fallback.unrepeatable |= differs
@@ -378,7 +379,7 @@ class Interception:
         autocast = (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         before = {n: b.clone() for n, b in module.named_buffers() if n in fallback.buffers}
         versions = _versions(module) if tape.probing else {}
-        places, numbers = tape.places, RandomNumbers(module)
+        attached, numbers = tape.attached, RandomNumbers(module)
         inner = unflatten(spec, part.leaves)
         try:
             output = self._plain(target, {prefix + n: p for n, p in part.stand_ins.items()}, *inner)
@@ -387,7 +388,7 @@ class Interception:
                 raise _changes_inputs(name, params) from error
             raise
         drawn = not numbers.same(RandomNumbers(module))
-        if tape.places != places:
+        if tape.attached != attached:
             raise NoRuleError(
                 f"{name} has no rule, and uses trained parameters that are not its own; register the layers that they "
                 "belong to within it.",

@@ -114,11 +114,7 @@ class Part:
             if node is None:
                 continue
             variable = getattr(node, "variable", None)
-            if variable is not None:
-                foreign = id(variable) not in known
-            else:
-                foreign = node._sequence_nr() < self.first_node
-            if foreign:
+            if id(variable) not in known if variable is not None else node._sequence_nr() < self.first_node:
                 raise NoRuleError(
                     f"{self.name} has no rule, and uses tensors with a gradient that are neither its arguments nor its "
                     "parameters; pass them to its forward().",

@@ -85,9 +85,7 @@ class SideEffects:
             self._keep_globals(value, depth)
         elif hasattr(value, "__dict__"):
             self._keep_attributes(vars(value))
-            called = getattr(type(value), "__call__", None)
-            if depth > 1 and isinstance(called, types.FunctionType):
-                self._keep(called, depth - 1)
+            self._keep(vars(type(value)).get("__call__"), depth - 1)
 
     def _keep_cell(self, cell: types.CellType, depth: int) -> None:
         try:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
@@ -203,7 +203,7 @@ class Tape(TorchFunctionMode):
         self.forbidden: list[tuple[GradientEdge, Callable[[Tensor | None], None]]] = []
         self._targets: list[Callable[[Tensor | None], None]] = []
         self.anchor = torch.zeros((), requires_grad=True)
-        self.places = 0
+        self.attached = 0
         """How many outputs were attached."""
         self.guards: list[Tensor] = []
         """Leaves that no gradient may reach: hooks at them raise an error. A backward pass of the tape's own asks for
@@ -266,7 +266,7 @@ class Tape(TorchFunctionMode):
         if not torch.is_grad_enabled():
             return output
         check_first_order()
-        self.places += 1
+        self.attached += 1
         if not output.requires_grad:
             if output._is_view():
                 output = output.clone()
