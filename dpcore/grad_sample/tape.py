@@ -8,8 +8,9 @@ remembered, and one call of ``torch.autograd.grad`` then yields the gradients at
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
@@ -127,33 +128,72 @@ class _Attach(torch.autograd.Function):
         return None, None
 
 
-@contextmanager
-def without_checkpointing() -> Iterator[None]:
-    """Functions under torch.utils.checkpoint are run once and keep their activations.
+class _Checkpointing:
+    """Functions under torch.utils.checkpoint are run once and keep their activations, on threads with an open tape.
 
     Run a second time, in the backward pass, they would use the parameters where no tape sees them. What a rule needs is
-    kept in any case; physical micro-batches are what bounds memory here. checkpoint() looks both names up when called.
+    kept in any case; physical micro-batches are what bounds memory here. checkpoint() looks both names up when called,
+    on whatever thread: they are replaced from the first tape that is opened to the last that is closed, and on other
+    threads what takes their places hands on to them.
     """
-    module: Any = torch.utils.checkpoint
-    saved = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
-    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = _RunOnce, _run_once
-    try:
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = 0
+        self._here = threading.local()
+        self._reentrant: Any = None
+        self._generator: Any = None
+
+    def __enter__(self) -> None:
+        module: Any = torch.utils.checkpoint
+        self._here.depth = self.depth + 1
+        with self._lock:
+            self._open += 1
+            if self._open == 1:
+                self._reentrant = module.CheckpointFunction
+                self._generator = module._checkpoint_without_reentrant_generator
+                module.CheckpointFunction = _Reentrant(self._reentrant)
+                module._checkpoint_without_reentrant_generator = functools.partial(_generator, self._generator)
+
+    def __exit__(self, *exception: Any) -> None:
+        module: Any = torch.utils.checkpoint
+        self._here.depth -= 1
+        with self._lock:
+            self._open -= 1
+            if not self._open:
+                module.CheckpointFunction = self._reentrant
+                module._checkpoint_without_reentrant_generator = self._generator
+
+    @property
+    def depth(self) -> int:
+        """How many tapes are open on this thread."""
+        return getattr(self._here, "depth", 0)
+
+
+CHECKPOINTING = _Checkpointing()
+
+
+class _Reentrant:
+    """In the place of the reentrant checkpoint's autograd function."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def apply(self, function: Callable[..., Any], preserve_random_state: bool, *args: Any) -> Any:
+        if CHECKPOINTING.depth:
+            return function(*args)
+        return self._original.apply(function, preserve_random_state, *args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
+def _generator(original: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+    """In the place of what runs before and after the function of a checkpoint that is not reentrant."""
+    if CHECKPOINTING.depth:
         yield
-    finally:
-        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = saved
-
-
-class _RunOnce:
-    """In place of the reentrant checkpoint's autograd function."""
-
-    @staticmethod
-    def apply(function: Callable[..., Any], preserve_random_state: bool, *args: Any) -> Any:
-        return function(*args)
-
-
-def _run_once(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """In place of what runs before and after the function of a checkpoint that is not reentrant."""
-    yield
+    else:
+        yield from original(*args, **kwargs)
 
 
 SECOND_ORDER = (
@@ -185,8 +225,10 @@ class Tape(TorchFunctionMode):
         """
         super().__init__()
         self.scale = scale
-        self.fired = False
+        self.iteration: Any = None
+        """What came of its first backward pass."""
         self.on_fire: Callable[[Tape], None] = lambda tape: None
+        self._task = -1
         self.layout = layout
         self.fallbacks = {} if layout is None else layout.fallbacks
         self.probing = False
@@ -209,9 +251,10 @@ class Tape(TorchFunctionMode):
         """Leaves that no gradient may reach: hooks at them raise an error. A backward pass of the tape's own asks for
         them, because it goes where it is sent and nowhere else."""
         self._interceptions: list[Interception] = []
-        self._checkpointing = without_checkpointing()
 
     def __enter__(self) -> Tape:
+        if self.layout is not None:
+            self.layout.begin()
         if self.fallbacks:
             from dpcore.grad_sample.fallback import Interception
 
@@ -220,7 +263,7 @@ class Tape(TorchFunctionMode):
                 self._interceptions[-1].enter()
         for module in self.layout.recurrent if self.layout else ():
             self._hooks.append(module.register_forward_pre_hook(self._note_packed, with_kwargs=True))
-        self._checkpointing.__enter__()
+        CHECKPOINTING.__enter__()
         super().__enter__()
         return self
 
@@ -230,11 +273,13 @@ class Tape(TorchFunctionMode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._checkpointing.__exit__(*exception)
+        CHECKPOINTING.__exit__(*exception)
         while self._interceptions:
             self._interceptions.pop().leave()
         while self._hooks:
             self._hooks.pop().remove()
+        if self.layout is not None:
+            self.layout.end()
         self.lookups.settle(self)
 
     def __torch_function__(
@@ -305,8 +350,9 @@ class Tape(TorchFunctionMode):
                 )
             scaled = _scaled(grad.detach(), scale)
             total = scaled if total is None else total + scaled
-            if not self.fired:
-                self.fired = True
+            task = torch._C._current_graph_task_id()
+            if task != self._task:
+                self._task = task
                 self.on_fire(self)
             target(total)
 

@@ -183,6 +183,43 @@ class DPOptimizer(Optimizer):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.original_optimizer!r})"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PrivacyError(
+            "A private optimizer cannot be copied or pickled: the copy would draw the noise of the same steps again, "
+            "on other gradients, and the difference would be bare. Use PrivacyEngine.save_checkpoint and load_checkpoint, "
+            "or copy optimizer.state_dict()."
+        )
+
+    def _register(self, kind: str, hook: Callable[..., Any], **options: Any) -> Any:
+        """Registers a hook of the user's on the wrapped optimiser; it is called with the private one."""
+        register = getattr(self.original_optimizer, kind, None)
+        if register is None:
+            raise UnsupportedError(
+                f"The wrapped {type(self.original_optimizer).__name__} has no {kind}; call what the hook would do "
+                "after optimizer.step()."
+            )
+        return register(lambda inner, *given: hook(self, *given), **options)
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
+        """``hook(self, args, kwargs)`` runs before every update, when ``p.grad`` is the released gradient."""
+        return self._register("register_step_pre_hook", hook)
+
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> Any:
+        """``hook(self, args, kwargs)`` runs after every update; not after a piece of a logical batch that goes on."""
+        return self._register("register_step_post_hook", hook)
+
+    def register_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> Any:
+        return self._register("register_state_dict_pre_hook", hook, prepend=prepend)
+
+    def register_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> Any:
+        return self._register("register_state_dict_post_hook", hook, prepend=prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> Any:
+        return self._register("register_load_state_dict_pre_hook", hook, prepend=prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> Any:
+        return self._register("register_load_state_dict_post_hook", hook, prepend=prepend)
+
     # ---- the private gradient
 
     @property
