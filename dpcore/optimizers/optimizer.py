@@ -186,8 +186,8 @@ class DPOptimizer(Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise PrivacyError(
             "A private optimizer cannot be copied or pickled: the copy would draw the noise of the same steps again, "
-            "on other gradients, and the difference would be bare. Use PrivacyEngine.save_checkpoint and load_checkpoint, "
-            "or copy optimizer.state_dict()."
+            "on other gradients, and the difference would be bare. Use PrivacyEngine.save_checkpoint and "
+            "load_checkpoint, or copy optimizer.state_dict()."
         )
 
     def _register(self, kind: str, hook: Callable[..., Any], **options: Any) -> Any:
