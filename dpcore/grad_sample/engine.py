@@ -161,6 +161,8 @@ class Engine:
                 lambda count: _call(self.model, copies(x, batch_size, count)),
                 probe_sizes(x, batch_size, self.model),
             )
+        if self._graphs is not None:
+            self._layout.refuse_unrepeatable()
         if self.isolation.due(kind, batch_size):
             self.isolation.check(kind, self._losses, (x, y), batch_size, losses=True)
         start = graph_size = 0

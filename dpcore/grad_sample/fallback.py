@@ -166,11 +166,6 @@ class ModuleUse(Use):
     def _by_graph(self, part: Part) -> dict[Parameter, Tensor]:
         """One backward pass per example through the graph of the batch."""
         count = len(next(iter(self.grads.values())))
-        if isinstance(next(iter(self.grads.values())), torch._subclasses.FakeTensor):
-            raise UnsupportedError(
-                f"{self.name} has no rule and draws random numbers (dropout?), for which every step needs its own "
-                "graph; build the engine with compile=False."
-            )
         rows = {p: torch.zeros((count, *p.shape), dtype=p.dtype, device=p.device) for p in self.params}
         ends = list(part.stand_ins.values())
         for i in range(count):
@@ -419,7 +414,7 @@ class Interception:
                 "dropout out of it."
             )
         results, out_spec = flatten(output)
-        released, places = part.release(results, tape.anchor)
+        released, places = part.release(results, tape.anchor, tape.probing)
         if tape.scale is None:
             tape.guards += part.guarded
         long = [k for k, v in enumerate(leaves) if isinstance(v, Tensor) and v.dim() and len(v) == tape.batch_size]

@@ -81,6 +81,15 @@ class Layout:
         """Called after a pass through the model."""
         self._busy.clear()
 
+    def refuse_unrepeatable(self) -> None:
+        """UnsupportedError where gradients by example need the graph of their own batch."""
+        for fallback in self.fallbacks.values():
+            if fallback.unrepeatable:
+                raise UnsupportedError(
+                    f"{fallback.name or 'The model'} has no rule and draws random numbers (dropout?) or gives "
+                    "something else when it is run again, which cannot be compiled; build the engine with compile=False."
+                )
+
     def dim(self, key: tuple[Parameter, str], tape: Tape, x: Tensor, features: int) -> int:
         """The batch dimension of x, a tensor met by a parameter: 0, 1 or -1 (none); while probing, found by its
         length."""

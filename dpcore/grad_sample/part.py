@@ -77,12 +77,12 @@ class Part:
             if isinstance(leaf, Tensor) and leaf._version != version
         ]
 
-    def release(self, results: Sequence[Any], anchor: Tensor) -> tuple[list[Any], dict[int, int]]:
+    def release(self, results: Sequence[Any], anchor: Tensor, probing: bool) -> tuple[list[Any], dict[int, int]]:
         """The results as the graph outside sees them: those that need a gradient come from one node of their own. And
         the position among the results where each of these comes first -> its number among the node's outputs.
 
         NoRuleError where they depend on something differentiable that is neither an argument nor one of the module's
-        parameters.
+        parameters, and (``probing``) where they are views of one another or of an argument.
         """
         back = {id(end): outer for end, outer in zip(self.ends, self.inputs, strict=True)}
         numbers: dict[int, int] = {}
@@ -93,8 +93,14 @@ class Part:
                 continue
             first[k] = numbers[id(result)] = len(self.outputs)
             storage = result.untyped_storage()._cdata
-            # Two outputs in one memory, of which one is changed in place, would be strangers to autograd.
-            self.outputs.append(result.clone() if storage in memory else result)
+            shared = storage in memory
+            if shared and probing and any(_overlap(result, other) for other in (*self.ends, *self.outputs)):
+                raise NoRuleError(
+                    f"{self.name} has no rule, and returns a view of its input or of another output, where a change in "
+                    "place of one would go unnoticed in the other; return a clone().",
+                    self.params,
+                )
+            self.outputs.append(result.clone() if shared else result)
             memory.add(storage)
         self._check_origin()
         outside = _Whole.apply(self, anchor, *self.inputs) if self.outputs else ()
@@ -135,6 +141,15 @@ class Part:
             )
         finally:
             self.gate.open = False
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have an element in common."""
+    if a.untyped_storage()._cdata != b.untyped_storage()._cdata:
+        return False
+    places = torch.arange(a.untyped_storage().nbytes() // a.element_size())
+    one, other = (places.as_strided(t.shape, t.stride(), t.storage_offset()) for t in (a, b))
+    return bool(torch.isin(one, other).any())
 
 
 def _differentiable(result: Any) -> bool:
