@@ -87,7 +87,8 @@ class Layout:
             if fallback.unrepeatable:
                 raise UnsupportedError(
                     f"{fallback.name or 'The model'} has no rule and draws random numbers (dropout?) or gives "
-                    "something else when it is run again, which cannot be compiled; build the engine with compile=False."
+                    "something else when it is run again, which cannot be compiled; build the engine with "
+                    "compile=False."
                 )
 
     def dim(self, key: tuple[Parameter, str], tape: Tape, x: Tensor, features: int) -> int:
