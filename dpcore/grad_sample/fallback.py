@@ -118,6 +118,8 @@ class ModuleUse(Use):
         self.grads: dict[int, Tensor] = {}
         self.part: Part | None = None
         """The graph of the first run, where there cannot be a second."""
+        self.numbers: RandomNumbers | None = None
+        """With it: the random numbers as they were before."""
         self.places: dict[int, int] = {}
         """Of the results that are recorded: their numbers among the part's outputs."""
         self.results: dict[int, Saved] = {}
@@ -164,19 +166,53 @@ class ModuleUse(Use):
         return {self.trained[name]: value.detach() for name, value in grads.items()}
 
     def _by_graph(self, part: Part) -> dict[Parameter, Tensor]:
-        """One backward pass per example through the graph of the batch."""
-        count = len(next(iter(self.grads.values())))
-        rows = {p: torch.zeros((count, *p.shape), dtype=p.dtype, device=p.device) for p in self.params}
-        ends = list(part.stand_ins.values())
-        for i in range(count):
-            single = {}
-            for k, g in self.grads.items():
-                row = single[self.places[k]] = torch.zeros_like(g)
+        """One backward pass per example through the graph of the batch; an example that is not finite would reach all
+        others there, since 0 * NaN is NaN: the batch is run again without it."""
+        spoilt = self._spoilt()
+        good = (~spoilt).nonzero().flatten().tolist()
+        if good and len(good) < len(spoilt):
+            outputs, ends = self._without(spoilt, good[0])
+            if not all(self._close(outputs[k][good], saved.tensor[good]) for k, saved in self.results.items()):
+                good = []
+            grads = {k: g.masked_fill(spoilt.view(-1, *[1] * (g.dim() - 1)), 0.0) for k, g in self.grads.items()}
+        else:
+            outputs, ends = {k: part.outputs[place] for k, place in self.places.items()}, list(part.stand_ins.values())
+            good, grads = list(range(len(spoilt))), self.grads
+        rows = {p: p.new_full((len(spoilt), *p.shape), torch.nan) for p in self.params}
+        for i in good:
+            single = [torch.zeros_like(g) for g in grads.values()]
+            for row, g in zip(single, grads.values(), strict=True):
                 row[i] = g[i]
-            for p, gradient in zip(self.params, part.gradients(ends, single), strict=True):
-                if gradient is not None:
-                    rows[p][i] = gradient
+            for p, gradient in zip(self.params, part.gradients(ends, [outputs[k] for k in grads], single), strict=True):
+                rows[p][i] = 0.0 if gradient is None else gradient
         return rows
+
+    def _spoilt(self) -> Tensor:
+        """[B] bool: examples whose inputs, outputs or gradients are not finite."""
+        given, count = self.given(), len(next(iter(self.grads.values())))
+        tensors = [
+            *(given[k] for k in self.call.batched),
+            *self.grads.values(),
+            *(s.tensor for s in self.results.values()),
+        ]
+        finite = [t.flatten(1).isfinite().all(1) for t in tensors if t.numel()]
+        return ~torch.stack(finite).all(0) if finite else torch.zeros(count, dtype=torch.bool)
+
+    def _without(self, spoilt: Tensor, other: int) -> tuple[dict[int, Tensor], list[Tensor]]:
+        """Outputs of another run with the same random numbers, the ``spoilt`` examples' inputs being those of the
+        example ``other``; and what stands for the parameters there."""
+        given = self.given()
+        rows = torch.arange(len(spoilt), device=spoilt.device).masked_fill(spoilt, other)
+        params = {n: p.detach().requires_grad_() for n, p in self.trained.items()}
+        now = RandomNumbers(self.module)
+        assert self.numbers is not None
+        try:
+            self.numbers.restore()
+            with torch.enable_grad(), _replay(), without_side_effects(self.module):
+                results = self.call.again(params, given, [given[k][rows] for k in self.call.batched])
+        finally:
+            now.restore()
+        return {k: results[k] for k in self.places}, list(params.values())
 
     def _in_full(self) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
         """:meth:`_replayed` in the precision that is asked for, or in the module's own where it has constants in it."""
@@ -252,7 +288,7 @@ class ModuleUse(Use):
             return False
         if not first.numel():
             return True
-        rows, expected = again.double().flatten(1), first.double().flatten(1)
+        rows, expected = (t.double().reshape(len(t), -1) for t in (again, first))
         scale = expected.abs().amax(1)
         scale = torch.maximum(scale, scale.nanmedian()).unsqueeze(1)
         low = first.dtype in (torch.bfloat16, torch.float16) or self.call.autocast[1]
@@ -421,7 +457,7 @@ class Interception:
         batched = tuple(k for k in long if fallback.batched is None or k in fallback.batched)
         use = kind(Call(name, module, target, prefix, spec, batched, autocast, before), trained, leaves)
         if by_graph:
-            use.part, part.kept = part, True
+            use.part, use.numbers, part.kept = part, numbers, True
         for k, place in places.items():
             result = released[k]
             if not result.dim() or len(result) != tape.batch_size:
@@ -433,9 +469,8 @@ class Interception:
 
             tape.attach(result, set_grad)
             use.places[k] = place
-            if tape.probing or not by_graph:
-                # An activation behind it may work in place; the probe compares in any case.
-                use.results[k] = Saved(result.clone() if tape.probing else result)
+            # An activation behind it may work in place; the probe compares in any case.
+            use.results[k] = Saved(result.clone() if tape.probing else result)
         tape.uses.append(use)
         return unflatten(out_spec, released)
 

@@ -131,14 +131,13 @@ class Part:
                     seen.add(following)
                     waiting.append(following)
 
-    def gradients(self, wanted: Sequence[Tensor], grads: dict[int, Tensor]) -> list[Tensor | None]:
-        """Gradients at ``wanted``, leaves of the part, of Σ ⟨grads[k], output k⟩; None where there is no path."""
-        outputs = [self.outputs[k] for k in grads]
+    def gradients(
+        self, wanted: Sequence[Tensor], outputs: Sequence[Tensor], grads: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Gradients at ``wanted``, leaves of the part, of Σ ⟨grads[k], outputs[k]⟩; None where there is no path."""
         self.gate.open = True
         try:
-            return list(
-                torch.autograd.grad(outputs, wanted, list(grads.values()), retain_graph=True, allow_unused=True)
-            )
+            return list(torch.autograd.grad(outputs, wanted, grads, retain_graph=True, allow_unused=True))
         finally:
             self.gate.open = False
 
@@ -178,7 +177,8 @@ class _Whole(torch.autograd.Function):
             if not (part.kept or torch._C._autograd._get_current_graph_task_keep_graph()):
                 # Not at once: a gradient that comes in another way is still to reach the part's leaves.
                 torch.autograd.Variable._execution_engine.queue_callback(part.outputs.clear)
-            found = part.gradients([part.ends[k] for k in needed], given)
+            outputs = [part.outputs[k] for k in given]
+            found = part.gradients([part.ends[k] for k in needed], outputs, list(given.values()))
             for k, gradient in zip(needed, found, strict=True):
                 result[k] = gradient
         return None, None, *result
