@@ -82,6 +82,8 @@ class SideEffects:
                 return
             for cell in value.__closure__ or ():
                 self._keep_cell(cell, depth)
+            for default in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
+                self._keep(default, depth - 1)
             self._keep_globals(value, depth)
         elif hasattr(value, "__dict__"):
             self._keep_attributes(vars(value))
