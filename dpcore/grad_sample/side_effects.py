@@ -67,6 +67,9 @@ class SideEffects:
         """What a hook, or an object that it uses, may write to."""
         if not depth or isinstance(value, Tensor | nn.Module | type | types.ModuleType) or id(value) in self._seen:
             return
+        owner = value if isinstance(value, types.FunctionType | types.MethodType) else type(value)
+        if str(owner.__module__).startswith(("torch.", "dpcore.")):
+            return  # what it keeps (parameters that are gathered, say) must go with what it does
         if isinstance(value, _CONTAINERS):
             self._keep_contents(value)
             return
@@ -78,8 +81,6 @@ class SideEffects:
             self._keep(value.__func__, depth - 1)
             self._keep(value.__self__, depth - 1)
         elif isinstance(value, types.FunctionType):
-            if str(value.__module__).startswith(("torch.", "dpcore.")):
-                return
             for cell in value.__closure__ or ():
                 self._keep_cell(cell, depth)
             for default in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):

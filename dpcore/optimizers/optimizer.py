@@ -18,6 +18,7 @@ from dpcore.grad_sample.accumulator import Accumulator, Factors
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.grad_sample.iteration import owner_of
 from dpcore.noise import GaussianNoise, SecureNoise
+from dpcore.optimizers.around import OptimizerAround
 from dpcore.utils.ledger import Ledger
 
 StepHook = Callable[["DPOptimizer"], None]
@@ -25,7 +26,7 @@ _CLAIMED: weakref.WeakKeyDictionary[AbstractGradSampleHooks, weakref.ref[DPOptim
 """What records gradients -> the optimiser that takes them."""
 
 
-class DPOptimizer(Optimizer):
+class DPOptimizer(OptimizerAround):
     """Wraps ``optimizer``; ``step()`` hands it (Σ clipped gradients + σ·C·N(0, I)) / expected_batch_size.
 
     ``max_grad_norm``: one bound, or one per trained parameter (per-layer clipping; the noise is then σ times their L2
@@ -151,6 +152,10 @@ class DPOptimizer(Optimizer):
     # ---- what the wrapped optimiser is
 
     @property
+    def inner(self) -> Optimizer:
+        return self.original_optimizer
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return self.original_optimizer.param_groups
 
@@ -182,43 +187,6 @@ class DPOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.original_optimizer!r})"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise PrivacyError(
-            "A private optimizer cannot be copied or pickled: the copy would draw the noise of the same steps again, "
-            "on other gradients, and the difference would be bare. Use PrivacyEngine.save_checkpoint and "
-            "load_checkpoint, or copy optimizer.state_dict()."
-        )
-
-    def _register(self, kind: str, hook: Callable[..., Any], **options: Any) -> Any:
-        """Registers a hook of the user's on the wrapped optimiser; it is called with the private one."""
-        register = getattr(self.original_optimizer, kind, None)
-        if register is None:
-            raise UnsupportedError(
-                f"The wrapped {type(self.original_optimizer).__name__} has no {kind}; call what the hook would do "
-                "after optimizer.step()."
-            )
-        return register(lambda inner, *given: hook(self, *given), **options)
-
-    def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
-        """``hook(self, args, kwargs)`` runs before every update, when ``p.grad`` is the released gradient."""
-        return self._register("register_step_pre_hook", hook)
-
-    def register_step_post_hook(self, hook: Callable[..., Any]) -> Any:
-        """``hook(self, args, kwargs)`` runs after every update; not after a piece of a logical batch that goes on."""
-        return self._register("register_step_post_hook", hook)
-
-    def register_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> Any:
-        return self._register("register_state_dict_pre_hook", hook, prepend=prepend)
-
-    def register_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> Any:
-        return self._register("register_state_dict_post_hook", hook, prepend=prepend)
-
-    def register_load_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> Any:
-        return self._register("register_load_state_dict_pre_hook", hook, prepend=prepend)
-
-    def register_load_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> Any:
-        return self._register("register_load_state_dict_post_hook", hook, prepend=prepend)
 
     # ---- the private gradient
 
