@@ -119,8 +119,8 @@ class Part:
             node = waiting.pop()
             if node is None:
                 continue
-            variable = getattr(node, "variable", None)
-            if id(variable) not in known if variable is not None else node._sequence_nr() < self.first_node:
+            is_leaf = node.name() == "torch::autograd::AccumulateGrad"
+            if id(node.variable) not in known if is_leaf else node._sequence_nr() < self.first_node:
                 raise NoRuleError(
                     f"{self.name} has no rule, and uses tensors with a gradient that are neither its arguments nor its "
                     "parameters; pass them to its forward().",
