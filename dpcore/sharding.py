@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from dpcore.distributed import Ranks
 from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.optimizers.around import OptimizerAround
 
 
 class ShardedModule(nn.Module):
@@ -56,7 +57,7 @@ class ShardedModule(nn.Module):
             yield f"{prefix}.{name}" if prefix else name, param
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(OptimizerAround):
     """``optimizer`` over shards, as one over whole parameters: a step scatters their gradients."""
 
     def __init__(self, optimizer: Optimizer, module: ShardedModule) -> None:
@@ -100,8 +101,9 @@ class ShardedOptimizer(Optimizer):
     def __repr__(self) -> str:
         return f"ShardedOptimizer({self.optimizer!r})"
 
-    def register_step_pre_hook(self, hook: Any) -> Any:
-        return self.optimizer.register_step_pre_hook(hook)
+    @property
+    def inner(self) -> Optimizer:
+        return self.optimizer
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none=True)

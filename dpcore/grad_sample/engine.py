@@ -23,6 +23,7 @@ from dpcore.grad_sample.samplers import custom_fallbacks
 from dpcore.grad_sample.tape import Tape
 from dpcore.noise import GaussianNoise
 from dpcore.uncompiled import refuse_compiled, uncompiled
+from dpcore.validators.parameters import check_hooks, check_recordable
 
 if TYPE_CHECKING:
     from dpcore.grad_sample.compiled import Graphs
@@ -84,6 +85,7 @@ class Engine:
         check_isolation: bool = True,
     ) -> None:
         refuse_compiled(model)
+        check_recordable(model)
         self.model = model
         self._modules = tuple(model.modules())
         self._structure = _structure(model)
@@ -157,8 +159,10 @@ class Engine:
             self._layout.learn(
                 self.accumulator.names,
                 lambda count: _call(self.model, copies(x, batch_size, count)),
-                probe_sizes(x, batch_size),
+                probe_sizes(x, batch_size, self.model),
             )
+        if self._graphs is not None:
+            self._layout.refuse_unrepeatable()
         if self.isolation.due(kind, batch_size):
             self.isolation.check(kind, self._losses, (x, y), batch_size, losses=True)
         start = graph_size = 0
@@ -329,6 +333,7 @@ class Engine:
     def _check_model(self) -> None:
         """Before every pass: the same parameters are trained, and nothing was compiled or exchanged since."""
         self.accumulator.check_unchanged()
+        check_hooks(self.parameters)
         if torch.is_inference_mode_enabled():
             raise PrivacyError(
                 "torch.inference_mode() records no gradients: every example's would count as zero; leave it."

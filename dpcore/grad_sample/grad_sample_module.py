@@ -31,6 +31,16 @@ class AbstractGradSampleModule(AbstractGradSampleHooks, nn.Module):
                 raise
             return getattr(self._module, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets what the wrapped module has and the wrapper has not (a temperature, a layer) on the wrapped module,
+        whose forward reads it there."""
+        module = vars(self).get("_modules", {}).get("_module")
+        own = module is None or name in vars(self) or hasattr(type(self), name) or name == "_module"
+        if own or not hasattr(module, name) or not self._made:
+            super().__setattr__(name, value)
+        else:
+            setattr(module, name, value)
+
 
 class GradSampleModule(AbstractGradSampleModule):
     """Wraps ``m``; attributes, ``state_dict`` keys apart from the prefix ``_module.``, and outputs are its own.

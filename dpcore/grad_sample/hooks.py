@@ -4,6 +4,7 @@ needs. :class:`GradSampleHooks` does it on a module as it is, :class:`GradSample
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +27,7 @@ from dpcore.grad_sample.tape import Tape, Use
 from dpcore.grad_sample.tree import flatten, unflatten
 from dpcore.uncompiled import refuse_compiled
 from dpcore.validators.module_validator import ModuleValidator, batch_norm_error, batch_norms, mixes_examples
+from dpcore.validators.parameters import check_hooks, check_recordable
 
 EMPTY_BATCH = (
     "The batch was empty, as those of Poisson sampling may be, and the module failed on it. Let forward() return an "
@@ -46,6 +48,8 @@ class AbstractGradSampleHooks:
     _module: nn.Module
     max_grad_norm: float | None = None
     """The bound that the fast-clipping classes were given; the optimiser's must be the same."""
+    _made = False
+    """Whether all attributes have their first values."""
 
     def _setup(
         self, m: nn.Module, *, batch_first: bool, loss_reduction: str, strict: bool, ordinary_grad: bool
@@ -54,6 +58,7 @@ class AbstractGradSampleHooks:
             raise ValueError(f"loss_reduction is {loss_reduction!r}; it must be 'mean' or 'sum'.")
         self.validate(m, strict=strict)
         refuse_compiled(m)
+        check_recordable(m)
         self._module = m
         self.loss_reduction = loss_reduction
         self.batch_first = batch_first
@@ -70,7 +75,8 @@ class AbstractGradSampleHooks:
         self.grad_accumulation_allowed = True
         self._iterations: list[Iteration] = []
         self._last: list[Iteration] = []
-        self._firing: list[Tape] = []
+        self._firing: dict[int, list[Tape]] = {}
+        """By backward pass under way: the tapes that it has reached. One that failed stays here."""
         self._layout = Layout(m, custom_fallbacks(m))
         self._kinds: set[tuple[Any, ...]] = set()
         self.isolation = IsolationCheck(m, self._names, self._layout)
@@ -81,6 +87,7 @@ class AbstractGradSampleHooks:
         self._batch_norms = batch_norms(m)
         for param in self.trained.values():
             set_owner(param, self)
+        self._made = True
 
     # ---- recording
 
@@ -135,33 +142,48 @@ class AbstractGradSampleHooks:
 
     def _fired(self, tape: Tape) -> None:
         """A backward pass has reached ``tape`` for the first time; all that it reaches are one gradient per example."""
-        if not self._firing:
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
-        self._firing.append(tape)
+        task = torch._C._current_graph_task_id()
+        if any(tape in tapes for other, tapes in self._firing.items() if other != task):
+            raise PrivacyError(
+                "A backward pass went through a graph in which another one had failed or is still under way (a hook "
+                "that calls torch.autograd.grad, say): the gradients of both would be added up. Run the forward pass "
+                "again, and take no gradients within a backward pass."
+            )
+        if task not in self._firing:
+            self._firing[task] = []
+            torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._end_of_backward, task))
+        self._firing[task].append(tape)
 
-    def _end_of_backward(self) -> None:
-        tapes, self._firing = self._firing, []
+    def _end_of_backward(self, task: int) -> None:
+        tapes = self._firing.pop(task)
+        new = [tape for tape in tapes if tape.iteration is None]
         sizes = {tape.batch_size for tape in tapes}
         if len(sizes) > 1:
+            _spend(tapes)
             raise PrivacyError(
                 f"One loss went through batches of {sorted(sizes)} examples, so their gradients cannot be told "
                 "apart by example; call backward() for each of them."
             )
         size = sizes.pop()
-        iteration = Iteration([use for tape in tapes for use in tape.uses], size)
-        if size:
+        iteration = Iteration([use for tape in new for use in tape.uses], size)
+        for tape in new:
+            tape.iteration = iteration
+        if new and size:
             self._iterations.append(iteration)
-        if not self.grad_accumulation_allowed and sum(1 for i in self._iterations if i.batch_size) > 1:
-            raise ValueError(
-                "A second backward pass came before optimizer.step(), and accumulation is forbidden; step after every "
-                "batch, use BatchMemoryManager for large ones, or call allow_grad_accumulation()."
-            )
+            if not self.grad_accumulation_allowed and sum(1 for i in self._iterations if i.batch_size) > 1:
+                raise ValueError(
+                    "A second backward pass came before optimizer.step(), and accumulation is forbidden; step after "
+                    "every batch, use BatchMemoryManager for large ones, or call allow_grad_accumulation()."
+                )
         if self.ordinary_grad:
-            self._form_ordinary_gradients(iteration)
+            again = [i for i in self._iterations if i is not iteration and any(t.iteration is i for t in tapes)]
+            for reached in [iteration, *again] if new else again:
+                self._form_ordinary_gradients(reached)
 
     @torch.no_grad()
     def _form_ordinary_gradients(self, iteration: Iteration) -> None:
-        """``p.grad`` += Σ_i g_i, divided by the batch's length for a mean loss."""
+        """``p.grad`` += Σ_i g_i, divided by the batch's length for a mean loss; where an earlier backward pass went
+        through the same graph, += what this one adds."""
         size = iteration.batch_size
         weight = 1.0 / max(size, 1) if self.loss_reduction == "mean" else 1.0
         choices = {choice.param: choice for choice in choose(iteration.uses)}
@@ -172,8 +194,10 @@ class AbstractGradSampleHooks:
             total = torch.zeros(param.shape, dtype=dtype, device=param.device)
             if param in choices:
                 weighted_sum(choices[param], torch.full((size,), weight, dtype=dtype, device=param.device), total)
-            total = total.to(param.dtype)
-            param.grad = total if param.grad is None else param.grad + total
+            before = iteration.ordinary.get(param)
+            iteration.ordinary[param] = total
+            added = (total if before is None else total - before).to(param.dtype)
+            param.grad = added if param.grad is None else param.grad + added
             self.own(param)
 
     def _prepare(
@@ -208,7 +232,7 @@ class AbstractGradSampleHooks:
             few_args, few_kwargs = ragged.copies(self._module, (args, kwargs), batch_size, count)
             return call(*few_args, **few_kwargs)
 
-        self._layout.learn(self._names, run, probe_sizes((args, kwargs), batch_size))
+        self._layout.learn(self._names, run, probe_sizes((args, kwargs), batch_size, self._module))
         self._kinds.add(kind)
         if self._layout.fallbacks and sharded:
             raise UnsupportedError(
@@ -224,12 +248,21 @@ class AbstractGradSampleHooks:
         gradients are asked for, ``p.grad_sample`` can still be read until ``zero_grad()``."""
         iterations, self._iterations = self._iterations, []
         self._last = iterations if self.ordinary_grad else []
+        self._give_up()
         for iteration in iterations:
+            iteration.ordinary.clear()
             yield iteration.remaining(), iteration.batch_size
 
     def forget(self) -> None:
         """Drops what earlier passes left behind."""
-        self._iterations, self._last, self._firing = [], [], []
+        self._iterations, self._last = [], []
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Forgets backward passes that failed."""
+        for tapes in self._firing.values():
+            _spend(tapes)
+        self._firing = {}
 
     def drop_gradients(self) -> None:
         """What ``zero_grad()`` does: per-sample gradients go. An empty batch stays a step, wherever in the loop
@@ -249,6 +282,7 @@ class AbstractGradSampleHooks:
 
     def check_unchanged(self) -> None:
         """PrivacyError where the module is no longer the one that was made private."""
+        check_hooks(self.trained)
         parts = _parts(self._module)
         if len(parts) == len(self._parts) and all(a is b for a, b in zip(parts, self._parts, strict=True)):
             return
@@ -387,19 +421,7 @@ class GradSampleHooks(AbstractGradSampleHooks):
         self._inside = False
         self._users_forward = vars(m).get("forward")
         self._forward = m.forward
-
-        @functools.wraps(self._forward)
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            if self._inside or is_replayed():
-                return self._forward(*args, **kwargs)
-            self._inside = True
-            try:
-                return self._run(self._call, args, kwargs)
-            finally:
-                self._inside = False
-
-        self._recorded = recorded
-        m.forward = recorded
+        self._recorded = m.forward = _RecordedForward(self)  # type: ignore[method-assign, assignment]
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, or the tape's where the module is recorded as a whole."""
@@ -427,6 +449,32 @@ class GradSampleHooks(AbstractGradSampleHooks):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self._module.load_state_dict(*args, **kwargs)
+
+
+class _RecordedForward:
+    """In the place of a module's ``forward``. A copy of the module, by copy.deepcopy or pickle, is an ordinary module
+    that records nothing: it has its class's forward, or a copy of what had been set in its place."""
+
+    def __init__(self, hooks: GradSampleHooks) -> None:
+        self.hooks = hooks
+        functools.update_wrapper(self, hooks._forward, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hooks = self.hooks
+        if hooks._inside or is_replayed():
+            return hooks._forward(*args, **kwargs)
+        hooks._inside = True
+        try:
+            return hooks._run(hooks._call, args, kwargs)
+        finally:
+            hooks._inside = False
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _forward_of_copy, (self.hooks._module, self.hooks._users_forward)
+
+
+def _forward_of_copy(module: nn.Module, users: Any) -> Any:
+    return types.MethodType(type(module).forward, module) if users is None else users
 
 
 class GradSampleHooksNoOp(AbstractGradSampleHooks):
@@ -491,6 +539,12 @@ def _batch_brought_first(
         return call(*swap(args), **swap(kwargs))
 
     return swapped, swap(args), swap(kwargs)
+
+
+def _spend(tapes: list[Tape]) -> None:
+    """What was recorded on these tapes is never used."""
+    for tape in tapes:
+        tape.iteration = Iteration([], 0)
 
 
 def _parts(module: nn.Module) -> tuple[Any, ...]:

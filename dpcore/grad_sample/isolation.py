@@ -109,7 +109,7 @@ class IsolationCheck:
         self._checks += 1
         whole = ragged.is_ragged(self.model, batch)
         if not whole:
-            batch, batch_size = self._some(without_graph(batch), batch_size)
+            batch, batch_size = self._some(batch, batch_size)
         with preserved(self.model) as state, torch.enable_grad():
             state.watch_parameters()
             trial = _Trial(self, state, run, batch_size, losses)
@@ -246,7 +246,7 @@ class _Trial:
             self.random.restore()
             tape = Tape(self.check.names, self.batch_size, layout=self.check.layout)
             with tape:
-                returned = self._run(batch)
+                returned = self._run(without_graph(batch))
             self.written = self.state.written()
             outputs = [leaf for leaf in flatten(returned)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
             try:

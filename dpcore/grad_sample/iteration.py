@@ -81,6 +81,8 @@ class Iteration:
     given: dict[Parameter, Tensor] = field(default_factory=dict)
     _formed: dict[Parameter, tuple[int, tuple[Tensor | None, ...]]] = field(default_factory=dict)
     """Of those that were only read: their version, and the output gradients that they were formed of."""
+    ordinary: dict[Parameter, Tensor] = field(default_factory=dict)
+    """What it has added to ``p.grad`` so far."""
 
     def grad_sample(self, param: Parameter) -> Tensor:
         """[B, *param.shape], formed when first read; zeros where the loss does not depend on the parameter."""

@@ -8,6 +8,8 @@ operation without a rule. Either way the module around it is recorded as a whole
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,12 +40,14 @@ def copies(value: Any, batch_size: int, count: int) -> Any:
     )
 
 
-def probe_sizes(value: Any, batch_size: int) -> tuple[int, int]:
-    """Two numbers of examples that are neither the batch's nor any other dimension of the inputs, and hardly both of
-    them one of the model's: should they be, the real batch is refused with an error."""
-    taken = {batch_size}.union(*(leaf.shape for leaf in flatten(value)[0] if isinstance(leaf, Tensor)))
-    free = [n for n in (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47) if n not in taken]
-    return free[0], free[1]
+def probe_sizes(value: Any, batch_size: int, model: nn.Module) -> tuple[int, int]:
+    """Two numbers of examples that are neither the batch's nor any other dimension of the inputs, of the parameters or
+    of the buffers, and hardly both of them another one of the model's: should they be, the real batch is refused with
+    an error."""
+    known = [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
+    taken = {batch_size}.union(*(tensor.shape for tensor in (*known, *model.parameters(), *model.buffers())))
+    free = (n for n in itertools.count(7, 2) if n not in taken and all(n % k for k in range(3, n, 2)))
+    return next(free), next(free)
 
 
 class Layout:
@@ -62,6 +66,30 @@ class Layout:
         """Embeddings: whether nothing but one mean or sum over the positions sees their vectors."""
         self._dims: dict[tuple[Parameter, str], set[int]] = {}
         self._probing = False
+        self._busy: dict[str, int] = {}
+
+    def begin(self) -> None:
+        """Called before a pass through the model. UnsupportedError where another thread is in the midst of one."""
+        thread = threading.get_ident()
+        if self._busy.setdefault("thread", thread) != thread:
+            raise UnsupportedError(
+                "Two threads run one private model at the same time, so that the passes of both would be recorded as "
+                "one; give each thread a model of its own."
+            )
+
+    def end(self) -> None:
+        """Called after a pass through the model."""
+        self._busy.clear()
+
+    def refuse_unrepeatable(self) -> None:
+        """UnsupportedError where gradients by example need the graph of their own batch."""
+        for fallback in self.fallbacks.values():
+            if fallback.unrepeatable:
+                raise UnsupportedError(
+                    f"{fallback.name or 'The model'} has no rule and draws random numbers (dropout?) or gives "
+                    "something else when it is run again, which cannot be compiled; build the engine with "
+                    "compile=False."
+                )
 
     def dim(self, key: tuple[Parameter, str], tape: Tape, x: Tensor, features: int) -> int:
         """The batch dimension of x, a tensor met by a parameter: 0, 1 or -1 (none); while probing, found by its
@@ -115,19 +143,18 @@ class Layout:
             if isinstance(use, ModuleUse):
                 # What has the batch's length here and in the real batch has the batch first.
                 fallback = next(f for f in self.fallbacks.values() if f.module is use.module)
-                batched = frozenset(use.batched)
+                batched = frozenset(use.call.batched)
                 fallback.batched = batched if fallback.batched is None else fallback.batched & batched
                 if type(use) is ModuleUse:
-                    use.check_alone(use.outputs, count)
-                use.outputs = []
+                    use.check_alone(fallback)
         outputs = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not outputs:
             return
         params = [p for p in names if p.requires_grad]
-        wanted: list[Any] = [*params, *(edge for edge, _ in tape.forbidden)]
+        wanted: list[Any] = [*params, *(edge for edge, _ in tape.forbidden), *tape.guards]
         ones = [torch.ones_like(o) for o in outputs]
         grads = torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
-        for (_, refuse), grad in zip(tape.forbidden, grads[len(params) :], strict=True):
+        for (_, refuse), grad in zip(tape.forbidden, grads[len(params) :], strict=False):
             refuse(grad)
         raw = [p for p, g in zip(params, grads, strict=False) if g is not None]
         if raw:

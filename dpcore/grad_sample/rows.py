@@ -13,10 +13,10 @@ from dpcore.grad_sample.tree import flatten, unflatten
 
 
 def without_graph(batch: Any) -> Any:
-    """The batch without the graph that its tensors come from."""
+    """A copy of the batch without the graph that its tensors come from; a model may change its inputs in place."""
     leaves, structure = flatten(batch)
     return unflatten(
-        structure, [v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in leaves]
+        structure, [v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in leaves]
     )
 
 

@@ -11,13 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import Parameter
 
 from dpcore.errors import UnsupportedError
 from dpcore.grad_sample.fallback import Fallback, ModuleUse, in_dtype
-from dpcore.grad_sample.tape import Saved
-from dpcore.grad_sample.tree import flatten, unflatten
 from dpcore.rounding import SquaredNorm, gamma
 
 Sampler = Callable[[Any, list[Tensor], Tensor], dict[Parameter, Tensor]]
@@ -87,7 +84,9 @@ class SamplerUse(ModuleUse):
                 f"{self.name} has {len(gradients)} outputs with a gradient, and a custom rule knows of one; return one "
                 "tensor, or leave the layer without a rule."
             )
-        leaves = [leaf.get(self.name) for leaf in self.leaves if isinstance(leaf, Saved)]
+        leaves = [leaf for leaf in self.given() if isinstance(leaf, Tensor)]
+        if self.dtype is not None:
+            leaves = [leaf.to(self.dtype) if leaf.is_floating_point() else leaf for leaf in leaves]
         module = in_dtype(self.module, gradients[0].dtype)
         names = {p: name for name, p in module.named_parameters()}
         values = {names[p]: value.detach() for p, value in sampler(module, leaves, gradients[0]).items() if p in names}
@@ -119,11 +118,9 @@ class SamplerUse(ModuleUse):
         return SquaredNorm(norms.double().square().reshape(len(norms)), gamma(SAMPLER_ROUNDINGS, self.grad.dtype))
 
     def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
-        leaves = [leaf.get(self.name) if isinstance(leaf, Saved) else leaf for leaf in self.leaves]
         params = {name: p.detach().requires_grad_(p is param) for name, p in self.trained.items()}
-        args, kwargs = unflatten(self.spec, leaves)
         with torch.enable_grad():
-            results = flatten(functional_call(self.module, params, args, kwargs))[0]
+            results = self.call.again(params, self.given())
             total = sum(
                 (results[k] * g * factors.view(-1, *[1] * (g.dim() - 1)).to(g.dtype)).sum()
                 for k, g in self.grads.items()

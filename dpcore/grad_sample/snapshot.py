@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from dpcore.errors import PrivacyError
+from dpcore.grad_sample.side_effects import SideEffects
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:
@@ -30,6 +31,15 @@ class RandomNumbers:
         self._cuda = [(device, torch.cuda.get_rng_state(device)) for device in devices]
         self._python = random.getstate()
         self._numpy = np.random.get_state()
+
+    def same(self, other: RandomNumbers) -> bool:
+        """Whether no random number was drawn between the two."""
+        pairs = [(self._torch, other._torch), *zip(dict(self._cuda).values(), dict(other._cuda).values(), strict=True)]
+        return (
+            all(torch.equal(a, b) for a, b in pairs)
+            and self._python == other._python
+            and all(np.array_equal(a, b) for a, b in zip(self._numpy, other._numpy, strict=True))
+        )
 
     def restore(self) -> None:
         """Sets them back."""
@@ -95,11 +105,13 @@ class ModelState:
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[ModelState]:
-    """Whatever runs within leaves the model's buffers and all random numbers as they were."""
-    state, numbers = ModelState(model), RandomNumbers(model)
+    """Whatever runs within leaves the model's buffers and attributes, what its forward hooks write to, and all random
+    numbers as they were."""
+    state, numbers, effects = ModelState(model), RandomNumbers(model), SideEffects(model)
     try:
         yield state
     finally:
+        effects.restore()
         state.restore()
         numbers.restore()
 

@@ -8,14 +8,15 @@ remembered, and one call of ``torch.autograd.grad`` then yields the gradients at
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
@@ -28,6 +29,7 @@ from dpcore.grad_sample.lookups import Lookups
 from dpcore.rounding import SquaredNorm
 
 if TYPE_CHECKING:
+    from dpcore.grad_sample.fallback import Interception
     from dpcore.grad_sample.layout import Layout
 
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
@@ -124,33 +126,72 @@ class _Attach(torch.autograd.Function):
         return None, None
 
 
-@contextmanager
-def without_checkpointing() -> Iterator[None]:
-    """Functions under torch.utils.checkpoint are run once and keep their activations.
+class _Checkpointing:
+    """Functions under torch.utils.checkpoint are run once and keep their activations, on threads with an open tape.
 
     Run a second time, in the backward pass, they would use the parameters where no tape sees them. What a rule needs is
-    kept in any case; physical micro-batches are what bounds memory here. checkpoint() looks both names up when called.
+    kept in any case; physical micro-batches are what bounds memory here. checkpoint() looks both names up when called,
+    on whatever thread: they are replaced from the first tape that is opened to the last that is closed, and on other
+    threads what takes their places hands on to them.
     """
-    module: Any = torch.utils.checkpoint
-    saved = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
-    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = _RunOnce, _run_once
-    try:
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = 0
+        self._here = threading.local()
+        self._reentrant: Any = None
+        self._generator: Any = None
+
+    def __enter__(self) -> None:
+        module: Any = torch.utils.checkpoint
+        self._here.depth = self.depth + 1
+        with self._lock:
+            self._open += 1
+            if self._open == 1:
+                self._reentrant = module.CheckpointFunction
+                self._generator = module._checkpoint_without_reentrant_generator
+                module.CheckpointFunction = _Reentrant(self._reentrant)
+                module._checkpoint_without_reentrant_generator = functools.partial(_generator, self._generator)
+
+    def __exit__(self, *exception: Any) -> None:
+        module: Any = torch.utils.checkpoint
+        self._here.depth -= 1
+        with self._lock:
+            self._open -= 1
+            if not self._open:
+                module.CheckpointFunction = self._reentrant
+                module._checkpoint_without_reentrant_generator = self._generator
+
+    @property
+    def depth(self) -> int:
+        """How many tapes are open on this thread."""
+        return getattr(self._here, "depth", 0)
+
+
+CHECKPOINTING = _Checkpointing()
+
+
+class _Reentrant:
+    """In the place of the reentrant checkpoint's autograd function."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def apply(self, function: Callable[..., Any], preserve_random_state: bool, *args: Any) -> Any:
+        if CHECKPOINTING.depth:
+            return function(*args)
+        return self._original.apply(function, preserve_random_state, *args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
+def _generator(original: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+    """In the place of what runs before and after the function of a checkpoint that is not reentrant."""
+    if CHECKPOINTING.depth:
         yield
-    finally:
-        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = saved
-
-
-class _RunOnce:
-    """In place of the reentrant checkpoint's autograd function."""
-
-    @staticmethod
-    def apply(function: Callable[..., Any], preserve_random_state: bool, *args: Any) -> Any:
-        return function(*args)
-
-
-def _run_once(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """In place of what runs before and after the function of a checkpoint that is not reentrant."""
-    yield
+    else:
+        yield from original(*args, **kwargs)
 
 
 SECOND_ORDER = (
@@ -158,6 +199,12 @@ SECOND_ORDER = (
     "within a private pass). What is recorded holds the weights as constants, so their part in such derivatives would "
     "be lost; compute such penalties on a copy of the model, without privacy."
 )
+
+
+def check_first_order() -> None:
+    """UnsupportedError where a transform of torch.func or forward-mode differentiation is at work."""
+    if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:
+        raise UnsupportedError(SECOND_ORDER)
 
 
 class Tape(TorchFunctionMode):
@@ -176,8 +223,10 @@ class Tape(TorchFunctionMode):
         """
         super().__init__()
         self.scale = scale
-        self.fired = False
+        self.iteration: Any = None
+        """What came of its first backward pass."""
         self.on_fire: Callable[[Tape], None] = lambda tape: None
+        self._task = -1
         self.layout = layout
         self.fallbacks = {} if layout is None else layout.fallbacks
         self.probing = False
@@ -193,20 +242,26 @@ class Tape(TorchFunctionMode):
         self._edges: list[GradientEdge] = []
         self.forbidden: list[tuple[GradientEdge, Callable[[Tensor | None], None]]] = []
         self._targets: list[Callable[[Tensor | None], None]] = []
-        self._anchor = torch.zeros((), requires_grad=True)
-        self._forwards: list[tuple[nn.Module, Any]] = []
-        self._checkpointing = without_checkpointing()
+        self.anchor = torch.zeros((), requires_grad=True)
+        self.attached = 0
+        """How many outputs were attached."""
+        self.guards: list[Tensor] = []
+        """Leaves that no gradient may reach: hooks at them raise an error. A backward pass of the tape's own asks for
+        them, because it goes where it is sent and nowhere else."""
+        self._interceptions: list[Interception] = []
 
     def __enter__(self) -> Tape:
+        if self.layout is not None:
+            self.layout.begin()
         if self.fallbacks:
-            from dpcore.grad_sample.fallback import taped_forward
+            from dpcore.grad_sample.fallback import Interception
 
             for fallback in self.fallbacks.values():
-                self._forwards.append((fallback.module, vars(fallback.module).get("forward")))
-                fallback.module.forward = taped_forward(self, fallback)
+                self._interceptions.append(Interception(self, fallback))
+                self._interceptions[-1].enter()
         for module in self.layout.recurrent if self.layout else ():
             self._hooks.append(module.register_forward_pre_hook(self._note_packed, with_kwargs=True))
-        self._checkpointing.__enter__()
+        CHECKPOINTING.__enter__()
         super().__enter__()
         return self
 
@@ -216,15 +271,13 @@ class Tape(TorchFunctionMode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._checkpointing.__exit__(*exception)
-        if self._forwards:
-            from dpcore.grad_sample.fallback import restore_forward
-
-            for module, previous in self._forwards:
-                restore_forward(module, previous)
-            self._forwards.clear()
+        CHECKPOINTING.__exit__(*exception)
+        while self._interceptions:
+            self._interceptions.pop().leave()
         while self._hooks:
             self._hooks.pop().remove()
+        if self.layout is not None:
+            self.layout.end()
         self.lookups.settle(self)
 
     def __torch_function__(
@@ -251,14 +304,16 @@ class Tape(TorchFunctionMode):
 
     def attach(self, output: Tensor, target: Callable[[Tensor | None], None]) -> Tensor:
         """Remembers ``output``'s place in the graph; ``target`` receives the gradient there. Returns the output to
-        use.
+        use. Where no gradients are recorded (torch.no_grad() in a forward pass), none can come.
         """
-        if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:
-            raise UnsupportedError(SECOND_ORDER)
+        if not torch.is_grad_enabled():
+            return output
+        check_first_order()
+        self.attached += 1
         if not output.requires_grad:
             if output._is_view():
                 output = output.clone()
-            output = _Attach.apply(output, self._anchor)
+            output = _Attach.apply(output, self.anchor)
         if self.scale is not None:
             output.register_hook(self._hook(target))
             return output
@@ -277,13 +332,15 @@ class Tape(TorchFunctionMode):
 
         return self.attach(output, set_grad)
 
-    def _hook(self, target: Callable[[Tensor | None], None]) -> Callable[[Tensor], None]:
+    def _hook(self, target: Callable[[Tensor | None], None]) -> Callable[[Tensor | None], None]:
         """Hands gradients to ``target``, added up where several backward passes run through the same place."""
         total: Tensor | None = None
         scale = self.scale or 1.0
 
-        def hook(grad: Tensor) -> None:
+        def hook(grad: Tensor | None) -> None:
             nonlocal total
+            if grad is None:
+                return
             if grad.requires_grad:
                 raise UnsupportedError(
                     "A backward pass with create_graph=True went through the private module; the gradient of a "
@@ -291,8 +348,9 @@ class Tape(TorchFunctionMode):
                 )
             scaled = _scaled(grad.detach(), scale)
             total = scaled if total is None else total + scaled
-            if not self.fired:
-                self.fired = True
+            task = torch._C._current_graph_task_id()
+            if task != self._task:
+                self._task = task
                 self.on_fire(self)
             target(total)
 
@@ -306,7 +364,8 @@ class Tape(TorchFunctionMode):
                 raise self._no_batch(output, params, 0)
 
         attached = self.attach(output, refuse)
-        self.forbidden.append((get_gradient_edge(attached), refuse))
+        if attached.requires_grad:
+            self.forbidden.append((get_gradient_edge(attached), refuse))
         return attached
 
     def backward(self, losses: Tensor, weights: Tensor) -> None:
@@ -314,13 +373,13 @@ class Tape(TorchFunctionMode):
 
         The trained parameters themselves are asked for too: one that turns up was used in a way no rule has seen.
         """
-        raw: list[Any] = list(self.parameters)
+        raw: list[Any] = [*self.parameters, *self.guards]
         if not losses.requires_grad:
             for target in self._targets:
                 target(None)
             return
         grads = torch.autograd.grad(losses, [*self._edges, *raw], grad_outputs=weights, allow_unused=True)
-        for param, grad in zip(raw, grads[len(self._edges) :], strict=True):
+        for param, grad in zip(self.parameters, grads[len(self._edges) :], strict=False):
             if grad is not None:
                 self.refuse_raw(param)
         for target, grad in zip(self._targets, grads, strict=False):

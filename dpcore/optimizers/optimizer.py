@@ -18,6 +18,7 @@ from dpcore.grad_sample.accumulator import Accumulator, Factors
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.grad_sample.iteration import owner_of
 from dpcore.noise import GaussianNoise, SecureNoise
+from dpcore.optimizers.around import OptimizerAround
 from dpcore.utils.ledger import Ledger
 
 StepHook = Callable[["DPOptimizer"], None]
@@ -25,7 +26,7 @@ _CLAIMED: weakref.WeakKeyDictionary[AbstractGradSampleHooks, weakref.ref[DPOptim
 """What records gradients -> the optimiser that takes them."""
 
 
-class DPOptimizer(Optimizer):
+class DPOptimizer(OptimizerAround):
     """Wraps ``optimizer``; ``step()`` hands it (Σ clipped gradients + σ·C·N(0, I)) / expected_batch_size.
 
     ``max_grad_norm``: one bound, or one per trained parameter (per-layer clipping; the noise is then σ times their L2
@@ -149,6 +150,10 @@ class DPOptimizer(Optimizer):
         register(refuse)
 
     # ---- what the wrapped optimiser is
+
+    @property
+    def inner(self) -> Optimizer:
+        return self.original_optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

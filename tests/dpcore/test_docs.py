@@ -13,7 +13,7 @@ import pytest
 import dpcore
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("dpcore", "migration", "privacy", "performance", "exactness", "side_by_side")
+NAMES = ("dpcore", "migration", "privacy", "performance", "exactness", "side_by_side", "patches")
 DOCUMENTS = [*(ROOT / "docs" / f"{name}.md" for name in NAMES), ROOT / "dpcore" / "examples" / "README.md"]
 documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 

@@ -320,19 +320,3 @@ def test_time_first_layers_have_rules_and_hide_no_example():
     check(model, ids[:3], _labels(3), clipped_sum)
     with pytest.raises(dpcore.UnsupportedError, match="in different places"):
         clipped_sum(model, odd_loss, ids, _labels(4), 1.0)
-
-
-def test_dropout_inside_of_a_layer_without_a_rule_is_refused():
-    model = Wrapped(nn.Sequential(nn.PReLU(), nn.Dropout(0.5)), lambda m, h: m(h))
-    clipped_sum(model, odd_loss, torch.randn(3, 2, 3), _labels(3), 1.0)
-
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, h):
-            return nn.functional.dropout(h * self.scale, 0.5)
-
-    with pytest.raises(dpcore.UnsupportedError, match="random numbers"):
-        clipped_sum(Wrapped(Both(), lambda m, h: m(h)), odd_loss, torch.randn(3, 2, 3), _labels(3), 1.0)
