@@ -112,6 +112,7 @@ class Run:
             check_device(options.device)
             check_threads(self.threads)
         self.hashes = {c.name: self._hashes_of(c) for c in contestants}
+        self.folder_hashes = {c.name: c.framework.folder_hash for c in contestants}
 
     def execute(self, progress: Progress, fresh: bool = False) -> Summary:
         """Everything, or what is left of it. Ctrl-C or a kill at any moment loses at most the process under way."""
@@ -219,7 +220,7 @@ class Run:
     def _judge(self, contestant: Contestant, task: str, say: Callable[[str], None], fresh: bool) -> Verdict:
         place = self.places[contestant.name]
         identity = "" if isinstance(place, str) else place.identity
-        key = gatekeeper.key_of(contestant, task, self.options.device, identity)
+        key = gatekeeper.key_of(contestant, task, self.options.device, self.threads, identity)
         nothing = Gate(passed=False, key=key, checks=[])
         if isinstance(place, str):
             return Verdict("unsupported", place, nothing, {})
@@ -393,7 +394,8 @@ class Run:
 
     def _check_unchanged(self, contestant: Contestant) -> None:
         """Raises :class:`BadInput` where the code is no longer what the gate has seen (rule V9)."""
-        if self.hashes[contestant.name] != self._hashes_of(contestant):
+        hashes, folder = self.hashes[contestant.name], self.folder_hashes[contestant.name]
+        if hashes != self._hashes_of(contestant) or folder != contestant.framework.folder_hash:
             raise BadInput(
                 f"The code or the pins of {contestant.name} changed during the run; start anew with --fresh."
             )

@@ -60,9 +60,7 @@ def reference(task: Task, instability: np.ndarray | None = None) -> Values:
     norms = [norm(gradients(task, starts[False], a, int(b))) for a, b in zip(x, y, strict=True)]
     found: Values = {"norms": np.array(norms), "instability": np.zeros(len(x)) if instability is None else instability}
     for private in (True, False):
-        for case in gate_cases.cases(task, found, private):
-            if case.stored:
-                continue
+        for case in gate_cases.stored_cases(task, found, private):
             start = starts[case.saturated]
             weights = dict(start)
             for rows in case.batches:

@@ -38,6 +38,7 @@ CAUGHT_BY = {
     "accumulates": {"update: three steps"},
     "drops-example": UPDATES | {"update: one, clipped"},
     "drops-large-batch": {"update: large batch", "update: worst tensor"},
+    "short-row-numbers": UPDATES,
     "drops-layer": UPDATES | {"update: worst tensor"},
     "actual-batch": {"update: one, clipped", "update: other C, B and rate", "sensitivity"},
     "ignores-rate": {"update: other C, B and rate"},
