@@ -105,15 +105,11 @@ class Docker:
         threads, is_cuda = request.threads, request.device == "cuda"
         outcome = self._contain(order, mounts, limits, threads, is_cuda, on_event)
         result = outcome.result
-        mode, task = (request.mode, request.task) if isinstance(request, Request) else ("", "")
-        fault = answer.fault_of_result(result, mode)
-        for name, content in outcome.files.items():
-            if fault is None and name in outputs:
-                why = answer.fault_of_weights(bytes(content), task, RESULTS_BYTES)
-                if why is None:
-                    _write(outputs[name], content)
-                fault = why and f"{name}: {why}"
-        return result if fault is None else _malformed(result, fault)
+        files = {name: bytes(content) for name, content in outcome.files.items() if name in outputs}
+        result, kept = answer.examined(result, request, files, "the container")
+        for name in kept:
+            _write(outputs[name], outcome.files[name])
+        return result
 
     def tool(self, module: str, arguments: list[str], inputs: Mapping[Path, str], timeout_seconds: float) -> Outcome:
         """``python -m module arguments`` in a container; ``inputs``: files or folders and where they lie inside.
@@ -474,12 +470,6 @@ def _follow(stream: _Stream, start: float, limits: Limits, on_event: Callable[[E
 
 STATES = list(get_args(State))
 MALFORMED = "the container sent a result without a state that there is."
-
-
-def _malformed(result: Event, fault: str) -> Event:
-    """In the place of an answer that cannot be read; how the container did stays known."""
-    kept: Event = {name: result[name] for name in ("log_tail", "container", "machine") if name in result}
-    return {**_failed("crashed", f"the container sent what is no result ({fault})."), **kept}
 
 
 def _without_gpu(why: str) -> Outcome:

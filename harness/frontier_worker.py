@@ -42,7 +42,7 @@ def probe(request: Request, emit: Emit) -> dict[str, Any]:
     weights = m.adapter.parameters()
     result = {
         "state": "ok",
-        "memory": {resident.NOTION_WITH_COMPILE: growth, **m.adapter.peak_memory().bytes_by_notion},
+        "memory": {**m.adapter.peak_memory().bytes_by_notion, resident.NOTION_WITH_COMPILE: growth},
         "probe": {"start_up_bytes": start_up, "first_step_seconds": first, "step_seconds": seconds},
         "foreign_share": load.share,
     }

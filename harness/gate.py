@@ -76,6 +76,23 @@ EXCESS_FINDING = 1e-5
 FINDING = "finding: "
 """How the detail of a check begins that passes and has something to tell."""
 
+BOUND_CHECK = f"clip bound: one example, {gate_cases.LARGE_PARAMETER.parameter_count:.1e} parameters"
+NOISE_CHECKS = (
+    "mean 0",
+    "standard deviation sigma C / B",
+    "on empty batches",
+    "on zero gradients",
+    "normal",
+    "tails",
+    "independent coordinates",
+    "independent at all shifts",
+    "independent steps",
+    "fresh per seed",
+    "same seed, same noise",
+    "on a real batch",
+    "on a large batch",
+)
+
 BUDGET_BELOW = 1e-3
 BUDGET_ABOVE = (1.02, 0.02)
 
@@ -130,6 +147,20 @@ def checks(
         yield from _guarded("clip bound", functools.partial(bound_check, create, setting, static_shapes))
 
 
+def names(private: bool, has_budget: bool) -> list[str]:
+    """The checks of a gate that passed, in their order. A test compares them with those of a gate."""
+    late = [f"update: {LATE_STEPS} steps", f"update: the last {LATE_LAST} of {LATE_STEPS} steps"]
+    found = ["parameters: names, shapes, count", "parameters: as given to build"]
+    found += [f"update: {name}" for name in gate_cases.names(private)] + late + ["update: worst tensor"]
+    if private:
+        found += ["sensitivity", *(f"noise: {name}" for name in NOISE_CHECKS)]
+    else:
+        found += ["no noise"]
+    found += ["timed = replayed", "deferred work"]
+    found += ["budget"] if private and has_budget else []
+    return [*found, BOUND_CHECK] if private else found
+
+
 def _guarded(name: str, run: Callable[[], Iterator[Check]]) -> Iterator[Check]:
     try:
         yield from run()
@@ -164,7 +195,6 @@ def bound_check(create: Callable[[], Adapter], setting: Setting, static: bool) -
     example = gate_cases.large_example()
     bound = float(np.float32(example.norm / 4))
     size = gate_cases.LARGE_PARAMETER.parameter_count
-    name = f"clip bound: one example, {size:.1e} parameters"
     alone = dataclasses.replace(
         setting,
         batch_size=1,
@@ -183,7 +213,7 @@ def bound_check(create: Callable[[], Adapter], setting: Setting, static: bool) -
         adapter.synchronize()
         found = adapter.parameters()
     except Exception as error:
-        yield _check(name, 0.0, EXCESS_LIMIT, f"not measured ({type(error).__name__}: {error})"[:300])
+        yield _check(BOUND_CHECK, 0.0, EXCESS_LIMIT, f"not measured ({type(error).__name__}: {error})"[:300])
         return
     squares = sum(
         float(np.square(np.asarray(found[name], dtype=np.float64) - start).sum())
@@ -191,7 +221,7 @@ def bound_check(create: Callable[[], Adapter], setting: Setting, static: bool) -
     )
     excess = math.sqrt(squares) / bound - 1.0
     told = f"{FINDING}clip bound exceeded by {excess:.1e} at {size:.1e} parameters; " if excess > EXCESS_FINDING else ""
-    yield _check(name, abs(excess), EXCESS_LIMIT, f"{told}moved by {1.0 + excess:.6f} C")
+    yield _check(BOUND_CHECK, abs(excess), EXCESS_LIMIT, f"{told}moved by {1.0 + excess:.6f} C")
 
 
 class Driver:

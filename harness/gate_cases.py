@@ -251,6 +251,18 @@ def cases(task: Task, reference: Mapping[str, np.ndarray], private: bool) -> lis
     ]
 
 
+SHARED = ("some clipped", "permuted", "one, clipped", "duplicates", "empty")
+SHARED_LAST = ("other C, B and rate", "large batch", "three steps")
+
+
+def names(private: bool) -> list[str]:
+    """Of :func:`cases`, in their order."""
+    if not private:
+        return [*SHARED, *SHARED_LAST]
+    first = ["all clipped", "none clipped", *SHARED[:3], "one, not clipped", *SHARED[3:]]
+    return [*first, "outlier", "zero gradients", "zero and other gradients", *SHARED_LAST]
+
+
 def late_cases(task: Task, reference: Mapping[str, np.ndarray]) -> tuple[Case, Case]:
     """Many steps in one build, without the last few and with them: some of its examples clipped, some steps empty."""
     some = next(case for case in cases(task, reference, private=True) if case.name == "some clipped").batches[0]

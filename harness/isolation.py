@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from harness import nvml
+from harness import answer, nvml
 from harness.layer_request import LayerRequest
 from harness.limits import MemoryLimit
 from harness.registry import ROOT
@@ -34,6 +34,8 @@ Event = dict[str, Any]
 POLL_SECONDS = 0.1
 WORKER = "harness.worker"
 LOG_TAIL = 4000
+WEIGHTS = ("snapshot", "weights")
+"""Fields of a request that name files which the worker fills with weights."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class InProcess:
             on_event(event)
 
         worker.run(request, emit)
-        return {"log_tail": "", **events[-1]}
+        return _examined({"log_tail": "", **events[-1]}, request)
 
 
 class Venv:
@@ -104,7 +106,7 @@ class Venv:
             with log.open("wb") as errors:
                 result = self._run([str(self.python), "-m", self.module, str(path)], request, errors, limits, on_event)
             result["log_tail"] = log.read_text(errors="replace")[-LOG_TAIL:]
-        return result
+        return _examined(result, request)
 
     def _run(
         self, command: list[str], request: AnyRequest, errors: Any, limits: Limits, on_event: Callable[[Event], None]
@@ -131,6 +133,18 @@ class Venv:
         finally:
             kill_tree(process)
             limit.close()
+
+
+def _examined(result: Event, request: AnyRequest) -> Event:
+    """The result as :mod:`harness.answer` lets it through; weights that are none are removed."""
+    paths = {name: getattr(request, name, None) for name in WEIGHTS}
+    files = {name: Path(path) for name, path in paths.items() if path is not None and Path(path).exists()}
+    result, kept = answer.examined(
+        result, request, {name: path.read_bytes() for name, path in files.items()}, "the worker"
+    )
+    for name in files.keys() - set(kept):
+        files[name].unlink()
+    return result
 
 
 def worker_environment(threads: int, extra: Mapping[str, str], root: Path = ROOT) -> dict[str, str]:

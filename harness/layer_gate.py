@@ -92,6 +92,15 @@ class Reference:
         return sums
 
 
+NAMES = {"per_sample": "per-sample-gradients", "clipped": "clipped-sum", "plain": "sum"}
+BATCH_DIMENSION = "batch-dimension"
+
+
+def names(mode: str, passes: str) -> list[str]:
+    """The checks of a process that passed them all."""
+    return [NAMES[passes], BATCH_DIMENSION] if mode == "time" else [BATCH_DIMENSION]
+
+
 def check(create: Callable[[], LayerAdapter], layer: Layer, setting: LayerSetting, reference: Reference) -> list[Check]:
     """What the contestant leaves behind on the checked batch, against the reference. The batch is the second that the
     same adapter sees: whoever serves old gradients fails."""
@@ -118,10 +127,10 @@ def check(create: Callable[[], LayerAdapter], layer: Layer, setting: LayerSettin
         worst = max(
             _relative({name: found[name][row] for name in found}, reference.example(row)) for row in range(EXAMPLES)
         )
-        return [_line("per-sample-gradients", worst, TOLERANCE, "worst example, relative L2 over all parameters")]
+        return [_line(NAMES[setting.passes], worst, TOLERANCE, "worst example, relative L2 over all parameters")]
     clipped = setting.passes == "clipped"
     error = _relative(found, reference.total(bound if clipped else None))
-    return [_line("clipped-sum" if clipped else "sum", error, TOLERANCE, "relative L2 over all parameters")]
+    return [_line(NAMES[setting.passes], error, TOLERANCE, "relative L2 over all parameters")]
 
 
 def _relative(found: Arrays, truth: Arrays) -> float:
@@ -148,4 +157,4 @@ def batch_dimension(layer: Layer, setting: LayerSetting, shapes: Mapping[str, tu
     """On the measured batch itself: every per-sample gradient has one entry per example, every sum none."""
     lead = (setting.batch_size,) if setting.passes == "per_sample" else ()
     wrong = {name: shapes.get(name) for name, shape in layer.parameters.items() if shapes.get(name) != (*lead, *shape)}
-    return _line("batch-dimension", float(len(wrong)), 0.0, f"wrong shapes: {wrong}" if wrong else "")
+    return _line(BATCH_DIMENSION, float(len(wrong)), 0.0, f"wrong shapes: {wrong}" if wrong else "")

@@ -100,6 +100,7 @@ class Run:
         self.data: dict[str, Data] = {}
         self.verdicts: dict[tuple[str, str], Verdict] = {}
         self.ended: dict[str, Record] = {}
+        self.unreplayed: dict[str, Record] = {}
         self.peaks: dict[str, float] | None = None
         self.harbour = open_harbour(options.device, any_image=any_image) if options.isolation == "docker" else None
         self.images: dict[str, str] = {}
@@ -303,12 +304,20 @@ class Run:
             return {"state": "rejected", "reason": reason, "machine": verdict.machine}
         if self.protocol.sampling == "own" and job.contestant.variant.own_sampling is None:
             return {"state": "unsupported", "reason": f"{job.contestant.name} {NO_OWN_LOOP}"}
+        unreplayed = self.unreplayed.get(job.cell.name)
+        if unreplayed is not None and job.purpose == "time":
+            reason = (
+                f"its memory process, which is its untimed replay, ended as {unreplayed.state}: {unreplayed.reason}"
+            )
+            return {"state": unreplayed.state, "reason": reason, "log_tail": unreplayed.log_tail}
         earlier = self.ended.get(job.cell.name)
         if earlier is not None:
             return {"state": earlier.state, "reason": f"as in round {earlier.block.round + 1}: {earlier.reason}"}
         return None
 
     def _remember(self, job: Job, record: Record) -> None:
+        if record.state != "ok" and job.purpose == "memory":
+            self.unreplayed.setdefault(job.cell.name, record)
         if record.state in FINAL_STATES and job.purpose == "time":
             self.ended.setdefault(job.cell.name, record)
 
@@ -375,9 +384,12 @@ class Run:
         The limit leaves room for one float32 rounding of every weight that moved in every step. A library's own loop
         that cannot be seeded, and says so, keeps its error in the record and its time.
         """
-        replayed = self._snapshot(job, "memory")
-        if request.snapshot is None or not replayed.exists():
+        if request.snapshot is None or not self.options.memory:
             return {}
+        replayed = self._snapshot(job, "memory")
+        if not Path(request.snapshot).exists() or not replayed.exists():
+            whose = "timed process" if replayed.exists() else "memory process, its untimed replay,"
+            return {"state": "crashed", "reason": f"the {whose} left no weights: run the same command with --fresh."}
         initial = initial_parameters(TASKS[job.cell.task], request.initial_seed)
         error, rounding = _relative_distance(Path(request.snapshot), replayed, initial)
         is_own = self.protocol.sampling == "own"
