@@ -145,7 +145,8 @@ def examined(
     fault = fault_of_answer(result, request)
     kept = []
     for name, content in weights.items():
-        why = fault_of_weights(content, getattr(request, "task", ""), LARGEST_WEIGHTS) if fault is None else None
+        look = fault_of_replay if name == "checked" else fault_of_weights
+        why = look(content, getattr(request, "task", ""), LARGEST_WEIGHTS) if fault is None else None
         fault = fault or (why and f"{name}: {why}")
         kept += [name] if fault is None else []
     if fault is None:
@@ -157,6 +158,20 @@ def examined(
 
 def fault_of_weights(content: bytes, task: str, largest: int) -> str | None:
     """Why these are no weights of the task's model, or None. ``largest``: bytes that they may take unpacked."""
+    return _fault_of_arrays(content, task, largest, ("",))
+
+
+REPLAY_PARTS = ("timed", "replayed", "before", "after", "exact")
+
+
+def fault_of_replay(content: bytes, task: str, largest: int) -> str | None:
+    """Why this is not what :func:`harness.worker.replay` makes, or None."""
+    return _fault_of_arrays(content, task, largest, tuple(f"{part}/" for part in REPLAY_PARTS), has_rows=True)
+
+
+def _fault_of_arrays(
+    content: bytes, task: str, largest: int, prefixes: tuple[str, ...], has_rows: bool = False
+) -> str | None:
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             if sum(entry.file_size for entry in archive.infolist()) > largest:
@@ -165,8 +180,15 @@ def fault_of_weights(content: bytes, task: str, largest: int) -> str | None:
             found: dict[str, Array] = {name: archive[name] for name in archive.files}
     except Exception as why:  # readers of archives raise whatever they stumble over
         return f"no archive of arrays ({type(why).__name__})"
-    for name, expected in initial_parameters(TASKS[task], 0).items():
+    expected = initial_parameters(TASKS[task], 0)
+    for name, shape in ((p + name, value.shape) for p in prefixes for name, value in expected.items()):
         array = found.get(name)
-        if array is None or array.shape != expected.shape or array.dtype.kind != "f":
+        if array is None or array.shape != shape or array.dtype.kind != "f":
             return f"{name} is {'missing' if array is None else f'{array.dtype} {array.shape}'}"
+    if has_rows:
+        rows, steps = found.get("rows"), found.get("steps")
+        if rows is None or rows.ndim != 1 or rows.dtype.kind != "i":
+            return "rows are no row numbers"
+        if steps is None or steps.shape != (2,) or steps.dtype.kind != "i":
+            return "steps are no two numbers"
     return None

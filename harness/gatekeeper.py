@@ -31,7 +31,10 @@ REFERENCE_SOURCES = (
 )
 GATE_SOURCES = (
     *REFERENCE_SOURCES,
-    *(f"harness/{name}.py" for name in ("gate", "gate_noise", "gatekeeper", "clock", "sampling", "worker")),
+    *(
+        f"harness/{name}.py"
+        for name in ("gate", "gate_noise", "gatekeeper", "clock", "line", "referee", "sampling", "worker")
+    ),
 )
 BUDGET_BATCH = 64
 """The ε of one epoch at this batch size is what an adapter's own accountant is asked for."""

@@ -24,6 +24,7 @@ from harness.clock import ForeignLoad, collector_paused
 from harness.layer_contract import Bytes, LayerAdapter, LayerSetting, Unsupported
 from harness.layer_request import LayerRequest
 from harness.layers import LAYERS, Layer
+from harness.line import Line
 from harness.worker import OUT_OF_MEMORY, Emit, die_with_parent, pin, versions
 
 BATCHES_BYTES = 64 * 2**20
@@ -306,8 +307,8 @@ def measure(request: LayerRequest, emit: Emit) -> Result:
     return {**result, "layer": {**predicted, **result.get("layer", {})}}
 
 
-def run(request: LayerRequest, emit: Emit) -> None:
-    """One measurement; whatever happens, the last event is a ``result``."""
+def run(request: LayerRequest, emit: Emit, line: Line | None = None) -> None:
+    """One measurement; whatever happens, the last event is a ``result``. ``line``: unused, as other workers have it."""
     try:
         result = measure(request, emit)
     except (Unsupported, NotImplementedError) as error:

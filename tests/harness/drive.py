@@ -14,7 +14,7 @@ from pathlib import Path
 FAKES = Path(__file__).resolve().parent.parent / "fakes"
 os.environ["DPBENCH_FRAMEWORKS"] = str(FAKES)
 
-from harness import accounting, cache, cli, env, found, gatekeeper, layer_run, machine, peaks, report  # noqa: E402
+from harness import accounting, cache, cli, env, found, gatekeeper, layer_run, machine, peaks, report, run  # noqa: E402
 from harness.gatekeeper import Verdict  # noqa: E402
 from harness.record import Gate  # noqa: E402
 
@@ -53,6 +53,7 @@ def install() -> None:
     layer_run.ensure_references = _layer_references
     gatekeeper.reference = lambda task, *rest: Path()
     found.REFERENCES = ()
+    run.Run.step_reference = lambda *rest: {"update_error": 0.0, "update_limit": 1.0}
     if "DRIVE_WITH_GPU" in os.environ:
         machine.gpus = lambda: ["A device that is not there, 1000 MiB, 1.0"]
         machine._gpu_throttle = list
