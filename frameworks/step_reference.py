@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -56,20 +55,9 @@ def compare(
     }
     if deviation:
         z = (_flat(task, found, "before") - _flat(task, found, "after")) / rate - truth
-        scores = noise_scores(z / deviation, truth)
+        scores = gate_noise.residual_scores(z / deviation, truth)
         result |= {"noise_scores": scores, "noise_limit": gate_noise.normal_limit(len(scores))}
     return result
-
-
-def noise_scores(z: np.ndarray, update: np.ndarray) -> dict[str, float]:
-    """Of what is left of a noised update: its mean, its spread, and what of the update itself is in it."""
-    size = float(np.linalg.norm(update))
-    scores = {
-        "mean": gate_noise.mean_score(z),
-        "spread": gate_noise.spread_score(z),
-        "along the update": float(z @ update) / size if size else 0.0,
-    }
-    return {name: abs(score) if math.isfinite(score) else math.inf for name, score in scores.items()}
 
 
 def _sum(task: Task, weights: Arrays, x: np.ndarray, y: np.ndarray, bound: float | None) -> np.ndarray:

@@ -252,3 +252,14 @@ def _infinite_for_nan(scores: np.ndarray) -> np.ndarray:
 def _largest_of(scores: np.ndarray, where: Callable[[int], str]) -> Score:
     worst = int(np.argmax(_infinite_for_nan(scores)))
     return Score(float(_infinite_for_nan(scores)[worst]), normal_limit(scores.size), where(worst))
+
+
+def residual_scores(z: np.ndarray, update: np.ndarray) -> dict[str, float]:
+    """Of what is left of a noised update: its mean, its spread, and what of the update itself is in it."""
+    size = float(np.linalg.norm(update))
+    scores = {
+        "mean": mean_score(z),
+        "spread": spread_score(z),
+        "along the update": float(z @ update) / size if size else 0.0,
+    }
+    return {name: abs(score) if math.isfinite(score) else math.inf for name, score in scores.items()}

@@ -57,6 +57,7 @@ class Referee:
         self._told_seed: float | None = None
         self._went: tuple[float, float] | None = None
         self._timer: threading.Timer | None = None
+        self._left: float | None = None
 
     @property
     def for_worker(self) -> Request:
@@ -117,10 +118,10 @@ class Referee:
         return PREPARATION_SECONDS + PREPARATION_FACTOR * self._own_seconds
 
     def _stop_within(self, seconds: float) -> None:
-        delay = self._chance.uniform(0.0, seconds if 0.0 <= seconds <= LONGEST_STRETCH else LONGEST_STRETCH)
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = threading.Timer(delay, self._stop)
+        """Once in all stretches together, at a moment drawn when the first of them begins that may be stopped."""
+        if self._left is None:
+            self._left = self._chance.uniform(0.0, seconds if 0.0 <= seconds <= LONGEST_STRETCH else LONGEST_STRETCH)
+        self._timer = threading.Timer(max(0.0, self._left), self._stop)
         self._timer.daemon = True
         self._timer.start()
 
@@ -137,6 +138,8 @@ class Referee:
             self._went = None
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
+            self._left = (self._left or 0.0) - (now - start)
         self.seconds.append(now - start)
         self.allowances.append(waited - waited_before)
 

@@ -429,9 +429,10 @@ class Run:
             step, steps = (int(value) for value in found["steps"])
             rows = found["rows"]
         timed = result["timed"]
-        if not 0 <= step < steps <= timed["steps_timed"]:
+        each = timed["steps_timed"]
+        if not 0 <= step < steps <= each * timed["epochs"]:
             return {"state": "rejected", "reason": f"the replay's step {step} of {steps} is none of the timed ones."}
-        indices, mask = epoch_batches(request, setting_of(request), 0, timed["steps_timed"])[step]
+        indices, mask = epoch_batches(request, setting_of(request), step // each, each)[step % each]
         if not np.array_equal(rows, indices if mask is None else indices[mask]):
             return {"state": "rejected", "reason": f"the replay's step {step} is not of the rows that it was given."}
         try:

@@ -177,23 +177,25 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Read:
-    """Seconds: of the timed stretch before it, of a first and of a second reading of the weights, and by how much more
-    processor time this process took in the first."""
+    """Seconds: of the timed stretch before it, of a first and of a second reading of the weights; of this process's
+    processor time in the longer one, and how much more it was in the first."""
 
     timed: float
     first: float
     second: float
+    cpu: float
     extra_cpu: float
 
 
 def _read_twice(adapter: Adapter, timed: float) -> tuple[dict[str, np.ndarray], Read]:
     """(weights, how long it took): work that was deferred past the clock shows as a slow reading."""
-    start, cpu = time.perf_counter(), time.process_time()
+    start, cpu_start = time.perf_counter(), time.process_time()
     weights = dict(adapter.parameters())
     middle, cpu_middle = time.perf_counter(), time.process_time()
     adapter.parameters()
-    extra = 2 * cpu_middle - cpu - time.process_time()
-    return weights, Read(timed, middle - start, time.perf_counter() - middle, extra)
+    end, cpu_end = time.perf_counter(), time.process_time()
+    one, other = cpu_middle - cpu_start, cpu_end - cpu_middle
+    return weights, Read(timed, middle - start, end - middle, max(one, other), one - other)
 
 
 @dataclass
@@ -221,9 +223,9 @@ class Stretches:
 
 
 def measure_time(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
-    """Warm-up, then timed epochs. In the first epoch the clock stops twice more: after the first steps, so that their
-    weights can be compared with an untimed replay in another process, and where the referee says so, for the replay in
-    this one. The batches are known only when everything is built."""
+    """Warm-up, then timed epochs. The clock stops twice more: after the first steps, so that their weights can be
+    compared with an untimed replay in another process, and once where the referee says so, for the replay in this one.
+    The batches are known only when everything is built."""
     if request.sampling == "own":
         return measure_own_loop(request, emit, line)
     m = Measurement(request, emit)
@@ -241,25 +243,27 @@ def measure_time(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
     epochs = [epoch_batches(request, m.setting, epoch, steps) for epoch in range(count)]
     timed = Stretches(m.adapter, line)
     measured: list[float] = []
-    halt = 0
+    made_in_all = halt = 0
     halted: dict[str, np.ndarray] = {}
     for epoch, batches in enumerate(epochs):
         emit({"event": "phase", "phase": f"epoch {epoch + 1}/{len(epochs)}"})
         done = 0
         measured.append(0.0)
         while done < len(batches):
-            # The first epoch: a few steps, then until the referee stops it, then the rest.
-            is_first, is_halting = epoch == 0 and done == 0, epoch == 0 and done > 0 and not halted
-            part = batches[done : done + REPLAYED_STEPS] if is_first else batches[done:]
-            expected = timed.seconds[-1] / REPLAYED_STEPS * len(part) if is_halting else None
-            stop = line.is_stopped if is_halting else None
+            # A few steps, then until the referee stops it, in whichever epoch that is, then the rest.
+            is_first = epoch == done == 0
+            part = batches[:REPLAYED_STEPS] if is_first else batches[done:]
+            expected, stop = None, None
+            if not is_first and not halted:
+                expected = timed.seconds[0] / REPLAYED_STEPS * (steps * count - made_in_all)
+                stop = line.is_stopped
             seconds, made = timed.time(functools.partial(timed_until, m.adapter, part, stop), expected)
             measured[-1] += seconds
-            done += made
+            done, made_in_all = done + made, made_in_all + made
             if is_first and request.snapshot:
                 save_weights(request.snapshot, timed.weights)
-            if epoch == 0 and not halted and (is_halting or done == len(batches)):
-                halt, halted = done, timed.weights
+            if not halted and (made < len(part) or made_in_all == steps * count):
+                halt, halted = made_in_all, timed.weights
     weights = timed.weights
     if request.weights:
         save_weights(request.weights, weights)
@@ -274,7 +278,7 @@ def measure_time(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
     fault = _fault(weights, m.initial if rows or m.setting.noise_multiplier else {}, timed.reads, timed.load.share)
     if request.checked and not fault:
         emit({"event": "phase", "phase": "check"})
-        save_weights(request.checked, replay(m, epochs[0][:halt], halted))
+        save_weights(request.checked, replay(m, [b for batches in epochs for b in batches][:halt], halted))
     return {
         "state": "ok",
         **fault,
@@ -523,8 +527,8 @@ def _fault(
     is_quiet = foreign_share <= UNDISTURBED_SHARE
     longest = READ_SECONDS + sum(value.nbytes for value in weights.values()) / READ_BYTES_PER_SECOND
     for read in reads:
-        if is_quiet and max(read.first, read.second) > longest:
-            slow = max(read.first, read.second)
+        slow = max(read.first, read.second)
+        if slow > longest and (is_quiet or read.cpu > longest):
             reason = f"reading the weights took {slow:.3f} s (limit {longest:.3f} s): work was deferred past the clock."
             return {"state": "rejected", "reason": reason}
         limit = DEFERRED_SECONDS + DEFERRED_SHARE * read.timed
