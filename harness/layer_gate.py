@@ -4,7 +4,8 @@ leaves behind must equal a float64 reference, example by example. Standard libra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,6 +152,41 @@ def _line(name: str, error: float, limit: float, detail: str) -> Check:
         "passed": passed,
         "detail": detail,
     }
+
+
+LAST_PASS = "last-timed-pass"
+COMPARED_ROWS = 64
+
+
+def left_behind(setting: LayerSetting, gradients: Arrays) -> dict[str, np.ndarray]:
+    """Arrays for a file: what a pass left, of per-sample gradients some rows, drawn now."""
+    found = {f"gradient/{name}": value for name, value in gradients.items()}
+    rows = np.arange(setting.batch_size)
+    if setting.passes == "per_sample":
+        entropy = np.random.default_rng(secrets.randbits(64))
+        rows = np.sort(entropy.permutation(setting.batch_size)[:COMPARED_ROWS])
+        found = {name: value[rows] for name, value in found.items()}
+    return found | {"rows": rows}
+
+
+def last_pass(layer: Layer, passes: str, left: Arrays, examples: Iterable[Arrays], bound: float) -> Check:
+    """What a timed pass left on the measured batch, against the float64 gradients of its ``examples``, one by one."""
+    found = {name: left[f"gradient/{name}"] for name in layer.parameters}
+    worst = 0.0
+    sums: dict[str, np.ndarray] = {name: np.zeros(shape) for name, shape in layer.parameters.items()}
+    for place, example in enumerate(examples):
+        flat = {name: value.reshape(-1) for name, value in example.items()}
+        if passes == "per_sample":
+            worst = max(worst, _relative({name: value[place] for name, value in found.items()}, flat))
+            continue
+        norm = math.sqrt(sum(float(value @ value) for value in flat.values()))
+        factor = min(1.0, bound / norm) if passes == "clipped" and norm else 1.0
+        for name, value in example.items():
+            sums[name] += factor * value
+    if passes != "per_sample":
+        worst = _relative(found, {name: value.reshape(-1) for name, value in sums.items()})
+    detail = f"relative L2 error over {len(left['rows'])} examples of the measured batch"
+    return _line(LAST_PASS, worst, TOLERANCE, detail)
 
 
 def batch_dimension(layer: Layer, setting: LayerSetting, shapes: Mapping[str, tuple[int, ...]]) -> Check:
