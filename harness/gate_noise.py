@@ -15,11 +15,7 @@ from statistics import NormalDist
 import numpy as np
 
 ALPHA = 1e-6
-"""Chance of one false alarm per check; a gate has CHECKS of them."""
-
-CHECKS = 14
-"""Checks of a gate whose scores are random, each by itself below ALPHA: a right adapter is rejected by chance with
-probability below CHECKS times ALPHA."""
+"""Chance of one false alarm per check; a gate has twelve of them (docs/protocol.md)."""
 
 SMALLEST_FOR_SPREAD = 8
 """Wilson and Hilferty's approximation of chi-square is good from about here; where it errs, below, it errs to the side
