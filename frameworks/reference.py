@@ -35,11 +35,9 @@ def gate_reference(task: Task) -> dict[str, np.ndarray]:
     wanted = {
         gate_cases.truth_name(case, private)
         for private in (True, False)
-        for case in gate_cases.cases(task, found, private)
+        for case in gate_cases.stored_cases(task, found, private)
     }
-    for case in gate_cases.cases(task, found, private=True):
-        if case.stored:
-            continue
+    for case in gate_cases.stored_cases(task, found, private=True):
         for private, displacement in _displacements(task, models[case.saturated], case, x, y).items():
             name = gate_cases.truth_name(case, private)
             if name in wanted:

@@ -6,7 +6,7 @@ import gc
 import os
 import resource
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,22 @@ def timed_steps(adapter: Adapter, batches: Sequence[Batch]) -> float:
         step(indices, mask)
     adapter.synchronize()
     return time.perf_counter() - start
+
+
+def timed_until(adapter: Adapter, batches: Sequence[Batch], is_stopped: Callable[[], bool] | None) -> tuple[float, int]:
+    """(seconds, steps made), as :func:`timed_steps`; ends after the step during which ``is_stopped`` became true."""
+    if is_stopped is None:
+        return timed_steps(adapter, batches), len(batches)
+    step, made = adapter.step, 0
+    adapter.synchronize()
+    start = time.perf_counter()
+    for indices, mask in batches:
+        step(indices, mask)
+        made += 1
+        if is_stopped():
+            break
+    adapter.synchronize()
+    return time.perf_counter() - start, made
 
 
 def timed_epoch(adapter: Adapter, seed: int) -> tuple[float, int | None]:

@@ -30,8 +30,9 @@ from harness.data import store
 from harness.engine import Engine, EngineGone
 from harness.errors import BadInput
 from harness.images import Image
-from harness.isolation import LOG_TAIL, POLL_SECONDS, WORKER, AnyRequest, Event, Limits, ToolFault
+from harness.isolation import LOG_TAIL, POLL_SECONDS, WEIGHTS, WORKER, AnyRequest, Event, Limits, ToolFault
 from harness.record import State
+from harness.referee import Referee
 from harness.registry import ROOT
 from harness.request import Request
 
@@ -42,6 +43,9 @@ CODE_FOLDERS = ("harness", "frameworks", "dpcore")
 RESULTS_BYTES = 256 * 2**20
 SCRATCH_BYTES = 512 * 2**20
 SHARED_MEMORY_BYTES = 64 * 2**20
+LOCAL_SECONDS = 0.02
+REMOTE_SECONDS = 0.2
+"""How long the two messages around a timed stretch may take, here and to an engine elsewhere."""
 PROCESSES = 512
 """Threads count: a framework with a pool per core and per library stays far below."""
 LONGEST_LINE = 8 * 2**20
@@ -95,7 +99,10 @@ class Docker:
         return result
 
     def _run(self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None]) -> Event:
-        translated, mounts, outputs = self._translate(request)
+        referee = None
+        if isinstance(request, Request) and request.mode == "time":
+            referee = Referee(request, room=REMOTE_SECONDS if self.engine.is_remote else LOCAL_SECONDS)
+        translated, mounts, outputs = self._translate(referee.for_worker if referee else request)
         order = {
             "kind": "measure",
             "worker": self.module,
@@ -103,17 +110,17 @@ class Docker:
             "describe": self.engine.is_remote,
         }
         threads, is_cuda = request.threads, request.device == "cuda"
-        outcome = self._contain(order, mounts, limits, threads, is_cuda, on_event)
+        outcome = self._contain(order, mounts, limits, threads, is_cuda, on_event, referee)
         result = outcome.result
-        mode, task = (request.mode, request.task) if isinstance(request, Request) else ("", "")
-        fault = answer.fault_of_result(result, mode)
-        for name, content in outcome.files.items():
-            if fault is None and name in outputs:
-                why = answer.fault_of_weights(bytes(content), task, RESULTS_BYTES)
-                if why is None:
-                    _write(outputs[name], content)
-                fault = why and f"{name}: {why}"
-        return result if fault is None else _malformed(result, fault)
+        files = {
+            name.removesuffix(".npz"): bytes(content)
+            for name, content in outcome.files.items()
+            if name.removesuffix(".npz") in outputs
+        }
+        result, kept = answer.examined(result, request, files, "the container")
+        for name in kept:
+            _write(outputs[name], files[name])
+        return referee.judged(result) if referee else result
 
     def tool(self, module: str, arguments: list[str], inputs: Mapping[Path, str], timeout_seconds: float) -> Outcome:
         """``python -m module arguments`` in a container; ``inputs``: files or folders and where they lie inside.
@@ -149,10 +156,10 @@ class Docker:
         if request.reference:
             changes["reference"] = str(INSIDE / "reference" / Path(request.reference).name)
             mounts.append(self._mount(Path(request.reference), str(INSIDE / "reference")))
-        for field in ("snapshot", "weights"):
+        for field in WEIGHTS:
             wanted = getattr(request, field, None)
             if wanted is not None:
-                outputs[f"{field}.npz"] = Path(wanted)
+                outputs[field] = Path(wanted)
                 changes[field] = str(RESULTS / f"{field}.npz")
         return replace(request, **changes), mounts, outputs
 
@@ -188,6 +195,7 @@ class Docker:
         threads: int,
         is_cuda: bool,
         on_event: Callable[[Event], None],
+        referee: Referee | None = None,
     ) -> Outcome:
         """Raises :class:`EngineGone` where the engine stops answering, :class:`BadInput` where it refuses to start."""
         import docker.errors
@@ -205,7 +213,9 @@ class Docker:
                         return _without_gpu(str(error.explanation))
                     raise BadInput(f"The engine cannot run a container: {error.explanation}; {DOCTOR}.") from None
                 stream.send(order)
-                outcome = _follow(stream, start, limits, on_event)
+                if referee is not None:
+                    referee.say = stream.send
+                outcome = _follow(stream, start, limits, on_event, referee)
                 if not outcome.is_over:
                     engine.kill(container)
                 state = _end_state(container)
@@ -325,7 +335,7 @@ def _end_state(container: Any) -> dict[str, Any]:
         time.sleep(0.05)
 
 
-def _write(path: Path, content: bytearray) -> None:
+def _write(path: Path, content: bytes) -> None:
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.write_bytes(content)
     part.replace(path)
@@ -427,7 +437,13 @@ def _failed(state: str, reason: str) -> Event:
     return {"event": "result", "state": state, "reason": reason}
 
 
-def _follow(stream: _Stream, start: float, limits: Limits, on_event: Callable[[Event], None]) -> Outcome:
+def _follow(
+    stream: _Stream,
+    start: float,
+    limits: Limits,
+    on_event: Callable[[Event], None],
+    referee: Referee | None = None,
+) -> Outcome:
     """Passes events on until the streams end or the time is over. Collected files never outgrow the results folder."""
     outcome = Outcome()
     deadline = time.monotonic() + limits.timeout_seconds
@@ -451,6 +467,8 @@ def _follow(stream: _Stream, start: float, limits: Limits, on_event: Callable[[E
                 outcome.is_over = True
                 return outcome
             event = _event(line)
+            if referee is not None:
+                referee.attend(event)
             match event.get("event"):
                 case "started" if outcome.startup_seconds is None:  # a later one is not of our making
                     outcome.startup_seconds = time.monotonic() - start
@@ -468,18 +486,14 @@ def _follow(stream: _Stream, start: float, limits: Limits, on_event: Callable[[E
                 case _:
                     on_event(event)
     finally:
+        if referee is not None:
+            referee.close()
         outcome.tail = stream.tail.decode(errors="replace")
         stream.close()
 
 
 STATES = list(get_args(State))
 MALFORMED = "the container sent a result without a state that there is."
-
-
-def _malformed(result: Event, fault: str) -> Event:
-    """In the place of an answer that cannot be read; how the container did stays known."""
-    kept: Event = {name: result[name] for name in ("log_tail", "container", "machine") if name in result}
-    return {**_failed("crashed", f"the container sent what is no result ({fault})."), **kept}
 
 
 def _without_gpu(why: str) -> Outcome:

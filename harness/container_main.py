@@ -14,9 +14,10 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any, TextIO
+
+from harness.line import Remote
 
 RESULTS = Path("/dpbench/results")
 CHUNK_BYTES = 2**20
@@ -37,17 +38,18 @@ def main() -> None:
         print(json.dumps(event), file=events, flush=True)
 
     emit({"event": "started", "machine": _machine() if order["describe"] else None})
-    threading.Thread(target=_end_with_harness, daemon=True).start()
+    # Whoever listens ends this process when the harness is gone.
+    line = Remote(emit, _read_or_end)
     if order["kind"] == "tool":
         _tool(order, emit)
     else:
-        _measure(order, emit)
+        _measure(order, emit, line)
     # A measurement that failed has no weights worth sending, and may have filled the folder.
     if states == ["ok"]:
         _send_results(events)
 
 
-def _measure(order: dict[str, Any], emit: Any) -> None:
+def _measure(order: dict[str, Any], emit: Any, line: Remote) -> None:
     from harness.layer_request import LayerRequest
     from harness.request import Request
     from harness.worker import pin
@@ -59,7 +61,7 @@ def _measure(order: dict[str, Any], emit: Any) -> None:
         emit({"event": "result", "state": "crashed", "reason": reason})
         return
     pin(request.threads)
-    importlib.import_module(order["worker"]).run(request, emit)
+    importlib.import_module(order["worker"]).run(request, emit, line)
 
 
 def _tool(order: dict[str, Any], emit: Any) -> None:
@@ -79,10 +81,11 @@ def _machine() -> dict[str, Any]:
     return {**machine.describe(), **machine.state()}
 
 
-def _end_with_harness() -> None:
-    while os.read(0, 4096):
-        pass
-    os._exit(ORPHANED)
+def _read_or_end() -> str:
+    line = sys.stdin.readline()
+    if not line:
+        os._exit(ORPHANED)
+    return line
 
 
 def _send_results(events: TextIO) -> None:

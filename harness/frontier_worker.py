@@ -13,11 +13,12 @@ import numpy as np
 
 from harness import resident, sampling, worker
 from harness.clock import Batch, ForeignLoad, timed_steps
+from harness.line import Line
 from harness.request import Request
 from harness.worker import Emit, Measurement
 
 
-def probe(request: Request, emit: Emit) -> dict[str, Any]:
+def probe(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
     """Steps of exactly ``request.batch_size`` examples: peak memory above start-up, and seconds per step.
 
     The first step compiles and allocates; then at least one is timed, or as many as fit ``request.budget_seconds``.
@@ -42,7 +43,7 @@ def probe(request: Request, emit: Emit) -> dict[str, Any]:
     weights = m.adapter.parameters()
     result = {
         "state": "ok",
-        "memory": {resident.NOTION_WITH_COMPILE: growth, **m.adapter.peak_memory().bytes_by_notion},
+        "memory": {**m.adapter.peak_memory().bytes_by_notion, resident.NOTION_WITH_COMPILE: growth},
         "probe": {"start_up_bytes": start_up, "first_step_seconds": first, "step_seconds": seconds},
         "foreign_share": load.share,
     }

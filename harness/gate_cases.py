@@ -7,21 +7,24 @@ agree without exchanging anything but the truth. Standard library and numpy only
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from harness.tasks import Embedding, ReLU, Task, initial_parameters
+from harness.tasks import Embedding, Linear, ReLU, Task, initial_parameters
 
 Values = dict[str, np.ndarray]
 
 POOL_SIZE = 128
 BATCH = 16
 LARGE_BATCH = 96
-LARGE_REPEATS = 4
-LARGE_ROWS = LARGE_BATCH * LARGE_REPEATS
-"""The adapter's data set is the pool LARGE_REPEATS times over, so that a batch of copies has a multiple of the known
-sum: more rows than adapters that cut a batch into chunks are likely to take at once, and no further truth."""
+LARGE_REPEATS = (5, 22)
+"""The adapter's data set holds every row of the pool many times, so that a batch of copies has a multiple of the known
+sum: more rows than adapters that cut a batch into chunks are likely to take at once, and no further truth. 2,112 rows
+where they fit into LARGE_BYTES and LARGE_FLOPS, at least 480."""
+LARGE_BYTES = 2 * 2**30
+"""Of per-example gradients, which some libraries keep."""
+LARGE_FLOPS = 1.3e11
 COPIES = 8
 """The last rows of the pool repeat rows 1 ... COPIES; the OUTLIERS rows before them are outliers."""
 OUTLIERS = 2
@@ -33,6 +36,14 @@ RELU_GAIN = np.float32(6**0.5)
 that of its last bias, the same for every example, and a fault in an early layer would hardly show."""
 CORE = 48
 """So many rows, those farthest from a kink of a ReLU or max-pooling, make up the small batches."""
+LATE_STEPS = 40
+LATE_LAST = 4
+"""Many steps in one build, and so many at their end that are looked at by themselves."""
+LATE_RATE = BATCH / 1024
+"""So small that the weights stay near the start, where no ReLU changes its mind in float32."""
+LATE_SLACK = 200.0
+"""After many steps float32 weights may stand on the other side of a kink than float64 ones: in the deepest network
+2e-3 of the last four updates was seen. A step left out of forty is 2e-2 or more."""
 SATURATION = 300.0
 """exp(-300) is zero in float32 and logits of ordinary examples stay far below: softmax and sigmoid give 1 exactly."""
 SEED = 1
@@ -57,20 +68,52 @@ class Case:
     repeats: int = 1
 
     @property
-    def driven_batches(self) -> tuple[np.ndarray, ...]:
-        """Rows of :func:`placed`: every copy of each row, so that none occurs twice."""
-        copies = POOL_SIZE * np.arange(self.repeats)[:, None]
-        return tuple((rows + copies).ravel() for rows in self.batches)
-
-    @property
     def truth(self) -> str:
         return self.stored or self.name
 
 
-def placed(task: Task) -> tuple[np.ndarray, np.ndarray]:
-    """The adapter's whole data set: the pool, LARGE_REPEATS times."""
-    x, y = pool(task)
-    return np.concatenate([x] * LARGE_REPEATS), np.concatenate([y] * LARGE_REPEATS)
+class Layout:
+    """The adapter's whole data set: as large as the task's own, each row of the pool many times, at random places.
+
+    ``ends``: two rows of the pool, of which one copy each lies at the last place and at the first, to which padding
+    points; wherever a single copy of them is asked for, it is that one.
+    """
+
+    def __init__(self, task: Task, ends: tuple[int, int], rng: np.random.Generator) -> None:
+        self.rng = rng
+        self.task = task
+        self.owner = rng.permutation(task.train_size) % POOL_SIZE
+        for place, row in ((-1, ends[0]), (0, ends[1])):
+            here = np.flatnonzero(self.owner == row)[0]
+            self.owner[[place, here]] = self.owner[[here, place]]
+        self.places = {row: np.flatnonzero(self.owner == row) for row in range(POOL_SIZE)}
+        self.fixed = {ends[0]: task.train_size - 1, ends[1]: 0}
+
+    def data(self) -> tuple[np.ndarray, np.ndarray]:
+        """(x, y) to place."""
+        x, y = pool(self.task)
+        return x[self.owner], y[self.owner]
+
+    def rows(self, rows: np.ndarray, repeats: int = 1) -> np.ndarray:
+        """Places of ``repeats`` copies of each of these rows of the pool, none twice."""
+        chosen = [self._copies(int(row), repeats) for row in rows]
+        return np.array(chosen, dtype=np.int64).T.ravel()
+
+    def _copies(self, row: int, repeats: int) -> np.ndarray:
+        if repeats == 1 and row in self.fixed:
+            return np.array([self.fixed[row]])
+        return self.rng.choice(self.places[row], size=repeats, replace=False)
+
+
+def large_repeats(task: Task) -> int:
+    """How many copies of LARGE_BATCH rows the large batch holds."""
+    most = min(LARGE_BYTES // task.weight_bytes, LARGE_FLOPS // task.training_flops) // LARGE_BATCH
+    return int(np.clip(most, *LARGE_REPEATS))
+
+
+def large_rows(task: Task) -> int:
+    """Size of the large batch."""
+    return LARGE_BATCH * large_repeats(task)
 
 
 def pool(task: Task) -> tuple[np.ndarray, np.ndarray]:
@@ -188,7 +231,7 @@ def cases(task: Task, reference: Mapping[str, np.ndarray], private: bool) -> lis
         Case("duplicates", (copied.astype(np.int64),), c),
         Case("empty", (np.zeros(0, dtype=np.int64),), c),
         Case("other C, B and rate", (some,), 0.37 * c, batch_size=10, learning_rate=5.0),
-        Case("large batch", (everyone,), c, LARGE_BATCH, float(LARGE_BATCH), slack=2.0, repeats=LARGE_REPEATS),
+        Case("large batch", (everyone,), c, LARGE_BATCH, float(LARGE_BATCH), slack=2.0, repeats=large_repeats(task)),
         # After the first step the weights may come near a kink, hence the slack.
         Case("three steps", (some, low, high), c, learning_rate=BATCH / 16, slack=20.0),
     ]
@@ -208,6 +251,35 @@ def cases(task: Task, reference: Mapping[str, np.ndarray], private: bool) -> lis
     ]
 
 
+SHARED = ("some clipped", "permuted", "one, clipped", "duplicates", "empty")
+SHARED_LAST = ("other C, B and rate", "large batch", "three steps")
+
+
+def names(private: bool) -> list[str]:
+    """Of :func:`cases`, in their order."""
+    if not private:
+        return [*SHARED, *SHARED_LAST]
+    first = ["all clipped", "none clipped", *SHARED[:3], "one, not clipped", *SHARED[3:]]
+    return [*first, "outlier", "zero gradients", "zero and other gradients", *SHARED_LAST]
+
+
+def late_cases(task: Task, reference: Mapping[str, np.ndarray]) -> tuple[Case, Case]:
+    """Many steps in one build, without the last few and with them: some of its examples clipped, some steps empty."""
+    some = next(case for case in cases(task, reference, private=True) if case.name == "some clipped").batches[0]
+    parts = [*some.reshape(-1, 4), some[:0]]
+    batches = [parts[t % len(parts)] for t in range(LATE_STEPS - LATE_LAST)]
+    batches += [some, some[::3], some[1::3], some]
+    c = clipping_norm(reference)
+    whole = Case(f"{LATE_STEPS} steps", tuple(batches), c, learning_rate=LATE_RATE, slack=LATE_SLACK)
+    return replace(whole, name=f"the first of {LATE_STEPS} steps", batches=whole.batches[:-LATE_LAST]), whole
+
+
+def stored_cases(task: Task, reference: Mapping[str, np.ndarray], private: bool) -> list[Case]:
+    """All cases that have a truth of their own."""
+    every = [*cases(task, reference, private), *late_cases(task, reference)]
+    return [case for case in every if not case.stored]
+
+
 def sensitivity_pairs(task: Task, reference: Mapping[str, np.ndarray]) -> list[tuple[str, np.ndarray, np.ndarray]]:
     """(name, batch, the same batch with one example more)."""
     by_name = {case.name: case.batches[0] for case in cases(task, reference, private=True)}
@@ -218,6 +290,54 @@ def sensitivity_pairs(task: Task, reference: Mapping[str, np.ndarray]) -> list[t
         ("an outlier", outlier[:-1], outlier),
         ("the first one", some[:0], some[:1]),
     ]
+
+
+LARGE_WIDTH = 3072
+LARGE_GAIN = np.float32(8.0)
+"""On the last layer, so that nearly all of the gradient is that of the large parameter."""
+LARGE_PARAMETER = Task(
+    name="large-parameter",
+    title="One example, one large parameter",
+    dataset="",
+    input_shape=(LARGE_WIDTH,),
+    input_dtype="float32",
+    classes=2,
+    loss="cross_entropy",
+    layers=(Linear("fc1", LARGE_WIDTH, LARGE_WIDTH), Linear("fc2", LARGE_WIDTH, 2)),
+    train_size=2,
+    test_size=0,
+    in_paper=False,
+)
+"""The squares of its first parameter's gradient are of one size, and so many that a float32 sum of one after the other
+loses some: the norm comes out too small, and the clipped gradient too long."""
+
+
+@dataclass(frozen=True)
+class LargeExample:
+    """Starting weights and data of LARGE_PARAMETER, and the norm of the first example's gradient."""
+
+    weights: Values
+    x: np.ndarray
+    y: np.ndarray
+    norm: float
+
+
+def large_example() -> LargeExample:
+    """In closed form: the network is linear up to its loss."""
+    weights = initial_parameters(LARGE_PARAMETER, SEED)
+    weights["fc2.weight"] = LARGE_GAIN * weights["fc2.weight"]
+    x = np.random.default_rng([SEED, 0x1A26]).standard_normal((2, LARGE_WIDTH)).astype(np.float32)
+    exact = {name: value.astype(np.float64) for name, value in weights.items()}
+    hidden = exact["fc1.weight"] @ x[0].astype(np.float64) + exact["fc1.bias"]
+    logits = exact["fc2.weight"] @ hidden + exact["fc2.bias"]
+    label = int(np.argmin(logits))
+    by_logit = np.exp(logits - logits.max())
+    by_logit /= by_logit.sum()
+    by_logit[label] -= 1.0
+    by_hidden = exact["fc2.weight"].T @ by_logit
+    squares = (by_logit @ by_logit) * (hidden @ hidden + 1.0)
+    squares += (by_hidden @ by_hidden) * (float(np.square(x[0], dtype=np.float64).sum()) + 1.0)
+    return LargeExample(weights, x, np.array([label, 1 - label], dtype=np.int32), float(np.sqrt(squares)))
 
 
 def pack(name: str, values: Mapping[str, np.ndarray]) -> Values:

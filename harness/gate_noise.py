@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
 
 ALPHA = 1e-6
-"""Chance of one false alarm per check; a gate has some ten of them."""
+"""Chance of one false alarm per check; a gate has twelve of them (docs/protocol.md)."""
 
 SMALLEST_FOR_SPREAD = 8
 """Wilson and Hilferty's approximation of chi-square is good from about here; where it errs, below, it errs to the side
@@ -25,7 +25,18 @@ SMALLEST_FOR_CORRELATION = 1000
 """A sum of n products of normals has excess kurtosis 6/n: at 5 standard deviations the normal tail is right to 16 %."""
 
 KOLMOGOROV_SAMPLE = 100_000
-DISTANT_STEPS = 7
+STREAM_VALUES = 2**21
+PAIR_VALUES = 2**23
+"""So many values, and so many products of pairs of steps at one shift, are looked at for shifts. A copy of m values
+among n shows as m / sqrt(n) standard deviations; the limit is about 7.5."""
+
+LATE_FROM = 16
+"""From so many steps on, the last quarter of every tensor is looked at by itself."""
+
+SMALLEST_FOR_SHIFTS = 32
+TAIL_THRESHOLDS = (2.0, 3.0, 4.0)
+SMALLEST_COUNT = 5.0
+"""Fewer values expected beyond a threshold say nothing."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +66,7 @@ def largest(scores: Mapping[str, float]) -> Score:
 
 def mean_score(z: np.ndarray) -> float:
     """The mean of n values has standard deviation 1/sqrt(n)."""
-    return float(z.mean() * math.sqrt(z.size))
+    return float(z.mean(dtype=np.float64) * math.sqrt(z.size))
 
 
 def spread_score(z: np.ndarray) -> float:
@@ -63,18 +74,20 @@ def spread_score(z: np.ndarray) -> float:
     normal (Wilson & Hilferty 1931)."""
     n = z.size
     variance = 2.0 / (9.0 * n)
-    return float((np.cbrt(np.square(z).sum() / n) - (1.0 - variance)) / math.sqrt(variance))
+    return float((np.cbrt(np.square(z).sum(dtype=np.float64) / n) - (1.0 - variance)) / math.sqrt(variance))
 
 
 def correlation_score(a: np.ndarray, b: np.ndarray) -> float:
     """Sum of products of n independent pairs: mean 0, variance n."""
-    return float((a * b).sum() / math.sqrt(a.size))
+    return float((a * b).sum(dtype=np.float64) / math.sqrt(a.size))
 
 
 def moments(z: np.ndarray, slices: Mapping[str, slice]) -> tuple[Score, Score]:
     """(means, spreads) over everything, for each parameter tensor and for each step of z [steps, parameters]."""
     groups = {"all": z} | {name: z[:, part] for name, part in slices.items()}
     groups |= {f"step {t}": row for t, row in enumerate(z)} if len(z) > 1 else {}
+    late = len(z) - len(z) // 4
+    groups |= {f"{name} late": z[late:, part] for name, part in slices.items()} if len(z) >= LATE_FROM else {}
     means = {name: mean_score(group) for name, group in groups.items()}
     spreads = {name: spread_score(group) for name, group in groups.items() if group.size >= SMALLEST_FOR_SPREAD}
     return largest(means), largest(spreads)
@@ -115,18 +128,134 @@ def independent_coordinates(z: np.ndarray, slices: Mapping[str, slice], shapes: 
     return largest(scores)
 
 
+def tails(z: np.ndarray) -> Score:
+    """The largest value both ways, and how many lie beyond 2, 3 and 4: bounded noise keeps no (epsilon, delta), and
+    outliers are no Gaussian's either."""
+    scores = {}
+    for side, values in (("above", z), ("below", -z)):
+        highest, n = float(values.max()), z.size
+        beyond = upper_tail(highest)
+        # P(largest <= highest) = (1 - beyond)^n
+        smaller = math.exp(n * math.log1p(-min(beyond, 1.0 - 1e-16))) if math.isfinite(highest) else 0.0
+        larger = min(1.0, n * beyond)
+        scores[f"largest {side}, {highest:.2f}"] = max(_score_of(smaller), _score_of(larger))
+        for threshold in TAIL_THRESHOLDS:
+            expected = n * upper_tail(threshold)
+            if expected >= SMALLEST_COUNT:
+                found = int((values > threshold).sum())
+                scores[f"{found} values beyond {threshold} {side}, {expected:.0f} expected"] = count_score(
+                    found, expected
+                )
+    if not np.isfinite(z).all():
+        scores["a value that is not finite"] = math.inf
+    return largest(scores)
+
+
+def upper_tail(value: float) -> float:
+    """P(N(0, 1) > value)."""
+    return 0.5 * math.erfc(value / math.sqrt(2))
+
+
+def _score_of(probability: float) -> float:
+    """The normal score that is exceeded with this probability."""
+    if probability >= 1.0:
+        return 0.0
+    return -NormalDist().inv_cdf(probability) if probability > 1e-300 else math.inf
+
+
+def count_score(found: int, expected: float) -> float:
+    """Of a Poisson count: its tails are those of a gamma variable, whose cube root is nearly normal."""
+
+    def gamma_score(shape: int) -> float:
+        mean = 1.0 - 1.0 / (9.0 * shape)
+        return float((np.cbrt(expected / shape) - mean) * 3.0 * math.sqrt(shape))
+
+    too_few = gamma_score(found + 1)
+    too_many = -gamma_score(found) if found else 0.0
+    return max(too_few, too_many, 0.0)
+
+
+def cosine_score(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """[rows of a, rows of b]: normal scores of the cosines of vectors, by Wallace's (1959) score of Student's t.
+
+    Unlike a sum of products, whose tails are heavier than normal, this holds for short vectors, too.
+    """
+    freedom = a.shape[1] - 1
+    left, right = (v / np.linalg.norm(v, axis=1, keepdims=True) for v in (a, b))
+    size = np.sqrt(-freedom * np.log1p(-np.minimum(np.square(left @ right.T), 1.0 - 2.0**-20)))
+    return (8 * freedom + 1) / (8 * freedom + 3) * size
+
+
 def independent_steps(z: np.ndarray) -> Score:
-    """Steps up to DISTANT_STEPS apart."""
-    apart = range(1, min(len(z) - 1, DISTANT_STEPS) + 1)
-    return largest({f"{k} apart": correlation_score(z[:-k], z[k:]) for k in apart})
+    """Every pair of steps: one noise for all of them, one that goes round in a cycle, momentum."""
+    scores = cosine_score(z, z)[np.triu_indices(len(z), 1)]
+    return _largest_of(scores, lambda k: "steps {} and {}".format(*(i[k] for i in np.triu_indices(len(z), 1))))
 
 
-def independent_runs(one: np.ndarray, other: np.ndarray) -> Score:
-    """Two runs with different seeds, step by step and one step shifted."""
-    return largest(
-        {
-            "same step": correlation_score(one, other),
-            "one step later": correlation_score(one[:-1], other[1:]),
-            "one step earlier": correlation_score(one[1:], other[:-1]),
-        }
-    )
+def independent_runs(one: np.ndarray, others: Mapping[int, np.ndarray]) -> Score:
+    """Every step of runs with other seeds against every step of one run and of each other."""
+    runs: dict[str, np.ndarray] = {"the first run": one} | {f"seed {seed}": z for seed, z in others.items()}
+    found = []
+    for (name, a), (other, b) in itertools.combinations(runs.items(), 2):
+        scores = cosine_score(a, b)
+        found.append((_infinite_for_nan(scores).max(), scores.size, f"{name} and {other}"))
+    value, _, where = max(found)
+    return Score(float(value), normal_limit(sum(count for _, count, _ in found)), where)
+
+
+def independent_shifts(z: np.ndarray) -> Score:
+    """One stream read twice, at any distance or backwards: the values of a step against themselves at every shift,
+    forwards and reversed, summed over the steps; and every two of some steps at every shift.
+
+    Sums over cycles, so that every shift has as many products and the same variance.
+    """
+    n = z.shape[1]
+    if n < SMALLEST_FOR_SHIFTS:
+        return Score(0.0, normal_limit(1), f"{n} values a step are too few")
+    steps = z[-max(1, STREAM_VALUES // n) :].astype(np.float64)
+    found = []
+    for way, scores in zip(("shifted by", "reversed around"), _cyclic_scores(steps), strict=True):
+        worst = int(np.argmax(scores))
+        found.append((float(scores[worst]), scores.size, f"a step {way} {worst + 1}"))
+    some = steps[-math.isqrt(2 * PAIR_VALUES // n) :]
+    transform = np.fft.rfft(some, axis=1)
+    for t in range(len(some) - 1):
+        crossed = np.fft.irfft(transform[t].conj() * transform[t + 1 :], n, axis=1)
+        scores = _infinite_for_nan(crossed) / math.sqrt(n)
+        other, shift = np.unravel_index(np.argmax(scores), scores.shape)
+        where = f"steps {t} and {t + 1 + other} of the last {len(some)}, shifted by {shift}"
+        found.append((float(scores[other, shift]), scores.size, where))
+    value, _, where = max(found)
+    return Score(value, normal_limit(sum(size for _, size, _ in found)), where)
+
+
+def _cyclic_scores(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(|score| at shifts 1, 2, ..., |score| of reversals around 1, 2, ...), summed over the rows [steps, n]."""
+    steps, n = rows.shape
+    transform = np.fft.rfft(rows, axis=1)
+    shifted = np.fft.irfft(np.square(np.abs(transform)).sum(0), n)[1 : (n + 1) // 2]
+    around = np.fft.irfft(np.square(transform).sum(0), n)
+    # Index i meets c - i: itself where 2 i = c, which adds its square; every other pair is counted twice.
+    themselves = np.ones(n) if n % 2 else np.where(np.arange(n) % 2, 0.0, 2.0)
+    reversed_ = np.roll(around - steps * themselves, -1)
+    return _infinite_for_nan(shifted) / math.sqrt(steps * n), _infinite_for_nan(reversed_) / math.sqrt(2 * steps * n)
+
+
+def _infinite_for_nan(scores: np.ndarray) -> np.ndarray:
+    return np.where(np.isnan(scores), np.inf, np.abs(scores))
+
+
+def _largest_of(scores: np.ndarray, where: Callable[[int], str]) -> Score:
+    worst = int(np.argmax(_infinite_for_nan(scores)))
+    return Score(float(_infinite_for_nan(scores)[worst]), normal_limit(scores.size), where(worst))
+
+
+def residual_scores(z: np.ndarray, update: np.ndarray) -> dict[str, float]:
+    """Of what is left of a noised update: its mean, its spread, and what of the update itself is in it."""
+    size = float(np.linalg.norm(update))
+    scores = {
+        "mean": mean_score(z),
+        "spread": spread_score(z),
+        "along the update": float(z @ update) / size if size else 0.0,
+    }
+    return {name: abs(score) if math.isfinite(score) else math.inf for name, score in scores.items()}

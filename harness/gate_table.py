@@ -13,6 +13,7 @@ from typing import Any
 
 from harness import env, gatekeeper, limits, registry
 from harness.errors import BadInput
+from harness.gate import FINDING
 from harness.gate_sampling import sampler_checks
 from harness.gatekeeper import Verdict
 from harness.isolation import Limits, Venv
@@ -177,6 +178,7 @@ def _rows(one: Judged, every_check: bool) -> list[dict[str, Any]]:
         count = f"all of {len(checks)} checks" + (", remembered" if one.verdict.cached else "")
         if one.known_fault:
             count += f"; must be rejected: {one.known_fault}"
+        count += "".join(f"; {text}" for text in findings_of(checks))
         return [_row(name, one.task, max(checks, key=_nearness), count)]
     worst = max(failed, key=_excess)
     detail = f"{len(failed)} of {len(checks)} checks failed: {', '.join(_groups(failed))}"
@@ -185,6 +187,11 @@ def _rows(one: Judged, every_check: bool) -> list[dict[str, Any]]:
     if one.known_fault:
         detail += f"; as declared: {one.known_fault}"
     return [_row(name, one.task, worst, detail)]
+
+
+def findings_of(checks: Sequence[GateCheck]) -> list[str]:
+    """What checks that passed have to tell."""
+    return [check.detail.partition(";")[0] for check in checks if check.passed and check.detail.startswith(FINDING)]
 
 
 def _groups(checks: Sequence[GateCheck]) -> dict[str, None]:

@@ -7,11 +7,14 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from harness import accounting, cache, env, isolation
+from harness.data import store
+from harness.errors import BadInput
 from harness.isolation import Limits, Place
 from harness.record import Gate, GateCheck
 from harness.registry import ROOT, Contestant, frameworks
@@ -28,7 +31,10 @@ REFERENCE_SOURCES = (
 )
 GATE_SOURCES = (
     *REFERENCE_SOURCES,
-    *(f"harness/{name}.py" for name in ("gate", "gate_noise", "gatekeeper", "clock", "sampling", "worker")),
+    *(
+        f"harness/{name}.py"
+        for name in ("gate", "gate_noise", "gatekeeper", "clock", "line", "referee", "sampling", "worker")
+    ),
 )
 BUDGET_BATCH = 64
 """The ε of one epoch at this batch size is what an adapter's own accountant is asked for."""
@@ -56,13 +62,24 @@ class Verdict:
         return self.state == "ok" and self.gate.passed
 
 
-def key_of(contestant: Contestant, task: str, device: str, identity: str = "") -> str:
-    """Hash of everything that the verdict depends on. ``identity``: :attr:`Place.identity`."""
+def key_of(contestant: Contestant, task: str, device: str, threads: int, identity: str = "") -> str:
+    """Hash of everything that the verdict depends on, and of every file that the adapter could read beside its code:
+    all of its folder and the data set. ``identity``: :attr:`Place.identity`."""
     framework = contestant.framework
     parts = [task, contestant.name, device, framework.adapter_hash, framework.lock_hash, sources_hash(GATE_SOURCES)]
+    parts += [str(threads), framework.folder_hash, *_data_hashes(TASKS[task].dataset)]
     parts += [identity] if identity else []
     parts += [] if accounting.available() else ["budget not checked"]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _data_hashes(name: str) -> list[str]:
+    """Of the data set and of its synthetic twin, as far as they are in the cache."""
+    found = []
+    for synthetic in (False, True):
+        with suppress(BadInput):
+            found.append(str((store.describe(name, synthetic) or {}).get("sha256", "none")))
+    return found
 
 
 def sources_hash(sources: Iterable[str]) -> str:
@@ -98,7 +115,7 @@ def judge(
     fresh: bool = False,
 ) -> Verdict:
     """The verdict on one contestant and task, from memory where nothing that it depends on has changed."""
-    key = key_of(contestant, task, device, place.identity)
+    key = key_of(contestant, task, device, threads, place.identity)
     folder = cache.folder("gate")
     path = folder / f"{key}.json"
     if path.exists() and not fresh:

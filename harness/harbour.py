@@ -19,6 +19,7 @@ from harness.images import Image
 from harness.isolation import WORKER, ToolFault
 from harness.layer_registry import LayerContestant
 from harness.registry import Contestant, Framework, frameworks
+from harness.request import Request
 
 TOOL_SECONDS = 900.0
 
@@ -141,6 +142,17 @@ class Harbour:
         outcome = self._torch(say).tool("frameworks.evaluate", arguments, inputs, TOOL_SECONDS)
         measured: dict[str, Any] = json.loads(outcome.result["output"].strip().splitlines()[-1])
         return float(measured["accuracy"])
+
+    def step_reference(self, request: Request, checked: Path, arguments: list[str], say: Say) -> dict[str, Any]:
+        """As :meth:`harness.run.Run.step_reference`, in a container."""
+        source = store.folder(request.data, request.synthetic)
+        train = CACHE / "data" / source.name
+        arguments = [*arguments, "--checked", str(INSIDE / "weights" / checked.name)]
+        arguments += ["--x", str(train / "train_x.npy"), "--y", str(train / "train_y.npy")]
+        inputs = {source: str(train), checked: str(INSIDE / "weights")}
+        outcome = self._torch(say).tool("frameworks.step_reference", arguments, inputs, TOOL_SECONDS)
+        measured: dict[str, Any] = json.loads(outcome.result["output"].strip().splitlines()[-1])
+        return measured
 
     def _torch(self, say: Say) -> Docker:
         image = self.image(frameworks()["pytorch"], say)

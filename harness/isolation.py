@@ -6,6 +6,7 @@ time-out, silence) becomes a ``result`` event as well, so that the caller has on
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -23,9 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from harness import nvml
+from harness import answer, nvml
 from harness.layer_request import LayerRequest
 from harness.limits import MemoryLimit
+from harness.referee import Direct, Referee
 from harness.registry import ROOT
 from harness.request import Request
 
@@ -34,6 +36,8 @@ Event = dict[str, Any]
 POLL_SECONDS = 0.1
 WORKER = "harness.worker"
 LOG_TAIL = 4000
+WEIGHTS = ("snapshot", "checked", "weights")
+"""Fields of a request that name files which the worker fills with weights."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +78,10 @@ class InProcess:
             events.append(event)
             on_event(event)
 
-        worker.run(request, emit)
-        return {"log_tail": "", **events[-1]}
+        line = Direct(request) if isinstance(request, Request) else None
+        worker.run(request, emit, line)
+        result = _examined({"log_tail": "", **events[-1]}, request)
+        return line.referee.judged(result) if line is not None and request.mode == "time" else result
 
 
 class Venv:
@@ -99,15 +105,24 @@ class Venv:
     def run(self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None]) -> Event:
         with tempfile.TemporaryDirectory(prefix="dpbench-") as folder:
             path = Path(folder, "request.json")
-            path.write_text(request.to_json())
+            referee = Referee(request) if isinstance(request, Request) and request.mode == "time" else None
+            path.write_text((referee.for_worker if referee else request).to_json())
             log = Path(folder, "log.txt")
             with log.open("wb") as errors:
-                result = self._run([str(self.python), "-m", self.module, str(path)], request, errors, limits, on_event)
+                command = [str(self.python), "-m", self.module, str(path)]
+                result = self._run(command, request, errors, limits, on_event, referee)
             result["log_tail"] = log.read_text(errors="replace")[-LOG_TAIL:]
-        return result
+        result = _examined(result, request)
+        return referee.judged(result) if referee else result
 
     def _run(
-        self, command: list[str], request: AnyRequest, errors: Any, limits: Limits, on_event: Callable[[Event], None]
+        self,
+        command: list[str],
+        request: AnyRequest,
+        errors: Any,
+        limits: Limits,
+        on_event: Callable[[Event], None],
+        referee: Referee | None,
     ) -> Event:
         limit = MemoryLimit(limits.memory_bytes)
         watches_gpu = request.device == "cuda" and request.mode in {"memory", "probe"}
@@ -115,22 +130,38 @@ class Venv:
             command,
             cwd=self.root,
             env=worker_environment(request.threads, self.environment, self.root),
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if referee else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
             start_new_session=True,
             text=True,
         )
+        if referee is not None:
+            referee.say, referee.pid = functools.partial(_write_line, process), process.pid
         try:
             limit.adopt(process.pid)
             gpu = nvml.Watch(process.pid) if watches_gpu else None
-            result = _follow(process, limit, limits, on_event, gpu)
+            result = _follow(process, limit, limits, on_event, gpu, referee)
             if gpu is not None and "memory" in result:
                 result["memory"] |= gpu.memory
             return result
         finally:
             kill_tree(process)
             limit.close()
+            if referee is not None:
+                referee.close()
+
+
+def _examined(result: Event, request: AnyRequest) -> Event:
+    """The result as :mod:`harness.answer` lets it through; weights that are none are removed."""
+    paths = {name: getattr(request, name, None) for name in WEIGHTS}
+    files = {name: Path(path) for name, path in paths.items() if path is not None and Path(path).exists()}
+    result, kept = answer.examined(
+        result, request, {name: path.read_bytes() for name, path in files.items()}, "the worker"
+    )
+    for name in files.keys() - set(kept):
+        files[name].unlink()
+    return result
 
 
 def worker_environment(threads: int, extra: Mapping[str, str], root: Path = ROOT) -> dict[str, str]:
@@ -167,11 +198,12 @@ def _follow(
     limits: Limits,
     on_event: Callable[[Event], None],
     gpu: nvml.Watch | None = None,
+    referee: Referee | None = None,
 ) -> Event:
     """Passes events on until the result, the end of the process, the memory limit or the time-out."""
     deadline = time.monotonic() + limits.timeout_seconds
     result: Event | None = None
-    lines = _lines(process)
+    lines = _lines(process, referee)
     while True:
         try:
             line = lines.get(timeout=POLL_SECONDS)
@@ -216,13 +248,23 @@ def _event(line: str) -> Event:
     return {"event": "noise", "text": line.rstrip()}
 
 
-def _lines(process: subprocess.Popen[str]) -> queue.Queue[str | None]:
-    """The process's output lines, then None. A thread reads, so that the watchdog never blocks on a silent worker."""
+def _write_line(process: subprocess.Popen[str], message: Event) -> None:
+    assert process.stdin is not None
+    with suppress(OSError, ValueError):  # it may have ended
+        process.stdin.write(json.dumps(message) + "\n")
+        process.stdin.flush()
+
+
+def _lines(process: subprocess.Popen[str], referee: Referee | None = None) -> queue.Queue[str | None]:
+    """The process's output lines, then None. A thread reads, so that the watchdog never blocks on a silent worker, and
+    the ``referee`` hears and answers at once."""
     out: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:
         assert process.stdout is not None
         for line in process.stdout:
+            if referee is not None:
+                referee.attend(_event(line))
             out.put(line)
         out.put(None)
 
@@ -235,8 +277,10 @@ def kill_tree(process: subprocess.Popen[Any]) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with suppress(OSError):
+                stream.close()
 
 
 class ToolFault(Exception):

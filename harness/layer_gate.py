@@ -4,7 +4,8 @@ leaves behind must equal a float64 reference, example by example. Standard libra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +93,15 @@ class Reference:
         return sums
 
 
+NAMES = {"per_sample": "per-sample-gradients", "clipped": "clipped-sum", "plain": "sum"}
+BATCH_DIMENSION = "batch-dimension"
+
+
+def names(mode: str, passes: str) -> list[str]:
+    """The checks of a process that passed them all."""
+    return [NAMES[passes], BATCH_DIMENSION] if mode == "time" else [BATCH_DIMENSION]
+
+
 def check(create: Callable[[], LayerAdapter], layer: Layer, setting: LayerSetting, reference: Reference) -> list[Check]:
     """What the contestant leaves behind on the checked batch, against the reference. The batch is the second that the
     same adapter sees: whoever serves old gradients fails."""
@@ -118,10 +128,10 @@ def check(create: Callable[[], LayerAdapter], layer: Layer, setting: LayerSettin
         worst = max(
             _relative({name: found[name][row] for name in found}, reference.example(row)) for row in range(EXAMPLES)
         )
-        return [_line("per-sample-gradients", worst, TOLERANCE, "worst example, relative L2 over all parameters")]
+        return [_line(NAMES[setting.passes], worst, TOLERANCE, "worst example, relative L2 over all parameters")]
     clipped = setting.passes == "clipped"
     error = _relative(found, reference.total(bound if clipped else None))
-    return [_line("clipped-sum" if clipped else "sum", error, TOLERANCE, "relative L2 over all parameters")]
+    return [_line(NAMES[setting.passes], error, TOLERANCE, "relative L2 over all parameters")]
 
 
 def _relative(found: Arrays, truth: Arrays) -> float:
@@ -144,8 +154,43 @@ def _line(name: str, error: float, limit: float, detail: str) -> Check:
     }
 
 
+LAST_PASS = "last-timed-pass"
+COMPARED_ROWS = 64
+
+
+def left_behind(setting: LayerSetting, gradients: Arrays) -> dict[str, np.ndarray]:
+    """Arrays for a file: what a pass left, of per-sample gradients some rows, drawn now."""
+    found = {f"gradient/{name}": value for name, value in gradients.items()}
+    rows = np.arange(setting.batch_size)
+    if setting.passes == "per_sample":
+        entropy = np.random.default_rng(secrets.randbits(64))
+        rows = np.sort(entropy.permutation(setting.batch_size)[:COMPARED_ROWS])
+        found = {name: value[rows] for name, value in found.items()}
+    return found | {"rows": rows}
+
+
+def last_pass(layer: Layer, passes: str, left: Arrays, examples: Iterable[Arrays], bound: float) -> Check:
+    """What a timed pass left on the measured batch, against the float64 gradients of its ``examples``, one by one."""
+    found = {name: left[f"gradient/{name}"] for name in layer.parameters}
+    worst = 0.0
+    sums: dict[str, np.ndarray] = {name: np.zeros(shape) for name, shape in layer.parameters.items()}
+    for place, example in enumerate(examples):
+        flat = {name: value.reshape(-1) for name, value in example.items()}
+        if passes == "per_sample":
+            worst = max(worst, _relative({name: value[place] for name, value in found.items()}, flat))
+            continue
+        norm = math.sqrt(sum(float(value @ value) for value in flat.values()))
+        factor = min(1.0, bound / norm) if passes == "clipped" and norm else 1.0
+        for name, value in example.items():
+            sums[name] += factor * value
+    if passes != "per_sample":
+        worst = _relative(found, {name: value.reshape(-1) for name, value in sums.items()})
+    detail = f"relative L2 error over {len(left['rows'])} examples of the measured batch"
+    return _line(LAST_PASS, worst, TOLERANCE, detail)
+
+
 def batch_dimension(layer: Layer, setting: LayerSetting, shapes: Mapping[str, tuple[int, ...]]) -> Check:
     """On the measured batch itself: every per-sample gradient has one entry per example, every sum none."""
     lead = (setting.batch_size,) if setting.passes == "per_sample" else ()
     wrong = {name: shapes.get(name) for name, shape in layer.parameters.items() if shapes.get(name) != (*lead, *shape)}
-    return _line("batch-dimension", float(len(wrong)), 0.0, f"wrong shapes: {wrong}" if wrong else "")
+    return _line(BATCH_DIMENSION, float(len(wrong)), 0.0, f"wrong shapes: {wrong}" if wrong else "")

@@ -34,6 +34,8 @@ class LayerRequest:
     least_passes: int
     longest_pass: float
     most_bytes: int
+    left: str | None = None
+    """Where a timed process writes what its last timed pass left behind."""
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

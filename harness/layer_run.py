@@ -158,7 +158,41 @@ class LayerRun:
             job.cell.name,
             progress,
         )
+        if request.left is not None and result["state"] == "ok":
+            result |= self._compare_last_pass(request, result, progress.say)
         return self._record(job, result, started, load)
+
+    def _compare_last_pass(
+        self, request: LayerRequest, result: dict[str, Any], say: Callable[[str], None]
+    ) -> dict[str, Any]:
+        """The check that the last timed pass left what is right on the measured batch."""
+        assert request.left is not None
+        left = Path(request.left)
+        if not left.exists():
+            return {"state": "crashed", "reason": "the timed process left nothing of its last pass to compare."}
+        try:
+            measured = result["layer"]
+            last = (len(measured["pass_seconds"]) - 1) % measured["batches"]
+            check = self.last_pass(request, last, say)
+        except (env.EnvironmentFault, isolation.ToolFault) as fault:
+            return {"state": "crashed", "reason": f"the float64 reference of the last pass could not be made: {fault}"}
+        finally:
+            left.unlink()
+        found: dict[str, Any] = {"checks": [*result.get("checks", []), check]}
+        if not check["passed"]:
+            reason = f"{check['check']}: error {check['error']}, limit {check['limit']} ({check['detail']})"
+            found |= {"state": "rejected", "reason": reason}
+        return found
+
+    def last_pass(self, request: LayerRequest, number: int, say: Callable[[str], None]) -> dict[str, Any]:
+        """What :mod:`frameworks.layer_reference` says of it, which was over batch ``number``.
+
+        Raises :class:`env.EnvironmentFault` or :class:`isolation.ToolFault` where it cannot be asked.
+        """
+        arguments = ["--layers", request.layer, "--left", str(request.left), "--passes", request.passes]
+        arguments += ["--batch-size", str(request.batch_size), "--seed", str(request.seed), "--number", str(number)]
+        python = self.found.python if self.found is not None else env.ensure(frameworks()["pytorch"], say).python
+        return isolation.json_tool(python, REFERENCE, [*arguments, "--bound", repr(request.max_grad_norm)])
 
     def _refusal(self, job: LayerJob) -> dict[str, Any] | None:
         """A result without a process: it cannot run, or an earlier process of this cell showed so."""
@@ -178,6 +212,7 @@ class LayerRun:
     def _request(self, job: LayerJob) -> LayerRequest:
         options, cell = self.options, job.cell
         assert cell.layer is not None and cell.passes is not None
+        is_compared = job.purpose == "time" and job.round == 0
         first = job.purpose == "memory" or (job.round == 0 and not options.memory)
         return LayerRequest(
             mode="time" if job.purpose == "time" else "memory",
@@ -197,6 +232,7 @@ class LayerRun:
             least_passes=options.least_passes,
             longest_pass=options.longest_pass,
             most_bytes=options.most_bytes,
+            left=str(self.folder.scratch / f"{job.name}.last-pass.npz") if is_compared else None,
         )
 
     def _seed(self, job: LayerJob) -> int:

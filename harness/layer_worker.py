@@ -24,10 +24,13 @@ from harness.clock import ForeignLoad, collector_paused
 from harness.layer_contract import Bytes, LayerAdapter, LayerSetting, Unsupported
 from harness.layer_request import LayerRequest
 from harness.layers import LAYERS, Layer
-from harness.worker import OUT_OF_MEMORY, Emit, die_with_parent, pin, versions
+from harness.line import Line
+from harness.worker import OUT_OF_MEMORY, Emit, die_with_parent, pin, save_weights, versions
 
 BATCHES_BYTES = 64 * 2**20
 MOST_BATCHES = 20
+LEAST_BATCHES = 2
+"""Whoever serves the gradients of the pass before is found out by those of another batch."""
 """Passes go over that many different random batches in turn, fewer where inputs and targets are large: a pass should
 find its data where a training step would, not in the cache of the last pass."""
 
@@ -77,7 +80,7 @@ def ready(create: Create, layer: Layer, request: LayerRequest, batch_size: int, 
     """An adapter with ``batches`` random batches, built and not yet run."""
     adapter = create()
     adapter.configure(layer, setting_of(request, batch_size))
-    made = [layers.batch(layer, batch_size, 1000 * request.seed + number) for number in range(batches)]
+    made = [layers.batch(layer, batch_size, layers.batch_seed(request.seed, number)) for number in range(batches)]
     adapter.place_inputs([inputs for inputs, _ in made])
     adapter.place_labels([targets for _, targets in made])
     adapter.build(layers.initial_parameters(layer, request.seed))
@@ -94,7 +97,9 @@ def timed_pass(adapter: LayerAdapter, batch: int) -> float:
 
 
 def batches_of(layer: Layer, batch_size: int) -> int:
-    return max(1, min(MOST_BATCHES, BATCHES_BYTES // (batch_size * (layer.input_bytes + layer.label_bytes))))
+    return max(
+        LEAST_BATCHES, min(MOST_BATCHES, BATCHES_BYTES // (batch_size * (layer.input_bytes + layer.label_bytes)))
+    )
 
 
 # ---- memory
@@ -137,7 +142,7 @@ def count_parts(create: Create, layer: Layer, request: LayerRequest, batch_size:
     adapter.configure(layer, setting_of(request, batch_size))
     adapter.count(lambda: None)  # whatever the instrument itself allocates at its first use
     baseline = adapter.allocated()
-    inputs, targets = layers.batch(layer, batch_size, 1000 * request.seed)
+    inputs, targets = layers.batch(layer, batch_size, layers.batch_seed(request.seed, 0))
     weights = layers.initial_parameters(layer, request.seed)
     placed = adapter.count(lambda: adapter.place_inputs([inputs]))
     labelled = adapter.count(lambda: adapter.place_labels([targets]))
@@ -264,6 +269,9 @@ def measure_time(create: Create, layer: Layer, request: LayerRequest, emit: Emit
                 gc.collect()
                 collected = spent
     checks.append(layer_gate.batch_dimension(layer, setting_of(request, request.batch_size), adapter.gradient_shapes()))
+    if request.left is not None:
+        setting = setting_of(request, request.batch_size)
+        save_weights(request.left, layer_gate.left_behind(setting, adapter.gradients()))
     result: Result = {
         "state": "ok",
         "layer": {
@@ -306,8 +314,8 @@ def measure(request: LayerRequest, emit: Emit) -> Result:
     return {**result, "layer": {**predicted, **result.get("layer", {})}}
 
 
-def run(request: LayerRequest, emit: Emit) -> None:
-    """One measurement; whatever happens, the last event is a ``result``."""
+def run(request: LayerRequest, emit: Emit, line: Line | None = None) -> None:
+    """One measurement; whatever happens, the last event is a ``result``. ``line``: unused, as other workers have it."""
     try:
         result = measure(request, emit)
     except (Unsupported, NotImplementedError) as error:

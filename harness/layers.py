@@ -249,6 +249,11 @@ def initial_parameters(layer: Layer, seed: int) -> dict[str, np.ndarray]:
     return made
 
 
+def batch_seed(seed: int, number: int) -> int:
+    """Of a process's batch of that number."""
+    return 1000 * seed + number
+
+
 def batch(layer: Layer, size: int, seed: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """(inputs by name [size, *shape], targets [size, *output]): normal values or uniform token ids (int64); targets are
     positive and sum to 1 along ``class_axis``."""

@@ -74,10 +74,28 @@ class Data(_Model):
     train_size: int
 
 
+class Compared(_Model):
+    """What was compared of the measured cell itself. The weights where the referee halted the clock, after ``steps``
+    steps, are ``replay_error`` from an untimed replay's. Of one step of that replay, ``step``, drawn at random, with
+    ``rows`` examples: its update without noise is off from the float64 reference's by ``update_error``, relative, and
+    what noise adds to it has the scores ``noise_scores``, in standard deviations."""
+
+    step: int
+    steps: int
+    rows: int
+    replay_error: float
+    replay_limit: float
+    update_error: float
+    update_limit: float
+    noise_scores: dict[str, float] = Field(default_factory=dict)
+    noise_limit: float | None = None
+
+
 class Timed(_Model):
     """How the seconds came about. ``extrapolated``: epoch_seconds are the measured ones times
     steps_per_epoch / steps_timed. ``replay_error``: distance of the weights after the first timed steps from an untimed
     replay, over the distance travelled; None where they were not compared (later rounds, no memory process).
+    ``part_seconds`` of each timed stretch by the worker's clock, ``referee_seconds`` by the harness's own.
 
     Protocol ``as_shipped`` only: ``own_sampling`` (``poisson``, ``shuffled`` or ``fixed``) is how the library's own
     loop draws its batches, ``updates`` how many it made in the first timed epoch (None: it does not say)."""
@@ -93,6 +111,9 @@ class Timed(_Model):
     parameters_read_seconds: list[float] = Field(default_factory=list)
     rows_timed: int | None = None
     replay_error: float | None = None
+    part_seconds: list[float] = Field(default_factory=list)
+    referee_seconds: list[float] = Field(default_factory=list)
+    compared: Compared | None = None
     own_sampling: str | None = None
     updates: int | None = None
 

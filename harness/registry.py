@@ -103,6 +103,15 @@ class Framework:
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
         return digest.hexdigest()[:12]
 
+    @property
+    def folder_hash(self) -> str:
+        """Hash of every file of the folder, whatever it is: an adapter could read each of them."""
+        digest = hashlib.sha256()
+        for path in sorted(p for p in self.folder.rglob("*") if p.is_file() and "__pycache__" not in p.parts):
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(self.folder)}\0{len(content)}\0".encode() + content)
+        return digest.hexdigest()[:12]
+
     def variant(self, name: str) -> Variant:
         for variant in self.variants:
             if variant.name == name:

@@ -14,7 +14,8 @@ Mode = Literal["time", "memory", "gate", "probe"]
 class Request:
     """``steps``: fixed number of steps of an epoch, or None; then ``budget_seconds`` decides after the warm-up, or,
     where that is None too, the whole epoch is run. ``snapshot``: where the weights after the first steps are
-    written, for comparison with the untimed replay. ``weights``: where the final weights go, for evaluation."""
+    written, for comparison with the untimed replay. ``checked``: where a replay in the same process and one of its
+    steps in detail go, for the reference. ``weights``: where the final weights go, for evaluation."""
 
     mode: Mode
     folder: str
@@ -42,6 +43,7 @@ class Request:
     steps: int | None = None
     budget_seconds: float | None = None
     snapshot: str | None = None
+    checked: str | None = None
     weights: str | None = None
     reference: str | None = None
     budget: dict[str, float] | None = None

@@ -29,6 +29,7 @@ from harness.record import (
     Accuracy,
     Block,
     Cell,
+    Compared,
     Container,
     Data,
     Epsilon,
@@ -45,7 +46,7 @@ from harness.registry import Contestant, Framework, frameworks
 from harness.request import Request
 from harness.store import RunFolder
 from harness.tasks import TASKS, initial_parameters
-from harness.worker import REPLAYED_STEPS
+from harness.worker import REPLAYED_STEPS, epoch_batches, setting_of
 
 if TYPE_CHECKING:
     from harness.found import Found
@@ -58,6 +59,12 @@ changed its speed; on a quiet machine it stays within a few per cent."""
 REPLAY_TOLERANCE = 1e-4
 """Relative distance of the timed from the replayed weights, over the distance travelled: kernels that sum in another
 order from run to run differ by a few float32 roundings, a skipped step or another noise by about 1."""
+
+REPLAY_STEPS = 10.0
+REPLAY_GROWTH = 100.0
+"""Roundings grow from step to step: the tolerance grows by itself every REPLAY_STEPS steps, to REPLAY_GROWTH times as
+much. One step left out of n is 1/sqrt(n) of the way or more."""
+STEP_REFERENCE = "frameworks.step_reference"
 
 FINAL_STATES = {"rejected", "oom", "timeout", "unsupported"}
 """States of a cell that another round cannot change: it is recorded again, not run again."""
@@ -100,6 +107,7 @@ class Run:
         self.data: dict[str, Data] = {}
         self.verdicts: dict[tuple[str, str], Verdict] = {}
         self.ended: dict[str, Record] = {}
+        self.unreplayed: dict[str, Record] = {}
         self.peaks: dict[str, float] | None = None
         self.harbour = open_harbour(options.device, any_image=any_image) if options.isolation == "docker" else None
         self.images: dict[str, str] = {}
@@ -112,6 +120,7 @@ class Run:
             check_device(options.device)
             check_threads(self.threads)
         self.hashes = {c.name: self._hashes_of(c) for c in contestants}
+        self.folder_hashes = {c.name: c.framework.folder_hash for c in contestants}
 
     def execute(self, progress: Progress, fresh: bool = False) -> Summary:
         """Everything, or what is left of it. Ctrl-C or a kill at any moment loses at most the process under way."""
@@ -219,7 +228,7 @@ class Run:
     def _judge(self, contestant: Contestant, task: str, say: Callable[[str], None], fresh: bool) -> Verdict:
         place = self.places[contestant.name]
         identity = "" if isinstance(place, str) else place.identity
-        key = gatekeeper.key_of(contestant, task, self.options.device, identity)
+        key = gatekeeper.key_of(contestant, task, self.options.device, self.threads, identity)
         nothing = Gate(passed=False, key=key, checks=[])
         if isinstance(place, str):
             return Verdict("unsupported", place, nothing, {})
@@ -277,6 +286,8 @@ class Run:
         )
         if job.purpose == "time" and result["state"] == "ok":
             result |= self._compare_with_replay(job, request, result)
+        if request.checked is not None and result["state"] == "ok":
+            result |= self._compare_with_reference(job, request, result, progress.say)
         accuracy = self._evaluate(job, request, result, progress.say)
         return self._record(job, result, started, gate, load, accuracy)
 
@@ -302,12 +313,20 @@ class Run:
             return {"state": "rejected", "reason": reason, "machine": verdict.machine}
         if self.protocol.sampling == "own" and job.contestant.variant.own_sampling is None:
             return {"state": "unsupported", "reason": f"{job.contestant.name} {NO_OWN_LOOP}"}
+        unreplayed = self.unreplayed.get(job.cell.name)
+        if unreplayed is not None and job.purpose == "time":
+            reason = (
+                f"its memory process, which is its untimed replay, ended as {unreplayed.state}: {unreplayed.reason}"
+            )
+            return {"state": unreplayed.state, "reason": reason, "log_tail": unreplayed.log_tail}
         earlier = self.ended.get(job.cell.name)
         if earlier is not None:
             return {"state": earlier.state, "reason": f"as in round {earlier.block.round + 1}: {earlier.reason}"}
         return None
 
     def _remember(self, job: Job, record: Record) -> None:
+        if record.state != "ok" and job.purpose == "memory":
+            self.unreplayed.setdefault(job.cell.name, record)
         if record.state in FINAL_STATES and job.purpose == "time":
             self.ended.setdefault(job.cell.name, record)
 
@@ -345,6 +364,7 @@ class Run:
             steps=plan.steps_of(options, cell.task, cell.batch_size),
             budget_seconds=options.budget_seconds,
             snapshot=str(self._snapshot(job, job.purpose)) if is_first_time or job.purpose == "memory" else None,
+            checked=str(self._scratch(job, "checked")) if is_first_time and self.protocol.sampling != "own" else None,
             weights=str(self._scratch(job, "weights")) if whole and job.purpose == "time" else None,
         )
 
@@ -360,7 +380,9 @@ class Run:
     def _seeds(self, job: Job) -> Seeds:
         """The same for all contestants of a block; every round has its own."""
         base = self.options.seed * 1000 + job.round
-        return Seeds(initial=base, batches=base, noise=base + 1)
+        # What a worker knows from the start tells it nothing of the batches, which it gets when everything is built.
+        drawn = hashlib.sha256(f"{self.folder.id} {base}".encode()).digest()
+        return Seeds(initial=base, batches=int.from_bytes(drawn[:4]) >> 1, noise=base + 1)
 
     def _scratch(self, job: Job, what: str) -> Path:
         return self.folder.scratch / f"{job.cell.task}.{job.contestant.name}.b{job.cell.batch_size}.{what}.npz"
@@ -374,9 +396,12 @@ class Run:
         The limit leaves room for one float32 rounding of every weight that moved in every step. A library's own loop
         that cannot be seeded, and says so, keeps its error in the record and its time.
         """
-        replayed = self._snapshot(job, "memory")
-        if request.snapshot is None or not replayed.exists():
+        if request.snapshot is None or not self.options.memory:
             return {}
+        replayed = self._snapshot(job, "memory")
+        if not Path(request.snapshot).exists() or not replayed.exists():
+            whose = "timed process" if replayed.exists() else "memory process, its untimed replay,"
+            return {"state": "crashed", "reason": f"the {whose} left no weights: run the same command with --fresh."}
         initial = initial_parameters(TASKS[job.cell.task], request.initial_seed)
         error, rounding = _relative_distance(Path(request.snapshot), replayed, initial)
         is_own = self.protocol.sampling == "own"
@@ -391,9 +416,61 @@ class Run:
             f"{error:.3g} (limit {limit:.3g}) of the way travelled.",
         }
 
+    def _compare_with_reference(
+        self, job: Job, request: Request, result: dict[str, Any], say: Callable[[str], None]
+    ) -> dict[str, Any]:
+        """Gate, part 5, to its end: the timed weights at a moment that nobody could know are those of a replay, and a
+        step of that replay, drawn at random, is the float64 reference's on the same rows."""
+        assert request.checked is not None
+        path = Path(request.checked)
+        if not path.exists():
+            return {"state": "crashed", "reason": "the timed process left no replay to compare."}
+        with np.load(path) as found:
+            step, steps = (int(value) for value in found["steps"])
+            rows = found["rows"]
+        timed = result["timed"]
+        each = timed["steps_timed"]
+        if not 0 <= step < steps <= each * timed["epochs"]:
+            return {"state": "rejected", "reason": f"the replay's step {step} of {steps} is none of the timed ones."}
+        indices, mask = epoch_batches(request, setting_of(request), step // each, each)[step % each]
+        if not np.array_equal(rows, indices if mask is None else indices[mask]):
+            return {"state": "rejected", "reason": f"the replay's step {step} is not of the rows that it was given."}
+        try:
+            measured = self.step_reference(request, path, say)
+        except (env.EnvironmentFault, isolation.ToolFault) as fault:
+            return {"state": "crashed", "reason": f"the float64 reference of a step could not be made: {fault}"}
+        initial = initial_parameters(TASKS[job.cell.task], request.initial_seed)
+        error, rounding = _relative_distance(path, path, initial, ("timed/", "replayed/"))
+        limit = REPLAY_TOLERANCE * min(1.0 + steps / REPLAY_STEPS, REPLAY_GROWTH) + rounding * steps
+        compared = Compared(
+            step=step, steps=steps, rows=len(rows), replay_error=error, replay_limit=limit, **measured
+        ).model_dump()
+        faults = faults_of(compared)
+        return {"timed": {**timed, "compared": compared}} | (
+            {"state": "rejected", "reason": "; ".join(faults)} if faults else {}
+        )
+
+    def step_reference(self, request: Request, checked: Path, say: Callable[[str], None]) -> dict[str, Any]:
+        """What :mod:`frameworks.step_reference` says of the step.
+
+        Raises :class:`env.EnvironmentFault` or :class:`isolation.ToolFault` where it cannot be asked.
+        """
+        rate = request.learning_rate / request.batch_size
+        arguments = ["--task", request.task, "--rate", repr(rate)]
+        if request.private:
+            arguments += ["--bound", repr(request.max_grad_norm)]
+            arguments += ["--deviation", repr(request.noise_multiplier * request.max_grad_norm)]
+        if self.harbour is not None:
+            return self.harbour.step_reference(request, checked, arguments, say)
+        data = store.folder(request.data, request.synthetic)
+        files = ["--checked", str(checked), "--x", str(data / "train_x.npy"), "--y", str(data / "train_y.npy")]
+        python = self.found.python if self.found is not None else env.ensure(frameworks()["pytorch"], say).python
+        return isolation.json_tool(python, STEP_REFERENCE, [*arguments, *files])
+
     def _check_unchanged(self, contestant: Contestant) -> None:
         """Raises :class:`BadInput` where the code is no longer what the gate has seen (rule V9)."""
-        if self.hashes[contestant.name] != self._hashes_of(contestant):
+        hashes, folder = self.hashes[contestant.name], self.folder_hashes[contestant.name]
+        if hashes != self._hashes_of(contestant) or folder != contestant.framework.folder_hash:
             raise BadInput(
                 f"The code or the pins of {contestant.name} changed during the run; start anew with --fresh."
             )
@@ -543,13 +620,17 @@ def undisturbed(
         after = clock()
         share = result.get("foreign_share", 0.0)
         changed = math.exp(abs(math.log(after / before))) - 1.0 if before and after else 0.0
-        disturbed = share > DISTURBED_SHARE or changed > DISTURBED_CANARY
+        clocks = result.pop("clock_fault", None)
+        disturbed = share > DISTURBED_SHARE or changed > DISTURBED_CANARY or clocks is not None
         if not disturbed or not is_timed or result["state"] not in {"ok", "rejected"}:
             break
         progress.say(
-            f"{name}: disturbed (others took {share:.0%}, canary changed by {changed:.0%})"
+            f"{name}: disturbed (others took {share:.0%}, canary changed by {changed:.0%}"
+            + (f", {clocks})" if clocks else ")")
             + (", repeated" if repeat < repeats else "")
         )
+    if clocks is not None and result["state"] == "ok":
+        result |= {"state": "rejected", "reason": f"the clocks do not agree: {clocks}."}
     if "No space left on device" in str(result.get("reason")):
         raise BadInput(
             f"The disk is full (No space left on device, in the worker of {name}); free some space and "
@@ -598,14 +679,38 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _relative_distance(a: Path, b: Path, start: dict[str, np.ndarray]) -> tuple[float, float]:
+def faults_of(compared: dict[str, Any]) -> list[str]:
+    """Sentences on what of :class:`Compared` is beyond its limit; NaN is."""
+    found = []
+    if not compared["replay_error"] <= compared["replay_limit"]:
+        found.append(
+            f"timed = replayed: the weights after {compared['steps']} timed steps differ from an untimed replay by "
+            f"{compared['replay_error']:.3g} (limit {compared['replay_limit']:.3g}) of the way travelled"
+        )
+    if not compared["update_error"] <= compared["update_limit"]:
+        found.append(
+            f"measured step: the update of step {compared['step']} ({compared['rows']} rows) is off by "
+            f"{compared['update_error']:.3g} (limit {compared['update_limit']:.3g})"
+        )
+    for name, score in compared["noise_scores"].items():
+        if not score <= compared["noise_limit"]:
+            found.append(
+                f"measured step: the noise of step {compared['step']}, {name}: {score:.3g} standard deviations "
+                f"(limit {compared['noise_limit']:.3g})"
+            )
+    return found
+
+
+def _relative_distance(
+    a: Path, b: Path, start: dict[str, np.ndarray], prefixes: tuple[str, str] = ("", "")
+) -> tuple[float, float]:
     """(|a - b|, |one float32 rounding of every weight that moved|), both over |a - start|. NaN passes no limit; where
     nothing moved the distances are absolute."""
     apart, travelled, rounding = 0.0, 0.0, 0.0
     with np.load(a) as left, np.load(b) as right:
         for name, origin in start.items():
-            here = left[name].astype(np.float64)
-            apart += float(np.sum((here - right[name]) ** 2))
+            here = left[prefixes[0] + name].astype(np.float64)
+            apart += float(np.sum((here - right[prefixes[1] + name]) ** 2))
             travelled += float(np.sum((here - origin) ** 2))
             rounding += float(np.sum(np.spacing(np.abs(origin[here != origin])).astype(np.float64) ** 2))
     scale = math.sqrt(travelled) or 1.0

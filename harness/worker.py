@@ -8,19 +8,21 @@ only, because nothing of the harness may be installed into a framework's environ
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.metadata
 import importlib.util
 import json
 import math
 import os
 import platform
+import random
 import signal
 import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,9 @@ from typing import Any
 import numpy as np
 
 from harness import resident, sampling
-from harness.clock import Batch, ForeignLoad, collector_paused, timed_epoch, timed_steps
+from harness.clock import Batch, ForeignLoad, collector_paused, timed_epoch, timed_steps, timed_until
 from harness.contract import Adapter, Setting, Unsupported
+from harness.line import Line, Remote
 from harness.request import Request
 from harness.tasks import TASKS, Task, check_parameters, initial_parameters
 
@@ -98,7 +101,7 @@ def _shaped(indices: np.ndarray, setting: Setting) -> Batch:
 
 def warm_up_batch(request: Request, setting: Setting, size: int) -> Batch:
     """A batch of ``size`` rows that belongs to no epoch."""
-    rng = np.random.default_rng([request.batch_seed, size, 0xA12])
+    rng = np.random.default_rng([request.initial_seed, size, 0xA12])
     return _shaped(rng.choice(request.dataset_size, size=size, replace=False).astype(np.int64), setting)
 
 
@@ -149,11 +152,10 @@ class Measurement:
         seconds = [timed_steps(self.adapter, [batch]) for _ in range(CALIBRATION_STEPS)]
         return sum(seconds), seconds[-1], len(seconds)
 
-    def warm_up(self, batches: list[Batch]) -> tuple[float, int]:
-        """(seconds, steps): one step of every other compiled size that occurs in ``batches``."""
+    def warm_up(self, sizes: Sequence[int]) -> tuple[float, int]:
+        """(seconds, steps): one step of every other compiled size that occurs in the batches."""
         ordinary, _ = warm_up_batch(self.request, self.setting, self.request.batch_size)
-        occurring = {len(indices) for indices, mask in batches if mask is not None} - {len(ordinary)}
-        extra = [warm_up_batch(self.request, self.setting, size) for size in sorted(occurring)]
+        extra = [warm_up_batch(self.request, self.setting, size) for size in sizes if size != len(ordinary)]
         return timed_steps(self.adapter, extra), len(extra)
 
     def steps(self, step_seconds: float | None) -> int:
@@ -173,40 +175,96 @@ class Measurement:
         return max(self.request.epochs, min(MOST_EPOCHS, fitting))
 
 
-def measure_time(request: Request, emit: Emit) -> dict[str, Any]:
-    """Warm-up, then timed epochs. In the first epoch the clock stops once more, after the first steps, so that their
-    weights can be compared with an untimed replay in another process."""
+@dataclass(frozen=True)
+class Read:
+    """Seconds: of the timed stretch before it, of a first and of a second reading of the weights; of this process's
+    processor time in the longer one, and how much more it was in the first."""
+
+    timed: float
+    first: float
+    second: float
+    cpu: float
+    extra_cpu: float
+
+
+def _read_twice(adapter: Adapter, timed: float) -> tuple[dict[str, np.ndarray], Read]:
+    """(weights, how long it took): work that was deferred past the clock shows as a slow reading."""
+    start, cpu_start = time.perf_counter(), time.process_time()
+    weights = dict(adapter.parameters())
+    middle, cpu_middle = time.perf_counter(), time.process_time()
+    adapter.parameters()
+    end, cpu_end = time.perf_counter(), time.process_time()
+    one, other = cpu_middle - cpu_start, cpu_end - cpu_middle
+    return weights, Read(timed, middle - start, end - middle, max(one, other), one - other)
+
+
+@dataclass
+class Stretches:
+    """The timed stretches of one process. ``line``: to the referee, who lets each of them go."""
+
+    adapter: Adapter
+    line: Line
+    load: ForeignLoad = field(default_factory=ForeignLoad)
+    seconds: list[float] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
+    weights: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def time(self, work: Callable[[], tuple[float, Any]], stop_within: float | None = None) -> tuple[float, Any]:
+        """``work`` gives seconds and something more. The weights are read after it. ``stop_within``: the referee may
+        ask it to stop at any moment within so many seconds."""
+        with collector_paused(), self.load.watch():
+            self.line.ask("go", stop_within=stop_within)
+            seconds, more = work()
+            self.line.tell("end")
+        self.seconds.append(seconds)
+        self.weights, read = _read_twice(self.adapter, seconds)
+        self.reads.append(read)
+        return seconds, more
+
+
+def measure_time(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
+    """Warm-up, then timed epochs. The clock stops twice more: after the first steps, so that their weights can be
+    compared with an untimed replay in another process, and once where the referee says so, for the replay in this one.
+    The batches are known only when everything is built."""
     if request.sampling == "own":
-        return measure_own_loop(request, emit)
+        return measure_own_loop(request, emit, line)
     m = Measurement(request, emit)
     m.place()
     first_pass, step_seconds, warm_up_steps = None, None, 0
     if request.warm_up:
         first_pass, step_seconds, warm_up_steps = m.calibrate()
-    steps = m.steps(step_seconds)
-    epochs = [epoch_batches(request, m.setting, epoch, steps) for epoch in range(m.epochs(step_seconds))]
+    steps, count = m.steps(step_seconds), m.epochs(step_seconds)
+    sizes = line.ask("sizes", steps=steps, epochs=count)["sizes"]
     if first_pass is not None:
-        seconds, count = m.warm_up([batch for batches in epochs for batch in batches])
-        first_pass, warm_up_steps = first_pass + seconds, warm_up_steps + count
+        seconds, extra = m.warm_up(sizes)
+        first_pass, warm_up_steps = first_pass + seconds, warm_up_steps + extra
         m.reset()
-    load = ForeignLoad()
+    request = replace(request, batch_seed=line.ask("seed")["batch_seed"])
+    epochs = [epoch_batches(request, m.setting, epoch, steps) for epoch in range(count)]
+    timed = Stretches(m.adapter, line)
     measured: list[float] = []
-    reads: list[Read] = []
-    weights: dict[str, np.ndarray] = {}
+    made_in_all = halt = 0
+    halted: dict[str, np.ndarray] = {}
     for epoch, batches in enumerate(epochs):
         emit({"event": "phase", "phase": f"epoch {epoch + 1}/{len(epochs)}"})
-        parts = [batches[:REPLAYED_STEPS], batches[REPLAYED_STEPS:]] if epoch == 0 else [batches]
+        done = 0
         measured.append(0.0)
-        for part in parts:
-            if not part:
-                continue
-            with collector_paused(), load.watch():
-                seconds = timed_steps(m.adapter, part)
+        while done < len(batches):
+            # A few steps, then until the referee stops it, in whichever epoch that is, then the rest.
+            is_first = epoch == done == 0
+            part = batches[:REPLAYED_STEPS] if is_first else batches[done:]
+            expected, stop = None, None
+            if not is_first and not halted:
+                expected = timed.seconds[0] / REPLAYED_STEPS * (steps * count - made_in_all)
+                stop = line.is_stopped
+            seconds, made = timed.time(functools.partial(timed_until, m.adapter, part, stop), expected)
             measured[-1] += seconds
-            weights, first_read, second_read, cpu_read = _read_twice(m.adapter)
-            reads.append(Read(seconds, first_read, second_read, cpu_read))
-            if epoch == 0 and part is parts[0] and request.snapshot:
-                save_weights(request.snapshot, weights)
+            done, made_in_all = done + made, made_in_all + made
+            if is_first and request.snapshot:
+                save_weights(request.snapshot, timed.weights)
+            if not halted and (made < len(part) or made_in_all == steps * count):
+                halt, halted = made_in_all, timed.weights
+    weights = timed.weights
     if request.weights:
         save_weights(request.weights, weights)
     rows = sum(len(i) if mask is None else int(mask.sum()) for batches in epochs for i, mask in batches)
@@ -216,9 +274,14 @@ def measure_time(request: Request, emit: Emit) -> dict[str, Any]:
         compile_seconds = max(0.0, first_pass - warm_up_steps * statistics.median(measured) / steps)
     # Those that were asked for: how many more a budget had room for depends on the machine.
     total_steps = m.whole_epoch * request.epochs
+    own = _own_epsilon(m.adapter, total_steps, request.delta) if request.private else None
+    fault = _fault(weights, m.initial if rows or m.setting.noise_multiplier else {}, timed.reads, timed.load.share)
+    if request.checked and not fault:
+        emit({"event": "phase", "phase": "check"})
+        save_weights(request.checked, replay(m, [b for batches in epochs for b in batches][:halt], halted))
     return {
         "state": "ok",
-        **_fault(weights, m.initial if rows or m.setting.noise_multiplier else {}, reads, load.share),
+        **fault,
         "epoch_seconds": [seconds * scale for seconds in measured],
         "compile_seconds": compile_seconds,
         "timed": {
@@ -227,47 +290,84 @@ def measure_time(request: Request, emit: Emit) -> dict[str, Any]:
             "epochs": len(epochs),
             "extrapolated": steps < m.whole_epoch,
             "measured_seconds": measured,
+            "part_seconds": timed.seconds,
             "first_pass_seconds": first_pass,
             "warm_up_steps": warm_up_steps,
             "padding_fraction": padding_fraction([batch for batches in epochs for batch in batches]),
-            "parameters_read_seconds": [read.first for read in reads],
+            "parameters_read_seconds": [read.first for read in timed.reads],
             "rows_timed": rows,
         },
-        "foreign_share": load.share,
-        "epsilon_own": _own_epsilon(m.adapter, total_steps, request.delta) if request.private else None,
+        "foreign_share": timed.load.share,
+        "epsilon_own": own,
         "epsilon_steps": total_steps,
     }
 
 
-def measure_own_loop(request: Request, emit: Emit) -> dict[str, Any]:
+def replay(m: Measurement, batches: list[Batch], halted: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same steps again, untimed, the weights read after every one, and one step of them in detail.
+
+    Which one is drawn step by step, so that no step knows whether it is the one. Arrays: the weights where the clock
+    halted (``timed``) and where the replay ends (``replayed``), before and after the step in detail, and after the same
+    step from the same weights without noise (``exact``); ``rows`` of that step, ``steps``: its number, of how many.
+    """
+    chance = random.SystemRandom()
+    m.reset()
+    after = dict(m.adapter.parameters())
+    kept: tuple[int, dict[str, np.ndarray], dict[str, np.ndarray]] = (0, after, after)
+    for t, (indices, mask) in enumerate(batches):
+        before = after
+        m.adapter.step(indices, mask)
+        m.adapter.synchronize()
+        after = dict(m.adapter.parameters())
+        if chance.randrange(t + 1) == 0:
+            kept = (t, before, after)
+    t, start, end = kept
+    indices, mask = batches[t]
+    m.adapter.build(m.task, replace(m.setting, noise_multiplier=0.0), start)
+    m.adapter.step(indices, mask)
+    m.adapter.synchronize()
+    exact = dict(m.adapter.parameters())
+    parts: dict[str, Mapping[str, np.ndarray]] = {
+        "timed": halted,
+        "replayed": after,
+        "before": start,
+        "after": end,
+        "exact": exact,
+    }
+    found = {f"{part}/{name}": value for part, values in parts.items() for name, value in values.items()}
+    rows = indices if mask is None else indices[mask]
+    return found | {"rows": rows, "steps": np.array([t, len(batches)])}
+
+
+def measure_own_loop(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
     """The library's own loop: an epoch before the clock, then, from the starting weights, timed ones, each with a seed
     of its own. The weights after the first timed epoch are those of the replay in the memory process."""
     m = Measurement(request, emit)
     m.place()
     emit({"event": "phase", "phase": "warm-up"})
-    first_pass, _ = timed_epoch(m.adapter, own_seed(request, -1))
+    first_pass, _ = timed_epoch(m.adapter, request.initial_seed)
+    warm = dict(m.adapter.parameters())
     m.adapter.build(m.task, m.setting, m.initial)
-    load = ForeignLoad()
-    measured: list[float] = []
+    line.ask("sizes", steps=1, epochs=1)
+    request = replace(request, batch_seed=line.ask("seed")["batch_seed"])
+    timed = Stretches(m.adapter, line)
     updates: list[int | None] = []
-    reads: list[Read] = []
-    weights: dict[str, np.ndarray] = {}
+    fault: dict[str, str] = {}
     for epoch in range(request.epochs):
         emit({"event": "phase", "phase": f"epoch {epoch + 1}/{request.epochs}"})
-        with collector_paused(), load.watch():
-            seconds, made = timed_epoch(m.adapter, own_seed(request, epoch))
-        measured.append(seconds)
+        _, made = timed.time(functools.partial(timed_epoch, m.adapter, own_seed(request, epoch)))
         updates.append(made)
-        weights, first_read, second_read, cpu_read = _read_twice(m.adapter)
-        reads.append(Read(seconds, first_read, second_read, cpu_read))
-        if epoch == 0 and request.snapshot:
-            save_weights(request.snapshot, weights)
+        if epoch == 0:
+            fault = _own_fault(m, warm, timed.weights, m.whole_epoch if made is None else made)
+            if request.snapshot:
+                save_weights(request.snapshot, timed.weights)
+    measured = timed.seconds
     if request.weights:
-        save_weights(request.weights, weights)
+        save_weights(request.weights, timed.weights)
     total_steps = sum(m.whole_epoch if made is None else made for made in updates)
     return {
         "state": "ok",
-        **_fault(weights, m.initial, reads, load.share),
+        **(_fault(timed.weights, m.initial, timed.reads, timed.load.share) or fault),
         "epoch_seconds": measured,
         "compile_seconds": max(0.0, first_pass - statistics.median(measured)),
         "timed": {
@@ -276,14 +376,37 @@ def measure_own_loop(request: Request, emit: Emit) -> dict[str, Any]:
             "epochs": request.epochs,
             "extrapolated": False,
             "measured_seconds": measured,
+            "part_seconds": measured,
             "first_pass_seconds": first_pass,
-            "parameters_read_seconds": [read.first for read in reads],
+            "parameters_read_seconds": [read.first for read in timed.reads],
             "updates": updates[0],
         },
-        "foreign_share": load.share,
+        "foreign_share": timed.load.share,
         "epsilon_own": _own_epsilon(m.adapter, total_steps, request.delta) if request.private else None,
         "epsilon_steps": total_steps,
     }
+
+
+OWN_NOISE_SHARE = 0.5
+OWN_UPDATES_SHARE = 0.5
+
+
+def _own_fault(
+    m: Measurement, one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], updates: int
+) -> dict[str, str]:
+    """Why a library's own loop has not made its epoch, or nothing: too few updates, or two epochs with different seeds
+    that lie nearer to each other than the noise of so many updates alone would bring them."""
+    if updates < OWN_UPDATES_SHARE * m.whole_epoch:
+        reason = f"its own loop made {updates} updates in an epoch of {m.whole_epoch}."
+        return {"state": "rejected", "reason": reason}
+    s = m.setting
+    unit = s.learning_rate / s.batch_size * s.noise_multiplier * s.max_grad_norm
+    least = OWN_NOISE_SHARE * unit * math.sqrt(2 * updates * m.task.parameter_count)
+    apart = math.sqrt(sum(float(np.square(one[n].astype(np.float64) - other[n]).sum()) for n in m.task.parameters))
+    if apart < least:
+        reason = f"two epochs of its own loop are {apart:.3g} apart; the noise of {updates} updates is {2 * least:.3g}."
+        return {"state": "rejected", "reason": reason}
+    return {}
 
 
 def own_seed(request: Request, epoch: int) -> int:
@@ -303,15 +426,15 @@ def measure_own_memory(request: Request, emit: Emit) -> dict[str, Any]:
     peak = resident.peak()
     resident.settle()
     memory = {
-        resident.NOTION_WITH_COMPILE: max(0, peak - min(loaded, resident.now())),
         **m.adapter.peak_memory().bytes_by_notion,
+        resident.NOTION_WITH_COMPILE: max(0, peak - min(loaded, resident.now())),
     }
     if request.snapshot:
         save_weights(request.snapshot, dict(m.adapter.parameters()))
     return {"state": "ok", "memory": memory}
 
 
-def measure_memory(request: Request, emit: Emit) -> dict[str, Any]:
+def measure_memory(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
     """Peak memory of the first steps of the first epoch, which are also the untimed replay of the timed process.
 
     Before them one step of every shape that has to be compiled (or simply the first step) for the warm-up's own peak.
@@ -342,17 +465,18 @@ def measure_memory(request: Request, emit: Emit) -> dict[str, Any]:
         m.adapter.synchronize()
     peak = resident.peak()
     memory = {
+        **m.adapter.peak_memory().bytes_by_notion,
+        # Last: the harness's own figures are nobody else's to give.
         resident.NOTION: max(0, peak - loaded),
         resident.NOTION_WITH_COMPILE: max(0, peak - loaded, peak_of_warm_up - loaded),
         resident.NOTION_KEPT: max(0, kept - loaded),
-        **m.adapter.peak_memory().bytes_by_notion,
     }
     if request.snapshot:
         save_weights(request.snapshot, dict(m.adapter.parameters()))
     return {"state": "ok", "memory": memory, "replayed_steps": len(batches)}
 
 
-def run_gate(request: Request, emit: Emit) -> dict[str, Any]:
+def run_gate(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
     """The admission gate of this adapter on this task; needs no data set."""
     from harness.gate import run_gate as checks_of
 
@@ -370,27 +494,6 @@ def run_gate(request: Request, emit: Emit) -> dict[str, Any]:
     return {"state": "ok", "checks": checks}
 
 
-@dataclass(frozen=True)
-class Read:
-    """Seconds: of the timed part before it, of the first and of a second reading of the weights, and of the processor
-    time of this process during the first."""
-
-    timed: float
-    first: float
-    second: float
-    cpu: float
-
-
-def _read_twice(adapter: Adapter) -> tuple[dict[str, np.ndarray], float, float, float]:
-    """(weights, first, second, cpu) as in :class:`Read`: work that was deferred past the clock shows as a slow first
-    reading."""
-    start, cpu = time.perf_counter(), time.process_time()
-    weights = dict(adapter.parameters())
-    middle, cpu = time.perf_counter(), time.process_time() - cpu
-    adapter.parameters()
-    return weights, middle - start, time.perf_counter() - middle, cpu
-
-
 def _own_epsilon(adapter: Adapter, steps: int, delta: float) -> float | None:
     """A library whose accountant fails has no ε of its own; its times stand."""
     try:
@@ -400,8 +503,12 @@ def _own_epsilon(adapter: Adapter, steps: int, delta: float) -> float | None:
         return None
 
 
-READ_FLOOR_SECONDS = 0.02
-READ_SHARE = 0.1
+READ_SECONDS = 0.02
+READ_BYTES_PER_SECOND = 50e6
+"""No reading of the weights, the second included, may take longer than READ_SECONDS and what their bytes need."""
+DEFERRED_SECONDS = 0.005
+DEFERRED_SHARE = 0.02
+"""Of the timed stretch: by so much the first reading may take longer than the second."""
 UNDISTURBED_SHARE = 0.05
 
 
@@ -417,14 +524,21 @@ def _fault(
         return {"state": "rejected", "reason": "the weights after the timed steps are not finite."}
     if all(np.array_equal(weights[name], initial[name]) for name in initial) and initial:
         return {"state": "rejected", "reason": "the timed steps left every weight unchanged."}
+    is_quiet = foreign_share <= UNDISTURBED_SHARE
+    longest = READ_SECONDS + sum(value.nbytes for value in weights.values()) / READ_BYTES_PER_SECOND
     for read in reads:
-        limit = READ_FLOOR_SECONDS + READ_SHARE * read.timed + 3.0 * read.second
-        if read.first > limit and (read.cpu > limit or foreign_share <= UNDISTURBED_SHARE):
-            return {
-                "state": "rejected",
-                "reason": f"reading the weights after the clock stopped took {read.first:.3f} s "
-                f"(limit {limit:.3f} s): work was deferred past the clock.",
-            }
+        slow = max(read.first, read.second)
+        if slow > longest and (is_quiet or read.cpu > longest):
+            reason = f"reading the weights took {slow:.3f} s (limit {longest:.3f} s): work was deferred past the clock."
+            return {"state": "rejected", "reason": reason}
+        limit = DEFERRED_SECONDS + DEFERRED_SHARE * read.timed
+        extra = read.first - read.second
+        if extra > limit and (is_quiet or read.extra_cpu > limit):
+            reason = (
+                f"reading the weights after the clock stopped took {extra:.3f} s longer than a second time (limit "
+                f"{limit:.3f} s): work was deferred past the clock."
+            )
+            return {"state": "rejected", "reason": reason}
     return {}
 
 
@@ -452,7 +566,7 @@ def _distributions() -> tuple[tuple[str, str], ...]:
     return tuple(sorted({(description["Name"], description["Version"]) for description in descriptions}))
 
 
-MODES: dict[str, Callable[[Request, Emit], dict[str, Any]]] = {
+MODES: dict[str, Callable[[Request, Emit, Line], dict[str, Any]]] = {
     "time": measure_time,
     "memory": measure_memory,
     "gate": run_gate,
@@ -461,10 +575,10 @@ MODES: dict[str, Callable[[Request, Emit], dict[str, Any]]] = {
 OUT_OF_MEMORY = ("out of memory", "resource_exhausted", "can't allocate memory", "cannot allocate memory", "bad_alloc")
 
 
-def run(request: Request, emit: Emit) -> None:
-    """One measurement; whatever happens, the last event is a ``result``."""
+def run(request: Request, emit: Emit, line: Line) -> None:
+    """One measurement; whatever happens, the last event is a ``result``. ``line``: to the referee."""
     try:
-        result = MODES[request.mode](request, emit)
+        result = MODES[request.mode](request, emit, line)
     except Unsupported as error:
         result = {"state": "unsupported", "reason": str(error)}
     except MemoryError as error:
@@ -499,7 +613,12 @@ def main() -> None:
     events = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     pin(request.threads)
-    run(request, lambda event: print(json.dumps(event), file=events, flush=True))
+    resident.adopt_orphans()
+
+    def emit(event: dict[str, Any]) -> None:
+        print(json.dumps(event), file=events, flush=True)
+
+    run(request, emit, Remote(emit, sys.stdin.readline))
 
 
 if __name__ == "__main__":

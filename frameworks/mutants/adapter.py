@@ -233,6 +233,13 @@ class DropsLargeBatches(Exact):
         return super().clipped_sum(rows[:128])
 
 
+class ShortRowNumbers(Exact):
+    """Row numbers of 16 bits: right up to row 32,767."""
+
+    def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
+        super().step(indices.astype(np.int16), mask)
+
+
 class DropsALayer(Exact):
     """The first parameter tensor is never trained."""
 
@@ -347,6 +354,7 @@ VARIANTS: dict[str, type[Exact]] = {
     "accumulates": Accumulates,
     "drops-example": DropsAnExample,
     "drops-large-batch": DropsLargeBatches,
+    "short-row-numbers": ShortRowNumbers,
     "drops-layer": DropsALayer,
     "actual-batch": DividesByActualBatch,
     "ignores-rate": IgnoresTheRate,

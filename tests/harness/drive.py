@@ -5,18 +5,38 @@ Only for tests of the run loop; what the gate says of real contestants is tested
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 FAKES = Path(__file__).resolve().parent.parent / "fakes"
 os.environ["DPBENCH_FRAMEWORKS"] = str(FAKES)
 
-from harness import accounting, cache, cli, env, found, gatekeeper, layer_run, machine, peaks, report  # noqa: E402
+from harness import (  # noqa: E402  # noqa: E402
+    accounting,
+    cache,
+    cli,
+    env,
+    found,
+    gatekeeper,
+    layer_gate,
+    layer_run,
+    layers,
+    machine,
+    peaks,
+    report,
+    run,
+)
 from harness.gatekeeper import Verdict  # noqa: E402
+from harness.layer_request import LayerRequest  # noqa: E402
 from harness.record import Gate  # noqa: E402
+from harness.request import Request  # noqa: E402
 
 
 class _ThisPython(env.Environment):
@@ -45,14 +65,42 @@ def _remembered(epsilons: Callable[..., tuple[float, float]]) -> Callable[..., t
     return answer
 
 
+def _step_reference(itself: run.Run, request: Request, checked: Path, say: object) -> dict[str, object]:
+    """The phantoms train nothing that could be right; the cheats are looked at in numpy."""
+    if Path(request.folder).name != "cheat":
+        return {"update_error": 0.0, "update_limit": 1.0}
+    from tests.harness import gate_numpy
+
+    return gate_numpy.step_reference(request, checked)
+
+
+def _last_pass(itself: layer_run.LayerRun, request: LayerRequest, number: int, say: object) -> dict[str, Any]:
+    """The phantom's LayerNorm by its own formula, in float64."""
+    spec = importlib.util.spec_from_file_location("phantom_layers", Path(request.folder) / "layers.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    layer = layers.LAYERS[request.layer]
+    inputs, targets = layers.batch(layer, request.batch_size, layers.batch_seed(request.seed, number))
+    with np.load(str(request.left)) as left:
+        found = dict(left)
+    rows = found["rows"]
+    weights = {k: v.astype(np.float64) for k, v in layers.initial_parameters(layer, request.seed).items()}
+    truth = module.gradients(weights, inputs["x"][rows].astype(np.float64), targets[rows].astype(np.float64))
+    examples = ({name: value[row] for name, value in truth.items()} for row in range(len(rows)))
+    return layer_gate.last_pass(layer, request.passes, found, examples, request.max_grad_norm)
+
+
 def install() -> None:
     env.ensure = lambda framework, say: _ThisPython(Path(), framework.lock_hash, (framework.name,), 0.0)
     gatekeeper.judge = lambda contestant, task, *rest, **named: Verdict(
         "ok", None, Gate(passed=contestant.variant.name != "unfit", key="fake", checks=[]), {}
     )
+    layer_run.LayerRun.last_pass = _last_pass
     layer_run.ensure_references = _layer_references
     gatekeeper.reference = lambda task, *rest: Path()
     found.REFERENCES = ()
+    run.Run.step_reference = _step_reference
     if "DRIVE_WITH_GPU" in os.environ:
         machine.gpus = lambda: ["A device that is not there, 1000 MiB, 1.0"]
         machine._gpu_throttle = list

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import numpy as np
 
 from harness import gate_cases
 from harness.contract import Adapter, Setting
-from harness.tasks import Linear, Task
+from harness.data import load
+from harness.gate_noise import normal_limit, residual_scores
+from harness.request import Request
+from harness.tasks import TASKS, Linear, Task
 
 Values = dict[str, np.ndarray]
 
@@ -60,9 +64,7 @@ def reference(task: Task, instability: np.ndarray | None = None) -> Values:
     norms = [norm(gradients(task, starts[False], a, int(b))) for a, b in zip(x, y, strict=True)]
     found: Values = {"norms": np.array(norms), "instability": np.zeros(len(x)) if instability is None else instability}
     for private in (True, False):
-        for case in gate_cases.cases(task, found, private):
-            if case.stored:
-                continue
+        for case in gate_cases.stored_cases(task, found, private):
             start = starts[case.saturated]
             weights = dict(start)
             for rows in case.batches:
@@ -71,6 +73,34 @@ def reference(task: Task, instability: np.ndarray | None = None) -> Values:
             moved = {name: start[name] - weights[name] for name in start}
             found |= gate_cases.pack(gate_cases.truth_name(case, private), moved)
     return found
+
+
+def step_reference(request: Request, checked: Path) -> dict[str, object]:
+    """What ``frameworks.step_reference`` says of the step in ``checked``, for networks of Linear layers."""
+    task = TASKS[request.task]
+    data = load(request.data, "train", synthetic=request.synthetic)
+    with np.load(checked) as archive:
+        found = dict(archive)
+    parts = {
+        part: {name: found[f"{part}/{name}"].astype(np.float64) for name in task.parameters}
+        for part in ("before", "after", "exact")
+    }
+    rows = found["rows"]
+    sums = total(task, parts["before"], data.x[rows], data.y[rows], request.max_grad_norm if request.private else None)
+    rate = request.learning_rate / request.batch_size
+
+    def moved(part: str) -> np.ndarray:
+        return np.concatenate([((parts["before"][n] - parts[part][n]) / rate).ravel() for n in task.parameters])
+
+    truth = np.concatenate([sums[name].ravel() for name in task.parameters])
+    result: dict[str, object] = {
+        "update_error": float(np.linalg.norm(moved("exact") - truth) / np.linalg.norm(truth)),
+        "update_limit": 2e-3,
+    }
+    if request.private:
+        scores = residual_scores((moved("after") - truth) / (request.noise_multiplier * request.max_grad_norm), truth)
+        result |= {"noise_scores": scores, "noise_limit": normal_limit(len(scores))}
+    return result
 
 
 class Exact(Adapter):

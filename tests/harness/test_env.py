@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from harness import env, registry
+from harness import env, gatekeeper, registry
+from harness.data import store
 from harness.registry import Framework
 
 
@@ -109,6 +110,27 @@ def test_the_adapter_hash_follows_the_code(framework: Framework) -> None:
     changed = framework.adapter_hash
     assert changed != before
     assert replace(framework, sources=("dpcore",)).adapter_hash != changed
+
+
+def test_a_verdict_holds_for_one_thread_count_and_every_file_of_the_folder(
+    framework: Framework, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DPBENCH_CACHE", str(tmp_path / "cache"))
+    contestant = registry.Contestant(framework, registry.Variant("v", "t", True))
+
+    def key(threads: int = 1) -> str:
+        return gatekeeper.key_of(contestant, "logreg", "cpu", threads)
+
+    before = key()
+    assert key() == before != key(threads=2)
+    (framework.folder / "way.txt").write_text("honest")
+    with_file = key()
+    (framework.folder / "way.txt").write_text("cheats")
+    assert len({before, with_file, key()}) == 3
+    changed = key()
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "describe", lambda name, synthetic=False: {"sha256": "other"})
+        assert key() != changed
 
 
 def test_selecting_contestants() -> None:

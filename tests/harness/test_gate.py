@@ -8,12 +8,13 @@ import functools
 import numpy as np
 import pytest
 
-from harness import gate_cases
+from harness import gate as gate_module
+from harness import gate_cases, registry
 from harness.contract import Setting, Unsupported
 from harness.gate import checks, run_gate
 from harness.record import GateCheck
 from harness.tasks import TASKS
-from tests.harness import gate_numpy
+from tests.harness import gate_faults, gate_numpy
 
 PRIVATE = Setting(
     variant="exact",
@@ -31,8 +32,17 @@ BUDGET = {"steps": 500, "delta": 1e-5, "rdp": 0.5, "pld": 0.1}
 reference = functools.cache(lambda task: gate_numpy.reference(TASKS[task]))
 
 
-def gate(adapter, task="ffnn", setting=PRIVATE, static=False, budget=BUDGET):
-    return run_gate(lambda: adapter, TASKS[task], setting, static, reference(task), budget)
+bound_check = gate_module.bound_check
+
+
+@pytest.fixture(autouse=True)
+def without_the_large_parameter(monkeypatch):
+    """It takes longer in numpy than all the rest, and has tests of its own."""
+    monkeypatch.setattr(gate_module, "bound_check", lambda *rest: iter(()))
+
+
+def gate(adapter, task="ffnn", setting=PRIVATE, static=False, budget=BUDGET, entropy=None):
+    return run_gate(lambda: adapter, TASKS[task], setting, static, reference(task), budget, entropy)
 
 
 def failed(found):
@@ -46,9 +56,10 @@ def test_the_right_adapter_passes(task, static, setting):
     found = gate(gate_numpy.Exact(), task, setting, static)
     assert failed(found) == set()
     assert [GateCheck.model_validate(check).check for check in found]
-    updates = [check for check in found if check["check"].startswith("update: ") and "three" not in check["check"]]
+    updates = [check for check in found if check["check"].startswith("update: ") and "steps" not in check["check"]]
     assert max(check["error"] for check in updates if "tensor" not in check["check"]) < 1e-5
-    assert len(found) == (31 if setting.private else 14)
+    names = gate_module.names(setting.private, has_budget=True)
+    assert [check["check"] for check in found] == [name for name in names if not name.startswith("clip bound")]
 
 
 @pytest.mark.parametrize(
@@ -69,6 +80,50 @@ def test_wrong_adapters_are_caught_by_name(mutant, caught):
     assert caught <= failed(found)
     if mutant not in (gate_numpy.NanOnOutliers, gate_numpy.RaisesOnEmpty):
         assert not any(name.startswith("update") for name in failed(found))
+
+
+@pytest.mark.parametrize("fault", gate_faults.FAULTS, ids=lambda fault: fault.mutant.__name__)
+def test_faults_that_were_admitted_are_caught_by_name(fault):
+    """The gate ends at the check that names it: no other may be needed."""
+    setting = dataclasses.replace(PRIVATE, dataset_size=TASKS[fault.task].train_size)
+    for check in checks(fault.mutant, TASKS[fault.task], setting, False, reference(fault.task)):
+        if check["check"] == fault.check:
+            break
+    assert check["check"] == fault.check and check["error"] is not None
+    assert not check["passed"]
+
+
+def test_the_table_of_faults_is_that_of_the_code():
+    assert gate_faults.table() in (registry.ROOT / "docs" / "gate-faults.md").read_text()
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(1.0, True), (1.0004, True), (1.002, False)])
+def test_the_clip_bound_of_a_large_parameter_is_measured(factor, passes, monkeypatch):
+    example = gate_cases.large_example()
+
+    class Long(gate_numpy.Exact):
+        """What a norm that is too small does."""
+
+        def step(self, indices, mask):
+            before = dict(self.weights)
+            super().step(indices, mask)
+            longer = {n: before[n] + factor * (w - before[n]) for n, w in self.weights.items()}
+            self.weights = {n: w.astype(np.float32) for n, w in longer.items()}
+
+    monkeypatch.setattr(gate_cases, "large_example", lambda: example)
+    (check,) = bound_check(Long, PRIVATE, False)
+    assert check["check"] == "clip bound: one example, 9.4e+06 parameters" and check["passed"] == passes
+    assert check["error"] == pytest.approx(factor - 1.0, abs=1e-6)
+    assert ("finding: clip bound exceeded by" in check["detail"]) == (factor > 1.0)
+
+
+def test_who_cannot_take_the_large_parameter_has_nothing_measured():
+    class Narrow(gate_numpy.Exact):
+        def build(self, task, setting, initial):
+            raise KeyError(task.name)
+
+    (check,) = bound_check(Narrow, PRIVATE, False)
+    assert check["passed"] and check["detail"].startswith("not measured (KeyError")
 
 
 def test_a_raising_adapter_fails_the_check_and_says_why():

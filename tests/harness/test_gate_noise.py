@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -25,18 +26,58 @@ def slices():
 PARAMETERS = sum(math.prod(shape) for shape in SHAPES.values())
 
 
+def scores_of(seed, steps=16):
+    rng = np.random.default_rng(seed)
+    z, *others = rng.standard_normal((4, steps, PARAMETERS)).astype(np.float32)
+    mean, spread = gate_noise.moments(z, slices())
+    return {
+        "mean": mean,
+        "spread": spread,
+        "normality": gate_noise.normality(z),
+        "tails": gate_noise.tails(z),
+        "coordinates": gate_noise.independent_coordinates(z, slices(), SHAPES),
+        "shifts": gate_noise.independent_shifts(z),
+        "steps": gate_noise.independent_steps(z),
+        "runs": gate_noise.independent_runs(z, {k: other[:4] for k, other in enumerate(others)}),
+    }
+
+
 def test_right_noise_passes_two_hundred_gates():
     for seed in range(200):
-        rng = np.random.default_rng(seed)
-        z, other = rng.standard_normal((2, 8, PARAMETERS))
-        scores = [
-            *gate_noise.moments(z, slices()),
-            gate_noise.normality(z),
-            gate_noise.independent_coordinates(z, slices(), SHAPES),
-            gate_noise.independent_steps(z),
-            gate_noise.independent_runs(z, other),
-        ]
-        assert all(score.passed for score in scores), (seed, scores)
+        failed = {name: score for name, score in scores_of(seed).items() if not score.passed}
+        assert not failed, seed
+
+
+def test_each_check_rejects_right_noise_no_more_often_than_it_says(monkeypatch):
+    """At a level that can be counted; the limits of all checks follow from ALPHA."""
+    monkeypatch.setattr(gate_noise, "ALPHA", 0.1)
+    runs = 300
+    rejected = Counter(name for seed in range(runs) for name, score in scores_of(seed, 6).items() if not score.passed)
+    most = stats.binom.isf(1e-4, runs, 0.1)
+    assert all(count <= most for count in rejected.values()), rejected
+    assert sum(rejected.values()) > 0.2 * runs, "checks that never reject would be no checks"
+
+
+@pytest.mark.parametrize("expected", [6.0, 50.0, 2000.0])
+def test_a_count_score_is_the_poisson_tail(expected):
+    for score in (2.0, 4.5):
+        few, many = (int(stats.poisson.ppf(p, expected)) for p in (stats.norm.cdf(-score), stats.norm.cdf(score)))
+        for found, tail in ((few, stats.poisson.cdf(few, expected)), (many, stats.poisson.sf(many - 1, expected))):
+            if tail < 0.4 and found:
+                assert gate_noise.count_score(found, expected) == pytest.approx(stats.norm.isf(tail), abs=0.05)
+
+
+@pytest.mark.parametrize("n", [20, 100, 3000])
+def test_a_cosine_score_is_students_tail(n):
+    for cosine in (0.3, 3.0 / math.sqrt(n)):
+        a = np.zeros((1, n))
+        b = np.zeros((1, n))
+        a[0, 0] = 1.0
+        b[0, :2] = cosine, math.sqrt(1 - cosine**2)
+        t = cosine * math.sqrt((n - 1) / (1 - cosine**2))
+        expected = stats.norm.isf(stats.t.sf(t, n - 1)) if t < 30 else None
+        if expected is not None and np.isfinite(expected):
+            assert gate_noise.cosine_score(a, b)[0, 0] == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("n", [gate_noise.SMALLEST_FOR_SPREAD, 30, 1000])
@@ -64,7 +105,8 @@ def test_kolmogorov_distance_is_that_of_scipy():
 def test_nan_never_passes():
     z = np.random.default_rng(0).standard_normal((8, PARAMETERS))
     z[3, 5] = np.nan
-    for score in (*gate_noise.moments(z, slices()), gate_noise.normality(z), gate_noise.independent_steps(z)):
+    found = (gate_noise.normality(z), gate_noise.independent_steps(z), gate_noise.tails(z))
+    for score in (*gate_noise.moments(z, slices()), *found, gate_noise.independent_shifts(z)):
         assert not score.passed
 
 

@@ -39,6 +39,14 @@ def test_one_row_each_with_the_check_that_decides() -> None:
     assert [row["check"] for row in every] == [check.check for check in (NEAR, OFF, WORSE, BROKEN)]
 
 
+def test_what_a_passed_check_has_to_tell_stands_in_its_row() -> None:
+    told = GateCheck(
+        check="clip bound", error=6e-4, limit=1e-3, passed=True, detail="finding: by 6e-04; moved by 1.0006 C"
+    )
+    (row,) = gate_table.table_rows([judged("ok", NEAR, told)], [], False)
+    assert row["verdict"] == "passed" and row["detail"] == "all of 2 checks; finding: by 6e-04"
+
+
 def test_an_adapter_that_only_raises_shows_what_it_raised() -> None:
     (row,) = gate_table.table_rows([judged("ok", BROKEN)], [], False)
     assert row["verdict"] == "rejected" and "no step yet" in row["detail"]

@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from harness import canary, doctor, limits, machine
+from harness import canary, doctor, limits, machine, resident
 from harness.clock import ForeignLoad, timed_steps
 
 
@@ -181,3 +181,25 @@ def test_doctor_reports_every_check(capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(capsys.readouterr().out)
     assert len(report["checks"]) == len(doctor.CHECKS)
     assert {c["state"] for c in report["checks"]} <= {"ok", "warning", "fault"}
+
+
+CHILD = """
+import os, sys, time
+block = b"x" * (48 << 20)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_memory_of_children_counts_while_they_live_and_when_they_have_ended() -> None:
+    resident.reset_peak()
+    before = resident.now()
+    child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    alive = resident.peak() - before
+    assert resident.now() - before >= 48 * 2**20 and alive >= 48 * 2**20
+    child.communicate("")
+    assert resident.now() - before < 24 * 2**20
+    assert resident.peak() - before >= 48 * 2**20
+    resident.reset_peak()
+    assert resident.peak() - before < 24 * 2**20

@@ -310,6 +310,17 @@ def dpbench(out: Path, reference: Path, *arguments: str, code: int = 0) -> list[
     return [r for path in sorted((out / "records").glob("*.json")) for r in record.read(path)]
 
 
+def test_what_the_last_timed_pass_left_on_the_measured_batch_is_compared(reference, tmp_path):
+    chosen = "phantom-exact,phantom-four-only,phantom-idles"
+    found = dpbench(tmp_path / "run", reference, "--frameworks", chosen, "--no-memory", code=1)
+    for r in found:
+        (last,) = [check for check in r.gate.checks if check.check == "last-timed-pass"]
+        assert "32 examples of the measured batch" in last.detail
+        assert (r.state, last.passed) == (("ok", True) if r.cell.variant == "exact" else ("rejected", False))
+        assert r.state == "ok" or str(r.reason).startswith("last-timed-pass: error ")
+    assert len(found) == 6
+
+
 def test_a_run_leaves_a_record_per_process_and_resumes(reference, tmp_path):
     out = tmp_path / "run"
     chosen = "phantom-plain,phantom-own,phantom-exact,phantom-drops-example,phantom-hungry,phantom-crash"
@@ -353,7 +364,7 @@ def test_a_run_ends_with_tables_and_says_where_everything_lies(reference, tmp_pa
 
 def test_batches_fit_their_room():
     assert layer_worker.batches_of(LAYER, 16) == 20
-    assert layer_worker.batches_of(LAYERS["conv"], 16) == 1
+    assert layer_worker.batches_of(LAYERS["conv"], 16) == 2
     count = layer_worker.batches_of(LAYERS["lstm"], 128)
     assert count == 64 * 2**20 // (128 * (LAYERS["lstm"].input_bytes + LAYERS["lstm"].label_bytes))
 

@@ -156,8 +156,16 @@ def test_memory_that_is_freed_late_hides_none_of_the_steps(driver: Driver) -> No
     assert memory["resident_kept_after_warm_up"] < 2**20
 
 
+def test_the_harness_own_memory_figures_are_nobody_elses_to_give(driver: Driver) -> None:
+    assert driver.run("modest", "--no-time").returncode == 0
+    (memory,) = (r.memory for r in driver.records("memory"))
+    assert memory["peak_resident_growth"] == pytest.approx(32 * 2**20, rel=0.1)
+    assert memory["peak_resident_growth_with_compile"] >= 31 * 2**20 and memory["its_own"] == 1
+
+
 def test_as_shipped_times_the_own_loop_and_says_how_it_samples(driver: Driver) -> None:
-    done = driver.run("own,own-unseeded,own-fickle,noop", "--protocol", "as_shipped", "--epochs", "2")
+    arguments = ["--protocol", "as_shipped", "--epochs", "2", "--batch-sizes", "10054"]  # three steps an epoch
+    done = driver.run("own,own-unseeded,own-fickle,noop", *arguments)
     found = {r.cell.variant: r for r in driver.records()}
     own = found["own"]
     assert own.state == "ok" and own.timed is not None and not own.timed.extrapolated
@@ -300,7 +308,8 @@ def test_kill_9_loses_and_doubles_nothing(driver: Driver, victim: str, finished:
         assert done.returncode == 0 and states == ["ok"] * 6
     else:
         crashed = [r for purpose in ("time", "memory") for r in driver.records(purpose) if r.state != "ok"]
-        assert 0 <= len(crashed) <= 1 and all("SIGKILL" in str(r.reason) for r in crashed)
+        # A memory process that was killed costs the times of its cell, of which it is the replay.
+        assert 0 <= len(crashed) <= 3 and all("SIGKILL" in str(r.reason) for r in crashed)
     assert not list(driver.out.rglob("*.part"))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from harness.contract import Adapter, Array, Setting, Unsupported
+from harness.contract import Adapter, Array, Memory, Setting, Unsupported
 from harness.tasks import Task
 
 LATE_BYTES, STEP_BYTES = 96 * 2**20, 32 * 2**20
@@ -65,6 +65,13 @@ class Phantom(Adapter):
         """Lets go only now of what it needed to place the data."""
         self.original = None
         np.ones(STEP_BYTES, dtype=np.uint8)
+
+    def _modest(self) -> None:
+        np.ones(STEP_BYTES, dtype=np.uint8)
+
+    def peak_memory(self) -> Memory:
+        names = ("peak_resident_growth", "peak_resident_growth_with_compile", "its_own")
+        return Memory(dict.fromkeys(names, 1) if self.variant == "modest" else {})
 
     def _crash(self) -> None:
         if self.count == 4:

@@ -94,7 +94,11 @@ class Phantom(LayerAdapter):
         started = time.perf_counter()
         until = started + self.sleep_seconds + 1e-3 * len(self.x[batch]) * (self.variant == "slow")
         found = gradients(self.weights, self.x[batch], self.targets[batch])
-        if not (self.variant == "caches" and self.left):
+        if self.variant == "four-only" and self.setting.batch_size > 4:
+            for value in found.values():
+                value[4:] = 0.0
+        idles = self.variant == "idles" and self.left and self.setting.batch_size > 4
+        if not (self.variant == "caches" and self.left) and not idles:
             self.left = self._left(found)
         self.counters.take(sum(value.nbytes for value in self.left.values()))
         self.counters.take(-spare)

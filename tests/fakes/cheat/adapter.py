@@ -1,0 +1,195 @@
+"""Logistic regression that is right in the gate, and adapters that cheat in the timed process in known ways."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from harness.contract import Adapter, Array, Setting
+from harness.tasks import Task
+from tests.harness.gate_numpy import Exact, Values
+
+REQUEST = Path(sys.argv[1]) if len(sys.argv) > 1 and sys.argv[1].endswith(".json") else None
+MODE = json.loads(REQUEST.read_text())["mode"] if REQUEST else ""
+
+
+class Vectorised(Exact):
+    """Right, and fast enough for a run."""
+
+    def build(self, task: Task, setting: Setting, initial: Values) -> None:
+        super().build(task, setting, initial)
+        self.steps = 0
+
+    def step(self, indices: Array, mask: Array | None) -> None:
+        self.steps += 1
+        s = self.setting
+        x, y = self.x[indices], self.y[indices]
+        error = 1 / (1 + np.exp(-(x @ self.weights["fc.weight"][0] + self.weights["fc.bias"][0]))) - y
+        norms = np.abs(error) * np.sqrt(np.square(x).sum(1) + 1)
+        error = error * np.minimum(1.0, s.max_grad_norm / np.maximum(norms, 1e-30))
+        self.move({"fc.weight": (error @ x)[None], "fc.bias": error.sum(keepdims=True)})
+
+    def move(self, sums: Values) -> None:
+        s = self.setting
+        for name, value in sums.items():
+            noise = s.noise_multiplier * s.max_grad_norm * self.normal(value.shape)
+            moved = self.weights[name] - s.learning_rate / s.batch_size * (value + noise)
+            self.weights[name] = moved.astype(np.float32)
+
+
+class Quarter(Vectorised):
+    """Takes a quarter of every batch that is not the gate's."""
+
+    def step(self, indices: Array, mask: Array | None) -> None:
+        super().step(indices[: len(indices) // 4], mask)
+
+
+class AfterThree(Vectorised):
+    """Three honest steps, then noise alone."""
+
+    def step(self, indices: Array, mask: Array | None) -> None:
+        super().step(indices if self.steps < 3 else indices[:0], mask)
+
+
+class UntilRead(Vectorised):
+    """Honest until the weights are read after some steps."""
+
+    was_read = False
+
+    def build(self, task: Task, setting: Setting, initial: Values) -> None:
+        super().build(task, setting, initial)
+        self.was_read = False
+
+    def parameters(self) -> Values:
+        self.was_read = self.steps >= 4
+        return super().parameters()
+
+    def step(self, indices: Array, mask: Array | None) -> None:
+        super().step(indices[:0] if self.was_read else indices, mask)
+
+
+class SkipsSteps(Vectorised):
+    """Leaves out every second step as long as the clock runs: the replay sees them all."""
+
+    def step(self, indices: Array, mask: Array | None) -> None:
+        caller = sys._getframe(1).f_code.co_name
+        if caller == "timed_until" and self.steps > 4 and self.steps % 2:
+            self.steps += 1
+        else:
+            super().step(indices, mask)
+
+
+class Peeks(Vectorised):
+    """Looks for the batches before the clock: in the request, and in every caller's frame."""
+
+    def build(self, task: Task, setting: Setting, initial: Values) -> None:
+        super().build(task, setting, initial)
+        if MODE != "time":
+            return
+        assert REQUEST is not None
+        found = json.loads(REQUEST.read_text())["batch_seed"] >= 0
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_name != "replay":  # by then everything is timed
+                found |= any(name in {"epochs", "batches", "part"} for name in frame.f_locals)
+            else:
+                return
+            frame = frame.f_back
+        with open(os.environ["CHEAT_FOUND"], "a") as file:
+            file.write(f"{found}\n")
+
+
+class DefersEvenly(Vectorised):
+    """Works whenever the weights are read, as long the second time as the first."""
+
+    def parameters(self) -> Values:
+        end = time.process_time() + 0.06 * (self.steps > 0)
+        while time.process_time() < end:
+            pass
+        return super().parameters()
+
+
+class ForgesTime(Vectorised):
+    """Says at its first timed step what it would have measured, and goes."""
+
+    def step(self, indices: Array, mask: Array | None) -> None:
+        if MODE == "time":
+            seconds = [1e-3]
+            timed = {"steps_per_epoch": 472, "steps_timed": 472, "epochs": 1, "extrapolated": False}
+            timed |= {"measured_seconds": seconds, "part_seconds": seconds}
+            result = {"event": "result", "state": "ok", "epoch_seconds": seconds, "timed": timed, "epsilon_steps": 472}
+            for number in range(3, 20):  # whichever is the worker's own
+                try:
+                    os.write(number, json.dumps(result).encode() + b"\n")
+                except OSError:
+                    continue
+            os._exit(0)
+        super().step(indices, mask)
+
+
+class PatchesClock(Vectorised):
+    """A clock that goes slowly while a step is under way."""
+
+    def step(self, indices: Array, mask: Array | None) -> None:
+        if MODE == "time" and not hasattr(self, "real"):
+            self.real = time.perf_counter
+            start = self.real()
+            time.perf_counter = lambda: start + (self.real() - start) / 100
+        time.sleep(2e-3)
+        super().step(indices, mask)
+
+
+class PatchesWorker(Vectorised):
+    """Another function in the place of the one that times."""
+
+    def place(self, x: Array, y: Array) -> None:
+        super().place(x, y)
+        if MODE == "time":
+            sys.modules["__main__"].timed_until = lambda adapter, batches, stop: (1e-3, len(batches))
+
+
+class MemoryCrash(Vectorised):
+    """Has no replay, because that raises."""
+
+    def step(self, indices: Array, mask: Array | None) -> None:
+        if MODE == "memory":
+            raise RuntimeError("there is nothing to compare with")
+        super().step(indices[:1], mask)
+
+
+class OwnLoop(Vectorised):
+    """A loop of its own that makes one update without noise, and says that it made an epoch's."""
+
+    def epoch(self, seed: int) -> int | None:
+        self.move({name: np.ones_like(value) for name, value in self.weights.items()})
+        self.weights["fc.bias"] = self.weights["fc.bias"] + np.float32(1e-6 * (seed % 7))
+        return -(-len(self.x) // self.setting.batch_size)
+
+    def normal(self, shape: tuple[int, ...]) -> Array:
+        return np.zeros(shape)
+
+
+VARIANTS: Mapping[str, type[Exact]] = {
+    "honest": Vectorised,
+    "quarter": Quarter,
+    "after-three": AfterThree,
+    "until-read": UntilRead,
+    "skips-steps": SkipsSteps,
+    "peeks": Peeks,
+    "defers-evenly": DefersEvenly,
+    "forges-time": ForgesTime,
+    "patches-clock": PatchesClock,
+    "patches-worker": PatchesWorker,
+    "memory-crash": MemoryCrash,
+    "own-loop": OwnLoop,
+}
+
+
+def create(variant: str) -> Adapter:
+    return VARIANTS[variant]()
