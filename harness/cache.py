@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from harness.data.store import cache_folder
@@ -38,11 +39,13 @@ def folder(name: str) -> Path:
     return path
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """The whole content or nothing, and on the disk before the name appears.
+def write_atomically(path: Path, content: bytes, option: str | None = None) -> None:
+    """The whole content or nothing, and on the disk before the name appears. A link is followed.
 
-    Raises :class:`BadInput` on a full disk or a folder that cannot be written.
+    ``option``: how the user names another place, where no option does. Raises :class:`BadInput` on
+    a full disk, for a folder that cannot be written, and for a path that is there and is no regular file.
     """
+    path = check_replaceable(path)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(part, "wb") as file:
@@ -51,11 +54,28 @@ def write_atomically(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(part, path)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        other = option or f"choose another folder ({_option(path)})"
         raise BadInput(
-            f"{path} could not be written ({error.strerror}); free some space or choose another folder "
-            f"({_option(path)}), then run the same command again: it goes on where it stopped."
+            f"{path} could not be written ({error.strerror}); free some space or {other}, then run the same command "
+            "again: it goes on where it stopped."
         ) from None
+
+
+def check_replaceable(path: Path) -> Path:
+    """The file that writing to ``path`` replaces, behind links. Raises :class:`BadInput` where it is no regular file: a
+    rename onto a device or a pipe would put a file in its place."""
+    try:
+        there = path.resolve()
+        is_file = stat.S_ISREG(there.lstat().st_mode)
+    except FileNotFoundError:
+        return there
+    except (OSError, RuntimeError) as error:
+        raise BadInput(f"{path} cannot be written ({error}); name another file.") from None
+    if not is_file:
+        raise BadInput(f"{path} is there and is no regular file, so it is not replaced; name another file.")
+    return there
 
 
 @contextmanager
@@ -78,4 +98,4 @@ def locked(path: Path, busy: str | None = None) -> Iterator[None]:
 
 def _option(path: Path) -> str:
     """How the user chooses another place for ``path``."""
-    return "DPBENCH_CACHE" if path.is_relative_to(root()) else "--out"
+    return "DPBENCH_CACHE" if path.is_relative_to(cache_folder().resolve()) else "--out"

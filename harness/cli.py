@@ -89,7 +89,7 @@ def run_e2e(
     """Median seconds per epoch and peak memory of every framework, task and batch size."""
     from rich.console import Console
 
-    from harness import plan, registry, report
+    from harness import limits, plan, registry, report
     from harness.progress import watched
     from harness.report.records import load
     from harness.run import Run, command_line
@@ -97,8 +97,6 @@ def run_e2e(
 
     if isolation not in {"venv", "docker", "inprocess"}:
         raise BadInput(f"--isolation is {isolation!r}: choose venv, docker or inprocess.")
-    if memory_limit is not None and not memory_limit > 0:
-        raise BadInput(f"--memory-limit is {memory_limit}: it must be above 0 GiB.")
     options = plan.preset(
         preset,
         tasks=_list(tasks),
@@ -118,7 +116,7 @@ def run_e2e(
         repeats=repeats,
         seed=seed,
         timeout_seconds=timeout,
-        memory_limit_bytes=None if memory_limit is None else int(memory_limit * 2**30),
+        memory_limit_bytes=limits.from_gibibytes(memory_limit, "--memory-limit"),
         synthetic=synthetic,
     )
     contestants = registry.select(options.frameworks)
@@ -135,7 +133,7 @@ def run_e2e(
             )
         )
     else:
-        report.show(load(folder.path), console)
+        report.show(load(folder.path, left_out=lambda fault: console.print(fault, markup=False)), console)
         console.print(
             f"Records: {folder.records} ({summary.total}, {summary.resumed} of them from before)", markup=False
         )

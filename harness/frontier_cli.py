@@ -40,7 +40,7 @@ def frontier(
     """Largest physical batch that fits a memory budget, and the throughput there."""
     from rich.console import Console
 
-    from harness import registry, report
+    from harness import limits, registry, report
     from harness.frontier import FrontierRun, Search, options_of
     from harness.progress import watched
     from harness.report.records import load
@@ -64,7 +64,7 @@ def frontier(
     contestants = registry.select(options.frameworks)
     folder = RunFolder((out or Path("results/local/frontier")).resolve())
     console = Console(stderr=as_json)
-    budget_bytes = None if budget is None else int(budget * 2**30)
+    budget_bytes = limits.from_gibibytes(budget, "--budget")
     run = FrontierRun(options, search, budget_bytes, contestants, folder, command_line())
     summary = watched(lambda progress: run.execute(progress, fresh), folder.path, console, as_json)
     paths = report.write(folder.path, folder.path / "report", folder.path / "report" / "plots")
@@ -80,7 +80,7 @@ def frontier(
             )
         )
     else:
-        report.show(load(folder.path), console)
+        report.show(load(folder.path, left_out=lambda fault: console.print(fault, markup=False)), console)
         console.print(
             f"Records: {folder.records} ({summary.total}, {summary.resumed} of them from before)", markup=False
         )

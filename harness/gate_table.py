@@ -19,7 +19,7 @@ from harness.gatekeeper import Verdict
 from harness.isolation import Limits, Venv
 from harness.record import GateCheck
 from harness.registry import Contestant
-from harness.run import check_device
+from harness.run import check_device, check_threads
 from harness.tasks import PAPER_TASKS, TASKS
 
 MUTANTS = "mutants"
@@ -49,6 +49,11 @@ def judge_all(
     from harness.progress import Progress
 
     check_device(device)
+    if threads is not None:
+        check_threads(threads)
+    if frameworks == () or tasks == ():
+        what = "frameworks" if frameworks == () else "tasks"
+        raise BadInput(f"--{what} names nothing: leave it out, or name at least one.")
     for task in tasks or ():
         if task not in TASKS:
             raise BadInput(f"There is no task {task!r}; choose from {', '.join(TASKS)}.")

@@ -210,7 +210,7 @@ def _machine(record: Record, name: str | None) -> dict[str, Any]:
 
 
 def _run(records: Sequence[Record], machine: str | None, simulated: bool) -> Run:
-    newest = max(records, key=lambda r: r.started)
+    newest = max(records, key=lambda r: r.when)
     canaries = [
         seconds
         for r in records
@@ -292,7 +292,7 @@ def _of_tasks(records: Sequence[Record]) -> list[CellResult]:
                 extrapolated=bool(row["extrapolated"]),
                 memory=_memory(processes) if state == "ok" else {},
                 gate=_gate(kept[i] for i in mine.index),
-                code=_code(max(processes, key=lambda r: r.started)),
+                code=_code(max(processes, key=lambda r: r.when)),
             )
         )
     return found
@@ -334,7 +334,7 @@ def _of_layers(records: Sequence[Record]) -> list[CellResult]:
                 disturbed=[bool(d) for d in timed.disturbed] if state == "ok" else [],
                 memory=_memory(processes) if state == "ok" else {},
                 gate=_gate(processes),
-                code=_code(max(processes, key=lambda r: r.started)),
+                code=_code(max(processes, key=lambda r: r.when)),
             )
         )
     return found

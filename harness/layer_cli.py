@@ -45,7 +45,7 @@ def layers(
     """Time and memory of single layers: plain module, a DP library's own module, and with DP."""
     from rich.console import Console
 
-    from harness import layer_plan, layer_registry, report
+    from harness import layer_plan, layer_registry, limits, report
     from harness.cli import _integers, _list
     from harness.errors import BadInput
     from harness.layer_run import LayerRun
@@ -56,8 +56,6 @@ def layers(
 
     if isolation not in {"venv", "inprocess"}:
         raise BadInput(f"--isolation is {isolation!r}: choose venv or inprocess.")
-    if memory_limit is not None and not memory_limit > 0:
-        raise BadInput(f"--memory-limit is {memory_limit}: it must be above 0 GiB.")
     options = layer_plan.preset(
         preset,
         layers=_list(layers),
@@ -75,7 +73,7 @@ def layers(
         repeats=repeats,
         seed=seed,
         timeout_seconds=timeout,
-        memory_limit_bytes=None if memory_limit is None else int(memory_limit * 2**30),
+        memory_limit_bytes=limits.from_gibibytes(memory_limit, "--memory-limit"),
     )
     contestants = layer_registry.select(options.frameworks)
     folder = RunFolder((out or Path(f"results/local/layers-{preset}")).resolve())
@@ -91,7 +89,7 @@ def layers(
             )
         )
     else:
-        report.show(load(folder.path), console)
+        report.show(load(folder.path, left_out=lambda fault: console.print(fault, markup=False)), console)
         states = ", ".join(f"{count} {state}" for state, count in sorted(summary.states.items()))
         console.print(
             f"Records: {folder.records} ({summary.total}: {states}; {summary.resumed} from before)", markup=False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -11,6 +12,7 @@ from harness import protocol as protocols
 from harness.errors import BadInput
 from harness.layer_registry import LayerContestant
 from harness.layers import LAYERS
+from harness.plan import check_seed
 from harness.record import Cell, Passes, Purpose
 
 PROTOCOL = "layers"
@@ -171,8 +173,9 @@ def check(options: LayerOptions) -> None:
         ("timeout", options.timeout_seconds),
         ("longest-pass", options.longest_pass),
     ):
-        if not number > 0.0:
-            raise BadInput(f"--{name} is {number}: it must be above 0.")
+        if not 0.0 < number < math.inf:
+            raise BadInput(f"--{name} is {number}: it must be above 0 and finite.")
+    check_seed(options.seed)
 
 
 def cell_of(options: LayerOptions, contestant: LayerContestant, layer: str, passes: Passes, batch_size: int) -> Cell:

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import time
 from pathlib import Path
 
 import psutil
 
+from harness.errors import BadInput
+
 V2 = Path("/sys/fs/cgroup")
 V1 = Path("/sys/fs/cgroup/memory")
+EMPTYING_SECONDS = 5.0
 
 
 class MemoryLimit:
@@ -54,7 +59,9 @@ class MemoryLimit:
         return self._watched_peak > self.limit_bytes
 
     def close(self) -> None:
+        """Ends what is left in the group, and removes it."""
         if self._group is not None:
+            _empty(self._group)
             with contextlib.suppress(OSError):
                 self._group.rmdir()
             self._group = None
@@ -82,6 +89,19 @@ def _make_group(limit_bytes: int) -> tuple[Path | None, str]:
     return None, "watchdog"
 
 
+def _empty(group: Path) -> None:
+    """Kills every process of the group: at once by the kernel (cgroup v2), else until none is left."""
+    deadline = time.monotonic() + EMPTYING_SECONDS
+    with contextlib.suppress(OSError):
+        while (left := (group / "cgroup.procs").read_text().split()) and time.monotonic() < deadline:
+            if (group / "cgroup.kill").exists():
+                (group / "cgroup.kill").write_text("1")
+            for pid in left:
+                with contextlib.suppress(OSError):
+                    os.kill(int(pid), signal.SIGKILL)
+            time.sleep(0.01)
+
+
 def _kills(group: Path) -> int:
     """How often the kernel's out-of-memory killer struck inside the group."""
     for name in ("memory.events", "memory.oom_control"):
@@ -105,6 +125,16 @@ def tree_resident(pid: int) -> int:
         with contextlib.suppress(psutil.Error):
             total += member.memory_info().rss
     return total
+
+
+MOST_GIBIBYTES = 2**20
+
+
+def from_gibibytes(size: float | None, option: str) -> int | None:
+    """Bytes; None for None. Raises :class:`BadInput`, naming the ``option``, for what is no size of a memory."""
+    if size is not None and not 0.0 < size <= MOST_GIBIBYTES:
+        raise BadInput(f"{option} is {size}: it must be above 0 GiB, and at most {MOST_GIBIBYTES}.")
+    return None if size is None else int(size * 2**30)
 
 
 def default_limit() -> int:

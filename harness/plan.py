@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, replace
 from typing import Any
@@ -143,6 +144,10 @@ def preset(name: str, **changes: Any) -> Options:
     return options
 
 
+LARGEST_SEED = 2_000_000
+"""A round's own seed is a thousand times it, and some frameworks take 32 bits (31, with the sign)."""
+
+
 def check(options: Options) -> None:
     """Raises :class:`BadInput` with the value, the rule and the remedy."""
     known = [name for name in protocols.names() if protocols.load(name).times_epochs]
@@ -162,16 +167,23 @@ def check(options: Options) -> None:
             raise BadInput(f"--{name} is {value}: it must be at least 1.")
     if options.subset is not None and not 0.0 < options.subset <= 1.0:
         raise BadInput(f"--subset is {options.subset}: it is a fraction of an epoch above 0 and at most 1.")
-    if options.budget_seconds is not None and not options.budget_seconds > 0.0:
-        raise BadInput(f"--budget-seconds is {options.budget_seconds}: it must be above 0.")
+    if options.budget_seconds is not None and not 0.0 < options.budget_seconds < math.inf:
+        raise BadInput(f"--budget-seconds is {options.budget_seconds}: it must be above 0 and finite.")
     if not options.memory and not options.time:
         raise BadInput("--no-memory and --no-time leave nothing to measure: drop one of them.")
     if options.repeats < 0:
         raise BadInput(f"--repeats is {options.repeats}: it must be at least 0.")
     if options.sigma is not None and not 0.0 <= options.sigma < float("inf"):
         raise BadInput(f"--sigma is {options.sigma}: a noise multiplier is a finite number of at least 0.")
-    if not options.timeout_seconds > 0.0:
-        raise BadInput(f"--timeout is {options.timeout_seconds}: it must be above 0 seconds.")
+    if not 0.0 < options.timeout_seconds < math.inf:
+        raise BadInput(f"--timeout is {options.timeout_seconds}: it must be above 0 seconds and finite.")
+    check_seed(options.seed)
+
+
+def check_seed(seed: int) -> None:
+    """Raises :class:`BadInput` for a seed that the generators of random numbers do not take."""
+    if not 0 <= seed <= LARGEST_SEED:
+        raise BadInput(f"--seed is {seed}: it must be at least 0 and at most {LARGEST_SEED}.")
 
 
 def jobs(options: Options, contestants: list[Contestant]) -> list[Job]:

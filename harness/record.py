@@ -7,12 +7,15 @@ schemas are upgraded on reading and never rewritten; a newer one is refused.
 from __future__ import annotations
 
 import json
+import re
+from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from harness.errors import BadInput
+from harness.tasks import TASKS
 
 SCHEMA = 1
 
@@ -25,8 +28,18 @@ Column = Literal["module", "own_module", "dp"]
 """The columns of the paper's layer tables: plain module, the DP library's own module without DP, with DP."""
 
 
+Seconds = Annotated[float, Field(gt=0.0)]
+"""Of something that was timed: a clock that stood still or ran backwards measured nothing."""
+Bytes = Annotated[int, Field(ge=0)]
+Words = Annotated[str, AfterValidator(lambda text: CONTROLS.sub("", text))]
+"""Of a contestant, or a library that it uses: shown on terminals, so that nothing in it may steer one."""
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    """Numbers are finite: JSON has no others, so that a file with one could not be read again."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Cell(_Model):
@@ -42,7 +55,7 @@ class Cell(_Model):
     framework: str
     variant: str
     private: bool
-    batch_size: int
+    batch_size: int = Field(ge=1)
     protocol: str
     device: str
     isolation: str
@@ -63,6 +76,8 @@ class Cell(_Model):
         is_layer = self.kind == "layer"
         if is_layer != (self.layer is not None and self.passes is not None) or is_layer == bool(self.task):
             raise ValueError("a cell names a task, or, of kind layer, a layer and its passes")
+        if not is_layer and self.task not in TASKS:
+            raise ValueError(f"there is no task {self.task!r}")
         return self
 
 
@@ -104,7 +119,7 @@ class Timed(_Model):
     steps_timed: int
     epochs: int
     extrapolated: bool
-    measured_seconds: list[float]
+    measured_seconds: list[Seconds]
     first_pass_seconds: float | None = None
     warm_up_steps: int = 0
     padding_fraction: float = 0.0
@@ -152,7 +167,7 @@ class LayerResult(_Model):
     label_bytes: int
     output_bytes: int
     parameter_bytes: int
-    pass_seconds: list[float] = Field(default_factory=list)
+    pass_seconds: list[Seconds] = Field(default_factory=list)
     batches: int = 1
     warm_up: int = 0
     stopped_by: Literal["passes", "seconds"] | None = None
@@ -176,18 +191,21 @@ class Probe(_Model):
     budget_bytes: int | None = None
     device_bytes: int | None = None
     start_up_bytes: int | None = None
-    first_step_seconds: float | None = None
-    step_seconds: list[float] = Field(default_factory=list)
+    first_step_seconds: Seconds | None = None
+    step_seconds: list[Seconds] = Field(default_factory=list)
 
 
 class GateCheck(_Model):
-    """One line of the admission gate. ``error`` and ``limit`` in the check's own measure; passes if error <= limit."""
+    """One line of the admission gate. ``error`` and ``limit`` in the check's own measure; passes if error <= limit. An
+    infinite error is written as none."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=True)
 
     check: str
     error: float | None
     limit: float | None
     passed: bool
-    detail: str = ""
+    detail: Words = ""
 
 
 class Gate(_Model):
@@ -266,18 +284,22 @@ class Container(_Model):
 
 
 class Record(_Model):
+    """``interrupted``: what ended the process came from outside (a signal, for instance), so that it says nothing of
+    the cell and the next run measures it again. ``sequence``: orders the records of a machine, whatever its clock does
+    (see :mod:`harness.sequence`); None in records from before there was one, of which ``started`` decides."""
+
     schema_: int = Field(SCHEMA, alias="schema")
     purpose: Purpose
     state: State
-    reason: str | None = None
+    reason: Words | None = None
     cell: Cell
     key: str
     data: Data | None = None
-    epoch_seconds: list[float] = Field(default_factory=list)
+    epoch_seconds: list[Seconds] = Field(default_factory=list)
     compile_seconds: float | None = None
     timed: Timed | None = None
     probe: Probe | None = None
-    memory: dict[str, int] = Field(default_factory=dict)
+    memory: dict[str, Bytes] = Field(default_factory=dict)
     layer: LayerResult | None = None
     gate: Gate | None = None
     epsilon: Epsilon | None = None
@@ -293,30 +315,88 @@ class Record(_Model):
     started: str
     wall_seconds: float
     command: str = ""
-    log_tail: str = ""
+    log_tail: Words = ""
+    interrupted: bool = False
+    sequence: int | None = None
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False)
 
     def to_json(self) -> str:
         return self.model_dump_json(by_alias=True)
+
+    @property
+    def file_name(self) -> str:
+        """The name of its file in a run's folder, which says what is in it."""
+        cell = self.cell
+        if self.purpose == "gate":
+            return f"{cell.task}.{cell.contestant}.gate.{self.gate.key[:8] if self.gate else ''}.json"
+        what = cell.task if cell.layer is None else cell.layer
+        passes = "" if cell.passes is None else f".{cell.passes}"
+        place = f"b{cell.batch_size}.r{self.block.round}.{self.purpose}"
+        return f"{what}.{cell.contestant}{passes}.{place}.{self.key[:8]}.json"
+
+    @property
+    def when(self) -> int:
+        """Larger for the later of two records of one machine: ``sequence``, or ``started`` in milliseconds."""
+        return int(datetime.fromisoformat(self.started).timestamp() * 1e3) if self.sequence is None else self.sequence
+
+    @field_validator("started")
+    @classmethod
+    def _is_a_moment(cls, text: str) -> str:
+        if datetime.fromisoformat(text).tzinfo is None:
+            raise ValueError("a moment needs its time zone, as 2026-11-20T08:00:00+00:00")
+        return text
+
+    @field_validator("machine")
+    @classmethod
+    def _is_a_machine(cls, facts: dict[str, Any]) -> dict[str, Any]:
+        for name, kind in MACHINE_FACTS.items():
+            if facts.get(name) is not None and (not isinstance(facts[name], kind) or isinstance(facts[name], bool)):
+                raise ValueError(f"{name} is {str(facts[name])[:40]!r}")
+        if not all(isinstance(gpu, str) for gpu in facts.get("gpus") or []):
+            raise ValueError("gpus are names")
+        return facts
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Record:
+        """A measurement that is ``ok`` has what it was made for."""
+        if self.state != "ok":
+            return self
+        if self.cell.kind == "e2e" and self.purpose == "time" and not (self.epoch_seconds and self.timed):
+            raise ValueError("the state is ok, but there are no epoch_seconds, or nothing says how they were timed")
+        if self.cell.kind == "layer" and self.purpose == "time" and not (self.layer and self.layer.pass_seconds):
+            raise ValueError("the state is ok, but there are no pass_seconds")
+        return self
+
+
+MACHINE_FACTS: dict[str, type | tuple[type, ...]] = {
+    "id": str,
+    "cpu": str,
+    "cores": int,
+    "memory_bytes": int,
+    "threads": int,
+    "gpus": list,
+    "load_average": (int, float),
+    "peaks": dict,
+}
+"""What reports read of ``machine``, where it is there."""
 
 
 def parse(text: str, origin: str) -> Record:
     """Raises :class:`BadInput`, naming ``origin``, for a corrupt record or one of a newer schema."""
     try:
-        data = json.loads(text)
+        data = json.loads(text, parse_constant=no_number)
         if isinstance(data, dict) and "schema" not in data:
             raise BadInput(
                 f"{origin} is not a record: it has no `schema`, which every record has; name the files with records "
                 "one by one, or move it out of the folder."
             )
         schema = data["schema"]
-    except (json.JSONDecodeError, TypeError) as error:
-        raise BadInput(
-            f"{origin} is not a record ({type(error).__name__}: {error}); move it out of the folder and run again "
-            "to measure that cell anew."
-        ) from None
-    if not isinstance(schema, int) or schema > SCHEMA:
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _no_record(origin, f"{type(error).__name__}: {error}") from None
+    if type(schema) is not int or schema < 1:
+        raise _no_record(origin, f"its `schema` is {str(schema)[:40]!r}, which never was")
+    if schema > SCHEMA:
         raise BadInput(
             f"{origin} has record schema {schema!r}, this dpbench reads up to {SCHEMA}; update dpbench to read it."
         )
@@ -326,14 +406,38 @@ def parse(text: str, origin: str) -> Record:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise BadInput(
-            f"{origin} is a corrupt record (at {where}: {first['msg']}); move it out of the folder and run again to "
-            "measure that cell anew."
+            f"{origin} is a corrupt record (at {where or 'the whole'}: {first['msg']}); move it out of the folder and "
+            "run again to measure that cell anew."
         ) from None
 
 
+def no_number(text: str) -> float:
+    """For ``parse_constant`` of ``json.loads``: raises ValueError for NaN and the infinities."""
+    raise ValueError(f"{text} is no JSON number")
+
+
+def _no_record(origin: str, why: str) -> BadInput:
+    return BadInput(
+        f"{origin} is not a record ({why}); move it out of the folder and run again to measure that cell anew."
+    )
+
+
 def read(path: Path) -> list[Record]:
-    """All records of one ``.json`` or ``.jsonl`` file."""
-    text = path.read_text()
+    """All records of one ``.json`` or ``.jsonl`` file. Raises :class:`BadInput`, naming it, where one cannot be read,
+    and FileNotFoundError where the file is gone."""
+    return [parse(text, origin) for text, origin in texts(path)]
+
+
+def texts(path: Path) -> list[tuple[str, str]]:
+    """What :func:`read` parses: each record's text, and where it stands. Raises as it does."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read ({error.strerror}); move it away, or make it a readable file.") from None
+    except UnicodeDecodeError as error:
+        raise _no_record(str(path), f"{error.reason} at byte {error.start}") from None
     if path.suffix == ".jsonl":
-        return [parse(line, f"{path}:{i}") for i, line in enumerate(text.splitlines(), 1) if line.strip()]
-    return [parse(text, str(path))]
+        return [(line, f"{path}:{i}") for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+    return [(text, str(path))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import re
 from pathlib import Path
 
@@ -18,10 +19,10 @@ def write(name: str, parent: Path) -> list[Path]:
     Its adapter runs, and the gate rejects it because ``step`` is not filled in. Raises :class:`BadInput` for a name
     that cannot be a Python package or is taken.
     """
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in RESERVED:
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in RESERVED or keyword.iskeyword(name):
         raise BadInput(
             f"A framework cannot be called {name!r}: begin with a letter, go on with lower-case letters, digits and "
-            f"underscores, and choose none of {', '.join(sorted(RESERVED))}."
+            f"underscores, and choose neither a keyword of Python nor one of {', '.join(sorted(RESERVED))}."
         )
     folder = parent / name
     if folder.exists() or name in registry.frameworks(hidden=True):

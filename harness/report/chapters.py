@@ -31,12 +31,20 @@ class Report:
     chapters: tuple[Chapter, ...]
 
 
-def build(records: Sequence[Record]) -> Report:
-    """Raises :class:`BadInput` for no record."""
+def build(records: Sequence[Record], left_out: Sequence[str] = ()) -> Report:
+    """``left_out``: what is wrong with records that are not among these. Raises :class:`BadInput` for no record."""
     if not records:
         raise BadInput("There are no records to report; make some with `dpbench run e2e`.")
     tables = table.build(records) if any(r.cell.kind == "e2e" for r in records) else None
-    return of_tables(records, tables)
+    report = of_tables(records, tables)
+    return replace(report, chapters=(*_left_out(left_out), *report.chapters))
+
+
+def _left_out(faults: Sequence[str]) -> Iterator[Chapter]:
+    """First, because whoever reads the rest has to know."""
+    if faults:
+        rows = tuple((str(number), " ".join(fault.split())) for number, fault in enumerate(faults, 1))
+        yield Chapter("Records left out", None, (Grid("What could not be read", ("", "why"), rows),), printed=False)
 
 
 def of_tables(records: Sequence[Record], tables: Tables | None) -> Report:

@@ -38,17 +38,27 @@ def report(
     if out is None and others:
         raise BadInput(f"Records of {len(places)} places have no folder in common; choose one by --out.")
     out = out or (first if first.is_dir() else first.parent) / "report"
-    built = chapters.build(records.load(*places))
+    faults: list[str] = []
+    built = chapters.build(records.load(*places, left_out=faults.append), faults)
     written = output.write_report(built, out, plots or out / "plots")
     if as_json:
         cells = json.loads(built.tables.cells.to_json(orient="records")) if built.tables else []
-        typer.echo(json.dumps({"records": len(built.records), "cells": cells, "files": [str(p) for p in written]}))
+        said = {"records": len(built.records), "cells": cells, "files": [str(p) for p in written], "left_out": faults}
+        typer.echo(json.dumps(said))
+        _refuse(faults)
         return
     console = Console()
     terminal.show(built, console)
     console.print(f"\n{len(built.records)} records; {len(written)} files:")
     for path in written:
         console.print(f"  {path}", soft_wrap=True, highlight=False, markup=False)
+    _refuse(faults)
+
+
+def _refuse(faults: list[str]) -> None:
+    """Raises :class:`BadInput` with what had to be left out, once the rest has been shown."""
+    if faults:
+        raise BadInput("Left out: " + "\ndpbench: Left out: ".join(faults))
 
 
 def compare(
@@ -61,10 +71,12 @@ def compare(
     from harness.report import compare as comparison
     from harness.report import records, table
 
-    tables = table.build(records.load(folder))
+    faults: list[str] = []
+    tables = table.build(records.load(folder, left_out=faults.append))
     lines = comparison.compare(tables, a, b)
     if as_json:
         typer.echo(json.dumps([line.as_json() for line in lines]))
+        _refuse(faults)
         return
     section = None
     several = len({line.section for line in lines}) > 1
@@ -73,6 +85,7 @@ def compare(
             typer.echo(f"{line.section.title}:")
             section = line.section
         typer.echo(line.text)
+    _refuse(faults)
 
 
 def explain(
@@ -93,7 +106,8 @@ def explain(
     from harness.report import explain as explanation
     from harness.report import records, table
 
-    loaded = records.load(folder)
+    faults: list[str] = []
+    loaded = records.load(folder, left_out=faults.append)
     others = [r for r in loaded if r.cell.kind != "e2e"]
     # Cells of layers and of the frontier only where no cell of a task is meant.
     of_tasks = [r.cell.name for r in loaded if r.cell.kind == "e2e"]
@@ -106,6 +120,7 @@ def explain(
             for record, row in found
         ]
         typer.echo(json.dumps(shown))
+        _refuse(faults)
         return
     console = Console()
     full_name = next((r.cell.name for r, _ in found if r.purpose != "gate"), found[0][0].cell.name)
@@ -121,3 +136,4 @@ def explain(
         console.print(grid)
         # In one line, however long, so that it can be copied.
         console.print(Text.assemble((f"{label}  ", "dim"), command), soft_wrap=True)
+    _refuse(faults)

@@ -47,7 +47,7 @@ def rows(tables: Tables, fragment: str) -> list[tuple[Record, dict[str, Any]]]:
     same = ["machine", "device", "task", "contestant", "code"]
     judged = pd.MultiIndex.from_frame(tables.raw[same]).isin(pd.MultiIndex.from_frame(here[same]))
     gates = tables.raw[judged & (tables.raw.purpose == "gate") & (tables.raw.cell != name)]
-    here = pd.concat([gates, here]).sort_values(["machine", "started"], kind="stable")
+    here = pd.concat([gates, here]).sort_values(["machine", "when"], kind="stable")
     return [(tables.records[i], {str(k): v for k, v in row.items()}) for i, row in here.iterrows()]
 
 
@@ -61,7 +61,7 @@ def other_cells(records: Iterable[Record]) -> dict[str, list[tuple[Record, dict[
     """All cells of layers and of the memory frontier by name, which have no tidy frame of the main table; their gate
     stands in the record itself. What older code measured is marked as superseded."""
     cells: dict[str, list[Record]] = {}
-    for record in sorted((r for r in records if r.cell.kind != "e2e"), key=lambda r: (r.cell.name, r.started)):
+    for record in sorted((r for r in records if r.cell.kind != "e2e"), key=lambda r: (r.cell.name, r.when)):
         cells.setdefault(record.cell.name, []).append(record)
     found = {}
     for name, here in cells.items():

@@ -21,6 +21,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullLocator
 
 from harness import stats
+from harness.cache import check_replaceable
 from harness.report import crowd, layout
 from harness.report.crowd import Square
 from harness.report.layout import Picture, Section
@@ -126,7 +127,7 @@ def save(figure: Figure, stem: Path) -> list[Path]:
     }
     paths = [stem.with_name(stem.name + suffix) for suffix in metadata]
     for path in paths:
-        figure.savefig(path, dpi=200, metadata=dict(metadata[path.suffix]), bbox_inches=area)
+        figure.savefig(check_replaceable(path), dpi=200, metadata=dict(metadata[path.suffix]), bbox_inches=area)
     return paths
 
 

@@ -81,6 +81,7 @@ def probes(records: Sequence[Record]) -> pd.DataFrame:
                 "run": r.block.run,
                 "round": r.block.round,
                 "started": r.started,
+                "when": r.when,
                 "commit": r.source.commit,
                 "dirty": r.source.dirty,
             }
@@ -90,7 +91,7 @@ def probes(records: Sequence[Record]) -> pd.DataFrame:
         return raw
     for column in ("peak_bytes", "examples_per_second", "start_up_bytes", "first_step_seconds", "train_size"):
         raw[column] = raw[column].astype(float)
-    latest = raw.sort_values("started", kind="stable").groupby([*PLACE, "contestant"]).run.transform("last")
+    latest = raw.sort_values("when", kind="stable").groupby([*PLACE, "contestant"]).run.transform("last")
     return raw[raw.run == latest.sort_index()].reset_index(drop=True)
 
 

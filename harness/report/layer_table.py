@@ -83,7 +83,7 @@ def tidy(records: Sequence[Record]) -> pd.DataFrame:
 
 def _superseded(raw: pd.DataFrame) -> pd.Series:
     """Which rows are of a cell that was measured again with newer code."""
-    newest = raw.sort_values("started", kind="stable").groupby([*CELL, "purpose"]).code.transform("last").sort_index()
+    newest = raw.sort_values("when", kind="stable").groupby([*CELL, "purpose"]).code.transform("last").sort_index()
     return raw.code != newest
 
 
@@ -128,6 +128,7 @@ def _rows(records: Sequence[Record]) -> pd.DataFrame:
                 "run": r.block.run,
                 "round": r.block.round,
                 "started": r.started,
+                "when": r.when,
                 "commit": r.source.commit,
                 "dirty": r.source.dirty,
                 "code": f"{r.source.adapter_hash}+{r.source.lock_hash}",
@@ -160,7 +161,7 @@ def cells(raw: pd.DataFrame) -> pd.DataFrame:
     for place, group in raw.groupby(CELL, sort=False):
         timed = group[(group.purpose == "time") & group.median_ms.notna()]
         counted = group[group.peak.notna()]
-        failed = group[group.state != "ok"].sort_values(["purpose", "started"], ascending=[False, True])
+        failed = group[group.state != "ok"].sort_values(["purpose", "when"], ascending=[False, True])
         first = group.iloc[0]
         m = stats.median_interval(timed.median_ms.tolist()) if len(timed) else None
         low, high = (m.low, m.high) if m else (math.nan, math.nan)
@@ -259,7 +260,7 @@ def spread(raw: pd.DataFrame, order: Sequence[tuple[str, str]]) -> pd.DataFrame:
     A run's value is the median of its processes' medians, for bytes of their peaks. ``runs_ms``: the values themselves,
     oldest run first."""
     rows = []
-    starts = raw.groupby("run").started.min().sort_values(kind="stable").index
+    starts = raw.groupby("run").when.min().sort_values(kind="stable").index
     for place, group in raw.groupby(CELL, sort=False):
         times = group[group.median_ms.notna()].groupby("run").median_ms.median()
         peaks = group[group.peak.notna()].groupby("run").peak.median()

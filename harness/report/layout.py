@@ -393,7 +393,7 @@ def memory_failures(tables: Tables, section: Section, task: str, synthetic: bool
     here = here[(here.purpose == "memory") & ~here.superseded & (here.task == task) & (here.synthetic == synthetic)]
     where = ["contestant", "batch_size"]
     ever_ok = here.assign(ok=here.state == "ok").groupby(where).ok.transform("any")
-    return here[~ever_ok].sort_values("started", kind="stable").groupby(where, as_index=False).last()[[*where, "state"]]
+    return here[~ever_ok].sort_values("when", kind="stable").groupby(where, as_index=False).last()[[*where, "state"]]
 
 
 def memory(tables: Tables, section: Section) -> list[Grid]:

@@ -17,7 +17,9 @@ from harness.report.layout import Chapter
 
 def write(records_folder: Path, out: Path, plots: Path) -> list[Path]:
     """See :func:`harness.report.write`."""
-    return write_report(chapters.build(records.load(records_folder)), out, plots)
+    faults: list[str] = []
+    loaded = records.load(records_folder, left_out=faults.append)
+    return write_report(chapters.build(loaded, faults), out, plots)
 
 
 def write_report(report: Report, out: Path, plots: Path) -> list[Path]:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from harness import record
 from harness.errors import BadInput
 from harness.record import Record
-from harness.store import PLAN
+from harness.store import PLAN, misnamed
 
 SUMMARY = "summary.json"
 """What ``run gpu`` leaves beside its records."""
 
 
-def load(*places: Path) -> list[Record]:
+Tell = Callable[[str], None]
+
+
+def load(*places: Path, left_out: Tell | None = None) -> list[Record]:
     """All records of the ``places``, each a ``.json`` or ``.jsonl`` file, or a folder with such files somewhere below
     it, in order of their paths.
 
@@ -24,29 +27,53 @@ def load(*places: Path) -> list[Record]:
     If a file vanishes between listing and reading, the folder is read once more. A record that is there both as a file
     of its own and in a packed ``.jsonl``, or in several places, counts once.
 
-    Raises :class:`BadInput` for a place that does not exist, one without a record, and a corrupt or newer record.
+    Raises :class:`BadInput` for a place that does not exist, one without a record, and a record that is corrupt, newer,
+    or under another process's name; of these, where ``left_out`` is given, it is told why, and the rest is loaded.
     """
-    return list({r.to_json(): r for place in places for r in _of(place)}.values())
+    return list({r.to_json(): r for place in places for r in _of(place, left_out)}.values())
 
 
-def _of(place: Path) -> list[Record]:
+def _of(place: Path, left_out: Tell | None) -> list[Record]:
     if not place.exists():
         raise BadInput(f"There is no folder {place}; give one that holds records, or make some with `dpbench run e2e`.")
     for _ in range(3):
         try:
-            found = [r for path in sorted(_files(place)) for r in record.read(path)]
+            found, faults = _read(place)
             break
         except FileNotFoundError:
             continue
-        except UnicodeDecodeError as error:
-            raise BadInput(f"A file below {place} is not a record ({error}); move it out of the folder.") from None
-        except OSError as error:
-            raise BadInput(f"{error.filename} cannot be read ({error.strerror}); make it readable.") from None
     else:
         raise BadInput(f"Files keep vanishing from {place} while they are read; wait for the run to finish.")
+    for fault in faults:
+        if left_out is None or not found:
+            raise BadInput(fault)
+        left_out(fault)
     if not found:
         raise BadInput(f"There are no records in {place}; make some with `dpbench run e2e`.")
     return found
+
+
+def _read(place: Path) -> tuple[list[Record], list[str]]:
+    """(records, what is wrong with the others)."""
+    found, faults = [], []
+    for path in sorted(_files(place)):
+        in_run = path.parent.name == "records" and (path.parent.parent / PLAN).exists()
+        try:
+            texts = record.texts(path)
+        except BadInput as fault:
+            faults.append(str(fault))
+            continue
+        for text, origin in texts:
+            try:
+                value = record.parse(text, origin)
+            except BadInput as fault:
+                faults.append(str(fault))
+                continue
+            if in_run and path.suffix == ".json" and value.file_name != path.name:
+                faults.append(misnamed(path, value))
+                continue
+            found.append(value)
+    return found, faults
 
 
 def _files(place: Path) -> Iterator[Path]:

@@ -155,6 +155,7 @@ def tidy(records: Sequence[Record]) -> pd.DataFrame:
                 "round": r.block.round,
                 "order": r.block.order,
                 "started": r.started,
+                "when": r.when,
                 "commit": r.source.commit,
                 "dirty": r.source.dirty,
                 "code": f"{r.source.adapter_hash}+{r.source.lock_hash}",
@@ -206,7 +207,7 @@ def _filled(frame: pd.DataFrame) -> pd.Series:
 
 def _superseded(frame: pd.DataFrame) -> pd.Series:
     where = [*CELL, "purpose"]
-    newest_code = frame.sort_values("started", kind="stable").groupby(where).code.transform("last").sort_index()
+    newest_code = frame.sort_values("when", kind="stable").groupby(where).code.transform("last").sort_index()
     older = newest_code != frame.code
     timed = (frame.state == "ok") & (frame.purpose == "time") & ~older
     # Processes of one run differ in how much of an epoch fitted into their time; they stay together, or blocks would
@@ -267,7 +268,7 @@ def _grouped(frame: pd.DataFrame, keys: Sequence[str]) -> dict[tuple[Any, ...], 
 
 def _cell(place: dict[str, Any], processes: Sequence[Process], older: int) -> dict[str, Any]:
     ok = [p for p in processes if p["state"] == "ok" and p["seconds"] == p["seconds"]]
-    failed = sorted((p for p in processes if p["state"] != "ok"), key=lambda p: p["started"])
+    failed = sorted((p for p in processes if p["state"] != "ok"), key=lambda p: p["when"])
     row: dict[str, Any] = {
         **place,
         "private": bool(processes[0]["private"]),

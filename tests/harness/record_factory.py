@@ -336,11 +336,13 @@ def quick_run(
 
 
 def write(records: Iterable[Record], folder: Path, packed: bool = False) -> Path:
-    """One file per record, or one ``.jsonl``; returns the folder."""
+    """One file per record, or one ``.jsonl``; returns the folder. In a run's folder each has the name that a run gives
+    it."""
     folder.mkdir(parents=True, exist_ok=True)
     if packed:
         (folder / "records.jsonl").write_text("".join(r.to_json() + "\n" for r in records))
         return folder
+    in_run = (folder.parent / "plan.json").exists()
     for i, r in enumerate(records):
-        (folder / f"{i:05d}.json").write_text(r.to_json())
+        (folder / (r.file_name if in_run else f"{i:05d}.json")).write_text(r.to_json())
     return folder

@@ -259,8 +259,9 @@ def test_the_verbs(tmp_path):
 
 
 def test_a_run_at_work_is_not_added(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "plan.json").write_text('{"id": "run-1"}')
     records = factory.write(factory.quick_run(rounds=1, tasks=("mnist-cnn",)), tmp_path / "run" / "records")
-    (records.parent / "plan.json").write_text('{"id": "run-1"}')
     with cache.locked(records.parent / ".lock"):
         busy = invoke("history", "add", records.parent, "--folder", tmp_path / "history")
     assert isinstance(busy.exception, BadInput) and "A run is at work" in str(busy.exception)

@@ -39,7 +39,7 @@ def test_of_a_run_folder_only_its_records_count(tmp_path):
 
 def test_a_file_that_vanishes_while_we_read_makes_us_read_again(tmp_path, monkeypatch):
     factory.write([factory.record(), factory.record(round=1)], tmp_path)
-    real, calls = records.record.read, []
+    real, calls = records.record.texts, []
 
     def flaky(path):
         calls.append(path)
@@ -47,7 +47,7 @@ def test_a_file_that_vanishes_while_we_read_makes_us_read_again(tmp_path, monkey
             raise FileNotFoundError(path)
         return real(path)
 
-    monkeypatch.setattr(records.record, "read", flaky)
+    monkeypatch.setattr(records.record, "texts", flaky)
     assert len(records.load(tmp_path)) == 2
 
 
