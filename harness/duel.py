@@ -4,6 +4,7 @@ machine, until the verdict is clear."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import time
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import psutil
@@ -54,7 +55,7 @@ from harness.layer_registry import LayerContestant
 from harness.layer_request import LayerRequest
 from harness.layers import LAYERS
 from harness.progress import Progress
-from harness.record import Cell, Container, GateCheck, Image
+from harness.record import Cell, Container, GateCheck, Image, no_number
 from harness.registry import Contestant
 from harness.request import Request
 from harness.run import check_device, check_threads, ensure_data, open_harbour, place_of, undisturbed
@@ -79,6 +80,7 @@ ISOLATIONS = ("venv", "docker", "inprocess")
 MEANT = "name it as a side (image:TAG) if it is the one that is meant"
 
 AnyContestant = LayerContestant | Contestant
+Stored = TypeVar("Stored", Pair, MemoryPair)
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,9 @@ def check(options: DuelOptions) -> None:
         raise BadInput(
             f"--max-rounds is {options.max_rounds}: fewer than {FIRST_LOOK} pairs give no verdict; ask for more."
         )
-    if options.minutes is not None and not options.minutes > 0.0:
-        raise BadInput(f"--minutes is {options.minutes}: it must be above 0.")
+    if options.minutes is not None and not 0.0 < options.minutes < math.inf:
+        raise BadInput(f"--minutes is {options.minutes}: it must be above 0 and finite.")
+    plan.check_seed(options.seed)
     if options.isolation not in ISOLATIONS:
         raise BadInput(f"--isolation is {options.isolation!r}: choose venv, docker, or inprocess (tests only).")
     if options.threads < 1:
@@ -480,9 +483,9 @@ class DuelRun:
 
     def _memory(self, bout: Bout, progress: Progress) -> MemoryPair:
         name = f"{bout.slug}.memory.json"
-        stored = self._stored(name)
+        stored = self._stored(name, MemoryPair)
         if stored is not None:
-            return MemoryPair.model_validate(stored)
+            return stored
         pair = MemoryPair(base=[], head=[])
         for _ in range(2):
             processes = {role: self._process(bout, role, "memory", 0, progress) for role in ROLES}
@@ -518,9 +521,9 @@ class DuelRun:
 
     def _pair(self, bout: Bout, number: int, progress: Progress, only_stored: bool) -> Pair | None:
         name = f"{bout.slug}.{number:03}.json"
-        stored = self._stored(name)
+        stored = self._stored(name, Pair)
         if stored is not None:
-            return Pair.model_validate(stored)
+            return stored
         if only_stored:
             return None
         order = first_of(self.options.seed, bout.slug, number)
@@ -532,9 +535,20 @@ class DuelRun:
         self._store(name, pair.model_dump_json())
         return pair
 
-    def _stored(self, name: str) -> Any:
+    def _stored(self, name: str, kind: type[Stored]) -> Stored | None:
+        """What an earlier call left under this name; None where it left nothing, or a process of it was interrupted by
+        somebody. Raises :class:`BadInput`, naming it, where it is corrupt."""
         path = self.folder.records / name
-        return json.loads(path.read_text()) if path.exists() else None
+        try:
+            found = kind.model_validate(json.loads(path.read_text(encoding="utf-8"), parse_constant=no_number))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError) as error:
+            raise BadInput(
+                f"{path} is corrupt ({type(error).__name__}); move it out of the folder, and the same command measures "
+                "it anew."
+            ) from None
+        return None if any(process.interrupted for process in found.processes) else found
 
     def _store(self, name: str, text: str) -> None:
         cache.write_atomically(self.folder.records / name, text.encode())
@@ -686,4 +700,5 @@ def _process(result: dict[str, Any], with_versions: bool) -> Process:
         checks=[GateCheck.model_validate(line) for line in result.get("checks", [])],
         versions=result.get("versions", {}) if with_versions else {},
         log_tail="" if result["state"] == "ok" else result.get("log_tail", ""),
+        interrupted=bool(result.get("interrupted")),
     )

@@ -96,9 +96,11 @@ def compare(
     from rich.console import Console
 
     from harness import duel_report, sides
-    from harness.cache import write_atomically
+    from harness.cache import check_replaceable, write_atomically
     from harness.registry import ROOT
 
+    if markdown is not None:
+        check_replaceable(markdown)  # now, and not after an hour of measuring
     project = (repository or ROOT).resolve()
     both = sides.resolve("base", base, project), sides.resolve("head", head, project)
     options = _options(
@@ -126,7 +128,10 @@ def compare(
     duel = _fight(options, both, place, fresh, console, as_json)
     text = duel_report.markdown(duel)
     for path in (place / "duel.md", *([markdown] if markdown else [])):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BadInput(f"{path.parent} cannot be made ({error.strerror}); name another file.") from None
         write_atomically(path, text.encode())
     if as_json:
         typer.echo(duel.to_json())

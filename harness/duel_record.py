@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from harness import sequential
 from harness.errors import BadInput
@@ -44,7 +44,7 @@ class _Model(BaseModel):
 
 class Process(_Model):
     """One fresh process. ``seconds``: the median of its passes, or of its epochs. ``low``, ``high``: the passes' 10th
-    and 90th percentile."""
+    and 90th percentile. ``interrupted``: see :class:`harness.record.Record`."""
 
     state: State
     reason: str | None = None
@@ -60,6 +60,7 @@ class Process(_Model):
     wall_seconds: float = 0.0
     log_tail: str = ""
     container: Container | None = None
+    interrupted: bool = False
 
 
 class Pair(_Model):
@@ -71,6 +72,10 @@ class Pair(_Model):
     processors: list[int] = Field(default_factory=list)
     base: Process
     head: Process
+
+    @property
+    def processes(self) -> tuple[Process, ...]:
+        return self.base, self.head
 
     @property
     def disturbed(self) -> bool:
@@ -100,6 +105,10 @@ class MemoryPair(_Model):
 
     base: list[Process]
     head: list[Process]
+
+    @property
+    def processes(self) -> tuple[Process, ...]:
+        return *self.base, *self.head
 
 
 class Memory(_Model):
@@ -229,8 +238,8 @@ class Duel(_Model):
 def read(path: Path) -> Duel:
     """Raises :class:`BadInput` for what is no duel."""
     try:
-        return Duel.model_validate(json.loads(path.read_text()))
-    except (OSError, json.JSONDecodeError, ValidationError) as error:
+        return Duel.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError) as error:  # pydantic's error is a ValueError
         raise BadInput(
             f"{path} is no duel.json ({type(error).__name__}); name one that `dpbench compare` wrote."
         ) from None

@@ -3,6 +3,7 @@ there. Every probe is one process and one record, so that a search goes on where
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +17,7 @@ from harness.progress import Progress
 from harness.record import Accuracy, Cell, Gate, Load, Probe, Record
 from harness.registry import Contestant
 from harness.request import Request
-from harness.run import Run, Summary
+from harness.run import Moment, Run, Summary
 from harness.store import RunFolder
 from harness.tasks import TASKS
 
@@ -144,9 +145,9 @@ class FrontierRun(Run):
             job = Job(contestant, cell, number, place, "probe")
             name = self._record_name(job)
             record = self.folder.read(name)
-            if record is None or self._is_refusal_of_the_past(job, record):
+            if record is None or record.interrupted or self._is_refusal_of_the_past(job, record):
                 progress.doing(f"{task} · {contestant.name} · batch {size}")
-                record = self._measure(job, progress)
+                record = self._measured(job, progress)
                 self.folder.write(name, record)
             else:
                 counts["resumed"] += 1
@@ -220,7 +221,7 @@ class FrontierRun(Run):
         self,
         job: Job,
         result: dict[str, Any],
-        started: float,
+        started: Moment,
         gate: Gate | None = None,
         load: Load | None = None,
         accuracy: Accuracy | None = None,
@@ -271,8 +272,8 @@ def check(search: Search, budget_bytes: int | None, device: str) -> None:
         )
     if not 0.0 <= search.resolution < 1.0:
         raise BadInput(f"--resolution is {search.resolution}: it is a share of the batch size, at least 0 and below 1.")
-    if not search.longest_step_seconds > 0.0:
-        raise BadInput(f"--longest-step is {search.longest_step_seconds}: it must be above 0 seconds.")
+    if not 0.0 < search.longest_step_seconds < math.inf:
+        raise BadInput(f"--longest-step is {search.longest_step_seconds}: it must be above 0 seconds and finite.")
 
 
 def options_of(tasks: Sequence[str], **changes: Any) -> Options:

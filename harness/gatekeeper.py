@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import hmac
 import json
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness import accounting, cache, env, isolation
+from harness import accounting, cache, env, isolation, seal
 from harness.data import store
 from harness.errors import BadInput
 from harness.isolation import Limits, Place
@@ -95,12 +96,13 @@ def reference(task: str, say: Callable[[str], None], make: Callable[[str, list[s
     folder = cache.folder("references")
     path = folder / f"{task}-{sources_hash(REFERENCE_SOURCES)}.npz"
     with cache.locked(folder / f"{task}.lock"):
-        if not path.exists():
+        if not seal.holds(path):
             if make is None:
                 python = env.ensure(frameworks()["pytorch"], say).python
                 make = functools.partial(isolation.run_tool, python)
             say(f"Reference of {task}: float64, one example at a time")
             make("frameworks.reference", ["--task", task, "--out", str(path)])
+            seal.put(path)
     return path
 
 
@@ -158,13 +160,27 @@ def judge(
     result = place.run(request, limits, lambda event: None)
     verdict = _verdict(result, key)
     if verdict.state == "ok":
-        cache.write_atomically(path, json.dumps(result).encode())
+        content = json.dumps(result)
+        kept = {"seal": seal.of(key, content.encode()), "result": content}
+        cache.write_atomically(path, json.dumps(kept).encode())
     return verdict
 
 
 def _remembered(path: Path, key: str) -> Verdict:
-    verdict = _verdict(json.loads(path.read_text()), key)
-    return replace(verdict, cached=True, log_tail="")
+    """The verdict in a file of the cache. Raises :class:`BadInput` where this harness has not written it, or not under
+    this key."""
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        content: str = kept["result"]
+        is_ours = hmac.compare_digest(kept["seal"], seal.of(key, content.encode()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        is_ours = False
+    if not is_ours:
+        raise BadInput(
+            f"The remembered verdict {path} is damaged, or another hand has written it; remove it, and the gate judges "
+            "anew."
+        )
+    return replace(_verdict(json.loads(content), key), cached=True, log_tail="")
 
 
 def _verdict(result: dict[str, Any], key: str) -> Verdict:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from harness import cache, engine, gatekeeper, images, record, wheelhouse
+from harness import cache, engine, gatekeeper, images, record, seal, wheelhouse
 from harness.container import CACHE, INSIDE, Docker, Luggage, check_gpu
 from harness.container_main import RESULTS
 from harness.data import store
@@ -110,7 +110,7 @@ class Harbour:
         # The name that gatekeeper.reference gives it; another name would only make it there once more.
         name = f"{task}-{gatekeeper.sources_hash(gatekeeper.REFERENCE_SOURCES)}.npz"
         path = cache.folder("references") / name
-        if path.exists():
+        if seal.holds(path):
             return
         say(f"Reference of {task}: float64, one example at a time, in a container")
         arguments = ["--task", task, "--out", str(RESULTS / name)]
@@ -118,6 +118,7 @@ class Harbour:
         if name not in outcome.files:
             raise ToolFault(f"frameworks.reference left no {name}.")
         cache.write_atomically(path, bytes(outcome.files[name]))
+        seal.put(path)
 
     def layer_references(self, names: list[str], folder: Path, say: Say) -> None:
         """Writes the float64 references of layers into ``folder``, made in the image of plain PyTorch.

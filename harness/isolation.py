@@ -22,9 +22,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
-from harness import answer, nvml
+from harness import answer, nvml, strays
 from harness.layer_request import LayerRequest
 from harness.limits import MemoryLimit
 from harness.referee import Direct, Referee
@@ -34,10 +34,22 @@ from harness.request import Request
 AnyRequest = Request | LayerRequest
 Event = dict[str, Any]
 POLL_SECONDS = 0.1
+GRACE_SECONDS = 2.0
+"""How long a worker is heard after its time, where it does not stop writing, and after its end, where its output stays
+open."""
 WORKER = "harness.worker"
 LOG_TAIL = 4000
 WEIGHTS = ("snapshot", "checked", "weights")
 """Fields of a request that name files which the worker fills with weights."""
+LONGEST_LINE = 8 * 2**20
+"""Bytes. A line of events that is longer has no end that the harness waits for."""
+LINES_AHEAD = 32
+ENDLESS = "wrote a line of more than {} MiB without an end"
+ONLY_OURS = {"interrupted", "harness_stopped"}
+STOPPED_SECONDS = 1.0
+"""Between two looks at a worker: longer means that this process did not run."""
+FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT}
+"""Signals by which somebody else ends a process; the others are what it does to itself."""
 
 
 @dataclass(frozen=True)
@@ -126,30 +138,30 @@ class Venv:
     ) -> Event:
         limit = MemoryLimit(limits.memory_bytes)
         watches_gpu = request.device == "cuda" and request.mode in {"memory", "probe"}
-        process = subprocess.Popen(
-            command,
-            cwd=self.root,
-            env=worker_environment(request.threads, self.environment, self.root),
-            stdin=subprocess.PIPE if referee else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            start_new_session=True,
-            text=True,
-        )
-        if referee is not None:
-            referee.say, referee.pid = functools.partial(_write_line, process), process.pid
-        try:
-            limit.adopt(process.pid)
-            gpu = nvml.Watch(process.pid) if watches_gpu else None
-            result = _follow(process, limit, limits, on_event, gpu, referee)
-            if gpu is not None and "memory" in result:
-                result["memory"] |= gpu.memory
-            return result
-        finally:
-            kill_tree(process)
-            limit.close()
+        with strays.ended() as mark:
+            process = subprocess.Popen(
+                command,
+                cwd=self.root,
+                env=worker_environment(request.threads, self.environment, self.root) | mark,
+                stdin=subprocess.PIPE if referee else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+            )
             if referee is not None:
-                referee.close()
+                referee.say, referee.pid = functools.partial(_write_line, process), process.pid
+            try:
+                limit.adopt(process.pid)
+                gpu = nvml.Watch(process.pid) if watches_gpu else None
+                result = _follow(process, limit, limits, on_event, gpu, referee)
+                if gpu is not None and "memory" in result:
+                    result["memory"] |= gpu.memory
+                return result
+            finally:
+                kill_tree(process)
+                limit.close()
+                if referee is not None:
+                    referee.close()
 
 
 def _examined(result: Event, request: AnyRequest) -> Event:
@@ -192,8 +204,26 @@ def worker_environment(threads: int, extra: Mapping[str, str], root: Path = ROOT
     }
 
 
+class Patience:
+    """``seconds`` of waiting, of which only those count in which this process ran: who was stopped (Ctrl-Z) for a while
+    cannot have heard what was said meanwhile."""
+
+    def __init__(self, seconds: float) -> None:
+        self.left = seconds
+        self.was_stopped = False
+        self._last = time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        now = time.monotonic()
+        self.left -= min(now - self._last, 2 * POLL_SECONDS)
+        self.was_stopped = self.was_stopped or now - self._last > STOPPED_SECONDS
+        self._last = now
+        return self.left < 0.0
+
+
 def _follow(
-    process: subprocess.Popen[str],
+    process: subprocess.Popen[bytes],
     limit: MemoryLimit,
     limits: Limits,
     on_event: Callable[[Event], None],
@@ -201,75 +231,129 @@ def _follow(
     referee: Referee | None = None,
 ) -> Event:
     """Passes events on until the result, the end of the process, the memory limit or the time-out."""
-    deadline = time.monotonic() + limits.timeout_seconds
+    patience = Patience(limits.timeout_seconds)
+    last_words = Patience(GRACE_SECONDS)
     result: Event | None = None
-    lines = _lines(process, referee)
-    while True:
-        try:
-            line = lines.get(timeout=POLL_SECONDS)
-        except queue.Empty:
-            line = ""
-        if gpu is not None:
-            gpu.look()
-        if line is None:
-            break
-        if line:
-            event = _event(line)
-            if event.get("event") == "result":
-                result = event
-            elif event.get("event") == "start-up" and limits.growth_bytes is not None:
-                limit.move(event["resident_bytes"] + limits.growth_bytes)
-            on_event(event)
-        if result is None and limit.exceeded(process.pid):
-            return _failed(
-                "oom", f"the process passed the memory limit of {limit.limit_bytes / 2**30:.2f} GiB ({limit.kind})."
-            )
-        if time.monotonic() > deadline:
-            return result or _failed("timeout", f"no result within {limits.timeout_seconds:.0f} s.")
-    code = process.wait()
+    inbox = Inbox()
+    assert process.stdout is not None
+    threading.Thread(target=_read, args=(process.stdout, inbox, referee), daemon=True).start()
+    try:
+        while True:
+            line = inbox.get(POLL_SECONDS)
+            if gpu is not None:
+                gpu.look()
+            if line:
+                event = event_of(line)
+                if event.get("event") == "result":
+                    result = event
+                elif event.get("event") == "start-up" and limits.growth_bytes is not None:
+                    limit.move(event["resident_bytes"] + limits.growth_bytes)
+                on_event(event)
+            if result is None and limit.exceeded(process.pid):
+                return failed(
+                    "oom", f"the process passed the memory limit of {limit.limit_bytes / 2**30:.2f} GiB ({limit.kind})."
+                )
+            if inbox.is_endless:
+                return result or failed("crashed", f"the worker {ENDLESS.format(LONGEST_LINE // 2**20)}.")
+            has_ended = process.poll() is not None
+            # What it started may keep its output open, and what it said may still be on its way.
+            if has_ended and (line is None or (result is not None and not line) or last_words.is_over):
+                break
+            if not has_ended:
+                last_words = Patience(GRACE_SECONDS)
+            # Where the time is over, what was said before is heard first.
+            if patience.is_over and (not line or patience.left < -GRACE_SECONDS):
+                return result or failed("timeout", f"no result within {limits.timeout_seconds:.0f} s.")
+            if line is None:  # a process may close its output and go on
+                time.sleep(POLL_SECONDS)
+    finally:
+        inbox.close()
     if result is not None:
-        return result
+        return result | ({"harness_stopped": True} if patience.was_stopped else {})
     if limit.exceeded(process.pid):
-        return _failed("oom", f"killed at the memory limit of {limit.limit_bytes / 2**30:.2f} GiB ({limit.kind}).")
-    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return _failed("crashed", f"the worker {how} before it had a result.")
+        return failed("oom", f"killed at the memory limit of {limit.limit_bytes / 2**30:.2f} GiB ({limit.kind}).")
+    code = process.returncode
+    how = f"was killed by {_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    return failed("crashed", f"the worker {how} before it had a result.", interrupted=-code in FROM_OUTSIDE)
 
 
-def _failed(state: str, reason: str) -> Event:
-    return {"event": "result", "state": state, "reason": reason}
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
-def _event(line: str) -> Event:
-    """A line that is not an event is a library's print that slipped past the redirection: passed on as noise."""
-    with suppress(json.JSONDecodeError):
+def failed(state: str, reason: str, interrupted: bool = False) -> Event:
+    """A ``result`` event in the place of the worker's. ``interrupted``: see :class:`harness.record.Record`."""
+    return {"event": "result", "state": state, "reason": reason, **({"interrupted": True} if interrupted else {})}
+
+
+def event_of(line: bytes) -> Event:
+    """A line that is not an event is a library's print that slipped past the redirection: passed on as noise. Only the
+    harness itself says that a process was interrupted."""
+    with suppress(ValueError, RecursionError):
         event = json.loads(line)
         if isinstance(event, dict):
+            for name in ONLY_OURS & event.keys():
+                del event[name]
             return event
-    return {"event": "noise", "text": line.rstrip()}
+    return {"event": "noise", "text": line.decode(errors="replace").rstrip()[:1000]}
 
 
-def _write_line(process: subprocess.Popen[str], message: Event) -> None:
+class Inbox:
+    """Lines from the thread that reads them, so that the watchdog never blocks on a silent worker; None is the end.
+
+    Bounded: who writes faster than the harness reads has to wait, and not the harness's memory to grow.
+    ``is_endless``: reading was given up within a line of more than LONGEST_LINE bytes.
+    """
+
+    def __init__(self) -> None:
+        self._lines: queue.Queue[bytes | None] = queue.Queue(LINES_AHEAD)
+        self.is_closed = False
+        self.is_endless = False
+
+    def put(self, line: bytes | None) -> None:
+        while not self.is_closed:
+            with suppress(queue.Full):
+                self._lines.put(line, timeout=1.0)
+                return
+
+    def get(self, seconds: float) -> bytes | None:
+        """The next line; empty where none came within ``seconds``; None at and after the end."""
+        try:
+            line = self._lines.get(timeout=seconds)
+        except queue.Empty:
+            return b""
+        if line is None:
+            with suppress(queue.Full):
+                self._lines.put_nowait(None)
+        return line
+
+    def close(self) -> None:
+        """Nobody reads any more: a writer that waits goes on."""
+        self.is_closed = True
+
+
+def _write_line(process: subprocess.Popen[bytes], message: Event) -> None:
     assert process.stdin is not None
     with suppress(OSError, ValueError):  # it may have ended
-        process.stdin.write(json.dumps(message) + "\n")
+        process.stdin.write(json.dumps(message).encode() + b"\n")
         process.stdin.flush()
 
 
-def _lines(process: subprocess.Popen[str], referee: Referee | None = None) -> queue.Queue[str | None]:
-    """The process's output lines, then None. A thread reads, so that the watchdog never blocks on a silent worker, and
-    the ``referee`` hears and answers at once."""
-    out: queue.Queue[str | None] = queue.Queue()
-
-    def read() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
+def _read(stream: IO[bytes], inbox: Inbox, referee: Referee | None) -> None:
+    """The ``referee`` hears and answers at once. Closes the stream, too: whoever closed it from another thread would
+    wait for this one."""
+    with stream, suppress(OSError):
+        while not inbox.is_closed and (line := stream.readline(LONGEST_LINE)):
+            if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
+                inbox.is_endless = True
+                break
             if referee is not None:
-                referee.attend(_event(line))
-            out.put(line)
-        out.put(None)
-
-    threading.Thread(target=read, daemon=True).start()
-    return out
+                referee.attend(event_of(line))
+            inbox.put(line)
+    inbox.put(None)
 
 
 def kill_tree(process: subprocess.Popen[Any]) -> None:
@@ -277,10 +361,9 @@ def kill_tree(process: subprocess.Popen[Any]) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            with suppress(OSError):
-                stream.close()
+    if process.stdin is not None:
+        with suppress(OSError):
+            process.stdin.close()
 
 
 class ToolFault(Exception):

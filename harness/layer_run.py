@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness import cache, env, gatekeeper, isolation, layer_plan, limits, machine
+from harness import cache, env, gatekeeper, isolation, layer_plan, limits, machine, seal, sequence
 from harness.errors import BadInput
 from harness.isolation import InProcess, Limits, Venv
 from harness.layer_plan import LayerJob, LayerOptions
@@ -21,8 +19,21 @@ from harness.layers import LAYERS
 from harness.progress import Progress
 from harness.record import Block, Gate, GateCheck, LayerResult, Load, Record, Seeds, Source
 from harness.registry import frameworks
-from harness.run import FINAL_STATES, Summary, check_device, check_threads, place_of, undisturbed
-from harness.store import RunFolder
+from harness.run import (
+    ENDS_THE_RUN,
+    FINAL_STATES,
+    Moment,
+    Summary,
+    check_device,
+    check_disk,
+    check_threads,
+    killer,
+    place_of,
+    undisturbed,
+    unforeseen,
+    watched_code,
+)
+from harness.store import MOST_ATTEMPTS, RunFolder
 
 if TYPE_CHECKING:
     from harness.found import Found, FoundPlace
@@ -60,6 +71,7 @@ class LayerRun:
         self.references: dict[str, Path] = {}
         self.reference_fault: str | None = None
         self.ended: dict[str, Record] = {}
+        self.watched = watched_code()
         check_device(options.device)
         check_threads(self.threads)
         self.hashes = {c.name: self._hashes_of(c) for c in contestants}
@@ -89,13 +101,27 @@ class LayerRun:
         """The record of a job, and whether it was there already; measured and written where it was not."""
         name = f"{job.name}.{self._key(job)[:8]}.json"
         record = self.folder.read(name)
-        is_old = record is not None
-        if record is None:
-            record = self._measure(job, progress)
+        is_old = record is not None and not record.interrupted
+        if record is None or not is_old:
+            record = self._measured(job, progress)
             self.folder.write(name, record)
         if record.state in FINAL_STATES:
             self.ended.setdefault(job.cell.name, record)
         return record, is_old
+
+    def _measured(self, job: LayerJob, progress: Progress) -> Record:
+        """A new record of the job, whatever the contestant does: see :meth:`harness.run.Run._measured`."""
+        started = Moment()
+        with self.folder.attempt(job.name) as killed:
+            try:
+                if killed < MOST_ATTEMPTS:
+                    return self._measure(job, progress)
+                result = killer(killed)
+            except ENDS_THE_RUN:
+                raise
+            except Exception as error:
+                result = unforeseen(error)
+            return self._record(job, result, started)
 
     def description(self) -> dict[str, Any]:
         """What all records of the folder have in common: options, code, machine. A resumed run must have the same."""
@@ -133,19 +159,21 @@ class LayerRun:
         try:
             make = _make_in_venv if self.found is None else self._make_here
             self.references = ensure_references(self.options.layers, say, make)
+            self.watched.add(self.references.values())
         except (env.EnvironmentFault, isolation.ToolFault) as fault:
             self.reference_fault = f"the float64 references of the layers could not be made: {fault}"
             say(self.reference_fault)
 
     def _measure(self, job: LayerJob, progress: Progress) -> Record:
         """One process, or the record of why there is none."""
-        started = time.time()
+        started = Moment()
         refusal = self._refusal(job)
         if refusal is not None:
             return self._record(job, refusal, started)
         place = self.places[job.contestant.name]
         assert not isinstance(place, str)
         contestant = job.contestant
+        self.watched.check()
         if self.hashes[contestant.name] != self._hashes_of(contestant):
             raise BadInput(
                 f"The code or the pins of {contestant.name} changed during the run; start anew with --fresh."
@@ -158,6 +186,7 @@ class LayerRun:
             job.cell.name,
             progress,
         )
+        check_disk(result, self.folder, job.cell.name)
         if request.left is not None and result["state"] == "ok":
             result |= self._compare_last_pass(request, result, progress.say)
         return self._record(job, result, started, load)
@@ -239,7 +268,7 @@ class LayerRun:
         """The same for all contestants of a block; every round has its own."""
         return self.options.seed * 1000 + job.round
 
-    def _record(self, job: LayerJob, result: dict[str, Any], started: float, load: Load | None = None) -> Record:
+    def _record(self, job: LayerJob, result: dict[str, Any], started: Moment, load: Load | None = None) -> Record:
         assert job.cell.layer is not None
         layer = LAYERS[job.cell.layer]
         commit, dirty = machine.commit()
@@ -272,10 +301,12 @@ class LayerRun:
             block=Block(run=self.folder.id, round=job.round, order=job.order),
             source=Source(commit=commit, dirty=dirty, adapter_hash=code_hash, lock_hash=lock_hash),
             load=load,
-            started=datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
-            wall_seconds=time.time() - started,
+            started=started.text,
+            wall_seconds=started.seconds,
             command=self.command,
             log_tail="" if result["state"] == "ok" else result.get("log_tail", ""),
+            interrupted=bool(result.get("interrupted")),
+            sequence=sequence.take(),
         )
 
 
@@ -299,9 +330,11 @@ def ensure_references(names: tuple[str, ...], say: Callable[[str], None], make: 
     folder.mkdir(exist_ok=True)
     paths = {name: folder / f"{name}.npz" for name in names}
     with cache.locked(folder / ".lock"):
-        missing = [name for name, path in paths.items() if not path.exists()]
+        missing = [name for name, path in paths.items() if not seal.holds(path)]
         if missing:
             (make or _make_in_venv)(missing, folder, say)
+            for name in missing:
+                seal.put(paths[name])
     return paths
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -86,10 +89,32 @@ class Progress:
 
 
 def watched(execute: Callable[[Progress], Outcome], folder: Path, console: Console, quiet: bool) -> Outcome:
-    """What ``execute`` returns, with its progress shown; after Ctrl-C the sentence how to go on, and the exit."""
+    """What ``execute`` returns, with its progress shown; after Ctrl-C, or where somebody asks this process to end, the
+    sentence how to go on, and the exit."""
     try:
-        with Progress(console, quiet=quiet) as progress:
+        with _ended_in_order(), Progress(console, quiet=quiet) as progress:
             return execute(progress)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as how:
         console.print(f"Stopped. What was measured is in {folder}; the same command goes on from there.", markup=False)
-        raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(how.args[0] if how.args else INTERRUPTED) from None
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """SIGTERM and SIGHUP as Ctrl-C: what is under way is ended, and the exit code is a shell's for that signal."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    mine = {number: former for number, former in before.items() if former is signal.SIG_DFL}  # nohup ignores SIGHUP
+    try:
+        for number in mine:
+            signal.signal(number, stop)
+        yield
+    finally:
+        for number, former in mine.items():
+            signal.signal(number, former)

@@ -6,21 +6,39 @@ import hashlib
 import math
 import os
 import shlex
+import shutil
 import sys
+import tempfile
 import time
+import traceback
+import zipfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from harness import accounting, canary, env, gate_cases, gatekeeper, isolation, limits, machine, peaks, plan
+from harness import (
+    accounting,
+    canary,
+    env,
+    gate_cases,
+    gatekeeper,
+    isolation,
+    limits,
+    machine,
+    peaks,
+    plan,
+    seal,
+    sequence,
+)
 from harness import protocol as protocols
 from harness.contract import NO_OWN_LOOP
 from harness.data import store
 from harness.errors import BadInput
+from harness.found import Found, OutOfTime
 from harness.gatekeeper import Verdict
 from harness.isolation import WORKER, InProcess, Limits, Place, Venv
 from harness.plan import Job, Options
@@ -42,14 +60,13 @@ from harness.record import (
     State,
     Timed,
 )
-from harness.registry import Contestant, Framework, frameworks
+from harness.registry import ROOT, Contestant, Framework, frameworks
 from harness.request import Request
-from harness.store import RunFolder
+from harness.store import MOST_ATTEMPTS, RunFolder
 from harness.tasks import TASKS, initial_parameters
 from harness.worker import REPLAYED_STEPS, epoch_batches, setting_of
 
 if TYPE_CHECKING:
-    from harness.found import Found
     from harness.harbour import Harbour
 
 DISTURBED_SHARE = 0.05
@@ -109,6 +126,7 @@ class Run:
         self.ended: dict[str, Record] = {}
         self.unreplayed: dict[str, Record] = {}
         self.peaks: dict[str, float] | None = None
+        self.watched = watched_code()
         self.harbour = open_harbour(options.device, any_image=any_image) if options.isolation == "docker" else None
         self.images: dict[str, str] = {}
         if self.harbour is not None and self.harbour.engine.is_remote:
@@ -155,12 +173,40 @@ class Run:
         written where it was not."""
         name = self._record_name(job)
         record = self.folder.read(name)
-        is_old = record is not None and not self._is_refusal_of_the_past(job, record)
-        if record is None or not is_old:
-            record = self._measure(job, progress)
+        is_old = record is not None and not record.interrupted and not self._is_refusal_of_the_past(job, record)
+        if record is None or not is_old or self._lacks_its_replay(job, record):
+            is_old = False
+            record = self._measured(job, progress)
             self.folder.write(name, record)
         self._remember(job, record)
         return record, is_old
+
+    def _lacks_its_replay(self, job: Job, record: Record) -> bool:
+        """Whether the weights that a memory process left for comparison are lost, and its cell is not timed yet."""
+        if job.purpose != "memory" or job.round > 0 or record.state != "ok" or not self.options.time:
+            return False
+        timed = replace(job, purpose="time")
+        return not self._snapshot(job, "memory").exists() and self.folder.read(self._record_name(timed)) is None
+
+    def _measured(self, job: Job, progress: Progress) -> Record:
+        """A new record of the job, whatever the contestant does: what it makes of this process is a ``crashed`` record,
+        and never the end of a run that others are in."""
+        started = Moment()
+        with self.folder.attempt(job.name) as killed:
+            try:
+                if killed < MOST_ATTEMPTS:
+                    return self._measure(job, progress)
+                result = killer(killed)
+            except ENDS_THE_RUN:
+                raise
+            except Exception as error:
+                result = unforeseen(error)
+            return self._record(job, result, started, self._gate_of(job))
+
+    def _gate_of(self, job: Job) -> Gate:
+        """What the record of a measurement says of its gate, whose checks stand in a record of their own."""
+        verdict = self.verdicts[job.contestant.name, job.cell.task]
+        return Gate(passed=verdict.passed, key=verdict.gate.key, checks=[])
 
     def measured_peaks(self) -> dict[str, float] | None:
         """Of this machine's processors; None where contestants run on a GPU or on another machine."""
@@ -196,6 +242,7 @@ class Run:
         """Data sets and environments. An environment that cannot be built makes its cells ``unsupported``."""
         for name in sorted({TASKS[task].dataset for task in self.options.tasks}):
             self.data[name] = ensure_data(name, self.options.synthetic, say)
+            self.watched.add(store.files(name, self.options.synthetic))
         for contestant in self.contestants:
             self.places[contestant.name] = self._place(contestant, say)
 
@@ -244,7 +291,19 @@ class Run:
             except (env.EnvironmentFault, isolation.ToolFault) as fault:
                 return Verdict("crashed", f"the float64 reference of {task} could not be made: {fault}", nothing, {})
         bounds = Limits(self.limits.memory_bytes, gatekeeper.TIMEOUT_SECONDS)
-        return gatekeeper.judge(contestant, task, place, bounds, self.options.device, self.threads, say, fresh)
+        with self.folder.attempt(f"{task}.{contestant.name}.gate") as killed:
+            try:
+                if killed < MOST_ATTEMPTS:
+                    self._check_unchanged(contestant)
+                    return gatekeeper.judge(
+                        contestant, task, place, bounds, self.options.device, self.threads, say, fresh
+                    )
+                result = killer(killed)
+            except ENDS_THE_RUN:
+                raise
+            except Exception as error:
+                result = unforeseen(error)
+            return Verdict(result["state"], result["reason"], nothing, {}, result.get("log_tail", ""))
 
     def _cell(self, contestant: Contestant, task: str, batch_size: int) -> Cell:
         return plan.cell_of(self.options, contestant, task, batch_size)
@@ -262,14 +321,13 @@ class Run:
             "log_tail": verdict.log_tail,
             "machine": verdict.machine,
         }
-        return self._record(job, result, started=time.time(), gate=verdict.gate)
+        return self._record(job, result, Moment(), verdict.gate)
 
     def _measure(self, job: Job, progress: Progress) -> Record:
         """One process, or the record of why there is none."""
-        started = time.time()
-        verdict = self.verdicts[job.contestant.name, job.cell.task]
-        gate = Gate(passed=verdict.passed, key=verdict.gate.key, checks=[])
-        refusal = self._refusal(job, verdict)
+        started = Moment()
+        gate = self._gate_of(job)
+        refusal = self._refusal(job, self.verdicts[job.contestant.name, job.cell.task])
         if refusal is not None:
             return self._record(job, refusal, started, gate)
         place = self.places[job.contestant.name]
@@ -284,6 +342,7 @@ class Run:
             progress,
             self._canary if self.found is None or not self.found.side_by_side else lambda: None,
         )
+        check_disk(result, self.folder, job.cell.name)
         if job.purpose == "time" and result["state"] == "ok":
             result |= self._compare_with_replay(job, request, result)
         if request.checked is not None and result["state"] == "ok":
@@ -318,7 +377,8 @@ class Run:
             reason = (
                 f"its memory process, which is its untimed replay, ended as {unreplayed.state}: {unreplayed.reason}"
             )
-            return {"state": unreplayed.state, "reason": reason, "log_tail": unreplayed.log_tail}
+            tail, by_others = unreplayed.log_tail, unreplayed.interrupted
+            return {"state": unreplayed.state, "reason": reason, "log_tail": tail, "interrupted": by_others}
         earlier = self.ended.get(job.cell.name)
         if earlier is not None:
             return {"state": earlier.state, "reason": f"as in round {earlier.block.round + 1}: {earlier.reason}"}
@@ -402,11 +462,15 @@ class Run:
         if not Path(request.snapshot).exists() or not replayed.exists():
             whose = "timed process" if replayed.exists() else "memory process, its untimed replay,"
             return {"state": "crashed", "reason": f"the {whose} left no weights: run the same command with --fresh."}
-        initial = initial_parameters(TASKS[job.cell.task], request.initial_seed)
-        error, rounding = _relative_distance(Path(request.snapshot), replayed, initial)
+        try:
+            initial = initial_parameters(TASKS[job.cell.task], request.initial_seed)
+            error, rounding = _relative_distance(Path(request.snapshot), replayed, initial)
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as why:
+            reason = f"timed = replayed: the weights after the first timed steps cannot be read ({_short(why)})."
+            return {"state": "rejected", "reason": reason}
         is_own = self.protocol.sampling == "own"
         limit = REPLAY_TOLERANCE + rounding * (result["timed"]["steps_timed"] if is_own else REPLAYED_STEPS)
-        timed = {**result["timed"], "replay_error": error}
+        timed = {**result["timed"], "replay_error": _finite(error)}
         if error <= limit or (is_own and not job.contestant.variant.own_replays):
             return {"timed": timed}
         return {
@@ -468,7 +532,9 @@ class Run:
         return isolation.json_tool(python, STEP_REFERENCE, [*arguments, *files])
 
     def _check_unchanged(self, contestant: Contestant) -> None:
-        """Raises :class:`BadInput` where the code is no longer what the gate has seen (rule V9)."""
+        """Raises :class:`BadInput` where the code is no longer what the gate has seen (rule V9), or the harness' own
+        code or the data are not what they were when the run began."""
+        self.watched.check()
         hashes, folder = self.hashes[contestant.name], self.folder_hashes[contestant.name]
         if hashes != self._hashes_of(contestant) or folder != contestant.framework.folder_hash:
             raise BadInput(
@@ -501,7 +567,7 @@ class Run:
         self,
         job: Job,
         result: dict[str, Any],
-        started: float,
+        started: Moment,
         gate: Gate | None = None,
         load: Load | None = None,
         accuracy: Accuracy | None = None,
@@ -538,10 +604,12 @@ class Run:
             block=Block(run=self.folder.id, round=job.round, order=job.order),
             source=Source(commit=commit, dirty=dirty, adapter_hash=adapter_hash, lock_hash=lock_hash),
             load=load,
-            started=datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
-            wall_seconds=time.time() - started,
+            started=started.text,
+            wall_seconds=started.seconds,
             command=self.command,
             log_tail="" if state == "ok" else result.get("log_tail", ""),
+            interrupted=bool(result.get("interrupted")),
+            sequence=sequence.take(),
         )
 
     def _image(self, contestant: Contestant) -> Image | None:
@@ -610,10 +678,7 @@ def undisturbed(
     clock: Callable[[], float | None] = canary.seconds,
 ) -> tuple[dict[str, Any], Load]:
     """(result, load) of one ``process``; a timed one that others disturbed is run again, up to ``repeats`` times.
-    ``clock``: the canary's seconds, None where it would not show the speed of the worker's machine.
-
-    Raises :class:`BadInput` where the disk is full.
-    """
+    ``clock``: the canary's seconds, None where it would not show the speed of the worker's machine."""
     for repeat in range(repeats + 1):
         before = clock()
         result = process()
@@ -629,19 +694,82 @@ def undisturbed(
             + (f", {clocks})" if clocks else ")")
             + (", repeated" if repeat < repeats else "")
         )
-    if clocks is not None and result["state"] == "ok":
+    if clocks is not None and result["state"] == "ok" and result.get("harness_stopped"):
+        result |= isolation.failed("crashed", f"the harness was stopped while its clock ran: {clocks}.", True)
+    elif clocks is not None and result["state"] == "ok":
         result |= {"state": "rejected", "reason": f"the clocks do not agree: {clocks}."}
-    if "No space left on device" in str(result.get("reason")):
-        raise BadInput(
-            f"The disk is full (No space left on device, in the worker of {name}); free some space and "
-            "run the same command again: it goes on where it stopped."
-        )
     load = Load(foreign_share=share, disturbed=disturbed, repeats=repeat, canary_before=before, canary_after=after)
     return result, load
 
 
+class Moment:
+    """Now: ``text`` by the wall clock, and the ``seconds`` since then by one that is never set."""
+
+    def __init__(self) -> None:
+        self.text = datetime.now(UTC).isoformat(timespec="seconds")
+        self._start = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._start
+
+
+ENDS_THE_RUN = (BadInput, OutOfTime)
+"""What the user has to mend, or asked for; anything else that goes wrong around a process is that process's failure."""
+
+
+def unforeseen(error: Exception) -> dict[str, Any]:
+    """The result of a process whose answer the harness stumbled over."""
+    tail = "".join(traceback.format_exception(error))[-isolation.LOG_TAIL :]
+    return isolation.failed("crashed", f"what the process left could not be used ({_short(error)}).") | {
+        "log_tail": tail
+    }
+
+
+def killer(times: int) -> dict[str, Any]:
+    """The result of a process during which the run itself was killed again and again."""
+    return isolation.failed(
+        "crashed",
+        f"the run was killed {times} times while this process was at work, which may be its doing; it is not started "
+        "again in this run (--fresh forgets that).",
+    )
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:300]
+
+
+FULL_BELOW_BYTES = 64 * 2**20
+"""Less free space than this, and a worker's word that the disk is full is believed: no weights are larger."""
+
+
+def check_disk(result: dict[str, Any], folder: RunFolder, name: str) -> None:
+    """Raises :class:`BadInput` where a process failed because this machine's disk is full or the run's folder cannot be
+    written any more; a contestant that only says so ends nobody's run."""
+    if result["state"] == "ok":
+        return
+    folder.check_writable()
+    if "No space left on device" not in str(result.get("reason")):
+        return
+    places = (folder.path, Path(tempfile.gettempdir()))
+    if min(shutil.disk_usage(place).free for place in places) < FULL_BELOW_BYTES:
+        raise BadInput(
+            f"The disk is full (No space left on device, in the worker of {name}); free some space and "
+            "run the same command again: it goes on where it stopped."
+        )
+
+
+def watched_code() -> seal.Watched:
+    """The harness' own code and settings, in this tree: they measure whatever tree the contestants come from."""
+    watched = seal.Watched()
+    watched.add(path for path in (ROOT / "harness").rglob("*") if path.suffix in {".py", ".toml"})
+    return watched
+
+
 def check_threads(threads: int) -> None:
-    """Raises :class:`BadInput` for more threads than processors, which would not be pinned one to one."""
+    """Raises :class:`BadInput` for none, or for more threads than processors, which would not be pinned one to one."""
+    if threads < 1:
+        raise BadInput(f"--threads is {threads}: it must be at least 1.")
     available = len(os.sched_getaffinity(0))
     if threads > available:
         raise BadInput(f"--threads is {threads}, but this process may use {available} processors; choose at most that.")
@@ -658,9 +786,14 @@ def check_device(device: str) -> None:
 
 
 def ensure_data(name: str, synthetic: bool, say: Callable[[str], None]) -> Data:
-    """The data set in the cache, fetched where it is missing. A synthetic twin only where the user asked for it."""
+    """The data set in the cache, fetched where it is missing. A synthetic twin only where the user asked for it.
+
+    Raises :class:`BadInput` where the arrays are not those that were written there.
+    """
     meta = store.describe(name, synthetic)
-    if meta is None:
+    if meta is not None:
+        store.verify(name, synthetic)
+    else:
         from harness.data import fetch
 
         say(f"Data: {'making the synthetic twin of' if synthetic else 'fetching'} {name}")

@@ -140,6 +140,11 @@ def verify(name: str, synthetic: bool = False) -> dict[str, Any]:
     return meta
 
 
+def files(name: str, synthetic: bool = False) -> list[Path]:
+    """The files that a measurement reads: the arrays and the meta."""
+    return [folder(name, synthetic) / file for file in (*(f"{array}.npy" for array in ARRAYS), META)]
+
+
 def size(name: str, synthetic: bool = False) -> int:
     """Bytes on disk."""
     return sum(path.stat().st_size for path in folder(name, synthetic).glob("*") if path.is_file())

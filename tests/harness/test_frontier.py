@@ -190,7 +190,10 @@ def test_a_moved_limit_holds_for_the_watchdog_too(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--budget", "0"), "budget must be above 0"),
+        (("--budget", "0"), "--budget is 0.0: it must be above 0 GiB"),
+        (("--budget", "nan"), "--budget is nan"),
+        (("--budget", "inf"), "--budget is inf"),
+        (("--budget", "1e300"), "--budget is 1e+300"),
         (("--first", "0"), "--first is 0"),
         (("--largest", "3"), "--largest is 3"),
         (("--resolution", "1"), "--resolution is 1.0"),
