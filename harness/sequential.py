@@ -61,6 +61,7 @@ from harness.stats import VERDICT_ROUNDS, Verdict
 FIRST_LOOK = VERDICT_ROUNDS
 SPENDING_POWER = 2.0
 POWER = 0.8
+QUANTILES = 400
 GRID = 96
 """Cells of |u|. Doubling it moves no limit by more than 0.3 %."""
 
@@ -202,14 +203,26 @@ def judge(log_ratios: Sequence[float] | np.ndarray, rule: Rule) -> Finding:
 
 
 def smallest_effect(sd: float, n: int, rule: Rule) -> float:
-    """Relative slowdown that a comparison with n blocks and this paired sd turns into an alert with probability 80 %:
-    the larger of what brings |t| over its limit (noncentral t) and what brings the estimate over the threshold."""
+    """Relative slowdown that a comparison with n blocks and this paired sd turns into an alert with probability 80 %.
+
+    An alert takes both: t over its limit c and the mean over that of the threshold L. With sd s of the sample, which is
+    independent of the mean, that is mean > max(L, c s / sqrt(n)); its probability is averaged over s (of which
+    (n - 1) s^2 / sd^2 is a chi-square) at the middles of QUANTILES equal shares, and solved for the slowdown.
+    """
     if sd == 0.0:
         return rule.threshold
     error = sd / math.sqrt(n)
-    shift = float(special.nctdtrinc(n - 1, 1.0 - POWER, rule.critical(n)))
-    estimate = math.log1p(rule.threshold) + float(special.ndtri(POWER)) * error
-    return math.expm1(max(shift * error, estimate))
+    share = (np.arange(QUANTILES) + 0.5) / QUANTILES
+    spread = np.sqrt(special.chdtri(n - 1, share) / (n - 1))
+    bound = np.maximum(math.log1p(rule.threshold), rule.critical(n) * error * spread)
+    low, high = 0.0, float(bound.max()) + 10.0 * error
+    for _ in range(60):
+        middle = 0.5 * (low + high)
+        if float(np.mean(special.ndtr((middle - bound) / error))) < POWER:
+            low = middle
+        else:
+            high = middle
+    return math.expm1(high)
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ def doubt_notes(frame: pd.DataFrame) -> list[str]:
 def spread_note(n: int, unless: str = "unless shown") -> str:
     """What the brackets are."""
     if n == 1:
-        return f"n = 1 process per cell {unless}."
+        return f"n = 1 process per cell {unless}: no spread, another process may lie elsewhere."
     if n < 6:
         return f"n = {n} processes per cell {unless}; [lowest, highest] process (under 6 there is no 95 % interval)."
     return (

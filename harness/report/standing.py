@@ -3,12 +3,14 @@ the faster of eager and compiled. Both are chosen cell by cell, by what was meas
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pandas as pd
 
+from harness import stats
 from harness.report import table
 from harness.report.layout import (
     MISSING,
@@ -28,7 +30,8 @@ PEER, WITHOUT_DP = "peer", "without DP"
 
 def frame(tables: Tables) -> pd.DataFrame:
     """A row per private contestant, batch size and opponent (``against``: peer or without DP): its seconds over those
-    of ``other``, the mean over paired rounds with its 95 % interval, as in ``tables.ratios``."""
+    of ``other``, the mean over paired rounds as in ``tables.ratios``; ``low`` and ``high`` are for the truly fastest of
+    the candidates, see :func:`harness.stats.against_fastest`, and ``candidates`` counts them."""
     current = tables.raw[~tables.raw.superseded]
     ok = current[(current.purpose == "time") & (current.state == "ok") & current.seconds.notna()]
     rows = [
@@ -60,13 +63,16 @@ def _rows(group: pd.DataFrame) -> Iterator[dict[str, Any]]:
             other = min(met, key=medians.__getitem__)
             result, left_out, disturbed = table.paired_sides(sides, other, contestant)
             assert result is not None
+            low, high = stats.against_fastest([table.log_ratios_of(sides, c, contestant)[0] for c in met])
             yield {
                 "contestant": contestant,
                 "against": against,
                 "other": other,
                 "ratio": result.ratio,
-                "low": result.low,
-                "high": result.high,
+                # Chosen by its median, the one shown may stand outside of what the means say.
+                "low": min(result.ratio, math.exp(low)) if result.n > 1 else math.nan,
+                "high": max(result.ratio, math.exp(high)) if result.n > 1 else math.nan,
+                "candidates": len(met),
                 "n": result.n,
                 "left_out": left_out,
                 "disturbed": int(disturbed),
@@ -91,12 +97,14 @@ def grids(numbers: pd.DataFrame, section: Section) -> Iterable[Grid]:
                 (name, *(cell.get((name, size), MISSING) for size in sizes)) for name in dict.fromkeys(group.contestant)
             )
             notes = [
-                f"Mean of {n} paired rounds unless shown, with its 95 % interval (Student's t on log-ratios); under 1 "
-                "the contestant is the faster one."
+                f"Mean of {n} paired rounds unless shown, against the one with the smallest median in this cell; under "
+                "1 the contestant is the faster one."
                 if n > 1
                 else "One paired round unless shown, of which there is no interval; under 1 the contestant is faster.",
-                "The one compared with has the smallest median in this cell; where several are close, the luck of its "
-                "median makes the ratio too large rather than too small.",
+                "Brackets: at least 95 % for the time over that of the truly fastest of the candidates, whoever it is "
+                "(Student's t on log-ratios against each; the lower end is shared among all of them, by Bonferroni, "
+                "and so far away where rounds are few). The ratio is against the one that looked fastest: where "
+                "several are close, the luck of its median makes it too large rather than too small.",
             ]
             if against == PEER:
                 notes.append("Peer: a private contestant of another framework that the admission gate let in.")

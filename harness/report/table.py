@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from harness import stats
@@ -344,18 +345,24 @@ def by_block(here: pd.DataFrame) -> Sides:
 
 def paired_sides(sides: Sides, a: str, b: str) -> tuple[stats.Comparison | None, int, bool]:
     """As :func:`paired`, of cells that are already grouped."""
-    left, right = sides.get(a, {}), sides.get(b, {})
-    both = [block for block in left if block in right]
-    if not both:
+    log_ratios, left_out, use_all = log_ratios_of(sides, a, b)
+    if not log_ratios.size:
         return None, 0, False
-    clean = [block for block in both if not (left[block][1] or right[block][1])]
-    use_all = len(clean) < min(2, len(both))
-    used = both if use_all else clean
-    log_ratios = stats.paired_log_ratios({k: left[k][0] for k in used}, {k: right[k][0] for k in used})
     result = stats.compare(log_ratios)
     if use_all:
         result = stats.Comparison(result.ratio, result.low, result.high, result.n, None, False, None, result.margin)
-    return result, len(both) - len(used), use_all
+    return result, left_out, use_all
+
+
+def log_ratios_of(sides: Sides, a: str, b: str) -> tuple[np.ndarray, int, bool]:
+    """(log(seconds of b / seconds of a) of the pairs that count, and the rest as :func:`paired`)."""
+    left, right = sides.get(a, {}), sides.get(b, {})
+    both = [block for block in left if block in right]
+    clean = [block for block in both if not (left[block][1] or right[block][1])]
+    use_all = len(clean) < min(2, len(both))
+    used = both if use_all else clean
+    found = stats.paired_log_ratios({k: left[k][0] for k in used}, {k: right[k][0] for k in used})
+    return found, len(both) - len(used), use_all
 
 
 def ratios(current: pd.DataFrame, base: str | None) -> pd.DataFrame:

@@ -137,10 +137,15 @@ def test_before_the_first_look_there_is_no_interval():
     assert early.verdict is None and early.low is None and not early.is_clear
 
 
-def test_the_smallest_effect_is_found_four_times_out_of_five():
-    """At a fixed number of pairs, as it says."""
-    rule, n, sd = Rule(cells=4), 12, 0.05
+@pytest.mark.parametrize(("cells", "n", "sd"), [(4, 12, 0.05), (1, 8, 0.03), (1, 12, 0.05), (1, 6, 0.01)])
+def test_the_smallest_effect_is_found_four_times_out_of_five(cells, n, sd):
+    """At a fixed number of pairs, as it says; where both conditions of an alert bind (the two in the middle), too."""
+    rule = Rule(cells=cells)
     effect = sequential.smallest_effect(sd, n, rule)
     found = [judge(row[:n], rule).alert for row in paths(effect, sd, 3000, seed=9)]
     assert np.mean(found) == pytest.approx(0.8, abs=0.025)
+
+
+def test_without_noise_the_smallest_effect_is_the_threshold():
+    rule, n = Rule(cells=4), 12
     assert sequential.smallest_effect(0.001, n, rule) == pytest.approx(0.05, abs=0.001)

@@ -167,3 +167,42 @@ def test_unpaired_few_processes_give_no_verdict_and_equal_ones_no_error():
         stats.compare_unpaired([], [1.0])
     with pytest.raises(ValueError, match="margin"):
         stats.compare_unpaired([1.0], [1.0], margin=0)
+
+
+def against_equals(rounds: int, others: int, trials: int, slower: float = 0.0):
+    """[trials] of (log of the ratio against the one that looked fastest, its Student's interval, the interval against
+    the truly fastest), where all others are equal and the contestant takes ``slower`` (log) longer."""
+    rng = np.random.default_rng(17)
+    own = slower + rng.normal(0.0, 0.01, (trials, rounds, 1))
+    ratios = own - rng.normal(0.0, 0.01, (trials, rounds, others))
+    for several in ratios:
+        fastest = several[:, int(np.argmax(several.mean(axis=0)))]
+        yield (
+            float(fastest.mean()),
+            stats.t_interval(fastest, 0.95),
+            stats.against_fastest(list(several.T)),
+        )
+
+
+@pytest.mark.parametrize("rounds", [3, 5])
+def test_against_the_fastest_of_twelve_equals_the_interval_keeps_its_promise(rounds):
+    """Student's does not: whoever looks fastest was lucky, too."""
+    seen = list(against_equals(rounds, 12, 800))
+    naive = np.mean([low <= 0 <= high for _, (low, high), _ in seen])
+    kept = np.mean([low <= 0 <= high for _, _, (low, high) in seen])
+    called_slower = np.mean([low > 0 for _, _, (low, _) in seen])
+    assert naive < 0.94 <= kept and called_slower <= 0.035, (naive, kept, called_slower)  # 0.025, and twice its error
+    assert all(low <= mean <= high for mean, _, (low, high) in seen)
+    assert 0.005 < np.mean([mean for mean, _, _ in seen]) < 0.02, "the bias that the note names"
+
+
+def test_against_a_single_other_it_is_students_interval():
+    x = np.array([0.01, 0.03, -0.02, 0.02])
+    assert stats.against_fastest([x]) == stats.t_interval(x, 0.95)
+    assert stats.against_fastest([x, np.array([5.0])]) == stats.t_interval(x, 0.95)
+    assert all(math.isnan(end) for end in stats.against_fastest([np.array([0.1])]))
+
+
+def test_who_is_slower_than_the_fastest_is_called_so_where_rounds_suffice():
+    ends = [low for _, _, (low, _) in against_equals(8, 12, 300, slower=0.10)]
+    assert np.mean([low > 0 for low in ends]) > 0.95
