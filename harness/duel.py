@@ -24,6 +24,7 @@ from harness import (
     gatekeeper,
     images,
     isolation,
+    layer_gate,
     layer_plan,
     layer_registry,
     layer_run,
@@ -32,6 +33,8 @@ from harness import (
     plan,
     registry,
     resident,
+    sketch,
+    worker,
 )
 from harness import layers as layer_data
 from harness import protocol as protocols
@@ -62,7 +65,7 @@ from harness.run import check_device, check_threads, ensure_data, open_harbour, 
 from harness.sequential import FIRST_LOOK, Rule
 from harness.sides import Side
 from harness.store import RunFolder
-from harness.tasks import TASKS
+from harness.tasks import TASKS, initial_parameters
 
 if TYPE_CHECKING:
     from harness.container import Docker
@@ -76,10 +79,15 @@ LOOK_SECONDS = 0.2
 NOTIONS = ("cpu_peak_allocated", "cuda_peak_allocated", resident.NOTION)
 """Counted by the framework's allocator in a layer; of a task, the growth of the resident set."""
 
+ANOTHER = 1e6
+"""In the place of an infinite distance, which JSON cannot carry."""
+WEIGHTS_TOLERANCE = 1e-3
+WEIGHTS_STEPS = worker.REPLAYED_STEPS + worker.SETTLING_STEPS
 ISOLATIONS = ("venv", "docker", "inprocess")
 MEANT = "name it as a side (image:TAG) if it is the one that is meant"
 
 AnyContestant = LayerContestant | Contestant
+Purpose = Literal["time", "memory", "weights"]
 Stored = TypeVar("Stored", Pair, MemoryPair)
 
 
@@ -176,6 +184,7 @@ class Bout:
     pairs: list[Pair] = field(default_factory=list)
     memory: MemoryPair | None = None
     gates: dict[Role, Process] | None = None
+    weights: Pair | None = None
     is_closed: bool = False
 
     @property
@@ -455,6 +464,9 @@ class DuelRun:
         if bout.refusal is None and bout.cell.task:
             bout.gates = {role: self._judge(bout, role, progress) for role in ROLES}
             bout.is_closed = any(process.state != "ok" for process in bout.gates.values())
+            if not bout.is_closed:
+                bout.weights = self._weights(bout, progress)
+                bout.is_closed = bout.weights.differs or any(p.state != "ok" for p in bout.weights.processes)
         if bout.refusal is None and not bout.is_closed and self.options.memory:
             bout.memory = self._memory(bout, progress)
         has_grown = has_proven_growth(bout.memory, bout.cell.kind == "layer")
@@ -495,6 +507,53 @@ class DuelRun:
         self._store(name, pair.model_dump_json())
         return pair
 
+    def _weights(self, bout: Bout, progress: Progress) -> Pair:
+        """The weights of either side after the first steps on the measured batch size, without noise, whose stream a
+        newer version may draw in another order. Beside what the gate compares, these are real rows, and as many."""
+        name = f"{bout.slug}.weights.json"
+        stored = self._stored(name, Pair)
+        if stored is not None:
+            return stored
+        order = first_of(self.options.seed, bout.slug, 0)
+        pair = self._both(bout, order, "weights", 0, [], progress)
+        self._store(name, pair.model_dump_json())
+        return pair
+
+    def _both(
+        self,
+        bout: Bout,
+        order: tuple[Role, Role],
+        purpose: Purpose,
+        number: int,
+        processors: list[int],
+        progress: Progress,
+    ) -> Pair:
+        """A process of either side, and how far what they leave behind lies apart."""
+        processes = {role: self._process(bout, role, purpose, number, progress) for role in order}
+        base, head = processes["base"], processes["head"]
+        apart = limit = None
+        if base.sketch and head.sketch:
+            apart = min(sketch.apart(base.sketch, head.sketch), ANOTHER)
+            limit = layer_gate.TOLERANCE if bout.cell.kind == "layer" else self._room(bout.cell, base.sketch)
+        kept = {role: process.model_copy(update={"sketch": []}) for role, process in processes.items()}
+        return Pair(
+            number=number,
+            order=order,
+            processors=processors,
+            base=kept["base"],
+            head=kept["head"],
+            apart=apart,
+            limit=limit,
+        )
+
+    def _room(self, cell: Cell, moved: list[float]) -> float:
+        """How far the weights of a task may lie apart, over the way travelled: sums in another order, and one float32
+        rounding of every weight in every step."""
+        start = initial_parameters(TASKS[cell.task], self.options.seed * 1000)
+        rounding = math.sqrt(sum(float(np.sum(np.spacing(np.abs(w)).astype(np.float64) ** 2)) for w in start.values()))
+        travelled = float(np.linalg.norm(moved))
+        return WEIGHTS_TOLERANCE + (WEIGHTS_STEPS * rounding / travelled if travelled else 0.0)
+
     # ---- pairs
 
     def _fight(self, begun: float, progress: Progress) -> bool:
@@ -528,8 +587,7 @@ class DuelRun:
             return None
         order = first_of(self.options.seed, bout.slug, number)
         with quietest(self.options.threads) as processors:
-            processes = {role: self._process(bout, role, "time", number, progress) for role in order}
-        pair = Pair(number=number, order=order, processors=processors, base=processes["base"], head=processes["head"])
+            pair = self._both(bout, order, "time", number, processors, progress)
         if pair.is_uneven:
             progress.say(f"{bout.name}: pair {number + 1} was unevenly disturbed by other work on this machine")
         self._store(name, pair.model_dump_json())
@@ -555,9 +613,7 @@ class DuelRun:
 
     # ---- one process
 
-    def _process(
-        self, bout: Bout, role: Role, purpose: Literal["time", "memory"], number: int, progress: Progress
-    ) -> Process:
+    def _process(self, bout: Bout, role: Role, purpose: Purpose, number: int, progress: Progress) -> Process:
         """A fresh process, never repeated by itself: a disturbed pair is repeated whole."""
         contestant = bout.sides[role]
         assert contestant is not None
@@ -565,7 +621,7 @@ class DuelRun:
         if bout.cell.layer is not None and self.reference_fault is not None:
             return Process(state="crashed", reason=self.reference_fault)
         request = self._request(bout.cell, contestant, purpose, number)
-        progress.doing(f"{bout.name} · {'pair ' + str(number + 1) if purpose == 'time' else 'memory'} · {role}")
+        progress.doing(f"{bout.name} · {'pair ' + str(number + 1) if purpose == 'time' else purpose} · {role}")
         began, started = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
         quiet = Progress(progress.console, quiet=True)
         result, load = undisturbed(
@@ -576,13 +632,13 @@ class DuelRun:
             how["container"] = Container(engine=self.harbour.engine.name, **result["container"])
         return _process(result, number == 0).model_copy(update=how)
 
-    def _request(self, cell: Cell, contestant: AnyContestant, purpose: Literal["time", "memory"], number: int) -> Any:
+    def _request(self, cell: Cell, contestant: AnyContestant, purpose: Purpose, number: int) -> Any:
         options = self.options
         seed = options.seed * 1000 + number
         if isinstance(contestant, LayerContestant):
             assert cell.layer is not None and cell.passes is not None
             return LayerRequest(
-                mode=purpose,
+                mode="time" if purpose == "time" else "memory",
                 folder=str(contestant.framework.folder),
                 variant=cell.variant,
                 layer=cell.layer,
@@ -599,10 +655,11 @@ class DuelRun:
                 least_passes=5,
                 longest_pass=options.timeout_seconds,
                 most_bytes=self.limits.memory_bytes,
+                sketches=purpose == "time",
             )
         task, protocol = TASKS[cell.task], protocols.load("verified")
         return Request(
-            mode=purpose,
+            mode="time" if purpose == "time" else "memory",
             folder=str(contestant.framework.folder),
             variant=cell.variant,
             private=cell.private,
@@ -612,7 +669,7 @@ class DuelRun:
             dataset_size=task.train_size,
             sampling=protocol.sampling,
             warm_up=protocol.warm_up,
-            noise_multiplier=protocol.noise_multiplier,
+            noise_multiplier=0.0 if purpose == "weights" else protocol.noise_multiplier,
             max_grad_norm=protocol.max_grad_norm,
             learning_rate=task.learning_rate,
             delta=protocol.delta,
@@ -625,6 +682,7 @@ class DuelRun:
             data=task.dataset,
             synthetic=options.synthetic,
             budget_seconds=options.seconds,
+            sketches=purpose == "weights",
         )
 
     # ---- what came of it
@@ -632,7 +690,7 @@ class DuelRun:
     def _conclude(self, bout: Bout) -> CellResult:
         kind: Literal["layer", "e2e"] = "layer" if bout.cell.kind == "layer" else "e2e"
         return conclude(
-            bout.name, kind, bout.pairs, bout.memory, bout.gates, bout.refusal, self.rule, is_failure=bout.is_failure
+            bout.name, kind, bout.pairs, bout.memory, bout.gates, bout.refusal, self.rule, bout.is_failure, bout.weights
         )
 
     def _duel(self, finished: bool) -> Duel:
@@ -701,4 +759,5 @@ def _process(result: dict[str, Any], with_versions: bool) -> Process:
         versions=result.get("versions", {}) if with_versions else {},
         log_tail="" if result["state"] == "ok" else result.get("log_tail", ""),
         interrupted=bool(result.get("interrupted")),
+        sketch=result.get("sketch", []),
     )

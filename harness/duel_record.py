@@ -44,7 +44,8 @@ class _Model(BaseModel):
 
 class Process(_Model):
     """One fresh process. ``seconds``: the median of its passes, or of its epochs. ``low``, ``high``: the passes' 10th
-    and 90th percentile. ``interrupted``: see :class:`harness.record.Record`."""
+    and 90th percentile. ``interrupted``: see :class:`harness.record.Record`. ``sketch``: of what it left behind, and
+    never written: what is kept is how far both sides' lie apart."""
 
     state: State
     reason: str | None = None
@@ -61,17 +62,26 @@ class Process(_Model):
     log_tail: str = ""
     container: Container | None = None
     interrupted: bool = False
+    sketch: list[float] = Field(default_factory=list, exclude=True, repr=False)
 
 
 class Pair(_Model):
     """One block: both sides, one right after the other. ``order``: which ran first. ``processors``: on which both
-    ran."""
+    ran. ``apart``: of a layer, how far the gradients of a batch of the measured size lie apart, over their size, and
+    ``limit`` from where on they are not the same; None where they were not compared."""
 
     number: int
     order: tuple[Role, Role]
     processors: list[int] = Field(default_factory=list)
     base: Process
     head: Process
+    apart: float | None = None
+    limit: float | None = None
+
+    @property
+    def differs(self) -> bool:
+        """Whether the two sides leave different gradients (or weights) behind."""
+        return self.apart is not None and self.limit is not None and not self.apart <= self.limit
 
     @property
     def processes(self) -> tuple[Process, ...]:
@@ -145,7 +155,8 @@ class Time(_Model):
 class CellResult(_Model):
     """``name``: as ``dpbench bisect`` takes it. ``alerts``: what the regression consists of: ``gate``, ``time``,
     ``memory``. ``reason``: why there is no comparison. ``gate``: by side, ``passed``, ``failed: why``, ``did not
-    run: why`` or ``not begun``."""
+    run: why`` or ``not begun``. ``weights``: of a task, the pair of processes without noise whose weights, after the
+    first steps of the measured batch size, were compared."""
 
     name: str
     kind: Literal["layer", "e2e"]
@@ -157,6 +168,7 @@ class CellResult(_Model):
     memory: Memory | None
     pairs: list[Pair]
     memory_processes: MemoryPair | None
+    weights: Pair | None = None
 
     @property
     def is_compared(self) -> bool:
@@ -272,7 +284,7 @@ def finding(pairs: Sequence[Pair], rule: Rule) -> sequential.Finding:
 
 def is_over(pairs: Sequence[Pair], rule: Rule) -> bool:
     """Whether the pairs say enough, one did not run, or there are as many as there may be."""
-    if any(pair.base.state != "ok" or pair.head.state != "ok" for pair in pairs):
+    if any(pair.base.state != "ok" or pair.head.state != "ok" or pair.differs for pair in pairs):
         return True
     found = finding(pairs, rule)
     return found.is_clear or found.n >= rule.rounds
@@ -346,6 +358,19 @@ def has_proven_growth(processes: MemoryPair | None, exact: bool) -> bool:
     return seen is not None and seen.change == "grown" and seen.proven
 
 
+def difference(pairs: Sequence[Pair], kind: Literal["layer", "e2e"]) -> str | None:
+    """Why the two sides do not compute the same, though each passes its own check; None where they do."""
+    pair = next((pair for pair in pairs if pair.differs), None)
+    if pair is None:
+        return None
+    of_layer, of_task = "gradients of a batch of the measured size", "weights after the first steps without noise"
+    what = of_layer if kind == "layer" else of_task
+    return (
+        f"both sides pass their own checks, but the {what} differ between them by {_figure(pair.apart)} (limit "
+        f"{_figure(pair.limit)}): one of them computes something else"
+    )
+
+
 def _unsupported(processes: Sequence[Process]) -> bool:
     return bool(processes) and all(process.state == "unsupported" for process in processes)
 
@@ -397,13 +422,15 @@ def conclude(
     refusal: str | None,
     rule: Rule,
     is_failure: bool = False,
+    weights: Pair | None = None,
 ) -> CellResult:
     """What a cell's processes say. ``gates``: of a task, the verdicts of the admission gate, as processes. ``refusal``:
-    why there was nothing to compare; ``is_failure``: because head no longer has what base has, or a side cannot run."""
+    why there was nothing to compare; ``is_failure``: because head no longer has what base has, or a side cannot run.
+    ``weights``: see :class:`CellResult`."""
     processes: dict[Role, list[Process]] = {"base": [], "head": []}
     for role in ROLES:
         processes[role] += [gates[role]] if gates else []
-        processes[role] += [getattr(pair, role) for pair in pairs]
+        processes[role] += [getattr(pair, role) for pair in (*([weights] if weights else []), *pairs)]
         # A memory process counts for the gate only by its checks: parts that do not add up are the instrument's fault.
         of_memory = getattr(memory, role) if memory is not None else []
         processes[role] += [p for p in of_memory if p.state == "rejected" and failed_checks(p)]
@@ -426,6 +453,8 @@ def conclude(
         verdict, reason = "not compared", f"both sides fail their correctness check ({gate['head']})"
     elif _unsupported(processes["base"]) and _unsupported(processes["head"]):
         verdict, reason = "not compared", f"unsupported by both sides: {processes['head'][0].reason}"
+    elif all(ran.values()) and (fault := difference([*([weights] if weights else []), *pairs], kind)):
+        verdict, alerts, reason = "wrong", ["gate"], fault
     elif not pairs and not gates:
         verdict, alerts, reason = "ambiguous", of_bytes, "no pair was timed"
     elif not all(ran.values()):
@@ -450,4 +479,5 @@ def conclude(
         memory=seen if all(ran.values()) or not (pairs or gates) else None,
         pairs=list(pairs),
         memory_processes=memory,
+        weights=weights,
     )

@@ -52,7 +52,9 @@ def _tally(cells: list[CellResult]) -> str:
 def _what(cell: CellResult) -> str:
     said = []
     if "gate" in cell.alerts:
-        said.append("is wrong (only head fails its correctness check)")
+        is_rejected = any(state.startswith("failed") for state in cell.gate.values())
+        why = "only head fails its correctness check" if is_rejected else "base and head do not compute the same"
+        said.append(f"is wrong ({why})")
     if "time" in cell.alerts and cell.time is not None and cell.time.ratio is not None:
         said.append(f"is {percent(cell.time.ratio)} slower ({interval(cell)})")
     if "memory" in cell.alerts and cell.memory is not None:

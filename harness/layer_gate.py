@@ -28,8 +28,12 @@ def checked_batch(layer: Layer) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Random examples of a layer have gradients of nearly the same norm. A gradient is linear in its target, so targets
     4 times as large from example to example spread the norms: half are clipped hard, half not at all."""
     inputs, targets = layers.batch(layer, EXAMPLES, SEED)
-    scale = 4.0 ** np.arange(EXAMPLES, dtype=np.float32)
-    return inputs, targets * scale.reshape(-1, *(1 for _ in layer.output))
+    return inputs, targets * spread(EXAMPLES).reshape(-1, *(1 for _ in layer.output))
+
+
+def spread(examples: int) -> np.ndarray:
+    """Factors of the targets, [examples]: 1, 4, 16, 64, and again."""
+    return 4.0 ** (np.arange(examples) % EXAMPLES).astype(np.float32)
 
 
 def checked_weights(layer: Layer) -> dict[str, np.ndarray]:

@@ -14,7 +14,8 @@ class LayerRequest:
 
     A cell is measured until ``seconds`` or ``most_passes`` are reached, but at least ``least_passes``. With
     ``predicts`` two small batches are looked at first, and a pass that would take more than ``longest_pass`` seconds
-    or ``most_bytes`` is not tried.
+    or ``most_bytes`` is not tried. With ``sketches`` the result holds a sketch (:mod:`harness.sketch`) of what one
+    more, untimed, pass leaves of a whole batch of that size.
     """
 
     mode: Literal["time", "memory"]
@@ -36,6 +37,7 @@ class LayerRequest:
     most_bytes: int
     left: str | None = None
     """Where a timed process writes what its last timed pass left behind."""
+    sketches: bool = False
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

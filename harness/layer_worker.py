@@ -12,14 +12,14 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from harness import layer_gate, layers
+from harness import layer_gate, layers, sketch
 from harness.clock import ForeignLoad, collector_paused
 from harness.layer_contract import Bytes, LayerAdapter, LayerSetting, Unsupported
 from harness.layer_request import LayerRequest
@@ -284,7 +284,28 @@ def measure_time(create: Create, layer: Layer, request: LayerRequest, emit: Emit
         "foreign_share": load.share if load.available >= SHARE_FROM else 0.0,
         "checks": checks,
     }
+    if request.sketches:
+        del adapter
+        gc.collect()
+        result["sketch"] = sketch.of(spread_batch(create, layer, request))
     return result | ({"state": "rejected", "reason": refusal} if (refusal := _refusal(checks)) else {})
+
+
+def spread_batch(create: Create, layer: Layer, request: LayerRequest) -> Mapping[str, np.ndarray]:
+    """What a pass leaves behind of a batch as large as the measured one, whose norms are spread as those of the checked
+    batch: at its clipping bound about half of the examples are clipped, wherever in the batch they stand."""
+    inputs, targets = layers.batch(layer, request.batch_size, 1000 * request.seed)
+    scale = layer_gate.spread(request.batch_size).reshape(-1, *(1 for _ in layer.output))
+    with np.load(request.reference) as file:
+        bound = layer_gate.Reference(dict(file)).bound()
+    adapter = create()
+    adapter.configure(layer, replace(setting_of(request, request.batch_size), max_grad_norm=bound))
+    adapter.place_inputs([inputs])
+    adapter.place_labels([targets * scale])
+    adapter.build(layers.initial_parameters(layer, request.seed))
+    adapter.run(0)
+    adapter.synchronize()
+    return adapter.gradients()
 
 
 SHARE_FROM = 0.5

@@ -15,7 +15,8 @@ class Request:
     """``steps``: fixed number of steps of an epoch, or None; then ``budget_seconds`` decides after the warm-up, or,
     where that is None too, the whole epoch is run. ``snapshot``: where the weights after the first steps are
     written, for comparison with the untimed replay. ``checked``: where a replay in the same process and one of its
-    steps in detail go, for the reference. ``weights``: where the final weights go, for evaluation."""
+    steps in detail go, for the reference. ``weights``: where the final weights go, for evaluation. ``sketches``: a
+    memory process adds a sketch (:mod:`harness.sketch`) of how far its steps moved the weights."""
 
     mode: Mode
     folder: str
@@ -47,6 +48,7 @@ class Request:
     weights: str | None = None
     reference: str | None = None
     budget: dict[str, float] | None = None
+    sketches: bool = False
 
     @property
     def is_partial(self) -> bool:

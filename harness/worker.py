@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from harness import resident, sampling
+from harness import resident, sampling, sketch
 from harness.clock import Batch, ForeignLoad, collector_paused, timed_epoch, timed_steps, timed_until
 from harness.contract import Adapter, Setting, Unsupported
 from harness.line import Line, Remote
@@ -473,7 +473,11 @@ def measure_memory(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
     }
     if request.snapshot:
         save_weights(request.snapshot, dict(m.adapter.parameters()))
-    return {"state": "ok", "memory": memory, "replayed_steps": len(batches)}
+    result = {"state": "ok", "memory": memory, "replayed_steps": len(batches)}
+    if request.sketches:
+        moved = {name: value.astype(np.float64) - m.initial[name] for name, value in m.adapter.parameters().items()}
+        result["sketch"] = sketch.of(moved)
+    return result
 
 
 def run_gate(request: Request, emit: Emit, line: Line) -> dict[str, Any]:

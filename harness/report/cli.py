@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from harness.errors import BadInput
+
+if TYPE_CHECKING:
+    from harness.report.compare import Line
 
 RECORDS = Path("results/local")
 """Where runs leave their records unless told otherwise."""
@@ -76,7 +80,7 @@ def compare(
     lines = comparison.compare(tables, a, b)
     if as_json:
         typer.echo(json.dumps([line.as_json() for line in lines]))
-        _refuse(faults)
+        _end_of_comparison(lines, faults)
         return
     section = None
     several = len({line.section for line in lines}) > 1
@@ -85,7 +89,14 @@ def compare(
             typer.echo(f"{line.section.title}:")
             section = line.section
         typer.echo(line.text)
+    _end_of_comparison(lines, faults)
+
+
+def _end_of_comparison(lines: Sequence[Line], faults: list[str]) -> None:
+    """Exit code 3 where not one cell could be compared: nothing is no good news."""
     _refuse(faults)
+    if not any(line.result is not None for line in lines):
+        raise typer.Exit(3)
 
 
 def explain(

@@ -16,6 +16,7 @@ from tests.harness.test_layer_run import PHANTOM
 
 SLEEP = "    sleep_seconds = 0.0"
 SPARE = "    spare_bytes = 0"
+FACTORS = "            factors = np.minimum(1.0, self.setting.max_grad_norm / np.maximum(norms, 1e-30))"
 CHANGES = {
     "sleep-3ms": (SLEEP, "    sleep_seconds = 0.003"),
     "sleep-6ms": (SLEEP, "    sleep_seconds = 0.006"),
@@ -23,6 +24,8 @@ CHANGES = {
     "sleep-15ms": (SLEEP, "    sleep_seconds = 0.015"),
     "buffer": (SPARE, "    spare_bytes = 2**20"),
     "clip-bug": ("np.minimum(1.0, self.setting.max_grad_norm", "np.minimum(2.0, self.setting.max_grad_norm"),
+    # Right for the four examples of the check, and for the first eight of any batch.
+    "late-clip-bug": (FACTORS, FACTORS + "\n            factors[8:] = 1.0"),
     "crash": ("        self.passes += 1\n", '        self.passes += 1\n        raise RuntimeError("it broke")\n'),
     "syntax": ("class Counters:", "class Counters"),
 }

@@ -115,6 +115,34 @@ def test_a_gate_that_only_head_fails_is_wrong_and_said_first(project, tmp_path):
     assert repaired.cells[0].verdict == "repaired" and repaired.exit_code == 0
 
 
+def test_a_fault_beyond_the_checked_examples_is_seen_on_the_measured_batch(project, tmp_path):
+    project.commit("sleep-3ms", "late-clip-bug")
+    duel = project.fight("HEAD~1", "HEAD", tmp_path / "out")
+    (cell,) = duel.cells
+    assert cell.gate == {"base": "passed", "head": "passed"}, "the check has four examples"
+    assert (cell.verdict, cell.alerts, duel.exit_code) == ("wrong", ["gate"], 1)
+    assert "gradients of a batch of the measured size differ" in cell.reason and len(cell.pairs) == 1
+    assert cell.pairs[0].differs and cell.pairs[0].apart > 1e-3 > cell.pairs[0].limit
+    assert "base and head do not compute the same" in duel_report.markdown(duel)
+    equal = project.fight("HEAD", "HEAD", tmp_path / "equal")
+    assert all(pair.apart == 0.0 for pair in equal.cells[0].pairs)
+
+
+def test_a_corrupt_pair_is_named_and_an_interrupted_one_is_made_again(project, tmp_path):
+    chosen: dict[str, Any] = {"max_rounds": 5, "memory": False}
+    project.fight("main", ".", tmp_path / "out", **chosen)
+    stored = tmp_path / "out" / "records" / "layer-norm.phantom-exact.clipped.16.000.json"
+    whole = json.loads(stored.read_text())
+    for content in (b"{", b"[]", b"\xff", b"[" * 100_000):
+        stored.write_bytes(content)
+        with pytest.raises(BadInput, match=r"000\.json is corrupt"):
+            project.fight("main", ".", tmp_path / "out", **chosen)
+    whole["head"] |= {"state": "crashed", "reason": "the worker was killed by SIGKILL", "interrupted": True}
+    stored.write_text(json.dumps(whole))
+    (cell,) = project.fight("main", ".", tmp_path / "out", **chosen).cells
+    assert cell.pairs[0].head.state == "ok" and len(cell.pairs) == 5
+
+
 @pytest.mark.parametrize("fault", ["crash", "syntax"])
 @pytest.mark.parametrize("side", ["base", "head"])
 def test_a_crash_on_one_side_is_no_verdict(project, tmp_path, fault, side):
@@ -493,6 +521,13 @@ def test_a_task_is_judged_by_its_gate_before_it_is_timed(project, tmp_path, monk
     assert asked == ["base", "head"]
     assert (cell.name, cell.verdict, cell.alerts) == ("logreg/phantom-sleeper/64", "slower", ["time"])
     assert cell.memory is None or cell.memory.change == "not judged"
+    assert cell.weights is not None and cell.weights.apart == 0.0 and not cell.weights.differs
+    adapter.write_text(plain.replace("value += 1e-3", "value += 1.1e-3"))
+    project.commit("sleep-3ms", title="a larger update, which the gate lets in here")
+    other = project.fight("HEAD~1", "HEAD", tmp_path / "other", **chosen, batch_sizes=(64,))
+    assert other.cells[0].verdict == "wrong" and other.exit_code == 1 and other.cells[0].pairs == []
+    assert "weights after the first steps without noise differ between them by 0." in other.cells[0].reason
+    project.git("reset", "-q", "--hard", "HEAD~1")
     passes["head"] = False
     wrong = project.fight("HEAD~1", "HEAD", tmp_path / "wrong", **chosen, batch_sizes=(64,))
     assert wrong.cells[0].verdict == "wrong" and wrong.exit_code == 1 and wrong.cells[0].pairs == []

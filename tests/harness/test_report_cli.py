@@ -20,11 +20,11 @@ for verb in (cli.report, cli.compare, cli.explain):
     app.command()(verb)
 
 
-def run(*arguments):
+def run(*arguments, code=0):
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(a) for a in arguments])
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == code, result.output
     return result.output
 
 
@@ -39,8 +39,8 @@ def fixed(b_seconds, rounds=10, **more):
     return a + [factory.record(round=r, seconds=[s], **more) for r, s in zip(range(rounds), b_seconds, strict=True)]
 
 
-def line(tmp_path, records, a="dpcore", b="opacus"):
-    return run("compare", a, b, "--in", factory.write(records, tmp_path)).strip()
+def line(tmp_path, records, a="dpcore", b="opacus", code=0):
+    return run("compare", a, b, "--in", factory.write(records, tmp_path), code=code).strip()
 
 
 def test_a_certain_difference_is_one_plain_sentence(tmp_path):
@@ -75,7 +75,7 @@ def test_few_rounds_give_an_interval_and_no_verdict(tmp_path):
 
 def test_failures_are_named_instead_of_compared(tmp_path):
     records = [factory.record(framework="dpcore", variant="a"), factory.record(state="oom")]
-    assert line(tmp_path, records) == (
+    assert line(tmp_path, records, code=3) == (
         "dpcore-a and opacus-hooks cannot be compared on mnist-cnn at 512: dpcore-a ok, opacus-hooks oom"
     )
 
