@@ -11,7 +11,6 @@ import base64
 import hashlib
 import json
 import os
-import queue
 import signal
 import socket
 import tarfile
@@ -30,7 +29,24 @@ from harness.data import store
 from harness.engine import Engine, EngineGone
 from harness.errors import BadInput
 from harness.images import Image
-from harness.isolation import LOG_TAIL, POLL_SECONDS, WEIGHTS, WORKER, AnyRequest, Event, Limits, ToolFault
+from harness.isolation import (
+    ENDLESS,
+    FROM_OUTSIDE,
+    GRACE_SECONDS,
+    LOG_TAIL,
+    LONGEST_LINE,
+    POLL_SECONDS,
+    WEIGHTS,
+    WORKER,
+    AnyRequest,
+    Event,
+    Inbox,
+    Limits,
+    Patience,
+    ToolFault,
+    event_of,
+    failed,
+)
 from harness.record import State
 from harness.referee import Referee
 from harness.registry import ROOT
@@ -48,8 +64,6 @@ REMOTE_SECONDS = 0.2
 """How long the two messages around a timed stretch may take, here and to an engine elsewhere."""
 PROCESSES = 512
 """Threads count: a framework with a pool per core and per library stays far below."""
-LONGEST_LINE = 8 * 2**20
-LINES_AHEAD = 32
 STOP_SECONDS = 30.0
 DOCTOR = "see `dpbench doctor`"
 RETURN_SECONDS = 60.0
@@ -90,7 +104,7 @@ class Docker:
                 result = self._run(request, limits, on_event)
             except EngineGone as error:
                 self._wait_for_return()
-                result = _failed("crashed", f"the container engine restarted during the measurement ({error}).")
+                result = failed("crashed", f"the container engine restarted during the measurement ({error}).")
                 result |= {"log_tail": "", "container": {"startup_seconds": None, "exit_code": None}}
                 continue
             result["container"]["engine_restarts"] = restarts
@@ -239,7 +253,7 @@ class Docker:
             network_mode="none",
             user=engine.NOBODY,
             cap_drop=["ALL"],
-            security_opt=["no-new-privileges:true"],
+            security_opt=engine.security(self.engine),
             read_only=True,
             mounts=mounts,
             tmpfs={
@@ -348,10 +362,9 @@ class _Stream:
     def __init__(self, on: Engine, container: Any) -> None:
         parameters = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
         self._socket = on.client.api.attach_socket(container.id, params=parameters)
-        # Bounded: who writes faster than the harness reads has to wait, and not the harness's memory to grow.
-        self.lines: queue.Queue[bytes | None] = queue.Queue(LINES_AHEAD)
+        self.inbox = Inbox()
         self.tail = b""
-        self._is_closed = False
+        self.is_lost = False
         threading.Thread(target=self._read, daemon=True).start()
 
     def send(self, order: Mapping[str, Any]) -> None:
@@ -362,28 +375,27 @@ class _Stream:
     def _read(self) -> None:
         from docker.utils.socket import STDOUT, frames_iter
 
-        rest = b""
-        with suppress(OSError, ValueError):
+        rest = bytearray()
+        try:
             for stream, data in frames_iter(self._socket, tty=False):
                 if stream != STDOUT:
                     self.tail = (self.tail + data)[-LOG_TAIL:]
                     continue
-                *whole, rest = (rest + data).split(b"\n")
-                for line in whole:
-                    self._put(line)
-                if len(rest) > LONGEST_LINE or self._is_closed:
+                first, *others = data.split(b"\n")
+                rest += first
+                for part in others:
+                    self.inbox.put(bytes(rest))
+                    rest = bytearray(part)
+                self.inbox.is_endless = len(rest) > LONGEST_LINE
+                if self.inbox.is_endless or self.inbox.is_closed:
                     break
-        self._put(None)
-
-    def _put(self, line: bytes | None) -> None:
-        while not self._is_closed:
-            with suppress(queue.Full):
-                self.lines.put(line, timeout=1.0)
-                return
+        except (OSError, ValueError):
+            self.is_lost = not self.inbox.is_closed
+        self.inbox.put(None)
 
     def close(self) -> None:
         """Ends the container's standard input, too."""
-        self._is_closed = True
+        self.inbox.close()
         with suppress(OSError, AttributeError):
             getattr(self._socket, "_sock", self._socket).shutdown(socket.SHUT_RDWR)
         with suppress(OSError):
@@ -391,7 +403,8 @@ class _Stream:
 
 
 class Outcome:
-    """What a container said and left. ``is_over``: its streams ended by themselves."""
+    """What a container said and left. ``is_over``: its streams ended by themselves; ``is_lost``: the connection to them
+    broke."""
 
     def __init__(self) -> None:
         self.result: Event = {}
@@ -400,6 +413,7 @@ class Outcome:
         self.machine: dict[str, Any] | None = None
         self.tail = ""
         self.is_over = False
+        self.is_lost = False
         self.is_complete = False
 
     def settled(self, state: Mapping[str, Any], limits: Limits, says_oom: bool = True) -> Outcome:
@@ -410,16 +424,19 @@ class Outcome:
         if not self.result:
             if is_oom:
                 reason = f"killed at the memory limit of {limits.memory_bytes / 2**30:.1f} GiB (the container's)."
-                self.result = _failed("oom", reason)
-            elif code == ORPHANED:
+                self.result = failed("oom", reason)
+            elif self.is_lost:  # by what the harness saw: an exit code is the contestant's to choose
                 raise EngineGone("the connection to the container was lost")
             else:
                 how = f"was killed by signal {code - 128}" if code > 128 else f"ended with exit code {code}"
                 if code == 128 + signal.SIGKILL and not says_oom:
                     how += f" (by the memory limit of {limits.memory_bytes / 2**30:.1f} GiB or another hand)"
-                self.result = _failed("crashed", f"the container {how} before it had a result.")
+                if code == ORPHANED:
+                    how += ", which says that the harness is gone, and it is not,"
+                by_others = code - 128 in {int(number) for number in FROM_OUTSIDE} and says_oom
+                self.result = failed("crashed", f"the container {how} before it had a result.", by_others)
         elif self.result["state"] == "ok" and not self.is_complete:
-            self.result = _failed("crashed", f"the container ended (exit code {code}) before its results were sent.")
+            self.result = failed("crashed", f"the container ended (exit code {code}) before its results were sent.")
         reason = str(self.result.get("reason"))
         if "No space left on device" in reason:
             # The container's own limit, not the disk of this machine, for which the run would stop.
@@ -433,10 +450,6 @@ class Outcome:
         return self
 
 
-def _failed(state: str, reason: str) -> Event:
-    return {"event": "result", "state": state, "reason": reason}
-
-
 def _follow(
     stream: _Stream,
     start: float,
@@ -446,27 +459,30 @@ def _follow(
 ) -> Outcome:
     """Passes events on until the streams end or the time is over. Collected files never outgrow the results folder."""
     outcome = Outcome()
-    deadline = time.monotonic() + limits.timeout_seconds
+    patience = Patience(limits.timeout_seconds)
     collected = 0
     shown = b""
     try:
         while True:
-            if time.monotonic() > deadline:
-                outcome.result = outcome.result or _failed(
-                    "timeout", f"no result within {limits.timeout_seconds:.0f} s."
-                )
+            line = stream.inbox.get(POLL_SECONDS)
+            if stream.inbox.is_endless and not line:
+                why = f"the container {ENDLESS.format(LONGEST_LINE // 2**20)}."
+                outcome.result = outcome.result or failed("crashed", why)
                 return outcome
-            try:
-                line = stream.lines.get(timeout=POLL_SECONDS)
-            except queue.Empty:
+            if line is None:
+                outcome.is_over, outcome.is_lost = not stream.is_lost, stream.is_lost
+                return outcome
+            # Where the time is over, what was said before is heard first.
+            if patience.is_over and (not line or patience.left < -GRACE_SECONDS):
+                why = f"no result within {limits.timeout_seconds:.0f} s."
+                outcome.result = outcome.result or failed("timeout", why)
+                return outcome
+            if not line:
                 if stream.tail != shown:
                     shown = stream.tail
                     on_event({"event": "log", "text": _last_line(shown)})
                 continue
-            if line is None:
-                outcome.is_over = True
-                return outcome
-            event = _event(line)
+            event = event_of(line)
             if referee is not None:
                 referee.attend(event)
             match event.get("event"):
@@ -481,7 +497,7 @@ def _follow(
                 case "done":
                     outcome.is_complete = True
                 case "result":
-                    outcome.result = event if event.get("state") in STATES else _failed("crashed", MALFORMED)
+                    outcome.result = event if event.get("state") in STATES else failed("crashed", MALFORMED)
                     on_event(outcome.result)
                 case _:
                     on_event(event)
@@ -499,7 +515,7 @@ MALFORMED = "the container sent a result without a state that there is."
 def _without_gpu(why: str) -> Outcome:
     """Of a container that the engine did not start."""
     outcome = Outcome()
-    outcome.result = _failed("crashed", f"the engine gave the container no GPU: {why}")
+    outcome.result = failed("crashed", f"the engine gave the container no GPU: {why}")
     outcome.settled({}, Limits(0, 0.0))
     outcome.result["container"]["exit_code"] = None
     return outcome
@@ -516,14 +532,6 @@ def _part_of_file(event: Event) -> tuple[str, bytes]:
     with suppress(KeyError, ValueError, TypeError):
         return str(event["name"]), base64.b64decode(event["data"])
     return "", b""
-
-
-def _event(line: bytes) -> Event:
-    with suppress(ValueError, RecursionError):
-        event = json.loads(line)
-        if isinstance(event, dict):
-            return event
-    return {"event": "noise", "text": line.decode(errors="replace").rstrip()[:1000]}
 
 
 class Luggage:

@@ -484,7 +484,7 @@ class DuelRun:
             except (env.EnvironmentFault, isolation.ToolFault) as fault:
                 reason = f"the float64 reference of {bout.cell.task} could not be made: {fault}"
                 return Process(state="crashed", reason=reason)
-        bounds = Limits(self.limits.memory_bytes, gatekeeper.TIMEOUT_SECONDS)
+        bounds = Limits(self.limits.memory_bytes, min(gatekeeper.TIMEOUT_SECONDS, self.limits.timeout_seconds))
         verdict = gatekeeper.judge(
             contestant, bout.cell.task, place, bounds, self.options.device, self.options.threads, progress.say
         )

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from harness import seccomp
 from harness.errors import BadInput
 from harness.tunnel import CONNECTIONS, SCHEME, Tunnel, ssh_command
 
@@ -106,6 +107,7 @@ def _facts(client: Any) -> dict[str, Any]:
         "memory_bytes": int(info["MemTotal"]),
         "cgroup": str(info.get("CgroupVersion", "1")),
         "storage": str(info.get("Driver", "")),
+        "seccomp": kind == "docker" and any("seccomp" in option for option in info.get("SecurityOptions") or []),
         "runtimes": sorted(info.get("Runtimes") or {}),
         "rootless": any("rootless" in option for option in info.get("SecurityOptions") or []),
         "memory_limit": bool(info.get("MemoryLimit", True)),
@@ -128,7 +130,7 @@ def run_once(on: Engine, digest: str, code: str, **more: Any) -> tuple[int, byte
         network_mode="none",
         user=NOBODY,
         cap_drop=["ALL"],
-        security_opt=["no-new-privileges:true"],
+        security_opt=security(on),
         read_only=True,
         use_config_proxy=False,
         labels=labels(ONCE_SECONDS),
@@ -141,6 +143,13 @@ def run_once(on: Engine, digest: str, code: str, **more: Any) -> tuple[int, byte
         return status, container.logs(stdout=True, stderr=False)
     finally:
         remove(container)
+
+
+def security(on: Engine) -> list[str]:
+    """For every container: no privileges to gain, and where the engine takes one, our own list of system calls
+    (Podman's service takes none by this way, and has its own)."""
+    options = ["no-new-privileges:true"]
+    return [*options, f"seccomp={seccomp.profile()}"] if on.facts.get("seccomp") else options
 
 
 def ulimits() -> list[Any]:

@@ -41,6 +41,7 @@ BUDGET_BATCH = 64
 """The ε of one epoch at this batch size is what an adapter's own accountant is asked for."""
 
 TIMEOUT_SECONDS = 900.0
+"""At most: a run's own limit, where that is less."""
 NOISE_MULTIPLIER = 1.1
 DELTA = 1e-5
 

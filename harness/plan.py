@@ -75,7 +75,7 @@ PRESETS: dict[str, Options] = {
         batch_sizes={"mnist-cnn": (64,)},
         rounds=1,
         budget_seconds=0.5,
-        timeout_seconds=120.0,
+        timeout_seconds=300.0,
     ),
     "quick": Options(
         tasks=PAPER_TASKS,

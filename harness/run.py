@@ -290,7 +290,7 @@ class Run:
                     gatekeeper.reference(task, say, self.found.tool)
             except (env.EnvironmentFault, isolation.ToolFault) as fault:
                 return Verdict("crashed", f"the float64 reference of {task} could not be made: {fault}", nothing, {})
-        bounds = Limits(self.limits.memory_bytes, gatekeeper.TIMEOUT_SECONDS)
+        bounds = Limits(self.limits.memory_bytes, min(gatekeeper.TIMEOUT_SECONDS, self.limits.timeout_seconds))
         with self.folder.attempt(f"{task}.{contestant.name}.gate") as killed:
             try:
                 if killed < MOST_ATTEMPTS:

@@ -131,6 +131,8 @@ MISBEHAVIOUR = {
     "fork": ("crashed", "Resource temporarily unavailable"),
     "glutton": ("oom", "memory limit"),
     "vanish": ("crashed", "exit code 7"),
+    "endless": ("crashed", "a line of more than 8 MiB without an end"),
+    "orphan": ("crashed", "exit code 88, which says that the harness is gone, and it is not"),
     "flood": ("ok", ""),
     "forge": ("crashed", "what is no result"),
     "spoil": ("crashed", "snapshot.npz: no archive"),
@@ -154,6 +156,7 @@ def test_whatever_a_contestant_tries_is_contained_and_recorded(cells: Cells) -> 
     image = cells.on.client.images.get(images.tag_of(registry.load(PRISONER)))
     assert one.image is not None and one.image.digest == image.id and one.image.matches_lock
     assert one.image.base == images.base_digest(cells.on) and len(one.image.lock) == 64
+    assert all(r.container is not None and r.container.engine_restarts == 0 for r in found.values())
     assert one.container is not None and one.container.exit_code == 0 and one.container.startup_seconds
     oom = found["glutton"].container
     assert oom is not None and oom.oom_killed == says_oom and oom.exit_code == 137

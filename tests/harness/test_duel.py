@@ -511,11 +511,13 @@ def test_a_task_is_judged_by_its_gate_before_it_is_timed(project, tmp_path, monk
     def judge(contestant: Any, task: str, *rest: Any) -> gatekeeper.Verdict:
         role = "base" if "sleep(0.02)" not in (contestant.framework.folder / "adapter.py").read_text() else "head"
         asked.append(role)
+        assert rest[1].timeout_seconds == 123.0, "a hanging gate ends by the run's own limit"
         check = GateCheck(check="update", error=0.5, limit=0.1, passed=passes[role])
         return gatekeeper.Verdict("ok", None, Gate(passed=passes[role], key="k", checks=[check]), {})
 
     monkeypatch.setattr("harness.duel.gatekeeper.judge", judge)
     chosen: dict[str, Any] = {"layers": (), "tasks": ("logreg",), "frameworks": ("phantom-sleeper",), "synthetic": True}
+    chosen["timeout_seconds"] = 123.0
     duel = project.fight("HEAD~1", "HEAD", tmp_path / "out", **chosen, batch_sizes=(64,))
     (cell,) = duel.cells
     assert asked == ["base", "head"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -10,14 +11,16 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import docker
 import docker.errors
 import psutil
 import pytest
 
-from harness import engine, harbour
+from harness import container, engine, harbour
 from harness.errors import BadInput
+from harness.isolation import Inbox, Limits
 from harness.registry import ROOT
 from tests.harness.engines import PretendedEngine
 
@@ -72,6 +75,60 @@ def test_what_a_run_refuses_and_what_doctor_warns_of(monkeypatch: pytest.MonkeyP
         harbour.Harbour("cpu")
     monkeypatch.setattr(engine, "connect", lambda: connected(cpuset=False))
     assert engine.unlimited(harbour.Harbour("cpu").engine.facts) == ["processors"]
+
+
+def test_our_own_system_calls_where_the_engine_takes_a_list() -> None:
+    on = PretendedEngine().on
+    assert engine.security(on) == ["no-new-privileges:true"]
+    privileges, calls = engine.security(replace(on, facts={**on.facts, "seccomp": True}))
+    profile = json.loads(calls.removeprefix("seccomp="))
+    assert privileges == "no-new-privileges:true" and profile["defaultAction"] == "SCMP_ACT_ERRNO"
+    allowed = [rule for rule in profile["syscalls"] if rule["action"] == "SCMP_ACT_ALLOW"]
+    names = {name for rule in allowed if "args" not in rule for name in rule["names"]}
+    assert {"read", "mmap", "futex", "execve", "sched_setaffinity"} <= names
+    assert not names & {"socket", "clone", "io_uring_setup", "ptrace", "bpf", "mount", "unshare", "setns", "keyctl"}
+    families = [rule["args"][0]["value"] for rule in allowed if rule["names"] == ["socket"]]
+    assert families == [1, 2, 10, 16], "and not 40, AF_VSOCK"
+
+
+class Streams:
+    """A container's streams as :func:`harness.container._follow` sees them: lines that are there, then an end."""
+
+    def __init__(self, *lines: bytes, is_endless: bool = False, is_lost: bool = False) -> None:
+        self.inbox = Inbox()
+        self.inbox.is_endless = is_endless
+        self.is_lost, self.tail = is_lost, b""
+        for line in (*lines, None):
+            self.inbox.put(line)
+
+    def close(self) -> None:
+        self.inbox.close()
+
+
+RESULT = b'{"event": "result", "state": "ok", "interrupted": true}'
+
+
+def ending(streams: Streams, code: int, seconds: float = 60.0) -> dict[str, Any]:
+    limits = Limits(2**30, seconds)
+    outcome = container._follow(streams, 0.0, limits, lambda event: None)  # type: ignore[arg-type]
+    return outcome.settled({"ExitCode": code}, limits).result
+
+
+def test_every_ending_of_a_container_has_its_true_reason() -> None:
+    claimed = ending(Streams(), 88)
+    assert claimed["state"] == "crashed" and "exit code 88, which says that the harness is gone" in claimed["reason"]
+    with pytest.raises(engine.EngineGone, match="connection to the container was lost"):
+        ending(Streams(is_lost=True), 88)
+    endless = ending(Streams(is_endless=True), 137)
+    assert endless["state"] == "crashed" and "a line of more than 8 MiB without an end" in endless["reason"]
+    killed, broken = ending(Streams(), 137), ending(Streams(), 139)
+    assert killed["interrupted"] and "killed by signal 9" in killed["reason"]
+    assert "interrupted" not in broken and "killed by signal 11" in broken["reason"]
+    assert "interrupted" not in ending(Streams(RESULT, b'{"event": "done"}'), 0)
+
+
+def test_what_a_container_said_before_its_time_was_over_is_heard() -> None:
+    assert ending(Streams(RESULT, b'{"event": "done"}'), 0, seconds=-1.0)["state"] == "ok"
 
 
 def test_what_a_process_made_is_nobodys_when_it_has_ended() -> None:

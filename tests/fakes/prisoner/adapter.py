@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import socket
 import sys
@@ -100,6 +101,17 @@ class Prisoner(Adapter):
         with suppress(OSError):
             (RESULTS / "snapshot.npz").write_bytes(b"nothing")
 
+    def _endless(self) -> None:
+        """A line of events that never ends."""
+        while True:
+            for number in range(3, 32):
+                with suppress(OSError):
+                    os.write(number, b"x" * 2**16)
+
+    def _orphan(self) -> None:
+        """Ends as if the harness had gone."""
+        os._exit(88)
+
     def _mute(self) -> None:
         os.closerange(1, 100)
         time.sleep(3600)
@@ -131,6 +143,13 @@ def _works(attempt: Callable[[], object]) -> bool:
     except Exception as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return False
+
+
+def _is_answered(number: int) -> bool:
+    """Whether the kernel looks at the arguments of a system call, which are nonsense, instead of refusing it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall(number, 8, 0)
+    return ctypes.get_errno() not in (errno.ENOSYS, errno.EPERM)
 
 
 def _write(path: Path) -> bool:
@@ -191,6 +210,9 @@ ATTEMPTS: dict[str, Callable[[], object]] = {
     "the engine's socket": lambda: [p for p in ("/var/run/docker.sock", "/run/docker.sock") if Path(p).exists()],
     "a block device": lambda: [p for p in Path("/dev").iterdir() if p.is_block_device()],
     "the host's processes": lambda: sum(p.name.isdigit() for p in Path("/proc").iterdir()) > 8,
+    "a socket to the hypervisor": lambda: socket.socket(40, socket.SOCK_STREAM),
+    "io_uring": lambda: _is_answered(425),
+    "the key of the seals": lambda: list(Path(os.environ["DPBENCH_CACHE"]).rglob("key")),
     "mounting": lambda: os.system("mount -t tmpfs none /mnt 2>/dev/null") == 0,
 }
 
