@@ -502,6 +502,8 @@ def _follow(
                 case _:
                     on_event(event)
     finally:
+        if outcome.result and patience.was_stopped:
+            outcome.result["harness_stopped"] = True
         if referee is not None:
             referee.close()
         outcome.tail = stream.tail.decode(errors="replace")

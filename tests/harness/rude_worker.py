@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-RESULT = json.dumps({"event": "result", "state": "ok", "interrupted": True}).encode() + b"\n"
+RESULT = json.dumps({"event": "result", "state": "ok", "memory": {}, "interrupted": True}).encode() + b"\n"
 
 
 def daemon(note: str) -> None:

@@ -521,7 +521,7 @@ def test_a_task_is_judged_by_its_gate_before_it_is_timed(project, tmp_path, monk
     duel = project.fight("HEAD~1", "HEAD", tmp_path / "out", **chosen, batch_sizes=(64,))
     (cell,) = duel.cells
     assert asked == ["base", "head"]
-    assert (cell.name, cell.verdict, cell.alerts) == ("logreg/phantom-sleeper/64", "slower", ["time"])
+    assert (cell.name, cell.verdict, cell.alerts) == ("logreg/phantom-sleeper/64", "slower", ["time"]), cell.reason
     assert cell.memory is None or cell.memory.change == "not judged"
     assert cell.weights is not None and cell.weights.apart == 0.0 and not cell.weights.differs
     adapter.write_text(plain.replace("value += 1e-3", "value += 1.1e-3"))

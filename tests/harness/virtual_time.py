@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +20,7 @@ SPREAD = 0.02
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces ``time.perf_counter`` and ``time.sleep`` in this process; other processes took no part of it."""
+    """Replaces ``time.perf_counter``, ``time.sleep`` and the referee's clock in this process; other processes took no part of it."""
     now = 0.0
     luck = random.Random(0)
 
@@ -34,5 +35,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(time, "perf_counter", look)
     monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr("harness.referee.time", SimpleNamespace(monotonic=look))
     # Busy ticks are the kernel's, on the kernel's clock.
     monkeypatch.setattr("harness.clock._cpu_seconds", lambda: None)
