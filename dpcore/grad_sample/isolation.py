@@ -72,6 +72,8 @@ class IsolationCheck:
         self.names = names
         self.layout = layout
         self.enabled = True
+        self.compiled = False
+        """Whether torch.compile made a part of the graph (a loss function), through which one backward pass can go."""
         self._kinds: Counter[Any] = Counter()
         self._passes = 0
         self._checks = 0
@@ -224,24 +226,35 @@ class _Trial:
         PrivacyError where the gradient of the outputs of the example ``alone`` reaches another's (experiment 1)."""
         found: dict[Parameter, _Measured] = {}
 
-        def look(tape: Tape, outputs: list[Tensor]) -> None:
+        def look_alone(tape: Tape, outputs: list[Tensor]) -> None:
             if alone is not None:
                 self._check_alone(tape, outputs, alone)
+
+        def look_at_all(tape: Tape, outputs: list[Tensor]) -> None:
             shapes = [output.shape for output in outputs]
             if self.shapes is None:
                 self.shapes = shapes
             if shapes != self.shapes:
                 return
-            tape.pull(outputs, [torch.ones_like(o) if self.losses else _weights(o) for o in outputs])
+            tape.pull(outputs, [torch.ones_like(o) if self.losses else _weights(o) for o in outputs], keep=False)
             with _without_autocast(self.check.names):
                 for choice in choose(tape.uses):
                     found[choice.param] = self._measured(choice, excluded)
 
-        self._pass(batch, look)
+        if not self.check.compiled:
+            try:
+                self._pass(batch, look_alone, look_at_all)
+                return found
+            except RuntimeError as error:
+                if "donated buffers" not in str(error):
+                    raise
+                self.check.compiled = True
+        self._pass(batch, look_alone)
+        self._pass(batch, look_at_all)
         return found
 
-    def _pass(self, batch: Any, look: Callable[[Tape, list[Tensor]], None]) -> None:
-        """``look(tape, outputs that need a gradient)`` after a forward pass."""
+    def _pass(self, batch: Any, *looks: Callable[[Tape, list[Tensor]], None]) -> None:
+        """Every ``look(tape, outputs that need a gradient)`` after one forward pass."""
         while True:
             self.random.restore()
             tape = Tape(self.check.names, self.batch_size, layout=self.check.layout)
@@ -250,7 +263,9 @@ class _Trial:
             self.written = self.state.written()
             outputs = [leaf for leaf in flatten(returned)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
             try:
-                return look(tape, outputs) if outputs else None
+                for look in looks if outputs else ():
+                    look(tape, outputs)
+                return
             except SeenOtherwise:
                 continue  # which does without one more lookup that was put off
 
@@ -271,14 +286,15 @@ class _Trial:
         dims = [(o, [d for d in (0, 1) if o.shape[d : d + 1] == (self.batch_size,)]) for o in outputs]
         by_row = [(output, fits) for output, fits in dims if fits]
         reached: Parameter | None = None
-        for last in range(max((len(fits) for _, fits in by_row), default=0)):
+        possible = max((len(fits) for _, fits in by_row), default=0)
+        for last in range(0 if self.check.compiled and possible > 1 else possible):
             weights = []
             for output, fits in by_row:
                 dim = fits[-1] if last else fits[0]
                 weight = torch.zeros_like(output)
                 weight.select(dim, row).copy_(_weights(output).select(dim, row))
                 weights.append(weight)
-            tape.pull([output for output, _ in by_row], weights)
+            tape.pull([output for output, _ in by_row], weights, keep=not self.check.compiled)
             found = self._reaches_others(tape, row)
             if found is None:
                 return

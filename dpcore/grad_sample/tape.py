@@ -385,11 +385,11 @@ class Tape(TorchFunctionMode):
         for target, grad in zip(self._targets, grads, strict=False):
             target(grad)
 
-    def pull(self, outputs: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-        """Fills in every use's gradient from any ``outputs`` with ``weights`` of their shapes; the graph stays."""
+    def pull(self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep: bool) -> None:
+        """Fills in every use's gradient from any ``outputs`` with ``weights`` of their shapes; ``keep``: the graph."""
         if not outputs or not self._edges:
             return
-        grads = torch.autograd.grad(outputs, self._edges, weights, retain_graph=True, allow_unused=True)
+        grads = torch.autograd.grad(outputs, self._edges, weights, retain_graph=keep, allow_unused=True)
         for target, grad in zip(self._targets, grads, strict=True):
             target(grad)
 

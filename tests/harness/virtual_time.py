@@ -20,7 +20,8 @@ SPREAD = 0.02
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces ``time.perf_counter``, ``time.sleep`` and the referee's clock in this process; other processes took no part of it."""
+    """Replaces ``time.perf_counter``, ``time.sleep`` and the referee's clock in this process; other processes took no
+    part of it."""
     now = 0.0
     luck = random.Random(0)
 
