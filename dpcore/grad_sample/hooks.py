@@ -205,9 +205,9 @@ class AbstractGradSampleHooks:
     ) -> None:
         """Before a batch: finds what has no rule, and whether examples are kept apart, where either is due."""
         kind = tuple(
-            (leaf.shape[1:], leaf.dtype)
+            (leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else leaf
             for leaf in flatten((args, kwargs))[0]
-            if isinstance(leaf, Tensor) and leaf.dim()
+            if isinstance(leaf, bool | str) or (isinstance(leaf, Tensor) and leaf.dim())
         )
         self._learn(kind, call, args, kwargs, batch_size)
         sharded = isinstance(ranks := getattr(self._module, "ranks", None), Ranks) and ranks.sharded

@@ -7,9 +7,15 @@ rare random ones later, go through the model a few times more, and the real pass
 1. *One output.* The gradient of one random example's outputs must reach only that example's row in every recorded use
    of a parameter; every other row must be exactly zero. (With losses by example: the gradient of one loss.)
 2. *Other inputs.* Half of the examples are replaced by another one; the gradients of the other half may not change.
-   This sees examples that mix where no gradient flows: before the first trained layer, by sorting, by a count.
+   This sees examples that mix where no gradient flows: before the first trained layer, by sorting, by a count. The
+   gradients at the outputs of the replaced examples are others, too, for what mixes in the backward pass.
 3. *Outliers.* As 2, with that half's own floating-point inputs made large, for what only the largest value does.
 4. *State.* Buffers must end up the same in 1 and 2, and no parameter may be written.
+5. *Fewer.* The first examples are left out; the gradients of the others may not change. This sees what depends on an
+   example's place in the batch, or on the number of examples. (Not where random numbers but dropout's are drawn.)
+
+Outputs are all tensors with a gradient in what the forward pass returns, also within objects of unknown classes, and
+those that it leaves in attributes of modules.
 """
 
 from __future__ import annotations
@@ -33,6 +39,7 @@ from dpcore.grad_sample.layout import Layout
 from dpcore.grad_sample.lookups import SeenOtherwise
 from dpcore.grad_sample.planner import Choice, choose
 from dpcore.grad_sample.rows import enlarged, half_of_rows, has_rows, replace_rows, without_graph
+from dpcore.grad_sample.side_effects import left_behind, tensors_in
 from dpcore.grad_sample.snapshot import ModelState, RandomNumbers, preserved, same_values, without_dropout
 from dpcore.grad_sample.tape import Tape
 from dpcore.grad_sample.tree import flatten, unflatten
@@ -52,10 +59,13 @@ RATE = 1.0 / 1024
 ROUNDING, HALF_ROUNDING = 1e-3, 0.05
 """Relative change of a squared norm that is taken for rounding: another example's length may choose another kernel."""
 CANCELLATION = 1e-5
+FLOOR, HALF_FLOOR = 1e-9, 1e-4
+"""Of the squared norm over all parameters: less is rounding, too."""
 
 REMEDY = (
     "Clipping an example's gradient would then not bound its influence. Treat examples apart (GroupNorm for statistics "
-    "of the batch, one loss per example, no sums, sorting or attention over dimension 0), or pass "
+    "of the batch, one loss per example, no sums, sorting or attention over dimension 0; a tensor that is left in an "
+    "attribute of a module counts as an output, so detach() what is only logged), or pass "
     "check_isolation=False if you can prove that each example's gradient depends on that example alone."
 )
 SWITCHED_OFF = (
@@ -104,7 +114,7 @@ class IsolationCheck:
 
         Args:
             kind: what the batch's shapes are; checked from now on.
-            run: the forward pass of a batch, called three times, or six where a gradient has moved.
+            run: the forward pass of a batch, called four times, or more often where a gradient has moved.
             batch: any structure; tensors whose first dimension is ``batch_size`` have one row per example.
             losses: whether ``run`` returns one loss per example.
         """
@@ -140,10 +150,14 @@ class IsolationCheck:
         rows, beside = half_of_rows(count, self._random)
         neighbours = replace_rows(batch, count, rows, lambda leaf: leaf[beside])
         outliers = replace_rows(batch, count, rows, lambda leaf: enlarged(leaf[rows.to(leaf.device)]))
-        before = trial.measure(batch, rows, alone)
+        dropped = _dropped(batch, count)
+        # The same rows are compared in all experiments, so that one pass is the measure of them.
+        rows = torch.arange(dropped) if dropped and dropped + len(rows) >= count else rows
+        excluded = torch.cat([torch.arange(dropped), rows]).unique()
+        before = trial.measure(batch, excluded, alone)
         written = trial.written
         try:
-            self._compare(trial, before, batch, neighbours, rows)
+            self._compare(trial, before, batch, neighbours, excluded)
         except UnsupportedError as error:
             error.add_note(
                 "dpcore had put other examples of the batch in the place of some, to see whether the model keeps "
@@ -160,23 +174,47 @@ class IsolationCheck:
                 )
         if any(has_rows(leaf, count) and leaf.is_floating_point() for leaf in flatten(batch)[0]):
             try:
-                self._compare(trial, before, batch, outliers, rows)
+                self._compare(trial, before, batch, outliers, excluded)
             except PrivacyError:
                 raise
             except Exception:  # the model may well refuse such values; they were ours, not the user's
-                return
+                pass
+        if dropped:
+            self._compare_fewer(trial, before, batch, dropped, excluded)
 
-    def _compare(
-        self, trial: _Trial, before: dict[Parameter, _Measured], batch: Any, changed: Any, rows: Tensor
-    ) -> None:
+    def _compare_fewer(self, trial: _Trial, before: Measurements, batch: Any, dropped: int, excluded: Tensor) -> None:
+        """Experiment 5: PrivacyError where a gradient depends on the place in the batch or on the batch's length."""
+        count = trial.batch_size
+        leaves, structure = flatten(batch)
+        fewer = unflatten(structure, [leaf[dropped:] if has_rows(leaf, count) else leaf for leaf in leaves])
+        try:
+            after = trial.measure(fewer, excluded, dropped=dropped)
+            if _moved(before, after, self._rounding()) is None:
+                return
+            with without_dropout(self.model):
+                before, again = (trial.measure(batch, excluded) for _ in range(2))
+                after = trial.measure(fewer, excluded, dropped=dropped)
+        except Exception:  # a model may well be made for batches of one length
+            return
+        moved = _moved(before, after, self._rounding())
+        if moved is None or trial.drew or _moved(before, again, self._rounding() / 4) is not None:
+            return
+        raise PrivacyError(
+            f"The {self._what(moved)} for an example depends on the number of examples in the batch, or on "
+            f"its place there: it changed when {dropped} before it were left out. A table of positions that is cut to "
+            f"the batch's length instead of the sequence's does that, or a division by len(x). {REMEDY}"
+        )
+
+    def _compare(self, trial: _Trial, before: Measurements, batch: Any, changed: Any, rows: Tensor) -> None:
         """PrivacyError where ``changed`` gives another gradient than ``batch``, for which ``before`` was measured, in a
         row that is not among ``rows``."""
-        after = trial.measure(changed, rows)
+        after = trial.measure(changed, rows, changed=True)
         if _moved(before, after, self._rounding()) is None:
             return
         # Dropout of what is packed hits other elements as soon as a length changes: compared without it.
         with without_dropout(self.model):
-            before, after, again = (trial.measure(b, rows) for b in (batch, changed, batch))
+            before, again = (trial.measure(batch, rows) for _ in range(2))
+            after = trial.measure(changed, rows, changed=True)
         moved = _moved(before, after, self._rounding())
         if moved is None:
             return
@@ -187,9 +225,12 @@ class IsolationCheck:
             )
             return
         raise PrivacyError(
-            f"The gradient of {self.names[moved]} for an example depends on the other examples in the batch: it "
+            f"The {self._what(moved)} for an example depends on the other examples in the batch: it "
             f"changed when those were replaced. {REMEDY}"
         )
+
+    def _what(self, moved: Parameter | int) -> str:
+        return f"output number {moved + 1}" if isinstance(moved, int) else f"gradient of {self.names[moved]}"
 
     def _rounding(self) -> float:
         half = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.names)
@@ -207,6 +248,11 @@ class _Measured:
     projection: float
 
 
+Measurements = dict[Parameter | int, _Measured]
+"""By parameter; and of the outputs' own values, by their number: a layer that is run again by example has gradients
+that are the example's own even where its outputs were not."""
+
+
 class _Trial:
     """Passes over batches of one size, all with the same random numbers and the same weights of the outputs."""
 
@@ -218,13 +264,22 @@ class _Trial:
         self.losses = losses
         self.random = RandomNumbers(check.model)
         self.shapes: list[torch.Size] | None = None
+        self.drew = False
+        """Whether the last pass drew random numbers."""
         self.written: dict[str, Tensor] = {}
         """The buffers that the last pass wrote; they are restored after each."""
 
-    def measure(self, batch: Any, excluded: Tensor, alone: int | None = None) -> dict[Parameter, _Measured]:
+    def measure(
+        self, batch: Any, excluded: Tensor, alone: int | None = None, changed: bool = False, dropped: int = 0
+    ) -> Measurements:
         """The gradients of all rows but the ``excluded``; nothing where the outputs have other shapes than before.
-        PrivacyError where the gradient of the outputs of the example ``alone`` reaches another's (experiment 1)."""
-        found: dict[Parameter, _Measured] = {}
+        PrivacyError where the gradient of the outputs of the example ``alone`` reaches another's (experiment 1).
+
+        Args:
+            changed: the outputs of the ``excluded`` get larger gradients.
+            dropped: so many of the first rows are left out in ``batch``; outputs without rows then count for nothing.
+        """
+        found: Measurements = {}
 
         def look_alone(tape: Tape, outputs: list[Tensor]) -> None:
             if alone is not None:
@@ -234,34 +289,72 @@ class _Trial:
             shapes = [output.shape for output in outputs]
             if self.shapes is None:
                 self.shapes = shapes
-            if shapes != self.shapes:
+            weights = self._all_weights(outputs, shapes, excluded if changed else None, dropped)
+            if weights is None:
                 return
-            tape.pull(outputs, [torch.ones_like(o) if self.losses else _weights(o) for o in outputs], keep=False)
+            tape.pull(outputs, weights, keep=False)
             with _without_autocast(self.check.names):
                 for choice in choose(tape.uses):
-                    found[choice.param] = self._measured(choice, excluded)
+                    found[choice.param] = self._measured(choice, excluded, dropped)
+                for k, (output, weight) in enumerate(zip(outputs, weights, strict=True)):
+                    dims = self._batch_dims(self.shapes[k])
+                    if len(dims) == 1:
+                        rows, theirs = (t.movedim(dims[0], 0) for t in (output, weight))
+                        found[k] = self._values(rows, theirs, excluded, dropped)
 
         if not self.check.compiled:
             try:
-                self._pass(batch, look_alone, look_at_all)
+                self._pass(batch, dropped, look_alone, look_at_all)
                 return found
             except RuntimeError as error:
                 if "donated buffers" not in str(error):
                     raise
                 self.check.compiled = True
-        self._pass(batch, look_alone)
-        self._pass(batch, look_at_all)
+        self._pass(batch, dropped, look_alone)
+        self._pass(batch, dropped, look_at_all)
         return found
 
-    def _pass(self, batch: Any, *looks: Callable[[Tape, list[Tensor]], None]) -> None:
+    def _all_weights(
+        self, outputs: list[Tensor], shapes: list[torch.Size], larger: Tensor | None, dropped: int
+    ) -> list[Tensor] | None:
+        """Gradients at the outputs: the same for the same example whatever is ``dropped``; None where the shapes are
+        not those of the first pass."""
+        assert self.shapes is not None
+        if len(shapes) != len(self.shapes):
+            return None
+        weights = []
+        for output, first in zip(outputs, self.shapes, strict=True):
+            weight = output.new_ones(first) if self.losses else _weights(output.new_empty(first))
+            dims = self._batch_dims(first)
+            if larger is not None and len(dims) == 1:
+                weight.index_copy_(dims[0], larger.to(weight.device), 3.0 * weight.index_select(dims[0], larger))
+            if dropped:
+                if len(dims) != 1:
+                    return None
+                weight = weight.narrow(dims[0], dropped, self.batch_size - dropped)
+            if weight.shape != output.shape:
+                return None
+            weights.append(weight)
+        return weights
+
+    def _pass(self, batch: Any, dropped: int, *looks: Callable[[Tape, list[Tensor]], None]) -> None:
         """Every ``look(tape, outputs that need a gradient)`` after one forward pass."""
         while True:
             self.random.restore()
-            tape = Tape(self.check.names, self.batch_size, layout=self.check.layout)
+            tape = Tape(self.check.names, self.batch_size - dropped, layout=self.check.layout)
+            before = {id(tensor) for tensor in left_behind(self.check.model)}
             with tape:
                 returned = self._run(without_graph(batch))
+            self.drew = not RandomNumbers(self.check.model).same(self.random)
             self.written = self.state.written()
-            outputs = [leaf for leaf in flatten(returned)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+            left = [tensor for tensor in left_behind(self.check.model) if id(tensor) not in before]
+            outputs = list({id(t): t for t in (*tensors_in(returned), *left) if t.requires_grad}.values())
+            if not outputs and tape.attached:
+                raise UnsupportedError(
+                    f"The forward pass returned a {type(returned).__name__} in which no tensor with a gradient was "
+                    "found, nor in the attributes of its modules, so it cannot be checked whether the model mixes the "
+                    "examples of a batch. Return the tensors that the loss needs."
+                )
             try:
                 for look in looks if outputs else ():
                     look(tape, outputs)
@@ -269,13 +362,27 @@ class _Trial:
             except SeenOtherwise:
                 continue  # which does without one more lookup that was put off
 
-    def _measured(self, choice: Choice, excluded: Tensor) -> _Measured:
+    def _batch_dims(self, shape: torch.Size) -> list[int]:
+        return [d for d in (0, 1) if shape[d : d + 1] == (self.batch_size,)]
+
+    def _kept(self, excluded: Tensor, dropped: int, device: torch.device) -> Tensor:
+        kept = torch.ones(self.batch_size, dtype=torch.bool, device=device)
+        kept[excluded.to(device)] = False
+        return kept[dropped:]
+
+    def _values(self, output: Tensor, weight: Tensor, excluded: Tensor, dropped: int) -> _Measured:
+        """Of the rows of an output that are not excluded."""
+        kept = self._kept(excluded, dropped, output.device)
+        rows = wide(output.detach()[kept]).flatten(1) if output.dim() > 1 else wide(output.detach()[kept]).unsqueeze(1)
+        norms_sq = rows.abs().square().sum(1)
+        return _Measured(norms_sq, norms_sq, float((rows * weight[kept].reshape(rows.shape)).real.sum()))
+
+    def _measured(self, choice: Choice, excluded: Tensor, dropped: int) -> _Measured:
         norms_sq, scale = _norms_sq(choice)
-        kept = torch.ones(self.batch_size, dtype=torch.bool, device=norms_sq.device)
-        kept[excluded.to(kept.device)] = False
+        kept = self._kept(excluded, dropped, norms_sq.device)
         dtype = torch.promote_types(choice.param.dtype, torch.float32)
         numbers = torch.Generator().manual_seed(choice.param.numel())
-        rows = torch.randn(self.batch_size, generator=numbers).to(kept.device, dtype) * kept
+        rows = torch.randn(self.batch_size, generator=numbers)[dropped:].to(kept.device, dtype) * kept
         total = torch.zeros(choice.param.shape, dtype=dtype, device=choice.param.device)
         weighted_sum(choice, rows, total)
         direction = torch.randn(total.shape, generator=numbers).to(total.device, dtype)
@@ -323,8 +430,15 @@ def _norms_sq(choice: Choice) -> tuple[Tensor, Tensor]:
         found = choice.uses[0].norm_sq(choice.param)
         return found.value.detach().clone(), found.value if found.scale is None else found.scale
     first, *more = (use.grad_sample(choice.param) for use in choice.uses)
-    norms_sq = wide(sum(more, first)).flatten(1).square().sum(1)
+    norms_sq = wide(sum(more, first)).unsqueeze(-1).flatten(1).square().sum(1)
     return norms_sq, norms_sq
+
+
+def _dropped(batch: Any, count: int) -> int:
+    """How many of the first rows experiment 5 leaves out: one, so that every place changes, or a few where the rest
+    would be as many as another dimension has; 0 where too few examples are left to tell."""
+    taken = {n for leaf in flatten(batch)[0] if isinstance(leaf, Tensor) for n in leaf.shape[1:]}
+    return next((k for k in (1, 3, 2) if count - k >= 3 and count - k not in taken), 0)
 
 
 @contextmanager
@@ -333,17 +447,26 @@ def _without_autocast(names: dict[Parameter, str]) -> Iterator[None]:
         yield
 
 
-def _moved(before: dict[Parameter, _Measured], after: dict[Parameter, _Measured], rounding: float) -> Parameter | None:
-    """The parameter with the largest change, None where all is rounding or could not be measured."""
+def _moved(before: Measurements, after: Measurements, rounding: float) -> Parameter | int | None:
+    """The parameter or output with the largest change, None where all is rounding or could not be measured."""
     worst, found = 1.0, None
+    total: Tensor | float = _total(before)
+    # What a gradient that is zero but for rounding (of a key's bias, say) has of the whole.
+    floor = total * (HALF_FLOOR if rounding >= HALF_ROUNDING / 4 else FLOOR)
     for param in before.keys() | after.keys() if before and after else ():
-        most = _change(before.get(param), after.get(param), rounding)
+        most = _change(before.get(param), after.get(param), rounding, 0.0 if isinstance(param, int) else floor)
         if most > worst:
             worst, found = most, param
     return found
 
 
-def _change(before: _Measured | None, after: _Measured | None, rounding: float) -> float:
+def _total(measured: Measurements) -> Tensor | float:
+    """[k] squared norms over all parameters together; 0 where they have not the same rows."""
+    each = [m.norms_sq.double().nan_to_num(0.0, 0.0) for key, m in measured.items() if not isinstance(key, int)]
+    return torch.stack(each).sum(0) if len({n.shape for n in each}) == 1 else 0.0
+
+
+def _change(before: _Measured | None, after: _Measured | None, rounding: float, floor: Tensor | float) -> float:
     """How many times larger than rounding the change between two measurements is."""
     if before is None or after is None:
         present = after if before is None else before
@@ -357,7 +480,7 @@ def _change(before: _Measured | None, after: _Measured | None, rounding: float) 
         return 0.0
     largest = torch.maximum(old, new)
     scale = torch.maximum(before.scale[finite].double(), after.scale[finite].double())
-    allowed = rounding * largest + CANCELLATION * scale + 1e-9 * largest.sum() + 1e-300
+    allowed = rounding * largest + CANCELLATION * scale + 1e-9 * largest.sum() + floor + 1e-300
     by_norm = float(((new - old).abs() / allowed).max())
     size = float((allowed / rounding).sum()) ** 0.5
     by_projection = abs(after.projection - before.projection) / (rounding * size)

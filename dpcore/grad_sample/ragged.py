@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
+from dpcore.errors import UnsupportedError
 from dpcore.grad_sample import layout
 from dpcore.grad_sample.tree import batch_length
 
@@ -26,6 +27,12 @@ def is_ragged(model: nn.Module, value: Any) -> bool:
 def batch_size(model: nn.Module, value: Any) -> int:
     """Number of examples in the arguments of a model. UnsupportedError where nothing tells."""
     leaves, _ = _leaves(value)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.layout != torch.strided:
+            raise UnsupportedError(
+                f"An input of the model has the layout {leaf.layout}, whose rows cannot be told apart; pass a dense "
+                "tensor (with lengths or a mask where examples differ in length) and convert it within the model."
+            )
     bags = _bags(model, leaves)
     return len(leaves[bags[1]]) - bags[2] if bags else batch_length(value)
 

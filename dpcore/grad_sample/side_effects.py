@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpcore.grad_sample.tree import flatten
+
 _CONTAINERS = (list, dict, set, deque)
 
 
@@ -117,6 +119,25 @@ def _names(code: types.CodeType) -> set[str]:
 
 def _parts(container: Any) -> list[Any]:
     return [*container.keys(), *container.values()] if isinstance(container, dict) else list(container)
+
+
+def tensors_in(value: Any, depth: int = 6) -> Iterator[Tensor]:
+    """The tensors in a value: in tuples, lists, dicts, and objects of other classes (distributions, say)."""
+    for leaf in flatten(value)[0]:
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif depth and not isinstance(leaf, nn.Module | type | types.ModuleType | types.FunctionType):
+            if isinstance(leaf, _CONTAINERS):
+                yield from tensors_in(_parts(leaf), depth - 1)
+            elif hasattr(leaf, "__dict__"):
+                yield from tensors_in(list(vars(leaf).values()), depth - 1)
+
+
+def left_behind(module: nn.Module) -> Iterator[Tensor]:
+    """Tensors in attributes of a module's parts that have a place in a graph: an auxiliary loss, say."""
+    for part in module.modules():
+        attributes = [v for n, v in vars(part).items() if not (n.startswith("_") and isinstance(v, dict))]
+        yield from (tensor for tensor in tensors_in(attributes) if tensor.grad_fn is not None)
 
 
 @contextmanager
