@@ -28,7 +28,8 @@ def now() -> int:
 
 def peak() -> int:
     """Highest VmRSS since the start or the last :func:`reset_peak` (VmHWM); the peaks of living children are added to
-    it, and the largest of those that ended since. An upper bound: their peaks need not fall together."""
+    it, and that of the largest which ended since, where it was larger than all that ended before: more the kernel does
+    not keep. An upper bound of these: their peaks need not fall together."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     living = sum(_status("VmHWM", pid) for pid in ("self", *_descendants()))
     return living + (ended if ended > _ended_before else 0)

@@ -15,7 +15,7 @@ import pytest
 from harness import registry, skeleton
 from harness.contract import Adapter
 from harness.errors import BadInput
-from harness.gate import run_gate
+from harness.gate import BOUND_CHECK, run_gate
 from harness.tasks import TASKS
 from harness.worker import load_create
 from tests.harness.test_gate import BUDGET, PRIVATE, reference
@@ -65,6 +65,7 @@ def test_the_skeleton_runs_and_the_gate_names_what_is_missing(tmp_path: Path) ->
         "parameters: as given to build",
         "update: worst tensor",
         "budget",
+        BOUND_CHECK,  # not measured
     }
 
 
