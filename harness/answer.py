@@ -147,7 +147,7 @@ def examined(
     for name, content in weights.items():
         look = fault_of_replay if name == "checked" else fault_of_weights
         why = look(content, getattr(request, "task", ""), LARGEST_WEIGHTS) if fault is None else None
-        fault = fault or (why and f"{name}: {why}")
+        fault = fault or (why and f"{name}.npz: {why}")
         kept += [name] if fault is None else []
     if fault is None:
         return result, kept

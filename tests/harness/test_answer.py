@@ -99,7 +99,7 @@ def test_an_answer_that_is_none_leaves_no_weights() -> None:
     assert answer.examined(TIME, asked, {"snapshot": weights}, "the worker") == (TIME, ["snapshot"])
     result, kept = answer.examined({**TIME, "log_tail": "x"}, asked, {"snapshot": b"no"}, "the worker")
     assert kept == [] and result["state"] == "crashed" and result["log_tail"] == "x"
-    assert "the worker sent what is no result (snapshot: no archive" in result["reason"]
+    assert "the worker sent what is no result (snapshot.npz: no archive" in result["reason"]
     result, kept = answer.examined({**TIME, "epoch_seconds": [-1.0]}, asked, {"snapshot": weights}, "the container")
     assert kept == [] and "the container sent what is no result (epoch_seconds.0" in result["reason"]
 
