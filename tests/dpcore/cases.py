@@ -1353,7 +1353,7 @@ def main() -> None:
 
 HEAD = """# Cases
 
-Made by `python -m tests.dpcore.cases`. Every case is trained privately without noise.
+Made by `tests/dpcore/cases.py` (`python -m`, from the root). Every case is trained privately without noise.
 
 * *right*: the weights are those of a loop over examples in float64, clipped one by one, to a relative 1e-4 (in half
   precision 2e-2), and no example that is left out moves them by more than C.
