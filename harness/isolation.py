@@ -82,7 +82,14 @@ class InProcess:
     def __init__(self, module: str = WORKER) -> None:
         self.module = module
 
-    def run(self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None]) -> Event:
+    def run(
+        self,
+        request: AnyRequest,
+        limits: Limits,
+        on_event: Callable[[Event], None],
+        referee: Referee | None = None,
+    ) -> Event:
+        """``referee``: of the caller's, who then judges the clock."""
         worker = importlib.import_module(self.module)
         events: list[Event] = []
 
@@ -90,10 +97,11 @@ class InProcess:
             events.append(event)
             on_event(event)
 
-        line = Direct(request) if isinstance(request, Request) else None
+        line = Direct(request, referee) if isinstance(request, Request) else None
         worker.run(request, emit, line)
         result = _examined({"log_tail": "", **events[-1]}, request)
-        return line.referee.judged(result) if line is not None and request.mode == "time" else result
+        judge = line is not None and referee is None and request.mode == "time"
+        return line.referee.judged(result) if line is not None and judge else result
 
 
 class Venv:

@@ -54,7 +54,7 @@ class Referee:
         self._chance = random.SystemRandom()
         self._lock = threading.Lock()
         self._own_seconds = 0.0
-        self._told_seed: float | None = None
+        self._told_seed: tuple[float, float] | None = None
         self._went: tuple[float, float] | None = None
         self._timer: threading.Timer | None = None
         self._left: float | None = None
@@ -89,7 +89,7 @@ class Referee:
                 self._own_seconds = time.monotonic() - now
                 return {"sizes": sizes}
             case "seed":
-                self._told_seed = time.monotonic()
+                self._told_seed = time.monotonic(), self._waited()
                 return {"batch_seed": self.request.batch_seed}
             case "go":
                 self._look_at_preparation(now)
@@ -110,7 +110,8 @@ class Referee:
         if self._told_seed is None:
             self.faults.append("the clock was started before the batches were known")
         elif not self.seconds:
-            took, limit = now - self._told_seed, self._preparation_limit()
+            since, waited = self._told_seed
+            took, limit = now - since, self._preparation_limit() + self._waited() - waited
             if took > limit:
                 self.faults.append(f"{took:.3f} s went by between the batches and the clock (limit {limit:.3f} s)")
 
@@ -174,9 +175,10 @@ class Referee:
 class Direct:
     """The line to a referee in this very process, for tests of the harness."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, referee: Referee | None = None) -> None:
         self._stopped = threading.Event()
-        self.referee = Referee(request, lambda message: self._stopped.set())
+        self.referee = Referee(request) if referee is None else referee
+        self.referee.say = lambda message: self._stopped.set()
         self.is_stopped = self._stopped.is_set
 
     def ask(self, what: str, **more: Any) -> Message:

@@ -349,7 +349,7 @@ class _Trial:
             self.written = self.state.written()
             left = [tensor for tensor in left_behind(self.check.model) if id(tensor) not in before]
             outputs = list({id(t): t for t in (*tensors_in(returned), *left) if t.requires_grad}.values())
-            if not outputs and tape.attached:
+            if not outputs and tape.attached and not self.losses:
                 raise UnsupportedError(
                     f"The forward pass returned a {type(returned).__name__} in which no tensor with a gradient was "
                     "found, nor in the attributes of its modules, so it cannot be checked whether the model mixes the "

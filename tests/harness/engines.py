@@ -25,6 +25,7 @@ from harness.container import Outcome
 from harness.errors import BadInput
 from harness.isolation import InProcess, Limits
 from harness.layer_request import LayerRequest
+from harness.referee import Referee
 from harness.request import Request
 
 
@@ -228,7 +229,8 @@ class PretendedEngine:
                 data[field] = _outside(data[field], outside)
         kind = LayerRequest if order["worker"] == "harness.layer_worker" else Request
         outcome = Outcome()
-        outcome.result = InProcess(order["worker"]).run(kind(**data), limits, lambda event: None)
+        referee = next((one for one in rest if isinstance(one, Referee)), None)
+        outcome.result = InProcess(order["worker"]).run(kind(**data), limits, lambda event: None, referee)
         outcome.result["versions"] = self.versions[place.image.digest]
         outcome.is_complete = True
         return outcome.settled({"ExitCode": 0}, limits)
