@@ -60,6 +60,7 @@ ROUNDING, HALF_ROUNDING = 1e-3, 0.05
 """Relative change of a squared norm that is taken for rounding: another example's length may choose another kernel."""
 CANCELLATION = 1e-5
 FLOOR, HALF_FLOOR = 1e-9, 1e-4
+OUTPUT_FLOOR = 1e-10
 """Of the squared norm over all parameters: less is rounding, too."""
 
 REMEDY = (
@@ -148,11 +149,12 @@ class IsolationCheck:
         """All experiments; ``alone``: the example whose outputs may not reach others."""
         count = trial.batch_size
         rows, beside = half_of_rows(count, self._random)
+        dropped = _dropped(batch, count)
+        if dropped + len(rows) >= count:
+            rows, beside = torch.arange(dropped), dropped
         neighbours = replace_rows(batch, count, rows, lambda leaf: leaf[beside])
         outliers = replace_rows(batch, count, rows, lambda leaf: enlarged(leaf[rows.to(leaf.device)]))
-        dropped = _dropped(batch, count)
         # The same rows are compared in all experiments, so that one pass is the measure of them.
-        rows = torch.arange(dropped) if dropped and dropped + len(rows) >= count else rows
         excluded = torch.cat([torch.arange(dropped), rows]).unique()
         before = trial.measure(batch, excluded, alone)
         written = trial.written
@@ -186,18 +188,20 @@ class IsolationCheck:
         """Experiment 5: PrivacyError where a gradient depends on the place in the batch or on the batch's length."""
         count = trial.batch_size
         leaves, structure = flatten(batch)
+        # A batch of another length goes through other kernels, whose rounding cancellation may enlarge.
+        rounding = HALF_ROUNDING
         fewer = unflatten(structure, [leaf[dropped:] if has_rows(leaf, count) else leaf for leaf in leaves])
         try:
             after = trial.measure(fewer, excluded, dropped=dropped)
-            if _moved(before, after, self._rounding()) is None:
+            if _moved(before, after, rounding) is None:
                 return
             with without_dropout(self.model):
                 before, again = (trial.measure(batch, excluded) for _ in range(2))
                 after = trial.measure(fewer, excluded, dropped=dropped)
         except Exception:  # a model may well be made for batches of one length
             return
-        moved = _moved(before, after, self._rounding())
-        if moved is None or trial.drew or _moved(before, again, self._rounding() / 4) is not None:
+        moved = _moved(before, after, rounding)
+        if moved is None or trial.drew or _moved(before, again, rounding / 4) is not None:
             return
         raise PrivacyError(
             f"The {self._what(moved)} for an example depends on the number of examples in the batch, or on "
@@ -246,6 +250,8 @@ class _Measured:
     norms_sq: Tensor
     scale: Tensor
     projection: float
+    numbers: int = 0
+    """In a row of an output; 0 for parameters."""
 
 
 Measurements = dict[Parameter | int, _Measured]
@@ -375,7 +381,8 @@ class _Trial:
         kept = self._kept(excluded, dropped, output.device)
         rows = wide(output.detach()[kept]).flatten(1) if output.dim() > 1 else wide(output.detach()[kept]).unsqueeze(1)
         norms_sq = rows.abs().square().sum(1)
-        return _Measured(norms_sq, norms_sq, float((rows * weight[kept].reshape(rows.shape)).real.sum()))
+        projection = float((rows * weight[kept].reshape(rows.shape)).real.sum())
+        return _Measured(norms_sq, norms_sq, projection, rows.shape[1])
 
     def _measured(self, choice: Choice, excluded: Tensor, dropped: int) -> _Measured:
         norms_sq, scale = _norms_sq(choice)
@@ -452,9 +459,12 @@ def _moved(before: Measurements, after: Measurements, rounding: float) -> Parame
     worst, found = 1.0, None
     total: Tensor | float = _total(before)
     # What a gradient that is zero but for rounding (of a key's bias, say) has of the whole.
-    floor = total * (HALF_FLOOR if rounding >= HALF_ROUNDING / 4 else FLOOR)
+    half = rounding >= HALF_ROUNDING / 4
+    floor = total * (HALF_FLOOR if half else FLOOR)
     for param in before.keys() | after.keys() if before and after else ():
-        most = _change(before.get(param), after.get(param), rounding, 0.0 if isinstance(param, int) else floor)
+        # An output may be zero but for rounding, of numbers that are not seen.
+        least = before[param].numbers * OUTPUT_FLOOR * (1e5 if half else 1.0) if isinstance(param, int) else floor
+        most = _change(before.get(param), after.get(param), rounding, least)
         if most > worst:
             worst, found = most, param
     return found
@@ -463,7 +473,7 @@ def _moved(before: Measurements, after: Measurements, rounding: float) -> Parame
 def _total(measured: Measurements) -> Tensor | float:
     """[k] squared norms over all parameters together; 0 where they have not the same rows."""
     each = [m.norms_sq.double().nan_to_num(0.0, 0.0) for key, m in measured.items() if not isinstance(key, int)]
-    return torch.stack(each).sum(0) if len({n.shape for n in each}) == 1 else 0.0
+    return torch.stack(each).sum(0).clamp(min=0.0) if len({n.shape for n in each}) == 1 else 0.0
 
 
 def _change(before: _Measured | None, after: _Measured | None, rounding: float, floor: Tensor | float) -> float:
@@ -478,8 +488,8 @@ def _change(before: _Measured | None, after: _Measured | None, rounding: float, 
     old, new = before.norms_sq[finite].double(), after.norms_sq[finite].double()
     if not len(old) or not bool(finite.all()):
         return 0.0
-    largest = torch.maximum(old, new)
-    scale = torch.maximum(before.scale[finite].double(), after.scale[finite].double())
+    largest = torch.maximum(old, new).clamp(min=0.0)  # what cancels may be below zero
+    scale = torch.maximum(before.scale[finite].double(), after.scale[finite].double()).clamp(min=0.0)
     allowed = rounding * largest + CANCELLATION * scale + 1e-9 * largest.sum() + floor + 1e-300
     by_norm = float(((new - old).abs() / allowed).max())
     size = float((allowed / rounding).sum()) ** 0.5
