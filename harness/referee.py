@@ -25,6 +25,9 @@ from harness.worker import epoch_batches, setting_of
 UNKNOWN_SEED = -1
 DISAGREEMENT_SECONDS = 5e-3
 DISAGREEMENT_SHARE = 0.02
+WAITING_FACTOR = 4.0
+"""A message between the two goes through threads of both sides, of which two are asked how long they waited for a
+processor: where they waited, the others did, too. On a machine that is not busy nobody waits: nothing is allowed."""
 PREPARATION_SECONDS = 0.5
 PREPARATION_FACTOR = 3.0
 """Between the seed of the batches and the first ``go`` a worker draws its index lists: so long may it take beside the
@@ -111,7 +114,7 @@ class Referee:
             self.faults.append("the clock was started before the batches were known")
         elif not self.seconds:
             since, waited = self._told_seed
-            took, limit = now - since, self._preparation_limit() + self._waited() - waited
+            took, limit = now - since, self._preparation_limit() + WAITING_FACTOR * (self._waited() - waited)
             if took > limit:
                 self.faults.append(f"{took:.3f} s went by between the batches and the clock (limit {limit:.3f} s)")
 
@@ -161,7 +164,10 @@ class Referee:
         """In sum, and in the middle of all stretches: a single one may be held up by chance."""
         if len(stated) != len(self.seconds):
             return [f"{len(stated)} stretches were timed by the worker, {len(self.seconds)} by the harness"]
-        rooms = [self.room + DISAGREEMENT_SHARE * s + w for s, w in zip(self.seconds, self.allowances, strict=True)]
+        rooms = [
+            self.room + DISAGREEMENT_SHARE * s + WAITING_FACTOR * w
+            for s, w in zip(self.seconds, self.allowances, strict=True)
+        ]
         longer = [mine - theirs for mine, theirs in zip(self.seconds, stated, strict=True)]
         beyond = [more - room for more, room in zip(longer, rooms, strict=True)]
         if sum(beyond) > 0 or statistics.median(beyond) > 0 or min(longer) < -self.room:
