@@ -55,13 +55,14 @@ not."""
 ALWAYS = 24
 """So many checks of new kinds are always made, later ones while checks are at most RATE of all passes."""
 RATE = 1.0 / 1024
-"""How often a later batch is checked. A check costs about as much as 4 passes over its examples."""
+"""How often a later batch is checked. A check is at most four passes over its examples, and what they leave behind."""
 ROUNDING, HALF_ROUNDING = 1e-3, 0.05
 """Relative change of a squared norm that is taken for rounding: another example's length may choose another kernel."""
 CANCELLATION = 1e-5
 FLOOR, HALF_FLOOR = 1e-9, 1e-4
+"""Shares of the squared norm over all parameters: less is rounding, too."""
 OUTPUT_FLOOR = 1e-10
-"""Of the squared norm over all parameters: less is rounding, too."""
+"""Squared change of one number of an output that is taken for rounding, where the output may be zero but for it."""
 
 REMEDY = (
     "Clipping an example's gradient would then not bound its influence. Treat examples apart (GroupNorm for statistics "
