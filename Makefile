@@ -104,7 +104,7 @@ mutants: $(READY)  ## the deliberately wrong adapters: the gate must reject each
 
 test-containers: $(READY)
 	@echo "==> a base, a small framework's image and its cells in a real container engine; skips where there is none"
-	$(BIN)/pytest -q tests/harness/test_containers.py -m "containers and not slow" -rs
+	$(BIN)/pytest -q tests/harness/environments/test_containers.py -m "containers and not slow" -rs
 
 # For CI jobs (docs/ci.md). Their values come from strangers too, so that the shell reads them and never make: $$NAME.
 compare-wheel: $(READY)  ## PACKAGE, WHEEL; BASE_VERSION (default the last release), LAYERS, THRESHOLD, ...: a wheel against a release

@@ -11,8 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
-from frameworks import torch_models
-from frameworks.torch_adapter import TorchAdapter
+from frameworks._shared.torch import models as torch_models
+from frameworks._shared.torch.adapter import TorchAdapter
 from harness.contract import Adapter, Setting
 from harness.tasks import Task
 

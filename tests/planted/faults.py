@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.registry import ROOT
+from harness.plan.registry import ROOT
 
 SLOWED = """
 
