@@ -161,7 +161,11 @@ def frameworks(hidden: bool = False, root: Path = ROOT) -> dict[str, Framework]:
     parents = [root / "frameworks"]
     if root == ROOT:
         parents += [Path(p) for p in os.environ.get(EXTRA_FOLDERS, "").split(os.pathsep) if p]
-    found = [load(path.parent, root) for parent in parents for path in sorted(parent.glob("*/framework.toml"))]
+    files = [path for parent in parents for path in sorted(parent.glob("*/framework.toml"))]
+    mutants = root / "tests" / "mutants" / "framework.toml"
+    if hidden and mutants.exists():
+        files.append(mutants)
+    found = [load(path.parent, root) for path in files]
     return {f.name: f for f in found if hidden or not f.hidden}
 
 

@@ -133,7 +133,7 @@ def canary_seconds() -> float | None:
     """The canary's, in a process of its own with one thread: this one may have other ideas of threads. None where it
     could not be run."""
     done = subprocess.run(
-        [sys.executable, "-c", "from harness import canary; print(canary.seconds())"],
+        [sys.executable, "-c", "from harness.worker import speed_probe; print(speed_probe.seconds())"],
         env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 
 from frameworks._tools import reference
-from frameworks.mutants.adapter import VARIANTS, create
 from harness.contract import Setting
 from harness.plan import registry
 from harness.tasks import TASKS
 from harness.worker.gate.checks import run_gate
+from tests.mutants.adapter import VARIANTS, create
 
 TASK = {"embedding-off": "imdb-embedding", "drops-recurrent": "imdb-lstm"}
 ORDINARY_TASK = "mnist-cnn"
@@ -28,7 +28,7 @@ def main(out: Path) -> None:
     torch.set_num_threads(1)
     known = {}
     found = {}
-    framework = registry.load(registry.ROOT / "frameworks" / "mutants")
+    framework = registry.load(registry.ROOT / "tests" / "mutants")
     for name in VARIANTS:
         variant = framework.variant(name)
         task = TASKS[TASK.get(name, ORDINARY_TASK)]

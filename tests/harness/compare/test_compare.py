@@ -389,7 +389,7 @@ def test_the_working_tree_is_taken_as_it_is(project):
     assert (before.dirty, after.dirty) == (False, True)
     assert before.content != after.content and len(before.content) == len(after.content)
     assert "0.006" in (after.folder / "frameworks" / "phantom" / "layers.py").read_text()
-    assert (after.folder / "harness" / "layer_worker.py").exists()  # the running harness, on both sides
+    assert (after.folder / "harness" / "worker" / "layers.py").exists()  # the running harness, on both sides
     assert candidates.resolve("base", "main", project.folder).content == before.content
 
 
@@ -523,7 +523,7 @@ def test_a_task_is_judged_by_its_gate_before_it_is_timed(project, tmp_path, monk
         check = GateCheck(check="update", error=0.5, limit=0.1, passed=passes[role])
         return admission.Verdict("ok", None, Gate(passed=passes[role], key="k", checks=[check]), {})
 
-    monkeypatch.setattr("harness.compare.run.gatekeeper.judge", judge)
+    monkeypatch.setattr("harness.compare.run.admission.judge", judge)
     chosen: dict[str, Any] = {"layers": (), "tasks": ("logreg",), "frameworks": ("phantom-sleeper",), "synthetic": True}
     chosen["timeout_seconds"] = 123.0
     duel = project.fight("HEAD~1", "HEAD", tmp_path / "out", **chosen, batch_sizes=(64,))

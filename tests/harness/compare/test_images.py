@@ -106,15 +106,13 @@ def test_two_states_run_with_the_code_of_their_own(project, tmp_path, pretended)
 
 def test_a_task_asks_for_its_reference_and_its_gate_before_its_containers(project, tmp_path, pretended, monkeypatch):
     asked: list[Any] = []
-    monkeypatch.setattr(
-        "harness.environments.containers.session.Harbour.reference", lambda self, task, say: asked.append(task)
-    )
+    monkeypatch.setattr(admission, "reference", lambda task, say, make: asked.append(task))
 
     def judge(contestant: Any, task: str, place: Any, *rest: Any) -> admission.Verdict:
         asked.append(place.identity)
         return admission.Verdict("ok", None, Gate(passed=True, key="k", checks=[]), {})
 
-    monkeypatch.setattr("harness.compare.run.gatekeeper.judge", judge)
+    monkeypatch.setattr("harness.compare.run.admission.judge", judge)
     digests = [pretended.add(f"fake:{number}", number) for number in (1, 2)]
     chosen: dict[str, Any] = {"layers": (), "tasks": ("logreg",), "frameworks": ("phantom-noop",), "synthetic": True}
     duel = project.fight(

@@ -134,7 +134,7 @@ def test_what_a_container_said_before_its_time_was_over_is_heard() -> None:
 
 
 def test_what_a_process_made_is_nobodys_when_it_has_ended() -> None:
-    code = "from harness import engine; print(engine.owner())"
+    code = "from harness.environments.containers import engine; print(engine.owner())"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         found = {engine.OWNER: process.stdout.read().strip(), engine.DEADLINE: "0"}

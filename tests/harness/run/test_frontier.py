@@ -146,7 +146,7 @@ def test_a_search_goes_on_where_it_stopped_and_measures_nothing_twice(driver: Dr
 
 
 def test_every_other_ending_stops_the_search_and_is_a_record(driver: Driver) -> None:
-    done = driver.run("crash,hang,refuses,unfit,slow", "--budget", "0.2", "--timeout", "5", "--longest-step", "0.3")
+    done = driver.run("crash,hang,refuses,unfit,slow", "--budget", "0.2", "--timeout", "5", "--longest-step", "0.5")
     assert done.returncode == 3
     found: dict[str, list[Record]] = {}
     for r in driver.records("search"):

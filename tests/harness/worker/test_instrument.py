@@ -187,7 +187,7 @@ def test_doctor_reports_every_check(capsys: pytest.CaptureFixture[str]) -> None:
 
 FAMILY = """
 import subprocess, sys
-from harness import resident
+from harness.worker import memory as resident
 
 child = "import sys; block = b'x' * (48 << 20); print('ready', flush=True); sys.stdin.read()"
 resident.reset_peak()
