@@ -78,10 +78,11 @@ doctor: $(READY)  ## checks of the instrument itself
 test: lint test-containers test-harness test-dpcore test-frameworks  ## everything that CI runs
 
 lint: $(READY)
-	@echo "==> ruff and mypy"
+	@echo "==> ruff, mypy and the contracts of imports"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --config dpcore/pyproject.toml --no-cache
 
 test-harness: $(READY)
 	@echo "==> tests of the harness"

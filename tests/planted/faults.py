@@ -68,7 +68,7 @@ class Fault:
     text: str = ""
 
 
-ENGINE = "dpcore/grad_sample/engine.py"
+ENGINE = "dpcore/engine/engine.py"
 FAULTS = {
     "none": Fault("nothing changed (A/A)", None),
     **{
