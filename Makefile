@@ -82,6 +82,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/lint-imports --config dpcore/pyproject.toml --no-cache
 
 test-harness: $(READY)

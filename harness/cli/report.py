@@ -38,8 +38,8 @@ def report(
     """Tables (Markdown, CSV, LaTeX) and figures (PDF, SVG, PNG) from records; the main tables here."""
     from rich.console import Console
 
-    from harness.report import contents
-    from harness.report.formats import output, terminal
+    from harness.report import contents, output
+    from harness.report.formats import terminal
     from harness.store import read
 
     first, *others = places = places or [LOCAL_RESULTS]
