@@ -6,10 +6,8 @@ import copy
 import functools
 import hashlib
 import math
-import secrets
 import sys
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +17,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dpcore.accountants import create_accountant, get_noise_multiplier
+from dpcore.budget import Budget, BudgetError
+from dpcore.checkpoint import Checkpoint, PrivateState, RandomState, named_schedulers
 from dpcore.clipping import automatic_factors, check_max_grad_norm
 from dpcore.data_loader import DPDataLoader
-from dpcore.distributed import check_shares, load_for_rank, ranks_of, save_for_rank
+from dpcore.distributed import Ranks, check_shares, ranks_of
 from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.grad_sample.utils import DEFAULT_MODE, prepare_module
@@ -35,10 +35,6 @@ from dpcore.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from dpcore.validators import ModuleValidator
 
 FACTORS = {"automatic": automatic_factors}
-
-
-class BudgetError(PrivacyError):
-    """A step would exceed the privacy budget; nothing of it was released."""
 
 
 class PrivacyEngine:
@@ -100,117 +96,38 @@ class PrivacyEngine:
         ``check_isolation``: the first batches of every kind, and rare random ones later, are used for experiments on
         whether the model keeps examples apart (:mod:`dpcore.example_isolation.check`); PrivacyError where it does not.
         """
-        _check_types(module, optimizer)
-        if "torch.distributed.fsdp" in sys.modules:
-            # Slow to import, and nothing can be sharded before it was.
-            from dpcore.sharding import shard
-
-            module, optimizer = shard(module, optimizer)
-        ranks = ranks_of(module)
-        if ranks is not None and ranks.sharded and (grad_sample_mode != DEFAULT_MODE or not wrap_model):
-            raise UnsupportedError(
-                f"grad_sample_mode={grad_sample_mode!r} with wrap_model={wrap_model} is not for a sharded module, "
-                f"whose ordinary gradients torch would average over the ranks; use {DEFAULT_MODE!r} and a wrapper."
-            )
-        self._check(module, optimizer, clipping, max_grad_norm)
-        if criterion is not None:
-            check_criterion(criterion, loss_reduction)
-        if rand_on_empty:
-            warn_caller(
-                "rand_on_empty is not needed and is ignored: an empty batch keeps its structure and has length 0. A "
-                "random example in its place would let one example move the sum by twice max_grad_norm.",
-            )
-        derived = sample_rate is None and not isinstance(data_loader, DPDataLoader)
-        if self.secure_mode and not poisson_sampling:
-            raise ValueError("secure_mode also draws the batches; it needs poisson_sampling=True.")
-        self._check_dataset(data_loader)
-        check_data_set(data_loader.dataset)
-        if poisson_sampling:
-            data_loader = DPDataLoader.from_data_loader(
-                data_loader,
-                sample_rate=sample_rate,
-                seed=self._run_seed() if ranks is None else ranks.share_seed(self._run_seed()),
-                secure=self.secure_mode,
-                distributed=ranks is not None,
-            )
-            sample_rate = data_loader.sample_rate
-        else:
-            if ranks is not None:
-                check_shares(data_loader, ranks)
-            check_ordinary(data_loader)
-            if check_batches:
-                data_loader = counted(data_loader)
-            _check_length(data_loader, sample_rate, expected_batch_size)
-            if sample_rate is None:
-                sample_rate = 1 / len(data_loader)
-            warn_caller(
-                f"poisson_sampling=False: epsilon is computed for Poisson batches at the rate {sample_rate:.6g}, and "
-                "that of shuffled or fixed batches can be larger. Use it for comparisons, and poisson_sampling=True "
-                "for a release.",
-            )
-        if expected_batch_size is None:
-            expected_batch_size = len(data_loader.dataset) * sample_rate  # type: ignore[arg-type]
-            if not derived:
-                warn_caller(
-                    f"The divisor {expected_batch_size:.6g} is derived from the number of examples, which is then no "
-                    "secret; pass expected_batch_size= to keep it one.",
-                )
-        seed = self._run_seed()
-        if noise_generator is not None:
-            seed = int(torch.randint(2**62, (), generator=noise_generator))
-        if ranks is not None:
-            seed = ranks.share_seed(seed)
-            ranks.agree(
-                {
-                    "accountant": self.accountant.mechanism(),
-                    "secure_mode": self.secure_mode,
-                    "poisson_sampling": poisson_sampling,
-                    "sample_rate": sample_rate,
-                    "the number of steps in a round": len(data_loader),
-                    "the number of examples": len(data_loader.dataset),  # type: ignore[arg-type]
-                    "expected_batch_size": expected_batch_size,
-                    "noise_multiplier": noise_multiplier,
-                    "max_grad_norm": max_grad_norm,
-                    "clipping": clipping,
-                    "loss_reduction": loss_reduction,
-                    "the trained parameters": [
-                        (name, tuple(p.shape), p.dtype) for name, p in module.named_parameters() if p.requires_grad
-                    ],
-                }
-            )
-        recorded = self._record(module, grad_sample_mode, wrap_model, batch_first, loss_reduction)
-        if clipping in FACTORS:
-            options["factors"] = FACTORS[clipping]
-        private = get_optimizer_class(clipping, ranks is not None, grad_sample_mode)(
-            optimizer,
-            module=recorded,
+        settings = _Settings(
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            poisson_sampling=poisson_sampling,
+            clipping=clipping,
+            noise_generator=noise_generator,
+            grad_sample_mode=grad_sample_mode,
+            wrap_model=wrap_model,
+            sample_rate=sample_rate,
             expected_batch_size=expected_batch_size,
-            noise=SecureNoise() if self.secure_mode else GaussianNoise(seed, rank=ranks.rank if ranks else 0),
-            ranks=ranks,
-            **options,
+            check_batches=check_batches,
+            check_isolation=check_isolation,
+            options=options,
         )
-        private.data_loader = data_loader
-        private.setting["sample_rate"] = sample_rate if poisson_sampling else None
-        fixed_rate = sample_rate
-
-        def rate() -> float:
-            """The rate in force: a schedule may have changed the loader's."""
-            return data_loader.sample_rate if isinstance(data_loader, DPDataLoader) else fixed_rate
-
-        private.attach_step_hook(lambda of: self.accountant.get_optimizer_hook_fn(rate())(of))
-        private.attach_step_guard(lambda of: self._check_budget(of, rate()))
-        if isinstance(data_loader, CountingDataLoader) and check_batches:
-            private.ledger = self._ledger = Ledger(functools.partial(getattr, data_loader, "source"), self._ledger)
-        if not check_isolation:
-            recorded.isolation.switch_off()
+        module, optimizer, ranks = _trainable(module, optimizer, settings)
+        self._check_inputs(module, optimizer, criterion, settings, rand_on_empty)
+        rate_is_given = sample_rate is not None or isinstance(data_loader, DPDataLoader)
+        data_loader, rate = self._private_loader(data_loader, settings, ranks)
+        divisor = _divisor(data_loader, settings, rate, rate_is_given)
+        seed = self._noise_seed(noise_generator, ranks)
+        if ranks is not None:
+            self._agree_between_ranks(ranks, module, data_loader, settings, rate, divisor)
+        recorded = _recorded(module, settings)
+        private = self._private_optimizer(optimizer, recorded, settings, divisor, seed, ranks)
+        self._attach_accounting(private, data_loader, settings, rate)
         self._made += 1
-        if grad_sample_mode == "ghost":
-            criterion = nn.CrossEntropyLoss(reduction=loss_reduction) if criterion is None else criterion
-            loss = DPLossFastGradientClipping(recorded, private, criterion, loss_reduction)
-            return recorded, private, loss, data_loader
-        return recorded, private, data_loader
+        if grad_sample_mode != "ghost":
+            return recorded, private, data_loader
+        criterion = nn.CrossEntropyLoss(reduction=loss_reduction) if criterion is None else criterion
+        return recorded, private, DPLossFastGradientClipping(recorded, private, criterion, loss_reduction), data_loader
 
     def make_private_with_epsilon(
         self,
@@ -347,33 +264,21 @@ class PrivacyEngine:
         random state, and the shards of a sharded module); all load ``path``. ``checkpoint_dict``: entries of the
         caller's own, returned by :meth:`load_checkpoint`. ``data_loader``: the optimiser's, where not given.
         """
-        state = dict(checkpoint_dict or {})
-        state["module_state_dict"] = module.state_dict(**(module_state_dict_kwargs or {}))
-        state["privacy_accountant_state_dict"] = self.accountant.state_dict()
-        state["torch_rng"] = torch.get_rng_state()
-        if torch.cuda.is_available():
-            state["cuda_rng"] = torch.cuda.get_rng_state_all()
-        if optimizer is not None:
-            data_loader = optimizer.data_loader if data_loader is None else data_loader
-            state["optimizer_state_dict"] = optimizer.state_dict()
-            state["setting"] = optimizer.setting
-            state["privacy_state"] = {
-                "noise": optimizer.noise.state_dict(),
-                "steps": optimizer.steps,
-                "noise_multiplier": optimizer.noise_multiplier,
-                "max_grad_norm": optimizer.max_grad_norm,
-                "expected_batch_size": optimizer.expected_batch_size,
-                "sample_rate": data_loader.sample_rate if isinstance(data_loader, DPDataLoader) else None,
-            }
-        for key, scheduler in (
-            ("noise_scheduler_state_dict", noise_scheduler),
-            ("grad_clip_scheduler_state_dict", grad_clip_scheduler),
-        ):
-            if scheduler is not None:
-                state[key] = scheduler.state_dict()
-        if isinstance(data_loader, DPDataLoader):
-            state["sampler"] = data_loader.sampler_state.state_dict()
-        save_for_rank(state, path, None if optimizer is None else optimizer.ranks, torch_save_kwargs or {})
+        if optimizer is not None and data_loader is None:
+            data_loader = optimizer.data_loader
+        schedulers = named_schedulers(noise_scheduler, grad_clip_scheduler)
+        checkpoint = Checkpoint(
+            module=module.state_dict(**(module_state_dict_kwargs or {})),
+            accountant=self.accountant.state_dict(),
+            random=RandomState.now(),
+            optimizer=None if optimizer is None else optimizer.state_dict(),
+            settings={} if optimizer is None else optimizer.setting,
+            private=None if optimizer is None else PrivateState.from_run(optimizer, data_loader),
+            sampler=data_loader.sampler_state.state_dict() if isinstance(data_loader, DPDataLoader) else None,
+            schedulers={name: scheduler.state_dict() for name, scheduler in schedulers.items()},
+            callers_own=checkpoint_dict or {},
+        )
+        checkpoint.save(path, None if optimizer is None else optimizer.ranks, torch_save_kwargs or {})
 
     def load_checkpoint(
         self,
@@ -390,62 +295,21 @@ class PrivacyEngine:
         """Restores what :meth:`save_checkpoint` wrote, and returns it. PrivacyError where it was saved under other
         settings. A file without dpcore's own entries restores weights, optimiser and accountant, with a warning."""
         ranks = None if optimizer is None else optimizer.ranks
-        state = load_for_rank(path, ranks, {"weights_only": True} | (torch_load_kwargs or {}))
-        self._check_continues(state["privacy_accountant_state_dict"])
+        checkpoint = Checkpoint.load(path, ranks, {"weights_only": True} | (torch_load_kwargs or {}))
+        checkpoint.check_continues(self.accountant)
         if optimizer is not None:
             data_loader = optimizer.data_loader if data_loader is None else data_loader
-            here = optimizer.setting
-            if not state.get("privacy_state", {}).get("noise", True) and not isinstance(optimizer.noise, SecureNoise):
-                raise PrivacyError(
-                    "The checkpoint was saved in secure mode, this run has an ordinary generator: its noise would be "
-                    "open to attacks on floating point. Build the engine with secure_mode=True."
-                )
-            for name, value in state.get("setting", {}).items():
-                if here.get(name) != value:
-                    raise PrivacyError(
-                        f"The checkpoint was saved with {name}={value}, this run has {here.get(name)}; the "
-                        "accountant's history would not describe it. Rebuild the run with the checkpoint's settings."
-                    )
+            checkpoint.check_settings(optimizer)
             # Sums of an unfinished batch are of the run that is left behind.
             optimizer.discard()
-        module.load_state_dict(state["module_state_dict"], **(module_load_dict_kwargs or {}))
-        self.accountant.load_state_dict(state["privacy_accountant_state_dict"])
-        if optimizer is not None and "optimizer_state_dict" in state:
-            optimizer.load_state_dict(state["optimizer_state_dict"])
-        if optimizer is not None and "privacy_state" in state:
-            private = state["privacy_state"]
-            optimizer.noise.load_state_dict(private["noise"])
-            optimizer.steps = private["steps"]
-            optimizer.noise_multiplier = private["noise_multiplier"]
-            optimizer.max_grad_norm = private["max_grad_norm"]
-            optimizer.expected_batch_size = private["expected_batch_size"]
-            if isinstance(data_loader, DPDataLoader) and private["sample_rate"] is not None:
-                data_loader.set_sample_rate(private["sample_rate"])
-            if optimizer.ranks is not None:
-                optimizer.noise.rank = optimizer.ranks.rank
-                optimizer.weights_agree = False
-        elif optimizer is not None:
-            # Its steps before the checkpoint may have used this run's seed, from number 0 on.
-            optimizer.noise.seed = secrets.randbits(128)
-            if isinstance(data_loader, DPDataLoader):
-                data_loader.sampler_state.seed = secrets.randbits(128)
-            warn_caller(
-                "The checkpoint holds no state of noise and batches; the run goes on with fresh ones, and not bit for "
-                "bit as it would have.",
-            )
-        if "torch_rng" in state:
-            torch.set_rng_state(state["torch_rng"])
-        if "cuda_rng" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(state["cuda_rng"])
-        for key, scheduler in (
-            ("noise_scheduler_state_dict", noise_scheduler),
-            ("grad_clip_scheduler_state_dict", grad_clip_scheduler),
-        ):
-            if scheduler is not None and key in state:
-                scheduler.load_state_dict(state[key])
-        if isinstance(data_loader, DPDataLoader) and "sampler" in state:
-            data_loader.sampler_state.load_state_dict(state["sampler"])
-        return state
+        module.load_state_dict(checkpoint.module, **(module_load_dict_kwargs or {}))
+        self.accountant.load_state_dict(checkpoint.accountant)
+        if optimizer is not None:
+            checkpoint.restore_optimizer(optimizer, data_loader)
+        checkpoint.random.restore()
+        checkpoint.restore_schedulers(named_schedulers(noise_scheduler, grad_clip_scheduler))
+        checkpoint.restore_batches(data_loader)
+        return checkpoint.entries()
 
     @staticmethod
     def is_compatible(*, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> bool:
@@ -464,21 +328,120 @@ class PrivacyEngine:
         ModuleValidator.validate(fixed, strict=True)
         return fixed
 
-    def _record(
-        self, module: nn.Module, grad_sample_mode: str, wrap_model: bool, batch_first: bool, loss_reduction: str
-    ) -> Any:
-        """``module`` recorded in that mode, or as it is where it is recorded already."""
-        if not isinstance(module, AbstractGradSampleHooks):
-            return prepare_module(
-                module, grad_sample_mode, wrap_model, batch_first=batch_first, loss_reduction=loss_reduction
+    # ---- the steps of make_private
+
+    def _check_inputs(
+        self, module: nn.Module, optimizer: Optimizer, criterion: Any, settings: _Settings, rand_on_empty: bool
+    ) -> None:
+        """Refuses what cannot be trained privately, before anything is changed."""
+        ModuleValidator.validate(module, strict=True)
+        if not module.training:
+            raise ValueError("The module is in evaluation mode; call module.train() before make_private.")
+        settings.check_clipping()
+        _check_parameters(module, optimizer)
+        if criterion is not None:
+            check_criterion(criterion, settings.loss_reduction)
+        if rand_on_empty:
+            warn_caller(
+                "rand_on_empty is not needed and is ignored: an empty batch keeps its structure and has length 0. A "
+                "random example in its place would let one example move the sum by twice max_grad_norm.",
             )
-        if (module.batch_first, module.loss_reduction) != (batch_first, loss_reduction):
-            raise ValueError(
-                f"The module is wrapped already, with batch_first={module.batch_first} and "
-                f"loss_reduction={module.loss_reduction!r}; pass the same, or its to_standard_module()."
-            )
-        module.check_unchanged()
-        return module
+        if self.secure_mode and not settings.poisson_sampling:
+            raise ValueError("secure_mode also draws the batches; it needs poisson_sampling=True.")
+
+    def _private_loader(
+        self, data_loader: DataLoader[Any], settings: _Settings, ranks: Ranks | None
+    ) -> tuple[DataLoader[Any], float]:
+        """The loader to train with, and the rate at which an example is in a batch."""
+        self._check_dataset(data_loader)
+        check_data_set(data_loader.dataset)
+        if not settings.poisson_sampling:
+            return _ordinary_loader(data_loader, settings, ranks)
+        poisson = DPDataLoader.from_data_loader(
+            data_loader,
+            sample_rate=settings.sample_rate,
+            seed=self._run_seed() if ranks is None else ranks.share_seed(self._run_seed()),
+            secure=self.secure_mode,
+            distributed=ranks is not None,
+        )
+        return poisson, poisson.sample_rate
+
+    def _noise_seed(self, generator: torch.Generator | None, ranks: Ranks | None) -> int | None:
+        """The seed of the noise; the same on all ranks."""
+        seed = self._run_seed() if generator is None else int(torch.randint(2**62, (), generator=generator))
+        return seed if ranks is None else ranks.share_seed(seed)
+
+    def _agree_between_ranks(
+        self,
+        ranks: Ranks,
+        module: nn.Module,
+        data_loader: DataLoader[Any],
+        settings: _Settings,
+        rate: float,
+        divisor: float,
+    ) -> None:
+        """PrivacyError where a rank was called with other settings: its sums would get the noise of these."""
+        ranks.agree(
+            {
+                "accountant": self.accountant.mechanism(),
+                "secure_mode": self.secure_mode,
+                "poisson_sampling": settings.poisson_sampling,
+                "sample_rate": rate,
+                "the number of steps in a round": len(data_loader),
+                "the number of examples": len(data_loader.dataset),  # type: ignore[arg-type]
+                "expected_batch_size": divisor,
+                "noise_multiplier": settings.noise_multiplier,
+                "max_grad_norm": settings.max_grad_norm,
+                "clipping": settings.clipping,
+                "loss_reduction": settings.loss_reduction,
+                "the trained parameters": [
+                    (name, tuple(p.shape), p.dtype) for name, p in module.named_parameters() if p.requires_grad
+                ],
+            }
+        )
+
+    def _private_optimizer(
+        self,
+        optimizer: Optimizer,
+        recorded: AbstractGradSampleHooks,
+        settings: _Settings,
+        divisor: float,
+        seed: int | None,
+        ranks: Ranks | None,
+    ) -> DPOptimizer:
+        """The optimiser that clips, adds noise and steps."""
+        options = dict(settings.options)
+        if settings.clipping in FACTORS:
+            options["factors"] = FACTORS[settings.clipping]
+        kind = get_optimizer_class(settings.clipping, ranks is not None, settings.grad_sample_mode)
+        return kind(
+            optimizer,
+            module=recorded,
+            noise_multiplier=settings.noise_multiplier,
+            max_grad_norm=settings.max_grad_norm,  # type: ignore[arg-type]
+            expected_batch_size=divisor,
+            noise=SecureNoise() if self.secure_mode else GaussianNoise(seed, rank=ranks.rank if ranks else 0),
+            ranks=ranks,
+            **options,
+        )
+
+    def _attach_accounting(
+        self, private: DPOptimizer, data_loader: DataLoader[Any], settings: _Settings, fixed_rate: float
+    ) -> None:
+        """From now on every step is checked against the budget and the ledger, and counted."""
+        private.data_loader = data_loader
+        private.setting["sample_rate"] = fixed_rate if settings.poisson_sampling else None
+
+        def rate() -> float:
+            """The rate in force: a schedule may have changed the loader's."""
+            return data_loader.sample_rate if isinstance(data_loader, DPDataLoader) else fixed_rate
+
+        private.attach_step_hook(lambda of: self.accountant.get_optimizer_hook_fn(rate())(of))
+        private.attach_step_guard(lambda of: self._check_budget(of, rate()))
+        if isinstance(data_loader, CountingDataLoader) and settings.check_batches:
+            private.ledger = self._ledger = Ledger(functools.partial(getattr, data_loader, "source"), self._ledger)
+        if not settings.check_isolation:
+            private.module.isolation.switch_off()
 
     def _run_seed(self) -> int | None:
         """The seed of this call of make_private: a second model with the noise and the batches of the first would leak
@@ -488,22 +451,6 @@ class PrivacyEngine:
         digest = hashlib.sha256(f"dpcore run {self.seed} {self._made}".encode()).digest()
         return int.from_bytes(digest[:16], "little")
 
-    def _check_continues(self, accountant_state: dict[str, Any]) -> None:
-        """PrivacyError where the accountant has counted steps that a checkpoint does not know of."""
-        known: Counter[tuple[float, float]] = Counter()
-        for noise, rate, steps in accountant_state["history"]:
-            known[noise, rate] += steps
-        for noise, rate, steps in self.accountant.history:
-            known[noise, rate] -= steps
-        forgotten = -sum(steps for steps in known.values() if steps < 0)
-        if forgotten:
-            raise PrivacyError(
-                f"This engine has counted {forgotten} steps that are not in the checkpoint: epsilon would forget them, "
-                "and training on would use their noise again, on other gradients, whose difference it would lay bare. "
-                "To return to the checkpoint's weights, load its 'module_state_dict' into the module alone; the "
-                "accountant and the noise then go on. To look at the run as it was, use a new PrivacyEngine."
-            )
-
     def _check_dataset(self, data_loader: DataLoader[Any]) -> None:
         if self._dataset is not None and self._dataset is not data_loader.dataset:
             warn_caller(
@@ -512,27 +459,117 @@ class PrivacyEngine:
             )
         self._dataset = data_loader.dataset
 
-    def _check(self, module: nn.Module, optimizer: Optimizer, clipping: str, max_grad_norm: Any) -> None:
-        ModuleValidator.validate(module, strict=True)
-        if not module.training:
-            raise ValueError("The module is in evaluation mode; call module.train() before make_private.")
-        get_optimizer_class(clipping, False)
-        if isinstance(max_grad_norm, str):
-            check_max_grad_norm(max_grad_norm)
-        if (clipping == "per_layer") != isinstance(max_grad_norm, Sequence):
+
+@dataclass(frozen=True)
+class _Settings:
+    """The arguments of make_private that are numbers and switches."""
+
+    noise_multiplier: float
+    max_grad_norm: float | Sequence[float]
+    batch_first: bool
+    loss_reduction: str
+    poisson_sampling: bool
+    clipping: str
+    noise_generator: torch.Generator | None
+    grad_sample_mode: str
+    wrap_model: bool
+    sample_rate: float | None
+    expected_batch_size: float | None
+    check_batches: bool
+    check_isolation: bool
+    options: Mapping[str, Any]
+
+    def check_clipping(self) -> None:
+        """ValueError where the bounds are not of the kind that the way of clipping takes."""
+        get_optimizer_class(self.clipping, False)
+        if isinstance(self.max_grad_norm, str):
+            check_max_grad_norm(self.max_grad_norm)
+        if (self.clipping == "per_layer") != isinstance(self.max_grad_norm, Sequence):
             raise ValueError(
-                f"clipping={clipping!r} with max_grad_norm={max_grad_norm}: per_layer takes a list of bounds, one per "
-                "trained parameter; the others take one number."
+                f"clipping={self.clipping!r} with max_grad_norm={self.max_grad_norm}: per_layer takes a list of "
+                "bounds, one per trained parameter; the others take one number."
             )
-        if isinstance(optimizer, DPOptimizer):
-            raise PrivacyError("The optimizer is private already; a second make_private would add its noise twice.")
-        known = {id(p) for p in module.parameters()}
-        in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if not in_optimizer <= known:
-            raise PrivacyError(
-                "The optimizer holds parameters that are not the module's: they would be updated without clipping and "
-                "noise. Build the optimizer from module.parameters()."
-            )
+
+
+def _trainable(
+    module: nn.Module, optimizer: Optimizer, settings: _Settings
+) -> tuple[nn.Module, Optimizer, Ranks | None]:
+    """Module and optimiser, with whole parameters where they are sharded, and the processes that train together."""
+    _check_types(module, optimizer)
+    if "torch.distributed.fsdp" in sys.modules:
+        # Slow to import, and nothing can be sharded before it was.
+        from dpcore.sharding import shard
+
+        module, optimizer = shard(module, optimizer)
+    ranks = ranks_of(module)
+    mode, wrap_model = settings.grad_sample_mode, settings.wrap_model
+    if ranks is not None and ranks.sharded and (mode != DEFAULT_MODE or not wrap_model):
+        raise UnsupportedError(
+            f"grad_sample_mode={mode!r} with wrap_model={wrap_model} is not for a sharded module, "
+            f"whose ordinary gradients torch would average over the ranks; use {DEFAULT_MODE!r} and a wrapper."
+        )
+    return module, optimizer, ranks
+
+
+def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
+    """PrivacyError where the optimiser would update what is not clipped and noised once."""
+    if isinstance(optimizer, DPOptimizer):
+        raise PrivacyError("The optimizer is private already; a second make_private would add its noise twice.")
+    known = {id(p) for p in module.parameters()}
+    in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not in_optimizer <= known:
+        raise PrivacyError(
+            "The optimizer holds parameters that are not the module's: they would be updated without clipping and "
+            "noise. Build the optimizer from module.parameters()."
+        )
+
+
+def _ordinary_loader(
+    data_loader: DataLoader[Any], settings: _Settings, ranks: Ranks | None
+) -> tuple[DataLoader[Any], float]:
+    """The loader of a run without Poisson sampling, and the rate that its accountant assumes."""
+    if ranks is not None:
+        check_shares(data_loader, ranks)
+    check_ordinary(data_loader)
+    if settings.check_batches:
+        data_loader = counted(data_loader)
+    _check_length(data_loader, settings.sample_rate, settings.expected_batch_size)
+    rate = 1 / len(data_loader) if settings.sample_rate is None else settings.sample_rate
+    warn_caller(
+        f"poisson_sampling=False: epsilon is computed for Poisson batches at the rate {rate:.6g}, and "
+        "that of shuffled or fixed batches can be larger. Use it for comparisons, and poisson_sampling=True "
+        "for a release.",
+    )
+    return data_loader, rate
+
+
+def _divisor(data_loader: DataLoader[Any], settings: _Settings, rate: float, rate_is_given: bool) -> float:
+    """The number by which every update is divided; with a warning where it tells how many examples there are."""
+    if settings.expected_batch_size is not None:
+        return settings.expected_batch_size
+    divisor: float = len(data_loader.dataset) * rate  # type: ignore[arg-type]
+    if rate_is_given:
+        warn_caller(
+            f"The divisor {divisor:.6g} is derived from the number of examples, which is then no "
+            "secret; pass expected_batch_size= to keep it one.",
+        )
+    return divisor
+
+
+def _recorded(module: nn.Module, settings: _Settings) -> Any:
+    """``module`` recorded in the mode of ``settings``, or as it is where it is recorded already."""
+    mine = settings.batch_first, settings.loss_reduction
+    if not isinstance(module, AbstractGradSampleHooks):
+        return prepare_module(
+            module, settings.grad_sample_mode, settings.wrap_model, batch_first=mine[0], loss_reduction=mine[1]
+        )
+    if (module.batch_first, module.loss_reduction) != mine:
+        raise ValueError(
+            f"The module is wrapped already, with batch_first={module.batch_first} and "
+            f"loss_reduction={module.loss_reduction!r}; pass the same, or its to_standard_module()."
+        )
+    module.check_unchanged()
+    return module
 
 
 def _check_types(module: Any, optimizer: Any) -> None:
@@ -558,19 +595,3 @@ def _check_length(data_loader: Any, *given: float | None) -> None:
             f"The data set, of type {type(data_loader.dataset).__name__}, has no length from which the sample rate and "
             "the divisor could be derived; pass sample_rate= and expected_batch_size=."
         )
-
-
-@dataclass
-class Budget:
-    """What may be spent. ``planned``: (noise multiplier, sample rate, steps) that are known to fit."""
-
-    epsilon: float
-    delta: float
-    planned: tuple[float, float, int] | None = None
-
-    def covers(self, history: Sequence[tuple[float, float, int]]) -> bool:
-        """Whether a history is no more than was planned: fewer steps, each with as much noise and as few examples."""
-        if self.planned is None:
-            return False
-        noise, rate, steps = self.planned
-        return sum(n for _, _, n in history) <= steps and all(s >= noise and q <= rate for s, q, _ in history)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -140,19 +140,32 @@ class Engine:
     def _add_clipped_sum(self, x: Any, y: Any, mask: Tensor | None, scale: float) -> ClippedSum:
         """The clipped sum times ``scale``, added to what the buffer holds."""
         batch_size = _length(x)
-        if mask is not None and (mask.dtype != torch.bool or mask.shape != (batch_size,)):
-            raise ValueError(
-                f"mask is {mask.dtype} of shape {tuple(mask.shape)} for {batch_size} examples; it must be bool, one "
-                "entry per example: a weight above 1 would let an example move the sum by more than max_grad_norm."
-            )
-        kind = _kind(x)
-        if self._graphs is not None:
-            # The eager pass comes first in every mode: it sees what a trace cannot (random numbers without a rule).
-            kind = (*kind, tuple(module.training for module in self._modules))
+        _check_mask(mask, batch_size)
+        kind = self._kind(x)
+        self._prepare(kind, x, y, batch_size)
+        parts = []
+        for rows, graph_size in self._pieces(kind, batch_size, filled=mask is not None):
+            whole = rows == slice(0, batch_size)
+            piece = (x, y) if whole else (_take(x, rows), _take(y, rows))
+            parts.append(self._accumulate(*piece, None if mask is None else mask[rows], scale, kind, graph_size))
+        norms, factors, losses = ([part[k] for part in parts] for k in range(3))
+        return ClippedSum(
+            {name: self.accumulator.sums[p] for name, p in self.parameters.items()},
+            self._join(norms),
+            self._join(factors),
+            self._join(losses, grouped=False),
+            self.sensitivity,
+        )
+
+    def _kind(self, x: Any) -> Kind:
+        """What a plan holds for. With graphs the eager pass comes first in every mode, too: it sees what a trace cannot
+        (random numbers without a rule)."""
+        kind = tuple((t.shape[1:], t.dtype) for t in _tensors(x))
+        return kind if self._graphs is None else (*kind, tuple(module.training for module in self._modules))
+
+    def _prepare(self, kind: Kind, x: Any, y: Any, batch_size: int) -> None:
+        """Before a batch: finds what has no rule, and whether examples are kept apart, where either is due."""
         self._largest[kind] = max(batch_size, self._largest.get(kind, 0))
-        norms: list[Tensor] = []
-        factors: list[Tensor] = []
-        losses: list[Tensor] = []
         if batch_size and kind not in self._planned:
             self._layout.learn(
                 self.accumulator.names,
@@ -163,35 +176,21 @@ class Engine:
             self._layout.refuse_unrepeatable()
         if self.isolation.due(kind, batch_size):
             self.isolation.check(kind, self._losses, (x, y), batch_size, losses=True)
+
+    def _pieces(self, kind: Kind, batch_size: int, filled: bool) -> Iterator[tuple[slice, int]]:
+        """The schedule of a batch: (rows, length of the compiled graph that they go through, 0: eagerly).
+
+        The first batch of a kind is planned by its first piece: the second is cut when the first was accumulated. What
+        the caller has filled up to a length (``filled``) is cut into equal graphs, the first batch just as later ones.
+        """
         start = graph_size = 0
         while start < batch_size:
-            if self._graphs is not None and not graph_size and kind in self._planned:
-                # What the caller has filled up is cut into equal graphs; the first batch, begun eagerly, just as later.
-                filled = mask is not None
-                graph_size = self._graph_size(kind, batch_size if filled else batch_size - start, filled)
             rest = batch_size - start
-            stop = start + (min(graph_size, rest) if graph_size else self._next_size(kind, batch_size, rest))
-            rows = slice(start, stop)
-            whole = start == 0 and stop == batch_size
-            part = self._accumulate(
-                x if whole else _take(x, rows),
-                y if whole else _take(y, rows),
-                None if mask is None else mask[rows],
-                stop - start,
-                scale,
-                kind,
-                graph_size,
-            )
-            for kept, new in zip((norms, factors, losses), part, strict=True):
-                kept.append(new)
-            start = stop
-        return ClippedSum(
-            {name: self.accumulator.sums[p] for name, p in self.parameters.items()},
-            self._join(norms),
-            self._join(factors),
-            self._join(losses, grouped=False),
-            self.sensitivity,
-        )
+            if self._graphs is not None and not graph_size and kind in self._planned:
+                graph_size = self._graph_size(kind, batch_size if filled else rest, filled)
+            size = min(graph_size, rest) if graph_size else self._next_size(kind, batch_size, rest)
+            yield slice(start, start + size), graph_size
+            start += size
 
     def _losses(self, batch: tuple[Any, Any]) -> Tensor:
         """[B] losses of inputs and targets."""
@@ -239,18 +238,30 @@ class Engine:
             return *self.accumulator.clipped(tape.uses, mask, bounds), losses.detach().clone()
 
     def _accumulate(
-        self, x: Any, y: Any, mask: Tensor | None, batch_size: int, scale: float, kind: Kind, graph_size: int
+        self, x: Any, y: Any, mask: Tensor | None, scale: float, kind: Kind, graph_size: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Adds one micro-batch to the sums, times ``scale``; norms and factors [groups, m], losses [m]. ``graph_size``:
-        by the compiled graph of that length, 0: eagerly."""
-        if graph_size:
-            assert self._graphs is not None
-            depends = (self.loss_fn, self.accumulator.factors)
-            part = self._graphs.run(x, y, mask, graph_size, self.accumulator.bounds, self.accumulator.device, depends)
-            if part is not None:
-                sums, norms, factors, per_example = part
-                self.accumulator.flat.add_(sums, alpha=scale)
-                return norms, factors, per_example
+        """Adds one micro-batch to the sums, times ``scale``; norms and factors [groups, m], losses [m]."""
+        done = self._accumulate_by_graph(x, y, mask, scale, graph_size) if graph_size else None
+        return self._accumulate_eagerly(x, y, mask, scale, kind) if done is None else done
+
+    def _accumulate_by_graph(
+        self, x: Any, y: Any, mask: Tensor | None, scale: float, graph_size: int
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """:meth:`_accumulate` by the compiled graph of that length; None where there is none for this micro-batch."""
+        assert self._graphs is not None
+        depends = (self.loss_fn, self.accumulator.factors)
+        part = self._graphs.run(x, y, mask, graph_size, self.accumulator.bounds, self.accumulator.device, depends)
+        if part is None:
+            return None
+        sums, norms, factors, losses = part
+        self.accumulator.flat.add_(sums, alpha=scale)
+        return norms, factors, losses
+
+    def _accumulate_eagerly(
+        self, x: Any, y: Any, mask: Tensor | None, scale: float, kind: Kind
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """:meth:`_accumulate` by torch's own passes; the first of a kind is what its micro-batches are planned by."""
+        batch_size = _length(x)
         tape = self._layout.tape(self.accumulator.names, batch_size)
         with torch.enable_grad():
             with self._layout.recording(tape):
@@ -259,7 +270,7 @@ class Engine:
             try:
                 tape.backward(losses, weights)
             except SeenOtherwise:
-                return self._accumulate(x, y, mask, batch_size, scale, kind, 0)
+                return self._accumulate_eagerly(x, y, mask, scale, kind)
         with torch.no_grad():
             norms, factors = self.accumulator.add(tape.uses, batch_size, mask, scale)
         if kind not in self._planned:
@@ -366,6 +377,14 @@ class Engine:
         return "\n".join([*lines, f"compiled kernels: {'in use' if native.available() else native.REMEDY}"])
 
 
+def _check_mask(mask: Tensor | None, batch_size: int) -> None:
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != (batch_size,)):
+        raise ValueError(
+            f"mask is {mask.dtype} of shape {tuple(mask.shape)} for {batch_size} examples; it must be bool, one "
+            "entry per example: a weight above 1 would let an example move the sum by more than max_grad_norm."
+        )
+
+
 def _structure(model: nn.Module) -> list[int]:
     """Which modules and parameters there are, as objects (which the engine keeps alive)."""
     ids: list[int] = []
@@ -392,10 +411,6 @@ def _tensors(x: Any) -> list[Tensor]:
 
 def _length(x: Any) -> int:
     return len(_tensors(x)[0])
-
-
-def _kind(x: Any) -> Kind:
-    return tuple((t.shape[1:], t.dtype) for t in _tensors(x))
 
 
 def _take(x: Any, rows: slice) -> Any:

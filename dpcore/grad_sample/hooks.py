@@ -500,25 +500,6 @@ class GradSampleHooksNoOp(AbstractGradSampleHooks):
         yield from super().take()
 
 
-class GradSampleHooksFastGradientClipping(GradSampleHooks):
-    """:class:`GradSampleHooks` without ordinary gradients, under the name of the fast-clipping mode."""
-
-    def __init__(
-        self,
-        m: nn.Module,
-        *,
-        batch_first: bool = True,
-        loss_reduction: str = "mean",
-        strict: bool = True,
-        force_functorch: bool = False,
-        max_grad_norm: float | None = None,
-        use_ghost_clipping: bool = True,
-    ) -> None:
-        """``use_ghost_clipping`` is accepted and changes nothing: the planner chooses per layer."""
-        super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction, strict=strict, ordinary_grad=False)
-        self.max_grad_norm = max_grad_norm
-
-
 def _batch_brought_first(
     call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:

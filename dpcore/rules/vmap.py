@@ -8,6 +8,7 @@ cannot be one (dropout), the graph of the first run is kept, and one backward pa
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -383,97 +384,135 @@ class Interception:
             if value is not None:
                 vars(self.module)[name] = value
 
-    def _plain(self, target: nn.Module, given: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
-        """The module's own call, with tensors ``given`` in the place of its parameters."""
+    @contextmanager
+    def _out_of_place(self) -> Iterator[None]:
+        """Within it the module's calls are its own."""
         self.__exit__()
         try:
-            return functional_call(target, given, args, kwargs) if given else target(*args, **kwargs)
+            yield
         finally:
             self.__enter__()
 
     def _run(self, target: nn.Module, prefix: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        fallback, module = self._fallback, self.module
         tape = self._tape()
-        name = fallback.name or "the model"
-        assert tape is not None, f"the forward pass of {name} is over"
-        trained = {n: p for n, p in module.named_parameters() if tape.trains(p)}
+        assert tape is not None, f"the forward pass of {self._fallback.name or 'the model'} is over"
+        trained = {n: p for n, p in self.module.named_parameters() if tape.trains(p)}
         if not trained or not torch.is_grad_enabled():
-            return self._plain(target, {}, args, kwargs)
+            with self._out_of_place():
+                return target(*args, **kwargs)
         check_first_order()
-        params = tuple(trained.values())
-        if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):
-            raise NoRuleError(
-                f"{name} has no rule for a PackedSequence; pack the sequences inside of the model, or pad them.", params
-            )
-        leaves, spec = flatten((args, kwargs))
-        part = Part(name, trained, leaves)
-        device = params[0].device.type
-        autocast = (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        before = {n: b.clone() for n, b in module.named_buffers() if n in fallback.buffers}
-        versions = _versions(module) if tape.probing else {}
-        attached, numbers = tape.attached, RandomNumbers(module)
-        inner = unflatten(spec, part.leaves)
+        call = _RecordedCall(tape, self._fallback, trained, args, kwargs)
+        stand_ins = {prefix + n: p for n, p in call.part.stand_ins.items()}
+        inner_args, inner_kwargs = call.inner
         try:
-            output = self._plain(target, {prefix + n: p for n, p in part.stand_ins.items()}, *inner)
+            with self._out_of_place():
+                output = functional_call(target, stand_ins, inner_args, inner_kwargs)
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
-                raise _changes_inputs(name, params) from error
+                raise _changes_inputs(call.name, call.params) from error
             raise
-        drawn = not numbers.same(RandomNumbers(module))
-        if tape.attached != attached:
-            raise NoRuleError(
-                f"{name} has no rule, and uses trained parameters that are not its own; register the layers that they "
-                "belong to within it.",
-                params,
-            )
-        if part.changed_inputs() and any(leaf.requires_grad for leaf in part.changed_inputs()):
-            raise _changes_inputs(name, params)
-        after, after_spec = flatten(inner)
-        if after_spec != spec or any(a is not b for a, b in zip(after, part.leaves, strict=True)):
-            raise NoRuleError(
-                f"{name} has no rule, and changes a list or dict among its arguments; return what it adds.", params
-            )
+        call.check()
         if tape.probing:
-            for leaf in leaves:
-                if _holds_tensors(leaf):
-                    raise NoRuleError(
-                        f"{name} has no rule, and gets an argument of type {type(leaf).__name__}, which holds tensors "
-                        "that cannot be told apart by example; pass the tensors.",
-                        params,
-                    )
-            fallback.buffers |= {n for n, version in _versions(module).items() if versions.get(n) != version}
-            fallback.unrepeatable |= drawn or bool(part.changed_inputs())
-        kind = fallback.use or ModuleUse
-        by_graph = fallback.unrepeatable or drawn or bool(part.changed_inputs())
-        if by_graph and kind is not ModuleUse:
-            raise UnsupportedError(
-                f"{name} has a custom rule and draws random numbers (dropout?), which cannot be drawn again; move the "
-                "dropout out of it."
+            call.note()
+        return call.record(target, prefix, output)
+
+
+class _RecordedCall:
+    """One call of a fallback's module, as a part of the graph that is cut off from the rest, and the use of it."""
+
+    def __init__(
+        self, tape: Tape, fallback: Fallback, trained: dict[str, Parameter], args: Any, kwargs: dict[str, Any]
+    ) -> None:
+        self.tape = tape
+        self.fallback = fallback
+        self.trained = trained
+        self.module = module = fallback.module
+        self.name = fallback.name or "the model"
+        self.params = tuple(trained.values())
+        if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):
+            raise NoRuleError(
+                f"{self.name} has no rule for a PackedSequence; pack the sequences inside of the model, or pad them.",
+                self.params,
             )
-        results, out_spec = flatten(output)
-        released, places = part.release(results, tape.anchor, tape.probing)
+        self.leaves, self.spec = flatten((args, kwargs))
+        self.part = Part(self.name, trained, self.leaves)
+        self.inner = unflatten(self.spec, self.part.leaves)
+        """(args, kwargs) of the call inside the part."""
+        device = self.params[0].device.type
+        self.autocast = (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        self.buffers = {n: b.clone() for n, b in module.named_buffers() if n in fallback.buffers}
+        self._versions = _versions(module) if tape.probing else {}
+        self._attached = tape.attached
+        self._numbers = RandomNumbers(module)
+        self._drawn = False
+
+    def check(self) -> None:
+        """NoRuleError where the call did what is not seen by its result."""
+        self._drawn = not self._numbers.same(RandomNumbers(self.module))
+        if self.tape.attached != self._attached:
+            raise NoRuleError(
+                f"{self.name} has no rule, and uses trained parameters that are not its own; register the layers that "
+                "they belong to within it.",
+                self.params,
+            )
+        if any(leaf.requires_grad for leaf in self.part.changed_inputs()):
+            raise _changes_inputs(self.name, self.params)
+        after, after_spec = flatten(self.inner)
+        if after_spec != self.spec or any(a is not b for a, b in zip(after, self.part.leaves, strict=True)):
+            raise NoRuleError(
+                f"{self.name} has no rule, and changes a list or dict among its arguments; return what it adds.",
+                self.params,
+            )
+
+    def note(self) -> None:
+        """Notes in the fallback what a probe shows: which buffers change, and whether the call can be repeated."""
+        for leaf in self.leaves:
+            if _holds_tensors(leaf):
+                raise NoRuleError(
+                    f"{self.name} has no rule, and gets an argument of type {type(leaf).__name__}, which holds tensors "
+                    "that cannot be told apart by example; pass the tensors.",
+                    self.params,
+                )
+        self.fallback.buffers |= {n for n, v in _versions(self.module).items() if self._versions.get(n) != v}
+        self.fallback.unrepeatable |= self._drawn or bool(self.part.changed_inputs())
+
+    def record(self, target: nn.Module, prefix: str, output: Any) -> Any:
+        """Records the use on the tape, and returns the output to use."""
+        tape, size = self.tape, self.tape.batch_size
+        use = self._use(target, prefix)
+        results, spec = flatten(output)
+        released, places = self.part.release(results, tape.anchor, tape.probing)
         if tape.scale is None:
-            tape.guards += part.guarded
-        long = [k for k, v in enumerate(leaves) if isinstance(v, Tensor) and v.dim() and len(v) == tape.batch_size]
-        batched = tuple(k for k in long if fallback.batched is None or k in fallback.batched)
-        use = kind(Call(name, module, target, prefix, spec, batched, autocast, before), trained, leaves)
-        if by_graph:
-            use.part, use.numbers, part.kept = part, numbers, True
+            tape.guards += self.part.guarded
         for k, place in places.items():
             result = released[k]
-            if not result.dim() or len(result) != tape.batch_size:
-                tape.forbid(result, params)
+            if not result.dim() or len(result) != size:
+                tape.forbid(result, self.params)
                 continue
-
-            def set_grad(grad: Tensor | None, k: int = k) -> None:
-                use.set_grad(k, grad)
-
-            tape.attach(result, set_grad)
+            tape.attach(result, functools.partial(use.set_grad, k))
             use.places[k] = place
             # An activation behind it may work in place; the probe compares in any case.
             use.results[k] = Saved(result.clone() if tape.probing else result)
         tape.uses.append(use)
-        return unflatten(out_spec, released)
+        return unflatten(spec, released)
+
+    def _use(self, target: nn.Module, prefix: str) -> ModuleUse:
+        """The use; with the graph of this call where there cannot be another one."""
+        fallback, size = self.fallback, self.tape.batch_size
+        kind = fallback.use or ModuleUse
+        by_graph = fallback.unrepeatable or self._drawn or bool(self.part.changed_inputs())
+        if by_graph and kind is not ModuleUse:
+            raise UnsupportedError(
+                f"{self.name} has a custom rule and draws random numbers (dropout?), which cannot be drawn again; move "
+                "the dropout out of it."
+            )
+        long = [k for k, v in enumerate(self.leaves) if isinstance(v, Tensor) and v.dim() and len(v) == size]
+        batched = tuple(k for k in long if fallback.batched is None or k in fallback.batched)
+        call = Call(self.name, self.module, target, prefix, self.spec, batched, self.autocast, self.buffers)
+        use = kind(call, self.trained, self.leaves)
+        if by_graph:
+            use.part, use.numbers, self.part.kept = self.part, self._numbers, True
+        return use
 
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
