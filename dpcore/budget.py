@@ -14,15 +14,17 @@ class BudgetError(PrivacyError):
 
 @dataclass
 class Budget:
-    """What may be spent. ``planned``: (noise multiplier, sample rate, steps) that are known to fit."""
+    """A bound of epsilon at delta. ``planned``: (noise multiplier, sample rate, steps) that are known to fit."""
 
     epsilon: float
     delta: float
     planned: tuple[float, float, int] | None = None
 
     def covers(self, history: Sequence[tuple[float, float, int]]) -> bool:
-        """Return whether a history is no more than was planned: no more steps, each with as much noise and as few
-        examples."""
+        """Return whether a history is no more than was planned.
+
+        It then has no more steps, each with as much noise and as few examples.
+        """
         if self.planned is None:
             return False
         noise, rate, steps = self.planned

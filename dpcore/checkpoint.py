@@ -87,7 +87,7 @@ class RandomState:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a file holds; None or empty where it was saved without that part.
+    """The content of a file; None or empty where it was saved without that part.
 
     ``settings``: what must be the same in the run that continues. ``schedulers``: states by the entry's name.
     ``callers_own``: entries that dpcore knows nothing of.

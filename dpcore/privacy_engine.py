@@ -38,11 +38,17 @@ FACTORS = {"automatic": automatic_factors}
 
 
 class PrivacyEngine:
-    """Keeps the accountant and makes (module, optimizer, data loader) private.
+    """The accountant, and the way to make (module, optimizer, data loader) private.
 
-    ``accountant``: "prv" (tight, the default), "rdp", "gdp" or a registered name. ``seed``: makes noise and batches
-    reproducible; without it they are secret, as they must be for a release. ``secure_mode``: noise and batches from the
-    operating system's cryptographic generator, noise hardened against floating-point attacks; slower.
+    Args:
+        accountant: How epsilon is computed: "prv" (tight, the default), "rdp" (looser), "gdp" (an approximation, no
+            bound) or a registered name.
+        secure_mode: Noise and batches come from the operating system's cryptographic generator, and noise is hardened
+            against attacks on floating point. Slower, and nothing can be repeated.
+        seed: Makes noise and batches reproducible. Without it they are secret, as they must be for a release.
+
+    Raises:
+        ValueError: there is no such accountant, or ``secure_mode`` was given a seed.
     """
 
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False, seed: int | None = None) -> None:
@@ -79,22 +85,63 @@ class PrivacyEngine:
         check_isolation: bool = True,
         **options: Any,
     ) -> Any:
-        """(module, optimizer, data_loader) to train with as before; every ``optimizer.step()`` is accounted for. In the
-        mode "ghost" there are four, with the criterion as the third.
+        """Make a training script private: every ``optimizer.step()`` clips, adds noise, and is accounted for.
 
-        ``sample_rate`` and ``expected_batch_size`` are public numbers; where they are not given they are derived from
-        the data's length, with a warning. ``clipping``: flat, per_layer (``max_grad_norm`` is then a list, one bound
-        per trained parameter), adaptive (``options``: those of :class:`AdaClipDPOptimizer`) or automatic.
-        ``noise_generator`` seeds the noise, for tests. ``grad_sample_mode``: "bookkeeping" never forms the ordinary
-        gradient of the batch; "hooks" (also "functorch", "ew") leaves it in ``p.grad`` between ``backward()`` and
-        ``step()``; "no_op" records nothing and takes ``p.grad_sample`` from the loop. All give the same updates.
-        ``wrap_model=False`` returns hooks on the module instead of a wrapper; end with their ``cleanup()``.
-        A module in ``DifferentiallyPrivateDistributedDataParallel``, or one to which ``fully_shard`` was applied, is
-        trained by all ranks of its group, each of which calls this with the whole data set and the same settings;
-        ``expected_batch_size`` is that of all ranks together.
-        ``check_batches``: every step must use a batch of the returned loader, every example in one row.
-        ``check_isolation``: the first batches of every kind, and rare random ones later, are used for experiments on
-        whether the model keeps examples apart (:mod:`dpcore.example_isolation.check`); PrivacyError where it does not.
+        Train with what is returned as before. The update is (Σ clipped gradients + σ·C·N(0, I)) / expected_batch_size.
+
+        Args:
+            module: The ``torch.nn.Module`` to train, in training mode. A module in
+                ``DifferentiallyPrivateDistributedDataParallel``, or one to which ``fully_shard`` was applied, is
+                trained by all ranks of its group; each of them calls this with the whole data set and the same
+                settings.
+            optimizer: An ordinary torch optimizer over ``module.parameters()``. Only what it holds is clipped, noised
+                and updated.
+            criterion: The loss for the mode "ghost" (default ``CrossEntropyLoss``), and in every mode checked against
+                ``loss_reduction`` where it is given.
+            data_loader: A torch loader over the whole data set. Its batch size sets the default sample rate only.
+            noise_multiplier: σ, the standard deviation of the noise over the bound ``max_grad_norm``. More noise,
+                smaller epsilon; 0 gives no privacy.
+            max_grad_norm: C, the L2 bound to which each example's gradient is clipped, and so how far one example can
+                move a step's sum. For "per_layer" a list, one bound per trained parameter.
+            batch_first: Whether the module's inputs are [B, T, ...]; False: [T, B, ...]. Wrong, it would clip time
+                steps instead of examples.
+            loss_reduction: The reduction of your loss over the batch, "mean" or "sum". The update of a mean loss is
+                divided by ``expected_batch_size``, that of a sum by nothing. Wrong, every gradient is scaled by the
+                batch's length before it is clipped.
+            poisson_sampling: Whether the returned loader draws Poisson batches: every example independently with the
+                chance ``sample_rate``. Epsilon holds for such batches only; False keeps your loader, with a warning.
+            clipping: "flat" clips the whole gradient at one bound; "per_layer" each parameter at its own; "adaptive"
+                moves the bound towards a quantile of the norms (``options`` are those of :class:`AdaClipDPOptimizer`);
+                "automatic" scales every gradient to the bound instead of cutting it there.
+            noise_generator: A ``torch.Generator`` that seeds the noise, for tests. Noise of a known seed protects
+                nothing.
+            grad_sample_mode: Where gradients can be read between ``backward()`` and ``step()``. "bookkeeping" never
+                forms the ordinary gradient; "hooks" (also "functorch", "ew") leaves it in ``p.grad``; "ghost" is
+                Opacus' fast clipping, with a criterion of its own; "no_op" records nothing and takes ``p.grad_sample``
+                from the loop. The update is the same in all of them.
+            wrap_model: Whether the module is returned in a wrapper. False records it where it is and returns the hooks;
+                end with their ``cleanup()``.
+            rand_on_empty: Accepted for compatibility and ignored, with a warning: an empty batch stays one and is a
+                step of noise alone.
+            sample_rate: q, the chance of an example to be in a batch; a public number. None: 1 / len(data_loader), with
+                a warning, because it tells how many examples there are.
+            expected_batch_size: The public divisor of every update of a mean loss, of all ranks together. None: sample
+                rate × number of examples, with a warning. Never the batch's own length, which depends on the data.
+            check_batches: Whether each step must use an unused batch of the returned loader, every example in one row.
+                Pass False only where your own batches are drawn at the accounted rate.
+            check_isolation: Whether experiments on the first batches of every kind, and on rare random ones later, look
+                for examples that reach each other's gradients (:mod:`dpcore.example_isolation.check`). Clipping bounds
+                nothing where they do.
+            **options: Further arguments of the optimiser's class for ``clipping``.
+
+        Returns:
+            (module, optimizer, data_loader); in the mode "ghost" (module, optimizer, criterion, data_loader).
+
+        Raises:
+            PrivacyError: going on would release something that the accountant does not know of.
+            UnsupportedError: the module or the loader cannot be made private exactly.
+            ValueError: an argument is out of its range, or arguments contradict each other.
+            TypeError: an argument is of another class than it must be.
         """
         settings = _Settings(
             noise_multiplier=noise_multiplier,
@@ -151,9 +198,56 @@ class PrivacyEngine:
         enforce_budget: bool = True,
         **options: Any,
     ) -> Any:
-        """:meth:`make_private` with the smallest noise that keeps ``epochs`` rounds within the budget.
+        """Call :meth:`make_private` with the smallest noise that keeps ``epochs`` rounds within a privacy budget.
 
-        A step beyond it raises :class:`BudgetError`, unless ``enforce_budget`` is False; see :meth:`set_budget`.
+        A step beyond the budget raises :class:`BudgetError`, unless ``enforce_budget`` is False; see
+        :meth:`set_budget`.
+
+        Args:
+            module: The ``torch.nn.Module`` to train, in training mode. A module in
+                ``DifferentiallyPrivateDistributedDataParallel``, or one to which ``fully_shard`` was applied, is
+                trained by all ranks of its group; each of them calls this with the whole data set and the same
+                settings.
+            optimizer: An ordinary torch optimizer over ``module.parameters()``. Only what it holds is clipped, noised
+                and updated.
+            criterion: The loss for the mode "ghost" (default ``CrossEntropyLoss``), and in every mode checked against
+                ``loss_reduction`` where it is given.
+            data_loader: A torch loader over the whole data set. Its batch size sets the default sample rate only.
+            target_epsilon: ε, the most that the whole training may spend at ``target_delta``.
+            target_delta: δ, well below 1 / (number of examples).
+            epochs: Rounds of the loader to plan for, of ceil(1 / sample rate) steps each.
+            max_grad_norm: C, the L2 bound to which each example's gradient is clipped. For "per_layer" a list, one
+                bound per trained parameter.
+            batch_first: Whether the module's inputs are [B, T, ...]; False: [T, B, ...]. Wrong, it would clip time
+                steps instead of examples.
+            loss_reduction: The reduction of your loss over the batch, "mean" or "sum". The update of a mean loss is
+                divided by ``expected_batch_size``, that of a sum by nothing. Wrong, every gradient is scaled by the
+                batch's length before it is clipped.
+            poisson_sampling: Whether the returned loader draws Poisson batches: every example independently with the
+                chance ``sample_rate``. Epsilon holds for such batches only; False keeps your loader, with a warning.
+            clipping: "flat" clips the whole gradient at one bound; "per_layer" each parameter at its own; "adaptive"
+                moves the bound towards a quantile of the norms (``options`` are those of :class:`AdaClipDPOptimizer`);
+                "automatic" scales every gradient to the bound instead of cutting it there.
+            noise_generator: A ``torch.Generator`` that seeds the noise, for tests. Noise of a known seed protects
+                nothing.
+            grad_sample_mode: Where gradients can be read between ``backward()`` and ``step()``. "bookkeeping" never
+                forms the ordinary gradient; "hooks" (also "functorch", "ew") leaves it in ``p.grad``; "ghost" is
+                Opacus' fast clipping, with a criterion of its own; "no_op" records nothing and takes ``p.grad_sample``
+                from the loop. The update is the same in all of them.
+            wrap_model: Whether the module is returned in a wrapper. False records it where it is and returns the hooks;
+                end with their ``cleanup()``.
+            sample_rate: q, the chance of an example to be in a batch; a public number. None: 1 / len(data_loader), with
+                a warning.
+            enforce_budget: Whether a step that would exceed the budget is refused.
+            **options: Further arguments of :meth:`make_private`.
+
+        Returns:
+            What :meth:`make_private` returns.
+
+        Raises:
+            ValueError: no noise keeps the budget; or as :meth:`make_private`.
+            PrivacyError: as :meth:`make_private`.
+            UnsupportedError: as :meth:`make_private`.
         """
         if len(self.accountant):
             warn_caller(
@@ -198,8 +292,15 @@ class PrivacyEngine:
     # ---- the budget
 
     def set_budget(self, epsilon: float | None, delta: float | None = None) -> None:
-        """From now on a step after which epsilon at ``delta`` would exceed ``epsilon`` raises :class:`BudgetError`, and
-        nothing of it is released. None lifts the budget."""
+        """Refuse from now on every step that would exceed a budget; nothing of such a step is released.
+
+        Args:
+            epsilon: The most that may be spent; None lifts the budget.
+            delta: The δ at which epsilon is read.
+
+        Raises:
+            ValueError: not epsilon > 0 and 0 < delta < 1.
+        """
         if epsilon is None:
             self.budget = None
             return
@@ -208,7 +309,11 @@ class PrivacyEngine:
         self.budget = Budget(epsilon, delta)
 
     def within_budget(self, optimizer: DPOptimizer) -> bool:
-        """Whether one more step of ``optimizer`` on one batch fits the budget; a loop that asks stops in time."""
+        """Return whether one more step fits the budget; a loop that asks stops in time.
+
+        Args:
+            optimizer: The private optimizer that would step, on one batch of its loader.
+        """
         loader = getattr(optimizer, "data_loader", None)
         rate = loader.sample_rate if isinstance(loader, DPDataLoader) else self._last_rate()
         return self._epsilon_after(optimizer.noise_multiplier, rate, 1) is None
@@ -241,7 +346,15 @@ class PrivacyEngine:
     # ---- what was spent, and checkpoints
 
     def get_epsilon(self, delta: float) -> float:
-        """Epsilon spent so far at ``delta``, for neighbours by adding or removing one example."""
+        """Return the epsilon that was spent so far.
+
+        Args:
+            delta: The δ at which it is read, in (0, 1) and well below 1 / (number of examples).
+
+        Returns:
+            Epsilon for neighbouring data sets that differ by one example added or removed. 0 before the first step;
+                infinity where a step had no noise.
+        """
         return self.accountant.get_epsilon(delta)
 
     def save_checkpoint(
@@ -257,12 +370,25 @@ class PrivacyEngine:
         torch_save_kwargs: dict[str, Any] | None = None,
         data_loader: DataLoader[Any] | None = None,
     ) -> None:
-        """Everything that a run which continues bit for bit needs: weights, optimiser, accountant, noise, batches and
-        the global random state (dropout). Save between steps, not within a logical batch.
+        """Save everything that a run which continues bit for bit needs.
 
-        Of several ranks, rank 0 writes ``path``, and the others what is theirs alone beside it (``path.rank1`` ...: the
-        random state, and the shards of a sharded module); all load ``path``. ``checkpoint_dict``: entries of the
-        caller's own, returned by :meth:`load_checkpoint`. ``data_loader``: the optimiser's, where not given.
+        Call it between steps, not within a logical batch. The file holds weights, optimiser, accountant, noise, batches
+        and the global random state (dropout). Of several ranks, rank 0 writes ``path``, and the others what is theirs
+        alone beside it (``path.rank1`` ...: the random state, and the shards of a sharded module); all load ``path``.
+
+        Args:
+            path: A file name, or a file object.
+            module: The private module.
+            optimizer: The private optimizer; None saves weights and accountant alone.
+            noise_scheduler: A schedule to save too.
+            grad_clip_scheduler: A schedule to save too.
+            checkpoint_dict: Entries of your own, returned by :meth:`load_checkpoint`.
+            module_state_dict_kwargs: Arguments for ``module.state_dict``.
+            torch_save_kwargs: Arguments for ``torch.save``.
+            data_loader: The private loader; the optimiser's where not given.
+
+        Raises:
+            ValueError: the module is sharded, and ``path`` is no file name.
         """
         if optimizer is not None and data_loader is None:
             data_loader = optimizer.data_loader
@@ -292,8 +418,28 @@ class PrivacyEngine:
         torch_load_kwargs: dict[str, Any] | None = None,
         data_loader: DataLoader[Any] | None = None,
     ) -> dict[str, Any]:
-        """Restores what :meth:`save_checkpoint` wrote, and returns it. PrivacyError where it was saved under other
-        settings. A file without dpcore's own entries restores weights, optimiser and accountant, with a warning."""
+        """Restore what :meth:`save_checkpoint` wrote.
+
+        A file without dpcore's own entries restores weights, optimiser and accountant; noise and batches then go on
+        with fresh seeds, with a warning.
+
+        Args:
+            path: A file name, or a file object.
+            module: The private module, built as the saved one was.
+            optimizer: The private optimizer, built with the saved one's settings.
+            noise_scheduler: A schedule to restore.
+            grad_clip_scheduler: A schedule to restore.
+            module_load_dict_kwargs: Arguments for ``module.load_state_dict``.
+            torch_load_kwargs: Arguments for ``torch.load``; ``weights_only=True`` where not given.
+            data_loader: The private loader; the optimiser's where not given.
+
+        Returns:
+            The file's entries, your own among them.
+
+        Raises:
+            PrivacyError: the run was saved under other settings, or this engine has counted steps that the file does
+                not know of.
+        """
         ranks = None if optimizer is None else optimizer.ranks
         checkpoint = Checkpoint.load(path, ranks, {"weights_only": True} | (torch_load_kwargs or {}))
         checkpoint.check_continues(self.accountant)
@@ -313,7 +459,7 @@ class PrivacyEngine:
 
     @staticmethod
     def is_compatible(*, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> bool:
-        """Whether every submodule treats examples apart."""
+        """Return whether every submodule treats examples apart."""
         return ModuleValidator.is_valid(module)
 
     @staticmethod
@@ -444,8 +590,10 @@ class PrivacyEngine:
             private.module.isolation.switch_off()
 
     def _run_seed(self) -> int | None:
-        """The seed of this call of make_private: a second model with the noise and the batches of the first would leak
-        what the two have in common, bare."""
+        """Return the seed of this call of make_private.
+
+        A second model with the noise and the batches of the first would leak what the two have in common, bare.
+        """
         if self.seed is None or not self._made:
             return self.seed
         digest = hashlib.sha256(f"dpcore run {self.seed} {self._made}".encode()).digest()
@@ -573,7 +721,7 @@ def _recorded(module: nn.Module, settings: _Settings) -> Any:
 
 
 def _check_types(module: Any, optimizer: Any) -> None:
-    """What can be made private at all."""
+    """Refuse what is no module or no optimiser that can be made private."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is of type {type(module).__name__}; pass the torch.nn.Module that is to be trained.")
     if not hasattr(optimizer, "param_groups"):
@@ -589,7 +737,7 @@ def _check_types(module: Any, optimizer: Any) -> None:
 
 
 def _check_length(data_loader: Any, *given: float | None) -> None:
-    """What is to be derived from a length needs one."""
+    """Refuse a data set without a length where a number is to be derived from it."""
     if None in given and not hasattr(data_loader.dataset, "__len__"):
         raise ValueError(
             f"The data set, of type {type(data_loader.dataset).__name__}, has no length from which the sample rate and "

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 LossFn = Callable[[Any, Any], Tensor]
 Kind = tuple[Any, ...]
-"""Shapes and dtypes of one example's inputs: what a plan of micro-batches holds for."""
+"""Shapes and dtypes of one example's inputs; a plan of micro-batches holds for one kind."""
 
 
 @dataclass(frozen=True)
@@ -48,23 +48,37 @@ class ClippedSum:
 
     @property
     def nonfinite(self) -> int:
-        """How many examples contributed nothing because their gradient was not finite."""
+        """The number of examples that contributed nothing because their gradient was not finite."""
         return int((~self.norms.isfinite()).reshape(-1, self.norms.shape[-1]).any(0).sum())
 
 
 class Engine:
     """Clipped sums and DP-SGD steps for one model and loss, built once and used for every batch.
 
-    ``loss_fn(outputs, y)`` returns one loss per example, [B]. ``max_grad_norm``: one bound for the whole gradient, or
-    one per trained parameter (per-layer clipping). ``expected_batch_size``: the public divisor of every update,
-    whatever the batch's length. ``physical_batch_size``: examples per forward pass, chosen from sizes and memory when
-    None; the result does not depend on it. ``factors(norms, C)``: the clipping rule, flat by default.
-    ``compile``: behind the first micro-batch the pass runs as one compiled graph of fixed length per kind of batch (see
-    :mod:`dpcore.engine.graphs`), which takes ``torch.compile`` and its compiler some time once (True: inductor,
-    or the name of another backend); Python values that model and loss hold are then those of its first call, while
-    weights, buffers and clip bounds stay live. Raises UnsupportedError for recurrent layers, and at the first step for
-    what cannot be traced. ``check_isolation``: the first batches, and rare random ones later, show by experiment
-    whether model and loss keep examples apart (see :mod:`dpcore.example_isolation.check`).
+    Args:
+        model: The module, in training mode; its parameters with ``requires_grad`` are trained.
+        loss_fn: ``loss_fn(outputs, y)`` returns one loss per example, [B].
+        max_grad_norm: C, the L2 bound to which each example's gradient is clipped; or one bound per trained parameter
+            (per-layer clipping).
+        noise_multiplier: σ; the noise of a step has the standard deviation σ times the L2 norm of the bounds.
+        expected_batch_size: The public divisor of every update, whatever the batch's length. :meth:`clipped_sum` needs
+            none.
+        optimizer: The torch optimizer that :meth:`step` calls.
+        noise: The source of noise; None draws a secret seed.
+        physical_batch_size: Examples per forward pass; None chooses by sizes and memory. The result does not depend on
+            it.
+        factors: The clipping rule, ``factors(norms, C)``; flat by default.
+        compile: Whether, behind the first micro-batch, the pass runs as one compiled graph of fixed length per kind of
+            batch (:mod:`dpcore.engine.graphs`). True takes inductor, a name another backend; compiling takes some time
+            once. Python values that model and loss hold are then those of the first call, while weights, buffers and
+            clip bounds stay live.
+        check_isolation: Whether the first batches, and rare random ones later, show by experiment if model and loss mix
+            examples (:mod:`dpcore.example_isolation.check`).
+
+    Raises:
+        UnsupportedError: the model is compiled already, or cannot be recorded. With ``compile``: recurrent layers, and
+            at the first step what cannot be traced.
+        ValueError: a bound or a size is out of its range.
     """
 
     def __init__(
@@ -127,10 +141,22 @@ class Engine:
 
     @uncompiled
     def clipped_sum(self, x: Any, y: Any, mask: Tensor | None = None) -> ClippedSum:
-        """Σ_i min(1, C/|g_i|) g_i for inputs x (a tensor [B, ...], a tuple or a dict of them) and targets y (likewise).
+        """Compute Σ_i min(1, C/|g_i|) g_i over one batch, without noise.
 
-        ``mask`` bool [B]: examples whose entry is False contribute nothing. B may be 0. The sums live in the engine's
-        buffer and hold until the next call. Raises UnsupportedError where a gradient cannot be told apart by example.
+        Args:
+            x: Inputs: a tensor [B, ...], a tuple (positional) or a dict (keyword arguments) of them. B may be 0.
+            y: Targets, likewise.
+            mask: Bool [B]; examples whose entry is False contribute nothing.
+
+        Returns:
+            The sums with norms, factors, losses and sensitivity. The sums live in the engine's buffer and hold until
+                the next call.
+
+        Raises:
+            UnsupportedError: a gradient cannot be told apart by example.
+            PrivacyError: model or loss mix examples, the loss is no [B], or the model was changed since the engine was
+                built.
+            ValueError: the mask is not bool [B].
         """
         self._check_model()
         self._withdraw()
@@ -158,8 +184,11 @@ class Engine:
         )
 
     def _kind(self, x: Any) -> Kind:
-        """What a plan holds for. With graphs the eager pass comes first in every mode, too: it sees what a trace cannot
-        (random numbers without a rule)."""
+        """Return the key of a batch's plan.
+
+        With graphs every mode has its own, so that the eager pass comes first in each: it sees what a trace cannot
+        (random numbers without a rule).
+        """
         kind = tuple((t.shape[1:], t.dtype) for t in _tensors(x))
         return kind if self._graphs is None else (*kind, tuple(module.training for module in self._modules))
 
@@ -227,7 +256,7 @@ class Engine:
         return self._graphs.length(kind, count, self._physical or most, filled)
 
     def _traced(self, x: Any, y: Any, mask: Tensor, bounds: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What :meth:`_accumulate` computes, as a function that looks at no value."""
+        """Compute what :meth:`_accumulate` does without looking at any value."""
         tape = self._layout.tape(self.accumulator.names, len(mask))
         with torch.enable_grad():
             with self._layout.recording(tape):
@@ -288,9 +317,22 @@ class Engine:
 
     @uncompiled
     def privatize(self, x: Any, y: Any, mask: Tensor | None = None) -> ClippedSum:
-        """Sets every trained parameter's ``grad`` to (clipped sum + σ·C·N(0, I)) / expected_batch_size.
+        """Set every trained parameter's ``grad`` to (clipped sum + σ·C·N(0, I)) / expected_batch_size.
 
         The noise belongs to this step's number (``steps``), which then goes up by one. An empty batch is a noisy step.
+
+        Args:
+            x: Inputs, as for :meth:`clipped_sum`.
+            y: Targets, likewise.
+            mask: Bool [B]; examples whose entry is False contribute nothing.
+
+        Returns:
+            The result of :meth:`clipped_sum`, whose ``sums`` hold the released gradient.
+
+        Raises:
+            ValueError: ``expected_batch_size`` is not set; or as :meth:`clipped_sum`.
+            PrivacyError: as :meth:`clipped_sum`.
+            UnsupportedError: as :meth:`clipped_sum`.
         """
         if self.expected_batch_size is None:
             raise ValueError(
@@ -322,8 +364,20 @@ class Engine:
 
     @uncompiled
     def step(self, x: Any, y: Any, mask: Tensor | None = None) -> ClippedSum:
-        """:meth:`privatize`, then ``optimizer.step()``. Afterwards ``sums`` of the result hold the released
-        gradient.
+        """Make one private update: :meth:`privatize`, then ``optimizer.step()``.
+
+        Args:
+            x: Inputs, as for :meth:`clipped_sum`.
+            y: Targets, likewise.
+            mask: Bool [B]; examples whose entry is False contribute nothing.
+
+        Returns:
+            The result of :meth:`privatize`.
+
+        Raises:
+            ValueError: the engine has no optimizer; or as :meth:`privatize`.
+            PrivacyError: as :meth:`clipped_sum`.
+            UnsupportedError: as :meth:`clipped_sum`.
         """
         if self.optimizer is None:
             raise ValueError("This engine has no optimizer; pass one, or call privatize() and update the parameters.")
@@ -332,8 +386,11 @@ class Engine:
         return result
 
     def _withdraw(self) -> None:
-        """No ``grad`` while the buffer in which the last one lies is written anew: it would show sums without noise,
-        and what a loss does to it (``zero_grad(set_to_none=False)``, say) would be done to the noise."""
+        """Set ``grad`` to None while the buffer in which the last one lies is written anew.
+
+        It would show sums without noise, and what a loss does to it (``zero_grad(set_to_none=False)``, say) would be
+        done to the noise.
+        """
         for param in self.accumulator.sums:
             param.grad = None
 
@@ -364,8 +421,10 @@ class Engine:
             )
 
     def explain(self) -> str:
-        """One line per trained parameter: how its norm and its sum are computed; physical batch sizes, of the largest
-        batch so far; kernels."""
+        """Return how the engine computes, one line per trained parameter, then physical batch sizes and kernels.
+
+        A parameter's line says how its norm and its sum are computed; sizes are those of the largest batch so far.
+        """
         lines = [f"{name}: {method}" for name, method in self._plan]
         lines += [f"{name or 'the whole model'}: no rule, by vmap" for name in self._layout.fallbacks]
         planned = {plan.size(self._largest[kind]) for kind, plan in self._planned.items()}
@@ -386,7 +445,7 @@ def _check_mask(mask: Tensor | None, batch_size: int) -> None:
 
 
 def _structure(model: nn.Module) -> list[int]:
-    """Which modules and parameters there are, as objects (which the engine keeps alive)."""
+    """Return the ids of all modules and parameters (objects that the engine keeps alive)."""
     ids: list[int] = []
     waiting = [model]
     while waiting:

@@ -52,7 +52,9 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         use_ghost_clipping: bool = True,
     ) -> None:
         """``max_grad_norm``: for :meth:`get_clipping_coef`; an optimiser with another bound is refused.
-        ``use_ghost_clipping`` is accepted and changes nothing: the planner chooses per layer."""
+
+        ``use_ghost_clipping`` is accepted and changes nothing: the planner chooses per layer.
+        """
         super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction, strict=strict, ordinary_grad=False)
         self.max_grad_norm = max_grad_norm
 

@@ -29,8 +29,10 @@ class AbstractGradSampleModule(AbstractGradSampleHooks, nn.Module):
             return getattr(self._module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets what the wrapped module has and the wrapper has not (a temperature, a layer) on the wrapped module,
-        whose forward reads it there."""
+        """Set what the wrapped module has and the wrapper has not on the wrapped module, whose forward reads it there.
+
+        Examples are a temperature, or a layer.
+        """
         module = vars(self).get("_modules", {}).get("_module")
         own = module is None or name in vars(self) or hasattr(type(self), name) or name == "_module"
         if own or not hasattr(module, name) or not self._made:
@@ -40,12 +42,25 @@ class AbstractGradSampleModule(AbstractGradSampleHooks, nn.Module):
 
 
 class GradSampleModule(AbstractGradSampleModule):
-    """Wraps ``m``; attributes, ``state_dict`` keys apart from the prefix ``_module.``, and outputs are its own.
+    """A wrapper around ``m`` that records gradients by example; attributes and outputs are the module's own.
 
-    In training mode with gradients enabled, inputs must be batch first. Where one loss goes through several calls of
-    the module, rows of the same number are one example. ``loss_reduction``: "mean" or "sum", what the user's loss does
-    over the batch. After ``backward()``, ``p.grad_sample`` [B, *p.shape] is formed when it is read; ``p.grad`` is the
-    ordinary gradient with ``ordinary_grad``, and None without, where it is never formed.
+    Keys of ``state_dict`` have the prefix ``_module.``. In training mode with gradients enabled, inputs must be batch
+    first. Where one loss goes through several calls of the module, rows of the same number are one example. After
+    ``backward()``, ``p.grad_sample`` [B, *p.shape] is formed when it is read.
+
+    Args:
+        m: The module to record.
+        batch_first: Whether inputs are [B, T, ...]; False: [T, B, ...].
+        loss_reduction: The reduction of your loss over the batch, "mean" or "sum".
+        strict: Whether a module that is known to mix examples is refused.
+        force_functorch: Accepted for compatibility; rules and vmap give the same gradients.
+        ordinary_grad: Whether ``p.grad`` is the ordinary gradient between ``backward()`` and ``step()``. False: None,
+            which costs nothing.
+
+    Raises:
+        UnsupportedError: the module mixes examples, is compiled, or cannot be recorded.
+        PrivacyError: another wrapper records a parameter already.
+        ValueError: ``loss_reduction`` is neither "mean" nor "sum".
     """
 
     def __init__(
@@ -58,7 +73,7 @@ class GradSampleModule(AbstractGradSampleModule):
         force_functorch: bool = False,
         ordinary_grad: bool = True,
     ) -> None:
-        """``force_functorch`` is accepted and changes nothing: rules and vmap give the same gradients."""
+        """Wrap ``m``; see the class."""
         nn.Module.__init__(self)
         self._setup(
             m, batch_first=batch_first, loss_reduction=loss_reduction, strict=strict, ordinary_grad=ordinary_grad

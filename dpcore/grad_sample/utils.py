@@ -1,4 +1,4 @@
-"""Which class records the gradients in which mode."""
+"""The classes that record gradients, by mode."""
 
 from __future__ import annotations
 

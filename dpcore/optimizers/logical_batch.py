@@ -27,18 +27,18 @@ class LogicalBatch:
     def __init__(self, accumulator: Accumulator) -> None:
         self.accumulator = accumulator
         self.is_stepping = False
-        """Whether the wrapped optimiser may step just now."""
+        """True while the wrapped optimiser may step."""
         self.goes_on = False
-        """Whether more pieces of the same batch follow the next one."""
+        """True where more pieces of the same batch follow the next one."""
         self._waiting = 0  # rows of a piece that was handed out and not added yet
         self._overtaken = False  # whether a piece was handed out while another one was waiting
         self._reset()
 
     def _reset(self) -> None:
         self.batches = 0
-        """How many batches are in the sum."""
+        """Number of batches in the sum."""
         self.unfinished = False
-        """Whether the sum holds pieces of a batch that goes on."""
+        """True while the sum holds pieces of a batch that goes on."""
         self._rows = 0  # of its pieces so far
         self._bounds: tuple[float, ...] | None = None  # at which the sum was clipped
         self._drawn = 0  # how many batches the loader had handed out at the last piece

@@ -24,19 +24,31 @@ from dpcore.optimizers.wrapper import OptimizerWrapper
 
 StepHook = Callable[["DPOptimizer"], None]
 _CLAIMED: weakref.WeakKeyDictionary[AbstractGradSampleHooks, weakref.ref[DPOptimizer]] = weakref.WeakKeyDictionary()
-"""What records gradients -> the optimiser that takes them."""
+"""Recorder of gradients -> the optimiser that takes them."""
 
 
 class DPOptimizer(OptimizerWrapper):
-    """Wraps ``optimizer``; ``step()`` hands it (Σ clipped gradients + σ·C·N(0, I)) / expected_batch_size.
-
-    ``max_grad_norm``: one bound, or one per trained parameter (per-layer clipping; the noise is then σ times their L2
-    norm). ``module``: what records the gradients (a :class:`GradSampleModule` or hooks); found by its parameters where
-    not given. A loss that is summed over the batch is not divided. ``generator`` seeds the noise; ``secure_mode`` draws
-    it from the operating system; ``noise`` is a source of the caller's, in place of both. ``ranks``: the processes that
-    train the module together, each on examples of its own; the batch size is then that of all of them.
+    """A wrapper around ``optimizer`` whose step uses (Σ clipped gradients + σ·C·N(0, I)) / expected_batch_size.
 
     Only what ``optimizer`` holds is clipped, noised and released; the rest of the module is not updated.
+
+    Args:
+        optimizer: The torch optimizer that updates the parameters.
+        noise_multiplier: σ, the standard deviation of the noise over the L2 norm of the bounds.
+        max_grad_norm: C, the bound of each example's gradient; or one per trained parameter (per-layer clipping).
+        expected_batch_size: The public divisor of a mean loss, of all ranks together; never the batch's own length.
+        loss_reduction: As the module's, "mean" or "sum"; a loss that is summed over the batch is not divided.
+        generator: Seeds the noise.
+        secure_mode: Whether the noise comes from the operating system.
+        module: The recorder of the gradients (a :class:`GradSampleModule` or hooks); found by its parameters where not
+            given.
+        noise: A source of noise, in place of ``generator`` and ``secure_mode``.
+        factors: The clipping rule, ``factors(norms, C)``.
+        ranks: The processes that train the module together, each on examples of its own.
+
+    Raises:
+        PrivacyError: the optimizer is private already, or its parameters are not recorded by one module.
+        ValueError: a number is out of its range, or module and optimizer have different settings.
     """
 
     # Makes torch's GradScaler show itself in step(), which refuses it.
@@ -207,18 +219,29 @@ class DPOptimizer(OptimizerWrapper):
 
     @property
     def accumulated_iterations(self) -> int:
-        """Logical batches whose gradients this step adds up: 1, unless gradients are accumulated without virtual
-        steps.
+        """The number of logical batches whose gradients this step adds up.
+
+        It is 1, unless gradients are accumulated without virtual steps.
         """
         return max(1, self.logical_batch.batches)
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
-        """The next ``step()`` only clips and accumulates (a physical piece of a larger logical batch)."""
+        """Make the next ``step()`` clip and accumulate only: it gets a physical piece of a larger logical batch.
+
+        Args:
+            do_skip: False takes it back.
+        """
         self.logical_batch.goes_on = do_skip
 
     def hand_out(self, rows: int, goes_on: bool) -> None:
-        """Announce a piece of ``rows`` examples that is on its way to the next ``step()``; ``goes_on``: it is not its
-        batch's last. (:class:`BatchMemoryManager` calls this.)"""
+        """Announce a piece of a batch that is on its way to the next ``step()``.
+
+        :class:`BatchMemoryManager` calls this.
+
+        Args:
+            rows: How many examples it has.
+            goes_on: Whether it is not its batch's last.
+        """
         self.logical_batch.hand_out(rows, goes_on)
 
     def attach_step_hook(self, fn: StepHook) -> None:
@@ -312,8 +335,9 @@ class DPOptimizer(OptimizerWrapper):
             )
 
     def add_noise(self) -> None:
-        """``p.grad`` becomes summed gradient + σ·C·noise of this step's number; of all ranks, with the noise of the
-        first.
+        """Set ``p.grad`` to the summed gradient + σ·C·noise of this step's number.
+
+        Of several ranks the sums are added up, with the noise of the first.
         """
         if self.module.ordinary_grad:
             for param, summed in self.accumulator.sums.items():
@@ -339,9 +363,7 @@ class DPOptimizer(OptimizerWrapper):
         return self.noise_multiplier
 
     def _check_ranks(self, ranks: Ranks) -> None:
-        """PrivacyError unless all ranks are about to release the same step; the weights are compared once after each
-        start.
-        """
+        """Refuse a step that is not the same on all ranks; weights are compared once after each start."""
         groups = [{name: v for name, v in g.items() if name != "params"} for g in self.param_groups]
         known = self.weights_agree or ranks.sharded
         ranks.agree(
@@ -382,7 +404,20 @@ class DPOptimizer(OptimizerWrapper):
         return True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One private update, or (after ``signal_skip_step``) only accumulation. A closure is called once, first."""
+        """Make one private update, or (after ``signal_skip_step``) only accumulate.
+
+        Args:
+            closure: Called once, first; it runs forward and backward pass and returns the loss.
+
+        Returns:
+            The closure's loss, None without one.
+
+        Raises:
+            PrivacyError: there was no backward pass, the batch is none that may be used, or something would be released
+                without clipping or noise. Nothing of the batch is released then.
+            UnsupportedError: a GradScaler multiplied the loss.
+            BudgetError: the step would exceed the engine's budget.
+        """
         if getattr(self, "grad_scale", None) is not None:
             raise UnsupportedError(
                 "A GradScaler has multiplied the loss, and every gradient would be clipped at its scaled size. Use "
@@ -404,8 +439,11 @@ class DPOptimizer(OptimizerWrapper):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears ``p.grad`` and ``p.grad_sample``; what virtual steps have accumulated stays until the logical batch's
-        step."""
+        """Clear ``p.grad`` and ``p.grad_sample``; the sum of an unfinished logical batch stays until its step.
+
+        Args:
+            set_to_none: Accepted for compatibility; gradients always become None.
+        """
         self.original_optimizer.zero_grad(set_to_none=True)
         self.module.drop_gradients()
         if not self.logical_batch.unfinished:
@@ -414,7 +452,7 @@ class DPOptimizer(OptimizerWrapper):
 
 
 def _recorder(optimizer: Optimizer) -> AbstractGradSampleHooks:
-    """What records the trained parameters of ``optimizer``."""
+    """Return the object that records the trained parameters of ``optimizer``."""
     owners = []
     for param in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
         owner = owner_of(param)
@@ -435,7 +473,7 @@ def _recorder(optimizer: Optimizer) -> AbstractGradSampleHooks:
 
 
 def _claim(module: AbstractGradSampleHooks, optimizer: DPOptimizer) -> None:
-    """One optimiser per recorded module: a second would find its gradients taken."""
+    """Note that ``optimizer`` takes the module's gradients; a second one would find none."""
     reference = _CLAIMED.get(module)
     if reference is not None and reference() is not None:
         raise PrivacyError(

@@ -43,15 +43,18 @@ def _replay() -> Iterator[None]:
 
 
 def is_replayed() -> bool:
-    """Whether a module runs again for its per-sample gradients, where nothing of it is to be recorded."""
+    """Return whether a module runs again for its per-sample gradients, where nothing of it is to be recorded."""
     return _REPLAYED.get()
 
 
 @dataclass
 class Fallback:
-    """A module that is recorded as a whole, as a ``use`` (:class:`ModuleUse` where None). ``batched``: positions among
-    its flattened arguments of the tensors with the batch first, None until they are known. ``unrepeatable``: a second
-    run gives something else (it draws random numbers, say), so that gradients must come from the first."""
+    """A module that is recorded as a whole, as a ``use`` (:class:`ModuleUse` where None).
+
+    ``batched``: positions among its flattened arguments of the tensors with the batch first, None until they are known.
+    ``unrepeatable``: a second run gives something else (it draws random numbers, say), so that gradients must come from
+    the first.
+    """
 
     name: str
     module: nn.Module
@@ -64,8 +67,11 @@ class Fallback:
 
 @dataclass(frozen=True)
 class Call:
-    """How a module was called. ``target`` is it, or what calls its ``forward`` without its hooks; ``prefix`` then leads
-    to its names. ``leaves``: flattened arguments, of which the tensors at ``batched`` have the batch first."""
+    """How a module was called.
+
+    ``target`` is it, or what calls its ``forward`` without its hooks; ``prefix`` then leads to its names. ``leaves``:
+    flattened arguments, of which the tensors at ``batched`` have the batch first.
+    """
 
     name: str
     module: nn.Module
@@ -75,11 +81,12 @@ class Call:
     batched: tuple[int, ...]
     autocast: tuple[str, bool, torch.dtype]
     buffers: dict[str, Tensor]
-    """What a call changes, as it was before."""
+    """The buffers that a call changes, as they were before."""
 
     def again(self, params: dict[str, Tensor], leaves: Sequence[Any], example: Sequence[Tensor] | None = None) -> Any:
         """The flattened results of another call with these parameters by name, and these tensors in the places of
-        the batch. Buffers are copies."""
+        the batch. Buffers are copies.
+        """
         filled = list(leaves)
         for k, tensor in zip(self.batched if example is not None else (), example or (), strict=True):
             filled[k] = tensor
@@ -123,9 +130,9 @@ class ModuleUse(Use):
         self.numbers: RandomNumbers | None = None
         """With it: the random numbers as they were before."""
         self.places: dict[int, int] = {}
-        """Of the results that are recorded: their numbers among the part's outputs."""
+        """Numbers of the recorded results among the part's outputs."""
         self.results: dict[int, Saved] = {}
-        """What the first run gave, by the same keys; empty where nothing is to be compared with it."""
+        """Results of the first run, by the same keys; empty where nothing is to be compared with them."""
         self.dtype: torch.dtype | None = None
         """In which precision it is run again; None: in its own."""
         self._cache: dict[Parameter, Tensor] | None = None
@@ -169,7 +176,8 @@ class ModuleUse(Use):
 
     def _by_graph(self, part: Part) -> dict[Parameter, Tensor]:
         """One backward pass per example through the graph of the batch; an example that is not finite would reach all
-        others there, since 0 * NaN is NaN: the batch is run again without it."""
+        others there, since 0 * NaN is NaN: the batch is run again without it.
+        """
         spoilt = self._spoilt()
         good = (~spoilt).nonzero().flatten().tolist()
         if good and len(good) < len(spoilt):
@@ -202,7 +210,8 @@ class ModuleUse(Use):
 
     def _without(self, spoilt: Tensor, other: int) -> tuple[dict[int, Tensor], list[Tensor]]:
         """Outputs of another run with the same random numbers, the ``spoilt`` examples' inputs being those of the
-        example ``other``; and what stands for the parameters there."""
+        example ``other``; and what stands for the parameters there.
+        """
         given = self.given()
         rows = torch.arange(len(spoilt), device=spoilt.device).masked_fill(spoilt, other)
         params = {n: p.detach().requires_grad_() for n, p in self.trained.items()}
@@ -275,7 +284,7 @@ class ModuleUse(Use):
         return {k: results[k] for k in self.results}
 
     def _agrees(self, outputs: Mapping[int, Tensor]) -> bool:
-        """Whether these are the outputs of the first run, but for rounding."""
+        """Return whether these are the outputs of the first run, but for rounding."""
         for k, again in outputs.items():
             saved = self.results.get(k)
             # Changed in place since, as an activation may do; or without values, in a trace.
@@ -285,7 +294,7 @@ class ModuleUse(Use):
         return True
 
     def _close(self, again: Tensor, first: Tensor) -> bool:
-        """Whether two outputs are the same but for rounding; rows that are not finite are not compared."""
+        """Return whether two outputs are the same but for rounding; rows that are not finite are not compared."""
         if again.shape != first.shape:
             return False
         if not first.numel():
@@ -297,9 +306,11 @@ class ModuleUse(Use):
         return not bool(((rows - expected).abs() > (5e-2 if low else 1e-3) * scale).any())
 
     def check_alone(self, fallback: Fallback) -> None:
-        """That one example alone has the outputs that it had in the batch, of copies of it. NoRuleError or
-        UnsupportedError where not: its gradient alone would be something else. Notes in ``fallback`` what cannot be run
-        a second time."""
+        """That one example alone has the outputs that it had in the batch, of copies of it.
+
+        NoRuleError or UnsupportedError where not: its gradient alone would be something else. Notes in ``fallback``
+        what cannot be run a second time.
+        """
         if fallback.unrepeatable:
             return
         leaves = self.given()
@@ -528,7 +539,7 @@ def _changes_inputs(name: str, params: tuple[Parameter, ...]) -> NoRuleError:
 
 
 def _holds_tensors(value: Any, depth: int = 6) -> bool:
-    """Whether an argument is an object (a cache, say) with tensors inside of it that no one else can reach."""
+    """Return whether an argument is an object (a cache, say) with tensors inside of it that no one else can reach."""
     if isinstance(value, Tensor):
         return depth < 6
     if not depth or isinstance(value, (nn.Module, type)) or callable(value):
