@@ -3,7 +3,7 @@
 from dpcore.engine.engine import ClippedSum, Engine
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.functional import clipped_sum
-from dpcore.grad_sample.grad_sample_module import GradSampleModule, GradSampleModuleFastGradientClipping
+from dpcore.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
 from dpcore.noise import GaussianNoise
 from dpcore.privacy_engine import PrivacyEngine
 

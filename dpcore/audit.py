@@ -35,10 +35,10 @@ Run = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Audit:
-    """``epsilon_lower`` at ``delta``, with ``confidence``; ``epsilon``: the accountant's, an upper bound if all is
-    right.
+    """The result of an audit.
 
-    ``trials``: releases per world, or canaries. ``evidence``: what was counted, in words.
+    ``epsilon_lower`` is a lower bound at ``delta``, with ``confidence``; ``epsilon`` is the accountant's, an upper
+    bound if all is right. ``trials``: releases per world, or canaries. ``evidence``: what was counted, in words.
     """
 
     epsilon_lower: float
@@ -50,8 +50,9 @@ class Audit:
 
     @property
     def violated(self) -> bool:
-        """Whether the mechanism leaks more than the accountant says; wrongly so with probability 1 - confidence at
-        most.
+        """True where the mechanism leaks more than the accountant says.
+
+        It is so by mistake with probability 1 - confidence at most.
         """
         return self.epsilon_lower > self.epsilon
 
@@ -72,15 +73,25 @@ def audit_step(
     confidence: float = 0.95,
     gaussian: bool = False,
 ) -> Audit:
-    """Lower bound from ``trials`` scores with and ``trials`` scores without the canary.
+    """Return a lower bound of epsilon from scores of releases with and without a canary.
 
-    One half of them chooses the threshold, the other half is judged. ``gaussian`` False assumes nothing: an
+    One half of the scores chooses the threshold, the other half is judged. Without ``gaussian`` nothing is assumed: an
     (ε, δ)-private mechanism has 1 - δ - FN <= e^ε FP, so ε >= log((1 - δ - FN) / FP), and likewise with the two rates
-    exchanged. ``gaussian`` True tests the stronger claim that the mechanism is μ-GDP, as a step without subsampling is
-    (Nasr et al. 2023): μ >= -Φ⁻¹(FP) - Φ⁻¹(FN), turned into ε at ``delta``. It needs far fewer trials, and its number
-    is a bound for mechanisms of that kind only.
+    exchanged.
 
-    Raises ValueError for fewer than 4 trials, scores of the wrong shape or scores that are not numbers.
+    Args:
+        sample: ``sample(with the canary?, count)`` returns [count] scores of independent releases; high speaks for the
+            canary.
+        epsilon: The accountant's.
+        delta: The δ of both epsilons, in [0, 1).
+        trials: Scores with, and as many without the canary; at least 4, and thousands to say anything.
+        confidence: Of the lower bound, in (0, 1).
+        gaussian: Whether to test the stronger claim that the mechanism is μ-GDP, as a step without subsampling is (Nasr
+            et al. 2023): μ >= -Φ⁻¹(FP) - Φ⁻¹(FN), turned into ε at ``delta``. It needs far fewer trials, and its number
+            is a bound for mechanisms of that kind only.
+
+    Raises:
+        ValueError: there are fewer than 4 trials, or scores have the wrong shape or are not numbers.
     """
     _check(delta, confidence)
     if trials < 4:
@@ -127,13 +138,22 @@ def audit_run(
     confidence: float = 0.95,
     seed: int | None = None,
 ) -> Audit:
-    """Lower bound from one training run in which each of ``canaries`` examples is included by a fair coin.
+    """Return a lower bound of epsilon from one training run in which each canary is included by a fair coin.
 
     The ``guesses`` / 2 highest scores are guessed to be included, as many lowest ones not, and nothing is said about
-    the others. The number of guesses (a tenth of the canaries by default) must be fixed before the run. ``seed``: of
-    the coins; without it they are secret, from the operating system.
+    the others.
 
-    Raises ValueError for an impossible number of guesses, and as :func:`audit_step` for scores.
+    Args:
+        run: ``run(included)``, bool [canaries], trains once and returns [canaries] scores; high speaks for inclusion.
+        canaries: How many examples are included or not.
+        epsilon: The accountant's.
+        delta: The δ of both epsilons, in [0, 1).
+        guesses: How many guesses are made; a tenth of the canaries by default. Fix it before the run.
+        confidence: Of the lower bound, in (0, 1).
+        seed: Of the coins; None draws them from the operating system.
+
+    Raises:
+        ValueError: the number of guesses is impossible, or scores have the wrong shape or are not numbers.
     """
     _check(delta, confidence)
     if guesses is None:

@@ -53,11 +53,24 @@ class _Collate:
 
 
 class DPDataLoader(CountingDataLoader):
-    """A loader of Poisson samples of ``dataset`` at the public ``sample_rate``; one round has ceil(1 / q) batches.
+    """A loader of Poisson samples of a data set; one round has ceil(1 / sample_rate) batches.
 
-    Batches may be empty; they then have the structure of the others and length 0. ``distributed``: every rank of the
-    process group draws its own part of each batch; ``dataset`` is the whole data on all of them, and ``sample_rate``
-    an example's chance to be in the union. ``generator`` takes the place of ``seed``.
+    Batches may be empty; they then have the structure of the others and length 0.
+
+    Args:
+        dataset: A map-style data set; with ``distributed`` the whole data, on all ranks.
+        sample_rate: The chance of each example to be in a batch; a public number, in (0, 1].
+        collate_fn: As torch's; it must take a list of examples.
+        seed: Makes the batches reproducible; None draws a secret one, as a release needs.
+        secure: Whether to draw from the operating system's cryptographic generator instead of a seed.
+        steps: Batches a round, where not ceil(1 / sample_rate).
+        distributed: Whether every rank of the process group draws its own part of each batch; ``sample_rate`` is then
+            an example's chance to be in the union.
+        generator: Draws the seed, in place of ``seed``.
+        **options: Further arguments of ``torch.utils.data.DataLoader``.
+
+    Raises:
+        ValueError: the data set has no length, or a number is out of its range.
     """
 
     def __init__(
@@ -112,9 +125,19 @@ class DPDataLoader(CountingDataLoader):
         distributed: bool = False,
         generator: torch.Generator | None = None,
     ) -> DPDataLoader:
-        """The Poisson twin of an ordinary loader. Without ``sample_rate`` it is 1 / len(loader), with a warning.
+        """Return the Poisson counterpart of an ordinary loader.
 
-        UnsupportedError where the loader's sampler is one of the user's own: its choice of examples would be lost.
+        Args:
+            loader: A torch loader over its whole data set; a DPDataLoader is returned as it is.
+            sample_rate: The chance of each example to be in a batch. None: 1 / len(loader), with a warning.
+            seed: Makes the batches reproducible; None draws a secret one.
+            secure: Whether to draw from the operating system's cryptographic generator.
+            distributed: Whether every rank draws its own part of each batch.
+            generator: Draws the seed, in place of ``seed``.
+
+        Raises:
+            UnsupportedError: the loader's sampler chooses examples, which would be lost, or its data set is iterable.
+            PrivacyError: a DPDataLoader was built for another number of ranks, or with a seed in secure mode.
         """
         if isinstance(loader, DPDataLoader):
             if loader.distributed != distributed:
@@ -184,8 +207,11 @@ class DPDataLoader(CountingDataLoader):
         self.set_sample_rate(sample_rate)
 
     def set_sample_rate(self, sample_rate: float) -> None:
-        """Changes the public rate from the next round on. ValueError within a round, whose batches may be drawn ahead
-        of the loop at the old rate, and where it is not a probability."""
+        """Changes the public rate from the next round on.
+
+        ValueError within a round, whose batches may be drawn ahead of the loop at the old rate, and where it is not a
+        probability.
+        """
         if not 0.0 < sample_rate <= 1.0:
             raise ValueError(f"sample_rate is {sample_rate}; it must lie in (0, 1].")
         if sample_rate == self.sample_rate:

@@ -9,7 +9,6 @@ before, so ranks may cut their batches into different numbers of pieces, and a r
 from __future__ import annotations
 
 import hashlib
-import os
 import secrets
 import warnings
 from collections.abc import Callable, Iterable
@@ -169,48 +168,3 @@ def check_shares(loader: DataLoader[Any], ranks: Ranks) -> None:
             "The DistributedSampler repeats some examples to give all ranks equally many, and a repeated example moves "
             "the sum by two clip norms. Pass drop_last=True to it."
         )
-
-
-def save_for_rank(state: dict[str, Any], path: Any, ranks: Ranks | None, options: dict[str, Any]) -> None:
-    """Writes a checkpoint: rank 0 (or the only process) to ``path``, the others beside it what is not the same there.
-
-    ValueError where a sharded module's ``path`` is no file name.
-    """
-    if ranks is None or ranks.rank == 0:
-        torch.save(state, path, **options)
-    elif ranks.sharded:
-        torch.save(state, _beside(path, ranks), **options)
-    elif isinstance(path, (str, os.PathLike)):
-        own = {name: state[name] for name in ("torch_rng", "cuda_rng") if name in state}
-        torch.save(own | {"steps": state["privacy_state"]["steps"]}, _beside(path, ranks))
-
-
-def load_for_rank(path: Any, ranks: Ranks | None, options: dict[str, Any]) -> dict[str, Any]:
-    """What :func:`save_for_rank` wrote; where this rank's random state is missing, without one and with a warning."""
-    if ranks is not None and ranks.rank > 0 and ranks.sharded:
-        return torch.load(_beside(path, ranks), **options)  # type: ignore[no-any-return]
-    state: dict[str, Any] = torch.load(path, **options)
-    if ranks is None or ranks.rank == 0:
-        return state
-    for name in ("torch_rng", "cuda_rng"):
-        state.pop(name, None)
-    steps = state.get("privacy_state", {}).get("steps")
-    if isinstance(path, (str, os.PathLike)) and os.path.exists(_beside(path, ranks)):
-        own = torch.load(_beside(path, ranks), weights_only=True)
-        if own.pop("steps") == steps:
-            return state | own
-    warnings.warn(
-        f"The checkpoint has no random state of rank {ranks.rank} at step {steps}; noise and batches continue where "
-        "they were, but dropout draws from this process's own random numbers. Call save_checkpoint on every rank.",
-        stacklevel=3,
-    )
-    return state
-
-
-def _beside(path: Any, ranks: Ranks) -> str:
-    if not isinstance(path, (str, os.PathLike)):
-        raise ValueError(
-            f"path is a {type(path).__name__}; every rank of a sharded module keeps a file of its own, so give a file "
-            "name."
-        )
-    return f"{os.fspath(path)}.rank{ranks.rank}"

@@ -33,6 +33,7 @@ class NoRuleError(UnsupportedError):
 
 
 class PrivacyError(RuntimeError):
-    """Going on would release something that the accountant does not know of; the message says what would have
-    leaked.
+    """Going on would release something that the accountant does not know of.
+
+    The message says what would have leaked.
     """

@@ -19,11 +19,25 @@ def clipped_sum(
     mask: Tensor | None = None,
     physical_batch_size: int | None = None,
 ) -> ClippedSum:
-    """Σ_i min(1, C/|g_i|) g_i over the batch, by one forward and one backward pass per physical micro-batch.
+    """Compute Σ_i min(1, C/|g_i|) g_i over a batch, by one forward and one backward pass per physical micro-batch.
 
-    x: a tensor [B, ...], or a tuple (positional) or dict (keyword) of them; ``loss_fn(model(x), y)`` -> [B]. The result
-    knows its ``sensitivity``. The model's parameters and their ``grad`` are not touched. For many batches build an
-    :class:`dpcore.Engine` once.
+    The model's parameters and their ``grad`` are not touched. For many batches build a :class:`dpcore.Engine` once.
+
+    Args:
+        model: The module; its parameters with ``requires_grad`` have gradients.
+        loss_fn: ``loss_fn(model(x), y)`` returns one loss per example, [B].
+        x: Inputs: a tensor [B, ...], a tuple (positional) or a dict (keyword arguments) of them.
+        y: Targets, likewise.
+        max_grad_norm: C, the L2 bound to which each example's gradient is clipped.
+        mask: Bool [B]; examples whose entry is False contribute nothing.
+        physical_batch_size: Examples per forward pass; None chooses by sizes and memory.
+
+    Returns:
+        The sums with norms, factors, losses and their ``sensitivity``.
+
+    Raises:
+        UnsupportedError: a gradient cannot be told apart by example.
+        PrivacyError: model or loss mix examples, or the loss is no [B].
     """
     engine = Engine(model, loss_fn, max_grad_norm=max_grad_norm, physical_batch_size=physical_batch_size)
     return engine.clipped_sum(x, y, mask)

@@ -54,7 +54,7 @@ class GaussianNoise:
         return hashlib.shake_256(f"dpcore noise {self.seed} {int(step)} {self.rank}".encode()).digest(length)
 
     def add_(self, target: Tensor, std: float, step: int) -> Tensor:
-        """target + std * N(0, I) of this step, in place, any shape; returns ``target``. ``std`` 0 leaves it alone."""
+        """Add std * N(0, I) of this step to ``target``, in place, any shape; return it. ``std`` 0 leaves it alone."""
         if std == 0.0:
             return target
         if target.is_contiguous() and self._native_serves(target):
@@ -65,18 +65,20 @@ class GaussianNoise:
 
     @property
     def may_come_first(self) -> bool:
-        """Whether the noise may be there before the sums are: not where :meth:`add_` looks at what it adds to."""
+        """True where the noise may come before the sums: where :meth:`add_` does not look at what it adds to."""
         return type(self).add_ is GaussianNoise.add_
 
     def fill_(self, target: Tensor, std: float, step: int) -> Tensor:
-        """target = std * N(0, I) of this step, in place: what :meth:`add_` makes of zeros, in fewer passes."""
+        """Set ``target`` to std * N(0, I) of this step, in place: what :meth:`add_` makes of zeros, in fewer passes."""
         if std == 0.0 or self._native_serves(target) or not self.may_come_first:
             return self.add_(target.zero_(), std, step)
         return target.normal_(0.0, std, generator=self.generator(step, target.device))
 
     def _native_serves(self, target: Tensor) -> bool:
-        """Not for a subclass with generators of its own: the kernel would draw from the seed, which may be no secret
-        there."""
+        """Return whether the kernel may draw.
+
+        It may not for a subclass with generators of its own: it would draw from the seed, which may be no secret there.
+        """
         own = type(self).generator is not GaussianNoise.generator
         return not own and target.numel() >= _FEWEST and native.serves(target)
 
@@ -88,8 +90,11 @@ class GaussianNoise:
         self.seed, self.rank = int(state["seed"]), int(state["rank"])
 
     def _twister_state(self, words: bytes) -> Tensor:
-        """Generator state with 624 fresh words. torch keeps each word in 8 bytes after a 24-byte header (seed,
-        words left = 1, which forces a fresh block, seeded flag and position) and cached normals behind them."""
+        """Return a generator's state with 624 fresh words.
+
+        torch keeps each word in 8 bytes after a 24-byte header (seed, words left = 1, which forces a fresh block,
+        seeded flag and position) and cached normals behind them.
+        """
         if self._template is None:
             self._template = torch.Generator().manual_seed(0).get_state()
         places = self._template.numpy()[24 : 24 + 8 * _TWISTER_WORDS].view(np.uint64)
@@ -112,7 +117,7 @@ class SecureNoise(GaussianNoise):
         super().__init__(seed=0)
 
     def add_(self, target: Tensor, std: float, step: int) -> Tensor:
-        """target + std * N(0, I) in place, on the grid, fresh at every call."""
+        """Add std * N(0, I) to ``target`` in place, on the grid, fresh at every call."""
         if std == 0.0:
             return target
         spacing = grid_spacing(std)

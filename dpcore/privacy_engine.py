@@ -6,10 +6,8 @@ import copy
 import functools
 import hashlib
 import math
-import secrets
 import sys
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +17,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dpcore.accountants import create_accountant, get_noise_multiplier
+from dpcore.budget import Budget, BudgetError
+from dpcore.checkpoint import Checkpoint, PrivateState, RandomState, named_schedulers
 from dpcore.clipping import automatic_factors, check_max_grad_norm
 from dpcore.data_loader import DPDataLoader
-from dpcore.distributed import check_shares, load_for_rank, ranks_of, save_for_rank
+from dpcore.distributed import Ranks, check_shares, ranks_of
 from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.grad_sample.utils import DEFAULT_MODE, prepare_module
@@ -37,16 +37,18 @@ from dpcore.validators import ModuleValidator
 FACTORS = {"automatic": automatic_factors}
 
 
-class BudgetError(PrivacyError):
-    """A step would exceed the privacy budget; nothing of it was released."""
-
-
 class PrivacyEngine:
-    """Keeps the accountant and makes (module, optimizer, data loader) private.
+    """The accountant, and the way to make (module, optimizer, data loader) private.
 
-    ``accountant``: "prv" (tight, the default), "rdp", "gdp" or a registered name. ``seed``: makes noise and batches
-    reproducible; without it they are secret, as they must be for a release. ``secure_mode``: noise and batches from the
-    operating system's cryptographic generator, noise hardened against floating-point attacks; slower.
+    Args:
+        accountant: How epsilon is computed: "prv" (tight, the default), "rdp" (looser), "gdp" (an approximation, no
+            bound) or a registered name.
+        secure_mode: Noise and batches come from the operating system's cryptographic generator, and noise is hardened
+            against attacks on floating point. Slower, and nothing can be repeated.
+        seed: Makes noise and batches reproducible. Without it they are secret, as they must be for a release.
+
+    Raises:
+        ValueError: there is no such accountant, or ``secure_mode`` was given a seed.
     """
 
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False, seed: int | None = None) -> None:
@@ -83,134 +85,96 @@ class PrivacyEngine:
         check_isolation: bool = True,
         **options: Any,
     ) -> Any:
-        """(module, optimizer, data_loader) to train with as before; every ``optimizer.step()`` is accounted for. In the
-        mode "ghost" there are four, with the criterion as the third.
+        """Make a training script private: every ``optimizer.step()`` clips, adds noise, and is accounted for.
 
-        ``sample_rate`` and ``expected_batch_size`` are public numbers; where they are not given they are derived from
-        the data's length, with a warning. ``clipping``: flat, per_layer (``max_grad_norm`` is then a list, one bound
-        per trained parameter), adaptive (``options``: those of :class:`AdaClipDPOptimizer`) or automatic.
-        ``noise_generator`` seeds the noise, for tests. ``grad_sample_mode``: "bookkeeping" never forms the ordinary
-        gradient of the batch; "hooks" (also "functorch", "ew") leaves it in ``p.grad`` between ``backward()`` and
-        ``step()``; "no_op" records nothing and takes ``p.grad_sample`` from the loop. All give the same updates.
-        ``wrap_model=False`` returns hooks on the module instead of a wrapper; end with their ``cleanup()``.
-        A module in ``DifferentiallyPrivateDistributedDataParallel``, or one to which ``fully_shard`` was applied, is
-        trained by all ranks of its group, each of which calls this with the whole data set and the same settings;
-        ``expected_batch_size`` is that of all ranks together.
-        ``check_batches``: every step must use a batch of the returned loader, every example in one row.
-        ``check_isolation``: the first batches of every kind, and rare random ones later, are used for experiments on
-        whether the model keeps examples apart (:mod:`dpcore.example_isolation.check`); PrivacyError where it does not.
+        Train with what is returned as before. The update is (Σ clipped gradients + σ·C·N(0, I)) / expected_batch_size.
+
+        Args:
+            module: The ``torch.nn.Module`` to train, in training mode. A module in
+                ``DifferentiallyPrivateDistributedDataParallel``, or one to which ``fully_shard`` was applied, is
+                trained by all ranks of its group; each of them calls this with the whole data set and the same
+                settings.
+            optimizer: An ordinary torch optimizer over ``module.parameters()``. Only what it holds is clipped, noised
+                and updated.
+            criterion: The loss for the mode "ghost" (default ``CrossEntropyLoss``), and in every mode checked against
+                ``loss_reduction`` where it is given.
+            data_loader: A torch loader over the whole data set. Its batch size sets the default sample rate only.
+            noise_multiplier: σ, the standard deviation of the noise over the bound ``max_grad_norm``. More noise,
+                smaller epsilon; 0 gives no privacy.
+            max_grad_norm: C, the L2 bound to which each example's gradient is clipped, and so how far one example can
+                move a step's sum. For "per_layer" a list, one bound per trained parameter.
+            batch_first: Whether the module's inputs are [B, T, ...]; False: [T, B, ...]. Wrong, it would clip time
+                steps instead of examples.
+            loss_reduction: The reduction of your loss over the batch, "mean" or "sum". The update of a mean loss is
+                divided by ``expected_batch_size``, that of a sum by nothing. Wrong, every gradient is scaled by the
+                batch's length before it is clipped.
+            poisson_sampling: Whether the returned loader draws Poisson batches: every example independently with the
+                chance ``sample_rate``. Epsilon holds for such batches only; False keeps your loader, with a warning.
+            clipping: "flat" clips the whole gradient at one bound; "per_layer" each parameter at its own; "adaptive"
+                moves the bound towards a quantile of the norms (``options`` are those of :class:`AdaClipDPOptimizer`);
+                "automatic" scales every gradient to the bound instead of cutting it there.
+            noise_generator: A ``torch.Generator`` that seeds the noise, for tests. Noise of a known seed protects
+                nothing.
+            grad_sample_mode: Where gradients can be read between ``backward()`` and ``step()``. "bookkeeping" never
+                forms the ordinary gradient; "hooks" (also "functorch", "ew") leaves it in ``p.grad``; "ghost" is
+                Opacus' fast clipping, with a criterion of its own; "no_op" records nothing and takes ``p.grad_sample``
+                from the loop. The update is the same in all of them.
+            wrap_model: Whether the module is returned in a wrapper. False records it where it is and returns the hooks;
+                end with their ``cleanup()``.
+            rand_on_empty: Accepted for compatibility and ignored, with a warning: an empty batch stays one and is a
+                step of noise alone.
+            sample_rate: q, the chance of an example to be in a batch; a public number. None: 1 / len(data_loader), with
+                a warning, because it tells how many examples there are.
+            expected_batch_size: The public divisor of every update of a mean loss, of all ranks together. None: sample
+                rate × number of examples, with a warning. Never the batch's own length, which depends on the data.
+            check_batches: Whether each step must use an unused batch of the returned loader, every example in one row.
+                Pass False only where your own batches are drawn at the accounted rate.
+            check_isolation: Whether experiments on the first batches of every kind, and on rare random ones later, look
+                for examples that reach each other's gradients (:mod:`dpcore.example_isolation.check`). Clipping bounds
+                nothing where they do.
+            **options: Further arguments of the optimiser's class for ``clipping``.
+
+        Returns:
+            (module, optimizer, data_loader); in the mode "ghost" (module, optimizer, criterion, data_loader).
+
+        Raises:
+            PrivacyError: going on would release something that the accountant does not know of.
+            UnsupportedError: the module or the loader cannot be made private exactly.
+            ValueError: an argument is out of its range, or arguments contradict each other.
+            TypeError: an argument is of another class than it must be.
         """
-        _check_types(module, optimizer)
-        if "torch.distributed.fsdp" in sys.modules:
-            # Slow to import, and nothing can be sharded before it was.
-            from dpcore.sharding import shard
-
-            module, optimizer = shard(module, optimizer)
-        ranks = ranks_of(module)
-        if ranks is not None and ranks.sharded and (grad_sample_mode != DEFAULT_MODE or not wrap_model):
-            raise UnsupportedError(
-                f"grad_sample_mode={grad_sample_mode!r} with wrap_model={wrap_model} is not for a sharded module, "
-                f"whose ordinary gradients torch would average over the ranks; use {DEFAULT_MODE!r} and a wrapper."
-            )
-        self._check(module, optimizer, clipping, max_grad_norm)
-        if criterion is not None:
-            check_criterion(criterion, loss_reduction)
-        if rand_on_empty:
-            warn_caller(
-                "rand_on_empty is not needed and is ignored: an empty batch keeps its structure and has length 0. A "
-                "random example in its place would let one example move the sum by twice max_grad_norm.",
-            )
-        derived = sample_rate is None and not isinstance(data_loader, DPDataLoader)
-        if self.secure_mode and not poisson_sampling:
-            raise ValueError("secure_mode also draws the batches; it needs poisson_sampling=True.")
-        self._check_dataset(data_loader)
-        check_data_set(data_loader.dataset)
-        if poisson_sampling:
-            data_loader = DPDataLoader.from_data_loader(
-                data_loader,
-                sample_rate=sample_rate,
-                seed=self._run_seed() if ranks is None else ranks.share_seed(self._run_seed()),
-                secure=self.secure_mode,
-                distributed=ranks is not None,
-            )
-            sample_rate = data_loader.sample_rate
-        else:
-            if ranks is not None:
-                check_shares(data_loader, ranks)
-            check_ordinary(data_loader)
-            if check_batches:
-                data_loader = counted(data_loader)
-            _check_length(data_loader, sample_rate, expected_batch_size)
-            if sample_rate is None:
-                sample_rate = 1 / len(data_loader)
-            warn_caller(
-                f"poisson_sampling=False: epsilon is computed for Poisson batches at the rate {sample_rate:.6g}, and "
-                "that of shuffled or fixed batches can be larger. Use it for comparisons, and poisson_sampling=True "
-                "for a release.",
-            )
-        if expected_batch_size is None:
-            expected_batch_size = len(data_loader.dataset) * sample_rate  # type: ignore[arg-type]
-            if not derived:
-                warn_caller(
-                    f"The divisor {expected_batch_size:.6g} is derived from the number of examples, which is then no "
-                    "secret; pass expected_batch_size= to keep it one.",
-                )
-        seed = self._run_seed()
-        if noise_generator is not None:
-            seed = int(torch.randint(2**62, (), generator=noise_generator))
-        if ranks is not None:
-            seed = ranks.share_seed(seed)
-            ranks.agree(
-                {
-                    "accountant": self.accountant.mechanism(),
-                    "secure_mode": self.secure_mode,
-                    "poisson_sampling": poisson_sampling,
-                    "sample_rate": sample_rate,
-                    "the number of steps in a round": len(data_loader),
-                    "the number of examples": len(data_loader.dataset),  # type: ignore[arg-type]
-                    "expected_batch_size": expected_batch_size,
-                    "noise_multiplier": noise_multiplier,
-                    "max_grad_norm": max_grad_norm,
-                    "clipping": clipping,
-                    "loss_reduction": loss_reduction,
-                    "the trained parameters": [
-                        (name, tuple(p.shape), p.dtype) for name, p in module.named_parameters() if p.requires_grad
-                    ],
-                }
-            )
-        recorded = self._record(module, grad_sample_mode, wrap_model, batch_first, loss_reduction)
-        if clipping in FACTORS:
-            options["factors"] = FACTORS[clipping]
-        private = get_optimizer_class(clipping, ranks is not None, grad_sample_mode)(
-            optimizer,
-            module=recorded,
+        settings = _Settings(
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            poisson_sampling=poisson_sampling,
+            clipping=clipping,
+            noise_generator=noise_generator,
+            grad_sample_mode=grad_sample_mode,
+            wrap_model=wrap_model,
+            sample_rate=sample_rate,
             expected_batch_size=expected_batch_size,
-            noise=SecureNoise() if self.secure_mode else GaussianNoise(seed, rank=ranks.rank if ranks else 0),
-            ranks=ranks,
-            **options,
+            check_batches=check_batches,
+            check_isolation=check_isolation,
+            options=options,
         )
-        private.data_loader = data_loader
-        private.setting["sample_rate"] = sample_rate if poisson_sampling else None
-        fixed_rate = sample_rate
-
-        def rate() -> float:
-            """The rate in force: a schedule may have changed the loader's."""
-            return data_loader.sample_rate if isinstance(data_loader, DPDataLoader) else fixed_rate
-
-        private.attach_step_hook(lambda of: self.accountant.get_optimizer_hook_fn(rate())(of))
-        private.attach_step_guard(lambda of: self._check_budget(of, rate()))
-        if isinstance(data_loader, CountingDataLoader) and check_batches:
-            private.ledger = self._ledger = Ledger(functools.partial(getattr, data_loader, "source"), self._ledger)
-        if not check_isolation:
-            recorded.isolation.switch_off()
+        module, optimizer, ranks = _trainable(module, optimizer, settings)
+        self._check_inputs(module, optimizer, criterion, settings, rand_on_empty)
+        rate_is_given = sample_rate is not None or isinstance(data_loader, DPDataLoader)
+        data_loader, rate = self._private_loader(data_loader, settings, ranks)
+        divisor = _divisor(data_loader, settings, rate, rate_is_given)
+        seed = self._noise_seed(noise_generator, ranks)
+        if ranks is not None:
+            self._agree_between_ranks(ranks, module, data_loader, settings, rate, divisor)
+        recorded = _recorded(module, settings)
+        private = self._private_optimizer(optimizer, recorded, settings, divisor, seed, ranks)
+        self._attach_accounting(private, data_loader, settings, rate)
         self._made += 1
-        if grad_sample_mode == "ghost":
-            criterion = nn.CrossEntropyLoss(reduction=loss_reduction) if criterion is None else criterion
-            loss = DPLossFastGradientClipping(recorded, private, criterion, loss_reduction)
-            return recorded, private, loss, data_loader
-        return recorded, private, data_loader
+        if grad_sample_mode != "ghost":
+            return recorded, private, data_loader
+        criterion = nn.CrossEntropyLoss(reduction=loss_reduction) if criterion is None else criterion
+        return recorded, private, DPLossFastGradientClipping(recorded, private, criterion, loss_reduction), data_loader
 
     def make_private_with_epsilon(
         self,
@@ -234,9 +198,56 @@ class PrivacyEngine:
         enforce_budget: bool = True,
         **options: Any,
     ) -> Any:
-        """:meth:`make_private` with the smallest noise that keeps ``epochs`` rounds within the budget.
+        """Call :meth:`make_private` with the smallest noise that keeps ``epochs`` rounds within a privacy budget.
 
-        A step beyond it raises :class:`BudgetError`, unless ``enforce_budget`` is False; see :meth:`set_budget`.
+        A step beyond the budget raises :class:`BudgetError`, unless ``enforce_budget`` is False; see
+        :meth:`set_budget`.
+
+        Args:
+            module: The ``torch.nn.Module`` to train, in training mode. A module in
+                ``DifferentiallyPrivateDistributedDataParallel``, or one to which ``fully_shard`` was applied, is
+                trained by all ranks of its group; each of them calls this with the whole data set and the same
+                settings.
+            optimizer: An ordinary torch optimizer over ``module.parameters()``. Only what it holds is clipped, noised
+                and updated.
+            criterion: The loss for the mode "ghost" (default ``CrossEntropyLoss``), and in every mode checked against
+                ``loss_reduction`` where it is given.
+            data_loader: A torch loader over the whole data set. Its batch size sets the default sample rate only.
+            target_epsilon: ε, the most that the whole training may spend at ``target_delta``.
+            target_delta: δ, well below 1 / (number of examples).
+            epochs: Rounds of the loader to plan for, of ceil(1 / sample rate) steps each.
+            max_grad_norm: C, the L2 bound to which each example's gradient is clipped. For "per_layer" a list, one
+                bound per trained parameter.
+            batch_first: Whether the module's inputs are [B, T, ...]; False: [T, B, ...]. Wrong, it would clip time
+                steps instead of examples.
+            loss_reduction: The reduction of your loss over the batch, "mean" or "sum". The update of a mean loss is
+                divided by ``expected_batch_size``, that of a sum by nothing. Wrong, every gradient is scaled by the
+                batch's length before it is clipped.
+            poisson_sampling: Whether the returned loader draws Poisson batches: every example independently with the
+                chance ``sample_rate``. Epsilon holds for such batches only; False keeps your loader, with a warning.
+            clipping: "flat" clips the whole gradient at one bound; "per_layer" each parameter at its own; "adaptive"
+                moves the bound towards a quantile of the norms (``options`` are those of :class:`AdaClipDPOptimizer`);
+                "automatic" scales every gradient to the bound instead of cutting it there.
+            noise_generator: A ``torch.Generator`` that seeds the noise, for tests. Noise of a known seed protects
+                nothing.
+            grad_sample_mode: Where gradients can be read between ``backward()`` and ``step()``. "bookkeeping" never
+                forms the ordinary gradient; "hooks" (also "functorch", "ew") leaves it in ``p.grad``; "ghost" is
+                Opacus' fast clipping, with a criterion of its own; "no_op" records nothing and takes ``p.grad_sample``
+                from the loop. The update is the same in all of them.
+            wrap_model: Whether the module is returned in a wrapper. False records it where it is and returns the hooks;
+                end with their ``cleanup()``.
+            sample_rate: q, the chance of an example to be in a batch; a public number. None: 1 / len(data_loader), with
+                a warning.
+            enforce_budget: Whether a step that would exceed the budget is refused.
+            **options: Further arguments of :meth:`make_private`.
+
+        Returns:
+            What :meth:`make_private` returns.
+
+        Raises:
+            ValueError: no noise keeps the budget; or as :meth:`make_private`.
+            PrivacyError: as :meth:`make_private`.
+            UnsupportedError: as :meth:`make_private`.
         """
         if len(self.accountant):
             warn_caller(
@@ -281,8 +292,15 @@ class PrivacyEngine:
     # ---- the budget
 
     def set_budget(self, epsilon: float | None, delta: float | None = None) -> None:
-        """From now on a step after which epsilon at ``delta`` would exceed ``epsilon`` raises :class:`BudgetError`, and
-        nothing of it is released. None lifts the budget."""
+        """Refuse from now on every step that would exceed a budget; nothing of such a step is released.
+
+        Args:
+            epsilon: The most that may be spent; None lifts the budget.
+            delta: The δ at which epsilon is read.
+
+        Raises:
+            ValueError: not epsilon > 0 and 0 < delta < 1.
+        """
         if epsilon is None:
             self.budget = None
             return
@@ -291,7 +309,11 @@ class PrivacyEngine:
         self.budget = Budget(epsilon, delta)
 
     def within_budget(self, optimizer: DPOptimizer) -> bool:
-        """Whether one more step of ``optimizer`` on one batch fits the budget; a loop that asks stops in time."""
+        """Return whether one more step fits the budget; a loop that asks stops in time.
+
+        Args:
+            optimizer: The private optimizer that would step, on one batch of its loader.
+        """
         loader = getattr(optimizer, "data_loader", None)
         rate = loader.sample_rate if isinstance(loader, DPDataLoader) else self._last_rate()
         return self._epsilon_after(optimizer.noise_multiplier, rate, 1) is None
@@ -324,7 +346,15 @@ class PrivacyEngine:
     # ---- what was spent, and checkpoints
 
     def get_epsilon(self, delta: float) -> float:
-        """Epsilon spent so far at ``delta``, for neighbours by adding or removing one example."""
+        """Return the epsilon that was spent so far.
+
+        Args:
+            delta: The δ at which it is read, in (0, 1) and well below 1 / (number of examples).
+
+        Returns:
+            Epsilon for neighbouring data sets that differ by one example added or removed. 0 before the first step;
+                infinity where a step had no noise.
+        """
         return self.accountant.get_epsilon(delta)
 
     def save_checkpoint(
@@ -340,40 +370,41 @@ class PrivacyEngine:
         torch_save_kwargs: dict[str, Any] | None = None,
         data_loader: DataLoader[Any] | None = None,
     ) -> None:
-        """Everything that a run which continues bit for bit needs: weights, optimiser, accountant, noise, batches and
-        the global random state (dropout). Save between steps, not within a logical batch.
+        """Save everything that a run which continues bit for bit needs.
 
-        Of several ranks, rank 0 writes ``path``, and the others what is theirs alone beside it (``path.rank1`` ...: the
-        random state, and the shards of a sharded module); all load ``path``. ``checkpoint_dict``: entries of the
-        caller's own, returned by :meth:`load_checkpoint`. ``data_loader``: the optimiser's, where not given.
+        Call it between steps, not within a logical batch. The file holds weights, optimiser, accountant, noise, batches
+        and the global random state (dropout). Of several ranks, rank 0 writes ``path``, and the others what is theirs
+        alone beside it (``path.rank1`` ...: the random state, and the shards of a sharded module); all load ``path``.
+
+        Args:
+            path: A file name, or a file object.
+            module: The private module.
+            optimizer: The private optimizer; None saves weights and accountant alone.
+            noise_scheduler: A schedule to save too.
+            grad_clip_scheduler: A schedule to save too.
+            checkpoint_dict: Entries of your own, returned by :meth:`load_checkpoint`.
+            module_state_dict_kwargs: Arguments for ``module.state_dict``.
+            torch_save_kwargs: Arguments for ``torch.save``.
+            data_loader: The private loader; the optimiser's where not given.
+
+        Raises:
+            ValueError: the module is sharded, and ``path`` is no file name.
         """
-        state = dict(checkpoint_dict or {})
-        state["module_state_dict"] = module.state_dict(**(module_state_dict_kwargs or {}))
-        state["privacy_accountant_state_dict"] = self.accountant.state_dict()
-        state["torch_rng"] = torch.get_rng_state()
-        if torch.cuda.is_available():
-            state["cuda_rng"] = torch.cuda.get_rng_state_all()
-        if optimizer is not None:
-            data_loader = optimizer.data_loader if data_loader is None else data_loader
-            state["optimizer_state_dict"] = optimizer.state_dict()
-            state["setting"] = optimizer.setting
-            state["privacy_state"] = {
-                "noise": optimizer.noise.state_dict(),
-                "steps": optimizer.steps,
-                "noise_multiplier": optimizer.noise_multiplier,
-                "max_grad_norm": optimizer.max_grad_norm,
-                "expected_batch_size": optimizer.expected_batch_size,
-                "sample_rate": data_loader.sample_rate if isinstance(data_loader, DPDataLoader) else None,
-            }
-        for key, scheduler in (
-            ("noise_scheduler_state_dict", noise_scheduler),
-            ("grad_clip_scheduler_state_dict", grad_clip_scheduler),
-        ):
-            if scheduler is not None:
-                state[key] = scheduler.state_dict()
-        if isinstance(data_loader, DPDataLoader):
-            state["sampler"] = data_loader.sampler_state.state_dict()
-        save_for_rank(state, path, None if optimizer is None else optimizer.ranks, torch_save_kwargs or {})
+        if optimizer is not None and data_loader is None:
+            data_loader = optimizer.data_loader
+        schedulers = named_schedulers(noise_scheduler, grad_clip_scheduler)
+        checkpoint = Checkpoint(
+            module=module.state_dict(**(module_state_dict_kwargs or {})),
+            accountant=self.accountant.state_dict(),
+            random=RandomState.now(),
+            optimizer=None if optimizer is None else optimizer.state_dict(),
+            settings={} if optimizer is None else optimizer.setting,
+            private=None if optimizer is None else PrivateState.from_run(optimizer, data_loader),
+            sampler=data_loader.sampler_state.state_dict() if isinstance(data_loader, DPDataLoader) else None,
+            schedulers={name: scheduler.state_dict() for name, scheduler in schedulers.items()},
+            callers_own=checkpoint_dict or {},
+        )
+        checkpoint.save(path, None if optimizer is None else optimizer.ranks, torch_save_kwargs or {})
 
     def load_checkpoint(
         self,
@@ -387,69 +418,48 @@ class PrivacyEngine:
         torch_load_kwargs: dict[str, Any] | None = None,
         data_loader: DataLoader[Any] | None = None,
     ) -> dict[str, Any]:
-        """Restores what :meth:`save_checkpoint` wrote, and returns it. PrivacyError where it was saved under other
-        settings. A file without dpcore's own entries restores weights, optimiser and accountant, with a warning."""
+        """Restore what :meth:`save_checkpoint` wrote.
+
+        A file without dpcore's own entries restores weights, optimiser and accountant; noise and batches then go on
+        with fresh seeds, with a warning.
+
+        Args:
+            path: A file name, or a file object.
+            module: The private module, built as the saved one was.
+            optimizer: The private optimizer, built with the saved one's settings.
+            noise_scheduler: A schedule to restore.
+            grad_clip_scheduler: A schedule to restore.
+            module_load_dict_kwargs: Arguments for ``module.load_state_dict``.
+            torch_load_kwargs: Arguments for ``torch.load``; ``weights_only=True`` where not given.
+            data_loader: The private loader; the optimiser's where not given.
+
+        Returns:
+            The file's entries, your own among them.
+
+        Raises:
+            PrivacyError: the run was saved under other settings, or this engine has counted steps that the file does
+                not know of.
+        """
         ranks = None if optimizer is None else optimizer.ranks
-        state = load_for_rank(path, ranks, {"weights_only": True} | (torch_load_kwargs or {}))
-        self._check_continues(state["privacy_accountant_state_dict"])
+        checkpoint = Checkpoint.load(path, ranks, {"weights_only": True} | (torch_load_kwargs or {}))
+        checkpoint.check_continues(self.accountant)
         if optimizer is not None:
             data_loader = optimizer.data_loader if data_loader is None else data_loader
-            here = optimizer.setting
-            if not state.get("privacy_state", {}).get("noise", True) and not isinstance(optimizer.noise, SecureNoise):
-                raise PrivacyError(
-                    "The checkpoint was saved in secure mode, this run has an ordinary generator: its noise would be "
-                    "open to attacks on floating point. Build the engine with secure_mode=True."
-                )
-            for name, value in state.get("setting", {}).items():
-                if here.get(name) != value:
-                    raise PrivacyError(
-                        f"The checkpoint was saved with {name}={value}, this run has {here.get(name)}; the "
-                        "accountant's history would not describe it. Rebuild the run with the checkpoint's settings."
-                    )
+            checkpoint.check_settings(optimizer)
             # Sums of an unfinished batch are of the run that is left behind.
             optimizer.discard()
-        module.load_state_dict(state["module_state_dict"], **(module_load_dict_kwargs or {}))
-        self.accountant.load_state_dict(state["privacy_accountant_state_dict"])
-        if optimizer is not None and "optimizer_state_dict" in state:
-            optimizer.load_state_dict(state["optimizer_state_dict"])
-        if optimizer is not None and "privacy_state" in state:
-            private = state["privacy_state"]
-            optimizer.noise.load_state_dict(private["noise"])
-            optimizer.steps = private["steps"]
-            optimizer.noise_multiplier = private["noise_multiplier"]
-            optimizer.max_grad_norm = private["max_grad_norm"]
-            optimizer.expected_batch_size = private["expected_batch_size"]
-            if isinstance(data_loader, DPDataLoader) and private["sample_rate"] is not None:
-                data_loader.set_sample_rate(private["sample_rate"])
-            if optimizer.ranks is not None:
-                optimizer.noise.rank = optimizer.ranks.rank
-                optimizer.weights_agree = False
-        elif optimizer is not None:
-            # Its steps before the checkpoint may have used this run's seed, from number 0 on.
-            optimizer.noise.seed = secrets.randbits(128)
-            if isinstance(data_loader, DPDataLoader):
-                data_loader.sampler_state.seed = secrets.randbits(128)
-            warn_caller(
-                "The checkpoint holds no state of noise and batches; the run goes on with fresh ones, and not bit for "
-                "bit as it would have.",
-            )
-        if "torch_rng" in state:
-            torch.set_rng_state(state["torch_rng"])
-        if "cuda_rng" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(state["cuda_rng"])
-        for key, scheduler in (
-            ("noise_scheduler_state_dict", noise_scheduler),
-            ("grad_clip_scheduler_state_dict", grad_clip_scheduler),
-        ):
-            if scheduler is not None and key in state:
-                scheduler.load_state_dict(state[key])
-        if isinstance(data_loader, DPDataLoader) and "sampler" in state:
-            data_loader.sampler_state.load_state_dict(state["sampler"])
-        return state
+        module.load_state_dict(checkpoint.module, **(module_load_dict_kwargs or {}))
+        self.accountant.load_state_dict(checkpoint.accountant)
+        if optimizer is not None:
+            checkpoint.restore_optimizer(optimizer, data_loader)
+        checkpoint.random.restore()
+        checkpoint.restore_schedulers(named_schedulers(noise_scheduler, grad_clip_scheduler))
+        checkpoint.restore_batches(data_loader)
+        return checkpoint.entries()
 
     @staticmethod
     def is_compatible(*, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> bool:
-        """Whether every submodule treats examples apart."""
+        """Return whether every submodule treats examples apart."""
         return ModuleValidator.is_valid(module)
 
     @staticmethod
@@ -464,45 +474,130 @@ class PrivacyEngine:
         ModuleValidator.validate(fixed, strict=True)
         return fixed
 
-    def _record(
-        self, module: nn.Module, grad_sample_mode: str, wrap_model: bool, batch_first: bool, loss_reduction: str
-    ) -> Any:
-        """``module`` recorded in that mode, or as it is where it is recorded already."""
-        if not isinstance(module, AbstractGradSampleHooks):
-            return prepare_module(
-                module, grad_sample_mode, wrap_model, batch_first=batch_first, loss_reduction=loss_reduction
+    # ---- the steps of make_private
+
+    def _check_inputs(
+        self, module: nn.Module, optimizer: Optimizer, criterion: Any, settings: _Settings, rand_on_empty: bool
+    ) -> None:
+        """Refuses what cannot be trained privately, before anything is changed."""
+        ModuleValidator.validate(module, strict=True)
+        if not module.training:
+            raise ValueError("The module is in evaluation mode; call module.train() before make_private.")
+        settings.check_clipping()
+        _check_parameters(module, optimizer)
+        if criterion is not None:
+            check_criterion(criterion, settings.loss_reduction)
+        if rand_on_empty:
+            warn_caller(
+                "rand_on_empty is not needed and is ignored: an empty batch keeps its structure and has length 0. A "
+                "random example in its place would let one example move the sum by twice max_grad_norm.",
             )
-        if (module.batch_first, module.loss_reduction) != (batch_first, loss_reduction):
-            raise ValueError(
-                f"The module is wrapped already, with batch_first={module.batch_first} and "
-                f"loss_reduction={module.loss_reduction!r}; pass the same, or its to_standard_module()."
-            )
-        module.check_unchanged()
-        return module
+        if self.secure_mode and not settings.poisson_sampling:
+            raise ValueError("secure_mode also draws the batches; it needs poisson_sampling=True.")
+
+    def _private_loader(
+        self, data_loader: DataLoader[Any], settings: _Settings, ranks: Ranks | None
+    ) -> tuple[DataLoader[Any], float]:
+        """The loader to train with, and the rate at which an example is in a batch."""
+        self._check_dataset(data_loader)
+        check_data_set(data_loader.dataset)
+        if not settings.poisson_sampling:
+            return _ordinary_loader(data_loader, settings, ranks)
+        poisson = DPDataLoader.from_data_loader(
+            data_loader,
+            sample_rate=settings.sample_rate,
+            seed=self._run_seed() if ranks is None else ranks.share_seed(self._run_seed()),
+            secure=self.secure_mode,
+            distributed=ranks is not None,
+        )
+        return poisson, poisson.sample_rate
+
+    def _noise_seed(self, generator: torch.Generator | None, ranks: Ranks | None) -> int | None:
+        """The seed of the noise; the same on all ranks."""
+        seed = self._run_seed() if generator is None else int(torch.randint(2**62, (), generator=generator))
+        return seed if ranks is None else ranks.share_seed(seed)
+
+    def _agree_between_ranks(
+        self,
+        ranks: Ranks,
+        module: nn.Module,
+        data_loader: DataLoader[Any],
+        settings: _Settings,
+        rate: float,
+        divisor: float,
+    ) -> None:
+        """PrivacyError where a rank was called with other settings: its sums would get the noise of these."""
+        ranks.agree(
+            {
+                "accountant": self.accountant.mechanism(),
+                "secure_mode": self.secure_mode,
+                "poisson_sampling": settings.poisson_sampling,
+                "sample_rate": rate,
+                "the number of steps in a round": len(data_loader),
+                "the number of examples": len(data_loader.dataset),  # type: ignore[arg-type]
+                "expected_batch_size": divisor,
+                "noise_multiplier": settings.noise_multiplier,
+                "max_grad_norm": settings.max_grad_norm,
+                "clipping": settings.clipping,
+                "loss_reduction": settings.loss_reduction,
+                "the trained parameters": [
+                    (name, tuple(p.shape), p.dtype) for name, p in module.named_parameters() if p.requires_grad
+                ],
+            }
+        )
+
+    def _private_optimizer(
+        self,
+        optimizer: Optimizer,
+        recorded: AbstractGradSampleHooks,
+        settings: _Settings,
+        divisor: float,
+        seed: int | None,
+        ranks: Ranks | None,
+    ) -> DPOptimizer:
+        """The optimiser that clips, adds noise and steps."""
+        options = dict(settings.options)
+        if settings.clipping in FACTORS:
+            options["factors"] = FACTORS[settings.clipping]
+        kind = get_optimizer_class(settings.clipping, ranks is not None, settings.grad_sample_mode)
+        return kind(
+            optimizer,
+            module=recorded,
+            noise_multiplier=settings.noise_multiplier,
+            max_grad_norm=settings.max_grad_norm,  # type: ignore[arg-type]
+            expected_batch_size=divisor,
+            noise=SecureNoise() if self.secure_mode else GaussianNoise(seed, rank=ranks.rank if ranks else 0),
+            ranks=ranks,
+            **options,
+        )
+
+    def _attach_accounting(
+        self, private: DPOptimizer, data_loader: DataLoader[Any], settings: _Settings, fixed_rate: float
+    ) -> None:
+        """From now on every step is checked against the budget and the ledger, and counted."""
+        private.data_loader = data_loader
+        private.setting["sample_rate"] = fixed_rate if settings.poisson_sampling else None
+
+        def rate() -> float:
+            """The rate in force: a schedule may have changed the loader's."""
+            return data_loader.sample_rate if isinstance(data_loader, DPDataLoader) else fixed_rate
+
+        private.attach_step_hook(lambda of: self.accountant.get_optimizer_hook_fn(rate())(of))
+        private.attach_step_guard(lambda of: self._check_budget(of, rate()))
+        if isinstance(data_loader, CountingDataLoader) and settings.check_batches:
+            private.ledger = self._ledger = Ledger(functools.partial(getattr, data_loader, "source"), self._ledger)
+        if not settings.check_isolation:
+            private.module.isolation.switch_off()
 
     def _run_seed(self) -> int | None:
-        """The seed of this call of make_private: a second model with the noise and the batches of the first would leak
-        what the two have in common, bare."""
+        """Return the seed of this call of make_private.
+
+        A second model with the noise and the batches of the first would leak what the two have in common, bare.
+        """
         if self.seed is None or not self._made:
             return self.seed
         digest = hashlib.sha256(f"dpcore run {self.seed} {self._made}".encode()).digest()
         return int.from_bytes(digest[:16], "little")
-
-    def _check_continues(self, accountant_state: dict[str, Any]) -> None:
-        """PrivacyError where the accountant has counted steps that a checkpoint does not know of."""
-        known: Counter[tuple[float, float]] = Counter()
-        for noise, rate, steps in accountant_state["history"]:
-            known[noise, rate] += steps
-        for noise, rate, steps in self.accountant.history:
-            known[noise, rate] -= steps
-        forgotten = -sum(steps for steps in known.values() if steps < 0)
-        if forgotten:
-            raise PrivacyError(
-                f"This engine has counted {forgotten} steps that are not in the checkpoint: epsilon would forget them, "
-                "and training on would use their noise again, on other gradients, whose difference it would lay bare. "
-                "To return to the checkpoint's weights, load its 'module_state_dict' into the module alone; the "
-                "accountant and the noise then go on. To look at the run as it was, use a new PrivacyEngine."
-            )
 
     def _check_dataset(self, data_loader: DataLoader[Any]) -> None:
         if self._dataset is not None and self._dataset is not data_loader.dataset:
@@ -512,31 +607,121 @@ class PrivacyEngine:
             )
         self._dataset = data_loader.dataset
 
-    def _check(self, module: nn.Module, optimizer: Optimizer, clipping: str, max_grad_norm: Any) -> None:
-        ModuleValidator.validate(module, strict=True)
-        if not module.training:
-            raise ValueError("The module is in evaluation mode; call module.train() before make_private.")
-        get_optimizer_class(clipping, False)
-        if isinstance(max_grad_norm, str):
-            check_max_grad_norm(max_grad_norm)
-        if (clipping == "per_layer") != isinstance(max_grad_norm, Sequence):
+
+@dataclass(frozen=True)
+class _Settings:
+    """The arguments of make_private that are numbers and switches."""
+
+    noise_multiplier: float
+    max_grad_norm: float | Sequence[float]
+    batch_first: bool
+    loss_reduction: str
+    poisson_sampling: bool
+    clipping: str
+    noise_generator: torch.Generator | None
+    grad_sample_mode: str
+    wrap_model: bool
+    sample_rate: float | None
+    expected_batch_size: float | None
+    check_batches: bool
+    check_isolation: bool
+    options: Mapping[str, Any]
+
+    def check_clipping(self) -> None:
+        """ValueError where the bounds are not of the kind that the way of clipping takes."""
+        get_optimizer_class(self.clipping, False)
+        if isinstance(self.max_grad_norm, str):
+            check_max_grad_norm(self.max_grad_norm)
+        if (self.clipping == "per_layer") != isinstance(self.max_grad_norm, Sequence):
             raise ValueError(
-                f"clipping={clipping!r} with max_grad_norm={max_grad_norm}: per_layer takes a list of bounds, one per "
-                "trained parameter; the others take one number."
+                f"clipping={self.clipping!r} with max_grad_norm={self.max_grad_norm}: per_layer takes a list of "
+                "bounds, one per trained parameter; the others take one number."
             )
-        if isinstance(optimizer, DPOptimizer):
-            raise PrivacyError("The optimizer is private already; a second make_private would add its noise twice.")
-        known = {id(p) for p in module.parameters()}
-        in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if not in_optimizer <= known:
-            raise PrivacyError(
-                "The optimizer holds parameters that are not the module's: they would be updated without clipping and "
-                "noise. Build the optimizer from module.parameters()."
-            )
+
+
+def _trainable(
+    module: nn.Module, optimizer: Optimizer, settings: _Settings
+) -> tuple[nn.Module, Optimizer, Ranks | None]:
+    """Module and optimiser, with whole parameters where they are sharded, and the processes that train together."""
+    _check_types(module, optimizer)
+    if "torch.distributed.fsdp" in sys.modules:
+        # Slow to import, and nothing can be sharded before it was.
+        from dpcore.sharding import shard
+
+        module, optimizer = shard(module, optimizer)
+    ranks = ranks_of(module)
+    mode, wrap_model = settings.grad_sample_mode, settings.wrap_model
+    if ranks is not None and ranks.sharded and (mode != DEFAULT_MODE or not wrap_model):
+        raise UnsupportedError(
+            f"grad_sample_mode={mode!r} with wrap_model={wrap_model} is not for a sharded module, "
+            f"whose ordinary gradients torch would average over the ranks; use {DEFAULT_MODE!r} and a wrapper."
+        )
+    return module, optimizer, ranks
+
+
+def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
+    """PrivacyError where the optimiser would update what is not clipped and noised once."""
+    if isinstance(optimizer, DPOptimizer):
+        raise PrivacyError("The optimizer is private already; a second make_private would add its noise twice.")
+    known = {id(p) for p in module.parameters()}
+    in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not in_optimizer <= known:
+        raise PrivacyError(
+            "The optimizer holds parameters that are not the module's: they would be updated without clipping and "
+            "noise. Build the optimizer from module.parameters()."
+        )
+
+
+def _ordinary_loader(
+    data_loader: DataLoader[Any], settings: _Settings, ranks: Ranks | None
+) -> tuple[DataLoader[Any], float]:
+    """The loader of a run without Poisson sampling, and the rate that its accountant assumes."""
+    if ranks is not None:
+        check_shares(data_loader, ranks)
+    check_ordinary(data_loader)
+    if settings.check_batches:
+        data_loader = counted(data_loader)
+    _check_length(data_loader, settings.sample_rate, settings.expected_batch_size)
+    rate = 1 / len(data_loader) if settings.sample_rate is None else settings.sample_rate
+    warn_caller(
+        f"poisson_sampling=False: epsilon is computed for Poisson batches at the rate {rate:.6g}, and "
+        "that of shuffled or fixed batches can be larger. Use it for comparisons, and poisson_sampling=True "
+        "for a release.",
+    )
+    return data_loader, rate
+
+
+def _divisor(data_loader: DataLoader[Any], settings: _Settings, rate: float, rate_is_given: bool) -> float:
+    """The number by which every update is divided; with a warning where it tells how many examples there are."""
+    if settings.expected_batch_size is not None:
+        return settings.expected_batch_size
+    divisor: float = len(data_loader.dataset) * rate  # type: ignore[arg-type]
+    if rate_is_given:
+        warn_caller(
+            f"The divisor {divisor:.6g} is derived from the number of examples, which is then no "
+            "secret; pass expected_batch_size= to keep it one.",
+        )
+    return divisor
+
+
+def _recorded(module: nn.Module, settings: _Settings) -> Any:
+    """``module`` recorded in the mode of ``settings``, or as it is where it is recorded already."""
+    mine = settings.batch_first, settings.loss_reduction
+    if not isinstance(module, AbstractGradSampleHooks):
+        return prepare_module(
+            module, settings.grad_sample_mode, settings.wrap_model, batch_first=mine[0], loss_reduction=mine[1]
+        )
+    if (module.batch_first, module.loss_reduction) != mine:
+        raise ValueError(
+            f"The module is wrapped already, with batch_first={module.batch_first} and "
+            f"loss_reduction={module.loss_reduction!r}; pass the same, or its to_standard_module()."
+        )
+    module.check_unchanged()
+    return module
 
 
 def _check_types(module: Any, optimizer: Any) -> None:
-    """What can be made private at all."""
+    """Refuse what is no module or no optimiser that can be made private."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is of type {type(module).__name__}; pass the torch.nn.Module that is to be trained.")
     if not hasattr(optimizer, "param_groups"):
@@ -552,25 +737,9 @@ def _check_types(module: Any, optimizer: Any) -> None:
 
 
 def _check_length(data_loader: Any, *given: float | None) -> None:
-    """What is to be derived from a length needs one."""
+    """Refuse a data set without a length where a number is to be derived from it."""
     if None in given and not hasattr(data_loader.dataset, "__len__"):
         raise ValueError(
             f"The data set, of type {type(data_loader.dataset).__name__}, has no length from which the sample rate and "
             "the divisor could be derived; pass sample_rate= and expected_batch_size=."
         )
-
-
-@dataclass
-class Budget:
-    """What may be spent. ``planned``: (noise multiplier, sample rate, steps) that are known to fit."""
-
-    epsilon: float
-    delta: float
-    planned: tuple[float, float, int] | None = None
-
-    def covers(self, history: Sequence[tuple[float, float, int]]) -> bool:
-        """Whether a history is no more than was planned: fewer steps, each with as much noise and as few examples."""
-        if self.planned is None:
-            return False
-        noise, rate, steps = self.planned
-        return sum(n for _, _, n in history) <= steps and all(s >= noise and q <= rate for s, q, _ in history)

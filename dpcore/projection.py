@@ -38,14 +38,16 @@ from dpcore.errors import PrivacyError
 from dpcore.validators import ModuleValidator
 
 ROUNDING = 2e-6
-"""What float64 is taken to hide of a squared norm: derivatives that go forward and back through any model have no bound
-of their own. An assumption, with room for errors of a millionth."""
+"""Share of a squared norm that float64 is taken to hide: derivatives that go forward and back through any model have
+no bound of their own. An assumption, with room for errors of a millionth."""
 
 
 @dataclass(frozen=True)
 class JohnsonLindenstrauss:
-    """``dimensions`` random directions; a norm's bound is too small with ``failure_probability`` per example and
-    step."""
+    """``dimensions`` random directions, and the chance that a norm's bound is too small.
+
+    ``failure_probability`` is that chance per example and step.
+    """
 
     dimensions: int
     failure_probability: float
@@ -66,7 +68,7 @@ class JohnsonLindenstrauss:
 
     @property
     def inflation(self) -> float:
-        """By how much the bound exceeds the norm typically: sqrt(dimensions / quantile)."""
+        """Return the factor by which the bound typically exceeds the norm: sqrt(dimensions / quantile)."""
         return math.sqrt(self.dimensions / self.quantile)
 
 
@@ -78,12 +80,25 @@ def projected_clipped_sum(
     max_grad_norm: float,
     approximate_norms: JohnsonLindenstrauss,
 ) -> ClippedSum:
-    """Σ_i min(1, C / bound_i) g_i, with ``norms`` the bounds; float64 sums. x [B, ...], ``loss_fn(model(x), y)`` ->
-    [B].
+    """Compute Σ_i min(1, C / bound_i) g_i in float64, with bounds of the norms by random projections.
 
-    ``sensitivity`` holds but for ``approximate_norms.failure_probability``: call
-    ``accountant.add_failure_probability(sample_rate * failure_probability)`` once a step. Modules that mix examples are
-    refused; a layer without a forward-mode derivative raises torch's own error.
+    ``sensitivity`` of the result holds but for ``approximate_norms.failure_probability``: call
+    ``accountant.add_failure_probability(sample_rate * failure_probability)`` once a step.
+
+    Args:
+        model: The module; its parameters with ``requires_grad`` have gradients.
+        loss_fn: ``loss_fn(model(x), y)`` returns one loss per example, [B].
+        x: Inputs [B, ...].
+        y: Targets.
+        max_grad_norm: C.
+        approximate_norms: How many directions, and how often a bound may be too small.
+
+    Returns:
+        The sums; ``norms`` are the bounds.
+
+    Raises:
+        UnsupportedError: a layer mixes examples. A layer without a forward-mode derivative raises torch's own error.
+        PrivacyError: the loss is no [B].
     """
     ModuleValidator.validate(model, strict=True)
     check_max_grad_norm(max_grad_norm)

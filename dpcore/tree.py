@@ -23,8 +23,10 @@ def unflatten(structure: Any, leaves: list[Any]) -> Any:
 
 
 def batch_length(value: Any) -> int:
-    """Number of examples: the length of the first tensor in a batch of any structure. UnsupportedError where there is
-    none."""
+    """Number of examples: the length of the first tensor in a batch of any structure.
+
+    UnsupportedError where there is none.
+    """
     length = _length(value)
     if length is None:
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""What every accountant is: a history of (noise multiplier, sample rate, steps) and a way to read an epsilon off it."""
+"""Accountants: a history of (noise multiplier, sample rate, steps), and a way to read an epsilon off it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ History = list[tuple[float, float, int]]
 
 
 class IAccountant(ABC):
-    """``history``: (noise multiplier, sample rate, steps) of consecutive steps; equal neighbours are counted
-    together.
+    """The base of all accountants.
+
+    ``history``: (noise multiplier, sample rate, steps) of consecutive steps; equal neighbours are counted together.
+    ``failure_probability``: the sum over all steps, see :meth:`add_failure_probability`.
     """
 
     def __init__(self) -> None:
@@ -21,7 +23,16 @@ class IAccountant(ABC):
         self.failure_probability = 0.0
 
     def step(self, *, noise_multiplier: float, sample_rate: float, steps: int = 1) -> None:
-        """Adds ``steps`` steps of the subsampled Gaussian mechanism. ValueError where it is none."""
+        """Count steps of the Poisson-subsampled Gaussian mechanism.
+
+        Args:
+            noise_multiplier: σ, the noise's standard deviation over the sensitivity; at least 0.
+            sample_rate: q, the chance of an example to be in the batch, in [0, 1].
+            steps: How many such steps.
+
+        Raises:
+            ValueError: a number is out of its range.
+        """
         if not noise_multiplier >= 0.0:
             raise ValueError(f"noise_multiplier is {noise_multiplier}; it must be at least 0.")
         if not 0.0 <= sample_rate <= 1.0:
@@ -31,7 +42,18 @@ class IAccountant(ABC):
         self.history.append((noise_multiplier, sample_rate, steps))
 
     def get_epsilon(self, delta: float, **options: Any) -> float:
-        """The epsilon at ``delta`` of the whole history: 0 without steps, infinity where a step had no noise."""
+        """Return the epsilon of the whole history.
+
+        Args:
+            delta: δ, in (0, 1) and well below 1 / (number of examples).
+            **options: Options of the accountant.
+
+        Returns:
+            Epsilon for adding or removing one example: 0 without steps, infinity where a step had no noise.
+
+        Raises:
+            ValueError: delta is not in (0, 1).
+        """
         if not 0.0 < delta < 1.0:
             raise ValueError(f"delta is {delta}; it must lie in (0, 1), and well below 1 / (number of examples).")
         released = [entry for entry in self.history if entry[1] > 0.0 and entry[2] > 0]
@@ -93,6 +115,11 @@ class IAccountant(ABC):
         return hook
 
     def state_dict(self, destination: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return history and mechanism, to be saved.
+
+        Args:
+            destination: A dictionary to fill, in place of a new one.
+        """
         destination = {} if destination is None else destination
         destination["history"] = deepcopy(self.history)
         destination["mechanism"] = self.mechanism()

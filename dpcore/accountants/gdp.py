@@ -13,9 +13,9 @@ from dpcore.accountants.accountant import History, IAccountant
 
 
 def gaussian_log_delta(epsilon: float, mu: float) -> float:
-    """log delta of the Gaussian mechanism with sensitivity / deviation ``mu`` (Balle and Wang 2018), exact:
+    """Return log delta of the Gaussian mechanism with sensitivity / deviation ``mu`` (Balle and Wang 2018).
 
-    delta = Φ(μ/2 - ε/μ) - e^ε Φ(-μ/2 - ε/μ).
+    It is exact: delta = Φ(μ/2 - ε/μ) - e^ε Φ(-μ/2 - ε/μ).
     """
     first, second = log_ndtr(mu / 2 - epsilon / mu), epsilon + log_ndtr(-mu / 2 - epsilon / mu)
     difference = second - first
@@ -32,9 +32,10 @@ def gaussian_epsilon(delta: float, mu: float) -> float:
 
 
 class GaussianAccountant(IAccountant):
-    """Central-limit approximation, μ² = Σ T q² (e^{1/σ²} - 1). It under-reports where few steps dominate (0.85
-    instead of 3.24 at q = 0.001, σ = 0.5, 1000 steps): use it to compare with papers that do, not to promise
-    anything. Every reading warns of that.
+    """Central-limit approximation, μ² = Σ T q² (e^{1/σ²} - 1).
+
+    It under-reports where few steps dominate (0.85 instead of 3.24 at q = 0.001, σ = 0.5, 1000 steps): use it to
+    compare with papers that do, not to promise anything. Every reading warns of that.
     """
 
     def _epsilon(self, history: History, delta: float, **options: Any) -> float:

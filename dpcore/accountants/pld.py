@@ -164,8 +164,10 @@ def _choose_tilt(steps: list[Step], delta: float, mass: float) -> Tilt:
 
 @dataclass(frozen=True)
 class Grid:
-    """Masses under P of the losses start·h, (start+1)·h, ...; the mass that was moved up to the first of them from
-    below; and the mass of infinite losses.
+    """Masses of a privacy loss on a grid.
+
+    The masses are those under P of the losses start·h, (start+1)·h, ...; then the mass that was moved up to the first
+    of them from below; and the mass of infinite losses.
     """
 
     start: int
@@ -223,7 +225,7 @@ class Curve:
         return np.maximum(self.tail[k] - np.exp(np.minimum(epsilon, 600.0)) * self.tail_q[k], 0.0)
 
     def untilted(self, mass: float, epsilon: float) -> float:
-        """What a ``mass`` under the tilted measure can amount to in ``delta`` beyond ``epsilon``."""
+        """Return the most that a ``mass`` under the tilted measure can add to ``delta`` beyond ``epsilon``."""
         return mass * math.exp(min(600.0, self.log_moment - self.rate * epsilon))
 
     def epsilon(self, target: float) -> float:
@@ -390,8 +392,10 @@ def epsilon_bounds(history: History, delta: float, error: float = ERROR) -> tupl
 
 
 def _exact(history: History, delta: float) -> float | None:
-    """Without subsampling the composition is one Gaussian mechanism with μ² = Σ T / σ². And an example that is drawn at
-    all with probability at most delta needs no epsilon."""
+    """Without subsampling the composition is one Gaussian mechanism with μ² = Σ T / σ².
+
+    And an example that is drawn at all with probability at most delta needs no epsilon.
+    """
     if sum(t * q for _, q, t in history) <= delta:
         return 0.0
     if any(q < 1.0 for _, q, _ in history):
@@ -449,8 +453,9 @@ class PLDAccountant(IAccountant):
         return lower, max(lower, tight if not self.failure_probability else upper)
 
     def _epsilon(self, history: History, delta: float, **options: Any) -> float:
-        """``eps_error``: distance to the truth that is aimed at, 5e-4 if larger or not given. ``delta_error``, known to
-        Opacus, is not needed: nothing is taken from delta.
+        """``eps_error``: distance to the truth that is aimed at, 5e-4 if larger or not given.
+
+        ``delta_error``, known to Opacus, is not needed: nothing is taken from delta.
         """
         return epsilon_upper(history, delta, min(ERROR, options.get("eps_error") or ERROR))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from dpcore.accountants.registry import create_accountant
@@ -22,12 +23,36 @@ def get_noise_multiplier(
     sigma_tolerance: float = 1e-6,
     **kwargs: Any,
 ) -> float:
-    """The smallest noise multiplier, to ``sigma_tolerance``, whose epsilon does not exceed ``target_epsilon``.
+    """Return the smallest noise multiplier whose epsilon does not exceed the target.
 
-    Give either ``steps`` or ``epochs`` (of ceil(1 / sample_rate) steps each). Never overshoots: the sigma returned is
-    the end of the bracket that meets the budget. ``epsilon_tolerance`` is accepted for compatibility and not needed.
-    ValueError where the budget cannot be met.
+    It never overshoots: the sigma returned is the end of the bracket that meets the budget.
+
+    Args:
+        target_epsilon: ε, above 0.
+        target_delta: δ, in (0, 1).
+        sample_rate: q, the chance of an example to be in a batch, in (0, 1].
+        epochs: How many rounds of ceil(1 / sample_rate) steps each; or
+        steps: how many steps. Give exactly one of the two.
+        accountant: The accountant's name.
+        epsilon_tolerance: Accepted for compatibility and not needed.
+        sigma_tolerance: The result is above the smallest σ by no more than this.
+        **kwargs: Options of the accountant's ``get_epsilon``.
+
+    Raises:
+        ValueError: a number is out of its range, or the budget cannot be met.
     """
+    steps = _steps(target_epsilon, sample_rate, epochs, steps)
+
+    def epsilon(sigma: float) -> float:
+        judge = create_accountant(accountant)
+        judge.step(noise_multiplier=sigma, sample_rate=sample_rate, steps=steps)
+        return judge.get_epsilon(target_delta, **kwargs)
+
+    return _smallest(epsilon, target_epsilon, sigma_tolerance)
+
+
+def _steps(target_epsilon: float, sample_rate: float, epochs: float | None, steps: int | None) -> int:
+    """The number of steps to calibrate for; ValueError where a number is out of its range."""
     if (steps is None) == (epochs is None):
         raise ValueError("Give exactly one of steps and epochs.")
     if not target_epsilon > 0.0:
@@ -42,13 +67,12 @@ def get_noise_multiplier(
         # A round of the loader has a whole number of steps: five rounds at q = 0.3 are 20 steps, not ceil(16.7). The
         # relative slack keeps 1 / (1 / n) = n, whatever the rounding.
         round_steps = math.ceil(1 / sample_rate * (1 - 1e-12))
-        steps = math.ceil(epochs * round_steps * (1 - 1e-12))
+        return math.ceil(epochs * round_steps * (1 - 1e-12))
+    return steps
 
-    def epsilon(sigma: float) -> float:
-        judge = create_accountant(accountant)
-        judge.step(noise_multiplier=sigma, sample_rate=sample_rate, steps=steps)
-        return judge.get_epsilon(target_delta, **kwargs)
 
+def _smallest(epsilon: Callable[[float], float], target_epsilon: float, tolerance: float) -> float:
+    """The smallest sigma, to ``tolerance``, whose epsilon is at most the target; from the side that is."""
     low, high = 0.0, 1.0
     while epsilon(high) > target_epsilon:
         low, high = high, 2 * high
@@ -57,11 +81,11 @@ def get_noise_multiplier(
     low_value, high_value = math.inf, epsilon(high) - target_epsilon
     # Regula falsi on log epsilon where both ends are finite, with a bisection whenever it stalls.
     side = 0
-    while high - low > sigma_tolerance:
+    while high - low > tolerance:
         middle = (low + high) / 2
         if math.isfinite(low_value) and side < 2:
             secant = high - high_value * (high - low) / (high_value - low_value)
-            middle = min(max(secant, low + sigma_tolerance / 2), high - sigma_tolerance / 2)
+            middle = min(max(secant, low + tolerance / 2), high - tolerance / 2)
         value = epsilon(middle) - target_epsilon
         if value > 0.0:
             side = 0 if side < 0 else side + 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 LossFn = Callable[[Any, Any], Tensor]
 Kind = tuple[Any, ...]
-"""Shapes and dtypes of one example's inputs: what a plan of micro-batches holds for."""
+"""Shapes and dtypes of one example's inputs; a plan of micro-batches holds for one kind."""
 
 
 @dataclass(frozen=True)
@@ -48,23 +48,37 @@ class ClippedSum:
 
     @property
     def nonfinite(self) -> int:
-        """How many examples contributed nothing because their gradient was not finite."""
+        """The number of examples that contributed nothing because their gradient was not finite."""
         return int((~self.norms.isfinite()).reshape(-1, self.norms.shape[-1]).any(0).sum())
 
 
 class Engine:
     """Clipped sums and DP-SGD steps for one model and loss, built once and used for every batch.
 
-    ``loss_fn(outputs, y)`` returns one loss per example, [B]. ``max_grad_norm``: one bound for the whole gradient, or
-    one per trained parameter (per-layer clipping). ``expected_batch_size``: the public divisor of every update,
-    whatever the batch's length. ``physical_batch_size``: examples per forward pass, chosen from sizes and memory when
-    None; the result does not depend on it. ``factors(norms, C)``: the clipping rule, flat by default.
-    ``compile``: behind the first micro-batch the pass runs as one compiled graph of fixed length per kind of batch (see
-    :mod:`dpcore.engine.graphs`), which takes ``torch.compile`` and its compiler some time once (True: inductor,
-    or the name of another backend); Python values that model and loss hold are then those of its first call, while
-    weights, buffers and clip bounds stay live. Raises UnsupportedError for recurrent layers, and at the first step for
-    what cannot be traced. ``check_isolation``: the first batches, and rare random ones later, show by experiment
-    whether model and loss keep examples apart (see :mod:`dpcore.example_isolation.check`).
+    Args:
+        model: The module, in training mode; its parameters with ``requires_grad`` are trained.
+        loss_fn: ``loss_fn(outputs, y)`` returns one loss per example, [B].
+        max_grad_norm: C, the L2 bound to which each example's gradient is clipped; or one bound per trained parameter
+            (per-layer clipping).
+        noise_multiplier: σ; the noise of a step has the standard deviation σ times the L2 norm of the bounds.
+        expected_batch_size: The public divisor of every update, whatever the batch's length. :meth:`clipped_sum` needs
+            none.
+        optimizer: The torch optimizer that :meth:`step` calls.
+        noise: The source of noise; None draws a secret seed.
+        physical_batch_size: Examples per forward pass; None chooses by sizes and memory. The result does not depend on
+            it.
+        factors: The clipping rule, ``factors(norms, C)``; flat by default.
+        compile: Whether, behind the first micro-batch, the pass runs as one compiled graph of fixed length per kind of
+            batch (:mod:`dpcore.engine.graphs`). True takes inductor, a name another backend; compiling takes some time
+            once. Python values that model and loss hold are then those of the first call, while weights, buffers and
+            clip bounds stay live.
+        check_isolation: Whether the first batches, and rare random ones later, show by experiment if model and loss mix
+            examples (:mod:`dpcore.example_isolation.check`).
+
+    Raises:
+        UnsupportedError: the model is compiled already, or cannot be recorded. With ``compile``: recurrent layers, and
+            at the first step what cannot be traced.
+        ValueError: a bound or a size is out of its range.
     """
 
     def __init__(
@@ -127,10 +141,22 @@ class Engine:
 
     @uncompiled
     def clipped_sum(self, x: Any, y: Any, mask: Tensor | None = None) -> ClippedSum:
-        """Σ_i min(1, C/|g_i|) g_i for inputs x (a tensor [B, ...], a tuple or a dict of them) and targets y (likewise).
+        """Compute Σ_i min(1, C/|g_i|) g_i over one batch, without noise.
 
-        ``mask`` bool [B]: examples whose entry is False contribute nothing. B may be 0. The sums live in the engine's
-        buffer and hold until the next call. Raises UnsupportedError where a gradient cannot be told apart by example.
+        Args:
+            x: Inputs: a tensor [B, ...], a tuple (positional) or a dict (keyword arguments) of them. B may be 0.
+            y: Targets, likewise.
+            mask: Bool [B]; examples whose entry is False contribute nothing.
+
+        Returns:
+            The sums with norms, factors, losses and sensitivity. The sums live in the engine's buffer and hold until
+                the next call.
+
+        Raises:
+            UnsupportedError: a gradient cannot be told apart by example.
+            PrivacyError: model or loss mix examples, the loss is no [B], or the model was changed since the engine was
+                built.
+            ValueError: the mask is not bool [B].
         """
         self._check_model()
         self._withdraw()
@@ -140,19 +166,35 @@ class Engine:
     def _add_clipped_sum(self, x: Any, y: Any, mask: Tensor | None, scale: float) -> ClippedSum:
         """The clipped sum times ``scale``, added to what the buffer holds."""
         batch_size = _length(x)
-        if mask is not None and (mask.dtype != torch.bool or mask.shape != (batch_size,)):
-            raise ValueError(
-                f"mask is {mask.dtype} of shape {tuple(mask.shape)} for {batch_size} examples; it must be bool, one "
-                "entry per example: a weight above 1 would let an example move the sum by more than max_grad_norm."
-            )
-        kind = _kind(x)
-        if self._graphs is not None:
-            # The eager pass comes first in every mode: it sees what a trace cannot (random numbers without a rule).
-            kind = (*kind, tuple(module.training for module in self._modules))
+        _check_mask(mask, batch_size)
+        kind = self._kind(x)
+        self._prepare(kind, x, y, batch_size)
+        parts = []
+        for rows, graph_size in self._pieces(kind, batch_size, filled=mask is not None):
+            whole = rows == slice(0, batch_size)
+            piece = (x, y) if whole else (_take(x, rows), _take(y, rows))
+            parts.append(self._accumulate(*piece, None if mask is None else mask[rows], scale, kind, graph_size))
+        norms, factors, losses = ([part[k] for part in parts] for k in range(3))
+        return ClippedSum(
+            {name: self.accumulator.sums[p] for name, p in self.parameters.items()},
+            self._join(norms),
+            self._join(factors),
+            self._join(losses, grouped=False),
+            self.sensitivity,
+        )
+
+    def _kind(self, x: Any) -> Kind:
+        """Return the key of a batch's plan.
+
+        With graphs every mode has its own, so that the eager pass comes first in each: it sees what a trace cannot
+        (random numbers without a rule).
+        """
+        kind = tuple((t.shape[1:], t.dtype) for t in _tensors(x))
+        return kind if self._graphs is None else (*kind, tuple(module.training for module in self._modules))
+
+    def _prepare(self, kind: Kind, x: Any, y: Any, batch_size: int) -> None:
+        """Before a batch: finds what has no rule, and whether examples are kept apart, where either is due."""
         self._largest[kind] = max(batch_size, self._largest.get(kind, 0))
-        norms: list[Tensor] = []
-        factors: list[Tensor] = []
-        losses: list[Tensor] = []
         if batch_size and kind not in self._planned:
             self._layout.learn(
                 self.accumulator.names,
@@ -163,35 +205,21 @@ class Engine:
             self._layout.refuse_unrepeatable()
         if self.isolation.due(kind, batch_size):
             self.isolation.check(kind, self._losses, (x, y), batch_size, losses=True)
+
+    def _pieces(self, kind: Kind, batch_size: int, filled: bool) -> Iterator[tuple[slice, int]]:
+        """The schedule of a batch: (rows, length of the compiled graph that they go through, 0: eagerly).
+
+        The first batch of a kind is planned by its first piece: the second is cut when the first was accumulated. What
+        the caller has filled up to a length (``filled``) is cut into equal graphs, the first batch just as later ones.
+        """
         start = graph_size = 0
         while start < batch_size:
-            if self._graphs is not None and not graph_size and kind in self._planned:
-                # What the caller has filled up is cut into equal graphs; the first batch, begun eagerly, just as later.
-                filled = mask is not None
-                graph_size = self._graph_size(kind, batch_size if filled else batch_size - start, filled)
             rest = batch_size - start
-            stop = start + (min(graph_size, rest) if graph_size else self._next_size(kind, batch_size, rest))
-            rows = slice(start, stop)
-            whole = start == 0 and stop == batch_size
-            part = self._accumulate(
-                x if whole else _take(x, rows),
-                y if whole else _take(y, rows),
-                None if mask is None else mask[rows],
-                stop - start,
-                scale,
-                kind,
-                graph_size,
-            )
-            for kept, new in zip((norms, factors, losses), part, strict=True):
-                kept.append(new)
-            start = stop
-        return ClippedSum(
-            {name: self.accumulator.sums[p] for name, p in self.parameters.items()},
-            self._join(norms),
-            self._join(factors),
-            self._join(losses, grouped=False),
-            self.sensitivity,
-        )
+            if self._graphs is not None and not graph_size and kind in self._planned:
+                graph_size = self._graph_size(kind, batch_size if filled else rest, filled)
+            size = min(graph_size, rest) if graph_size else self._next_size(kind, batch_size, rest)
+            yield slice(start, start + size), graph_size
+            start += size
 
     def _losses(self, batch: tuple[Any, Any]) -> Tensor:
         """[B] losses of inputs and targets."""
@@ -228,7 +256,7 @@ class Engine:
         return self._graphs.length(kind, count, self._physical or most, filled)
 
     def _traced(self, x: Any, y: Any, mask: Tensor, bounds: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What :meth:`_accumulate` computes, as a function that looks at no value."""
+        """Compute what :meth:`_accumulate` does without looking at any value."""
         tape = self._layout.tape(self.accumulator.names, len(mask))
         with torch.enable_grad():
             with self._layout.recording(tape):
@@ -239,18 +267,30 @@ class Engine:
             return *self.accumulator.clipped(tape.uses, mask, bounds), losses.detach().clone()
 
     def _accumulate(
-        self, x: Any, y: Any, mask: Tensor | None, batch_size: int, scale: float, kind: Kind, graph_size: int
+        self, x: Any, y: Any, mask: Tensor | None, scale: float, kind: Kind, graph_size: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Adds one micro-batch to the sums, times ``scale``; norms and factors [groups, m], losses [m]. ``graph_size``:
-        by the compiled graph of that length, 0: eagerly."""
-        if graph_size:
-            assert self._graphs is not None
-            depends = (self.loss_fn, self.accumulator.factors)
-            part = self._graphs.run(x, y, mask, graph_size, self.accumulator.bounds, self.accumulator.device, depends)
-            if part is not None:
-                sums, norms, factors, per_example = part
-                self.accumulator.flat.add_(sums, alpha=scale)
-                return norms, factors, per_example
+        """Adds one micro-batch to the sums, times ``scale``; norms and factors [groups, m], losses [m]."""
+        done = self._accumulate_by_graph(x, y, mask, scale, graph_size) if graph_size else None
+        return self._accumulate_eagerly(x, y, mask, scale, kind) if done is None else done
+
+    def _accumulate_by_graph(
+        self, x: Any, y: Any, mask: Tensor | None, scale: float, graph_size: int
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """:meth:`_accumulate` by the compiled graph of that length; None where there is none for this micro-batch."""
+        assert self._graphs is not None
+        depends = (self.loss_fn, self.accumulator.factors)
+        part = self._graphs.run(x, y, mask, graph_size, self.accumulator.bounds, self.accumulator.device, depends)
+        if part is None:
+            return None
+        sums, norms, factors, losses = part
+        self.accumulator.flat.add_(sums, alpha=scale)
+        return norms, factors, losses
+
+    def _accumulate_eagerly(
+        self, x: Any, y: Any, mask: Tensor | None, scale: float, kind: Kind
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """:meth:`_accumulate` by torch's own passes; the first of a kind is what its micro-batches are planned by."""
+        batch_size = _length(x)
         tape = self._layout.tape(self.accumulator.names, batch_size)
         with torch.enable_grad():
             with self._layout.recording(tape):
@@ -259,7 +299,7 @@ class Engine:
             try:
                 tape.backward(losses, weights)
             except SeenOtherwise:
-                return self._accumulate(x, y, mask, batch_size, scale, kind, 0)
+                return self._accumulate_eagerly(x, y, mask, scale, kind)
         with torch.no_grad():
             norms, factors = self.accumulator.add(tape.uses, batch_size, mask, scale)
         if kind not in self._planned:
@@ -277,9 +317,22 @@ class Engine:
 
     @uncompiled
     def privatize(self, x: Any, y: Any, mask: Tensor | None = None) -> ClippedSum:
-        """Sets every trained parameter's ``grad`` to (clipped sum + σ·C·N(0, I)) / expected_batch_size.
+        """Set every trained parameter's ``grad`` to (clipped sum + σ·C·N(0, I)) / expected_batch_size.
 
         The noise belongs to this step's number (``steps``), which then goes up by one. An empty batch is a noisy step.
+
+        Args:
+            x: Inputs, as for :meth:`clipped_sum`.
+            y: Targets, likewise.
+            mask: Bool [B]; examples whose entry is False contribute nothing.
+
+        Returns:
+            The result of :meth:`clipped_sum`, whose ``sums`` hold the released gradient.
+
+        Raises:
+            ValueError: ``expected_batch_size`` is not set; or as :meth:`clipped_sum`.
+            PrivacyError: as :meth:`clipped_sum`.
+            UnsupportedError: as :meth:`clipped_sum`.
         """
         if self.expected_batch_size is None:
             raise ValueError(
@@ -311,8 +364,20 @@ class Engine:
 
     @uncompiled
     def step(self, x: Any, y: Any, mask: Tensor | None = None) -> ClippedSum:
-        """:meth:`privatize`, then ``optimizer.step()``. Afterwards ``sums`` of the result hold the released
-        gradient.
+        """Make one private update: :meth:`privatize`, then ``optimizer.step()``.
+
+        Args:
+            x: Inputs, as for :meth:`clipped_sum`.
+            y: Targets, likewise.
+            mask: Bool [B]; examples whose entry is False contribute nothing.
+
+        Returns:
+            The result of :meth:`privatize`.
+
+        Raises:
+            ValueError: the engine has no optimizer; or as :meth:`privatize`.
+            PrivacyError: as :meth:`clipped_sum`.
+            UnsupportedError: as :meth:`clipped_sum`.
         """
         if self.optimizer is None:
             raise ValueError("This engine has no optimizer; pass one, or call privatize() and update the parameters.")
@@ -321,8 +386,11 @@ class Engine:
         return result
 
     def _withdraw(self) -> None:
-        """No ``grad`` while the buffer in which the last one lies is written anew: it would show sums without noise,
-        and what a loss does to it (``zero_grad(set_to_none=False)``, say) would be done to the noise."""
+        """Set ``grad`` to None while the buffer in which the last one lies is written anew.
+
+        It would show sums without noise, and what a loss does to it (``zero_grad(set_to_none=False)``, say) would be
+        done to the noise.
+        """
         for param in self.accumulator.sums:
             param.grad = None
 
@@ -353,8 +421,10 @@ class Engine:
             )
 
     def explain(self) -> str:
-        """One line per trained parameter: how its norm and its sum are computed; physical batch sizes, of the largest
-        batch so far; kernels."""
+        """Return how the engine computes, one line per trained parameter, then physical batch sizes and kernels.
+
+        A parameter's line says how its norm and its sum are computed; sizes are those of the largest batch so far.
+        """
         lines = [f"{name}: {method}" for name, method in self._plan]
         lines += [f"{name or 'the whole model'}: no rule, by vmap" for name in self._layout.fallbacks]
         planned = {plan.size(self._largest[kind]) for kind, plan in self._planned.items()}
@@ -366,8 +436,16 @@ class Engine:
         return "\n".join([*lines, f"compiled kernels: {'in use' if native.available() else native.REMEDY}"])
 
 
+def _check_mask(mask: Tensor | None, batch_size: int) -> None:
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != (batch_size,)):
+        raise ValueError(
+            f"mask is {mask.dtype} of shape {tuple(mask.shape)} for {batch_size} examples; it must be bool, one "
+            "entry per example: a weight above 1 would let an example move the sum by more than max_grad_norm."
+        )
+
+
 def _structure(model: nn.Module) -> list[int]:
-    """Which modules and parameters there are, as objects (which the engine keeps alive)."""
+    """Return the ids of all modules and parameters (objects that the engine keeps alive)."""
     ids: list[int] = []
     waiting = [model]
     while waiting:
@@ -392,10 +470,6 @@ def _tensors(x: Any) -> list[Tensor]:
 
 def _length(x: Any) -> int:
     return len(_tensors(x)[0])
-
-
-def _kind(x: Any) -> Kind:
-    return tuple((t.shape[1:], t.dtype) for t in _tensors(x))
 
 
 def _take(x: Any, rows: slice) -> Any:

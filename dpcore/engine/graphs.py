@@ -35,8 +35,11 @@ MOST_EXACT = 8
 
 
 def rung(count: int) -> int:
-    """The smallest number not below ``count`` of 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...: four per octave, so that
-    batches of all lengths need few graphs and at most a fifth of a graph's rows is filling."""
+    """Return the smallest number not below ``count`` of 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...
+
+    There are four per octave, so that batches of all lengths need few graphs and at most a fifth of a graph's rows is
+    filling.
+    """
     step = 1 << max(0, count.bit_length() - 3)
     return max(4, -(-count // step) * step)
 
@@ -49,8 +52,10 @@ def graph_size(count: int, most: int) -> int:
 
 
 class Graphs:
-    """Compiled graphs of the pass ``traced`` of ``model``, one per kind of batch; made when first needed by
-    ``backend``, as torch.compile names them."""
+    """Compiled graphs of the pass ``traced`` of ``model``, one per kind of batch.
+
+    They are made when first needed, by ``backend``, as torch.compile names them.
+    """
 
     def __init__(self, model: nn.Module, traced: Traced, backend: str = "inductor") -> None:
         known = torch.compiler.list_backends(None)
@@ -69,9 +74,11 @@ class Graphs:
         self._exact: dict[Hashable, set[int]] = {}
 
     def length(self, kind: Hashable, count: int, most: int, filled: bool) -> int:
-        """Length of the graphs for a batch of ``count`` examples, about ``most`` of them at once. ``filled``: with a
-        mask, hence of a length that the caller has chosen: cut into equal parts and not filled up once more, unless
-        there turn out to be many such lengths of this ``kind``."""
+        """Length of the graphs for a batch of ``count`` examples, about ``most`` of them at once.
+
+        ``filled``: with a mask, hence of a length that the caller has chosen: cut into equal parts and not filled up
+        once more, unless there turn out to be many such lengths of this ``kind``.
+        """
         if filled:
             exact = self._exact.setdefault(kind, set())
             equal = -(-count // -(-count // most))
@@ -97,7 +104,8 @@ class Graphs:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
         """(flat sums, norms, factors, losses) of up to ``size`` examples, at least one; None where the graph's result
         must not be used. ``device``: of the parameters. ``depends``: what else a graph holds for. UnsupportedError
-        where the pass cannot be traced or compiled."""
+        where the pass cannot be traced or compiled.
+        """
         structure: Any = None  # two tensors, as a batch usually is
         leaves = [x, y]
         if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
@@ -218,8 +226,11 @@ REMEDY = "build the engine with compile=False."
 
 
 def _state(module: nn.Module) -> tuple[Hashable, ...]:
-    """What of a module a graph holds for: dropout as it was switched, hooks, these parameters and buffers as they lie
-    in memory (``module.to(...)`` gives a parameter other data)."""
+    """Return the state of a module that a graph holds for.
+
+    That is dropout as it was switched, hooks, these parameters and buffers as they lie in memory (``module.to(...)``
+    gives a parameter other data).
+    """
     tensors = (*module._parameters.items(), *module._buffers.items())
     return (
         id(module),
@@ -249,8 +260,10 @@ class _NoValues(TorchFunctionMode):
 
 @contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Attributes that a forward pass sets (caches, say) get tensors without values while it is traced: they are put
-    back. UnsupportedError where it sets a buffer anew, whose changes would be lost, or changes it in place."""
+    """Put back attributes that a forward pass sets (caches, say), which get tensors without values while it is traced.
+
+    UnsupportedError where it sets a buffer anew, whose changes would be lost, or changes it in place.
+    """
     before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     values = [(name, b, b._version, b.clone()) for name, b in model.named_buffers() if not b.is_inference()]
     changed = ""
@@ -273,7 +286,7 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 def _writes_to_constants(module: fx.GraphModule) -> bool:
-    """Whether the graph changes one of its constants (a buffer, say) or a view of it."""
+    """Return whether the graph changes one of its constants (a buffer, say) or a view of it."""
     constants: set[fx.Node] = set()
     for node in module.graph.nodes:
         if node.op == "get_attr":

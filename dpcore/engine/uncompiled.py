@@ -1,4 +1,4 @@
-"""What must not be traced by ``torch.compile`` runs as it is, whoever compiles around it."""
+"""Methods that ``torch.compile`` must not trace: they run as they are, whoever compiles around them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a model keeps the examples of a batch apart, found out by experiment during training.
+"""The experiments that show, during training, whether a model mixes the examples of a batch.
 
 Clipping bounds an example's influence only where each example's gradient is a function of that example alone. No list
 of layer types can tell: a mean over the batch is one line in a forward pass. So the first batches of every kind, and
@@ -48,12 +48,12 @@ Run = Callable[[Any], Any]
 """A batch -> the model's outputs, or [B] losses."""
 
 EXAMPLES = 16
-"""A check takes at most so many of a batch's examples; mixing needs two."""
+"""The most examples of a batch that a check takes; mixing needs two."""
 BATCHES = 3
-"""So many first batches of a kind are checked: one check finds a dependence on a count or a rank only more often than
-not."""
+"""Number of first batches of a kind that are checked: one check finds a dependence on a count or a rank only more often
+than not."""
 ALWAYS = 24
-"""So many checks of new kinds are always made, later ones while checks are at most RATE of all passes."""
+"""Number of checks of new kinds that are always made; later ones while checks are at most RATE of all passes."""
 RATE = 1.0 / 1024
 """How often a later batch is checked. A check is at most four passes over its examples, and what they leave behind."""
 ROUNDING, HALF_ROUNDING = 1e-3, 0.05
@@ -85,7 +85,7 @@ class IsolationCheck:
         self.layout = layout
         self.enabled = True
         self.compiled = False
-        """Whether torch.compile made a part of the graph (a loss function), through which one backward pass can go."""
+        """True where torch.compile made a part of the graph (a loss function): one backward pass can go through it."""
         self._kinds: Counter[Any] = Counter()
         self._passes = 0
         self._checks = 0
@@ -104,7 +104,10 @@ class IsolationCheck:
         warn_caller(SWITCHED_OFF)
 
     def due(self, kind: Any, batch_size: int) -> bool:
-        """Whether this batch is to be checked: one of the first of its kind with two examples, or a rare random one."""
+        """Return whether this batch is to be checked.
+
+        Those are the first batches of each kind that have two examples, and rare random ones later.
+        """
         if not self.enabled or batch_size < 2:
             return False
         self._passes += 1
@@ -112,13 +115,14 @@ class IsolationCheck:
         return new or self._random.random() < RATE
 
     def check(self, kind: Any, run: Run, batch: Any, batch_size: int, losses: bool = False) -> None:
-        """Raises PrivacyError where ``run(batch)`` mixes the examples of ``batch`` or writes what depends on them.
+        """Raise PrivacyError where ``run(batch)`` mixes the examples of ``batch`` or writes what depends on them.
 
         Args:
-            kind: what the batch's shapes are; checked from now on.
-            run: the forward pass of a batch, called four times, or more often where a gradient has moved.
-            batch: any structure; tensors whose first dimension is ``batch_size`` have one row per example.
-            losses: whether ``run`` returns one loss per example.
+            kind: The batch's shapes; checked from now on.
+            run: The forward pass of a batch, called four times, or more often where a gradient has moved.
+            batch: Any structure; tensors whose first dimension is ``batch_size`` have one row per example.
+            batch_size: How many examples there are.
+            losses: Whether ``run`` returns one loss per example.
         """
         self._checks += 1
         whole = ragged.is_ragged(self.model, batch)
@@ -212,7 +216,8 @@ class IsolationCheck:
 
     def _compare(self, trial: _Trial, before: Measurements, batch: Any, changed: Any, rows: Tensor) -> None:
         """PrivacyError where ``changed`` gives another gradient than ``batch``, for which ``before`` was measured, in a
-        row that is not among ``rows``."""
+        row that is not among ``rows``.
+        """
         after = trial.measure(changed, rows, changed=True)
         if _moved(before, after, self._rounding()) is None:
             return
@@ -245,8 +250,11 @@ class IsolationCheck:
 
 @dataclass(frozen=True)
 class _Measured:
-    """Of one parameter: [k] squared norms of k rows' gradients, the scale of their rounding errors, and the product of
-    a weighted sum of these gradients with a fixed random direction, which also sees a change that keeps all norms."""
+    """Measurements of one parameter's gradients, for k rows.
+
+    They are the [k] squared norms of the rows' gradients, the scale of their rounding errors, and the product of a
+    weighted sum of these gradients with a fixed random direction, which also sees a change that keeps all norms.
+    """
 
     norms_sq: Tensor
     scale: Tensor
@@ -256,8 +264,8 @@ class _Measured:
 
 
 Measurements = dict[Parameter | int, _Measured]
-"""By parameter; and of the outputs' own values, by their number: a layer that is run again by example has gradients
-that are the example's own even where its outputs were not."""
+"""Measurements by parameter, and of the outputs' own values by their number: a layer that is run again by example has
+gradients that are the example's own even where its outputs were not."""
 
 
 class _Trial:
@@ -272,19 +280,25 @@ class _Trial:
         self.random = RandomNumbers(check.model)
         self.shapes: list[torch.Size] | None = None
         self.drew = False
-        """Whether the last pass drew random numbers."""
+        """True where the last pass drew random numbers."""
         self.written: dict[str, Tensor] = {}
         """The buffers that the last pass wrote; they are restored after each."""
 
     def measure(
         self, batch: Any, excluded: Tensor, alone: int | None = None, changed: bool = False, dropped: int = 0
     ) -> Measurements:
-        """The gradients of all rows but the ``excluded``; nothing where the outputs have other shapes than before.
-        PrivacyError where the gradient of the outputs of the example ``alone`` reaches another's (experiment 1).
+        """Return the gradients of all rows but the ``excluded``; nothing where the outputs have other shapes than
+        before.
 
         Args:
-            changed: the outputs of the ``excluded`` get larger gradients.
-            dropped: so many of the first rows are left out in ``batch``; outputs without rows then count for nothing.
+            batch: The batch to run.
+            excluded: [k] rows whose gradients are not measured.
+            alone: An example the gradient of whose outputs must reach no other (experiment 1).
+            changed: Whether the outputs of the ``excluded`` get larger gradients.
+            dropped: How many of the first rows are left out in ``batch``; outputs without rows then count for nothing.
+
+        Raises:
+            PrivacyError: that gradient reaches another example.
         """
         found: Measurements = {}
 
@@ -325,7 +339,8 @@ class _Trial:
         self, outputs: list[Tensor], shapes: list[torch.Size], larger: Tensor | None, dropped: int
     ) -> list[Tensor] | None:
         """Gradients at the outputs: the same for the same example whatever is ``dropped``; None where the shapes are
-        not those of the first pass."""
+        not those of the first pass.
+        """
         assert self.shapes is not None
         if len(shapes) != len(self.shapes):
             return None
@@ -378,7 +393,7 @@ class _Trial:
         return kept[dropped:]
 
     def _values(self, output: Tensor, weight: Tensor, excluded: Tensor, dropped: int) -> _Measured:
-        """Of the rows of an output that are not excluded."""
+        """Return the values of the rows of an output that are not excluded."""
         kept = self._kept(excluded, dropped, output.device)
         rows = wide(output.detach()[kept]).flatten(1) if output.dim() > 1 else wide(output.detach()[kept]).unsqueeze(1)
         norms_sq = rows.abs().square().sum(1)
@@ -443,8 +458,11 @@ def _norms_sq(choice: Choice) -> tuple[Tensor, Tensor]:
 
 
 def _dropped(batch: Any, count: int) -> int:
-    """How many of the first rows experiment 5 leaves out: one, so that every place changes, or a few where the rest
-    would be as many as another dimension has; 0 where too few examples are left to tell."""
+    """Return how many of the first rows experiment 5 leaves out.
+
+    It is one, so that every place changes, or a few where the rest would be as many as another dimension has; 0 where
+    too few examples are left to tell.
+    """
     taken = {n for leaf in flatten(batch)[0] if isinstance(leaf, Tensor) for n in leaf.shape[1:]}
     return next((k for k in (1, 3, 2) if count - k >= 3 and count - k not in taken), 0)
 
@@ -478,7 +496,7 @@ def _total(measured: Measurements) -> Tensor | float:
 
 
 def _change(before: _Measured | None, after: _Measured | None, rounding: float, floor: Tensor | float) -> float:
-    """How many times larger than rounding the change between two measurements is."""
+    """Return how many times larger than rounding the change between two measurements is."""
     if before is None or after is None:
         present = after if before is None else before
         assert present is not None

@@ -1,4 +1,4 @@
-"""Whether a criterion keeps the examples of a batch apart, found out by experiment as for models."""
+"""The experiment that shows whether a criterion mixes the examples of a batch."""
 
 from __future__ import annotations
 

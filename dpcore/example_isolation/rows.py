@@ -21,7 +21,7 @@ def without_graph(batch: Any) -> Any:
 
 
 def has_rows(leaf: Any, batch_size: int) -> bool:
-    """Whether this is a tensor with one row per example."""
+    """Return whether this is a tensor with one row per example."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == batch_size
 
 

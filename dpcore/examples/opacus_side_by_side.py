@@ -69,7 +69,7 @@ def case(group: str, title: str) -> Callable[[Callable[[Library], str]], Callabl
 
 
 def outcome(run: Callable[[Library], str], library: Library) -> str:
-    """What happened, in one line."""
+    """Return in one line what happened."""
     torch.manual_seed(0)
     try:
         with warnings.catch_warnings():
@@ -91,7 +91,7 @@ def own_tensors(library: Library) -> dict[str, Any]:
 def private(
     library: Library, model: nn.Module, x: Tensor, y: Tensor, *, loader: DataLoader[Any] | None = None, **options: Any
 ) -> tuple[Any, ...]:
-    """What ``make_private`` returns for one full batch, without sampling and noise."""
+    """Return what ``make_private`` returns for one full batch, without sampling and noise."""
     settings: dict[str, Any] = {"noise_multiplier": 0.0, "max_grad_norm": CLIP, "poisson_sampling": False}
     settings |= own_tensors(library)
     return library("PrivacyEngine")().make_private(  # type: ignore[no-any-return]
@@ -436,7 +436,8 @@ def calibration(library: Library) -> str:
 @case("state", "the step after a resume (the same seeds)")
 def noise_reuse(library: Library) -> str:
     """The checkpoint is taken, one step follows; the run is restored and steps on. A second use of the same noise on
-    other data lets both be subtracted from each other."""
+    other data lets both be subtracted from each other.
+    """
     x, y = torch.randn(BATCH, 4), labels()
 
     def start() -> tuple[Any, Any, Any]:

@@ -1,18 +1,12 @@
 """Opacus' surface: wrappers and hooks that record a module's gradients by example."""
 
-from dpcore.grad_sample.grad_sample_module import (
-    AbstractGradSampleModule,
-    GradSampleModule,
+from dpcore.grad_sample.compat import (
+    GradSampleHooksFastGradientClipping,
     GradSampleModuleExpandedWeights,
     GradSampleModuleFastGradientClipping,
-    GradSampleModuleNoOp,
 )
-from dpcore.grad_sample.hooks import (
-    AbstractGradSampleHooks,
-    GradSampleHooks,
-    GradSampleHooksFastGradientClipping,
-    GradSampleHooksNoOp,
-)
+from dpcore.grad_sample.grad_sample_module import AbstractGradSampleModule, GradSampleModule, GradSampleModuleNoOp
+from dpcore.grad_sample.hooks import AbstractGradSampleHooks, GradSampleHooks, GradSampleHooksNoOp
 from dpcore.grad_sample.utils import get_gsm_class, prepare_module, wrap_model
 from dpcore.rules.custom import register_grad_sampler, register_norm_sampler
 

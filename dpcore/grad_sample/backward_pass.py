@@ -1,4 +1,4 @@
-"""One batch's gradients between its backward pass and the optimiser's step, and what users read and write there."""
+"""The gradients of one batch between its backward pass and the optimiser's step, where users read and write them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class _Given(Use):
 
 
 class _Rest(Use):
-    """What a use contributes to parameters other than those in ``given``."""
+    """The part of a use that contributes to parameters other than those in ``given``."""
 
     def __init__(self, use: Use, given: Mapping[Parameter, Any]) -> None:
         self.use = use
@@ -82,16 +82,19 @@ class _Rest(Use):
 
 @dataclass
 class Iteration:
-    """``uses`` of a backward pass over ``batch_size`` examples. ``given``: per-sample gradients [B, *param.shape] that
-    were read (and may have been changed in place since) or provided; they take the place of the recorded ones."""
+    """``uses`` of a backward pass over ``batch_size`` examples.
+
+    ``given``: per-sample gradients [B, *param.shape] that were read (and may have been changed in place since) or
+    provided; they take the place of the recorded ones.
+    """
 
     uses: list[Use]
     batch_size: int
     given: dict[Parameter, Tensor] = field(default_factory=dict)
     _formed: dict[Parameter, tuple[int, tuple[Tensor | None, ...]]] = field(default_factory=dict)
-    """Of those that were only read: their version, and the output gradients that they were formed of."""
+    """Version of those that were only read, and the output gradients that they were formed of."""
     ordinary: dict[Parameter, Tensor] = field(default_factory=dict)
-    """What it has added to ``p.grad`` so far."""
+    """The part of ``p.grad`` that it has added so far."""
 
     def grad_sample(self, param: Parameter) -> Tensor:
         """[B, *param.shape], formed when first read; zeros where the loss does not depend on the parameter."""
@@ -116,8 +119,10 @@ class Iteration:
         return [use for use in self.uses if any(p is param for p in use.params)]
 
     def _refresh(self, param: Parameter) -> None:
-        """Forgets what was read before another backward pass went through the same graph. PrivacyError where it was
-        changed since: neither the change nor the new gradient may be lost."""
+        """Forgets what was read before another backward pass went through the same graph.
+
+        PrivacyError where it was changed since: neither the change nor the new gradient may be lost.
+        """
         version, grads = self._formed.get(param, (0, ()))
         if param not in self._formed or all(
             use.grad is grad for use, grad in zip(self._uses_of(param), grads, strict=True)
@@ -161,9 +166,11 @@ def set_owner(param: Parameter, owner: GradSampleOwner | None) -> None:
 
 
 class _GradSample:
-    """``p.grad_sample`` of recorded parameters. A property of the class torch.nn.Parameter, because per-sample
-    gradients are only formed for those who read them, and a subclass would cost torch's optimisers their fast paths.
-    Every other parameter keeps an ordinary attribute of that name, or none.
+    """``p.grad_sample`` of recorded parameters.
+
+    A property of the class torch.nn.Parameter, because per-sample gradients are only formed for those who read them,
+    and a subclass would cost torch's optimisers their fast paths. Every other parameter keeps an ordinary attribute of
+    that name, or none.
     """
 
     def __get__(self, param: Parameter | None, kind: Any = None) -> Any:

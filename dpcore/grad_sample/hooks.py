@@ -1,5 +1,7 @@
-"""Recording of a module's training passes, so that an ordinary ``loss.backward()`` leaves behind what the clipped sum
-needs. :class:`GradSampleHooks` does it on a module as it is, :class:`GradSampleModule` in a wrapper around it."""
+"""The recording of training passes, so that an ordinary ``loss.backward()`` leaves what the clipped sum needs.
+
+:class:`GradSampleHooks` does it on a module as it is, :class:`GradSampleModule` in a wrapper around it.
+"""
 
 from __future__ import annotations
 
@@ -38,19 +40,19 @@ EMPTY_BATCH = (
 
 
 class AbstractGradSampleHooks:
-    """What records a module's gradients by example, and hands them to the optimiser.
+    """The recorder of a module's gradients by example, which hands them to the optimiser.
 
     ``batch_first`` False: the module's inputs are [T, B, ...] (lengths and the like [B]). ``loss_reduction``: "mean" or
-    "sum", what the user's loss does over the batch. ``ordinary_grad``: whether ``p.grad``
-    is the ordinary gradient of the batch between ``backward()`` and the optimiser's step; forming it costs about what
-    an ordinary backward pass does for its weights. ``p.grad_sample`` is formed when it is read, in either case.
+    "sum", what the user's loss does over the batch. ``ordinary_grad``: whether ``p.grad`` is the ordinary gradient of
+    the batch between ``backward()`` and the optimiser's step; forming it costs about what an ordinary backward pass
+    does for its weights. ``p.grad_sample`` is formed when it is read, in either case.
     """
 
     _module: nn.Module
     max_grad_norm: float | None = None
     """The bound that the fast-clipping classes were given; the optimiser's must be the same."""
     _made = False
-    """Whether all attributes have their first values."""
+    """True once all attributes have their first values."""
 
     def _setup(
         self, m: nn.Module, *, batch_first: bool, loss_reduction: str, strict: bool, ordinary_grad: bool
@@ -77,7 +79,7 @@ class AbstractGradSampleHooks:
         self._iterations: list[Iteration] = []
         self._last: list[Iteration] = []
         self._firing: dict[int, list[Tape]] = {}
-        """By backward pass under way: the tapes that it has reached. One that failed stays here."""
+        """Tapes that were reached, by the backward pass under way. A pass that failed stays here."""
         self._layout = Layout(m, custom_fallbacks(m))
         self._kinds: set[tuple[Any, ...]] = set()
         self.isolation = IsolationCheck(m, self._names, self._layout)
@@ -123,8 +125,11 @@ class AbstractGradSampleHooks:
         return output
 
     def _run_empty(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An empty batch, from which nothing flows back to the parameters and which yet is a step: its outputs are the
-        graph's ends. (Sharded modules take the other way: their ranks gather parameters in the backward pass, too.)"""
+        """Run an empty batch, from which nothing flows back to the parameters and which yet is a step.
+
+        Its outputs are the graph's ends. (Sharded modules take the other way: their ranks gather parameters in the
+        backward pass, too.)
+        """
         iteration = Iteration([], 0)
         try:
             with torch.no_grad():
@@ -183,8 +188,10 @@ class AbstractGradSampleHooks:
 
     @torch.no_grad()
     def _form_ordinary_gradients(self, iteration: Iteration) -> None:
-        """``p.grad`` += Σ_i g_i, divided by the batch's length for a mean loss; where an earlier backward pass went
-        through the same graph, += what this one adds."""
+        """Add Σ_i g_i to ``p.grad``, divided by the batch's length for a mean loss.
+
+        Where an earlier backward pass went through the same graph, add what this one adds.
+        """
         size = iteration.batch_size
         weight = 1.0 / max(size, 1) if self.loss_reduction == "mean" else 1.0
         choices = {choice.param: choice for choice in choose(iteration.uses)}
@@ -245,8 +252,10 @@ class AbstractGradSampleHooks:
     # ---- what the optimiser takes
 
     def take(self) -> Iterator[tuple[list[Use], int]]:
-        """(uses, batch size) of every backward pass since the last call, which are then forgotten; where ordinary
-        gradients are asked for, ``p.grad_sample`` can still be read until ``zero_grad()``."""
+        """Yield (uses, batch size) of every backward pass since the last call, and forget them.
+
+        Where ordinary gradients are asked for, ``p.grad_sample`` can still be read until ``zero_grad()``.
+        """
         iterations, self._iterations = self._iterations, []
         self._last = iterations if self.ordinary_grad else []
         self._give_up()
@@ -266,18 +275,20 @@ class AbstractGradSampleHooks:
         self._firing = {}
 
     def drop_gradients(self) -> None:
-        """What ``zero_grad()`` does: per-sample gradients go. An empty batch stays a step, wherever in the loop
-        ``zero_grad()`` is called."""
+        """Drop the per-sample gradients, as ``zero_grad()`` does.
+
+        An empty batch stays a step, wherever in the loop ``zero_grad()`` is called.
+        """
         self._iterations = [iteration for iteration in self._iterations if not iteration.batch_size]
         self._last = []
 
     def own(self, param: Parameter) -> None:
-        """``param.grad`` is what it should be; a later change will be noticed."""
+        """Note that ``param.grad`` is what it should be; a later change will be noticed."""
         assert param.grad is not None
         self._own[param] = (param.grad, param.grad._version)
 
     def owns(self, param: Parameter) -> bool:
-        """Whether ``param.grad`` is none, or as it was when :meth:`own` was called."""
+        """Return whether ``param.grad`` is none, or as it was when :meth:`own` was called."""
         grad, version = self._own.get(param, (None, 0))
         return param.grad is None or (param.grad is grad and grad._version == version)
 
@@ -321,8 +332,17 @@ class AbstractGradSampleHooks:
         return values[0] if len(values) == 1 else values
 
     def write_grad_sample(self, param: Parameter, value: Any) -> None:
-        """A tensor [B, *param.shape] (or a list, one per batch) takes the place of what was recorded; None forgets all
-        parameters' per-sample gradients, because a gradient without one of its parts is no gradient."""
+        """Put ``value`` in the place of what was recorded.
+
+        Args:
+            param: A recorded parameter.
+            value: A tensor [B, *param.shape], or a list of them, one per batch. None forgets all parameters' per-sample
+                gradients, because a gradient without one of its parts is no gradient.
+
+        Raises:
+            ValueError: a tensor has another shape.
+            PrivacyError: the numbers of examples are not those of the recorded batches.
+        """
         if value is None:
             self.drop_gradients()
             return
@@ -393,7 +413,7 @@ class AbstractGradSampleHooks:
 
     @classmethod
     def is_supported(cls, module: nn.Module) -> bool:
-        """Whether the module treats examples apart, as far as its class tells."""
+        """Return whether the module treats examples apart, as far as its class tells."""
         return ModuleValidator.is_valid(module)
 
     @classmethod
@@ -453,8 +473,11 @@ class GradSampleHooks(AbstractGradSampleHooks):
 
 
 class _RecordedForward:
-    """In the place of a module's ``forward``. A copy of the module, by copy.deepcopy or pickle, is an ordinary module
-    that records nothing: it has its class's forward, or a copy of what had been set in its place."""
+    """In the place of a module's ``forward``.
+
+    A copy of the module, by copy.deepcopy or pickle, is an ordinary module that records nothing: it has its class's
+    forward, or a copy of what had been set in its place.
+    """
 
     def __init__(self, hooks: GradSampleHooks) -> None:
         self.hooks = hooks
@@ -500,25 +523,6 @@ class GradSampleHooksNoOp(AbstractGradSampleHooks):
         yield from super().take()
 
 
-class GradSampleHooksFastGradientClipping(GradSampleHooks):
-    """:class:`GradSampleHooks` without ordinary gradients, under the name of the fast-clipping mode."""
-
-    def __init__(
-        self,
-        m: nn.Module,
-        *,
-        batch_first: bool = True,
-        loss_reduction: str = "mean",
-        strict: bool = True,
-        force_functorch: bool = False,
-        max_grad_norm: float | None = None,
-        use_ghost_clipping: bool = True,
-    ) -> None:
-        """``use_ghost_clipping`` is accepted and changes nothing: the planner chooses per layer."""
-        super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction, strict=strict, ordinary_grad=False)
-        self.max_grad_norm = max_grad_norm
-
-
 def _batch_brought_first(
     call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -543,7 +547,7 @@ def _batch_brought_first(
 
 
 def _spend(tapes: list[Tape]) -> None:
-    """What was recorded on these tapes is never used."""
+    """Mark tapes as used, so that nothing that was recorded on them is used again."""
     for tape in tapes:
         tape.iteration = Iteration([], 0)
 

@@ -1,4 +1,4 @@
-"""Which class records the gradients in which mode."""
+"""The classes that record gradients, by mode."""
 
 from __future__ import annotations
 
@@ -7,19 +7,13 @@ from typing import Any
 from torch import nn
 
 from dpcore.errors import UnsupportedError
-from dpcore.grad_sample.grad_sample_module import (
-    AbstractGradSampleModule,
-    GradSampleModule,
+from dpcore.grad_sample.compat import (
+    GradSampleHooksFastGradientClipping,
     GradSampleModuleExpandedWeights,
     GradSampleModuleFastGradientClipping,
-    GradSampleModuleNoOp,
 )
-from dpcore.grad_sample.hooks import (
-    AbstractGradSampleHooks,
-    GradSampleHooks,
-    GradSampleHooksFastGradientClipping,
-    GradSampleHooksNoOp,
-)
+from dpcore.grad_sample.grad_sample_module import AbstractGradSampleModule, GradSampleModule, GradSampleModuleNoOp
+from dpcore.grad_sample.hooks import AbstractGradSampleHooks, GradSampleHooks, GradSampleHooksNoOp
 from dpcore.rules.custom import register_grad_sampler, register_norm_sampler
 
 __all__ = [

@@ -1,5 +1,7 @@
-"""``nn.MultiheadAttention`` with the constructor of Opacus' layer, loading the weights of both; and a learned position
-more at the end of a sequence."""
+"""``nn.MultiheadAttention`` with the constructor of Opacus' layer, and a learned position at the end of a sequence.
+
+The layer loads the weights of both.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,9 @@ _NAMES = {"qlinear": "q", "klinear": "k", "vlinear": "v"}
 
 
 class SequenceBias(nn.Module):
-    """[T, B, E] -> [T + 1, B, E], or [B, T, E] -> [B, T + 1, E] with ``batch_first``: the last position is ``bias``
-    [E].
+    """A layer that appends ``bias`` [E], which starts standard normal, as the last position of a sequence.
 
-    ``bias`` starts standard normal.
+    [T, B, E] becomes [T + 1, B, E]; with ``batch_first`` [B, T, E] becomes [B, T + 1, E].
     """
 
     def __init__(self, embed_dim: int, batch_first: bool = False) -> None:

@@ -18,8 +18,11 @@ def _check_no_projection(kind: str, proj_size: int) -> None:
 
 
 class _OpacusNames(nn.Module):
-    """Loads what Opacus' layers save within a model: every weight under torch's name, and again under that of its cell,
-    ``l0.ih.weight`` beside ``weight_ih_l0``."""
+    """A layer that loads what Opacus' layers save within a model.
+
+    There every weight stands under torch's name, and again under that of its cell, ``l0.ih.weight`` beside
+    ``weight_ih_l0``.
+    """
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         for key in list(state_dict):

@@ -1,4 +1,4 @@
-"""Which loaders and data sets keep the assumption that a batch holds an example at most once."""
+"""Checks of loaders and data sets: a batch must hold an example at most once."""
 
 from __future__ import annotations
 
@@ -64,8 +64,12 @@ def check_data_set(dataset: Any) -> None:
 
 
 def check_ordinary(loader: DataLoader[Any]) -> None:
-    """PrivacyError where a loader without Poisson sampling may draw an example several times; TypeError where it is no
-    loader of torch's."""
+    """Refuse a loader without Poisson sampling that may draw an example several times.
+
+    Raises:
+        PrivacyError: its sampler draws with replacement.
+        TypeError: it is no loader of torch's.
+    """
     if not isinstance(loader, DataLoader):
         raise TypeError(
             f"data_loader is of type {type(loader).__name__}, of which it is unknown what it draws; pass a "

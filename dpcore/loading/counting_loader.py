@@ -14,14 +14,17 @@ from dpcore.tree import batch_length
 
 
 class _Made(NamedTuple):
-    """A collated batch, and how many examples it is made of. (torch pins the memory of a named tuple's parts.)"""
+    """A collated batch, and how many examples it is made of.
+
+    (torch pins the memory of a named tuple's parts.)
+    """
 
     batch: Any
     examples: int
 
 
 class _Counted:
-    """``collate`` that hands on how many examples a batch is made of, from a worker process too."""
+    """A ``collate`` that hands on how many examples a batch is made of, from a worker process too."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
@@ -31,8 +34,10 @@ class _Counted:
 
 
 class _Distinct:
-    """The index lists of ``sampler``; PrivacyError where one holds an index twice. ``sizes``: of those drawn in this
-    round whose batches were not handed out yet."""
+    """The index lists of ``sampler``; PrivacyError where one holds an index twice.
+
+    ``sizes``: of those drawn in this round whose batches were not handed out yet.
+    """
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler

@@ -1,4 +1,4 @@
-"""How many examples the private loaders of this process have handed out, batch by batch, and which batches were used.
+"""The ledger: how many examples each batch of this process's private loaders has, and which batches were used.
 
 The accountant assumes that every step uses one batch of its loader, each example in one row. Whatever else a step used
 shows in its number of rows: data from elsewhere, copies of an example, a part of a batch, a batch for the second time.
@@ -27,9 +27,11 @@ def count_drawn(source: Source, examples: int) -> None:
 
 
 class Ledger:
-    """The batches of ``source()`` that were handed out since the ledger was opened and not used yet, by one optimiser
-    or, with ``shared``, by it and those of that ledger: two models of one accountant must not be trained on the same
-    batch."""
+    """The batches of ``source()`` that were handed out since the ledger was opened, and not used yet.
+
+    They are used by one optimiser or, with ``shared``, by it and those of that ledger: two models of one accountant
+    must not be trained on the same batch.
+    """
 
     def __init__(self, source: Callable[[], Source], shared: Ledger | None = None) -> None:
         self.source = source

@@ -20,11 +20,21 @@ def steps_per_epoch(sample_rate: float) -> int:
 
 
 class UniformWithReplacementSampler(Sampler[list[int]]):
-    """Yields ``steps`` lists of indices a round; list k of the sampler's life is a function of (seed, k).
+    """A sampler of Poisson batches: ``steps`` lists of indices a round; list k of its life is a function of (seed, k).
 
     The size is Binomial(num_samples, sample_rate), drawn exactly, and the members are a uniform subset: the same
     distribution as one coin per example, in time proportional to the batch, and exact for any rate (float32 coins turn
-    1e-7 into 1.19e-7). ``secure``: from the operating system's cryptographic generator instead of a seed.
+    1e-7 into 1.19e-7).
+
+    Args:
+        num_samples: How many examples there are.
+        sample_rate: The chance of each to be in a batch, in (0, 1].
+        seed: Up to 128 bits; None draws a secret one.
+        steps: Batches a round; None: ceil(1 / sample_rate).
+        secure: Whether to draw from the operating system's cryptographic generator instead of a seed.
+
+    Raises:
+        ValueError: there is no example, or the rate is not in (0, 1].
     """
 
     def __init__(
@@ -78,8 +88,10 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         return generator.choice(count, size, replace=False).tolist()
 
     def state_dict(self) -> dict[str, str]:
-        """Seed, number of batches drawn and of those left in the round, as decimal strings (the seed has up to 128
-        bits)."""
+        """Return seed, number of batches drawn and of those left in the round, as decimal strings.
+
+        A seed has up to 128 bits.
+        """
         return {"seed": str(self.seed), "drawn": str(self.drawn), "left": str(self._left)}
 
     def load_state_dict(self, state: dict[str, str]) -> None:
@@ -94,7 +106,19 @@ class DistributedUniformWithReplacementSampler(UniformWithReplacementSampler):
 
     Rank r owns the examples r, r + ranks, r + 2 ranks ... and draws each with probability ``sample_rate``; the union
     over the ranks is then exactly a Poisson sample of all examples at that rate. List k is a function of (seed, k,
-    rank); all ranks draw equally many lists. ``rank`` and ``num_replicas`` are the process group's where not given.
+    rank); all ranks draw equally many lists.
+
+    Args:
+        total_size: How many examples there are for all ranks together.
+        sample_rate: The chance of each to be in a batch, in (0, 1].
+        seed: The same on all ranks; None draws a secret one.
+        steps: Batches a round; None: ceil(1 / sample_rate).
+        secure: Whether to draw from the operating system's cryptographic generator instead of a seed.
+        rank: This process; the process group's where not given.
+        num_replicas: How many ranks there are; the process group's where not given.
+
+    Raises:
+        ValueError: a number is out of its range.
     """
 
     def __init__(

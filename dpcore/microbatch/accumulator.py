@@ -45,10 +45,12 @@ def _without_autocast(method: Method) -> Method:
 
 @dataclass
 class _Measured:
-    """``norms_sq`` [groups, m] of m examples; ``kept``: gradients [m, n] that were formed for them. ``scales`` [groups,
-    m]: sums of the absolute terms of those norms whose terms may cancel.
+    """``norms_sq`` [groups, m] of m examples; ``kept``: gradients [m, n] that were formed for them.
 
-    A true squared norm is at most norms_sq (1 + error) + scaled_error * scales."""
+    ``scales`` [groups, m]: sums of the absolute terms of those norms whose terms may cancel.
+
+    A true squared norm is at most norms_sq (1 + error) + scaled_error * scales.
+    """
 
     norms_sq: Tensor
     kept: dict[Parameter, Tensor] = field(default_factory=dict)
@@ -191,10 +193,11 @@ class Accumulator:
     def clipped(
         self, uses: Sequence[Use], mask: Tensor, bounds: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What :meth:`add` does, without a look at any value, so that it can be traced: the sums as a new flat tensor,
-        norms and factors [groups, m], and whether any example is doubtful, which makes all the rest worthless.
+        """Compute what :meth:`add` does without looking at any value, so that it can be traced.
 
         ``bounds``: one number tensor per group in place of the floats, which a graph would keep as they are now.
+        Returns the sums as a new flat tensor, norms and factors [groups, m], and whether any example is doubtful, which
+        makes all the rest worthless.
         """
         choices = self._choose(uses)
         measured = self._measure(choices, len(mask))
@@ -228,7 +231,7 @@ class Accumulator:
         return measured
 
     def _any_doubtful(self, measured: _Measured) -> bool:
-        """Whether :meth:`_doubtful` has any example; the usual answer costs the fewest operators."""
+        """Return whether :meth:`_doubtful` has any example; the usual answer costs the fewest operators."""
         # The sum of squares is below infinity only if each of them is.
         if measured.scales is None and bool(measured.norms_sq.sum() < torch.inf):
             return False
@@ -242,8 +245,10 @@ class Accumulator:
         return doubtful.any(0)
 
     def _factors(self, measured: _Measured, mask: Tensor | None, bounds: Sequence[Any] | None = None) -> Tensor:
-        """By the clipping rule, from upper bounds of the norms: the rule is given a norm that is at most the true one
-        times 1 + error / 2, and a C that is lower by that much."""
+        """Return the clip factors, by the clipping rule, from upper bounds of the norms.
+
+        The rule is given a norm that is at most the true one times 1 + error / 2, and a C that is lower by that much.
+        """
         error = measured.error + gamma(len(self.parameters) + 2, self.dtype)
         upper = measured.upper_norms()
         lowered = [c * bound_with_margin(1.0, error, self.dtype) for c in (self.bounds if bounds is None else bounds)]
@@ -307,7 +312,7 @@ class Accumulator:
 
 
 def weighted_sum(choice: Choice, weights: Tensor, out: Tensor) -> None:
-    """out += Σ_i weights[i] * gradient of example i, for one parameter and weights [B]."""
+    """Out += Σ_i weights[i] * gradient of example i, for one parameter and weights [B]."""
     if choice.method == "ghost":
         choice.uses[0].add_clipped_sum(choice.param, weights, out)
     else:

@@ -1,9 +1,8 @@
-"""Which modules need the fallback and where layers see the batch, found by running the model before the first batch of
-a kind.
+"""The probe of a model before its first batch of a kind: which modules need the fallback, where layers see the batch.
 
 With an odd number of copies of one example, an input whose first dimension is not the batch does not pass for one by
-having the batch's length, here as in the real batch; and a parameter that receives a gradient was used by an
-operation without a rule. Either way the module around it is recorded as a whole, and the model is run again.
+having the batch's length, here as in the real batch; and a parameter that receives a gradient was used by an operation
+without a rule. Either way the module around it is recorded as a whole, and the model is run again.
 """
 
 from __future__ import annotations
@@ -45,7 +44,8 @@ def copies(value: Any, batch_size: int, count: int) -> Any:
 def probe_sizes(value: Any, batch_size: int, model: nn.Module) -> tuple[int, int]:
     """Two numbers of examples that are neither the batch's nor any other dimension of the inputs, of the parameters or
     of the buffers, and hardly both of them another one of the model's: should they be, the real batch is refused with
-    an error."""
+    an error.
+    """
     known = [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
     taken = {batch_size}.union(*(tensor.shape for tensor in (*known, *model.parameters(), *model.buffers())))
     free = (n for n in itertools.count(7, 2) if n not in taken and all(n % k for k in range(3, n, 2)))
@@ -53,7 +53,7 @@ def probe_sizes(value: Any, batch_size: int, model: nn.Module) -> tuple[int, int
 
 
 class Layout:
-    """What is known of a model's insides.
+    """Knowledge of a model's insides.
 
     ``fallbacks``: modules, by name, to record as a whole. ``recurrent``: its recurrent layers. For every parameter that
     was used, the dimensions, 0 or 1 (or -1: none), in which its layer sees the batch: by themselves the lengths cannot
@@ -109,8 +109,10 @@ class Layout:
                 )
 
     def dim(self, key: tuple[Parameter, str], tape: Tape, x: Tensor, features: int) -> int:
-        """The batch dimension of x, a tensor met by a parameter: 0, 1 or -1 (none); while probing, found by its
-        length."""
+        """Return the batch dimension of x, a tensor met by a parameter: 0, 1 or -1 (none).
+
+        While probing, it is found by its length.
+        """
         known = self._dims.setdefault(key, set())
         fits = [d for d in (0, 1) if (d == 0 or x.dim() > d + features) and x.shape[d : d + 1] == (tape.batch_size,)]
         if self._probing:

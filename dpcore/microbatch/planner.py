@@ -30,7 +30,8 @@ CUDA_FREE_FRACTION = 0.25
 @dataclass(frozen=True)
 class Choice:
     """How one parameter's contribution is computed: ``ghost`` (norm without per-sample gradients, then a weighted
-    contraction) or ``keep`` (per-sample gradients, formed once and used for both)."""
+    contraction) or ``keep`` (per-sample gradients, formed once and used for both).
+    """
 
     param: Parameter
     uses: tuple[Use, ...]
@@ -38,8 +39,11 @@ class Choice:
 
 
 def choose(uses: Sequence[Use]) -> list[Choice]:
-    """One choice per parameter that was used. A parameter used more than once has cross terms between its uses, which
-    only its per-sample gradient contains: it is kept."""
+    """One choice per parameter that was used.
+
+    A parameter used more than once has cross terms between its uses, which only its per-sample gradient contains: it is
+    kept.
+    """
     by_param: dict[Parameter, list[Use]] = {}
     for use in uses:
         if use.grad is not None:

@@ -19,7 +19,7 @@ def _leaves(value: Any) -> tuple[list[Any], Any]:
 
 
 def is_ragged(model: nn.Module, value: Any) -> bool:
-    """Whether the arguments of a model hold examples that are not rows of a tensor."""
+    """Return whether the arguments of a model hold examples that are not rows of a tensor."""
     leaves, _ = _leaves(value)
     return any(isinstance(leaf, PackedSequence) for leaf in leaves) or _bags(model, leaves) is not None
 
@@ -58,7 +58,8 @@ def copies(model: nn.Module, value: Any, batch_size: int, count: int) -> Any:
 
 def _bags(model: nn.Module, leaves: list[Any]) -> tuple[int, int, int] | None:
     """Places of the ids and the offsets, and how many offsets too many there are, where a model with an
-    ``nn.EmbeddingBag`` gets two flat lists of integers first of which the second can be the first one's offsets."""
+    ``nn.EmbeddingBag`` gets two flat lists of integers first of which the second can be the first one's offsets.
+    """
     layer = next((m for m in model.modules() if isinstance(m, nn.EmbeddingBag)), None)
     tensors = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)][:2]
     if layer is None or len(tensors) < 2:
@@ -83,7 +84,7 @@ def _first_length(leaves: list[Any], bags: tuple[int, int, int]) -> int:
 
 
 def _packed_copies(packed: PackedSequence, count: int) -> PackedSequence:
-    """Of its longest sequence."""
+    """Return ``count`` copies of the longest sequence."""
     sizes = packed.batch_sizes
     rows = packed.data[(sizes.cumsum(0) - sizes).to(packed.data.device)]
     order = None if packed.sorted_indices is None else torch.arange(count, device=packed.sorted_indices.device)

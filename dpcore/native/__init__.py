@@ -35,7 +35,10 @@ class NativeBuildError(RuntimeError):
 
 
 def _processor() -> str:
-    """What ``-march=native`` depends on: a library for another processor may hold instructions that this one lacks."""
+    """Return what ``-march=native`` depends on.
+
+    A library for another processor may hold instructions that this one lacks.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -88,7 +91,7 @@ _switched_off = False
 
 
 def available() -> bool:
-    """Whether the compiled part is in use."""
+    """Return whether the compiled part is in use."""
     return _library() is not None and not _switched_off
 
 
@@ -104,8 +107,11 @@ def disabled() -> Iterator[None]:
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether kernels can take these tensors: float32 on a CPU, outside of tracing, with memory of their own that holds
-    their values (not their negatives, as that of ``z.conj().imag`` does)."""
+    """Return whether kernels can take these tensors.
+
+    They must be float32 on a CPU, outside of tracing, with memory of their own that holds their values (not their
+    negatives, as that of ``z.conj().imag`` does).
+    """
     return (
         available()
         and all(
@@ -142,7 +148,8 @@ def _call(name: str, tensors: Sequence[Tensor], sizes: Sequence[int], *numbers: 
 def lstm_forward(z: Tensor, weight: Tensor, gates: Tensor, h: Tensor, c: Tensor, tanh_c: Tensor, reverse: bool) -> None:
     """The loop of :class:`dpcore.rules.recurrent_loops.LstmRecurrence`: from z [T, B, 4H] and the first rows of h and
     c [T + 1, B, H] (the last ones in reverse) fills in gates [T, B, 4H], which may be z itself, tanh_c [T, B, H], h and
-    c."""
+    c.
+    """
     steps, batch, hidden = tanh_c.shape
     sizes = (steps, batch, hidden, int(reverse), torch.get_num_threads())
     _call("dpcore_lstm_forward", (z, weight.contiguous(), gates, h, c, tanh_c), sizes)
@@ -160,7 +167,8 @@ def lstm_backward(
     reverse: bool,
 ) -> tuple[Tensor, Tensor]:
     """From the gradients at all h [T, B, H] and the last c, fills in δ [T, B, 4H], which may be ``gates`` itself, and
-    returns the gradients at the first h and c [B, H]."""
+    returns the gradients at the first h and c [B, H].
+    """
     steps, batch, hidden = tanh_c.shape
     dc = grad_c.clone(memory_format=torch.contiguous_format)
     dh = torch.empty_like(dc)
@@ -184,7 +192,8 @@ def conv2d_grad_sample(
     x: Tensor, grad: Tensor, kernel: tuple[int, int], stride: tuple[int, ...], padding: tuple[int, ...]
 ) -> Tensor:
     """[B, d, c, kh, kw], channels-last in memory: the weight gradient of each example of a convolution with inputs x
-    [B, c, h, w] and output gradients [B, d, oh, ow], without groups or dilation."""
+    [B, c, h, w] and output gradients [B, d, oh, ow], without groups or dilation.
+    """
     x, grad = (t.permute(0, 2, 3, 1).contiguous() for t in (x, grad))
     out = x.new_empty((len(x), grad.shape[3], *kernel, x.shape[3]))
     sizes = (*x.shape, grad.shape[3], *kernel, *stride, *padding, *grad.shape[1:3], torch.get_num_threads())
@@ -193,9 +202,11 @@ def conv2d_grad_sample(
 
 
 def count_tokens(ids: Tensor, rows: int, skipped: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of ids [B, T], each in [0, rows): the different ones of each example (int32) and how often it holds each
-    (float32), those of example b at starts[b] : starts[b + 1] (int32 [B + 1]), and the sums of the squared counts [B].
-    ``skipped`` does not count."""
+    """Count the tokens of each example of ids [B, T], each in [0, rows).
+
+    Returns the different ids of each example (int32) and how often it holds each (float32), those of example b at
+    starts[b] : starts[b + 1] (int32 [B + 1]), and the sums of the squared counts [B]. ``skipped`` does not count.
+    """
     batch, length = ids.shape
     # torch.empty alone would follow torch.set_default_dtype and set_default_device; the kernel does not.
     tokens, counts = ids.new_empty(ids.numel(), dtype=torch.int32), ids.new_empty(ids.numel(), dtype=torch.float32)
@@ -212,8 +223,10 @@ def add_by_token(out: Tensor, tokens: Tensor, counts: Tensor, starts: Tensor, ve
 
 
 def add_normals(target: Tensor, std: float, words: bytes) -> None:
-    """target += std * the normals, to rounding, that torch draws into a tensor of this length (16 or more) from a
-    Mersenne twister whose state is ``words`` (624, little-endian)."""
+    """Add std * normals to ``target``: those, to rounding, that torch draws into a tensor of this length.
+
+    The length is 16 or more, and they come from a Mersenne twister whose state is ``words`` (624, little-endian).
+    """
     state = torch.frombuffer(bytearray(words), dtype=torch.int32)
     _call("dpcore_add_normals", (state, target), (target.numel(),), std)
     torch.autograd.graph.increment_version(target)

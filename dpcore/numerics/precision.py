@@ -28,14 +28,14 @@ _newer: list[tuple[Any, str, str]] = []
 
 
 def matmul_precision() -> str:
-    """What products of float32 matrices are computed in, as a name that differs where the setting does."""
+    """Return the precision of products of float32 matrices, as a name that differs where the setting does."""
     if _PLACES:
         return "/".join(place.fp32_precision for place, _ in _PLACES)
     return torch.get_float32_matmul_precision()
 
 
 def is_lowered() -> bool:
-    """Whether products of float32 matrices may be computed in less."""
+    """Return whether products of float32 matrices may be computed in less."""
     try:
         return torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:  # the newer settings (torch 2.9) were used, and differ from what the older one can say
@@ -43,13 +43,16 @@ def is_lowered() -> bool:
 
 
 def convolutions_are_lowered() -> bool:
-    """Whether float32 convolutions on a CPU may be computed in less."""
+    """Return whether float32 convolutions on a CPU may be computed in less."""
     return bool(_PLACES) and _BACKENDS.mkldnn.conv.fp32_precision in ("tf32", "bf16")
 
 
 class full_precision:
-    """Within, products of float32 matrices are float32. The setting is the process's: the last thread that leaves puts
-    the user's back, so that none loses this one half-way."""
+    """Within, products of float32 matrices are float32.
+
+    The setting is the process's: the last thread that leaves puts the user's back, so that none loses this one
+    half-way.
+    """
 
     def __enter__(self) -> None:
         global _users

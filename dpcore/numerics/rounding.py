@@ -82,7 +82,8 @@ def _block(length: int) -> int:
 
 def gram(rows: Tensor) -> Tensor:
     """Products [B, T, T] of the rows [B, T, n] of each example, by blocks of :data:`GRAM_BLOCK` elements: the error of
-    an entry is at most γ |x_t||x_s| at :func:`gram_roundings` (n)."""
+    an entry is at most γ |x_t||x_s| at :func:`gram_roundings` (n).
+    """
     blocks = rows.split(GRAM_BLOCK, -1)
     total = torch.bmm(blocks[0], blocks[0].transpose(1, 2))
     for block in blocks[1:]:
@@ -92,5 +93,5 @@ def gram(rows: Tensor) -> Tensor:
 
 @functools.cache
 def gram_roundings(length: int) -> int:
-    """How many roundings one product of vectors passes through in :func:`gram`."""
+    """Return how many roundings one product of vectors passes through in :func:`gram`."""
     return min(length, GRAM_BLOCK) + max(0, -(-length // GRAM_BLOCK) - 1)

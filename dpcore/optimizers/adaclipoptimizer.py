@@ -1,5 +1,7 @@
-"""A clip norm that follows a quantile of the gradient norms (Andrew et al. 2021, "Differentially private learning with
-adaptive clipping")."""
+"""A clip norm that follows a quantile of the gradient norms.
+
+Andrew et al. 2021, "Differentially private learning with adaptive clipping".
+"""
 
 from __future__ import annotations
 

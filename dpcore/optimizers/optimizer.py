@@ -19,23 +19,36 @@ from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.loading.ledger import Ledger
 from dpcore.microbatch.accumulator import Accumulator, Factors
 from dpcore.noise import GaussianNoise, SecureNoise
+from dpcore.optimizers.logical_batch import LogicalBatch
 from dpcore.optimizers.wrapper import OptimizerWrapper
 
 StepHook = Callable[["DPOptimizer"], None]
 _CLAIMED: weakref.WeakKeyDictionary[AbstractGradSampleHooks, weakref.ref[DPOptimizer]] = weakref.WeakKeyDictionary()
-"""What records gradients -> the optimiser that takes them."""
+"""Recorder of gradients -> the optimiser that takes them."""
 
 
 class DPOptimizer(OptimizerWrapper):
-    """Wraps ``optimizer``; ``step()`` hands it (Σ clipped gradients + σ·C·N(0, I)) / expected_batch_size.
-
-    ``max_grad_norm``: one bound, or one per trained parameter (per-layer clipping; the noise is then σ times their L2
-    norm). ``module``: what records the gradients (a :class:`GradSampleModule` or hooks); found by its parameters where
-    not given. A loss that is summed over the batch is not divided. ``generator`` seeds the noise; ``secure_mode`` draws
-    it from the operating system; ``noise`` is a source of the caller's, in place of both. ``ranks``: the processes that
-    train the module together, each on examples of its own; the batch size is then that of all of them.
+    """A wrapper around ``optimizer`` whose step uses (Σ clipped gradients + σ·C·N(0, I)) / expected_batch_size.
 
     Only what ``optimizer`` holds is clipped, noised and released; the rest of the module is not updated.
+
+    Args:
+        optimizer: The torch optimizer that updates the parameters.
+        noise_multiplier: σ, the standard deviation of the noise over the L2 norm of the bounds.
+        max_grad_norm: C, the bound of each example's gradient; or one per trained parameter (per-layer clipping).
+        expected_batch_size: The public divisor of a mean loss, of all ranks together; never the batch's own length.
+        loss_reduction: As the module's, "mean" or "sum"; a loss that is summed over the batch is not divided.
+        generator: Seeds the noise.
+        secure_mode: Whether the noise comes from the operating system.
+        module: The recorder of the gradients (a :class:`GradSampleModule` or hooks); found by its parameters where not
+            given.
+        noise: A source of noise, in place of ``generator`` and ``secure_mode``.
+        factors: The clipping rule, ``factors(norms, C)``.
+        ranks: The processes that train the module together, each on examples of its own.
+
+    Raises:
+        PrivacyError: the optimizer is private already, or its parameters are not recorded by one module.
+        ValueError: a number is out of its range, or module and optimizer have different settings.
     """
 
     # Makes torch's GradScaler show itself in step(), which refuses it.
@@ -95,15 +108,7 @@ class DPOptimizer(OptimizerWrapper):
         self.ledger: Ledger | None = None
         self.data_loader: Any = None
         self.nonfinite = 0
-        self._skip = False
-        self._batches = 0
-        self._in_piece = False
-        self._piece_rows = 0
-        self._stepping = False
-        self._unstepped = 0
-        self._overtaken = False
-        self._clipped_at: tuple[float, ...] | None = None
-        self._begun_at = 0
+        self.logical_batch = LogicalBatch(self.accumulator)
         _claim(module, self)
         self._guard_inner()
         for param in self.accumulator.parameters.values():
@@ -138,7 +143,7 @@ class DPOptimizer(OptimizerWrapper):
 
         def refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
             private = outer()
-            if private is None or private._stepping:
+            if private is None or private.logical_batch.is_stepping:
                 return
             if any(owner_of(p) is private.module for p in private.accumulator.names):
                 raise PrivacyError(
@@ -214,25 +219,30 @@ class DPOptimizer(OptimizerWrapper):
 
     @property
     def accumulated_iterations(self) -> int:
-        """Logical batches whose gradients this step adds up: 1, unless gradients are accumulated without virtual
-        steps.
+        """The number of logical batches whose gradients this step adds up.
+
+        It is 1, unless gradients are accumulated without virtual steps.
         """
-        return max(1, self._batches)
+        return max(1, self.logical_batch.batches)
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
-        """The next ``step()`` only clips and accumulates (a physical piece of a larger logical batch)."""
-        self._skip = do_skip
+        """Make the next ``step()`` clip and accumulate only: it gets a physical piece of a larger logical batch.
+
+        Args:
+            do_skip: False takes it back.
+        """
+        self.logical_batch.goes_on = do_skip
 
     def hand_out(self, rows: int, goes_on: bool) -> None:
-        """A piece of ``rows`` examples is on its way to the next ``step()``; ``goes_on``: it is not its batch's last.
+        """Announce a piece of a batch that is on its way to the next ``step()``.
 
-        One that is handed out before the step on the one before it takes that one's flag away: pieces of different
-        batches would be added up as one batch.
+        :class:`BatchMemoryManager` calls this.
+
+        Args:
+            rows: How many examples it has.
+            goes_on: Whether it is not its batch's last.
         """
-        if self._unstepped and (self._skip or goes_on):
-            self._overtaken = True
-        self._unstepped = rows
-        self.signal_skip_step(goes_on)
+        self.logical_batch.hand_out(rows, goes_on)
 
     def attach_step_hook(self, fn: StepHook) -> None:
         """``fn(self)`` runs after noise was added and before the parameters change; the accountant attaches here.
@@ -248,15 +258,13 @@ class DPOptimizer(OptimizerWrapper):
     def discard(self) -> None:
         """Forgets clipped sums of an unfinished logical batch, and its flag."""
         self.module.forget()
-        self._skip = False
-        self._unstepped, self._overtaken = 0, False
+        self.logical_batch.discard()
         self._clear()
         self._forget_sums()
 
     def _clear(self) -> None:
-        self._batches, self._in_piece, self._piece_rows = 0, False, 0
-        self._clipped_at = None
-        self.accumulator.flat.zero_()
+        """Forgets what was added up for a step."""
+        self.logical_batch.end()
 
     def _forget_sums(self) -> None:
         for param in self.accumulator.parameters.values():
@@ -277,63 +285,23 @@ class DPOptimizer(OptimizerWrapper):
     def _clip_and_accumulate(self) -> None:
         self._check_unchanged()
         self._check_no_ordinary_gradient()
-        self._check_bounds()
-        if not self._batches and not self._in_piece:
-            self.accumulator.follow()
-        with torch.no_grad():
-            sizes = []
-            for uses, batch_size in self.module.take():
-                sizes.append(batch_size)
-                if batch_size:
-                    norms, _ = self.accumulator.add(uses, batch_size)
-                    self.nonfinite += int((~norms.isfinite()).any(0).sum())
-                    self._observe(norms)
-        if not sizes:
-            raise PrivacyError(
-                "optimizer.step() found no backward pass of the wrapped module since the last step; stepping now would "
-                "release noise for a batch that was never seen. Call loss.backward() on the module's output first."
-            )
-        if self._overtaken or (self._unstepped and not sum(sizes)):
-            raise PrivacyError(
-                "A piece of a batch was handed out before optimizer.step() was called for the one before it, so pieces "
-                "of different batches would be added up as one, and an example in two of them would move the sum by "
-                "twice max_grad_norm. Call step() for every piece before the next one is fetched: no prefetching of "
-                "BatchMemoryManager's pieces, and no piece left out."
-            )
-        self._unstepped = 0
-        if self.ledger is not None:
-            self._check_one_batch()
-            self._piece_rows += sum(sizes)
-            if not self._skip:
-                self.ledger.use([self._piece_rows] if self._in_piece else sizes)
-                self._piece_rows = 0
-        # All pieces of a logical batch count as one batch; without pieces every backward pass is a batch of its own.
-        self._batches += len(sizes) if not (self._skip or self._in_piece) else int(not self._in_piece)
-        self._in_piece = self._skip
+        self.logical_batch.begin()
+        sizes = self._add_backward_passes()
+        self.logical_batch.add_piece(sizes, self.ledger, getattr(self.data_loader, "handed_out", 0))
         for param, summed in self.accumulator.sums.items():
             param.summed_grad = summed  # type: ignore[attr-defined]
 
-    def _check_bounds(self) -> None:
-        """The noise is that of the bounds in force at the step: they must be those by which the sums were clipped."""
-        if self._clipped_at is not None and self._clipped_at != self.accumulator.bounds:
-            raise PrivacyError(
-                f"max_grad_norm was changed from {self._clipped_at} to {self.accumulator.bounds} within a logical "
-                "batch: examples clipped at one bound would get the noise of another. Change it between optimizer "
-                "steps, so call a schedule's step() once per logical batch and not once per piece."
-            )
-        self._clipped_at = self.accumulator.bounds
-
-    def _check_one_batch(self) -> None:
-        """The pieces of a logical batch must come from one batch of the loader: they are accounted for as one."""
-        drawn = getattr(self.data_loader, "handed_out", 0)
-        if self._in_piece and drawn != self._begun_at:
-            raise PrivacyError(
-                f"One logical batch was put together from {drawn - self._begun_at + 1} batches of the private data "
-                "loader by signal_skip_step(): an example in several of them would move the sum by several times "
-                "max_grad_norm, and the accountant would count one step. Accumulate without signal_skip_step(), which "
-                "is counted, or draw larger batches and cut them with BatchMemoryManager."
-            )
-        self._begun_at = drawn
+    @torch.no_grad()
+    def _add_backward_passes(self) -> list[int]:
+        """Adds the clipped gradients of the backward passes that were recorded; returns their numbers of examples."""
+        sizes = []
+        for uses, batch_size in self.module.take():
+            sizes.append(batch_size)
+            if batch_size:
+                norms, _ = self.accumulator.add(uses, batch_size)
+                self.nonfinite += int((~norms.isfinite()).any(0).sum())
+                self._observe(norms)
+        return sizes
 
     def _observe(self, norms: Tensor) -> None:
         """Norms [groups, B] of a batch that is being accumulated, for those who adapt to them."""
@@ -367,13 +335,14 @@ class DPOptimizer(OptimizerWrapper):
             )
 
     def add_noise(self) -> None:
-        """``p.grad`` becomes summed gradient + σ·C·noise of this step's number; of all ranks, with the noise of the
-        first.
+        """Set ``p.grad`` to the summed gradient + σ·C·noise of this step's number.
+
+        Of several ranks the sums are added up, with the noise of the first.
         """
         if self.module.ordinary_grad:
             for param, summed in self.accumulator.sums.items():
                 param.summed_grad = summed.clone()  # type: ignore[attr-defined]
-        self._check_bounds()
+        self.logical_batch.check_bounds()
         std = self._gradient_noise_multiplier() * self.accumulator.sensitivity
         flat = self.accumulator.flat
         if self.ranks is not None and isinstance(self.noise, SecureNoise):
@@ -394,9 +363,7 @@ class DPOptimizer(OptimizerWrapper):
         return self.noise_multiplier
 
     def _check_ranks(self, ranks: Ranks) -> None:
-        """PrivacyError unless all ranks are about to release the same step; the weights are compared once after each
-        start.
-        """
+        """Refuse a step that is not the same on all ranks; weights are compared once after each start."""
         groups = [{name: v for name, v in g.items() if name != "params"} for g in self.param_groups]
         known = self.weights_agree or ranks.sharded
         ranks.agree(
@@ -423,8 +390,8 @@ class DPOptimizer(OptimizerWrapper):
     def pre_step(self, closure: Callable[[], Any] | None = None) -> bool:
         """Everything but the update; False where this was a piece of a logical batch that goes on."""
         self.clip_and_accumulate()
-        if self._skip:
-            self._skip = False
+        if self.logical_batch.goes_on:
+            self.logical_batch.goes_on = False
             return False
         if self.ranks is not None:
             self._check_ranks(self.ranks)
@@ -437,7 +404,20 @@ class DPOptimizer(OptimizerWrapper):
         return True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One private update, or (after ``signal_skip_step``) only accumulation. A closure is called once, first."""
+        """Make one private update, or (after ``signal_skip_step``) only accumulate.
+
+        Args:
+            closure: Called once, first; it runs forward and backward pass and returns the loss.
+
+        Returns:
+            The closure's loss, None without one.
+
+        Raises:
+            PrivacyError: there was no backward pass, the batch is none that may be used, or something would be released
+                without clipping or noise. Nothing of the batch is released then.
+            UnsupportedError: a GradScaler multiplied the loss.
+            BudgetError: the step would exceed the engine's budget.
+        """
         if getattr(self, "grad_scale", None) is not None:
             raise UnsupportedError(
                 "A GradScaler has multiplied the loss, and every gradient would be clipped at its scaled size. Use "
@@ -448,11 +428,8 @@ class DPOptimizer(OptimizerWrapper):
             with torch.enable_grad():
                 loss = closure()
         if self.pre_step():
-            self._stepping = True
-            try:
+            with self.logical_batch.stepping():
                 self.original_optimizer.step()
-            finally:
-                self._stepping = False
             for param in self.accumulator.sums:
                 if param.grad is not None:
                     self.module.own(param)
@@ -462,21 +439,20 @@ class DPOptimizer(OptimizerWrapper):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears ``p.grad`` and ``p.grad_sample``; what virtual steps have accumulated stays until the logical batch's
-        step."""
+        """Clear ``p.grad`` and ``p.grad_sample``; the sum of an unfinished logical batch stays until its step.
+
+        Args:
+            set_to_none: Accepted for compatibility; gradients always become None.
+        """
         self.original_optimizer.zero_grad(set_to_none=True)
         self.module.drop_gradients()
-        if not self._in_piece:
+        if not self.logical_batch.unfinished:
             self._clear()
             self._forget_sums()
 
 
-class DPOptimizerFastGradientClipping(DPOptimizer):
-    """:class:`DPOptimizer` under the name of the fast-clipping mode: one optimiser serves all modes."""
-
-
 def _recorder(optimizer: Optimizer) -> AbstractGradSampleHooks:
-    """What records the trained parameters of ``optimizer``."""
+    """Return the object that records the trained parameters of ``optimizer``."""
     owners = []
     for param in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
         owner = owner_of(param)
@@ -497,7 +473,7 @@ def _recorder(optimizer: Optimizer) -> AbstractGradSampleHooks:
 
 
 def _claim(module: AbstractGradSampleHooks, optimizer: DPOptimizer) -> None:
-    """One optimiser per recorded module: a second would find its gradients taken."""
+    """Note that ``optimizer`` takes the module's gradients; a second one would find none."""
     reference = _CLAIMED.get(module)
     if reference is not None and reference() is not None:
         raise PrivacyError(

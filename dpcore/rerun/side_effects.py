@@ -1,4 +1,4 @@
-"""What a forward pass changes besides its result: attributes of modules, and what the user's forward hooks write to.
+"""Side effects of a forward pass: attributes of modules that it sets, and what the user's forward hooks write to.
 
 Runs that the user did not ask for (a probe, an experiment, an example alone) put all of it back: a hook that collects
 activations in a list is to find those of the user's own passes there, and no others.
@@ -23,7 +23,8 @@ _CONTAINERS = (list, dict, set, deque)
 
 class SideEffects:
     """Attributes, lists, dicts and sets of a module's parts, and those that their forward hooks can reach in a step or
-    two, as they are now. (Buffers' values are none of its business.)"""
+    two, as they are now. (Buffers' values are none of its business.)
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._undo: list[Callable[[], None]] = []
@@ -66,7 +67,7 @@ class SideEffects:
         self._undo.append(undo)
 
     def _keep(self, value: Any, depth: int) -> None:
-        """What a hook, or an object that it uses, may write to."""
+        """Keep what a hook, or an object that it uses, may write to."""
         if not depth or isinstance(value, Tensor | nn.Module | type | types.ModuleType) or id(value) in self._seen:
             return
         owner = value if isinstance(value, types.FunctionType | types.MethodType) else type(value)

@@ -1,4 +1,4 @@
-"""What extra passes through a model must leave as it was: its buffers and every generator of random numbers."""
+"""Snapshots of what extra passes through a model must leave as it was: buffers and generators of random numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dpcore.rerun.side_effects import SideEffects
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same values, NaN being equal to NaN."""
+    """Return whether two tensors hold the same values, NaN being equal to NaN."""
     return a.shape == b.shape and torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
 
 
@@ -33,7 +33,7 @@ class RandomNumbers:
         self._numpy = np.random.get_state()
 
     def same(self, other: RandomNumbers) -> bool:
-        """Whether no random number was drawn between the two."""
+        """Return whether no random number was drawn between the two."""
         pairs = [(self._torch, other._torch), *zip(dict(self._cuda).values(), dict(other._cuda).values(), strict=True)]
         return (
             all(torch.equal(a, b) for a, b in pairs)
@@ -72,12 +72,15 @@ class ModelState:
 
     def watch_parameters(self) -> None:
         """From now on :meth:`written` also looks at parameters (not at those of a sharded module, which have no memory
-        of their own)."""
+        of their own).
+        """
         self._sums = {name: _checksum(p) for name, p in self.model.named_parameters()}
 
     def written(self) -> dict[str, Tensor]:
-        """Buffers that are not as they were, by name, which then are so again. PrivacyError where a parameter was
-        written."""
+        """Buffers that are not as they were, by name, which then are so again.
+
+        PrivacyError where a parameter was written.
+        """
         for name, param in self.model.named_parameters():
             if name in self._sums and not torch.equal(_checksum(param), self._sums[name]):
                 raise PrivacyError(
@@ -106,7 +109,8 @@ class ModelState:
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[ModelState]:
     """Whatever runs within leaves the model's buffers and attributes, what its forward hooks write to, and all random
-    numbers as they were."""
+    numbers as they were.
+    """
     state, numbers, effects = ModelState(model), RandomNumbers(model), SideEffects(model)
     try:
         yield state

@@ -76,7 +76,7 @@ class StackedUse(Use):
 
 
 def _linear(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [T, B, p] -> [T, B, d], recorded where the weight or the bias is trained."""
+    """X [T, B, p] -> [T, B, d], recorded where the weight or the bias is trained."""
     output = F.linear(x, tape.constant(weight), tape.constant(bias))
     use = _contraction(tape, x, weight, bias)
     return output if use is None else tape.record(use, output)

@@ -63,7 +63,8 @@ def _repeated(tensor: Tensor, shape: Sequence[int]) -> list[int]:
 
 def broadcast(tape: Tape, tensor: Tensor, shape: Sequence[int], batch_dim: int) -> Tensor:
     """``tensor.expand(shape)``, recorded where the tensor is trained; its dimension ``batch_dim`` must be a
-    repetition."""
+    repetition.
+    """
     output = tape.constant(tensor).expand(*shape)
     return _record(tape, BroadcastUse(tensor), tensor, output, batch_dim) if tape.trains(tensor) else output
 

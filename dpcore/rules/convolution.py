@@ -157,7 +157,8 @@ class ConvolutionUse(Use):
         """Σ over the examples of the weight gradients for output gradients g [B, d, *out], as a product of matrices.
 
         A GPU's convolutions may be Winograd's or Fourier's, or in TF32 without being asked, none of which keeps to the
-        bound of a sum of products."""
+        bound of a sum of products.
+        """
         u = self._unfolded()
         by_group = g.reshape(len(u), u.shape[1], -1, u.shape[-1]).permute(1, 2, 0, 3).flatten(2)
         summed = torch.bmm(by_group, u.permute(1, 0, 3, 2).flatten(1, 2))

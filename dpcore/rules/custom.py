@@ -21,14 +21,15 @@ Sampler = Callable[[Any, list[Tensor], Tensor], dict[Parameter, Tensor]]
 GRAD_SAMPLERS: dict[type[nn.Module], Sampler] = {}
 NORM_SAMPLERS: dict[type[nn.Module], Sampler] = {}
 SAMPLER_ROUNDINGS = 4096
-"""So many roundings are allowed for in the square of a norm that a user's rule returns. An assumption, not a bound."""
+"""Roundings that are allowed for in the square of a norm from a user's rule. An assumption, not a bound."""
 
 
 def register_grad_sampler(
     target_class_or_classes: type[nn.Module] | Sequence[type[nn.Module]],
 ) -> Callable[[Sampler], Sampler]:
     """Decorator: ``f(layer, activations, backprops)`` gives {parameter: [B, *parameter.shape]} for layers of exactly
-    these classes, in place of dpcore's own rules."""
+    these classes, in place of dpcore's own rules.
+    """
     return _register(GRAD_SAMPLERS, target_class_or_classes)
 
 

@@ -35,8 +35,10 @@ except ImportError:
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """By example its different tokens and how often it holds each: those of example b, of B, are ``tokens`` and
-    ``counts`` (int32, floating point) from starts[b] to starts[b + 1]. ``squares`` [B]: the sums of the squared counts.
+    """The different tokens of each example, and how often it holds each.
+
+    Those of example b, of B, are ``tokens`` and ``counts`` (int32, floating point) from starts[b] to starts[b + 1].
+    ``squares`` [B]: the sums of the squared counts.
     """
 
     tokens: Tensor
@@ -46,7 +48,7 @@ class TokenCounts:
 
     @classmethod
     def of(cls, ids: Tensor, rows: int, skipped: int | None, dtype: torch.dtype) -> TokenCounts:
-        """Of ids [B, T], T > 0, each in [0, rows), on a CPU; the token ``skipped`` does not count."""
+        """Count the tokens of ids [B, T], T > 0, each in [0, rows), on a CPU; the token ``skipped`` does not count."""
         if dtype == torch.float32 and native.serves():
             return cls(*native.count_tokens(ids.contiguous(), rows, skipped))
         # Equal ids beside each other: numpy sorts integers along vectors, many times faster than torch.
@@ -90,7 +92,7 @@ class EmbeddingUse(Use):
         # Sums of the gradients over equal ids, and what they are the sums of.
         self._sums: tuple[Tensor, int, Tensor] | None = None
         self.formed = True
-        """Whether the vectors [B, T, d] were."""
+        """False where the vectors [B, T, d] never were formed."""
 
     def ids(self) -> Tensor:
         """The ids [B, ...], which must not have been changed since."""
@@ -218,12 +220,12 @@ class EmbeddingUse(Use):
 
 
 def _is_pooled(grad: Tensor) -> bool:
-    """Whether the gradients at all positions of an example are one in memory that numpy sees."""
+    """Return whether the gradients at all positions of an example are one in memory that numpy sees."""
     return grad.dim() == 3 and grad.stride(1) == 0 and _has_memory(grad)
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether numpy can see its values: on a CPU, and not while it is traced."""
+    """Return whether numpy can see its values: on a CPU, and not while it is traced."""
     return tensor.device.type == "cpu" and type(tensor) is Tensor
 
 
@@ -240,7 +242,8 @@ def add_rows(out: Tensor, index: Tensor, rows: Tensor) -> Tensor:
 
 def add_weighted_rows(out: Tensor, index: Tensor, owner: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
     """out[index[n]] += weights[n] * rows[owner[n]] in place; out [V, d], rows [B, d], ``owner`` [N] in ascending
-    order."""
+    order.
+    """
     if not _has_memory(out) or not len(index):
         return out.index_add_(0, index, rows[owner] * weights.unsqueeze(1))
     starts = np.concatenate([[0], torch.bincount(owner, minlength=len(rows)).cumsum(0).numpy()])
@@ -251,10 +254,10 @@ def add_weighted_rows(out: Tensor, index: Tensor, owner: Tensor, weights: Tensor
 def add_sparse(
     out: Tensor, index: np.ndarray, starts: np.ndarray, rows: Tensor, values: np.ndarray | None = None
 ) -> None:
-    """out += M rows, where column j of the sparse matrix M holds ``values`` (ones) at index[starts[j] : starts[j + 1]];
-    out [V, d], index in [0, V).
+    """Add M rows to ``out``, where column j of the sparse M holds ``values`` at index[starts[j] : starts[j + 1]].
 
-    The product of a sparse matrix is one tight loop; torch's index_add_ on a CPU took 6 to 12 times as long.
+    ``values`` None are ones. out [V, d], index in [0, V). The product of a sparse matrix is one tight loop; torch's
+    index_add_ on a CPU took 6 to 12 times as long.
     """
     right = rows.contiguous().numpy()
     values = np.ones(len(index), dtype=right.dtype) if values is None else values
@@ -268,7 +271,8 @@ def add_sparse(
 
 def _pool(tape: Tape, use: EmbeddingUse, total: Tensor, count: int) -> Tensor:
     """Records ``use``, of whose vectors only the sums ``total`` [B, d] over the positions, divided by ``count``, are
-    formed."""
+    formed.
+    """
     use.formed = False
     length = use.ids().shape[1]
 
@@ -337,7 +341,8 @@ def _embedding(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwar
 @handles(torch.mean, Tensor.mean)
 def _mean(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """A mean over dimensions as a sum and a division, so that its gradient is one vector expanded along them (stride 0)
-    and not a copy per position; embedding rules above make use of that."""
+    and not a copy per position; embedding rules above make use of that.
+    """
     tensor = args[0] if args else kwargs.get("input")
     dims = args[1] if len(args) > 1 else kwargs.get("dim")
     plain = len(args) <= 2 and not set(kwargs) - {"dim", "input"}

@@ -25,7 +25,8 @@ from dpcore.tape.uses import Saved, Use, handles
 
 class EmbeddingBagUse(Use):
     """Ids [N] that count, in the order of their bags [N], with coefficients [N]; weight [V, d], output gradient [B,
-    d]."""
+    d].
+    """
 
     def __init__(self, name: str, weight: Parameter, ids: Tensor, bags: Tensor, coefficients: Tensor) -> None:
         self.params = (weight,)
@@ -42,7 +43,8 @@ class EmbeddingBagUse(Use):
 
     def _token_sums(self) -> Tensor:
         """[N]: c_bv at one place of each different id of a bag, zero at the others; equal ids find each other as in
-        :class:`EmbeddingUse`, and as there what is clipped is what the norm was taken of: weights may cancel."""
+        :class:`EmbeddingUse`, and as there what is clipped is what the norm was taken of: weights may cancel.
+        """
         g, coefficients = self._parts()
         if self._sums is None or self._sums.dtype != coefficients.dtype:
             rows = len(self.params[0])

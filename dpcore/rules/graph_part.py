@@ -21,7 +21,7 @@ from dpcore.errors import NoRuleError
 
 @dataclass
 class _Gate:
-    """What stands at a part's leaves: no gradient may reach them unless the part itself asks for it."""
+    """The guard at a part's leaves: no gradient may reach them unless the part itself asks for it."""
 
     name: str
     params: tuple[Parameter, ...]
@@ -38,9 +38,12 @@ class _Gate:
 
 
 class Part:
-    """Of a call of a module: ``leaves`` are its flattened arguments; ``inputs`` those of them that need a gradient,
-    ``ends`` what stands for them inside, ``stand_ins`` what stands for the parameters of ``trained`` by name.
-    ``kept``: whether its graph is still needed behind the backward pass."""
+    """The call of a module as a part of the graph.
+
+    ``leaves`` are its flattened arguments; ``inputs`` those of them that need a gradient, ``ends`` what stands for them
+    inside, ``stand_ins`` what stands for the parameters of ``trained`` by name. ``kept``: whether its graph is still
+    needed behind the backward pass.
+    """
 
     def __init__(self, name: str, trained: dict[str, Parameter], leaves: Sequence[Any]) -> None:
         self.name = name
@@ -78,8 +81,9 @@ class Part:
         ]
 
     def release(self, results: Sequence[Any], anchor: Tensor, probing: bool) -> tuple[list[Any], dict[int, int]]:
-        """The results as the graph outside sees them: those that need a gradient come from one node of their own. And
-        the position among the results where each of these comes first -> its number among the node's outputs.
+        """The results as the graph outside sees them: those that need a gradient come from one node of their own.
+
+        And the position among the results where each of these comes first -> its number among the node's outputs.
 
         NoRuleError where they depend on something differentiable that is neither an argument nor one of the module's
         parameters, and (``probing``) where they are views of one another or of an argument.
@@ -143,7 +147,7 @@ class Part:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have an element in common."""
+    """Return whether two tensors have an element in common."""
     if a.untyped_storage()._cdata != b.untyped_storage()._cdata:
         return False
     places = torch.arange(a.untyped_storage().nbytes() // a.element_size())

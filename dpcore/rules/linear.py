@@ -36,7 +36,8 @@ def wide(tensor: Tensor) -> Tensor:
 
 def trusted(norm_sq: Tensor, largest_square: Tensor, terms: int = 1) -> Tensor:
     """``norm_sq``, a product of squares none of which is above ``largest_square``; inf where another, a sum of
-    ``terms`` products, may be lost."""
+    ``terms`` products, may be lost.
+    """
     return torch.where(largest_square < TRUSTED_SQUARE / max(terms, 1), norm_sq, torch.inf)
 
 

@@ -1,5 +1,8 @@
-"""Max-pooling inside of compiled graphs: torch's own kernels. What the compiler makes of their indices is a scalar
-loop, several times slower where channels lie next to each other. No parameter is involved."""
+"""Max-pooling inside of compiled graphs: torch's own kernels.
+
+What the compiler makes of their indices is a scalar loop, several times slower where channels lie next to each other.
+No parameter is involved.
+"""
 
 from __future__ import annotations
 

@@ -32,8 +32,10 @@ _AVAILABLE = _available()
 
 
 def prefers_onednn(a: Tensor, flops: float) -> bool:
-    """Whether a product with left operand ``a`` goes through oneDNN: float32 on a CPU, large, in full precision,
-    outside of tracing."""
+    """Return whether a product with left operand ``a`` goes through oneDNN.
+
+    That is where it is float32 on a CPU, large, in full precision, outside of tracing.
+    """
     return (
         _AVAILABLE
         and flops >= WORTH_A_CALL_FLOPS
@@ -52,7 +54,7 @@ def _onednn(a: Tensor, b: Tensor) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a bᵀ, [m, n], for a [m, k] and b [n, k]."""
+    """A bᵀ, [m, n], for a [m, k] and b [n, k]."""
     if prefers_onednn(a, 2.0 * a.numel() * b.shape[0]):
         return _onednn(a, b)
     return a @ b.t()

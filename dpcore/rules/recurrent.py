@@ -87,7 +87,8 @@ class _Direction:
         transform: Callable[[Tensor], Tensor] = lambda grad: grad,
     ) -> None:
         """Weights with their inputs [T, B, ...], and biases, whose gradient is ``transform`` of the one at
-        ``place``."""
+        ``place``.
+        """
         trained = {w: _by_example(x.detach(), self.place) for w, x in inputs if self.tape.trains(w)}
         trained_biases = tuple(b for b in biases if self.tape.trains(b))
         params = (*trained, *trained_biases)
@@ -104,7 +105,7 @@ class _Direction:
         return None if self.b_ih is None or self.b_hh is None else self.b_ih.detach() + self.b_hh.detach()
 
     def lstm(self, x: Tensor, h0: Tensor, c0: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, B, p] -> h [T, B, H or its projection], h_T, c_T."""
+        """X [T, B, p] -> h [T, B, H or its projection], h_T, c_T."""
         place, z = self._project(x, self._both_biases())
         output_place, zeros, projection = _Place(), None, None
         if self.w_hr is not None:
@@ -117,7 +118,7 @@ class _Direction:
         return h, self.steps.last(h), c_last
 
     def gru(self, x: Tensor, h0: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, B, p] -> h [T, B, H], h_T."""
+        """X [T, B, p] -> h [T, B, H], h_T."""
         hidden = h0.shape[1]
         place, z = self._project(x, None if self.b_ih is None else self.b_ih.detach())
         bias = None if self.b_hh is None else self.b_hh.detach()
@@ -132,7 +133,7 @@ class _Direction:
         return h, self.steps.last(h)
 
     def rnn(self, x: Tensor, h0: Tensor, relu: bool) -> tuple[Tensor, Tensor]:
-        """x [T, B, p] -> h [T, B, H], h_T."""
+        """X [T, B, p] -> h [T, B, H], h_T."""
         place, z = self._project(x, self._both_biases())
         h, before = RnnRecurrence.apply(z, self.w_hh.detach(), h0, relu, self.steps)
         self._record(place, [(self.w_ih, x), (self.w_hh, before)], (self.b_ih, self.b_hh))
@@ -141,7 +142,8 @@ class _Direction:
 
 class _Packing:
     """Where the rows [N, ...] of a packed sequence lie in [T, B, ...]: ``sizes`` are the numbers of sequences that
-    reach each step."""
+    reach each step.
+    """
 
     def __init__(self, sizes: Tensor, device: torch.device) -> None:
         self.sizes = tuple(sizes.tolist())
@@ -249,7 +251,7 @@ def _layers(
     bidirectional: bool,
     packing: _Packing | None,
 ) -> list[Tensor]:
-    """x [T, B, p] -> [h [T, B, directions * H], last states [layers * directions, B, ·] (h, and c of an LSTM)]."""
+    """X [T, B, p] -> [h [T, B, directions * H], last states [layers * directions, B, ·] (h, and c of an LSTM)]."""
     dtype = weights[0].dtype
     x = x.to(dtype)
     states = [s.to(dtype) for s in (state if func is _LSTM else (state,))]

@@ -1,5 +1,4 @@
-"""The time loops of recurrent layers, on inputs that are already projected: what of a layer cannot be one large
-product.
+"""The time loops of recurrent layers on inputs that are already projected: the part that cannot be one large product.
 
 Each loop is an autograd function z -> h whose gradient at z *is* the gradient δ at the gates' pre-activations. What
 does not depend on the previous step is multiplied out for all steps before the reverse loop. Weights get no gradients
@@ -43,7 +42,7 @@ class Steps:
         return states
 
     def rows(self, steps: Tensor) -> list[Tensor]:
-        """Of [T, B, ...], each step's view of the sequences that reach it."""
+        """Return each step's view of the sequences that reach it, of a tensor [T, B, ...]."""
         views = steps.unbind(0)
         return list(views) if self.sizes is None else [v[:b] for v, b in zip(views, self.sizes, strict=True)]
 
@@ -125,7 +124,7 @@ def _lstm_loop(
 
 
 def _graph_is_kept() -> bool:
-    """Whether the backward pass that is running may be followed by another one over the same graph."""
+    """Return whether the backward pass that is running may be followed by another one over the same graph."""
     ask: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return ask is None or ask()
 

@@ -8,6 +8,7 @@ cannot be one (dropout), the graph of the first run is kept, and one backward pa
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,15 +43,18 @@ def _replay() -> Iterator[None]:
 
 
 def is_replayed() -> bool:
-    """Whether a module runs again for its per-sample gradients, where nothing of it is to be recorded."""
+    """Return whether a module runs again for its per-sample gradients, where nothing of it is to be recorded."""
     return _REPLAYED.get()
 
 
 @dataclass
 class Fallback:
-    """A module that is recorded as a whole, as a ``use`` (:class:`ModuleUse` where None). ``batched``: positions among
-    its flattened arguments of the tensors with the batch first, None until they are known. ``unrepeatable``: a second
-    run gives something else (it draws random numbers, say), so that gradients must come from the first."""
+    """A module that is recorded as a whole, as a ``use`` (:class:`ModuleUse` where None).
+
+    ``batched``: positions among its flattened arguments of the tensors with the batch first, None until they are known.
+    ``unrepeatable``: a second run gives something else (it draws random numbers, say), so that gradients must come from
+    the first.
+    """
 
     name: str
     module: nn.Module
@@ -63,8 +67,11 @@ class Fallback:
 
 @dataclass(frozen=True)
 class Call:
-    """How a module was called. ``target`` is it, or what calls its ``forward`` without its hooks; ``prefix`` then leads
-    to its names. ``leaves``: flattened arguments, of which the tensors at ``batched`` have the batch first."""
+    """How a module was called.
+
+    ``target`` is it, or what calls its ``forward`` without its hooks; ``prefix`` then leads to its names. ``leaves``:
+    flattened arguments, of which the tensors at ``batched`` have the batch first.
+    """
 
     name: str
     module: nn.Module
@@ -74,11 +81,12 @@ class Call:
     batched: tuple[int, ...]
     autocast: tuple[str, bool, torch.dtype]
     buffers: dict[str, Tensor]
-    """What a call changes, as it was before."""
+    """The buffers that a call changes, as they were before."""
 
     def again(self, params: dict[str, Tensor], leaves: Sequence[Any], example: Sequence[Tensor] | None = None) -> Any:
         """The flattened results of another call with these parameters by name, and these tensors in the places of
-        the batch. Buffers are copies."""
+        the batch. Buffers are copies.
+        """
         filled = list(leaves)
         for k, tensor in zip(self.batched if example is not None else (), example or (), strict=True):
             filled[k] = tensor
@@ -122,9 +130,9 @@ class ModuleUse(Use):
         self.numbers: RandomNumbers | None = None
         """With it: the random numbers as they were before."""
         self.places: dict[int, int] = {}
-        """Of the results that are recorded: their numbers among the part's outputs."""
+        """Numbers of the recorded results among the part's outputs."""
         self.results: dict[int, Saved] = {}
-        """What the first run gave, by the same keys; empty where nothing is to be compared with it."""
+        """Results of the first run, by the same keys; empty where nothing is to be compared with them."""
         self.dtype: torch.dtype | None = None
         """In which precision it is run again; None: in its own."""
         self._cache: dict[Parameter, Tensor] | None = None
@@ -168,7 +176,8 @@ class ModuleUse(Use):
 
     def _by_graph(self, part: Part) -> dict[Parameter, Tensor]:
         """One backward pass per example through the graph of the batch; an example that is not finite would reach all
-        others there, since 0 * NaN is NaN: the batch is run again without it."""
+        others there, since 0 * NaN is NaN: the batch is run again without it.
+        """
         spoilt = self._spoilt()
         good = (~spoilt).nonzero().flatten().tolist()
         if good and len(good) < len(spoilt):
@@ -201,7 +210,8 @@ class ModuleUse(Use):
 
     def _without(self, spoilt: Tensor, other: int) -> tuple[dict[int, Tensor], list[Tensor]]:
         """Outputs of another run with the same random numbers, the ``spoilt`` examples' inputs being those of the
-        example ``other``; and what stands for the parameters there."""
+        example ``other``; and what stands for the parameters there.
+        """
         given = self.given()
         rows = torch.arange(len(spoilt), device=spoilt.device).masked_fill(spoilt, other)
         params = {n: p.detach().requires_grad_() for n, p in self.trained.items()}
@@ -274,7 +284,7 @@ class ModuleUse(Use):
         return {k: results[k] for k in self.results}
 
     def _agrees(self, outputs: Mapping[int, Tensor]) -> bool:
-        """Whether these are the outputs of the first run, but for rounding."""
+        """Return whether these are the outputs of the first run, but for rounding."""
         for k, again in outputs.items():
             saved = self.results.get(k)
             # Changed in place since, as an activation may do; or without values, in a trace.
@@ -284,7 +294,7 @@ class ModuleUse(Use):
         return True
 
     def _close(self, again: Tensor, first: Tensor) -> bool:
-        """Whether two outputs are the same but for rounding; rows that are not finite are not compared."""
+        """Return whether two outputs are the same but for rounding; rows that are not finite are not compared."""
         if again.shape != first.shape:
             return False
         if not first.numel():
@@ -296,9 +306,11 @@ class ModuleUse(Use):
         return not bool(((rows - expected).abs() > (5e-2 if low else 1e-3) * scale).any())
 
     def check_alone(self, fallback: Fallback) -> None:
-        """That one example alone has the outputs that it had in the batch, of copies of it. NoRuleError or
-        UnsupportedError where not: its gradient alone would be something else. Notes in ``fallback`` what cannot be run
-        a second time."""
+        """That one example alone has the outputs that it had in the batch, of copies of it.
+
+        NoRuleError or UnsupportedError where not: its gradient alone would be something else. Notes in ``fallback``
+        what cannot be run a second time.
+        """
         if fallback.unrepeatable:
             return
         leaves = self.given()
@@ -383,97 +395,135 @@ class Interception:
             if value is not None:
                 vars(self.module)[name] = value
 
-    def _plain(self, target: nn.Module, given: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
-        """The module's own call, with tensors ``given`` in the place of its parameters."""
+    @contextmanager
+    def _out_of_place(self) -> Iterator[None]:
+        """Within it the module's calls are its own."""
         self.__exit__()
         try:
-            return functional_call(target, given, args, kwargs) if given else target(*args, **kwargs)
+            yield
         finally:
             self.__enter__()
 
     def _run(self, target: nn.Module, prefix: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        fallback, module = self._fallback, self.module
         tape = self._tape()
-        name = fallback.name or "the model"
-        assert tape is not None, f"the forward pass of {name} is over"
-        trained = {n: p for n, p in module.named_parameters() if tape.trains(p)}
+        assert tape is not None, f"the forward pass of {self._fallback.name or 'the model'} is over"
+        trained = {n: p for n, p in self.module.named_parameters() if tape.trains(p)}
         if not trained or not torch.is_grad_enabled():
-            return self._plain(target, {}, args, kwargs)
+            with self._out_of_place():
+                return target(*args, **kwargs)
         check_first_order()
-        params = tuple(trained.values())
-        if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):
-            raise NoRuleError(
-                f"{name} has no rule for a PackedSequence; pack the sequences inside of the model, or pad them.", params
-            )
-        leaves, spec = flatten((args, kwargs))
-        part = Part(name, trained, leaves)
-        device = params[0].device.type
-        autocast = (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        before = {n: b.clone() for n, b in module.named_buffers() if n in fallback.buffers}
-        versions = _versions(module) if tape.probing else {}
-        attached, numbers = tape.attached, RandomNumbers(module)
-        inner = unflatten(spec, part.leaves)
+        call = _RecordedCall(tape, self._fallback, trained, args, kwargs)
+        stand_ins = {prefix + n: p for n, p in call.part.stand_ins.items()}
+        inner_args, inner_kwargs = call.inner
         try:
-            output = self._plain(target, {prefix + n: p for n, p in part.stand_ins.items()}, *inner)
+            with self._out_of_place():
+                output = functional_call(target, stand_ins, inner_args, inner_kwargs)
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
-                raise _changes_inputs(name, params) from error
+                raise _changes_inputs(call.name, call.params) from error
             raise
-        drawn = not numbers.same(RandomNumbers(module))
-        if tape.attached != attached:
-            raise NoRuleError(
-                f"{name} has no rule, and uses trained parameters that are not its own; register the layers that they "
-                "belong to within it.",
-                params,
-            )
-        if part.changed_inputs() and any(leaf.requires_grad for leaf in part.changed_inputs()):
-            raise _changes_inputs(name, params)
-        after, after_spec = flatten(inner)
-        if after_spec != spec or any(a is not b for a, b in zip(after, part.leaves, strict=True)):
-            raise NoRuleError(
-                f"{name} has no rule, and changes a list or dict among its arguments; return what it adds.", params
-            )
+        call.check()
         if tape.probing:
-            for leaf in leaves:
-                if _holds_tensors(leaf):
-                    raise NoRuleError(
-                        f"{name} has no rule, and gets an argument of type {type(leaf).__name__}, which holds tensors "
-                        "that cannot be told apart by example; pass the tensors.",
-                        params,
-                    )
-            fallback.buffers |= {n for n, version in _versions(module).items() if versions.get(n) != version}
-            fallback.unrepeatable |= drawn or bool(part.changed_inputs())
-        kind = fallback.use or ModuleUse
-        by_graph = fallback.unrepeatable or drawn or bool(part.changed_inputs())
-        if by_graph and kind is not ModuleUse:
-            raise UnsupportedError(
-                f"{name} has a custom rule and draws random numbers (dropout?), which cannot be drawn again; move the "
-                "dropout out of it."
+            call.note()
+        return call.record(target, prefix, output)
+
+
+class _RecordedCall:
+    """One call of a fallback's module, as a part of the graph that is cut off from the rest, and the use of it."""
+
+    def __init__(
+        self, tape: Tape, fallback: Fallback, trained: dict[str, Parameter], args: Any, kwargs: dict[str, Any]
+    ) -> None:
+        self.tape = tape
+        self.fallback = fallback
+        self.trained = trained
+        self.module = module = fallback.module
+        self.name = fallback.name or "the model"
+        self.params = tuple(trained.values())
+        if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):
+            raise NoRuleError(
+                f"{self.name} has no rule for a PackedSequence; pack the sequences inside of the model, or pad them.",
+                self.params,
             )
-        results, out_spec = flatten(output)
-        released, places = part.release(results, tape.anchor, tape.probing)
+        self.leaves, self.spec = flatten((args, kwargs))
+        self.part = Part(self.name, trained, self.leaves)
+        self.inner = unflatten(self.spec, self.part.leaves)
+        """(args, kwargs) of the call inside the part."""
+        device = self.params[0].device.type
+        self.autocast = (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        self.buffers = {n: b.clone() for n, b in module.named_buffers() if n in fallback.buffers}
+        self._versions = _versions(module) if tape.probing else {}
+        self._attached = tape.attached
+        self._numbers = RandomNumbers(module)
+        self._drawn = False
+
+    def check(self) -> None:
+        """NoRuleError where the call did what is not seen by its result."""
+        self._drawn = not self._numbers.same(RandomNumbers(self.module))
+        if self.tape.attached != self._attached:
+            raise NoRuleError(
+                f"{self.name} has no rule, and uses trained parameters that are not its own; register the layers that "
+                "they belong to within it.",
+                self.params,
+            )
+        if any(leaf.requires_grad for leaf in self.part.changed_inputs()):
+            raise _changes_inputs(self.name, self.params)
+        after, after_spec = flatten(self.inner)
+        if after_spec != self.spec or any(a is not b for a, b in zip(after, self.part.leaves, strict=True)):
+            raise NoRuleError(
+                f"{self.name} has no rule, and changes a list or dict among its arguments; return what it adds.",
+                self.params,
+            )
+
+    def note(self) -> None:
+        """Notes in the fallback what a probe shows: which buffers change, and whether the call can be repeated."""
+        for leaf in self.leaves:
+            if _holds_tensors(leaf):
+                raise NoRuleError(
+                    f"{self.name} has no rule, and gets an argument of type {type(leaf).__name__}, which holds tensors "
+                    "that cannot be told apart by example; pass the tensors.",
+                    self.params,
+                )
+        self.fallback.buffers |= {n for n, v in _versions(self.module).items() if self._versions.get(n) != v}
+        self.fallback.unrepeatable |= self._drawn or bool(self.part.changed_inputs())
+
+    def record(self, target: nn.Module, prefix: str, output: Any) -> Any:
+        """Records the use on the tape, and returns the output to use."""
+        tape, size = self.tape, self.tape.batch_size
+        use = self._use(target, prefix)
+        results, spec = flatten(output)
+        released, places = self.part.release(results, tape.anchor, tape.probing)
         if tape.scale is None:
-            tape.guards += part.guarded
-        long = [k for k, v in enumerate(leaves) if isinstance(v, Tensor) and v.dim() and len(v) == tape.batch_size]
-        batched = tuple(k for k in long if fallback.batched is None or k in fallback.batched)
-        use = kind(Call(name, module, target, prefix, spec, batched, autocast, before), trained, leaves)
-        if by_graph:
-            use.part, use.numbers, part.kept = part, numbers, True
+            tape.guards += self.part.guarded
         for k, place in places.items():
             result = released[k]
-            if not result.dim() or len(result) != tape.batch_size:
-                tape.forbid(result, params)
+            if not result.dim() or len(result) != size:
+                tape.forbid(result, self.params)
                 continue
-
-            def set_grad(grad: Tensor | None, k: int = k) -> None:
-                use.set_grad(k, grad)
-
-            tape.attach(result, set_grad)
+            tape.attach(result, functools.partial(use.set_grad, k))
             use.places[k] = place
             # An activation behind it may work in place; the probe compares in any case.
             use.results[k] = Saved(result.clone() if tape.probing else result)
         tape.uses.append(use)
-        return unflatten(out_spec, released)
+        return unflatten(spec, released)
+
+    def _use(self, target: nn.Module, prefix: str) -> ModuleUse:
+        """The use; with the graph of this call where there cannot be another one."""
+        fallback, size = self.fallback, self.tape.batch_size
+        kind = fallback.use or ModuleUse
+        by_graph = fallback.unrepeatable or self._drawn or bool(self.part.changed_inputs())
+        if by_graph and kind is not ModuleUse:
+            raise UnsupportedError(
+                f"{self.name} has a custom rule and draws random numbers (dropout?), which cannot be drawn again; move "
+                "the dropout out of it."
+            )
+        long = [k for k, v in enumerate(self.leaves) if isinstance(v, Tensor) and v.dim() and len(v) == size]
+        batched = tuple(k for k in long if fallback.batched is None or k in fallback.batched)
+        call = Call(self.name, self.module, target, prefix, self.spec, batched, self.autocast, self.buffers)
+        use = kind(call, self.trained, self.leaves)
+        if by_graph:
+            use.part, use.numbers, self.part.kept = self.part, self._numbers, True
+        return use
 
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
@@ -489,7 +539,7 @@ def _changes_inputs(name: str, params: tuple[Parameter, ...]) -> NoRuleError:
 
 
 def _holds_tensors(value: Any, depth: int = 6) -> bool:
-    """Whether an argument is an object (a cache, say) with tensors inside of it that no one else can reach."""
+    """Return whether an argument is an object (a cache, say) with tensors inside of it that no one else can reach."""
     if isinstance(value, Tensor):
         return depth < 6
     if not depth or isinstance(value, (nn.Module, type)) or callable(value):

@@ -1,5 +1,8 @@
-"""Schedules of the expected batch size: the loader's sample rate and the update's divisor move together, and the
-accountant counts every step at the rate of its round. Call ``step()`` between rounds of the loader."""
+"""Schedules of the expected batch size.
+
+The loader's sample rate and the update's divisor move together, and the accountant counts every step at the rate of its
+round. Call ``step()`` between rounds of the loader.
+"""
 
 from __future__ import annotations
 

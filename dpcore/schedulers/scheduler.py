@@ -1,4 +1,4 @@
-"""What all schedules share: a value per epoch, set on the optimiser when the schedule is built and at every step."""
+"""The base of all schedules: a value per epoch, set on the optimiser when the schedule is built and at every step."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Scheduler:
         self.step()
 
     def factor(self, epoch: int) -> float:
-        """What multiplies the initial value at ``epoch``."""
+        """Return what multiplies the initial value at ``epoch``."""
         raise NotImplementedError
 
     def past_factor(self, epoch: int) -> float:
-        """What has multiplied the value that the optimiser has at ``epoch``, when the schedule is built then."""
+        """Return what has multiplied the value that the optimiser has at ``epoch``, when the schedule is built then."""
         return self.factor(epoch)
 
     def value(self) -> Any:

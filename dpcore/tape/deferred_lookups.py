@@ -32,7 +32,7 @@ _SHAPES = {
     Tensor.__len__,
     *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device")),
 }
-"""What may be asked of a placeholder."""
+"""Questions that may be asked of a placeholder."""
 
 
 class SeenOtherwise(Exception):
@@ -41,7 +41,7 @@ class SeenOtherwise(Exception):
 
 @dataclass
 class _Lookup:
-    """What stands for weight[ids], ids [B, T]: a placeholder, or the vectors themselves where they are only watched."""
+    """A stand-in for weight[ids], ids [B, T]: a placeholder, or the vectors themselves where they are only watched."""
 
     stands: weakref.ref[Tensor]
     weight: Parameter
@@ -53,7 +53,9 @@ class _Lookup:
 
 
 class Lookups:
-    """Those of one tape, which is handed to every method: two objects that held each other would outlive the step."""
+    """The deferred lookups of one tape, which is handed to every method: two objects that held each other would outlive
+    the step.
+    """
 
     def __init__(self) -> None:
         self._alive: dict[int, _Lookup] = {}
@@ -67,8 +69,10 @@ class Lookups:
 
     @staticmethod
     def may_wait(tape: Recorder, weight: Parameter, ids: Tensor) -> bool:
-        """Whether a lookup may be put off: float32 on a CPU, in an engine's own pass, which sees all that is done with
-        it."""
+        """Return whether a lookup may be put off.
+
+        It must be float32 on a CPU, in an engine's own pass, which sees all that is done with it.
+        """
         return (
             tape.scale is None
             and tape.averaged.get(weight, False)
@@ -90,8 +94,11 @@ class Lookups:
         form: Callable[[], Tensor],
         pool: Callable[[Tensor, int], Tensor],
     ) -> Tensor:
-        """A placeholder [B, T, d]. ``form()`` gives the vectors; ``pool(total, count)`` records their sums ``total``
-        [B, d], divided by ``count``, and returns what to use."""
+        """A placeholder [B, T, d].
+
+        ``form()`` gives the vectors; ``pool(total, count)`` records their sums ``total`` [B, d], divided by ``count``,
+        and returns what to use.
+        """
         averaged = tape.averaged
 
         def refuse(grad: Tensor | None) -> None:
@@ -164,7 +171,7 @@ class Lookups:
 
 
 def _over_positions(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this is a mean or sum over dimension 1 of 3, and nothing else."""
+    """Return whether this is a mean or sum over dimension 1 of 3, and nothing else."""
     if func not in _MEANS and func not in _SUMS:
         return False
     named = dict(zip(("input", "dim"), args, strict=False)) | kwargs
@@ -175,7 +182,7 @@ def _over_positions(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 
 def _note(tape: Recorder, lookup: _Lookup, averaged: bool) -> None:
-    """What was seen in a probe; one other use outweighs all averages."""
+    """Note what a probe has seen; one other use outweighs all averages."""
     tape.averaged[lookup.weight] = averaged and tape.averaged.get(lookup.weight, True)
 
 

@@ -1,4 +1,4 @@
-"""What one forward and backward pass leave behind: for every use of a parameter, its input and its output's gradient.
+"""The tape: for every use of a parameter in a forward and backward pass, its input and its output's gradient.
 
 While a :class:`Tape` is active, calls of the torch functions that have a rule (``F.linear``, ``torch.conv2d``,
 ``F.embedding`` ...) are intercepted, whichever module makes them. The parameters enter detached, so that autograd
@@ -69,15 +69,17 @@ class Tape(TorchFunctionMode):
         find_batch: FindBatch | None = None,
         averaged: dict[Parameter, bool] | None = None,
     ) -> None:
-        """``scale`` None: gradients come from :meth:`backward`. A number: they come from whatever backward pass runs
-        through the recorded places, and are multiplied by it (a mean loss divides every gradient by the batch size).
-        ``find_batch``: which dimension of a tensor is the batch; None: every layer sees the batch first.
-        ``averaged``: embeddings by whether nothing but one mean or sum over the positions sees their vectors.
+        """``scale`` None: gradients come from :meth:`backward`.
+
+        A number: they come from whatever backward pass runs through the recorded places, and are multiplied by it (a
+        mean loss divides every gradient by the batch size). ``find_batch``: which dimension of a tensor is the batch;
+        None: every layer sees the batch first. ``averaged``: embeddings by whether nothing but one mean or sum over the
+        positions sees their vectors.
         """
         super().__init__()
         self.scale = scale
         self.iteration: Any = None
-        """What came of its first backward pass."""
+        """Result of its first backward pass."""
         self.on_fire: Callable[[Tape], None] = lambda tape: None
         self._task = -1
         self._find_batch = find_batch
@@ -85,7 +87,7 @@ class Tape(TorchFunctionMode):
         self.probing = False
         self.shared: dict[int, tuple[Tensor, Parameter, Callable[[], Use]]] = {}
         self.packed: PackedSequence | None = None
-        """What a recurrent layer is working on: the function that it calls is not told the order of the sequences."""
+        """Sequences that a recurrent layer is working on: the function that it calls is not told their order."""
         self.lookups = Lookups()
         self.channels_last = any(_is_channels_last(p) for p in parameters)
         self.parameters = parameters
@@ -126,7 +128,7 @@ class Tape(TorchFunctionMode):
         return handler(self, func, args, kwargs)
 
     def trains(self, tensor: Any) -> TypeGuard[Parameter]:
-        """Whether this is one of the trained parameters."""
+        """Return whether this is one of the trained parameters."""
         return isinstance(tensor, Parameter) and tensor in self.parameters
 
     def constant(self, tensor: MaybeTensor) -> MaybeTensor:
@@ -134,8 +136,9 @@ class Tape(TorchFunctionMode):
         return tensor.detach() if self.trains(tensor) else tensor  # type: ignore[return-value]
 
     def attach(self, output: Tensor, target: Callable[[Tensor | None], None]) -> Tensor:
-        """Remembers ``output``'s place in the graph; ``target`` receives the gradient there. Returns the output to
-        use. Where no gradients are recorded (torch.no_grad() in a forward pass), none can come.
+        """Remembers ``output``'s place in the graph; ``target`` receives the gradient there.
+
+        Returns the output to use. Where no gradients are recorded (torch.no_grad() in a forward pass), none can come.
         """
         if not torch.is_grad_enabled():
             return output
@@ -154,6 +157,7 @@ class Tape(TorchFunctionMode):
 
     def record(self, use: Use, output: Tensor, batch_dim: int = 0) -> Tensor:
         """Records ``use``, whose ``grad`` will be the gradient at ``output`` with ``batch_dim`` brought to the front.
+
         Returns the output to use.
         """
         self.uses.append(use)
@@ -250,16 +254,17 @@ class Tape(TorchFunctionMode):
         )
 
     def batch_dim(self, x: Tensor, params: Sequence[Parameter], features: int = 1, use: str = "input") -> int:
-        """Which dimension of an input is the batch: 0, or 1 where the layer of ``params`` works on time-first sequences
-        [T, B, ...] with ``features`` dimensions at the end, or -1 where none is. ``use`` tells apart different kinds of
-        tensors that meet the same parameter.
+        """Return which dimension of an input is the batch: 0, 1 or -1 (none).
+
+        It is 1 where the layer of ``params`` works on time-first sequences [T, B, ...] with ``features`` dimensions at
+        the end. ``use`` tells apart different kinds of tensors that meet the same parameter.
         """
         if self._find_batch is None:
             return 0 if x.dim() and len(x) == self.batch_size else -1
         return self._find_batch((params[0], use), self, x, features)
 
     def require_batch(self, x: Tensor, params: Sequence[Parameter], features: int = 1) -> int:
-        """As :meth:`batch_dim`, but NoRuleError where there is no batch."""
+        """Return :meth:`batch_dim`; NoRuleError where there is no batch."""
         dim = self.batch_dim(x, params, features)
         self.check_batch(x, params, max(dim, 0))
         return dim
@@ -278,7 +283,7 @@ def _is_channels_last(tensor: Tensor) -> bool:
 
 
 def _scaled(tensor: Tensor, scale: float) -> Tensor:
-    """tensor * scale, expanded where the tensor is: rules make use of that."""
+    """Tensor * scale, expanded where the tensor is: rules make use of that."""
     if 0 not in tensor.stride() or not tensor.numel():
         return tensor * scale
     core = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]

@@ -51,7 +51,7 @@ class Use:
     params: tuple[Parameter, ...] = ()
     grad: Tensor | None = None
     sequential: bool = False
-    """Whether its forward pass is a loop of many small operations, which wants many examples at a time."""
+    """True where its forward pass is a loop of many small operations, which wants many examples at a time."""
 
     def norm_sq(self, param: Parameter) -> SquaredNorm:
         """Squared norms [B] of the per-sample gradients without forming them, with a bound of what rounding hides."""
@@ -62,11 +62,11 @@ class Use:
         raise NotImplementedError
 
     def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
-        """out += sum_i factors[i] * gradient of example i; ``out`` has the parameter's shape."""
+        """Out += sum_i factors[i] * gradient of example i; ``out`` has the parameter's shape."""
         raise NotImplementedError
 
     def ghost_is_cheaper(self, param: Parameter) -> bool:
-        """Whether the norm without per-sample gradients, then a second contraction, costs less than keeping them."""
+        """Return whether the ghost norm and a second contraction cost less than keeping per-sample gradients."""
         raise NotImplementedError
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> Use:

@@ -66,10 +66,21 @@ class PiecewiseLoader:
 
 
 class BatchMemoryManager:
-    """``with BatchMemoryManager(data_loader=, max_physical_batch_size=, optimizer=) as loader:`` iterates over pieces.
+    """A context manager whose loader cuts logical batches into pieces that fit the memory.
 
-    The result equals that of whole batches to rounding; noise is added and steps are counted once per logical batch. A
-    loop that is abandoned midway leaves no flag and no part of a sum behind.
+    ``with BatchMemoryManager(data_loader=, max_physical_batch_size=, optimizer=) as loader:`` iterates over pieces. The
+    result equals that of whole batches to rounding; noise is added and steps are counted once per logical batch. A loop
+    that is abandoned midway leaves no flag and no part of a sum behind.
+
+    Args:
+        data_loader: The loader that make_private returned.
+        max_physical_batch_size: The most examples of a piece, at least 1.
+        optimizer: The optimizer that make_private returned.
+
+    Raises:
+        ValueError: the size is below 1.
+        TypeError: the optimizer is not private.
+        UnsupportedError: the module's inputs are time first.
     """
 
     def __init__(self, *, data_loader: DataLoader[Any], max_physical_batch_size: int, optimizer: DPOptimizer) -> None:

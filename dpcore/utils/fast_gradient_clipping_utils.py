@@ -1,5 +1,8 @@
-"""The criterion of the fast-clipping mode. One backward pass does everything here, so the loss is an ordinary tensor;
-what the criterion adds is that no example's loss is divided by a number that depends on the other examples."""
+"""The criterion of the fast-clipping mode.
+
+One backward pass does everything here, so the loss is an ordinary tensor; what the criterion adds is that no example's
+loss is divided by a number that depends on the other examples.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the per-sample gradients of a module are those of one example at a time: the check for a new rule."""
+"""The check for a new rule: are a module's per-sample gradients those of one example at a time?"""
 
 from __future__ import annotations
 
@@ -51,10 +51,20 @@ def check_per_sample_gradients_are_correct(
     rtol: float = 1e-4,
     grad_sample_mode: str = "hooks",
 ) -> bool:
-    """Whether per-sample gradients (mean and sum losses), their norms and the clipped sum agree with one example at a
-    time, for inputs x: a tensor [B, ...] or a tuple of them. The norms and the sum go through registered norm samplers.
+    """Return whether per-sample gradients, their norms and the clipped sum agree with one example at a time.
 
-    ``grad_sample_mode`` is accepted for compatibility: all modes share one engine. ValueError for an empty batch.
+    Gradients are checked for mean and sum losses; norms and sum go through registered norm samplers.
+
+    Args:
+        x: Inputs of the module: a tensor [B, ...] or a tuple of them.
+        module: The module to check.
+        batch_first: Whether inputs are [B, T, ...]; False: [T, B, ...].
+        atol: Absolute tolerance.
+        rtol: Relative tolerance.
+        grad_sample_mode: Accepted for compatibility: all modes share one engine.
+
+    Raises:
+        ValueError: the batch is empty.
     """
     args = _args(x, batch_first)
     if not batch_length(args):

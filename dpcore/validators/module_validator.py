@@ -19,11 +19,12 @@ def batch_norms(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def mixes_examples(norm: nn.Module) -> bool:
-    """Whether a batch norm, as it is now, normalises by the batch and not by numbers that it has."""
+    """Return whether a batch norm, as it is now, normalises by the batch and not by numbers that it has."""
     return norm.training or norm.running_mean is None
 
 
 def batch_norm_error(where: str, norm: nn.Module) -> UnsupportedError:
+    """Return the error about the batch norm ``norm``, which stands at ``where``."""
     return UnsupportedError(
         f"{where} is a {type(norm).__name__}, which normalises an example by the others of its batch; use GroupNorm "
         "(ModuleValidator.fix does). One with the statistics of public data may stay where it is put into evaluation "
@@ -61,7 +62,7 @@ class ModuleValidator:
 
     @classmethod
     def is_valid(cls, module: nn.Module) -> bool:
-        """Whether :meth:`validate` finds nothing."""
+        """Return whether :meth:`validate` finds nothing."""
         return not cls.validate(module)
 
     @classmethod

@@ -9,11 +9,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from setuptools.config.pyprojecttoml import read_configuration
 
 import dpcore
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("dpcore", "migration", "privacy", "performance", "exactness", "side_by_side", "patches")
+NAMES = ("dpcore", "migration", "privacy", "performance", "exactness", "side_by_side", "patches", "dpcore-internals")
 DOCUMENTS = [*(ROOT / "docs" / f"{name}.md" for name in NAMES), ROOT / "dpcore" / "examples" / "README.md"]
 documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 
@@ -70,4 +71,4 @@ def test_the_package_lists_every_subpackage_and_its_version():
     project = tomllib.loads((ROOT / "dpcore" / "pyproject.toml").read_text())
     found = {name for _, name, package in pkgutil.walk_packages(dpcore.__path__, "dpcore.") if package}
     assert {"dpcore", *found} == set(project["tool"]["setuptools"]["packages"])
-    assert project["project"]["version"] == dpcore.__version__
+    assert read_configuration(ROOT / "dpcore" / "pyproject.toml")["project"]["version"] == dpcore.__version__

@@ -48,7 +48,7 @@ def test_a_loop_that_is_left_within_a_batch_and_begun_again():
     _, model, optimizer, loader = make(sample_rate=0.5)
     with BatchMemoryManager(data_loader=loader, max_physical_batch_size=8, optimizer=optimizer) as pieces:
         step(model, optimizer, *next(iter(pieces)))
-        assert optimizer._in_piece
+        assert optimizer.logical_batch.unfinished
         start = copy.deepcopy(model._module)
         seen = []
         for x, y in pieces:
@@ -329,7 +329,7 @@ def test_a_checkpoint_that_is_loaded_within_a_batch():
     step(model, optimizer, *next(iter(loader)))
     file.seek(0)
     engine.load_checkpoint(path=file, module=model, optimizer=optimizer)
-    assert not optimizer._in_piece and not optimizer.accumulator.flat.any()
+    assert not optimizer.logical_batch.unfinished and not optimizer.accumulator.flat.any()
 
 
 def test_secure_mode_with_a_seeded_loader():

@@ -1,0 +1,266 @@
+"""Checkpoints of a private run: all that a run which continues bit for bit needs, as one typed record and one file."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from dpcore.accountants import IAccountant
+from dpcore.data_loader import DPDataLoader
+from dpcore.distributed import Ranks
+from dpcore.errors import PrivacyError, warn_caller
+from dpcore.noise import SecureNoise
+from dpcore.optimizers import DPOptimizer
+
+Json = dict[str, Any]
+ACCOUNTANT = "privacy_accountant_state_dict"
+MODULE = "module_state_dict"
+
+
+@dataclass(frozen=True)
+class PrivateState:
+    """State of the private step: the noise's stream, the number of steps, and what schedules have made of the settings.
+
+    ``sample_rate``: of a Poisson loader, else None.
+    """
+
+    noise: Json
+    steps: int
+    noise_multiplier: float
+    max_grad_norm: float | list[float]
+    expected_batch_size: float | None
+    sample_rate: float | None
+
+    @classmethod
+    def from_run(cls, optimizer: DPOptimizer, data_loader: Any) -> PrivateState:
+        """Return the state as it is now."""
+        return cls(
+            noise=optimizer.noise.state_dict(),
+            steps=optimizer.steps,
+            noise_multiplier=optimizer.noise_multiplier,
+            max_grad_norm=optimizer.max_grad_norm,
+            expected_batch_size=optimizer.expected_batch_size,
+            sample_rate=data_loader.sample_rate if isinstance(data_loader, DPDataLoader) else None,
+        )
+
+    def restore(self, optimizer: DPOptimizer, data_loader: Any) -> None:
+        """Continue the noise and the settings where they were saved."""
+        optimizer.noise.load_state_dict(self.noise)
+        optimizer.steps = self.steps
+        optimizer.noise_multiplier = self.noise_multiplier
+        optimizer.max_grad_norm = self.max_grad_norm
+        optimizer.expected_batch_size = self.expected_batch_size
+        if isinstance(data_loader, DPDataLoader) and self.sample_rate is not None:
+            data_loader.set_sample_rate(self.sample_rate)
+        if optimizer.ranks is not None:
+            optimizer.noise.rank = optimizer.ranks.rank
+            optimizer.weights_agree = False
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The global random numbers of torch, on which dropout depends; None where a file has none."""
+
+    cpu: torch.Tensor | None
+    cuda: list[torch.Tensor] | None
+
+    @classmethod
+    def now(cls) -> RandomState:
+        """Return the state as it is now."""
+        return cls(torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None)
+
+    def restore(self) -> None:
+        """Continue the random numbers, as far as they were saved and there are devices for them."""
+        if self.cpu is not None:
+            torch.set_rng_state(self.cpu)
+        if self.cuda is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(self.cuda)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The content of a file; None or empty where it was saved without that part.
+
+    ``settings``: what must be the same in the run that continues. ``schedulers``: states by the entry's name.
+    ``callers_own``: entries that dpcore knows nothing of.
+    """
+
+    module: Json
+    accountant: Json
+    random: RandomState
+    optimizer: Json | None = None
+    settings: Json = field(default_factory=dict)
+    private: PrivateState | None = None
+    sampler: Json | None = None
+    schedulers: Mapping[str, Json] = field(default_factory=dict)
+    callers_own: Json = field(default_factory=dict)
+
+    # ---- the file
+
+    def entries(self) -> Json:
+        """Return the file's entries: a dictionary of plain values and tensors."""
+        optional = {
+            "optimizer_state_dict": self.optimizer,
+            "setting": self.settings or None,
+            "privacy_state": None if self.private is None else asdict(self.private),
+            "sampler": self.sampler,
+            "torch_rng": self.random.cpu,
+            "cuda_rng": self.random.cuda,
+            **self.schedulers,
+        }
+        required = {MODULE: self.module, ACCOUNTANT: self.accountant}
+        return {**self.callers_own, **required, **{name: v for name, v in optional.items() if v is not None}}
+
+    @classmethod
+    def from_entries(cls, entries: Json) -> Checkpoint:
+        """Return the checkpoint with a file's entries, of this version of dpcore or of an earlier one."""
+        left = dict(entries)
+        private = left.pop("privacy_state", None)
+        return cls(
+            module=left.pop(MODULE),
+            accountant=left.pop(ACCOUNTANT),
+            optimizer=left.pop("optimizer_state_dict", None),
+            settings=left.pop("setting", {}),
+            private=None if private is None else PrivateState(**private),
+            sampler=left.pop("sampler", None),
+            random=RandomState(left.pop("torch_rng", None), left.pop("cuda_rng", None)),
+            schedulers={name: left.pop(name) for name in list(left) if name.endswith("_scheduler_state_dict")},
+            callers_own=left,
+        )
+
+    def save(self, path: Any, ranks: Ranks | None, options: Json) -> None:
+        """Write the file: rank 0 (or the only process) to ``path``, the others beside it what is not the same there.
+
+        Raises:
+            ValueError: the module is sharded, and ``path`` is no file name.
+        """
+        entries = self.entries()
+        if ranks is None or ranks.rank == 0:
+            torch.save(entries, path, **options)
+        elif ranks.sharded:
+            torch.save(entries, _beside(path, ranks), **options)
+        elif isinstance(path, (str, os.PathLike)):
+            own = {name: entries[name] for name in ("torch_rng", "cuda_rng") if name in entries}
+            torch.save(own | {"steps": entries["privacy_state"]["steps"]}, _beside(path, ranks))
+
+    @classmethod
+    def load(cls, path: Any, ranks: Ranks | None, options: Json) -> Checkpoint:
+        """Return what :meth:`save` wrote; with a warning where this rank's random state is missing."""
+        if ranks is not None and ranks.rank > 0 and ranks.sharded:
+            return cls.from_entries(torch.load(_beside(path, ranks), **options))
+        entries = torch.load(path, **options)
+        if ranks is not None and ranks.rank > 0:
+            entries = _with_random_state_of(ranks, path, entries)
+        return cls.from_entries(entries)
+
+    # ---- may this run continue it?
+
+    def check_continues(self, accountant: IAccountant) -> None:
+        """Refuse a checkpoint that does not know of all steps that ``accountant`` has counted.
+
+        Raises:
+            PrivacyError: epsilon would forget steps, and their noise would be drawn again.
+        """
+        known: Counter[tuple[float, float]] = Counter()
+        for noise, rate, steps in self.accountant["history"]:
+            known[noise, rate] += steps
+        for noise, rate, steps in accountant.history:
+            known[noise, rate] -= steps
+        forgotten = -sum(steps for steps in known.values() if steps < 0)
+        if forgotten:
+            raise PrivacyError(
+                f"This engine has counted {forgotten} steps that are not in the checkpoint: epsilon would forget them, "
+                "and training on would use their noise again, on other gradients, whose difference it would lay bare. "
+                "To return to the checkpoint's weights, load its 'module_state_dict' into the module alone; the "
+                "accountant and the noise then go on. To look at the run as it was, use a new PrivacyEngine."
+            )
+
+    def check_settings(self, optimizer: DPOptimizer) -> None:
+        """Refuse a run with other settings than those that the checkpoint was saved under.
+
+        Raises:
+            PrivacyError: the accountant's history would not describe the run, or the noise would be weaker.
+        """
+        saved_securely = self.private is not None and not self.private.noise
+        if saved_securely and not isinstance(optimizer.noise, SecureNoise):
+            raise PrivacyError(
+                "The checkpoint was saved in secure mode, this run has an ordinary generator: its noise would be "
+                "open to attacks on floating point. Build the engine with secure_mode=True."
+            )
+        for name, value in self.settings.items():
+            if optimizer.setting.get(name) != value:
+                raise PrivacyError(
+                    f"The checkpoint was saved with {name}={value}, this run has {optimizer.setting.get(name)}; the "
+                    "accountant's history would not describe it. Rebuild the run with the checkpoint's settings."
+                )
+
+    # ---- the run continues
+
+    def restore_optimizer(self, optimizer: DPOptimizer, data_loader: DataLoader[Any] | None) -> None:
+        """Continue the optimiser, its noise and the rate of its batches.
+
+        A file without dpcore's own entries (Opacus' checkpoint, say) restores the optimiser alone, with a warning.
+        """
+        if self.optimizer is not None:
+            optimizer.load_state_dict(self.optimizer)
+        if self.private is not None:
+            self.private.restore(optimizer, data_loader)
+            return
+        # Its steps before the checkpoint may have used this run's seed, from number 0 on.
+        optimizer.noise.seed = secrets.randbits(128)
+        if isinstance(data_loader, DPDataLoader):
+            data_loader.sampler_state.seed = secrets.randbits(128)
+        warn_caller(
+            "The checkpoint holds no state of noise and batches; the run goes on with fresh ones, and not bit for "
+            "bit as it would have.",
+        )
+
+    def restore_batches(self, data_loader: DataLoader[Any] | None) -> None:
+        """Continue the Poisson batches where they were."""
+        if isinstance(data_loader, DPDataLoader) and self.sampler is not None:
+            data_loader.sampler_state.load_state_dict(self.sampler)
+
+    def restore_schedulers(self, schedulers: Mapping[str, Any]) -> None:
+        """Continue the schedulers, by the names of their entries, as far as they were saved."""
+        for name, scheduler in schedulers.items():
+            if name in self.schedulers:
+                scheduler.load_state_dict(self.schedulers[name])
+
+
+def named_schedulers(noise: Any, grad_clip: Any) -> dict[str, Any]:
+    """Return the schedulers that there are, by the names of their entries in the file."""
+    both = {"noise_scheduler_state_dict": noise, "grad_clip_scheduler_state_dict": grad_clip}
+    return {name: scheduler for name, scheduler in both.items() if scheduler is not None}
+
+
+def _with_random_state_of(ranks: Ranks, path: Any, entries: Json) -> Json:
+    """Rank 0's entries with the random state of this rank in place of its own."""
+    shared = {name: value for name, value in entries.items() if name not in ("torch_rng", "cuda_rng")}
+    steps = entries.get("privacy_state", {}).get("steps")
+    if isinstance(path, (str, os.PathLike)) and os.path.exists(_beside(path, ranks)):
+        own = torch.load(_beside(path, ranks), weights_only=True)
+        if own.pop("steps") == steps:
+            return shared | own
+    warnings.warn(
+        f"The checkpoint has no random state of rank {ranks.rank} at step {steps}; noise and batches continue where "
+        "they were, but dropout draws from this process's own random numbers. Call save_checkpoint on every rank.",
+        stacklevel=4,
+    )
+    return shared
+
+
+def _beside(path: Any, ranks: Ranks) -> str:
+    if not isinstance(path, (str, os.PathLike)):
+        raise ValueError(
+            f"path is a {type(path).__name__}; every rank of a sharded module keeps a file of its own, so give a file "
+            "name."
+        )
+    return f"{os.fspath(path)}.rank{ranks.rank}"

@@ -1,0 +1,98 @@
+"""Checkpoints: files of earlier versions still continue, and what is saved is what is loaded."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpcore import PrivacyEngine, PrivacyError
+from dpcore.schedulers import ExponentialGradClip, ExponentialNoise
+
+# Written by the code before checkpoint.py, after two rounds of the run below; with it the weights of a third round.
+WRITTEN_BEFORE = Path(__file__).parent / "data" / "checkpoint-0.1.pt"
+
+
+class Run:
+    """A private training run with everything that a checkpoint holds; ``seed`` is the engine's."""
+
+    def __init__(self, seed: int, sigma: float = 1.1) -> None:
+        generator = torch.Generator().manual_seed(3)
+        x = torch.randn(60, 4, generator=generator, dtype=torch.float64)
+        data = TensorDataset(x, torch.randint(3, (60,), generator=generator))
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Dropout(0.25), nn.Linear(5, 3)).double()
+        self.engine = PrivacyEngine(accountant="rdp", seed=seed)
+        self.model, self.optimizer, self.loader = self.engine.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9),
+            data_loader=DataLoader(data, batch_size=10),
+            noise_multiplier=sigma,
+            max_grad_norm=0.8,
+            sample_rate=0.2,
+            expected_batch_size=12,
+        )
+        self.schedules = {
+            "noise_scheduler": ExponentialNoise(self.optimizer, gamma=0.9),
+            "grad_clip_scheduler": ExponentialGradClip(self.optimizer, gamma=0.95),
+        }
+
+    def round(self) -> None:
+        for x, y in self.loader:
+            self.optimizer.zero_grad()
+            F.cross_entropy(self.model(x), y).backward()
+            self.optimizer.step()
+        for schedule in self.schedules.values():
+            schedule.step()
+
+    def save(self, path, **own):
+        parts = {"module": self.model, "optimizer": self.optimizer, **self.schedules}
+        self.engine.save_checkpoint(path=path, checkpoint_dict=own, **parts)
+
+    def load(self, path):
+        parts = {"module": self.model, "optimizer": self.optimizer, **self.schedules}
+        return self.engine.load_checkpoint(path=path, **parts)
+
+
+def test_a_checkpoint_of_an_earlier_version_continues_as_it_would_have() -> None:
+    run = Run(seed=99)
+    loaded = run.load(WRITTEN_BEFORE)
+    assert loaded["epoch"] == 2
+    run.round()
+    for name, value in loaded["weights_one_round_later"].items():
+        torch.testing.assert_close(run.model.state_dict()[name], value, rtol=1e-12, atol=1e-14)
+    assert run.engine.get_epsilon(1e-5) == pytest.approx(loaded["epsilon_one_round_later"], rel=1e-12)
+
+
+def test_a_file_has_the_entries_that_earlier_versions_wrote(tmp_path) -> None:
+    run = Run(seed=7)
+    run.save(tmp_path / "now.pt", epoch=2)
+    before, now = (torch.load(path, weights_only=True) for path in (WRITTEN_BEFORE, tmp_path / "now.pt"))
+    assert set(now) - {"cuda_rng"} == set(before) - {"weights_one_round_later", "epsilon_one_round_later"}
+    assert set(now["privacy_state"]) == set(before["privacy_state"])
+    assert now["setting"] == before["setting"]
+
+
+def test_settings_of_another_run_are_refused_before_anything_is_changed() -> None:
+    run = Run(seed=99, sigma=1.3)
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    with pytest.raises(PrivacyError, match=r"noise_multiplier=1\.1, this run has 1\.3"):
+        run.load(WRITTEN_BEFORE)
+    assert all(torch.equal(before[name], value) for name, value in run.model.state_dict().items())
+    assert not run.engine.accountant.history
+
+
+def test_what_is_loaded_is_what_was_saved(tmp_path) -> None:
+    run = Run(seed=7)
+    run.round()
+    run.save(tmp_path / "a.pt", note="mine")
+    run.round()
+    other = Run(seed=8)
+    assert other.load(tmp_path / "a.pt")["note"] == "mine"
+    other.round()
+    for a, b in zip(run.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert other.engine.accountant.history == run.engine.accountant.history
+    assert other.optimizer.noise_multiplier == run.optimizer.noise_multiplier
+    assert other.optimizer.max_grad_norm == run.optimizer.max_grad_norm
