@@ -70,9 +70,7 @@ def test_links_lead_to_files_of_the_repository(page: Path) -> None:
             continue
         path, _, anchor = unquote(target).partition("#")
         to = page if not path else (page.parent / path).resolve()
-        if not to.exists():
-            broken.append(target)
-        elif anchor and to.suffix == ".md" and anchor not in anchors(to):
+        if not to.exists() or (anchor and to.suffix == ".md" and anchor not in anchors(to)):
             broken.append(target)
     assert not broken
 
