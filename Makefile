@@ -20,7 +20,7 @@ RUN ?= results/local/$(PRESET)
 FOUND ?= $(shell command -v python3)
 OUT ?= results/local/gpu
 
-.PHONY: help bench-e2e bench-layers bench-frontier bench-gpu compare prove-alerts prove-exactness images report history dashboard gate test lint test-harness test-dpcore test-frameworks test-containers conformance mutants compare-wheel comment history-check history-publish ready test-slow doctor clean
+.PHONY: help bench-e2e bench-layers bench-frontier bench-gpu compare findings prove-alerts prove-exactness images report history dashboard gate test lint test-harness test-dpcore test-frameworks test-containers conformance mutants compare-wheel comment history-check history-publish ready test-slow doctor clean
 
 help:  ## this list
 	@echo "For you:"; awk -F ':.*  ## ' '/^[a-z0-9-]+:.*  ## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,6 +62,9 @@ prove-exactness: $(TORCH_READY)  ## dpcore's fast paths in float32 beside float6
 
 report: $(READY)  ## tables and figures from the records of the last run with this preset
 	$(BIN)/dpbench report results/local/$(PRESET) $(ARGS)
+
+findings: $(READY)  ## the tables of README and results/findings, anew from the committed records
+	$(BIN)/dpbench findings $(ARGS)
 
 history: $(READY)  ## adds a run (RUN=folder) to results/history: a file that is never rewritten
 	$(BIN)/dpbench history add $(RUN) $(ARGS)

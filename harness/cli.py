@@ -211,7 +211,7 @@ def doctor(as_json: Json = False) -> None:
 @app.command()
 def pack(
     folder: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
-    target: Annotated[Path, typer.Argument(help="The .jsonl file to write.")],
+    target: Annotated[Path, typer.Argument(help="The .jsonl.gz (or .jsonl) file to write.")],
     as_json: Json = False,
 ) -> None:
     """Packs a finished run's records into one file, a record a line, to be committed."""
@@ -282,6 +282,7 @@ def _mount() -> None:
     from harness.history_cli import app as history_app
     from harness.image_cli import app as image_app
     from harness.layer_cli import layers
+    from harness.published.cli import findings
     from harness.report.cli import explain, report
 
     run_app.command()(frontier)
@@ -293,6 +294,7 @@ def _mount() -> None:
     app.add_typer(history_app, name="history")
     app.command()(dashboard)
     app.command()(report)
+    app.command()(findings)
     app.command()(compare)
     app.command()(bisect)
     app.command()(explain)

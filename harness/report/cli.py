@@ -19,16 +19,22 @@ RECORDS = Path("results/local")
 
 Places = Annotated[
     list[Path] | None,
-    typer.Argument(help="Folders (or .json, .jsonl files) with records, reported together.", show_default=str(RECORDS)),
+    typer.Argument(
+        help="Folders or files with records, reported together; or `current`, or the name of a committed run.",
+        show_default=str(RECORDS),
+    ),
 ]
-In = Annotated[Path, typer.Option("--in", help="Folder (or .json, .jsonl file) with records.")]
+In = Annotated[Path, typer.Option("--in", help="Folder or file with records, or the name of a committed run.")]
 Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 
 
 def report(
     places: Places = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for tables (default: report/ beside the records, if of one place).")
+        Path | None,
+        typer.Option(
+            help="Folder for tables (default: report/ beside the records; of committed runs below results/local)."
+        ),
     ] = None,
     plots: Annotated[Path | None, typer.Option(help="Folder for figures (default: OUT/plots).")] = None,
     as_json: Json = False,
@@ -36,14 +42,18 @@ def report(
     """Tables (Markdown, CSV, LaTeX) and figures (PDF, SVG, PNG) from records; the main tables here."""
     from rich.console import Console
 
+    from harness.published import index
     from harness.report import chapters, output, records, terminal
 
     first, *others = places = places or [RECORDS]
     if out is None and others:
         raise BadInput(f"Records of {len(places)} places have no folder in common; choose one by --out.")
+    found = index.places(places)
+    if out is None and found != places:
+        out = RECORDS / "reports" / first
     out = out or (first if first.is_dir() else first.parent) / "report"
     faults: list[str] = []
-    built = chapters.build(records.load(*places, left_out=faults.append), faults)
+    built = chapters.build(records.load(*found, left_out=faults.append), faults)
     written = output.write_report(built, out, plots or out / "plots")
     if as_json:
         cells = json.loads(built.tables.cells.to_json(orient="records")) if built.tables else []
@@ -72,11 +82,12 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """How much faster or slower A is than B, cell by cell, with interval and verdict."""
+    from harness.published import index
     from harness.report import compare as comparison
     from harness.report import records, table
 
     faults: list[str] = []
-    tables = table.build(records.load(folder, left_out=faults.append))
+    tables = table.build(records.load(*index.places([folder]), left_out=faults.append))
     lines = comparison.compare(tables, a, b)
     if as_json:
         typer.echo(json.dumps([line.as_json() for line in lines]))
@@ -114,11 +125,12 @@ def explain(
     from rich.table import Table
     from rich.text import Text
 
+    from harness.published import index
     from harness.report import explain as explanation
     from harness.report import records, table
 
     faults: list[str] = []
-    loaded = records.load(folder, left_out=faults.append)
+    loaded = records.load(*index.places([folder]), left_out=faults.append)
     others = [r for r in loaded if r.cell.kind != "e2e"]
     # Cells of layers and of the frontier only where no cell of a task is meant.
     of_tasks = [r.cell.name for r in loaded if r.cell.kind == "e2e"]
