@@ -85,11 +85,12 @@ doctor: $(READY)  ## checks of the instrument itself
 # engine all tests of containers are skipped.
 test: lint test-containers test-harness test-dpcore test-frameworks  ## everything that CI runs
 
-lint: $(READY)  ## ruff and mypy
-	@echo "==> ruff and mypy"
+lint: $(READY)  ## ruff, mypy and the contracts of imports
+	@echo "==> ruff, mypy and the contracts of imports"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --config dpcore/pyproject.toml --no-cache
 
 test-harness: $(READY)  ##ci tests of the harness
 	@echo "==> tests of the harness"
@@ -112,7 +113,7 @@ mutants: $(READY)  ## the deliberately wrong adapters: the gate must reject each
 
 test-containers: $(READY)  ##ci real containers; skips where there is no engine
 	@echo "==> a base, a small framework's image and its cells in a real container engine; skips where there is none"
-	$(BIN)/pytest -q tests/harness/test_containers.py -m "containers and not slow" -rs
+	$(BIN)/pytest -q tests/harness/environments/test_containers.py -m "containers and not slow" -rs
 
 # For CI jobs (docs/ci.md). Their values come from strangers too, so that the shell reads them and never make: $$NAME.
 compare-wheel: $(READY)  ##ci PACKAGE, WHEEL; BASE_VERSION (default the last release), LAYERS, THRESHOLD, ...: a wheel against a release

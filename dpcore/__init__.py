@@ -1,8 +1,8 @@
 """dpcore: exact DP-SGD for PyTorch at nearly the price of ordinary training."""
 
+from dpcore.engine.engine import ClippedSum, Engine
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.functional import clipped_sum
-from dpcore.grad_sample.engine import ClippedSum, Engine
 from dpcore.grad_sample.grad_sample_module import GradSampleModule, GradSampleModuleFastGradientClipping
 from dpcore.noise import GaussianNoise
 from dpcore.privacy_engine import PrivacyEngine

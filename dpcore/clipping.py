@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpcore.rounding import unit
+from dpcore.numerics.rounding import unit
 
 OWN_UNITS = 16.0
 """Unit roundoffs that every example's contribution is given for what is rounded once, whatever its size: the root of

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from dpcore.counting_loader import CountingDataLoader
 from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
-from dpcore.loader_checks import check_whole
-from dpcore.utils.ledger import Source
-from dpcore.utils.uniform_sampler import (
+from dpcore.loading.checks import check_whole
+from dpcore.loading.counting_loader import CountingDataLoader
+from dpcore.loading.ledger import Source
+from dpcore.loading.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
     UniformWithReplacementSampler,
     steps_per_epoch,

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dpcore.grad_sample.engine import ClippedSum, Engine, LossFn
+from dpcore.engine.engine import ClippedSum, Engine, LossFn
 
 
 def clipped_sum(

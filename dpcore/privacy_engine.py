@@ -20,18 +20,18 @@ from torch.utils.data import DataLoader
 
 from dpcore.accountants import create_accountant, get_noise_multiplier
 from dpcore.clipping import automatic_factors, check_max_grad_norm
-from dpcore.counting_loader import CountingDataLoader, counted
 from dpcore.data_loader import DPDataLoader
 from dpcore.distributed import check_shares, load_for_rank, ranks_of, save_for_rank
 from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.grad_sample.utils import DEFAULT_MODE, prepare_module
-from dpcore.loader_checks import check_data_set, check_ordinary
+from dpcore.loading.checks import check_data_set, check_ordinary
+from dpcore.loading.counting_loader import CountingDataLoader, counted
+from dpcore.loading.ledger import Ledger
+from dpcore.loading.uniform_sampler import steps_per_epoch
 from dpcore.noise import GaussianNoise, SecureNoise
 from dpcore.optimizers import DPOptimizer, get_optimizer_class
 from dpcore.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping, check_criterion
-from dpcore.utils.ledger import Ledger
-from dpcore.utils.uniform_sampler import steps_per_epoch
 from dpcore.validators import ModuleValidator
 
 FACTORS = {"automatic": automatic_factors}
@@ -98,7 +98,7 @@ class PrivacyEngine:
         ``expected_batch_size`` is that of all ranks together.
         ``check_batches``: every step must use a batch of the returned loader, every example in one row.
         ``check_isolation``: the first batches of every kind, and rare random ones later, are used for experiments on
-        whether the model keeps examples apart (:mod:`dpcore.grad_sample.isolation`); PrivacyError where it does not.
+        whether the model keeps examples apart (:mod:`dpcore.example_isolation.check`); PrivacyError where it does not.
         """
         _check_types(module, optimizer)
         if "torch.distributed.fsdp" in sys.modules:

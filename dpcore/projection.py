@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp
 
 from dpcore.clipping import bound_with_margin, check_max_grad_norm, clip_factors
+from dpcore.engine.engine import ClippedSum
 from dpcore.errors import PrivacyError
-from dpcore.grad_sample.engine import ClippedSum
 from dpcore.validators import ModuleValidator
 
 ROUNDING = 2e-6

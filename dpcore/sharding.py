@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from dpcore.distributed import Ranks
 from dpcore.errors import PrivacyError, UnsupportedError
-from dpcore.optimizers.around import OptimizerAround
+from dpcore.optimizers.wrapper import OptimizerWrapper
 
 
 class ShardedModule(nn.Module):
@@ -57,7 +57,7 @@ class ShardedModule(nn.Module):
             yield f"{prefix}.{name}" if prefix else name, param
 
 
-class ShardedOptimizer(OptimizerAround):
+class ShardedOptimizer(OptimizerWrapper):
     """``optimizer`` over shards, as one over whole parameters: a step scatters their gradients."""
 
     def __init__(self, optimizer: Optimizer, module: ShardedModule) -> None:

@@ -1,3 +1,9 @@
-"""The instrument: plans, isolates, gates, measures, stores and reports. Imports no ML framework."""
+"""The instrument, which imports no ML framework. The stages, in the order of a run:
+
+plan -> environments -> gate -> run (which starts workers) -> store -> analysis -> report.
+
+Beside them stand compare, history, dashboard, ci, stopwatch, data and cli. ``contract``, ``layer_contract``, ``tasks``
+and ``layers`` are the face towards adapters; they never move, because old adapters import them.
+"""
 
 __version__ = "0.1.0"

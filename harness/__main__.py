@@ -15,6 +15,6 @@ if lacking:
     )
     sys.exit(2)
 
-from harness.cli import main  # noqa: E402
+from harness.cli.main import main  # noqa: E402
 
 main()

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from harness.stopwatch import Process
-    from harness.stopwatch_runs import StepRun
-    from harness.stopwatch_table import Change
+    from harness.stopwatch.measure import Process
+    from harness.stopwatch.runs import StepRun
+    from harness.stopwatch.table import Change
 
 FOR_A_VERDICT = 5
-"""Processes; :data:`harness.stats.VERDICT_ROUNDS`, which a test holds equal: importing it would import scipy."""
+"""Processes; :data:`harness.analysis.stats.VERDICT_ROUNDS`, which a test holds equal: importing it would import
+scipy."""
 
 Action = Callable[[], Any]
 
@@ -97,8 +98,8 @@ class Session:
             )
         if not keeps:
             return
-        from harness import stopwatch_runs
         from harness.errors import BadInput
+        from harness.stopwatch import runs as stopwatch_runs
 
         try:
             if self.save is not None:
@@ -128,7 +129,7 @@ class Session:
             self._watch_machine()
 
     def _watch_machine(self) -> None:
-        from harness import stopwatch_runs
+        from harness.stopwatch import runs as stopwatch_runs
 
         if self.keeps and (seconds := stopwatch_runs.canary_seconds()) is not None:
             self.canary.append(seconds)
@@ -136,13 +137,14 @@ class Session:
     def finish(self) -> None:
         """Saves and compares. Raises BadInput where the run cannot be saved."""
         if self.child is not None:
-            from harness import cache
+            from harness.store import cache
 
             for found in self.steps.values():
                 cache.write_atomically(Path(self.child["result"]), json.dumps(found[0].as_json()).encode())
         if not self.steps or not self.keeps:
             return
-        from harness import stopwatch_runs, stopwatch_table
+        from harness.stopwatch import runs as stopwatch_runs
+        from harness.stopwatch import table as stopwatch_table
 
         self._watch_machine()
         canary = (self.canary[0], self.canary[1]) if len(self.canary) == 2 else None
@@ -183,7 +185,8 @@ def _session(config: pytest.Config) -> Session:
 class Bench:
     """The fixture's value; call it once in a test.
 
-    ``measured``: afterwards the figures of each process (:class:`harness.stopwatch.Process`); empty without a clock.
+    ``measured``: afterwards the figures of each process (:class:`harness.stopwatch.measure.Process`); empty without
+    a clock.
     """
 
     def __init__(self, session: Session, request: pytest.FixtureRequest) -> None:
@@ -211,7 +214,7 @@ class Bench:
                 self.measured = tuple(self._in_a_process(number) for number in range(session.processes or 0))
                 session.steps[test] = self.measured
             return result
-        from harness import stopwatch
+        from harness.stopwatch import measure as stopwatch
 
         session.begin()
         process, result = stopwatch.measure(step, synchronize, setup, session.rounds, session.memory)
@@ -221,7 +224,7 @@ class Bench:
 
     def _in_a_process(self, number: int) -> Process:
         """This test in a fresh process, which measures it there."""
-        from harness.stopwatch import Process
+        from harness.stopwatch.measure import Process
 
         node, config = self._request.node, self._session.config
         test = "::".join([str(node.path), *node.nodeid.split("::")[1:]])
@@ -314,7 +317,7 @@ def _summary(state: Session) -> Iterator[str]:
         if state.keeps and not state.disabled:
             yield "dpbench: no step was measured, so that nothing was saved or compared."
         return
-    from harness import stopwatch_table
+    from harness.stopwatch import table as stopwatch_table
 
     yield ""
     yield from stopwatch_table.lines(state.steps, state.changes, state.then)

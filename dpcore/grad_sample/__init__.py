@@ -1,4 +1,4 @@
-"""The engine: one backward pass, and per-layer rules that turn what it leaves behind into clipped sums."""
+"""Opacus' surface: wrappers and hooks that record a module's gradients by example."""
 
 from dpcore.grad_sample.grad_sample_module import (
     AbstractGradSampleModule,
@@ -13,8 +13,8 @@ from dpcore.grad_sample.hooks import (
     GradSampleHooksFastGradientClipping,
     GradSampleHooksNoOp,
 )
-from dpcore.grad_sample.samplers import register_grad_sampler, register_norm_sampler
 from dpcore.grad_sample.utils import get_gsm_class, prepare_module, wrap_model
+from dpcore.rules.custom import register_grad_sampler, register_norm_sampler
 
 __all__ = [
     "AbstractGradSampleHooks",

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from dpcore.errors import PrivacyError
-from dpcore.grad_sample.accumulator import Accumulator
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks, GradSampleHooksNoOp
+from dpcore.microbatch.accumulator import Accumulator
 
 
 class AbstractGradSampleModule(AbstractGradSampleHooks, nn.Module):

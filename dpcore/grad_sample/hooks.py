@@ -14,18 +14,19 @@ from torch.nn import Parameter
 from torch.nn.utils.rnn import PackedSequence
 
 from dpcore.distributed import Ranks
+from dpcore.engine.uncompiled import refuse_compiled
 from dpcore.errors import PrivacyError, UnsupportedError
-from dpcore.grad_sample import ragged, rules  # noqa: F401  (registers the rules)
-from dpcore.grad_sample.accumulator import weighted_sum
-from dpcore.grad_sample.fallback import is_replayed
-from dpcore.grad_sample.isolation import IsolationCheck
-from dpcore.grad_sample.iteration import Iteration, owner_of, set_owner
-from dpcore.grad_sample.layout import Layout, probe_sizes
-from dpcore.grad_sample.planner import choose
-from dpcore.grad_sample.samplers import custom_fallbacks
-from dpcore.grad_sample.tape import Tape, Use
-from dpcore.grad_sample.tree import flatten, unflatten
-from dpcore.uncompiled import refuse_compiled
+from dpcore.example_isolation.check import IsolationCheck
+from dpcore.grad_sample.backward_pass import Iteration, owner_of, set_owner
+from dpcore.microbatch import ragged
+from dpcore.microbatch.accumulator import weighted_sum
+from dpcore.microbatch.layout import Layout, probe_sizes
+from dpcore.microbatch.planner import choose
+from dpcore.rules.custom import custom_fallbacks
+from dpcore.rules.vmap import is_replayed
+from dpcore.tape.tape import Tape
+from dpcore.tape.uses import Use
+from dpcore.tree import flatten, unflatten
 from dpcore.validators.module_validator import ModuleValidator, batch_norm_error, batch_norms, mixes_examples
 from dpcore.validators.parameters import check_hooks, check_recordable
 
@@ -112,9 +113,9 @@ class AbstractGradSampleHooks:
             return self._run_empty(call, args, kwargs)
         self._prepare(call, args, kwargs, batch_size)
         scale = float(batch_size) if self.loss_reduction == "mean" else 1.0
-        tape = Tape(self._names, batch_size, scale, self._layout)
+        tape = self._layout.tape(self._names, batch_size, scale)
         tape.on_fire = self._fired
-        with tape:
+        with self._layout.recording(tape):
             output = call(*args, **kwargs)
         if batch_size == 0:
             # Nothing may flow back from an empty batch, yet it is a step.

@@ -20,7 +20,7 @@ from dpcore.grad_sample.hooks import (
     GradSampleHooksFastGradientClipping,
     GradSampleHooksNoOp,
 )
-from dpcore.grad_sample.samplers import register_grad_sampler, register_norm_sampler
+from dpcore.rules.custom import register_grad_sampler, register_norm_sampler
 
 __all__ = [
     "get_gsm_class",

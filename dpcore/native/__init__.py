@@ -140,7 +140,7 @@ def _call(name: str, tensors: Sequence[Tensor], sizes: Sequence[int], *numbers: 
 
 
 def lstm_forward(z: Tensor, weight: Tensor, gates: Tensor, h: Tensor, c: Tensor, tanh_c: Tensor, reverse: bool) -> None:
-    """The loop of :class:`dpcore.grad_sample.recurrence.LstmRecurrence`: from z [T, B, 4H] and the first rows of h and
+    """The loop of :class:`dpcore.rules.recurrent_loops.LstmRecurrence`: from z [T, B, 4H] and the first rows of h and
     c [T + 1, B, H] (the last ones in reverse) fills in gates [T, B, 4H], which may be z itself, tanh_c [T, B, H], h and
     c."""
     steps, batch, hidden = tanh_c.shape

@@ -14,19 +14,19 @@ from torch.optim import Optimizer
 from dpcore.clipping import clip_factors
 from dpcore.distributed import Ranks, fingerprint
 from dpcore.errors import PrivacyError, UnsupportedError
-from dpcore.grad_sample.accumulator import Accumulator, Factors
+from dpcore.grad_sample.backward_pass import owner_of
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
-from dpcore.grad_sample.iteration import owner_of
+from dpcore.loading.ledger import Ledger
+from dpcore.microbatch.accumulator import Accumulator, Factors
 from dpcore.noise import GaussianNoise, SecureNoise
-from dpcore.optimizers.around import OptimizerAround
-from dpcore.utils.ledger import Ledger
+from dpcore.optimizers.wrapper import OptimizerWrapper
 
 StepHook = Callable[["DPOptimizer"], None]
 _CLAIMED: weakref.WeakKeyDictionary[AbstractGradSampleHooks, weakref.ref[DPOptimizer]] = weakref.WeakKeyDictionary()
 """What records gradients -> the optimiser that takes them."""
 
 
-class DPOptimizer(OptimizerAround):
+class DPOptimizer(OptimizerWrapper):
     """Wraps ``optimizer``; ``step()`` hands it (Σ clipped gradients + σ·C·N(0, I)) / expected_batch_size.
 
     ``max_grad_norm``: one bound, or one per trained parameter (per-layer clipping; the noise is then σ times their L2
@@ -480,7 +480,7 @@ def _recorder(optimizer: Optimizer) -> AbstractGradSampleHooks:
     owners = []
     for param in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
         owner = owner_of(param)
-        if owner is None:
+        if not isinstance(owner, AbstractGradSampleHooks):
             raise PrivacyError(
                 f"A trained parameter of shape {tuple(param.shape)} is not recorded by any GradSampleModule: it would "
                 "be updated without clipping and noise. Wrap the module in GradSampleModule first and keep the "

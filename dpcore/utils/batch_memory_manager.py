@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 
 from dpcore.data_loader import DPDataLoader
 from dpcore.errors import UnsupportedError
-from dpcore.grad_sample.tree import batch_length
 from dpcore.optimizers.optimizer import DPOptimizer
+from dpcore.tree import batch_length
 
 
 def cut(batch: Any, rows: slice) -> Any:

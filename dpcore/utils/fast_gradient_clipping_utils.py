@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dpcore.errors import UnsupportedError
-from dpcore.grad_sample.criterion_check import CriterionCheck
+from dpcore.example_isolation.criterion import CriterionCheck
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 
 

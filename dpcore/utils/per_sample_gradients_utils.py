@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dpcore.functional import clipped_sum
 from dpcore.grad_sample.grad_sample_module import GradSampleModule
-from dpcore.grad_sample.tree import batch_length, flatten
+from dpcore.tree import batch_length, flatten
 
 
 def compute_microbatch_grad_sample(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dpcore.errors import PrivacyError
-from dpcore.grad_sample.tree import flatten, unflatten
+from dpcore.tree import flatten, unflatten
 
 TOLERANCE = 1e-5
 

@@ -10,9 +10,9 @@ from backpack import backpack, extend
 from backpack.core.derivatives.convnd import weight_jac_t_save_memory
 from backpack.extensions import BatchGrad, BatchL2Grad
 
-from frameworks import torch_models
-from frameworks.torch_adapter import TorchAdapter
-from frameworks.torch_update import NoisyUpdate, clipped_sums, piece_size
+from frameworks._shared.torch import models as torch_models
+from frameworks._shared.torch.adapter import TorchAdapter
+from frameworks._shared.torch.update import NoisyUpdate, clipped_sums, piece_size
 from harness.contract import Adapter, Setting, Unsupported
 from harness.tasks import Embedding, Task
 

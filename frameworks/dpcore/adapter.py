@@ -10,8 +10,8 @@ import torch
 from dpcore import Engine, GaussianNoise, PrivacyEngine, native
 from dpcore.accountants import PRVAccountant
 from dpcore.errors import UnsupportedError
-from frameworks import torch_models
-from frameworks.torch_adapter import TorchAdapter
+from frameworks._shared.torch import models as torch_models
+from frameworks._shared.torch.adapter import TorchAdapter
 from harness.contract import Adapter, Setting, Unsupported
 from harness.tasks import Task
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dpcore import Engine, layers, native
 from dpcore.grad_sample import GradSampleModule
 from dpcore.optimizers import DPOptimizer
-from frameworks.torch_layers import TorchLayer, canonical
+from frameworks._shared.torch.layers import TorchLayer, canonical
 from harness.layer_contract import LayerAdapter, Unsupported
 
 OWN = {

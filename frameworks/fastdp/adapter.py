@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from fastDP import PrivacyEngine
 
-from frameworks import torch_models
-from frameworks.torch_adapter import TorchAdapter
+from frameworks._shared.torch import models as torch_models
+from frameworks._shared.torch.adapter import TorchAdapter
 from harness.contract import Adapter, Setting, Unsupported
 from harness.tasks import Task
 

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from frameworks import jax_models
-from frameworks.jax_adapter import JaxAdapter, Tree, Update, in_pieces
-from frameworks.jax_models import Form
+from frameworks._shared.jax import models as jax_models
+from frameworks._shared.jax.adapter import JaxAdapter, Tree, Update, in_pieces
+from frameworks._shared.jax.models import Form
 from harness import tasks
 from harness.contract import Adapter
 from harness.tasks import Task

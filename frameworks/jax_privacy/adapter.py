@@ -12,8 +12,8 @@ from dp_accounting import NeighboringRelation
 from jax_privacy import batch_selection, noise_addition, sharding_utils
 from jax_privacy.accounting import accountants, analysis
 
-from frameworks import jax_models
-from frameworks.jax_adapter import JaxAdapter, Update, in_pieces
+from frameworks._shared.jax import models as jax_models
+from frameworks._shared.jax.adapter import JaxAdapter, Update, in_pieces
 from harness.contract import Adapter
 from harness.tasks import Task
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from frameworks import torch_models
-from frameworks.torch_adapter import TorchAdapter
-from frameworks.torch_update import NoisyUpdate
+from frameworks._shared.torch import models as torch_models
+from frameworks._shared.torch.adapter import TorchAdapter
+from frameworks._shared.torch.update import NoisyUpdate
 from harness.contract import Adapter, Setting, Unsupported
 from harness.tasks import Task
 

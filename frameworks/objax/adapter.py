@@ -14,7 +14,8 @@ jax.sharding.PmapSharding = type("PmapSharding", (), {})
 
 import objax  # noqa: E402
 
-from frameworks import jax_adapter, jax_models  # noqa: E402
+from frameworks._shared.jax import adapter as jax_adapter  # noqa: E402
+from frameworks._shared.jax import models as jax_models  # noqa: E402
 from harness.contract import Adapter, Memory, Setting, Unsupported  # noqa: E402
 from harness.tasks import Task  # noqa: E402
 

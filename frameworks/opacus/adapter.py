@@ -13,8 +13,8 @@ from opacus.layers import DPLSTM
 from opacus.optimizers import get_optimizer_class
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 
-from frameworks import torch_models
-from frameworks.torch_adapter import TorchAdapter
+from frameworks._shared.torch import models as torch_models
+from frameworks._shared.torch.adapter import TorchAdapter
 from harness.contract import Adapter, Setting, Unsupported
 from harness.tasks import Task
 

@@ -12,7 +12,7 @@ from opacus.optimizers import get_optimizer_class
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor, nn
 
-from frameworks.torch_layers import TorchLayer, canonical
+from frameworks._shared.torch.layers import TorchLayer, canonical
 from harness.layer_contract import LayerAdapter, Unsupported
 
 OWN = {

@@ -8,8 +8,8 @@ import jax
 import optax
 from optax.contrib import DifferentiallyPrivateAggregateState, differentially_private_aggregate
 
-from frameworks import jax_models
-from frameworks.jax_adapter import JaxAdapter, Update, in_pieces
+from frameworks._shared.jax import models as jax_models
+from frameworks._shared.jax.adapter import JaxAdapter, Update, in_pieces
 from harness.contract import Adapter
 from harness.tasks import Task
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from frameworks import torch_models
-from frameworks.torch_adapter import COMPILERS, TorchAdapter
+from frameworks._shared.torch import models as torch_models
+from frameworks._shared.torch.adapter import COMPILERS, TorchAdapter
 from harness.contract import Adapter, Setting, Unsupported
 from harness.tasks import Task
 

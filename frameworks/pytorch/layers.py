@@ -7,8 +7,8 @@ import shutil
 import torch
 from torch import Tensor
 
-from frameworks.torch_adapter import COMPILERS
-from frameworks.torch_layers import TorchLayer
+from frameworks._shared.torch.adapter import COMPILERS
+from frameworks._shared.torch.layers import TorchLayer
 from harness.layer_contract import LayerAdapter, Unsupported
 
 

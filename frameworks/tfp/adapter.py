@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import tensorflow as tf
 
-from frameworks import tf_models
+from frameworks._shared.tensorflow import models as tf_models
 from harness import tasks
 from harness.contract import Adapter, Memory, Setting, Unsupported
 from harness.tasks import Task

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import tensorflow as tf
 
-from frameworks import tf_models
-from frameworks.tf_models import Trace
+from frameworks._shared.tensorflow import models as tf_models
+from frameworks._shared.tensorflow.models import Trace
 from harness import tasks
 from harness.contract import Adapter, Memory, Setting, Unsupported
 from harness.tasks import Task

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch.func import functional_call, grad, vmap
 
-from frameworks import torch_models
-from frameworks.torch_adapter import COMPILERS, TorchAdapter
-from frameworks.torch_update import NoisyUpdate, clipped_sums, piece_size
+from frameworks._shared.torch import models as torch_models
+from frameworks._shared.torch.adapter import COMPILERS, TorchAdapter
+from frameworks._shared.torch.update import NoisyUpdate, clipped_sums, piece_size
 from harness.contract import Adapter, Setting, Unsupported
 from harness.tasks import Lstm, Task
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.history import CellResult, Run
+from harness.history.runs import CellResult, Run
 
 DAYS = 730
 START = datetime(2024, 11, 20, 2, 0, tzinfo=UTC)

@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 
 from markupsafe import escape
 
-from harness.events import Event, current
-from harness.history import History, Run
+from harness.history.events import Event, current
+from harness.history.runs import History, Run
 
 ATOM = "http://www.w3.org/2005/Atom"
 ENTRIES = 50

@@ -15,10 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from harness import cache, history, series, steps
+from harness.analysis import change_points
 from harness.dashboard import demo
 from harness.dashboard.demo import Demo, Planted
-from harness.series import Series
+from harness.history import runs as history
+from harness.history import series
+from harness.history.series import Series
+from harness.store import cache
 
 NEAR = 5
 """A step counts as the planted one if its range, widened by so many runs, holds it, in the same direction."""
@@ -87,10 +90,10 @@ def delays(trials: int = 100, before: int = 100, after: int = 265) -> list[dict[
     rows = []
     for noise in NOISES:
         for effect in EFFECTS:
-            series_ = steps.simulate(before + after, trials, seed=7, sd=noise, effect=effect, at=before)
+            series_ = change_points.simulate(before + after, trials, seed=7, sd=noise, effect=effect, at=before)
             seen = []
             for values in series_:
-                hits = [s for s in steps.find(values).steps if s.first - NEAR <= before <= s.last + NEAR]
+                hits = [s for s in change_points.find(values).steps if s.first - NEAR <= before <= s.last + NEAR]
                 seen.append(hits[0].alarm - before + 1 if hits else None)
             found = sorted(d for d in seen if d is not None)
             rows.append(
@@ -194,9 +197,10 @@ def markdown(total: dict[str, Any], alone: Sequence[dict[str, Any]]) -> str:
         "## Noise alone: alarms in 100 series-years of daily runs",
         _grid(
             ("noise", "series of one year", "of two years"),
-            [(kind, f"{one:g}", f"{two:g}") for kind, (one, two) in steps.ALARMS_PER_100_YEARS.items()],
+            [(kind, f"{one:g}", f"{two:g}") for kind, (one, two) in change_points.ALARMS_PER_100_YEARS.items()],
         ),
-        "Every alarm counts that was ever raised in 1,600 series-years of each kind; see `harness/steps.py`.",
+        "Every alarm counts that was ever raised in 1,600 series-years of each kind; see "
+        "`harness/analysis/change_points.py`.",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -212,7 +216,7 @@ def _text(value: float | None) -> str:
 
 def main(stem: Path) -> None:
     total, alone = summary(score(demo.history(seed)) for seed in SEEDS), delays()
-    content = {**total, "one_step_alone": alone, "alarms_per_100_series_years": steps.ALARMS_PER_100_YEARS}
+    content = {**total, "one_step_alone": alone, "alarms_per_100_series_years": change_points.ALARMS_PER_100_YEARS}
     cache.write_atomically(stem.with_suffix(".json"), (json.dumps(content, indent=1) + "\n").encode())
     cache.write_atomically(stem.with_suffix(".md"), markdown(total, alone).encode())
 

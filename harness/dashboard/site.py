@@ -13,13 +13,13 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from harness import events as events_of
-from harness import series as series_of
 from harness.dashboard import feed, view
 from harness.dashboard.view import CellView, Options
 from harness.errors import BadInput
-from harness.events import Event
-from harness.history import History
+from harness.history import events as events_of
+from harness.history import series as series_of
+from harness.history.events import Event
+from harness.history.runs import History
 
 WEB = Path(__file__).parent / "web"
 MARKER = "dpbench-dashboard.json"

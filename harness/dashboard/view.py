@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from harness import series as series_of
-from harness.events import RANK, Event
-from harness.history import History, Run
-from harness.report.naming import factor, machine_slug, number, slug
-from harness.series import Move, Point, Series
+from harness.analysis.naming import factor, machine_slug, number, slug
+from harness.history import series as series_of
+from harness.history.events import RANK, Event
+from harness.history.runs import History, Run
+from harness.history.series import Move, Point, Series
 from harness.tasks import TASKS
 
 SPARK_WIDTH, SPARK_HEIGHT, SPARK_BINS = 132, 26, 60

@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from harness.errors import BadInput
-from harness.registry import ROOT
+from harness.paths import ROOT
 
 FOLDER = ROOT / "results"
 FILE = FOLDER / "index.toml"

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from harness.errors import BadInput
+from harness.paths import ROOT
 from harness.published import index
 from harness.published.index import Entry
-from harness.registry import ROOT
 
 BLOCK = re.compile(
     r"(?P<first><!-- (?P<kind>ratios|tables): (?P<what>[^\n]*) -->\n).*?(?P<last><!-- end -->)", re.DOTALL

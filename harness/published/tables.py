@@ -10,12 +10,17 @@ from typing import Any
 
 import pandas as pd
 
+from harness.analysis import frames
+from harness.analysis.frames import Tables
+from harness.analysis.naming import factor
 from harness.errors import BadInput
 from harness.published.index import FOLDER, Entry
-from harness.report import chapters, markdown, records, standing, table
-from harness.report.layout import doubts
-from harness.report.naming import factor
-from harness.report.table import Tables
+from harness.report import contents
+from harness.report.chapters import fastest_peer
+from harness.report.formats import markdown
+from harness.report.text_tables import doubts
+from harness.store import read
+from harness.store.record import Record
 from harness.tasks import TASKS
 
 LIBRARY = "dpcore"
@@ -30,8 +35,8 @@ def ratios(entries: Sequence[Entry], sizes: Sequence[int] = ()) -> str:
         entries: Runs whose records are read; those without end-to-end times add nothing.
         sizes: Batch sizes to show; all if empty.
     """
-    frames = [standing.frame(tables) for entry in sorted(entries, key=_age) if (tables := _tables(entry.file))]
-    rows = pd.concat([f for f in frames if len(f)], ignore_index=True)
+    found = [fastest_peer.frame(tables) for entry in sorted(entries, key=_age) if (tables := _tables(entry.file))]
+    rows = pd.concat([f for f in found if len(f)], ignore_index=True)
     rows = rows[rows.contestant.str.startswith(f"{LIBRARY}-") & (rows.protocol == "verified-v1")]
     if sizes:
         rows = rows[rows.batch_size.isin(sizes)]
@@ -44,7 +49,7 @@ def ratios(entries: Sequence[Entry], sizes: Sequence[int] = ()) -> str:
         "|:--|--:|:--|:--|:--|",
     ]
     for cell in cells:
-        peer, plain = (shown.get((*cell, against), "–") for against in (standing.PEER, standing.WITHOUT_DP))
+        peer, plain = (shown.get((*cell, against), "–") for against in (fastest_peer.PEER, fastest_peer.WITHOUT_DP))
         lines.append(f"| {cell[0]} | {cell[1]} | {cell[2]} | {peer} | {plain} |")
     return "\n".join(lines)
 
@@ -60,7 +65,7 @@ def grids(entries: Sequence[Entry], title: str) -> str:
     Raises:
         BadInput: No table has such a title.
     """
-    report = chapters.build(records.load(*(FOLDER / entry.file for entry in entries)))
+    report = contents.build(read.load(*(FOLDER / entry.file for entry in entries)))
     found = [grid for chapter in report.chapters for grid in chapter.grids if fnmatchcase(grid.title, title)]
     if not found:
         raise BadInput(
@@ -74,12 +79,12 @@ def _age(entry: Entry) -> tuple[str, str]:
 
 
 @cache
-def _records(file: str) -> list[records.Record]:
-    return records.load(Path(FOLDER, file))
+def _records(file: str) -> list[Record]:
+    return read.load(Path(FOLDER, file))
 
 
 @cache
 def _tables(file: str) -> Tables | None:
     kept = [r for r in _records(file) if r.cell.kind == "e2e" and r.purpose != "memory"]
     timed = any(r.purpose == "time" and r.state == "ok" for r in kept)
-    return table.build(kept) if timed else None
+    return frames.build(kept) if timed else None

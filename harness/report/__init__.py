@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from harness.record import Record
+    from harness.store.record import Record
 
 
 def write(records_folder: Path, out: Path, plots: Path) -> list[Path]:
@@ -18,7 +18,7 @@ def write(records_folder: Path, out: Path, plots: Path) -> list[Path]:
     Returns the files written. Raises :class:`harness.errors.BadInput` for no record, a corrupt or newer one, or a
     folder that cannot be written.
     """
-    from harness.report import output
+    from harness.report.formats import output
 
     return output.write(records_folder, out, plots)
 
@@ -28,6 +28,7 @@ def show(records: Iterable[Record], console: Console) -> None:
 
     Raises :class:`harness.errors.BadInput` for no record.
     """
-    from harness.report import chapters, terminal
+    from harness.report import contents
+    from harness.report.formats import terminal
 
-    terminal.show(chapters.build(list(records)), console)
+    terminal.show(contents.build(list(records)), console)

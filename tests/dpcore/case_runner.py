@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, default_collate
 import dpcore
 from dpcore import Engine, PrivacyEngine
 from dpcore.errors import PrivacyError, UnsupportedError
-from dpcore.grad_sample import isolation
+from dpcore.example_isolation import check as isolation
 from dpcore.reference import clip_factor
 
 ERROR, SENSITIVITY = 1e-4, 1.0 + 1e-5

@@ -31,10 +31,10 @@ import torch
 from torch import Tensor, nn
 
 from dpcore import Engine, native, reference
-from dpcore.grad_sample import products
-from dpcore.grad_sample.tape import Use
+from dpcore.numerics.rounding import squares
 from dpcore.reference import Gradients
-from dpcore.rounding import squares
+from dpcore.rules import products
+from dpcore.tape.tape import Use
 from tests.dpcore.comparison import relative_error
 
 EXAMPLES = 4
@@ -44,19 +44,19 @@ DEGREES = (1.0, 1e2, 1e4, 1e6)
 a rest of their own size, and a ghost norm is still trusted: its rounding error is largest there."""
 
 WATCHED = (
-    "dpcore.grad_sample.contraction.gram_norm_sq",
-    "dpcore.grad_sample.contraction.products",
-    "dpcore.grad_sample.products._onednn",
-    "dpcore.grad_sample.convolution.gram_norm_sq",
-    "dpcore.grad_sample.convolution.ConvolutionUse._unfolded",
-    "dpcore.grad_sample.convolution.ConvolutionUse._window_gram",
-    "dpcore.grad_sample.embedding.EmbeddingUse._slots",
-    "dpcore.grad_sample.embedding.TokenCounts.add_rows",
-    "dpcore.grad_sample.embedding._pool",
-    "dpcore.grad_sample.embedding_bag.EmbeddingBagUse.add_clipped_sum",
-    "dpcore.grad_sample.fallback.ModuleUse._all",
-    "dpcore.grad_sample.normalization.AffineUse.grad_sample",
-    "dpcore.grad_sample.recurrence._lstm_loop",
+    "dpcore.rules.linear.gram_norm_sq",
+    "dpcore.rules.linear.products",
+    "dpcore.rules.products._onednn",
+    "dpcore.rules.convolution.gram_norm_sq",
+    "dpcore.rules.convolution.ConvolutionUse._unfolded",
+    "dpcore.rules.convolution.ConvolutionUse._window_gram",
+    "dpcore.rules.embedding.EmbeddingUse._slots",
+    "dpcore.rules.embedding.TokenCounts.add_rows",
+    "dpcore.rules.embedding._pool",
+    "dpcore.rules.embedding_bag.EmbeddingBagUse.add_clipped_sum",
+    "dpcore.rules.vmap.ModuleUse._all",
+    "dpcore.rules.normalization.AffineUse.grad_sample",
+    "dpcore.rules.recurrent_loops._lstm_loop",
     "dpcore.native.add_by_token",
     "dpcore.native.contraction_grad_sample",
     "dpcore.native.conv2d_grad_sample",
@@ -66,7 +66,7 @@ WATCHED = (
 )
 """Functions that tell the paths apart; the names of a path's own are unique endings of these."""
 
-SINGLY = "dpcore.grad_sample.accumulator.Accumulator._add_singly"
+SINGLY = "dpcore.microbatch.accumulator.Accumulator._add_singly"
 """One example in float64: where a ghost norm cannot be trusted."""
 
 
@@ -334,15 +334,15 @@ def _by_ghost_norm(degree: float | None) -> Batch:
 
 PATHS = (
     Path("linear, one position", _one_position, {"weight": GHOST, "bias": GHOST}, cancels=False),
-    Path("linear, ghost norm", _by_ghost_norm, LAYER, ("contraction.gram_norm_sq",)),
-    Path("linear, ghost norm, pieces of 1", _by_ghost_norm, LAYER, ("contraction.gram_norm_sq",), pieces=1),
-    Path("linear, ghost norm, masked", _by_ghost_norm, LAYER, ("contraction.gram_norm_sq",), masked=True),
-    Path("linear, kept", lambda d: _linear(d, 32, 12, 10), KEPT_LAYER, ("contraction.products",), formed=True),
+    Path("linear, ghost norm", _by_ghost_norm, LAYER, ("linear.gram_norm_sq",)),
+    Path("linear, ghost norm, pieces of 1", _by_ghost_norm, LAYER, ("linear.gram_norm_sq",), pieces=1),
+    Path("linear, ghost norm, masked", _by_ghost_norm, LAYER, ("linear.gram_norm_sq",), masked=True),
+    Path("linear, kept", lambda d: _linear(d, 32, 12, 10), KEPT_LAYER, ("linear.products",), formed=True),
     Path(
         "linear, kept, pieces of 3, masked",
         lambda d: _linear(d, 32, 12, 10),
         KEPT_LAYER,
-        ("contraction.products",),
+        ("linear.products",),
         formed=True,
         pieces=3,
         masked=True,
@@ -351,7 +351,7 @@ PATHS = (
         "linear, kept, one product per example",
         lambda d: _linear(d, 128, 128, 128),
         KEPT_LAYER,
-        ("contraction.products", "products._onednn"),
+        ("linear.products", "products._onednn"),
         formed=True,
     ),
     Path(
@@ -362,9 +362,7 @@ PATHS = (
         compiled=True,
         formed=True,
     ),
-    Path(
-        "linear, used twice", _reused, {f"layer.{n}": KEEP for n in KEPT_LAYER}, ("contraction.products",), formed=True
-    ),
+    Path("linear, used twice", _reused, {f"layer.{n}": KEEP for n in KEPT_LAYER}, ("linear.products",), formed=True),
     Path("convolution, ghost norm", lambda d: _convolution(d, 4), LAYER, GRAM),
     Path("convolution, ghost norm, channels-last", lambda d: _convolution(d, 4, 1, True), LAYER, GRAM),
     Path(
@@ -406,12 +404,12 @@ PATHS = (
         ("EmbeddingBagUse.add_clipped_sum",),
         formed=True,
     ),
-    Path("RNN, ghost norm", _rnn_ghost, _recurrent(GHOST), ("contraction.gram_norm_sq",), recorded=True),
+    Path("RNN, ghost norm", _rnn_ghost, _recurrent(GHOST), ("linear.gram_norm_sq",), recorded=True),
     Path(
         "RNN, kept",
         lambda d: _annihilated(_rnn, d, 16, 3),
         _recurrent(KEEP),
-        ("contraction.products",),
+        ("linear.products",),
         formed=True,
         recorded=True,
     ),
@@ -419,7 +417,7 @@ PATHS = (
         "GRU",
         lambda d: _annihilated(_gru, d, 20, 2),
         _recurrent(KEEP),
-        ("contraction.products",),
+        ("linear.products",),
         formed=True,
         recorded=True,
     ),
@@ -427,7 +425,7 @@ PATHS = (
         "LSTM",
         lambda d: _annihilated(_lstm, d, 24, 2),
         _recurrent(KEEP),
-        ("contraction.products", "recurrence._lstm_loop"),
+        ("linear.products", "recurrent_loops._lstm_loop"),
         formed=True,
         recorded=True,
     ),
@@ -444,7 +442,7 @@ PATHS = (
         "multihead attention",
         lambda d: _annihilated(_attention, d, 24, 4),
         {f"layer.{n}": KEEP for n in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")},
-        ("contraction.products",),
+        ("linear.products",),
         formed=True,
         recorded=True,
     ),
@@ -631,8 +629,8 @@ NOTES = """A cell: worst relative error of a norm / relative error of the clippe
 SIZES = """## The size of a gradient
 
 Errors of the norm of n equal numbers, relative to the true one. In a single float32 sum torch adds small squares to a
-large total, and loses their ends. The last column is proven (`dpcore/rounding.py`), whatever order torch adds in; the
-clip factor is taken from the norm and this bound, so that the real norm is at most C.
+large total, and loses their ends. The last column is proven (`dpcore/numerics/rounding.py`), whatever order torch adds
+in; the clip factor is taken from the norm and this bound, so that the real norm is at most C.
 """
 
 

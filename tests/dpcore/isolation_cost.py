@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpcore import Engine, PrivacyEngine
-from dpcore.grad_sample.isolation import BATCHES, RATE, IsolationCheck
+from dpcore.example_isolation.check import BATCHES, RATE, IsolationCheck
 
 ROUNDS = 15
 

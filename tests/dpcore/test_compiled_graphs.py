@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from dpcore import Engine, GaussianNoise, reference
 from dpcore.clipping import automatic_factors
+from dpcore.engine.graphs import graph_size, rung
 from dpcore.errors import PrivacyError, UnsupportedError
-from dpcore.grad_sample.compiled import graph_size, rung
 from tests.dpcore.comparison import MARGIN, odd_loss, relative_error
 from tests.dpcore.exactness import PATHS, Averaged, First, OwnScale, Reused
 

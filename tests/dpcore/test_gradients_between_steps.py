@@ -17,8 +17,8 @@ from dpcore.grad_sample import (
     register_grad_sampler,
     register_norm_sampler,
 )
-from dpcore.grad_sample.samplers import GRAD_SAMPLERS, NORM_SAMPLERS
 from dpcore.optimizers import AdaClipDPOptimizer, DPOptimizer
+from dpcore.rules.custom import GRAD_SAMPLERS, NORM_SAMPLERS
 from dpcore.schedulers import ExponentialBatchSize, LambdaBatchSize, StepBatchSize
 from dpcore.utils.batch_memory_manager import BatchMemoryManager
 from dpcore.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpcore import Engine, PrivacyEngine, PrivacyError
 from dpcore.errors import UnsupportedError
-from dpcore.grad_sample import isolation
+from dpcore.example_isolation import check as isolation
 
 
 @pytest.fixture(autouse=True)

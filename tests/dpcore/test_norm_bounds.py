@@ -22,11 +22,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from dpcore import Engine, PrivacyEngine, native
 from dpcore.clipping import automatic_factors
 from dpcore.grad_sample import register_grad_sampler, register_norm_sampler
-from dpcore.grad_sample.contraction import ContractionUse
-from dpcore.grad_sample.convolution import ConvolutionUse
-from dpcore.grad_sample.samplers import GRAD_SAMPLERS, NORM_SAMPLERS
-from dpcore.precision import full_precision, is_lowered
-from dpcore.rounding import gamma, gram, gram_roundings, squares
+from dpcore.numerics.precision import full_precision, is_lowered
+from dpcore.numerics.rounding import gamma, gram, gram_roundings, squares
+from dpcore.rules.convolution import ConvolutionUse
+from dpcore.rules.custom import GRAD_SAMPLERS, NORM_SAMPLERS
+from dpcore.rules.linear import ContractionUse
 from tests.dpcore.exactness import OwnScale, Reused, WeightedBag, aligned, own_kernels
 
 C = 1e-3

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpcore import Engine, PrivacyEngine
-from dpcore.grad_sample.tape import Tape
+from dpcore.tape.tape import Tape
 
 ALIVE: list[weakref.ref[Any]] = []
 

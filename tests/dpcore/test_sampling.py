@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomS
 
 from dpcore import PrivacyError, UnsupportedError
 from dpcore.data_loader import DPDataLoader
-from dpcore.grad_sample.tree import batch_length
+from dpcore.tree import batch_length
 from dpcore.utils.batch_memory_manager import cut
 from dpcore.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from harness import resident, sampling
 from harness.contract import Adapter, Setting, Unsupported
 from harness.tasks import TASKS, Task, check_parameters, initial_parameters
-from harness.worker import load_create
+from harness.worker import memory as resident
+from harness.worker import sampling
+from harness.worker.e2e import load_create
 
 BATCH = 16
 ROWS = 256

@@ -19,9 +19,12 @@ from typing import Any
 
 import pytest
 
-from harness import env, gatekeeper, isolation, limits, registry
-from harness.isolation import Limits, Venv
-from harness.registry import Contestant
+from harness.environments import executor, memory_limit
+from harness.environments import venv as env
+from harness.environments.executor import Limits, Venv
+from harness.gate import admission
+from harness.plan import registry
+from harness.plan.registry import Contestant
 from harness.tasks import TASKS
 
 pytestmark = pytest.mark.frameworks
@@ -85,9 +88,9 @@ def venv(contestant: Contestant, task: str) -> Venv:
 
 @pytest.mark.parametrize(("contestant", "task"), cases(TASKS, is_gated))
 def test_the_gate_says_what_is_expected_of_it(contestant: Contestant, task: str) -> None:
-    bounds = Limits(limits.default_limit(), 600.0)
+    bounds = Limits(memory_limit.default_limit(), 600.0)
     threads = len(os.sched_getaffinity(0))
-    verdict = gatekeeper.judge(contestant, task, venv(contestant, task), bounds, "cpu", threads, print)
+    verdict = admission.judge(contestant, task, venv(contestant, task), bounds, "cpu", threads, print)
     if verdict.state == "unsupported":
         assert verdict.reason
         pytest.skip(f"unsupported here: {verdict.reason}")
@@ -95,7 +98,7 @@ def test_the_gate_says_what_is_expected_of_it(contestant: Contestant, task: str)
     if fault := contestant.variant.why_rejected(task):
         assert not verdict.gate.passed, f"it passes, though it must be rejected: {fault}"
     else:
-        assert verdict.gate.passed, gatekeeper.failures(verdict.gate)
+        assert verdict.gate.passed, admission.failures(verdict.gate)
 
 
 PROBES: dict[tuple[str, str], dict[str, Any]] = {}
@@ -110,7 +113,7 @@ def probe(contestant: Contestant, task: str) -> dict[str, Any]:
         variant = contestant.variant
         arguments = [str(contestant.framework.folder), variant.name, task]
         arguments += ["private" if variant.private else "plain", "static" if variant.static_shapes else "any"]
-        PROBES[key] = isolation.json_tool(
+        PROBES[key] = executor.json_tool(
             place.python, "tests.frameworks.probe", arguments, environment=place.environment
         )
     if "unsupported" in PROBES[key]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from harness.duel import DuelOptions
+from harness.compare.run import DuelOptions
 from tests.planted.__main__ import fight
 
 pytestmark = pytest.mark.frameworks

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from harness import env, registry
+from harness.environments import venv
+from harness.plan import registry
 
 pytestmark = pytest.mark.frameworks
 ROOT = Path(__file__).parents[2]
 
 
 def test_a_short_run_ends_with_gates_times_and_ratios(tmp_path):
-    python = env.ensure(registry.frameworks()["pytorch"], print).python
+    python = venv.ensure(registry.frameworks()["pytorch"], print).python
     command = [sys.executable, "-m", "harness", "run", "gpu", "--device", "cpu", "--python", str(python)]
     command += ["--frameworks", "pytorch,dpcore,jax", "--tasks", "logreg", "--layers", "none", "--batch-sizes", "64"]
     command += ["--rounds", "1", "--threads", "1", "--seconds", "500", "--out", str(tmp_path)]

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
-from harness import env, isolation, layer_registry, layer_run, layers, limits
-from harness.isolation import Limits, Venv
-from harness.layer_registry import LayerContestant
-from harness.layer_request import LayerRequest
+from harness import layers
+from harness.environments import executor, memory_limit, venv
+from harness.environments.executor import Limits, Venv
 from harness.layers import LAYERS
+from harness.plan import layer_registry
+from harness.plan.layer_registry import LayerContestant
+from harness.run import layers as layer_run
+from harness.worker.layer_request import LayerRequest
 
 pytestmark = pytest.mark.frameworks
 
@@ -20,7 +23,7 @@ BATCH = 6
 
 COUNTED = """
 import torch
-from frameworks.torch_layers import profiled
+from frameworks._shared.torch.layers import profiled
 held = []
 for size in (0, 2**20, 4 * 2**20, 16 * 2**20):
     def work():
@@ -58,15 +61,15 @@ def cells() -> list[Any]:
 
 def python_of(contestant: LayerContestant) -> Path:
     try:
-        return env.ensure(contestant.framework, print).python
-    except env.EnvironmentFault as fault:
+        return venv.ensure(contestant.framework, print).python
+    except venv.EnvironmentFault as fault:
         pytest.skip(str(fault))
 
 
 @pytest.mark.parametrize(("contestant", "layer", "passes"), cells())
 def test_a_cell_is_right_and_its_memory_adds_up(contestant: LayerContestant, layer: str, passes: str) -> None:
     facts = LAYERS[layer]
-    place = Venv(python_of(contestant), contestant.variant.environment, "harness.layer_worker")
+    place = Venv(python_of(contestant), contestant.variant.environment, "harness.worker.layers")
     references = layer_run.ensure_references((layer,), print)
     for mode in ("time", "memory"):
         asked = LayerRequest(
@@ -88,7 +91,7 @@ def test_a_cell_is_right_and_its_memory_adds_up(contestant: LayerContestant, lay
             longest_pass=60.0,
             most_bytes=16 * 2**30,
         )
-        result = place.run(asked, Limits(limits.default_limit(), 600.0), lambda event: None)
+        result = place.run(asked, Limits(memory_limit.default_limit(), 600.0), lambda event: None)
         if result["state"] == "unsupported" or contestant.variant.why_unsupported(facts):
             pytest.skip(result["reason"])
         assert result["state"] == "ok", result
@@ -104,4 +107,4 @@ def test_a_cell_is_right_and_its_memory_adds_up(contestant: LayerContestant, lay
 
 def test_pytorchs_allocations_are_counted_to_the_byte() -> None:
     contestant = next(c for c in layer_registry.contestants() if c.name == "pytorch-eager")
-    isolation.run_tool(python_of(contestant), "tests.frameworks.run_code", [COUNTED])
+    executor.run_tool(python_of(contestant), "tests.frameworks.run_code", [COUNTED])

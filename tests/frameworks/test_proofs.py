@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.registry import EXTRA_FOLDERS, ROOT
+from harness.plan.registry import EXTRA_FOLDERS, ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
 

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from harness import layers, record, sketch
+from harness import layers
+from harness.analysis import frames
 from harness.errors import BadInput
 from harness.layers import LAYERS, PAPER, SWEEP, SWEEP_ROWS
-from harness.report import table
-from tests.harness.record_factory import layer_record
-from tests.harness.record_factory import record as e2e_record
+from harness.store import record
+from harness.worker import sketch
+from tests.support.record_factory import layer_record
+from tests.support.record_factory import record as e2e_record
 
 PAPER_BYTES = Path(__file__).parents[2] / "results" / "paper" / "layer_memory_breakdown.csv"
 BLOCK = 512
@@ -107,10 +109,10 @@ def test_a_layers_record_survives_the_store_and_keeps_out_of_the_tables_of_tasks
     assert again.cell.name == "linear/opacus-hooks/clipped/16/layers-v1/cpu/venv"
     parts = again.layer.parts
     assert parts.peak == parts.input + parts.labels + parts.module + parts.gradients + parts.intermediate
-    tables = table.build([mine, e2e_record()])
+    tables = frames.build([mine, e2e_record()])
     assert set(tables.raw.task) == {"mnist-cnn"}
     with pytest.raises(BadInput, match=r"no end-to-end records here \(only of: layer"):
-        table.build([mine])
+        frames.build([mine])
 
 
 def test_a_cell_is_either_a_task_or_a_layer_with_its_passes():

@@ -7,8 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from harness import plan, protocol, registry, sampling
+from harness.plan import e2e as plan
+from harness.plan import protocol, registry
 from harness.tasks import TASKS, check_parameters, initial_parameters
+from harness.worker import sampling
 
 PARAMETERS = {
     "mnist-cnn": 26_010,

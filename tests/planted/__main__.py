@@ -15,14 +15,16 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from harness import cache, duel_record, sides
-from harness.cli import _integers, _list
-from harness.duel import DuelOptions, DuelRun
-from harness.duel_record import Duel
-from harness.duel_report import summary as sentence
+from harness.cli.options import integers, names_of
+from harness.compare import candidates
+from harness.compare import record as compare_record
+from harness.compare.record import Duel
+from harness.compare.report import summary as sentence
+from harness.compare.run import DuelOptions, DuelRun
 from harness.errors import BadInput
-from harness.progress import Progress
-from harness.store import RunFolder
+from harness.run.progress import Progress
+from harness.store import cache
+from harness.store.folder import RunFolder
 from tests.planted import table
 from tests.planted.faults import FAULTS, plant
 
@@ -56,8 +58,8 @@ def main(
             console.print("The time is up; the same command goes on from here.")
             break
         options = DuelOptions(
-            layers=_list(layers) or (),
-            batch_sizes=_integers(batch_sizes, "--batch-sizes") or (),
+            layers=names_of(layers) or (),
+            batch_sizes=integers(batch_sizes, "--batch-sizes") or (),
             seconds=seconds,
             threshold=threshold,
             max_rounds=max_rounds,
@@ -82,14 +84,14 @@ def fight(name: str, options: DuelOptions, folder: Path, console: Console) -> Du
     with tempfile.TemporaryDirectory() as temporary:
         planted = Path(temporary, f"planted-{name}")
         plant(name, planted)
-        base, head = sides.resolve("base", "."), sides.resolve("head", str(planted))
+        base, head = candidates.resolve("base", "."), candidates.resolve("head", str(planted))
     run = DuelRun(options, base, head, RunFolder(folder.resolve()), f"python -m tests.planted --fault {name}")
     with Progress(console, quiet=True) as progress:
         return run.execute(progress)
 
 
 def stored(out: Path) -> dict[str, list[Duel]]:
-    return {name: [duel_record.read(path) for path in sorted(out.glob(f"{name}/*/duel.json"))] for name in FAULTS}
+    return {name: [compare_record.read(path) for path in sorted(out.glob(f"{name}/*/duel.json"))] for name in FAULTS}
 
 
 if __name__ == "__main__":

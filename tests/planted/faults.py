@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.registry import ROOT
+from harness.plan.registry import ROOT
 
 SLOWED = """
 
@@ -68,7 +68,7 @@ class Fault:
     text: str = ""
 
 
-ENGINE = "dpcore/grad_sample/engine.py"
+ENGINE = "dpcore/engine/engine.py"
 FAULTS = {
     "none": Fault("nothing changed (A/A)", None),
     **{

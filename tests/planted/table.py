@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from harness.duel_record import Duel, counted, most_set_aside
-from harness.sequential import Rule, follow
+from harness.analysis.sequential import Rule, follow
+from harness.compare.record import Duel, counted, most_set_aside
 from tests.planted.faults import FAULTS
 
 EFFECTS = (0.0, 0.01, 0.02, 0.03, 0.05, 0.07, 0.10, 0.15)

@@ -13,7 +13,7 @@ import numpy as np
 
 from harness.contract import Adapter, Array, Setting
 from harness.tasks import Task
-from tests.harness.gate_numpy import Exact, Values
+from tests.support.gate_numpy import Exact, Values
 
 REQUEST = Path(sys.argv[1]) if len(sys.argv) > 1 and sys.argv[1].endswith(".json") else None
 MODE = json.loads(REQUEST.read_text())["mode"] if REQUEST else ""

@@ -1,0 +1,1 @@
+"""The engine: clipped sums and private steps for one model and loss."""

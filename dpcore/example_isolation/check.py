@@ -1,0 +1,504 @@
+"""Whether a model keeps the examples of a batch apart, found out by experiment during training.
+
+Clipping bounds an example's influence only where each example's gradient is a function of that example alone. No list
+of layer types can tell: a mean over the batch is one line in a forward pass. So the first batches of every kind, and
+rare random ones later, go through the model a few times more, and the real pass afterwards finds everything as it was.
+
+1. *One output.* The gradient of one random example's outputs must reach only that example's row in every recorded use
+   of a parameter; every other row must be exactly zero. (With losses by example: the gradient of one loss.)
+2. *Other inputs.* Half of the examples are replaced by another one; the gradients of the other half may not change.
+   This sees examples that mix where no gradient flows: before the first trained layer, by sorting, by a count. The
+   gradients at the outputs of the replaced examples are others, too, for what mixes in the backward pass.
+3. *Outliers.* As 2, with that half's own floating-point inputs made large, for what only the largest value does.
+4. *State.* Buffers must end up the same in 1 and 2, and no parameter may be written.
+5. *Fewer.* The first examples are left out; the gradients of the others may not change. This sees what depends on an
+   example's place in the batch, or on the number of examples. (Not where random numbers but dropout's are drawn.)
+
+Outputs are all tensors with a gradient in what the forward pass returns, also within objects of unknown classes, and
+those that it leaves in attributes of modules.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
+from dpcore.example_isolation.rows import enlarged, half_of_rows, has_rows, replace_rows, without_graph
+from dpcore.microbatch import ragged
+from dpcore.microbatch.accumulator import weighted_sum
+from dpcore.microbatch.layout import Layout
+from dpcore.microbatch.planner import Choice, choose
+from dpcore.rerun.side_effects import left_behind, tensors_in
+from dpcore.rerun.snapshot import ModelState, RandomNumbers, preserved, same_values, without_dropout
+from dpcore.rules.linear import wide
+from dpcore.tape.deferred_lookups import SeenOtherwise
+from dpcore.tape.tape import Tape
+from dpcore.tree import flatten, unflatten
+
+Run = Callable[[Any], Any]
+"""A batch -> the model's outputs, or [B] losses."""
+
+EXAMPLES = 16
+"""A check takes at most so many of a batch's examples; mixing needs two."""
+BATCHES = 3
+"""So many first batches of a kind are checked: one check finds a dependence on a count or a rank only more often than
+not."""
+ALWAYS = 24
+"""So many checks of new kinds are always made, later ones while checks are at most RATE of all passes."""
+RATE = 1.0 / 1024
+"""How often a later batch is checked. A check is at most four passes over its examples, and what they leave behind."""
+ROUNDING, HALF_ROUNDING = 1e-3, 0.05
+"""Relative change of a squared norm that is taken for rounding: another example's length may choose another kernel."""
+CANCELLATION = 1e-5
+FLOOR, HALF_FLOOR = 1e-9, 1e-4
+"""Shares of the squared norm over all parameters: less is rounding, too."""
+OUTPUT_FLOOR = 1e-10
+"""Squared change of one number of an output that is taken for rounding, where the output may be zero but for it."""
+
+REMEDY = (
+    "Clipping an example's gradient would then not bound its influence. Treat examples apart (GroupNorm for statistics "
+    "of the batch, one loss per example, no sums, sorting or attention over dimension 0; a tensor that is left in an "
+    "attribute of a module counts as an output, so detach() what is only logged), or pass "
+    "check_isolation=False if you can prove that each example's gradient depends on that example alone."
+)
+SWITCHED_OFF = (
+    "check_isolation=False: whether the model mixes the examples of a batch is not checked. If it does, one example "
+    "moves the sum by more than max_grad_norm and epsilon is too small."
+)
+
+
+class IsolationCheck:
+    """The experiments on one model whose trained parameters are ``names``; it decides when a batch is due."""
+
+    def __init__(self, model: nn.Module, names: dict[Parameter, str], layout: Layout) -> None:
+        self.model = model
+        self.names = names
+        self.layout = layout
+        self.enabled = True
+        self.compiled = False
+        """Whether torch.compile made a part of the graph (a loss function), through which one backward pass can go."""
+        self._kinds: Counter[Any] = Counter()
+        self._passes = 0
+        self._checks = 0
+        # Of its own and unpredictable: it must neither shift the user's random numbers nor miss what repeats.
+        self._random = random.Random()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_random": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _random=random.Random())
+
+    def switch_off(self) -> None:
+        """Ends the checks, with a warning."""
+        self.enabled = False
+        warn_caller(SWITCHED_OFF)
+
+    def due(self, kind: Any, batch_size: int) -> bool:
+        """Whether this batch is to be checked: one of the first of its kind with two examples, or a rare random one."""
+        if not self.enabled or batch_size < 2:
+            return False
+        self._passes += 1
+        new = self._kinds[kind] < BATCHES and self._checks < ALWAYS + RATE * self._passes
+        return new or self._random.random() < RATE
+
+    def check(self, kind: Any, run: Run, batch: Any, batch_size: int, losses: bool = False) -> None:
+        """Raises PrivacyError where ``run(batch)`` mixes the examples of ``batch`` or writes what depends on them.
+
+        Args:
+            kind: what the batch's shapes are; checked from now on.
+            run: the forward pass of a batch, called four times, or more often where a gradient has moved.
+            batch: any structure; tensors whose first dimension is ``batch_size`` have one row per example.
+            losses: whether ``run`` returns one loss per example.
+        """
+        self._checks += 1
+        whole = ragged.is_ragged(self.model, batch)
+        if not whole:
+            batch, batch_size = self._some(batch, batch_size)
+        with preserved(self.model) as state, torch.enable_grad():
+            state.watch_parameters()
+            trial = _Trial(self, state, run, batch_size, losses)
+            row = self._random.randrange(batch_size)
+            if whole:
+                trial.measure(batch, torch.arange(0), alone=row)
+            else:
+                self._exchange(trial, batch, row)
+        self._kinds[kind] += 1
+
+    def _some(self, batch: Any, batch_size: int) -> tuple[Any, int]:
+        """At most EXAMPLES random examples; not as many as another dimension has, which could pass for the batch."""
+        if batch_size <= EXAMPLES:
+            return batch, batch_size
+        leaves, structure = flatten(batch)
+        taken = {n for leaf in leaves if isinstance(leaf, Tensor) for n in leaf.shape[1:]}
+        count = next((n for n in range(EXAMPLES, 1, -1) if n not in taken), EXAMPLES)
+        index = torch.tensor(sorted(self._random.sample(range(batch_size), count)))
+        return unflatten(
+            structure, [leaf[index.to(leaf.device)] if has_rows(leaf, batch_size) else leaf for leaf in leaves]
+        ), count
+
+    def _exchange(self, trial: _Trial, batch: Any, alone: int) -> None:
+        """All experiments; ``alone``: the example whose outputs may not reach others."""
+        count = trial.batch_size
+        rows, beside = half_of_rows(count, self._random)
+        dropped = _dropped(batch, count)
+        if dropped + len(rows) >= count:
+            rows, beside = torch.arange(dropped), dropped
+        neighbours = replace_rows(batch, count, rows, lambda leaf: leaf[beside])
+        outliers = replace_rows(batch, count, rows, lambda leaf: enlarged(leaf[rows.to(leaf.device)]))
+        # The same rows are compared in all experiments, so that one pass is the measure of them.
+        excluded = torch.cat([torch.arange(dropped), rows]).unique()
+        before = trial.measure(batch, excluded, alone)
+        written = trial.written
+        try:
+            self._compare(trial, before, batch, neighbours, excluded)
+        except UnsupportedError as error:
+            error.add_note(
+                "dpcore had put other examples of the batch in the place of some, to see whether the model keeps "
+                "examples apart; a model that fails on that depends on several examples at a time."
+            )
+            raise
+        now = trial.written
+        for name in written.keys() | now.keys():
+            if name not in written or name not in now or not same_values(written[name], now[name]):
+                raise PrivacyError(
+                    f"The buffer {name} depends on the examples of a batch and would be released without noise, in "
+                    "state_dict() and through what is computed from it. Keep such statistics out of the model, or "
+                    "compute them from public data."
+                )
+        if any(has_rows(leaf, count) and leaf.is_floating_point() for leaf in flatten(batch)[0]):
+            try:
+                self._compare(trial, before, batch, outliers, excluded)
+            except PrivacyError:
+                raise
+            except Exception:  # the model may well refuse such values; they were ours, not the user's
+                pass
+        if dropped:
+            self._compare_fewer(trial, before, batch, dropped, excluded)
+
+    def _compare_fewer(self, trial: _Trial, before: Measurements, batch: Any, dropped: int, excluded: Tensor) -> None:
+        """Experiment 5: PrivacyError where a gradient depends on the place in the batch or on the batch's length."""
+        count = trial.batch_size
+        leaves, structure = flatten(batch)
+        # A batch of another length goes through other kernels, whose rounding cancellation may enlarge.
+        rounding = HALF_ROUNDING
+        fewer = unflatten(structure, [leaf[dropped:] if has_rows(leaf, count) else leaf for leaf in leaves])
+        try:
+            after = trial.measure(fewer, excluded, dropped=dropped)
+            if _moved(before, after, rounding) is None:
+                return
+            with without_dropout(self.model):
+                before, again = (trial.measure(batch, excluded) for _ in range(2))
+                after = trial.measure(fewer, excluded, dropped=dropped)
+        except Exception:  # a model may well be made for batches of one length
+            return
+        moved = _moved(before, after, rounding)
+        if moved is None or trial.drew or _moved(before, again, rounding / 4) is not None:
+            return
+        raise PrivacyError(
+            f"The {self._what(moved)} for an example depends on the number of examples in the batch, or on "
+            f"its place there: it changed when {dropped} before it were left out. A table of positions that is cut to "
+            f"the batch's length instead of the sequence's does that, or a division by len(x). {REMEDY}"
+        )
+
+    def _compare(self, trial: _Trial, before: Measurements, batch: Any, changed: Any, rows: Tensor) -> None:
+        """PrivacyError where ``changed`` gives another gradient than ``batch``, for which ``before`` was measured, in a
+        row that is not among ``rows``."""
+        after = trial.measure(changed, rows, changed=True)
+        if _moved(before, after, self._rounding()) is None:
+            return
+        # Dropout of what is packed hits other elements as soon as a length changes: compared without it.
+        with without_dropout(self.model):
+            before, again = (trial.measure(batch, rows) for _ in range(2))
+            after = trial.measure(changed, rows, changed=True)
+        moved = _moved(before, after, self._rounding())
+        if moved is None:
+            return
+        if _moved(before, again, self._rounding() / 4) is not None:
+            warn_caller(
+                "Two passes over the same batch with the same random numbers gave different gradients, so it cannot be "
+                "checked by experiment whether the model mixes examples."
+            )
+            return
+        raise PrivacyError(
+            f"The {self._what(moved)} for an example depends on the other examples in the batch: it "
+            f"changed when those were replaced. {REMEDY}"
+        )
+
+    def _what(self, moved: Parameter | int) -> str:
+        return f"output number {moved + 1}" if isinstance(moved, int) else f"gradient of {self.names[moved]}"
+
+    def _rounding(self) -> float:
+        half = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.names)
+        device = next(iter(self.names)).device.type
+        return HALF_ROUNDING if half or torch.is_autocast_enabled(device) else ROUNDING
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """Of one parameter: [k] squared norms of k rows' gradients, the scale of their rounding errors, and the product of
+    a weighted sum of these gradients with a fixed random direction, which also sees a change that keeps all norms."""
+
+    norms_sq: Tensor
+    scale: Tensor
+    projection: float
+    numbers: int = 0
+    """In a row of an output; 0 for parameters."""
+
+
+Measurements = dict[Parameter | int, _Measured]
+"""By parameter; and of the outputs' own values, by their number: a layer that is run again by example has gradients
+that are the example's own even where its outputs were not."""
+
+
+class _Trial:
+    """Passes over batches of one size, all with the same random numbers and the same weights of the outputs."""
+
+    def __init__(self, check: IsolationCheck, state: ModelState, run: Run, batch_size: int, losses: bool) -> None:
+        self.check = check
+        self.state = state
+        self._run = run
+        self.batch_size = batch_size
+        self.losses = losses
+        self.random = RandomNumbers(check.model)
+        self.shapes: list[torch.Size] | None = None
+        self.drew = False
+        """Whether the last pass drew random numbers."""
+        self.written: dict[str, Tensor] = {}
+        """The buffers that the last pass wrote; they are restored after each."""
+
+    def measure(
+        self, batch: Any, excluded: Tensor, alone: int | None = None, changed: bool = False, dropped: int = 0
+    ) -> Measurements:
+        """The gradients of all rows but the ``excluded``; nothing where the outputs have other shapes than before.
+        PrivacyError where the gradient of the outputs of the example ``alone`` reaches another's (experiment 1).
+
+        Args:
+            changed: the outputs of the ``excluded`` get larger gradients.
+            dropped: so many of the first rows are left out in ``batch``; outputs without rows then count for nothing.
+        """
+        found: Measurements = {}
+
+        def look_alone(tape: Tape, outputs: list[Tensor]) -> None:
+            if alone is not None:
+                self._check_alone(tape, outputs, alone)
+
+        def look_at_all(tape: Tape, outputs: list[Tensor]) -> None:
+            shapes = [output.shape for output in outputs]
+            if self.shapes is None:
+                self.shapes = shapes
+            weights = self._all_weights(outputs, shapes, excluded if changed else None, dropped)
+            if weights is None:
+                return
+            tape.pull(outputs, weights, keep=False)
+            with _without_autocast(self.check.names):
+                for choice in choose(tape.uses):
+                    found[choice.param] = self._measured(choice, excluded, dropped)
+                for k, (output, weight) in enumerate(zip(outputs, weights, strict=True)):
+                    dims = self._batch_dims(self.shapes[k])
+                    if len(dims) == 1:
+                        rows, theirs = (t.movedim(dims[0], 0) for t in (output, weight))
+                        found[k] = self._values(rows, theirs, excluded, dropped)
+
+        if not self.check.compiled:
+            try:
+                self._pass(batch, dropped, look_alone, look_at_all)
+                return found
+            except RuntimeError as error:
+                if "donated buffers" not in str(error):
+                    raise
+                self.check.compiled = True
+        self._pass(batch, dropped, look_alone)
+        self._pass(batch, dropped, look_at_all)
+        return found
+
+    def _all_weights(
+        self, outputs: list[Tensor], shapes: list[torch.Size], larger: Tensor | None, dropped: int
+    ) -> list[Tensor] | None:
+        """Gradients at the outputs: the same for the same example whatever is ``dropped``; None where the shapes are
+        not those of the first pass."""
+        assert self.shapes is not None
+        if len(shapes) != len(self.shapes):
+            return None
+        weights = []
+        for output, first in zip(outputs, self.shapes, strict=True):
+            weight = output.new_ones(first) if self.losses else _weights(output.new_empty(first))
+            dims = self._batch_dims(first)
+            if larger is not None and len(dims) == 1:
+                weight.index_copy_(dims[0], larger.to(weight.device), 3.0 * weight.index_select(dims[0], larger))
+            if dropped:
+                if len(dims) != 1:
+                    return None
+                weight = weight.narrow(dims[0], dropped, self.batch_size - dropped)
+            if weight.shape != output.shape:
+                return None
+            weights.append(weight)
+        return weights
+
+    def _pass(self, batch: Any, dropped: int, *looks: Callable[[Tape, list[Tensor]], None]) -> None:
+        """Every ``look(tape, outputs that need a gradient)`` after one forward pass."""
+        while True:
+            self.random.restore()
+            tape = self.check.layout.tape(self.check.names, self.batch_size - dropped)
+            before = {id(tensor) for tensor in left_behind(self.check.model)}
+            with self.check.layout.recording(tape):
+                returned = self._run(without_graph(batch))
+            self.drew = not RandomNumbers(self.check.model).same(self.random)
+            self.written = self.state.written()
+            left = [tensor for tensor in left_behind(self.check.model) if id(tensor) not in before]
+            outputs = list({id(t): t for t in (*tensors_in(returned), *left) if t.requires_grad}.values())
+            if not outputs and tape.attached and not self.losses:
+                raise UnsupportedError(
+                    f"The forward pass returned a {type(returned).__name__} in which no tensor with a gradient was "
+                    "found, nor in the attributes of its modules, so it cannot be checked whether the model mixes the "
+                    "examples of a batch. Return the tensors that the loss needs."
+                )
+            try:
+                for look in looks if outputs else ():
+                    look(tape, outputs)
+                return
+            except SeenOtherwise:
+                continue  # which does without one more lookup that was put off
+
+    def _batch_dims(self, shape: torch.Size) -> list[int]:
+        return [d for d in (0, 1) if shape[d : d + 1] == (self.batch_size,)]
+
+    def _kept(self, excluded: Tensor, dropped: int, device: torch.device) -> Tensor:
+        kept = torch.ones(self.batch_size, dtype=torch.bool, device=device)
+        kept[excluded.to(device)] = False
+        return kept[dropped:]
+
+    def _values(self, output: Tensor, weight: Tensor, excluded: Tensor, dropped: int) -> _Measured:
+        """Of the rows of an output that are not excluded."""
+        kept = self._kept(excluded, dropped, output.device)
+        rows = wide(output.detach()[kept]).flatten(1) if output.dim() > 1 else wide(output.detach()[kept]).unsqueeze(1)
+        norms_sq = rows.abs().square().sum(1)
+        projection = float((rows * weight[kept].reshape(rows.shape)).real.sum())
+        return _Measured(norms_sq, norms_sq, projection, rows.shape[1])
+
+    def _measured(self, choice: Choice, excluded: Tensor, dropped: int) -> _Measured:
+        norms_sq, scale = _norms_sq(choice)
+        kept = self._kept(excluded, dropped, norms_sq.device)
+        dtype = torch.promote_types(choice.param.dtype, torch.float32)
+        numbers = torch.Generator().manual_seed(choice.param.numel())
+        rows = torch.randn(self.batch_size, generator=numbers)[dropped:].to(kept.device, dtype) * kept
+        total = torch.zeros(choice.param.shape, dtype=dtype, device=choice.param.device)
+        weighted_sum(choice, rows, total)
+        direction = torch.randn(total.shape, generator=numbers).to(total.device, dtype)
+        return _Measured(norms_sq[kept], scale[kept], float((total * direction).sum()))
+
+    def _check_alone(self, tape: Tape, outputs: list[Tensor], row: int) -> None:
+        """Experiment 1. An output with the batch's length in two dimensions may have its examples in either."""
+        dims = [(o, [d for d in (0, 1) if o.shape[d : d + 1] == (self.batch_size,)]) for o in outputs]
+        by_row = [(output, fits) for output, fits in dims if fits]
+        reached: Parameter | None = None
+        possible = max((len(fits) for _, fits in by_row), default=0)
+        for last in range(0 if self.check.compiled and possible > 1 else possible):
+            weights = []
+            for output, fits in by_row:
+                dim = fits[-1] if last else fits[0]
+                weight = torch.zeros_like(output)
+                weight.select(dim, row).copy_(_weights(output).select(dim, row))
+                weights.append(weight)
+            tape.pull([output for output, _ in by_row], weights, keep=not self.check.compiled)
+            found = self._reaches_others(tape, row)
+            if found is None:
+                return
+            reached = found if reached is None else reached
+        if reached is not None:
+            what = "loss" if self.losses else "output"
+            raise PrivacyError(
+                f"The {what} of one example has a gradient at {self.check.names[reached]} in the rows of other "
+                f"examples: the model mixes the examples of a batch. {REMEDY}"
+            )
+
+    def _reaches_others(self, tape: Tape, row: int) -> Parameter | None:
+        with _without_autocast(self.check.names):
+            for choice in choose(tape.uses):
+                others, _ = _norms_sq(choice)
+                others[row] = 0.0
+                # A derivative that is infinite gives 0 * inf in its own row: no sign of another example.
+                if bool((others.isfinite() & (others != 0.0)).any()):
+                    return choice.param
+        return None
+
+
+def _norms_sq(choice: Choice) -> tuple[Tensor, Tensor]:
+    """[B] squared norms of a parameter's per-sample gradients, and [B] scale of their rounding errors."""
+    if choice.method == "ghost":
+        found = choice.uses[0].norm_sq(choice.param)
+        return found.value.detach().clone(), found.value if found.scale is None else found.scale
+    first, *more = (use.grad_sample(choice.param) for use in choice.uses)
+    norms_sq = wide(sum(more, first)).unsqueeze(-1).flatten(1).square().sum(1)
+    return norms_sq, norms_sq
+
+
+def _dropped(batch: Any, count: int) -> int:
+    """How many of the first rows experiment 5 leaves out: one, so that every place changes, or a few where the rest
+    would be as many as another dimension has; 0 where too few examples are left to tell."""
+    taken = {n for leaf in flatten(batch)[0] if isinstance(leaf, Tensor) for n in leaf.shape[1:]}
+    return next((k for k in (1, 3, 2) if count - k >= 3 and count - k not in taken), 0)
+
+
+@contextmanager
+def _without_autocast(names: dict[Parameter, str]) -> Iterator[None]:
+    with torch.no_grad(), torch.autocast(next(iter(names)).device.type, enabled=False):
+        yield
+
+
+def _moved(before: Measurements, after: Measurements, rounding: float) -> Parameter | int | None:
+    """The parameter or output with the largest change, None where all is rounding or could not be measured."""
+    worst, found = 1.0, None
+    total: Tensor | float = _total(before)
+    # What a gradient that is zero but for rounding (of a key's bias, say) has of the whole.
+    half = rounding >= HALF_ROUNDING / 4
+    floor = total * (HALF_FLOOR if half else FLOOR)
+    for param in before.keys() | after.keys() if before and after else ():
+        # An output may be zero but for rounding, of numbers that are not seen.
+        least = before[param].numbers * OUTPUT_FLOOR * (1e5 if half else 1.0) if isinstance(param, int) else floor
+        most = _change(before.get(param), after.get(param), rounding, least)
+        if most > worst:
+            worst, found = most, param
+    return found
+
+
+def _total(measured: Measurements) -> Tensor | float:
+    """[k] squared norms over all parameters together; 0 where they have not the same rows."""
+    each = [m.norms_sq.double().nan_to_num(0.0, 0.0) for key, m in measured.items() if not isinstance(key, int)]
+    return torch.stack(each).sum(0).clamp(min=0.0) if len({n.shape for n in each}) == 1 else 0.0
+
+
+def _change(before: _Measured | None, after: _Measured | None, rounding: float, floor: Tensor | float) -> float:
+    """How many times larger than rounding the change between two measurements is."""
+    if before is None or after is None:
+        present = after if before is None else before
+        assert present is not None
+        return float("inf") if bool((present.norms_sq > 0).any()) else 0.0
+    if before.norms_sq.shape != after.norms_sq.shape:
+        return 0.0
+    finite = before.norms_sq.isfinite() & after.norms_sq.isfinite()
+    old, new = before.norms_sq[finite].double(), after.norms_sq[finite].double()
+    if not len(old) or not bool(finite.all()):
+        return 0.0
+    largest = torch.maximum(old, new).clamp(min=0.0)  # what cancels may be below zero
+    scale = torch.maximum(before.scale[finite].double(), after.scale[finite].double()).clamp(min=0.0)
+    allowed = rounding * largest + CANCELLATION * scale + 1e-9 * largest.sum() + floor + 1e-300
+    by_norm = float(((new - old).abs() / allowed).max())
+    size = float((allowed / rounding).sum()) ** 0.5
+    by_projection = abs(after.projection - before.projection) / (rounding * size)
+    return max(by_norm, by_projection)
+
+
+def _weights(output: Tensor) -> Tensor:
+    """Fixed weights of an output's elements, none of them zero and hardly any two alike."""
+    n = torch.arange(output.numel(), device=output.device, dtype=torch.float32)
+    return (1.0 + 0.5 * torch.sin(1.7 * n)).reshape(output.shape).to(output.dtype)

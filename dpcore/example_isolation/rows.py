@@ -1,0 +1,54 @@
+"""A batch in any structure, by its rows: which tensors have one per example, and the batch with other rows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpcore.tree import flatten, unflatten
+
+
+def without_graph(batch: Any) -> Any:
+    """A copy of the batch without the graph that its tensors come from; a model may change its inputs in place."""
+    leaves, structure = flatten(batch)
+    return unflatten(
+        structure, [v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in leaves]
+    )
+
+
+def has_rows(leaf: Any, batch_size: int) -> bool:
+    """Whether this is a tensor with one row per example."""
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == batch_size
+
+
+def enlarged(values: Tensor) -> Tensor:
+    """Floating-point values as outliers; others as they are."""
+    return 8.0 * values + 3.0 if values.is_floating_point() else values
+
+
+def replace_rows(batch: Any, batch_size: int, rows: Tensor, value: Callable[[Tensor], Tensor]) -> Any:
+    """The batch with ``value(leaf)`` at ``rows`` of every tensor by example."""
+    leaves, structure = flatten(batch)
+    changed = []
+    for leaf in leaves:
+        if has_rows(leaf, batch_size):
+            new = leaf.detach().clone()
+            new[rows.to(new.device)] = value(leaf.detach())
+            leaf = new.requires_grad_(leaf.requires_grad)
+        changed.append(leaf)
+    return unflatten(structure, changed)
+
+
+def half_of_rows(count: int, generator: random.Random) -> tuple[Tensor, int]:
+    """(a random run of half of ``count`` rows, the row beside it whose values they can take).
+
+    A run, so that a batch that is sorted by length stays so.
+    """
+    half = count // 2
+    start = generator.randrange(count - half + 1)
+    beside = generator.choice([row for row in (start - 1, start + half) if 0 <= row < count])
+    return torch.arange(start, start + half), beside

@@ -1,0 +1,191 @@
+"""One batch's gradients between its backward pass and the optimiser's step, and what users read and write there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from dpcore.errors import PrivacyError
+from dpcore.numerics.rounding import SquaredNorm
+from dpcore.rules.linear import wide
+from dpcore.tape.uses import Use
+
+
+class GradSampleOwner(Protocol):
+    """An object that records the gradients of a parameter and answers for its ``grad_sample``."""
+
+    def read_grad_sample(self, param: Parameter) -> Any:
+        """Return the per-sample gradients of ``param``, None where there are none."""
+        ...
+
+    def write_grad_sample(self, param: Parameter, value: Any) -> None:
+        """Put ``value`` in the place of what was recorded."""
+        ...
+
+
+class _Given(Use):
+    """A per-sample gradient that exists already: read, changed or provided by the user."""
+
+    def __init__(self, param: Parameter, tensor: Tensor) -> None:
+        self.params = (param,)
+        self.grad = tensor
+
+    def ghost_is_cheaper(self, param: Parameter) -> bool:
+        return False
+
+    def grad_sample(self, param: Parameter) -> Tensor:
+        assert self.grad is not None
+        return wide(self.grad.detach())
+
+    def rows(self, index: Tensor, dtype: torch.dtype) -> Use:
+        assert self.grad is not None
+        return _Given(self.params[0], self.grad.detach().index_select(0, index).to(dtype))
+
+    def stash_bytes(self) -> int:
+        return 0 if self.grad is None else self.grad.nbytes
+
+
+class _Rest(Use):
+    """What a use contributes to parameters other than those in ``given``."""
+
+    def __init__(self, use: Use, given: Mapping[Parameter, Any]) -> None:
+        self.use = use
+        self.given = given
+        self.grad = use.grad
+        self.params = tuple(p for p in use.params if p not in given)
+
+    def norm_sq(self, param: Parameter) -> SquaredNorm:
+        return self.use.norm_sq(param)
+
+    def grad_sample(self, param: Parameter) -> Tensor:
+        return self.use.grad_sample(param)
+
+    def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
+        self.use.add_clipped_sum(param, factors, out)
+
+    def ghost_is_cheaper(self, param: Parameter) -> bool:
+        return self.use.ghost_is_cheaper(param)
+
+    def rows(self, index: Tensor, dtype: torch.dtype) -> Use:
+        return _Rest(self.use.rows(index, dtype), self.given)
+
+    def stash_bytes(self) -> int:
+        return self.use.stash_bytes()
+
+
+@dataclass
+class Iteration:
+    """``uses`` of a backward pass over ``batch_size`` examples. ``given``: per-sample gradients [B, *param.shape] that
+    were read (and may have been changed in place since) or provided; they take the place of the recorded ones."""
+
+    uses: list[Use]
+    batch_size: int
+    given: dict[Parameter, Tensor] = field(default_factory=dict)
+    _formed: dict[Parameter, tuple[int, tuple[Tensor | None, ...]]] = field(default_factory=dict)
+    """Of those that were only read: their version, and the output gradients that they were formed of."""
+    ordinary: dict[Parameter, Tensor] = field(default_factory=dict)
+    """What it has added to ``p.grad`` so far."""
+
+    def grad_sample(self, param: Parameter) -> Tensor:
+        """[B, *param.shape], formed when first read; zeros where the loss does not depend on the parameter."""
+        self._refresh(param)
+        if param not in self.given:
+            with torch.no_grad():
+                parts = [use.grad_sample(param) for use in self._uses_of(param) if use.grad is not None]
+                dtype = torch.promote_types(param.dtype, torch.float32)
+                total = torch.zeros((self.batch_size, *param.shape), dtype=dtype, device=param.device)
+                for part in parts:
+                    total += part
+            self.given[param] = total
+            self._formed[param] = total._version, tuple(use.grad for use in self._uses_of(param))
+        return self.given[param]
+
+    def give(self, param: Parameter, tensor: Tensor) -> None:
+        """The user's own per-sample gradient [B, *param.shape], whatever is recorded."""
+        self.given[param] = tensor
+        self._formed.pop(param, None)
+
+    def _uses_of(self, param: Parameter) -> list[Use]:
+        return [use for use in self.uses if any(p is param for p in use.params)]
+
+    def _refresh(self, param: Parameter) -> None:
+        """Forgets what was read before another backward pass went through the same graph. PrivacyError where it was
+        changed since: neither the change nor the new gradient may be lost."""
+        version, grads = self._formed.get(param, (0, ()))
+        if param not in self._formed or all(
+            use.grad is grad for use, grad in zip(self._uses_of(param), grads, strict=True)
+        ):
+            return
+        if self.given[param]._version != version:
+            raise PrivacyError(
+                f"grad_sample of a parameter of shape {tuple(param.shape)} was changed, and then another backward pass "
+                "went through the same graph; change it after the last one."
+            )
+        del self.given[param], self._formed[param]
+
+    def remaining(self) -> list[Use]:
+        """The uses that yield the clipped sum: recorded ones, and in their place what was read or given."""
+        for param in list(self._formed):
+            self._refresh(param)
+        if not self.given:
+            return self.uses
+        rest = [_Rest(use, self.given) for use in self.uses]
+        return [*(use for use in rest if use.params), *(_Given(p, t) for p, t in self.given.items())]
+
+
+_OWNERS: Any = WeakTensorKeyDictionary()
+"""Parameter -> weak reference to the object that records its gradients."""
+
+
+def owner_of(param: Tensor) -> GradSampleOwner | None:
+    """The object that records the gradients of ``param``, while it lives."""
+    reference: ReferenceType[Any] | None = _OWNERS.get(param)
+    return None if reference is None else reference()
+
+
+def set_owner(param: Parameter, owner: GradSampleOwner | None) -> None:
+    """Makes ``param.grad_sample`` read from ``owner``; None ends that."""
+    if owner is None:
+        _OWNERS.pop(param, None)
+    else:
+        if not isinstance(vars(Parameter).get("grad_sample"), _GradSample):
+            Parameter.grad_sample = _GradSample()  # type: ignore[attr-defined]
+        _OWNERS[param] = ref(owner)
+
+
+class _GradSample:
+    """``p.grad_sample`` of recorded parameters. A property of the class torch.nn.Parameter, because per-sample
+    gradients are only formed for those who read them, and a subclass would cost torch's optimisers their fast paths.
+    Every other parameter keeps an ordinary attribute of that name, or none.
+    """
+
+    def __get__(self, param: Parameter | None, kind: Any = None) -> Any:
+        if param is None:
+            return self
+        owner = owner_of(param)
+        if owner is not None:
+            return owner.read_grad_sample(param)
+        try:
+            return vars(param)["grad_sample"]
+        except KeyError:
+            raise AttributeError("This parameter has no grad_sample; no GradSampleModule records it.") from None
+
+    def __set__(self, param: Parameter, value: Any) -> None:
+        owner = owner_of(param)
+        if owner is None:
+            vars(param)["grad_sample"] = value
+        else:
+            owner.write_grad_sample(param, value)
+
+    def __delete__(self, param: Parameter) -> None:
+        if owner_of(param) is None:
+            vars(param).pop("grad_sample")
+        else:
+            self.__set__(param, None)

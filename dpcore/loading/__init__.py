@@ -1,0 +1,1 @@
+"""The batches: how they are drawn, which loaders are refused, and the ledger of those that were used."""

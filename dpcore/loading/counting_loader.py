@@ -1,0 +1,104 @@
+"""Loaders that tell the ledger how many examples of their data set each batch is made of."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from dpcore.errors import PrivacyError
+from dpcore.loading.ledger import Source, count_drawn
+from dpcore.tree import batch_length
+
+
+class _Made(NamedTuple):
+    """A collated batch, and how many examples it is made of. (torch pins the memory of a named tuple's parts.)"""
+
+    batch: Any
+    examples: int
+
+
+class _Counted:
+    """``collate`` that hands on how many examples a batch is made of, from a worker process too."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, examples: Any) -> _Made:
+        return _Made(self.collate(examples), len(examples))
+
+
+class _Distinct:
+    """The index lists of ``sampler``; PrivacyError where one holds an index twice. ``sizes``: of those drawn in this
+    round whose batches were not handed out yet."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+        self.sizes: deque[int] = deque()
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.sizes.clear()
+        for batch in self.sampler:
+            batch = list(batch)
+            if len(set(batch)) < len(batch):
+                raise PrivacyError(
+                    f"The loader's {type(self.sampler).__name__} has put an example into one batch "
+                    f"{max(Counter(batch).values())} times: it is clipped in each of its rows and moves the sum by as "
+                    "many times max_grad_norm. Draw every batch without replacement."
+                )
+            self.sizes.append(len(batch))
+            yield batch
+
+
+class CountingDataLoader(DataLoader[Any]):
+    """A loader that tells the ledger of how many examples every batch is that it hands out."""
+
+    @property
+    def source(self) -> Source:
+        """Under which number batches are counted."""
+        return None
+
+    def __iter__(self) -> Any:
+        collate, sampler = self.collate_fn, self.batch_sampler
+        make = super().__iter__
+        # An iterator takes both when it is made. Neither may be seen by those who build a loader of their own of them,
+        # nor by a class that changes batches in an __iter__ of its own.
+        if self._auto_collation and make.__func__ is DataLoader.__iter__:  # type: ignore[attr-defined]
+            self.collate_fn = _Counted(collate)
+            if not isinstance(self.dataset, IterableDataset):
+                vars(self)["batch_sampler"] = _Distinct(sampler)
+        try:
+            made = make()
+        finally:
+            self.collate_fn, vars(self)["batch_sampler"] = collate, sampler
+        # Persistent workers go on with the iterator of the first round.
+        drawn = getattr(made, "_index_sampler", None)
+        for batch in made:
+            examples = None
+            if isinstance(batch, _Made):
+                batch, examples = batch
+            if isinstance(drawn, _Distinct) and getattr(self, "in_order", True):
+                _check_data_set(drawn.sizes.popleft(), examples)
+            count_drawn(self.source, batch_length(batch) if examples is None else examples)
+            yield batch
+
+
+def _check_data_set(indices: int, examples: int | None) -> None:
+    if indices != examples:
+        raise PrivacyError(
+            f"The data set gave {examples} examples for {indices} indices, so an index stands for several rows, each "
+            "of which would be clipped by itself. Let __getitem__ and __getitems__ return one example for every index."
+        )
+
+
+def counted(loader: DataLoader[Any]) -> CountingDataLoader:
+    """``loader`` itself, from now on of a class that counts: loops go on with the object that they have."""
+    if not isinstance(loader, CountingDataLoader):
+        kind = type(loader)
+        loader.__class__ = type(f"Counting{kind.__name__}", (CountingDataLoader, kind), {"__module__": kind.__module__})
+    return cast(CountingDataLoader, loader)

@@ -1,0 +1,120 @@
+"""Poisson sampling: every example is in a batch with probability q, independently, as the accountant assumes."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Iterator
+
+import numpy as np
+import torch.distributed as dist
+from scipy.stats import binom
+from torch.utils.data import Sampler
+
+MANY_STEPS = 1 - 1e-12
+
+
+def steps_per_epoch(sample_rate: float) -> int:
+    """ceil(1 / sample_rate), with 1 / (1 / n) = n for every n (int(1 / rate) loses a step for 33 values below 500)."""
+    return max(1, int(np.ceil(MANY_STEPS / sample_rate)))
+
+
+class UniformWithReplacementSampler(Sampler[list[int]]):
+    """Yields ``steps`` lists of indices a round; list k of the sampler's life is a function of (seed, k).
+
+    The size is Binomial(num_samples, sample_rate), drawn exactly, and the members are a uniform subset: the same
+    distribution as one coin per example, in time proportional to the batch, and exact for any rate (float32 coins turn
+    1e-7 into 1.19e-7). ``secure``: from the operating system's cryptographic generator instead of a seed.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_samples: int,
+        sample_rate: float,
+        seed: int | None = None,
+        steps: int | None = None,
+        secure: bool = False,
+    ) -> None:
+        if num_samples <= 0:
+            raise ValueError(f"num_samples is {num_samples}; there must be at least one example.")
+        if not 0.0 < sample_rate <= 1.0:
+            raise ValueError(f"sample_rate is {sample_rate}; it must lie in (0, 1].")
+        self.num_samples = int(num_samples)
+        self.sample_rate = float(sample_rate)
+        self.steps = steps_per_epoch(sample_rate) if steps is None else int(steps)
+        self.seed = secrets.randbits(128) if seed is None else int(seed)
+        self.secure = secure
+        self.drawn = 0
+        self._left = 0
+        self._resumed: int | None = None
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rounds, self._resumed = (self._resumed or self.steps), None
+        for left in reversed(range(rounds)):
+            self._left = left
+            # Counted before it is handed out: a batch that was seen is never drawn again after a resume.
+            self.drawn += 1
+            yield self.draw(self.drawn - 1)
+
+    def draw(self, k: int) -> list[int]:
+        """Batch number ``k``; a fresh one at every call in secure mode."""
+        return self._sample(self.num_samples, [self.seed, k])
+
+    def _sample(self, count: int, stream: list[int]) -> list[int]:
+        """Each of ``range(count)`` with probability ``sample_rate``, by the random numbers of ``stream``."""
+        if count == 0:
+            return []
+        if self.secure:
+            system = random.SystemRandom()
+            # In (0, 1]: the quantile of 0 is -1, which is no size.
+            size = int(binom.ppf(1.0 - system.random(), count, self.sample_rate))
+            return system.sample(range(count), size)
+        generator = np.random.Generator(np.random.SFC64(np.random.SeedSequence(stream)))
+        size = int(generator.binomial(count, self.sample_rate))
+        return generator.choice(count, size, replace=False).tolist()
+
+    def state_dict(self) -> dict[str, str]:
+        """Seed, number of batches drawn and of those left in the round, as decimal strings (the seed has up to 128
+        bits)."""
+        return {"seed": str(self.seed), "drawn": str(self.drawn), "left": str(self._left)}
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        """Continues where the state was saved: the next round is what was left of the interrupted one."""
+        self.seed, self.drawn = int(state["seed"]), int(state["drawn"])
+        self._left = int(state["left"])
+        self._resumed = self._left or None
+
+
+class DistributedUniformWithReplacementSampler(UniformWithReplacementSampler):
+    """One rank's part of a Poisson sample of ``total_size`` examples.
+
+    Rank r owns the examples r, r + ranks, r + 2 ranks ... and draws each with probability ``sample_rate``; the union
+    over the ranks is then exactly a Poisson sample of all examples at that rate. List k is a function of (seed, k,
+    rank); all ranks draw equally many lists. ``rank`` and ``num_replicas`` are the process group's where not given.
+    """
+
+    def __init__(
+        self,
+        *,
+        total_size: int,
+        sample_rate: float,
+        seed: int | None = None,
+        steps: int | None = None,
+        secure: bool = False,
+        rank: int | None = None,
+        num_replicas: int | None = None,
+    ) -> None:
+        super().__init__(num_samples=total_size, sample_rate=sample_rate, seed=seed, steps=steps, secure=secure)
+        self.rank = dist.get_rank() if rank is None else rank
+        self.num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
+        if not 0 <= self.rank < self.num_replicas:
+            raise ValueError(f"rank is {self.rank}; with num_replicas={self.num_replicas} it must lie below that.")
+
+    def draw(self, k: int) -> list[int]:
+        """This rank's part of batch number ``k``, often empty; a fresh one at every call in secure mode."""
+        owned = range(self.rank, self.num_samples, self.num_replicas)
+        return [owned[i] for i in self._sample(len(owned), [self.seed, k, self.rank])]

@@ -1,0 +1,322 @@
+"""Turning recorded uses into clipped sums: norms, factors, and their accumulation over micro-batches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from dpcore.clipping import bound_with_margin, check_max_grad_norm, clip_factors
+from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.microbatch.planner import Choice, choose
+from dpcore.numerics.precision import full_precision
+from dpcore.numerics.rounding import SquaredNorm, gamma, squares
+from dpcore.rules.linear import wide
+from dpcore.tape.uses import Use
+
+Factors = Callable[[Tensor, float], Tensor]
+
+# A squared ghost norm is off by some units of precision times the sum of its absolute terms. Whatever that sum is, the
+# factor is taken from an upper bound of the norm. While the sum is within this factor of the squared norm, the two are
+# close enough; beyond, the example's gradient is formed in float64.
+TOLERATED_CANCELLATION = 8.0
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _without_autocast(method: Method) -> Method:
+    """A forward pass may run in bfloat16; norms that decide on clipping, and what is clipped, are taken in full."""
+
+    @functools.wraps(method)
+    def run(self: Accumulator, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_autocast_enabled(self.device.type):
+            return method(self, *args, **kwargs)
+        with torch.autocast(self.device.type, enabled=False):
+            return method(self, *args, **kwargs)
+
+    return cast(Method, run)
+
+
+@dataclass
+class _Measured:
+    """``norms_sq`` [groups, m] of m examples; ``kept``: gradients [m, n] that were formed for them. ``scales`` [groups,
+    m]: sums of the absolute terms of those norms whose terms may cancel.
+
+    A true squared norm is at most norms_sq (1 + error) + scaled_error * scales."""
+
+    norms_sq: Tensor
+    kept: dict[Parameter, Tensor] = field(default_factory=dict)
+    scales: Tensor | None = None
+    error: float = 0.0
+    scaled_error: float = 0.0
+
+    def note(self, found: SquaredNorm, group: int) -> None:
+        """Adds what rounding may hide of one parameter's norms."""
+        if found.scale is None:
+            self.error = max(self.error, found.error)
+            return
+        self.scaled_error = max(self.scaled_error, found.error)
+        self.scales = torch.zeros_like(self.norms_sq) if self.scales is None else self.scales
+        self.scales[group] += found.scale
+
+    @functools.cached_property
+    def norms(self) -> Tensor:
+        """[groups, m]."""
+        return self.norms_sq.sqrt()
+
+    def upper_norms(self) -> Tensor:
+        """[groups, m], not below the true ones but for ``error``."""
+        if self.scales is None:
+            return self.norms
+        return torch.add(self.norms_sq, self.scales, alpha=self.scaled_error).sqrt_()
+
+
+class Accumulator:
+    """Sums of clipped gradients of named ``parameters``, in one flat buffer.
+
+    ``max_grad_norm``: one bound for the whole gradient, or one per parameter (per-layer clipping). ``factors(norms,
+    C)`` is the clipping rule.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        max_grad_norm: float | Sequence[float],
+        factors: Factors = clip_factors,
+    ) -> None:
+        if not parameters:
+            raise ValueError("The model has no parameter with requires_grad=True; there is nothing to train.")
+        self.parameters = dict(parameters)
+        self.names = {p: n for n, p in self.parameters.items()}
+        self.factors = factors
+        self.set_bounds(max_grad_norm)
+        self._allocate()
+
+    def set_bounds(self, max_grad_norm: float | Sequence[float]) -> None:
+        """Groups of parameters that are clipped together: all of them, or each on its own."""
+        if isinstance(max_grad_norm, Sequence):
+            self.bounds = tuple(check_max_grad_norm(c) for c in max_grad_norm)
+            if len(self.bounds) != len(self.parameters):
+                raise ValueError(
+                    f"max_grad_norm has {len(self.bounds)} bounds for {len(self.parameters)} trained parameters; give "
+                    "one per parameter, or a single number."
+                )
+            self._group = {p: i for i, p in enumerate(self.parameters.values())}
+        else:
+            self.bounds = (check_max_grad_norm(max_grad_norm),)
+            self._group = dict.fromkeys(self.parameters.values(), 0)
+
+    @property
+    def sensitivity(self) -> float:
+        """L2 norm of the bounds: how far one example can move the clipped sum."""
+        return sum(c * c for c in self.bounds) ** 0.5
+
+    def _allocate(self) -> None:
+        """One flat buffer for all sums, so that noise and scaling are one pass each."""
+        params = list(self.parameters.values())
+        self._kinds = {(p.dtype, p.device) for p in params}
+        dtypes = {torch.promote_types(p.dtype, torch.float32) for p in params}
+        devices = {p.device for p in params}
+        if len(dtypes) > 1 or len(devices) > 1:
+            raise UnsupportedError(
+                f"The trained parameters have dtypes {sorted(map(str, dtypes))} on {sorted(map(str, devices))}; "
+                f"bring the "
+                "model to one precision and one device with model.to(...)."
+            )
+        self.dtype, self.device = dtypes.pop(), devices.pop()
+        # In memory each sum is laid out as its parameter is (channels-last, for instance), so that updates run
+        # straight.
+        self._order = {p: [d for _, d in sorted((-stride, d) for d, stride in enumerate(p.stride()))] for p in params}
+        self.flat = torch.zeros(sum(p.numel() for p in params), dtype=self.dtype, device=self.device)
+        self._segments, self.sums = self._views(self.flat)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Pickled views come back with memory of their own: noise and zeroing would no longer reach the sums."""
+        self.__dict__.update(state)
+        self._segments, self.sums = self._views(self.flat)
+
+    def _views(self, flat: Tensor) -> tuple[dict[Parameter, Tensor], dict[Parameter, Tensor]]:
+        """Every parameter's part of ``flat`` as it lies in memory, and in the parameter's shape."""
+        params = list(self.parameters.values())
+        segments = dict(zip(params, torch.split(flat, [p.numel() for p in params]), strict=True))
+        sums = {}
+        for p, segment in segments.items():
+            order = self._order[p]
+            permuted = segment.view([p.shape[d] for d in order])
+            sums[p] = permuted.permute([order.index(d) for d in range(p.dim())])
+        return segments, sums
+
+    def follow(self) -> None:
+        """Empty sums where the parameters are now, if ``module.to(...)`` has moved them."""
+        if self._kinds != {(p.dtype, p.device) for p in self.names}:
+            self._allocate()
+
+    @_without_autocast
+    def add(
+        self, uses: Sequence[Use], batch_size: int, mask: Tensor | None = None, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Adds a micro-batch of ``batch_size`` examples to the sums, times ``scale``; returns norms and factors,
+        [groups, batch_size].
+        """
+        choices = self._choose(uses)
+        measured = self._measure(choices, batch_size)
+        if not self._any_doubtful(measured):
+            norms = measured.norms
+            factors = self._factors(measured, mask)
+            self._add(choices, measured.kept, factors, scale)
+            return norms, factors
+        doubtful = self._doubtful(measured)
+        norms = measured.norms_sq
+        factors = torch.zeros_like(norms)
+        good = (~doubtful).nonzero().squeeze(1)
+        if len(good):
+            part_mask = None if mask is None else mask[good]
+            part = self._choose([use.rows(good, self.dtype) for use in uses])
+            measured = self._measure(part, len(good))
+            norms[:, good] = measured.norms
+            factors[:, good] = self._factors(measured, part_mask)
+            self._add(part, measured.kept, factors[:, good], scale)
+        for i in doubtful.nonzero():
+            singles = [use.rows(i, torch.float64) for use in uses]
+            norms[:, i], factors[:, i] = self._add_singly(singles, mask, i, scale)
+        return norms, factors
+
+    @_without_autocast
+    def clipped(
+        self, uses: Sequence[Use], mask: Tensor, bounds: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What :meth:`add` does, without a look at any value, so that it can be traced: the sums as a new flat tensor,
+        norms and factors [groups, m], and whether any example is doubtful, which makes all the rest worthless.
+
+        ``bounds``: one number tensor per group in place of the floats, which a graph would keep as they are now.
+        """
+        choices = self._choose(uses)
+        measured = self._measure(choices, len(mask))
+        factors = self._factors(measured, mask, bounds)
+        flat = torch.zeros_like(self.flat)
+        self._add(choices, measured.kept, factors, 1.0, self._views(flat))
+        return flat, measured.norms, factors, self._doubtful(measured).any()
+
+    def _choose(self, uses: Sequence[Use]) -> list[Choice]:
+        """The choices for the parameters of the sums; others may be recorded too, and are not released."""
+        return [choice for choice in choose(uses) if choice.param in self._group]
+
+    def _measure(self, choices: Sequence[Choice], batch_size: int) -> _Measured:
+        """The norms of ``batch_size`` examples, and the gradients that were formed for them."""
+        norms_sq = torch.zeros((len(self.bounds), batch_size), dtype=self.dtype, device=self.device)
+        measured = _Measured(norms_sq)
+        for choice in choices:
+            if choice.method == "keep":
+                order = [0, *(d + 1 for d in self._order[choice.param])]
+                measured.kept[choice.param] = _kept(choice).permute(order).reshape(batch_size, -1)
+        groups = norms_sq.unbind(0)
+        with full_precision():
+            for choice in choices:
+                group = self._group[choice.param]
+                if choice.method == "ghost":
+                    found = choice.uses[0].norm_sq(choice.param)
+                else:
+                    found = squares(measured.kept[choice.param])
+                groups[group].add_(found.value)
+                measured.note(found, group)
+        return measured
+
+    def _any_doubtful(self, measured: _Measured) -> bool:
+        """Whether :meth:`_doubtful` has any example; the usual answer costs the fewest operators."""
+        # The sum of squares is below infinity only if each of them is.
+        if measured.scales is None and bool(measured.norms_sq.sum() < torch.inf):
+            return False
+        return bool(self._doubtful(measured).any())
+
+    def _doubtful(self, measured: _Measured) -> Tensor:
+        """[m] bool: examples whose squared norm overflowed, is not a number, or may be rounding error."""
+        doubtful = ~(measured.norms_sq < torch.inf)
+        if measured.scales is not None:
+            doubtful |= measured.scales > TOLERATED_CANCELLATION * measured.norms_sq
+        return doubtful.any(0)
+
+    def _factors(self, measured: _Measured, mask: Tensor | None, bounds: Sequence[Any] | None = None) -> Tensor:
+        """By the clipping rule, from upper bounds of the norms: the rule is given a norm that is at most the true one
+        times 1 + error / 2, and a C that is lower by that much."""
+        error = measured.error + gamma(len(self.parameters) + 2, self.dtype)
+        upper = measured.upper_norms()
+        lowered = [c * bound_with_margin(1.0, error, self.dtype) for c in (self.bounds if bounds is None else bounds)]
+        if len(lowered) == 1:
+            factors = self.factors(upper[0], lowered[0]).unsqueeze(0)
+        else:
+            factors = torch.stack([self.factors(upper[i], c) for i, c in enumerate(lowered)])
+        return factors if mask is None else factors * mask
+
+    def _add(
+        self,
+        choices: Sequence[Choice],
+        kept: Mapping[Parameter, Tensor],
+        factors: Tensor,
+        scale: float,
+        into: tuple[Mapping[Parameter, Tensor], Mapping[Parameter, Tensor]] | None = None,
+    ) -> None:
+        """``into``: the views of another flat tensor than the buffer."""
+        segments, sums = (self._segments, self.sums) if into is None else into
+        if scale != 1.0:
+            factors = factors * scale
+        with full_precision():
+            for choice in choices:
+                of = factors[self._group[choice.param]]
+                if choice.method == "ghost":
+                    choice.uses[0].add_clipped_sum(choice.param, of, sums[choice.param])
+                else:
+                    segments[choice.param].addmv_(kept[choice.param].t(), of)
+
+    def _add_singly(self, uses: Sequence[Use], mask: Tensor | None, i: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """One example by its float64 gradient: exact under cancellation, and 1e30 does not overflow when squared."""
+        grads: dict[Parameter, Tensor] = {}
+        norms_sq = torch.zeros((len(self.bounds), 1), dtype=torch.float64, device=self.device)
+        for use in uses:
+            for param in use.params if use.grad is not None else ():
+                if param not in self._group:
+                    continue
+                grad = use.grad_sample(param)[0]
+                grads[param] = grads[param] + grad if param in grads else grad
+        measured = _Measured(norms_sq)
+        for param, grad in grads.items():
+            found = squares(grad.reshape(1, -1))
+            norms_sq[self._group[param]] += found.value
+            measured.note(found, self._group[param])
+        norms = measured.norms
+        # The margin is that of the sums' precision: the scaled gradient is rounded to it.
+        factors = self._factors(measured, None if mask is None else mask[i])
+        for param, grad in grads.items():
+            factor = factors[self._group[param], 0]
+            if factor > 0:
+                self.sums[param].add_((grad * (factor * scale)).to(self.dtype))
+        return norms.to(self.dtype), factors.to(self.dtype)
+
+    def check_unchanged(self) -> None:
+        """PrivacyError where a parameter was frozen since: its sum would no longer be formed."""
+        for name, param in self.parameters.items():
+            if not param.requires_grad:
+                raise PrivacyError(
+                    f"Parameter {name} was frozen after the engine was built; build a new engine for the new set."
+                )
+
+
+def weighted_sum(choice: Choice, weights: Tensor, out: Tensor) -> None:
+    """out += Σ_i weights[i] * gradient of example i, for one parameter and weights [B]."""
+    if choice.method == "ghost":
+        choice.uses[0].add_clipped_sum(choice.param, weights, out)
+    else:
+        out += torch.tensordot(weights, _kept(choice).to(weights.dtype), dims=1)
+
+
+def _kept(choice: Choice) -> Tensor:
+    """[m, ...] per-sample gradient of a parameter over all its uses."""
+    total = wide(choice.uses[0].grad_sample(choice.param))
+    for use in choice.uses[1:]:
+        total = total + use.grad_sample(choice.param)
+    return total

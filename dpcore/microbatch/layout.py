@@ -1,0 +1,178 @@
+"""Which modules need the fallback and where layers see the batch, found by running the model before the first batch of
+a kind.
+
+With an odd number of copies of one example, an input whose first dimension is not the batch does not pass for one by
+having the batch's length, here as in the real batch; and a parameter that receives a gradient was used by an
+operation without a rule. Either way the module around it is recorded as a whole, and the model is run again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from dpcore.errors import NoRuleError, UnsupportedError
+from dpcore.rerun.snapshot import preserved
+from dpcore.rules.recurrent import packed_noted
+from dpcore.rules.vmap import Fallback, Interception, ModuleUse, owner
+from dpcore.tape.tape import Tape
+from dpcore.tree import flatten, unflatten
+
+
+def copies(value: Any, batch_size: int, count: int) -> Any:
+    """``count`` copies of the first example of a batch: of every tensor whose first dimension is ``batch_size``; zeros
+    where the batch is empty.
+    """
+    leaves, structure = flatten(value)
+    return unflatten(
+        structure,
+        [
+            (leaf[:1] if batch_size else leaf.new_zeros(1, *leaf.shape[1:])).expand(count, *leaf.shape[1:]).contiguous()
+            if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == batch_size
+            else leaf
+            for leaf in leaves
+        ],
+    )
+
+
+def probe_sizes(value: Any, batch_size: int, model: nn.Module) -> tuple[int, int]:
+    """Two numbers of examples that are neither the batch's nor any other dimension of the inputs, of the parameters or
+    of the buffers, and hardly both of them another one of the model's: should they be, the real batch is refused with
+    an error."""
+    known = [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
+    taken = {batch_size}.union(*(tensor.shape for tensor in (*known, *model.parameters(), *model.buffers())))
+    free = (n for n in itertools.count(7, 2) if n not in taken and all(n % k for k in range(3, n, 2)))
+    return next(free), next(free)
+
+
+class Layout:
+    """What is known of a model's insides.
+
+    ``fallbacks``: modules, by name, to record as a whole. ``recurrent``: its recurrent layers. For every parameter that
+    was used, the dimensions, 0 or 1 (or -1: none), in which its layer sees the batch: by themselves the lengths cannot
+    tell, where a batch has as many examples as time steps.
+    """
+
+    def __init__(self, model: nn.Module, fallbacks: dict[str, Fallback]) -> None:
+        self.model = model
+        self.fallbacks = fallbacks
+        self.recurrent = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
+        self.averaged: dict[Parameter, bool] = {}
+        """Embeddings: whether nothing but one mean or sum over the positions sees their vectors."""
+        self._dims: dict[tuple[Parameter, str], set[int]] = {}
+        self._probing = False
+        self._busy: dict[str, int] = {}
+
+    def tape(self, names: dict[Parameter, str], batch_size: int, scale: float | None = None) -> Tape:
+        """Return a tape for a pass of ``batch_size`` examples through the model; open it by :meth:`recording`."""
+        return Tape(names, batch_size, scale, self.dim, self.averaged)
+
+    @contextmanager
+    def recording(self, tape: Tape) -> Iterator[None]:
+        """Record a pass through the model on ``tape``: modules without a rule as a whole, anything else by rules.
+
+        Raises:
+            UnsupportedError: another thread is in the midst of a pass through the same model.
+        """
+        self._begin()
+        with ExitStack() as stack:
+            stack.callback(self._busy.clear)
+            for fallback in self.fallbacks.values():
+                stack.enter_context(Interception(tape, fallback))
+            stack.enter_context(packed_noted(tape, self.recurrent))
+            stack.enter_context(tape)
+            yield
+
+    def _begin(self) -> None:
+        thread = threading.get_ident()
+        if self._busy.setdefault("thread", thread) != thread:
+            raise UnsupportedError(
+                "Two threads run one private model at the same time, so that the passes of both would be recorded as "
+                "one; give each thread a model of its own."
+            )
+
+    def refuse_unrepeatable(self) -> None:
+        """UnsupportedError where gradients by example need the graph of their own batch."""
+        for fallback in self.fallbacks.values():
+            if fallback.unrepeatable:
+                raise UnsupportedError(
+                    f"{fallback.name or 'The model'} has no rule and draws random numbers (dropout?) or gives "
+                    "something else when it is run again, which cannot be compiled; build the engine with "
+                    "compile=False."
+                )
+
+    def dim(self, key: tuple[Parameter, str], tape: Tape, x: Tensor, features: int) -> int:
+        """The batch dimension of x, a tensor met by a parameter: 0, 1 or -1 (none); while probing, found by its
+        length."""
+        known = self._dims.setdefault(key, set())
+        fits = [d for d in (0, 1) if (d == 0 or x.dim() > d + features) and x.shape[d : d + 1] == (tape.batch_size,)]
+        if self._probing:
+            found = fits[0] if fits else -1
+            known.add(found)
+            return found
+        possible = [d for d in fits if d in known] + ([-1] if -1 in known else [])
+        if len(possible) > 1:
+            raise NoRuleError(
+                f"{tape.name(key[:1])} is used on inputs that have the batch in different places, and shape "
+                f"{tuple(x.shape)} fits more than one of them for {tape.batch_size} examples; keep the batch first.",
+                key[:1],
+            )
+        return possible[0] if possible else -1
+
+    def learn(self, names: dict[Parameter, str], run: Callable[[int], Any], counts: Sequence[int]) -> None:
+        """Finds out about one kind of batch; ``run(count)`` calls the model on that many examples.
+
+        UnsupportedError where even the whole model does not keep its batch first. Random state is left as it was.
+        """
+        modules = dict(self.model.named_modules())
+        with preserved(self.model):
+            while True:
+                try:
+                    self._probing = True
+                    self._check(run, names, counts[0])
+                    self._probing = False
+                    if any(dims - {0} for dims in self._dims.values()):
+                        # A second length makes it certain where the batch was.
+                        self._check(run, names, counts[1])
+                    return
+                except NoRuleError as error:
+                    name = owner(self.model, error.params, list(self.fallbacks))
+                    if name is None:
+                        raise UnsupportedError(str(error)) from error
+                    kept = {n: f for n, f in self.fallbacks.items() if name and not n.startswith(name + ".")}
+                    self.fallbacks = {**kept, name: Fallback(name, modules[name])}
+                finally:
+                    self._probing = False
+
+    def _check(self, run: Callable[[int], Any], names: dict[Parameter, str], count: int) -> None:
+        tape = self.tape(names, count)
+        tape.probing = True
+        with torch.enable_grad(), self.recording(tape):
+            output = run(count)
+        for use in tape.uses:
+            if isinstance(use, ModuleUse):
+                # What has the batch's length here and in the real batch has the batch first.
+                fallback = next(f for f in self.fallbacks.values() if f.module is use.module)
+                batched = frozenset(use.call.batched)
+                fallback.batched = batched if fallback.batched is None else fallback.batched & batched
+                if type(use) is ModuleUse:
+                    use.check_alone(fallback)
+        outputs = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not outputs:
+            return
+        params = [p for p in names if p.requires_grad]
+        wanted: list[Any] = [*params, *(edge for edge, _ in tape.forbidden), *tape.guards]
+        ones = [torch.ones_like(o) for o in outputs]
+        grads = torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
+        for (_, refuse), grad in zip(tape.forbidden, grads[len(params) :], strict=False):
+            refuse(grad)
+        raw = [p for p, g in zip(params, grads, strict=False) if g is not None]
+        if raw:
+            tape.refuse_raw(raw[0])

@@ -1,0 +1,91 @@
+"""Choices that the user need not make: how each parameter's norm is taken, and how many examples go through at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import Parameter
+
+from dpcore.tape.uses import Use
+
+# What a micro-batch leaves behind should still be in the last-level cache when its norms and sums are taken. Every
+# piece costs some 0.5 ms of operator starts whatever its size, so smaller pieces that fit a smaller cache were slower.
+CPU_STASH_BYTES = 32 * 2**20
+CPU_FEWEST_EXAMPLES = 16
+CPU_FEWEST_IN_A_LOOP = 64
+# An example holds more than in ordinary training, up to about twice as much: beside the layers' inputs their outputs'
+# gradients and the rules' temporaries. A third of a batch at once needs no more than ordinary training of all of it;
+# below 384 examples a half must do, since pieces of fewer than 100 cost too much time.
+# Small batches are left whole, and so is what takes next to nothing, or little beside the parameters: every piece
+# passes over the sums of them all.
+HALVES_FROM = 192
+THIRDS_FROM = 384
+CPU_LEAST_STASH_BYTES = 4 * 2**20
+CPU_LEAST_STASH_IN_PARAMETERS = 64
+CUDA_FREE_FRACTION = 0.25
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one parameter's contribution is computed: ``ghost`` (norm without per-sample gradients, then a weighted
+    contraction) or ``keep`` (per-sample gradients, formed once and used for both)."""
+
+    param: Parameter
+    uses: tuple[Use, ...]
+    method: str
+
+
+def choose(uses: Sequence[Use]) -> list[Choice]:
+    """One choice per parameter that was used. A parameter used more than once has cross terms between its uses, which
+    only its per-sample gradient contains: it is kept."""
+    by_param: dict[Parameter, list[Use]] = {}
+    for use in uses:
+        if use.grad is not None:
+            for param in use.params:
+                by_param.setdefault(param, []).append(use)
+    return [
+        Choice(param, tuple(of), "ghost" if len(of) == 1 and of[0].ghost_is_cheaper(param) else "keep")
+        for param, of in by_param.items()
+    ]
+
+
+def stash_bytes(choices: Sequence[Choice], uses: Sequence[Use], batch_size: int) -> float:
+    """Bytes per example of inputs, output gradients and kept per-sample gradients."""
+    kept = sum(choice.param.nbytes for choice in choices if choice.method == "keep")
+    return kept + sum(use.stash_bytes() for use in uses) / batch_size
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """How a batch is cut. The clipped sum is associative: the result does not depend on it.
+
+    ``most``: examples at once, by cache or memory. ``least``: fewer are not worth a piece of their own.
+    """
+
+    most: int
+    least: int
+
+    def size(self, batch_size: int) -> int:
+        """The largest piece of a batch of ``batch_size`` examples."""
+        if batch_size < HALVES_FROM:
+            return self.most
+        pieces = 2 if batch_size < THIRDS_FROM else 3
+        return min(self.most, max(self.least, -(-batch_size // pieces)))
+
+
+def micro_batches(
+    choices: Sequence[Choice], uses: Sequence[Use], batch_size: int, device: torch.device
+) -> MicroBatches:
+    """Planned from what ``batch_size`` examples left behind."""
+    per_example = max(stash_bytes(choices, uses, batch_size), 1.0)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        most = max(1, int(CUDA_FREE_FRACTION * free / per_example))
+        return MicroBatches(most, most)
+    fewest = CPU_FEWEST_IN_A_LOOP if any(use.sequential for use in uses) else CPU_FEWEST_EXAMPLES
+    parameters = sum(choice.param.nbytes for choice in choices)
+    worthwhile = max(CPU_LEAST_STASH_BYTES, CPU_LEAST_STASH_IN_PARAMETERS * parameters)
+    most, least = (max(fewest, int(stash / per_example)) for stash in (CPU_STASH_BYTES, worthwhile))
+    return MicroBatches(most, least)

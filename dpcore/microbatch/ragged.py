@@ -1,0 +1,90 @@
+"""Inputs of a model whose first dimension is not the batch: a PackedSequence, and the flat ids and offsets of bags."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+
+from dpcore.errors import UnsupportedError
+from dpcore.microbatch import layout
+from dpcore.tree import batch_length
+
+
+def _leaves(value: Any) -> tuple[list[Any], Any]:
+    return pytree.tree_flatten(value, is_leaf=lambda v: isinstance(v, PackedSequence))
+
+
+def is_ragged(model: nn.Module, value: Any) -> bool:
+    """Whether the arguments of a model hold examples that are not rows of a tensor."""
+    leaves, _ = _leaves(value)
+    return any(isinstance(leaf, PackedSequence) for leaf in leaves) or _bags(model, leaves) is not None
+
+
+def batch_size(model: nn.Module, value: Any) -> int:
+    """Number of examples in the arguments of a model. UnsupportedError where nothing tells."""
+    leaves, _ = _leaves(value)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.layout != torch.strided:
+            raise UnsupportedError(
+                f"An input of the model has the layout {leaf.layout}, whose rows cannot be told apart; pass a dense "
+                "tensor (with lengths or a mask where examples differ in length) and convert it within the model."
+            )
+    bags = _bags(model, leaves)
+    return len(leaves[bags[1]]) - bags[2] if bags else batch_length(value)
+
+
+def copies(model: nn.Module, value: Any, batch_size: int, count: int) -> Any:
+    """``count`` copies of one example of the batch, as :func:`dpcore.microbatch.layout.copies`."""
+    leaves, structure = _leaves(value)
+    bags = _bags(model, leaves)
+    copied: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, PackedSequence):
+            copied.append(_packed_copies(leaf, count))
+        elif bags and isinstance(leaf, Tensor) and leaf.dim() == 1 and len(leaf) == len(leaves[bags[0]]):
+            copied.append(leaf[: _first_length(leaves, bags)].repeat(count))
+        else:
+            copied.append(layout.copies(leaf, batch_size, count))
+    if bags:
+        offsets = leaves[bags[1]]
+        step = len(copied[bags[0]]) // count
+        copied[bags[1]] = step * torch.arange(count + bags[2], dtype=offsets.dtype, device=offsets.device)
+    return pytree.tree_unflatten(copied, structure)
+
+
+def _bags(model: nn.Module, leaves: list[Any]) -> tuple[int, int, int] | None:
+    """Places of the ids and the offsets, and how many offsets too many there are, where a model with an
+    ``nn.EmbeddingBag`` gets two flat lists of integers first of which the second can be the first one's offsets."""
+    layer = next((m for m in model.modules() if isinstance(m, nn.EmbeddingBag)), None)
+    tensors = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)][:2]
+    if layer is None or len(tensors) < 2:
+        return None
+    ids, offsets = (leaves[k] for k in tensors)
+    integers = all(t.dim() == 1 and not t.is_floating_point() and not t.is_complex() for t in (ids, offsets))
+    if (
+        not integers
+        or not len(offsets)
+        or offsets[0] != 0
+        or offsets[-1] > len(ids)
+        or bool((offsets.diff() < 0).any())
+    ):
+        return None
+    return tensors[0], tensors[1], int(layer.include_last_offset)
+
+
+def _first_length(leaves: list[Any], bags: tuple[int, int, int]) -> int:
+    """Length of the first bag that is not empty, or one."""
+    ends = torch.cat([leaves[bags[1]], leaves[bags[1]].new_tensor([len(leaves[bags[0]])])])
+    return next((n for n in ends.diff().tolist() if n), 1)
+
+
+def _packed_copies(packed: PackedSequence, count: int) -> PackedSequence:
+    """Of its longest sequence."""
+    sizes = packed.batch_sizes
+    rows = packed.data[(sizes.cumsum(0) - sizes).to(packed.data.device)]
+    order = None if packed.sorted_indices is None else torch.arange(count, device=packed.sorted_indices.device)
+    return PackedSequence(rows.repeat_interleave(count, 0), torch.full_like(sizes, count), order, order)

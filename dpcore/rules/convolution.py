@@ -1,0 +1,257 @@
+"""Rules for convolutions in one, two or three dimensions, with groups, stride, dilation and any zero padding.
+
+Other padding modes need nothing: the module pads first and then calls a convolution without padding. Per example, with
+unfolded inputs U (p x T) and output gradients G (d x T): dW = G Uᵀ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn import functional as F
+
+from dpcore import native
+from dpcore.numerics.precision import convolutions_are_lowered
+from dpcore.numerics.rounding import SquaredNorm, gram, gram_roundings, squares
+from dpcore.rules.linear import FLOPS_PER_KEPT_FLOAT, gram_norm_sq, wide
+from dpcore.rules.products import products
+from dpcore.tape.tape import Tape
+from dpcore.tape.uses import Saved, Use, handles
+
+
+class ConvolutionUse(Use):
+    """Input [B, c, *size], weight [d, c / groups, *kernel], output gradient [B, d, *out]."""
+
+    def __init__(
+        self,
+        name: str,
+        x: Tensor,
+        weight: Tensor,
+        trained: tuple[Parameter, ...],
+        stride: tuple[int, ...],
+        padding: tuple[int, ...],
+        dilation: tuple[int, ...],
+        groups: int,
+        channels_last: bool,
+    ) -> None:
+        self.name = name
+        self.params = trained
+        self.weight = weight.detach()
+        self.geometry = (stride, padding, dilation, groups)
+        self.channels_last = groups == 1 and x.dim() == 4 and channels_last
+        self._x = Saved(x)
+
+    def _input(self) -> Tensor:
+        return wide(self._x.get(self.name).detach())
+
+    def _gradient(self) -> Tensor:
+        assert self.grad is not None
+        return wide(self.grad)
+
+    def _is_bias(self, param: Parameter) -> bool:
+        return param.dim() == 1
+
+    def _bias_grad_sample(self) -> Tensor:
+        return self._gradient().flatten(2).sum(2)
+
+    def _unfolded(self) -> Tensor:
+        """[B, groups, c / groups * kernel, T]: for every output position the inputs that it saw.
+
+        Rows in the order of the weight's memory, (c, *kernel), or (*kernel, c) where the weight is channels-last.
+        """
+        stride, padding, dilation, groups = self.geometry
+        kernel = self.weight.shape[2:]
+        out = self._gradient().shape[2:]
+        x = F.pad(self._input(), [pad for p in reversed(padding) for pad in (p, p)])
+        strides = x.stride()
+        kernel_strides = [s * d for s, d in zip(strides[2:], dilation, strict=True)]
+        out_strides = [s * d for s, d in zip(strides[2:], stride, strict=True)]
+        if self.channels_last:
+            shape = (len(x), *out, *kernel, x.shape[1])
+            windows = x.as_strided(shape, (strides[0], *out_strides, *kernel_strides, strides[1]))
+            return windows.reshape(len(x), 1, out.numel(), -1).transpose(2, 3)
+        windows = x.as_strided((*x.shape[:2], *kernel, *out), (*strides[:2], *kernel_strides, *out_strides))
+        return windows.reshape(len(x), groups, -1, out.numel())
+
+    def norm_sq(self, param: Parameter) -> SquaredNorm:
+        if self._is_bias(param):
+            return squares(self._bias_grad_sample())
+        groups = self.geometry[3]
+        if groups == 1:
+            gram_g = gram(self._gradient().flatten(2).transpose(1, 2))
+            # A product of windows is one of pixels, added up over the offsets of one dimension after the other.
+            roundings = gram_roundings(self._x.tensor.shape[1]) + sum(self.weight.shape[2:])
+            return gram_norm_sq(self._window_gram(), gram_g, roundings + gram_roundings(len(self.weight)))
+        u = self._unfolded().flatten(0, 1)
+        g = self._gradient().reshape(len(u), -1, u.shape[-1])
+        roundings = gram_roundings(u.shape[1]) + gram_roundings(g.shape[1]) + groups
+        norms = gram_norm_sq(gram(u.transpose(1, 2)), gram(g.transpose(1, 2)), roundings)
+        assert norms.scale is not None
+        return SquaredNorm(norms.value.view(-1, groups).sum(1), norms.error, norms.scale.view(-1, groups).sum(1))
+
+    def _window_gram(self) -> Tensor:
+        """[B, T, T] products of windows, UᵀU, from the Gram matrix M of single pixels, without unfolding:
+
+        (UᵀU)[t, s] = Σ_k M[stride t + dilation k, stride s + dilation k] over the kernel's offsets k.
+
+        With pixels numbered row by row an offset moves both indices by one number, so the sum over one dimension's
+        offsets is one over long dense rows, for windows at every pixel, and the next dimension's starts from it.
+        """
+        stride, padding, dilation, _ = self.geometry
+        kernel, out = self.weight.shape[2:], self._gradient().shape[2:]
+        x = F.pad(self._input(), [pad for p in reversed(padding) for pad in (p, p)])
+        size = x.shape[2:]
+        pixels = gram(x.flatten(2).transpose(1, 2))
+        steps = [size[i + 1 :].numel() for i in range(len(size))]
+        for step, d, k in zip(steps, dilation, kernel, strict=True):
+            if k > 1:
+                pixels = _diagonal_sums(pixels, range(0, step * d * k, step * d))
+        n = pixels.shape[1]
+        rows, columns = ([step * s * m for step, s in zip(steps, stride, strict=True)] for m in (n, 1))
+        windows = pixels.as_strided((len(x), *out, *out), (n * n, *rows, *columns))
+        return windows.reshape(len(x), out.numel(), out.numel())
+
+    def grad_sample(self, param: Parameter) -> Tensor:
+        if self._is_bias(param):
+            return self._bias_grad_sample()
+        stride, padding, dilation, _ = self.geometry
+        if self.channels_last and dilation == (1, 1):
+            x, g, size = self._input(), self._gradient(), (self.weight.shape[2], self.weight.shape[3])
+            if native.serves(x, g):
+                return native.conv2d_grad_sample(x, g, size, stride, padding)
+            if native.serves_graph(x, g):
+                return torch.ops.dpcore.conv2d_grad_sample(x, g, list(size), list(stride), list(padding)).movedim(-1, 2)
+        u = self._unfolded()
+        g = self._gradient().reshape(len(u), u.shape[1], -1, u.shape[-1])
+        if u.shape[1] > 1:
+            return torch.matmul(g, u.transpose(2, 3)).view(len(u), *self.weight.shape)
+        (grads,) = products(g.squeeze(1), u.squeeze(1))
+        if self.channels_last:
+            d, c, *kernel = self.weight.shape
+            return grads.view(len(u), d, *kernel, c).movedim(-1, 2)
+        return grads.view(len(u), *self.weight.shape)
+
+    def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
+        if self._is_bias(param):
+            out.addmv_(self._bias_grad_sample().t(), factors)
+            return
+        stride, padding, dilation, groups = self.geometry
+        g = self._gradient()
+        g = g * factors.view(-1, *[1] * (g.dim() - 1))
+        if g.device.type != "cpu" or convolutions_are_lowered():
+            out.add_(self._summed(g))
+            return
+        x, weight = self._input(), wide(self.weight)
+        nothing = [0] * len(stride)
+        mask = (False, True, False)
+        summed = torch.ops.aten.convolution_backward(
+            g, x, weight, None, stride, padding, dilation, False, nothing, groups, mask
+        )[1]
+        out.add_(summed)
+
+    def _summed(self, g: Tensor) -> Tensor:
+        """Σ over the examples of the weight gradients for output gradients g [B, d, *out], as a product of matrices.
+
+        A GPU's convolutions may be Winograd's or Fourier's, or in TF32 without being asked, none of which keeps to the
+        bound of a sum of products."""
+        u = self._unfolded()
+        by_group = g.reshape(len(u), u.shape[1], -1, u.shape[-1]).permute(1, 2, 0, 3).flatten(2)
+        summed = torch.bmm(by_group, u.permute(1, 0, 3, 2).flatten(1, 2))
+        if self.channels_last:
+            d, c, *kernel = self.weight.shape
+            return summed.view(d, *kernel, c).movedim(-1, 1)
+        return summed.view(self.weight.shape)
+
+    def ghost_is_cheaper(self, param: Parameter) -> bool:
+        if self._is_bias(param):
+            return False
+        x, g = self._x.tensor, self._gradient()
+        positions, pixels = g.shape[2:].numel(), x.shape[2:].numel()
+        sums = sum(self.weight.shape[2:])
+        ghost = (2 * x.shape[1] + FLOPS_PER_KEPT_FLOAT * sums) * pixels**2 + 2 * g.shape[1] * positions**2
+        return ghost < FLOPS_PER_KEPT_FLOAT * self.weight.numel()
+
+    def rows(self, index: Tensor, dtype: torch.dtype) -> ConvolutionUse:
+        x = self._x.get(self.name).detach().index_select(0, index).to(dtype)
+        use = ConvolutionUse(self.name, x, self.weight.to(dtype), self.params, *self.geometry, self.channels_last)
+        use.grad = None if self.grad is None else self.grad.index_select(0, index).to(dtype)
+        return use
+
+    def stash_bytes(self) -> int:
+        return self._x.tensor.nbytes + (0 if self.grad is None else self.grad.nbytes)
+
+
+def _diagonal_sums(gram: Tensor, offsets: range) -> Tensor:
+    """[B, n, n], Σ_o gram[:, t + o, s + o] over two offsets or more, from [B, n + offsets[-1], n + offsets[-1]]."""
+    n = gram.shape[1] - offsets[-1]
+    first, second, *others = (gram[:, o : o + n, o : o + n] for o in offsets)
+    total = first + second
+    for other in others:
+        total += other
+    return total
+
+
+def _by_kernel(x: Tensor, grad: Tensor, kernel: list[int], stride: list[int], padding: list[int]) -> Tensor:
+    """:func:`native.conv2d_grad_sample` as an operator of a compiled graph, [B, d, kh, kw, c]."""
+    size = (kernel[0], kernel[1])
+    return native.conv2d_grad_sample(x, grad, size, tuple(stride), tuple(padding)).movedim(2, -1)
+
+
+def _like_the_kernels(x: Tensor, grad: Tensor, kernel: list[int], stride: list[int], padding: list[int]) -> Tensor:
+    return x.new_empty((len(x), grad.shape[1], *kernel, x.shape[1]))
+
+
+# Without torch.library.custom_op, which puts some 0.1 ms of Python around every call.
+_KERNEL = "dpcore::conv2d_grad_sample"
+torch.library.define(_KERNEL, "(Tensor x, Tensor grad, int[] kernel, int[] stride, int[] padding) -> Tensor")
+torch.library.impl(_KERNEL, "default", _by_kernel)
+torch.library.register_fake(_KERNEL, _like_the_kernels)
+
+
+def _tuple(value: int | tuple[int, ...], dims: int) -> tuple[int, ...]:
+    return (value,) * dims if isinstance(value, int) else tuple(value) * (dims if len(value) == 1 else 1)
+
+
+@handles(torch.conv1d, torch.conv2d, torch.conv3d)
+def _convolution(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def call(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Tensor:
+        params = tuple(p for p in (weight, bias) if tape.trains(p))
+        if not params:
+            return func(input, weight, bias, stride, padding, dilation, groups)
+        tape.check_batch(input, params)
+        dims = weight.dim() - 2
+        if input.dim() != weight.dim():
+            tape.check_batch(input[:0], params)
+        stride, dilation = _tuple(stride, dims), _tuple(dilation, dims)
+        if padding == "valid":
+            padding = 0
+        elif padding == "same":
+            # Total padding dilation (kernel - 1) per dimension; an odd remainder goes to the end.
+            totals = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+            input = F.pad(input, [pad for t in reversed(totals) for pad in (0, t % 2)])
+            padding = tuple(t // 2 for t in totals)
+        padding = _tuple(padding, dims)
+        if tape.channels_last and input.dim() == 4 and input.shape[1] == 1:
+            # One channel: plain and channels-last strides mean the same, but only the latter make the output
+            # channels-last.
+            h, w = input.shape[2:]
+            input = input.contiguous().as_strided(input.shape, (h * w, 1, w, 1))
+        output = func(input, tape.constant(weight), tape.constant(bias), stride, padding, dilation, groups)
+        use = ConvolutionUse(
+            tape.name(params), input, weight, params, stride, padding, dilation, groups, tape.channels_last
+        )
+        return tape.record(use, output)
+
+    return call(*args, **kwargs)

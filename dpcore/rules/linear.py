@@ -1,0 +1,186 @@
+"""Rules for y = x Wᵀ + b at every position: ``F.linear`` of any rank, and the building block of recurrent layers.
+
+Per example, with inputs X (T x p) and output gradients G (T x d): dW = Gᵀ X, db = Σ_t G_t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn import functional as F
+
+from dpcore import native
+from dpcore.numerics.rounding import SquaredNorm, gamma, gram, gram_roundings, squares
+from dpcore.rules.products import products
+from dpcore.tape.tape import Tape
+from dpcore.tape.uses import Saved, Use, handles
+
+# A float of memory traffic costs about as much as this many FLOPs on a CPU core (50 GFLOP/s beside 10 GB/s, three
+# passes over the kept gradient: written, squared, summed).
+FLOPS_PER_KEPT_FLOAT = 60
+
+# A product below 1e-38 loses up to 7e-46 in float32. Times a square up to this (over the number of such products), what
+# was lost stays far below the square of any bound C that is allowed; times a larger one it would not, so that such an
+# example is left to float64.
+TRUSTED_SQUARE = 1e21
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """In float32 or better: norms and sums of half-precision gradients are not taken in half precision."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def trusted(norm_sq: Tensor, largest_square: Tensor, terms: int = 1) -> Tensor:
+    """``norm_sq``, a product of squares none of which is above ``largest_square``; inf where another, a sum of
+    ``terms`` products, may be lost."""
+    return torch.where(largest_square < TRUSTED_SQUARE / max(terms, 1), norm_sq, torch.inf)
+
+
+def gram_norm_sq(gram_x: Tensor, gram_g: Tensor, roundings: int) -> SquaredNorm:
+    """|GᵀX|² = Σ_ts (XXᵀ)_ts (GGᵀ)_ts for Gram matrices [B, T, T], whose terms may cancel; ``scale``:
+    S = (Σ_t |x_t||g_t|)². ``roundings``: the sum of those that an entry of either matrix has been through.
+
+    An entry of XXᵀ is off by at most γ |x_t||x_s|, one of GGᵀ likewise. The absolute terms of the sum add up to S at
+    most, so that the sum is off by at most γ_n S, n = ``roundings`` + 1 (the sum itself is float64's). The product
+    (F G)ᵀ X that is released at factors F is a sum over T positions, off by at most γ_{T + 1} f √S; its square then
+    exceeds f² |GᵀX|² by at most f² γ_{2T + 2} S. Together: n + 2T + 3, and S is itself computed (once more γ).
+    """
+    steps = gram_x.shape[-1]
+    norm_sq = (gram_x * gram_g).sum((-2, -1), dtype=torch.float64)
+    squares_x, squares_g = gram_x.diagonal(dim1=-2, dim2=-1), gram_g.diagonal(dim1=-2, dim2=-1)
+    scale = (squares_x * squares_g).clamp(min=0).sqrt().sum(-1).square()
+    norm_sq = trusted(norm_sq, torch.maximum(squares_x, squares_g).sum(-1), roundings * steps**2)
+    computed = 1.0 + gamma(roundings + 2 * steps + 8, gram_x.dtype)
+    return SquaredNorm(norm_sq, gamma(roundings + 2 * steps + 4, gram_x.dtype) * computed, scale)
+
+
+class ContractionUse(Use):
+    """Weights [d, p_k] applied to inputs x_k [B, ..., p_k], and biases [d], all sharing one output gradient [B, ...,
+    d].
+
+    A linear layer has one weight; a recurrent layer has one for its input and one for its previous state.
+    """
+
+    def __init__(
+        self, name: str, inputs: dict[Parameter, Tensor], biases: tuple[Parameter, ...], time_major: bool = False
+    ) -> None:
+        self.name = name
+        self.params = (*inputs, *biases)
+        self.time_major = time_major
+        self._inputs = {param: Saved(x) for param, x in inputs.items()}
+        # [B, d, p] per-sample gradients that were formed along with another weight's and not yet asked for, and the
+        # output gradients that they were formed of.
+        self._products: tuple[Tensor, int, dict[Parameter, Tensor]] | None = None
+        # Squared norms of the output gradients, where weight and bias share them, and what they are the norms of.
+        self._squares: tuple[Tensor, int, SquaredNorm] | None = None
+
+    def _x(self, param: Parameter) -> Tensor:
+        """[B, p] or [B, T, p]."""
+        return self._positions(self._inputs[param].get(self.name))
+
+    def _x_by_column(self, param: Parameter) -> Tensor:
+        """[B, p, T]."""
+        return self._x(param).transpose(1, 2)
+
+    def _g(self) -> Tensor:
+        """[B, d] or [B, T, d]."""
+        assert self.grad is not None
+        return self._positions(self.grad)
+
+    def _positions(self, tensor: Tensor) -> Tensor:
+        tensor = wide(tensor.detach())
+        if self.time_major:
+            tensor = tensor.transpose(0, 1)
+        return tensor if tensor.dim() <= 3 else tensor.flatten(1, -2)
+
+    def _g_squares(self, g: Tensor) -> SquaredNorm:
+        """Squared norms of output gradients [B, d]."""
+        assert self.grad is not None
+        if self._squares is None or self._squares[0] is not self.grad or self._squares[1] != self.grad._version:
+            self._squares = self.grad, self.grad._version, squares(g)
+        return self._squares[2]
+
+    def norm_sq(self, param: Parameter) -> SquaredNorm:
+        g = self._g()
+        if param not in self._inputs:
+            return self._g_squares(g) if g.dim() == 2 else squares(g.sum(1))
+        x = self._x(param)
+        if x.dim() == 2:
+            of_x, of_g = squares(x), self._g_squares(g)
+            largest = torch.maximum(of_x.value, of_g.value)
+            norm_sq = trusted(of_x.value * of_g.value, largest, max(x.shape[1], g.shape[1]))
+            return SquaredNorm(norm_sq, of_x.error + of_g.error + of_x.error * of_g.error)
+        return gram_norm_sq(gram(x), gram(g), gram_roundings(x.shape[-1]) + gram_roundings(g.shape[-1]))
+
+    def grad_sample(self, param: Parameter) -> Tensor:
+        g = self._g()
+        if param not in self._inputs:
+            return g if g.dim() == 2 else g.sum(1)
+        x = self._x(param)
+        if x.dim() == 2:
+            return g.unsqueeze(2) * x.unsqueeze(1)
+        if native.serves(g, x):
+            return native.contraction_grad_sample(g, x)
+        # Weights that will be asked for too are taken along: they share what is copied of the output gradients.
+        made = self._products
+        assert self.grad is not None
+        if made is None or made[0] is not self.grad or made[1] != self.grad._version or param not in made[2]:
+            weights = [p for p in self._inputs if p is param or not self.ghost_is_cheaper(p)]
+            of = dict(zip(weights, products(g.transpose(1, 2), *map(self._x_by_column, weights)), strict=True))
+            made = self._products = self.grad, self.grad._version, of
+        return made[2].pop(param)
+
+    def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
+        g = self._g()
+        if param not in self._inputs:
+            out.addmv_((g if g.dim() == 2 else g.sum(1)).t(), factors)
+            return
+        x = self._x(param)
+        factors = factors.view(-1, *[1] * (x.dim() - 1))
+        if x.shape[-1] < g.shape[-1]:
+            x = x * factors
+        else:
+            g = g * factors
+        out.addmm_(g.reshape(-1, g.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
+
+    def ghost_is_cheaper(self, param: Parameter) -> bool:
+        assert self.grad is not None
+        if self.grad.dim() == 2:
+            return True
+        if param not in self._inputs:
+            return False
+        positions = self.grad.shape[:-1].numel() // self.grad.shape[1 if self.time_major else 0]
+        d, p = self.grad.shape[-1], param.shape[1]
+        return 2 * positions**2 * (p + d) < FLOPS_PER_KEPT_FLOAT * p * d
+
+    def rows(self, index: Tensor, dtype: torch.dtype) -> ContractionUse:
+        batch = 1 if self.time_major else 0
+        inputs = {
+            p: saved.get(self.name).detach().index_select(batch, index).to(dtype) for p, saved in self._inputs.items()
+        }
+        use = ContractionUse(self.name, inputs, self.params[len(inputs) :], self.time_major)
+        use.grad = None if self.grad is None else self.grad.index_select(batch, index).to(dtype)
+        return use
+
+    def stash_bytes(self) -> int:
+        inputs = sum(saved.tensor.nbytes for saved in self._inputs.values())
+        return inputs + (0 if self.grad is None else self.grad.nbytes)
+
+
+@handles(F.linear)
+def _linear(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def call(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        inputs = {w: input for w in (weight,) if tape.trains(w)}
+        biases = tuple(b for b in (bias,) if tape.trains(b))
+        params = (*inputs, *biases)
+        if not params:
+            return func(input, weight, bias)
+        time_major = tape.require_batch(input, params) == 1
+        output = func(input, tape.constant(weight), tape.constant(bias))
+        return tape.record(ContractionUse(tape.name(params), inputs, biases, time_major), output)
+
+    return call(*args, **kwargs)

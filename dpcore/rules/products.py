@@ -1,0 +1,105 @@
+"""Matrix products of the engine, by whichever of torch's CPU libraries is faster.
+
+On AMD processors torch's float32 ``mm`` and ``bmm`` (MKL) reach half of what oneDNN does, which torch only uses for
+convolutions and recurrent layers; one product at a time through oneDNN beats a batch of them through MKL as soon as a
+product is large enough to outweigh the call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpcore.numerics.precision import is_lowered
+
+# About 10 us of overhead per call at 200 GFLOP/s against 100.
+WORTH_A_CALL_FLOPS = 4e6
+
+
+def _available() -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return False
+    try:
+        a = torch.ones(2, 3)
+        return bool((torch.ops.mkldnn._linear_pointwise(a, a, None, "none", [], "") == 3.0).all())
+    except (AttributeError, RuntimeError):
+        return False
+
+
+_AVAILABLE = _available()
+
+
+def prefers_onednn(a: Tensor, flops: float) -> bool:
+    """Whether a product with left operand ``a`` goes through oneDNN: float32 on a CPU, large, in full precision,
+    outside of tracing."""
+    return (
+        _AVAILABLE
+        and flops >= WORTH_A_CALL_FLOPS
+        and a.dtype == torch.float32
+        and a.device.type == "cpu"
+        and type(a) is Tensor
+        and not is_lowered()
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _onednn(a: Tensor, b: Tensor) -> Tensor:
+    # Operands with any other strides would fall to a reference kernel a thousand times slower.
+    b = b if b.is_contiguous() or b.t().is_contiguous() else b.contiguous()
+    return torch.ops.mkldnn._linear_pointwise(a.contiguous(), b, None, "none", [], "")
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a bᵀ, [m, n], for a [m, k] and b [n, k]."""
+    if prefers_onednn(a, 2.0 * a.numel() * b.shape[0]):
+        return _onednn(a, b)
+    return a @ b.t()
+
+
+def products(a: Tensor, *others: Tensor) -> list[Tensor]:
+    """a_i b_iᵀ for every example, [B, m, n], for a [B, m, k] and each of the others b [B, n, k]."""
+    examples, m, k = a.shape
+    if not examples or not prefers_onednn(a, 2.0 * m * k * min(b.shape[1] for b in others)):
+        return [torch.bmm(a, b.transpose(1, 2)) for b in others]
+    # An operand that is not dense is copied an example at a time, which leaves it in the cache: copies of all examples
+    # at once go to memory and back.
+    left, rights = _Dense(a[0]), [_Dense(b[0]) for b in others]
+    outs = [a.new_empty((examples, m, b.shape[1])) for b in others]
+    for i, a_i in enumerate(a.unbind(0)):
+        dense = left.of(a_i).contiguous()
+        for b, right, out in zip(others, rights, outs, strict=True):
+            out[i].copy_(_onednn(dense, right.of(b[i])))
+    return outs
+
+
+class _Dense:
+    """Gives matrices like ``example`` as they are, if they are dense or densely transposed, or else in one buffer."""
+
+    def __init__(self, example: Tensor) -> None:
+        self._buffer: Tensor | None = None
+        if not example.is_contiguous() and not example.t().is_contiguous():
+            self._buffer = torch.empty_like(example, memory_format=torch.contiguous_format)
+
+    def of(self, matrix: Tensor) -> Tensor:
+        return matrix if self._buffer is None else self._buffer.copy_(matrix)
+
+
+class Projection(torch.autograd.Function):
+    """(x [..., p], W [d, p], bias [d] or None) -> x Wᵀ + bias; only x gets a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        z = product(x.reshape(-1, x.shape[-1]), weight)
+        if bias is not None:
+            z += bias
+        return z.view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        (weight,) = ctx.saved_tensors
+        if not ctx.needs_input_grad[0]:
+            return None, None, None
+        return product(grad.reshape(-1, grad.shape[-1]), weight.t()).view(*grad.shape[:-1], weight.shape[1]), None, None

@@ -1,0 +1,292 @@
+"""What one forward and backward pass leave behind: for every use of a parameter, its input and its output's gradient.
+
+While a :class:`Tape` is active, calls of the torch functions that have a rule (``F.linear``, ``torch.conv2d``,
+``F.embedding`` ...) are intercepted, whichever module makes them. The parameters enter detached, so that autograd
+computes no weight gradients and, for layers fed by data, no input gradients either; the output's place in the graph is
+remembered, and one call of ``torch.autograd.grad`` then yields the gradients at all those places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import Parameter
+from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import TorchFunctionMode
+
+from dpcore.errors import NoRuleError, UnsupportedError
+from dpcore.tape.checkpointing import CHECKPOINTING
+from dpcore.tape.deferred_lookups import Lookups
+from dpcore.tape.uses import HANDLERS, Use, handles
+
+MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
+FindBatch = Callable[[tuple[Parameter, str], "Tape", Tensor, int], int]
+"""``find_batch((parameter, kind of tensor), tape, tensor, features)``: the dimension that is the batch, or -1."""
+
+
+class _Attach(torch.autograd.Function):
+    """Gives a tensor that needs no gradient a place in the graph, without a copy.
+
+    A leaf with requires_grad would do, but refuses in-place activations behind it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+SECOND_ORDER = (
+    "The model or its loss takes derivatives of its own (create_graph=True, torch.func or forward-mode differentiation "
+    "within a private pass). What is recorded holds the weights as constants, so their part in such derivatives would "
+    "be lost; compute such penalties on a copy of the model, without privacy."
+)
+
+
+def check_first_order() -> None:
+    """UnsupportedError where a transform of torch.func or forward-mode differentiation is at work."""
+    if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:
+        raise UnsupportedError(SECOND_ORDER)
+
+
+class Tape(TorchFunctionMode):
+    """Records the uses of ``parameters`` (names by identity) for a batch of ``batch_size`` examples."""
+
+    def __init__(
+        self,
+        parameters: dict[Parameter, str],
+        batch_size: int,
+        scale: float | None = None,
+        find_batch: FindBatch | None = None,
+        averaged: dict[Parameter, bool] | None = None,
+    ) -> None:
+        """``scale`` None: gradients come from :meth:`backward`. A number: they come from whatever backward pass runs
+        through the recorded places, and are multiplied by it (a mean loss divides every gradient by the batch size).
+        ``find_batch``: which dimension of a tensor is the batch; None: every layer sees the batch first.
+        ``averaged``: embeddings by whether nothing but one mean or sum over the positions sees their vectors.
+        """
+        super().__init__()
+        self.scale = scale
+        self.iteration: Any = None
+        """What came of its first backward pass."""
+        self.on_fire: Callable[[Tape], None] = lambda tape: None
+        self._task = -1
+        self._find_batch = find_batch
+        self.averaged = {} if averaged is None else averaged
+        self.probing = False
+        self.shared: dict[int, tuple[Tensor, Parameter, Callable[[], Use]]] = {}
+        self.packed: PackedSequence | None = None
+        """What a recurrent layer is working on: the function that it calls is not told the order of the sequences."""
+        self.lookups = Lookups()
+        self.channels_last = any(_is_channels_last(p) for p in parameters)
+        self.parameters = parameters
+        self.batch_size = batch_size
+        self.uses: list[Use] = []
+        self._edges: list[GradientEdge] = []
+        self.forbidden: list[tuple[GradientEdge, Callable[[Tensor | None], None]]] = []
+        self._targets: list[Callable[[Tensor | None], None]] = []
+        self.anchor = torch.zeros((), requires_grad=True)
+        self.attached = 0
+        """How many outputs were attached."""
+        self.guards: list[Tensor] = []
+        """Leaves that no gradient may reach: hooks at them raise an error. A backward pass of the tape's own asks for
+        them, because it goes where it is sent and nowhere else."""
+
+    def __enter__(self) -> Tape:
+        CHECKPOINTING.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        CHECKPOINTING.__exit__(*exception)
+        self.lookups.settle(self)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.lookups:
+            pooled = self.lookups.pooled(self, func, args, kwargs)
+            if pooled is not None:
+                return pooled
+            args, kwargs = self.lookups.formed(self, func, args, kwargs)
+        handler = HANDLERS.get(func)
+        if handler is None:
+            return func(*args, **kwargs)
+        return handler(self, func, args, kwargs)
+
+    def trains(self, tensor: Any) -> TypeGuard[Parameter]:
+        """Whether this is one of the trained parameters."""
+        return isinstance(tensor, Parameter) and tensor in self.parameters
+
+    def constant(self, tensor: MaybeTensor) -> MaybeTensor:
+        """A trained parameter as a constant of the graph; anything else as it is."""
+        return tensor.detach() if self.trains(tensor) else tensor  # type: ignore[return-value]
+
+    def attach(self, output: Tensor, target: Callable[[Tensor | None], None]) -> Tensor:
+        """Remembers ``output``'s place in the graph; ``target`` receives the gradient there. Returns the output to
+        use. Where no gradients are recorded (torch.no_grad() in a forward pass), none can come.
+        """
+        if not torch.is_grad_enabled():
+            return output
+        check_first_order()
+        self.attached += 1
+        if not output.requires_grad:
+            if output._is_view():
+                output = output.clone()
+            output = _Attach.apply(output, self.anchor)
+        if self.scale is not None:
+            output.register_hook(self._hook(target))
+            return output
+        self._edges.append(get_gradient_edge(output))
+        self._targets.append(target)
+        return output
+
+    def record(self, use: Use, output: Tensor, batch_dim: int = 0) -> Tensor:
+        """Records ``use``, whose ``grad`` will be the gradient at ``output`` with ``batch_dim`` brought to the front.
+        Returns the output to use.
+        """
+        self.uses.append(use)
+
+        def set_grad(grad: Tensor | None) -> None:
+            use.grad = grad.transpose(0, 1) if batch_dim and grad is not None else grad
+
+        return self.attach(output, set_grad)
+
+    def _hook(self, target: Callable[[Tensor | None], None]) -> Callable[[Tensor | None], None]:
+        """Hands gradients to ``target``, added up where several backward passes run through the same place."""
+        total: Tensor | None = None
+        scale = self.scale or 1.0
+
+        def hook(grad: Tensor | None) -> None:
+            nonlocal total
+            if grad is None:
+                return
+            if grad.requires_grad:
+                raise UnsupportedError(
+                    "A backward pass with create_graph=True went through the private module; the gradient of a "
+                    "gradient mixes what is recorded. Compute such penalties on to_standard_module(), without privacy."
+                )
+            scaled = _scaled(grad.detach(), scale)
+            total = scaled if total is None else total + scaled
+            task = torch._C._current_graph_task_id()
+            if task != self._task:
+                self._task = task
+                self.on_fire(self)
+            target(total)
+
+        return hook
+
+    def forbid(self, output: Tensor, params: Sequence[Parameter]) -> Tensor:
+        """An output whose first dimension is not the batch: it may be returned, but no gradient may flow back to it."""
+
+        def refuse(grad: Tensor | None) -> None:
+            if grad is not None:
+                raise self._no_batch(output, params, 0)
+
+        attached = self.attach(output, refuse)
+        if attached.requires_grad:
+            self.forbidden.append((get_gradient_edge(attached), refuse))
+        return attached
+
+    def backward(self, losses: Tensor, weights: Tensor) -> None:
+        """Fills in every use's gradient from per-example ``losses`` [B], weighted by ``weights`` [B].
+
+        The trained parameters themselves are asked for too: one that turns up was used in a way no rule has seen.
+        """
+        raw: list[Any] = [*self.parameters, *self.guards]
+        if not losses.requires_grad:
+            for target in self._targets:
+                target(None)
+            return
+        grads = torch.autograd.grad(losses, [*self._edges, *raw], grad_outputs=weights, allow_unused=True)
+        for param, grad in zip(self.parameters, grads[len(self._edges) :], strict=False):
+            if grad is not None:
+                self.refuse_raw(param)
+        for target, grad in zip(self._targets, grads, strict=False):
+            target(grad)
+
+    def pull(self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep: bool) -> None:
+        """Fills in every use's gradient from any ``outputs`` with ``weights`` of their shapes; ``keep``: the graph."""
+        if not outputs or not self._edges:
+            return
+        grads = torch.autograd.grad(outputs, self._edges, weights, retain_graph=keep, allow_unused=True)
+        for target, grad in zip(self._targets, grads, strict=True):
+            target(grad)
+
+    def refuse_raw(self, param: Parameter) -> None:
+        """NoRuleError about a parameter that received an ordinary gradient."""
+        raise NoRuleError(
+            f"Parameter {self.parameters[param]} is used by an operation that dpcore has no rule for; wrap that "
+            f"operation "
+            "in a module of its own, or freeze the parameter with requires_grad_(False).",
+            (param,),
+        )
+
+    def name(self, params: Sequence[Parameter]) -> str:
+        """The layer's name in messages: the first parameter's, without its last part."""
+        return self.parameters[params[0]].rpartition(".")[0] or self.parameters[params[0]]
+
+    def check_batch(self, x: Tensor, params: Sequence[Parameter], dim: int = 0) -> None:
+        """UnsupportedError unless dimension ``dim`` of an input is the batch."""
+        if x.dim() <= dim or x.shape[dim] != self.batch_size:
+            raise self._no_batch(x, params, dim)
+
+    def _no_batch(self, x: Tensor, params: Sequence[Parameter], dim: int) -> NoRuleError:
+        return NoRuleError(
+            f"{self.name(params)} got an input of shape {tuple(x.shape)} whose dimension {dim} is not the batch of "
+            f"{self.batch_size} examples, so gradients cannot be told apart by example; keep the batch first.",
+            params,
+        )
+
+    def batch_dim(self, x: Tensor, params: Sequence[Parameter], features: int = 1, use: str = "input") -> int:
+        """Which dimension of an input is the batch: 0, or 1 where the layer of ``params`` works on time-first sequences
+        [T, B, ...] with ``features`` dimensions at the end, or -1 where none is. ``use`` tells apart different kinds of
+        tensors that meet the same parameter.
+        """
+        if self._find_batch is None:
+            return 0 if x.dim() and len(x) == self.batch_size else -1
+        return self._find_batch((params[0], use), self, x, features)
+
+    def require_batch(self, x: Tensor, params: Sequence[Parameter], features: int = 1) -> int:
+        """As :meth:`batch_dim`, but NoRuleError where there is no batch."""
+        dim = self.batch_dim(x, params, features)
+        self.check_batch(x, params, max(dim, 0))
+        return dim
+
+    def share(self, tensor: Tensor, param: Parameter, use: Callable[[], Use]) -> Tensor:
+        """A tensor without batch that comes from ``param``: sums with batched tensors are recorded, with the new use's
+        gradient [B, *shape]; any other use of it is refused. Returns the tensor to use.
+        """
+        tensor = self.forbid(tensor, (param,))
+        self.shared[id(tensor)] = (tensor, param, use)
+        return tensor
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    return tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def _scaled(tensor: Tensor, scale: float) -> Tensor:
+    """tensor * scale, expanded where the tensor is: rules make use of that."""
+    if 0 not in tensor.stride() or not tensor.numel():
+        return tensor * scale
+    core = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+    return (core * scale).expand(tensor.shape)
+
+
+@handles(torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+def _inner_gradient(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if kwargs.get("create_graph"):
+        raise UnsupportedError(SECOND_ORDER)
+    return func(*args, **kwargs)

@@ -1,0 +1,103 @@
+"""Uses of parameters: what a rule keeps of one, and the table of rules by torch function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from dpcore.errors import UnsupportedError
+from dpcore.numerics.rounding import SquaredNorm
+
+Handler = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""``handler(tape, function, args, kwargs)``: what the call of a torch function returns while a tape is active."""
+HANDLERS: dict[Callable[..., Any], Handler] = {}
+
+
+def handles(*functions: Callable[..., Any]) -> Callable[[Handler], Handler]:
+    """Decorator: the handler for calls of these torch functions while a tape is active."""
+
+    def register(handler: Handler) -> Handler:
+        for function in functions:
+            HANDLERS[function] = handler
+        return handler
+
+    return register
+
+
+class Recorder(Protocol):
+    """The part of a tape that :mod:`dpcore.tape.deferred_lookups` needs."""
+
+    scale: float | None
+    probing: bool
+    averaged: dict[Parameter, bool]
+
+    def attach(self, output: Tensor, target: Callable[[Tensor | None], None]) -> Tensor:
+        """Remember the place of ``output`` in the graph, where ``target`` gets the gradient; return what to use."""
+        ...
+
+
+class Use:
+    """One application of one or more parameters; a rule file per kind of layer subclasses this.
+
+    After the backward pass ``grad`` is the gradient at the output, None where the loss does not depend on it. All
+    tensors are batch first. ``params`` are the trained parameters that this application contributes to.
+    """
+
+    params: tuple[Parameter, ...] = ()
+    grad: Tensor | None = None
+    sequential: bool = False
+    """Whether its forward pass is a loop of many small operations, which wants many examples at a time."""
+
+    def norm_sq(self, param: Parameter) -> SquaredNorm:
+        """Squared norms [B] of the per-sample gradients without forming them, with a bound of what rounding hides."""
+        raise NotImplementedError
+
+    def grad_sample(self, param: Parameter) -> Tensor:
+        """[B, *param.shape] per-sample gradients."""
+        raise NotImplementedError
+
+    def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
+        """out += sum_i factors[i] * gradient of example i; ``out`` has the parameter's shape."""
+        raise NotImplementedError
+
+    def ghost_is_cheaper(self, param: Parameter) -> bool:
+        """Whether the norm without per-sample gradients, then a second contraction, costs less than keeping them."""
+        raise NotImplementedError
+
+    def rows(self, index: Tensor, dtype: torch.dtype) -> Use:
+        """The same application restricted to the examples ``index`` [k], in ``dtype``."""
+        raise NotImplementedError
+
+    def stash_bytes(self) -> int:
+        """Bytes of inputs and output gradients that this application holds for the batch."""
+        raise NotImplementedError
+
+
+@dataclass
+class Saved:
+    """An input kept by a rule, and its version: an in-place change after the use would falsify the gradient.
+
+    The tensor is kept without its place in the graph (detached tensors share the version). The graph's nodes hold the
+    hooks that hold the uses; a use that held a node would close a circle through autograd, where Python's collector
+    does not see it, and every step's activations would stay for ever.
+    """
+
+    tensor: Tensor
+    version: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tensor = self.tensor.detach()
+        self.version = self.tensor._version
+
+    def get(self, name: str) -> Tensor:
+        if self.tensor._version != self.version:
+            raise UnsupportedError(
+                f"The input of {name} was changed in place after {name} had used it, so its gradient can no longer be "
+                "computed; make that operation out-of-place (for instance ReLU(inplace=False))."
+            )
+        return self.tensor

@@ -1,0 +1,1 @@
+"""What several contestants share, per ML framework."""

@@ -1,0 +1,1 @@
+"""Programs that the harness runs in a framework's environment: references, evaluation, devices."""

@@ -1,0 +1,111 @@
+"""Computes the gate's expected updates in float64: ``python -m frameworks._tools.reference --task mnist-cnn --out
+FILE.npz``.
+
+The bridge between the gate's cases, which know no framework, and ``dpcore.reference``, which knows no harness.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dpcore import reference
+from frameworks._shared.torch import models as torch_models
+from harness.tasks import TASKS, MaxPool2d, ReLU, Task
+from harness.worker.gate import cases as gate_cases
+from harness.worker.gate.cases import Case
+
+PERTURBATION = 1e-6
+"""Relative change of every weight: what the rounding of float32 contractions amounts to."""
+
+
+def gate_reference(task: Task) -> dict[str, np.ndarray]:
+    """``norms`` and ``instability`` [pool] of the pool's examples, then the displacement of every case, float64."""
+    x, y = torch_models.place(*gate_cases.pool(task), "cpu")
+    models = {
+        saturated: torch_models.build_model(task, gate_cases.starting_weights(task, saturated), torch.float64)
+        for saturated in (False, True)
+    }
+    found = _pool_facts(task, models[False], x, y)
+    wanted = {
+        gate_cases.truth_name(case, private)
+        for private in (True, False)
+        for case in gate_cases.stored_cases(task, found, private)
+    }
+    for case in gate_cases.stored_cases(task, found, private=True):
+        for private, displacement in _displacements(task, models[case.saturated], case, x, y).items():
+            name = gate_cases.truth_name(case, private)
+            if name in wanted:
+                found |= gate_cases.pack(name, displacement)
+    return found
+
+
+def _pool_facts(task: Task, model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> dict[str, np.ndarray]:
+    """Norm of each example's gradient, and by how much, relative to it, the gradient moves when the weights move by
+    what float32 rounds away. Large only next to a kink of the network; zero for networks without one."""
+    loss = torch_models.loss_fn(task)
+    norms = np.array([float(reference.norm(g)) for g in reference.example_gradients(model, loss, x, y)])
+    instability = np.zeros(len(x))
+    if any(isinstance(layer, ReLU | MaxPool2d) for layer in task.layers):
+        moved = copy.deepcopy(model)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in moved.parameters():
+                noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+                parameter.mul_(1 + PERTURBATION * noise)
+        pairs = zip(
+            reference.example_gradients(model, loss, x, y), reference.example_gradients(moved, loss, x, y), strict=True
+        )
+        changes = [float(reference.norm({name: a[name] - b[name] for name in a})) for a, b in pairs]
+        instability = np.array(changes) / np.maximum(norms, np.finfo(float).tiny)
+    return {"norms": norms, "instability": instability}
+
+
+def _displacements(
+    task: Task, start: torch.nn.Module, case: Case, x: torch.Tensor, y: torch.Tensor
+) -> dict[bool, dict[str, np.ndarray]]:
+    """Starting minus final weights under the canonical names, with clipping (key True) and without (False)."""
+    loss = torch_models.loss_fn(task)
+    before = torch_models.canonical_parameters(start, task)
+    models = {private: copy.deepcopy(start) for private in (True, False)}
+    for step, rows in enumerate(case.batches):
+        truth = reference.clipped_sum(models[True], loss, x[rows], y[rows], case.max_grad_norm)
+        sums = {True: truth.clipped}
+        if step > 0:  # before the first step both stand at the same weights
+            truth = reference.clipped_sum(models[False], loss, x[rows], y[rows], case.max_grad_norm)
+        sums[False] = truth.plain
+        for private, model in models.items():
+            for name, parameter in model.named_parameters():
+                if name in sums[private]:
+                    parameter.data -= case.learning_rate / case.batch_size * sums[private][name]
+    return {
+        private: {
+            name: (before[name] - parameter).detach().numpy()
+            for name, parameter in torch_models.canonical_parameters(model, task).items()
+        }
+        for private, model in models.items()
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--task", required=True, choices=sorted(TASKS))
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--threads", type=int, default=1, help="more than one seldom pays for batches of one example")
+    chosen = parser.parse_args(arguments)
+    torch.set_num_threads(chosen.threads)
+    found = gate_reference(TASKS[chosen.task])
+    part = chosen.out.with_name(f"{chosen.out.name}.{os.getpid()}.part")
+    with open(part, "wb") as file:
+        np.savez(file, **found)
+    os.replace(part, chosen.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""One step of a measured cell again in float64, in an environment with PyTorch:
+``python -m frameworks._tools.step_reference --task ... --checked FILE.npz --x X.npy --y Y.npy ...``.
+
+FILE is what :func:`harness.worker.e2e.replay` left: weights before and after the step, with its noise and without,
+and the rows of the data that it took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from dpcore import reference
+from frameworks._shared.torch import models as torch_models
+from frameworks._tools.reference import PERTURBATION
+from harness.tasks import TASKS, Task
+from harness.worker.gate import noise as gate_noise
+
+TOLERANCE = 1e-3
+INSTABILITY_ROWS = 64
+INSTABILITY_FACTOR = 5.0
+"""An example next to a kink of the network has another gradient in float32. How much of the sum that is, is measured:
+the weights move by what float32 rounds away, and the sum of so many rows with them."""
+
+Arrays = Mapping[str, np.ndarray]
+
+
+def compare(
+    task: Task, found: Arrays, x: np.ndarray, y: np.ndarray, bound: float | None, rate: float, deviation: float
+) -> dict[str, object]:
+    """``update_error`` and its limit, ``noise_scores`` and theirs.
+
+    ``x``, ``y``: the step's own rows. ``bound``: C, None without privacy. ``rate``: learning rate over batch size.
+    ``deviation``: sigma C.
+    """
+    before = {name: found[f"before/{name}"] for name in task.parameters}
+    truth = _sum(task, before, x, y, bound)
+    size = float(np.linalg.norm(truth))
+    exact = _flat(task, found, "before") - _flat(task, found, "exact")
+    error = float(np.linalg.norm(exact / rate - truth))
+    rounding = 2.0**-24 * float(np.linalg.norm(_flat(task, found, "before"))) / rate
+    scale = size or 1.0
+    some = slice(0, INSTABILITY_ROWS)
+    near = _sum(task, before, x[some], y[some], bound)
+    moved = float(np.linalg.norm(_sum(task, _perturbed(before), x[some], y[some], bound) - near))
+    instability = moved / (float(np.linalg.norm(near)) or 1.0)
+    result: dict[str, object] = {
+        "update_error": error / scale,
+        "update_limit": TOLERANCE + INSTABILITY_FACTOR * instability + rounding / scale,
+    }
+    if deviation:
+        z = (_flat(task, found, "before") - _flat(task, found, "after")) / rate - truth
+        scores = gate_noise.residual_scores(z / deviation, truth)
+        result |= {"noise_scores": scores, "noise_limit": gate_noise.normal_limit(len(scores))}
+    return result
+
+
+def _sum(task: Task, weights: Arrays, x: np.ndarray, y: np.ndarray, bound: float | None) -> np.ndarray:
+    """The float64 sum of (clipped) gradients as one vector."""
+    model = torch_models.build_model(task, weights, torch.float64)
+    inputs, labels = torch_models.place(x, y, "cpu")
+    sums = reference.clipped_sum(model, torch_models.loss_fn(task), inputs, labels, 1.0 if bound is None else bound)
+    values = sums.plain if bound is None else sums.clipped
+    holder = copy.deepcopy(model)
+    for name, parameter in holder.named_parameters():
+        parameter.data = values.get(name, torch.zeros_like(parameter)).detach()
+    canonical = torch_models.read_parameters(holder, task)
+    return np.concatenate([canonical[name].ravel() for name in task.parameters])
+
+
+def _flat(task: Task, found: Arrays, part: str) -> np.ndarray:
+    return np.concatenate([found[f"{part}/{name}"].astype(np.float64).ravel() for name in task.parameters])
+
+
+def _perturbed(weights: Arrays) -> Arrays:
+    rng = np.random.default_rng(0)
+    return {name: v * (1 + PERTURBATION * rng.standard_normal(v.shape)) for name, v in weights.items()}
+
+
+def main() -> None:
+    """Prints what :func:`compare` returns as JSON."""
+    parser = argparse.ArgumentParser(description=compare.__doc__)
+    parser.add_argument("--task", required=True, choices=TASKS)
+    parser.add_argument("--checked", required=True)
+    parser.add_argument("--x", required=True, help=".npy of training inputs")
+    parser.add_argument("--y", required=True, help=".npy of training labels")
+    parser.add_argument("--bound", type=float, help="C; without it the sum is not clipped")
+    parser.add_argument("--rate", type=float, required=True, help="learning rate over batch size")
+    parser.add_argument("--deviation", type=float, default=0.0, help="sigma C")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    with np.load(chosen.checked, allow_pickle=False) as stored:
+        found = {name: stored[name] for name in stored.files}
+    rows = found["rows"]
+    x, y = np.load(chosen.x, mmap_mode="r")[rows], np.load(chosen.y, mmap_mode="r")[rows]
+    if x.dtype == np.uint8:
+        x = x.astype(np.float32) / 255
+    print(json.dumps(compare(TASKS[chosen.task], found, x, y, chosen.bound, chosen.rate, chosen.deviation)))
+
+
+if __name__ == "__main__":
+    main()

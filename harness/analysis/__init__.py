@@ -1,0 +1,1 @@
+"""From records to frames, and from frames to statistics. Pure functions."""

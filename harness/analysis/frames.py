@@ -1,0 +1,568 @@
+"""Records as one tidy frame, and the frames of numbers that every table and figure is drawn from.
+
+Vocabulary: a *section* is what must never be pooled or compared across (machine, device, protocol, isolation); a *block
+of the table* is a task on genuine or on synthetic data; a *cell* is one contestant at one batch size in it.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from harness.analysis import naming, stats
+from harness.errors import BadInput
+from harness.paths import ROOT
+from harness.store.record import Record
+from harness.tasks import TASKS
+
+SECTION = ["machine", "device", "protocol", "isolation"]
+PLACE = [*SECTION, "task", "synthetic"]
+CELL = [*PLACE, "batch_size", "contestant"]
+PAIRING = ["run", "round"]
+OF_CELLS = [
+    *(*CELL, "private", "state", "reason", "failures", "failed", "superseded", "extrapolated", "disturbed"),
+    *("own_sampling", "cell", "median", "low", "high", "n", "coverage"),
+]
+"""Columns of the frame of cells, for a run that timed nothing."""
+
+UNGATED = "ungated"
+UNGATED_REASON = (
+    "no passed admission gate with this adapter source and environment lock stands in the record, so its time does not "
+    "count; measure it again with the gate on"
+)
+PUBLISHED_LABEL = "published in 2021, NVIDIA A100 40 GB"
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Everything a report shows, as frames; ``records[i]`` is row ``i`` of ``raw``."""
+
+    records: Sequence[Record]
+    raw: pd.DataFrame
+    cells: pd.DataFrame
+    ratios: pd.DataFrame
+    overheads: pd.DataFrame
+    compile: pd.DataFrame
+    memory: pd.DataFrame
+    gate: pd.DataFrame
+    privacy: pd.DataFrame
+    accuracy: pd.DataFrame
+    coverage: pd.DataFrame
+    versions: pd.DataFrame
+    published: pd.DataFrame
+    order: tuple[str, ...]
+    rows: Mapping[str, str]
+
+
+def build(
+    records: Sequence[Record], rows: Mapping[str, str] | None = None, twins: Mapping[str, str] | None = None
+) -> Tables:
+    """All frames of the end-to-end records; others are left out. ``rows``: contestant -> row of the paper's table,
+    ``twins``: private contestant -> the one that does the same without DP (defaults: as the frameworks declare).
+
+    Records of layers have tables of their own and are left out. Raises :class:`BadInput` for no record.
+    """
+    others = sorted({r.cell.kind for r in records if r.cell.kind != "e2e"})
+    records = [r for r in records if r.cell.kind == "e2e"]
+    if not records:
+        only = f" (only of: {', '.join(others)}, which `dpbench report` shows)" if others else ""
+        raise BadInput(f"There are no end-to-end records here{only}; make some with `dpbench run e2e`.")
+    rows = naming.paper_rows() if rows is None else rows
+    twins = naming.twins() if twins is None else twins
+    raw = tidy(records)
+    order = tuple(naming.ordered(zip(raw.framework, raw.contestant, strict=True), rows))
+    position = {name: i for i, name in enumerate(order)}
+    task_order = {name: i for i, name in enumerate(TASKS)}
+
+    def arranged(frame: pd.DataFrame) -> pd.DataFrame:
+        if frame.empty:
+            return frame
+        keys = [c for c in [*CELL, "notion"] if c in frame.columns]
+
+        def key(column: pd.Series) -> pd.Series:
+            if column.name == "contestant":
+                return column.map(position)
+            if column.name == "task":
+                return column.map(lambda name: task_order.get(name, len(task_order)))
+            return column
+
+        return frame.sort_values(keys, key=key, kind="stable").reset_index(drop=True)
+
+    current = raw[~raw.superseded]
+    all_cells = arranged(cells(raw))
+    compiling = arranged(_medians(current[current.purpose == "time"], "compile_seconds"))
+    return Tables(
+        records=records,
+        raw=raw,
+        cells=all_cells,
+        ratios=arranged(ratios(current, baseline(raw, rows))),
+        overheads=arranged(overheads(current, compiling, baseline(raw, rows), twins)),
+        compile=compiling,
+        memory=arranged(memory(current, records)),
+        gate=arranged(gate(current, records)),
+        privacy=arranged(privacy(current, records)),
+        accuracy=arranged(accuracy(current, records)),
+        coverage=coverage(all_cells, order),
+        versions=versions(current, records, order),
+        published=published(),
+        order=order,
+        rows=rows,
+    )
+
+
+def tidy(records: Sequence[Record]) -> pd.DataFrame:
+    """One row per record, in order.
+
+    ``seconds`` is the process's value (median of its epochs; NaN unless its state is ok). ``superseded`` rows are shown
+    nowhere but counted: the same cell was measured again with a newer adapter or environment, or completely where
+    this one was extrapolated.
+    """
+    labels: dict[str, str] = {}
+    table = []
+    for r in records:
+        identity = repr(sorted((k, str(v)) for k, v in r.machine.items() if k in _MACHINE_FACTS))
+        if identity not in labels:
+            labels[identity] = naming.machine_label(r.machine)
+        state, reason = admitted(r)
+        table.append(
+            {
+                "machine": labels[identity],
+                "device": r.cell.device,
+                "protocol": r.cell.protocol,
+                "isolation": r.cell.isolation,
+                "task": r.cell.task,
+                "synthetic": r.data.synthetic if r.data else None,
+                "batch_size": r.cell.batch_size,
+                "contestant": r.cell.contestant,
+                "framework": r.cell.framework,
+                "private": r.cell.private,
+                "purpose": r.purpose,
+                "state": state,
+                "reason": " ".join((reason or "").split()),
+                "seconds": stats.process_value(r.epoch_seconds) if state == "ok" and r.epoch_seconds else float("nan"),
+                "epochs": len(r.epoch_seconds),
+                "compile_seconds": r.compile_seconds if state == "ok" else None,
+                "extrapolated": bool(r.timed and r.timed.extrapolated),
+                "disturbed": bool(r.load and r.load.disturbed),
+                "own_sampling": _own_sampling(r),
+                "run": r.block.run,
+                "round": r.block.round,
+                "order": r.block.order,
+                "started": r.started,
+                "when": r.when,
+                "commit": r.source.commit,
+                "dirty": r.source.dirty,
+                "code": f"{r.source.adapter_hash}+{r.source.lock_hash}",
+                "cell": r.cell.name,
+            }
+        )
+    frame = pd.DataFrame(table)
+    frame["compile_seconds"] = frame["compile_seconds"].astype(float)
+    frame["synthetic"] = _filled(frame)
+    _reject_whole_cells(frame)
+    frame["superseded"] = _superseded(frame)
+    return frame
+
+
+REPLAYED = 1e-2
+"""A library's own loop whose weights differ from those of its replay by more than this share of the way is another loop
+every time."""
+
+
+def _own_sampling(r: Record) -> str | None:
+    """How the library's own loop draws its batches (protocol as_shipped), and whether its seed fixes them."""
+    if r.timed is None or r.timed.own_sampling is None:
+        return None
+    varies = r.timed.replay_error is not None and r.timed.replay_error > REPLAYED
+    return r.timed.own_sampling + (", unseeded" if varies else "")
+
+
+_MACHINE_FACTS = {"id", "cpu", "cores", "memory_bytes", "gpus", "threads"}
+
+
+def admitted(r: Record) -> tuple[str, str | None]:
+    """State and reason as shown. A time or a memory figure without a passed gate is not shown (rules P7, V9)."""
+    if r.state != "ok" or r.purpose == "gate":
+        return r.state, r.reason
+    if r.gate is None:
+        return UNGATED, UNGATED_REASON
+    if not r.gate.passed:
+        return "rejected", r.reason or "the admission gate failed; its record says which check"
+    return "ok", r.reason
+
+
+def _filled(frame: pd.DataFrame) -> pd.Series:
+    """A process that failed before it had data belongs to the data of its neighbours; genuine if nobody knows."""
+    known = frame[frame.synthetic.notna()].groupby([*SECTION, "task"]).synthetic.min()
+    places = pd.MultiIndex.from_frame(frame[[*SECTION, "task"]])
+    guess = pd.Series(known.reindex(places).to_numpy(), index=frame.index)
+    return frame.synthetic.where(frame.synthetic.notna(), guess).map(lambda value: value is not None and value == 1)
+
+
+def _superseded(frame: pd.DataFrame) -> pd.Series:
+    where = [*CELL, "purpose"]
+    newest_code = frame.sort_values("when", kind="stable").groupby(where).code.transform("last").sort_index()
+    older = newest_code != frame.code
+    timed = (frame.state == "ok") & (frame.purpose == "time") & ~older
+    # Processes of one run differ in how much of an epoch fitted into their time; they stay together, or blocks would
+    # lose their pairs. A run that timed whole epochs replaces one that never did.
+    whole_in_run = (timed & ~frame.extrapolated).groupby([frame[c] for c in [*where, "run"]]).transform("any")
+    whole_anywhere = (timed & ~frame.extrapolated).groupby([frame[c] for c in where]).transform("any")
+    return older | (frame.extrapolated & whole_anywhere & ~whole_in_run)
+
+
+def _reject_whole_cells(frame: pd.DataFrame) -> None:
+    """One rejected process rejects the times and memory of its cell: the same code made them. Changes ``frame``."""
+    rejected = frame[frame.state == "rejected"].groupby([*CELL, "code"]).reason.first()
+    places = pd.MultiIndex.from_frame(frame[[*CELL, "code"]])
+    why = pd.Series(rejected.reindex(places).to_numpy(), index=frame.index)
+    tainted = why.notna() & (frame.state == "ok") & (frame.purpose != "gate")
+    frame.loc[tainted, "state"] = "rejected"
+    frame.loc[tainted, "reason"] = "another process of this cell was rejected: " + why[tainted].astype(str)
+    frame.loc[tainted, ["seconds", "compile_seconds"]] = float("nan")
+
+
+def cells(raw: pd.DataFrame) -> pd.DataFrame:
+    """One row per cell: ``state`` ok with ``median``, ``low``, ``high``, ``coverage``, ``n`` of its processes, or the
+    state and ``reason`` of its latest failure. ``failures``: how many processes failed, by state (text).
+
+    A contestant that was stopped before timing on a task (its gate or memory process failed) gets its state at every
+    batch size at which others were timed.
+    """
+    rows: list[dict[str, Any]] = []
+    current = raw[~raw.superseded]
+    timed = current[current.purpose == "time"]
+    older = raw[raw.superseded & (raw.purpose == "time")].groupby(CELL).size()
+    for place, processes in _grouped(timed, CELL).items():
+        rows.append(_cell(dict(zip(CELL, place, strict=True)), processes, int(older.get(place, 0))))
+    sizes = timed.groupby(PLACE).batch_size.unique()
+    seen = set(timed.groupby([*PLACE, "contestant"]).groups)
+    stopped = current[(current.purpose != "time") & (current.state != "ok")]
+    for place, processes in _grouped(stopped, [*PLACE, "contestant"]).items():
+        if place in seen:
+            continue
+        *where, contestant = place
+        for size in sizes.get(tuple(where), list(dict.fromkeys(p["batch_size"] for p in processes))):
+            cell = dict(zip(PLACE, where, strict=True)) | {"batch_size": size, "contestant": contestant}
+            rows.append(_cell(cell, processes, 0))
+    return pd.DataFrame(rows, columns=None if rows else OF_CELLS)
+
+
+Process = Mapping[Any, Any]
+"""A row of the tidy frame."""
+
+
+def _grouped(frame: pd.DataFrame, keys: Sequence[str]) -> dict[tuple[Any, ...], list[Process]]:
+    """Rows by key as plain dictionaries: thousands of small frames would take a minute."""
+    groups: dict[tuple[Any, ...], list[Process]] = {}
+    for row in frame.to_dict("records"):
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return groups
+
+
+def _cell(place: dict[str, Any], processes: Sequence[Process], older: int) -> dict[str, Any]:
+    ok = [p for p in processes if p["state"] == "ok" and p["seconds"] == p["seconds"]]
+    failed = sorted((p for p in processes if p["state"] != "ok"), key=lambda p: p["when"])
+    row: dict[str, Any] = {
+        **place,
+        "private": bool(processes[0]["private"]),
+        "state": "ok" if ok else str(failed[-1]["state"]),
+        "reason": "" if not failed else failed[-1]["reason"] or "no reason recorded",
+        "failures": ", ".join(f"{count} {state}" for state, count in Counter(p["state"] for p in failed).items()),
+        "failed": len(failed),
+        "superseded": older,
+        "extrapolated": any(p["extrapolated"] for p in ok),
+        "disturbed": sum(p["disturbed"] for p in ok),
+        # A later round is not compared with a replay, so that any one that was not the same says so for all.
+        "own_sampling": max(
+            (p["own_sampling"] for p in ok if isinstance(p["own_sampling"], str)), key=len, default=None
+        ),
+        "cell": processes[0]["cell"],
+    }
+    return row | _median([p["seconds"] for p in ok])
+
+
+def _median(values: Sequence[float]) -> dict[str, Any]:
+    if len(values) == 0:
+        nan = float("nan")
+        return {"median": nan, "low": nan, "high": nan, "n": 0, "coverage": nan}
+    m = stats.median_interval(values)
+    return {"median": m.median, "low": m.low, "high": m.high, "n": m.n, "coverage": m.coverage}
+
+
+def _medians(frame: pd.DataFrame, column: str) -> pd.DataFrame:
+    frame = frame[frame[column].notna()]
+    return pd.DataFrame(
+        [
+            dict(zip(CELL, place, strict=True)) | _median(group[column].tolist())
+            for place, group in frame.groupby(CELL, sort=False)
+        ]
+    )
+
+
+def baseline(raw: pd.DataFrame, rows: Mapping[str, str]) -> str | None:
+    """The contestant that is plain PyTorch without DP, or None where no record has it."""
+    plain = raw[~raw.private]
+    declared = sorted(c for c in plain.contestant.unique() if rows.get(c) == naming.BASELINE_ROW)
+    fallback = sorted(plain[plain.framework == naming.BASELINE_FRAMEWORK].contestant.unique())
+    return next(iter([*declared, *fallback]), None)
+
+
+def paired(
+    current: pd.DataFrame, place: Mapping[str, Any], a: str, b: str
+) -> tuple[stats.Comparison | None, int, bool]:
+    """a against b in one block of the table at one batch size.
+
+    Returns (comparison, or None where no round holds both; number of pairs left out because one was disturbed; whether
+    disturbed pairs had to be used because fewer than two others were left, which allows no verdict).
+    """
+    here = current[(current.purpose == "time") & (current.state == "ok") & current.seconds.notna()]
+    for column, value in place.items():
+        here = here[here[column] == value]
+    return paired_sides(by_block(here[here.contestant.isin([a, b])]), a, b)
+
+
+Sides = Mapping[str, Mapping[Any, tuple[float, bool]]]
+"""Contestant -> (run, round) -> (seconds, disturbed)."""
+
+
+def by_block(here: pd.DataFrame) -> Sides:
+    """Seconds by contestant and block. A cell that was measured twice in one block (a retry) counts with its later
+    value."""
+    sides: dict[str, dict[Any, tuple[float, bool]]] = {}
+    columns = ["contestant", *PAIRING, "seconds", "disturbed"]
+    for contestant, run, number, seconds, disturbed in zip(*(here[c] for c in columns), strict=True):
+        sides.setdefault(contestant, {})[run, number] = (seconds, disturbed)
+    return sides
+
+
+def paired_sides(sides: Sides, a: str, b: str) -> tuple[stats.Comparison | None, int, bool]:
+    """As :func:`paired`, of cells that are already grouped."""
+    log_ratios, left_out, use_all = log_ratios_of(sides, a, b)
+    if not log_ratios.size:
+        return None, 0, False
+    result = stats.compare(log_ratios)
+    if use_all:
+        result = stats.Comparison(result.ratio, result.low, result.high, result.n, None, False, None, result.margin)
+    return result, left_out, use_all
+
+
+def log_ratios_of(sides: Sides, a: str, b: str) -> tuple[np.ndarray, int, bool]:
+    """(log(seconds of b / seconds of a) of the pairs that count, and the rest as :func:`paired`)."""
+    left, right = sides.get(a, {}), sides.get(b, {})
+    both = [block for block in left if block in right]
+    clean = [block for block in both if not (left[block][1] or right[block][1])]
+    use_all = len(clean) < min(2, len(both))
+    used = both if use_all else clean
+    found = stats.paired_log_ratios({k: left[k][0] for k in used}, {k: right[k][0] for k in used})
+    return found, len(both) - len(used), use_all
+
+
+def ratios(current: pd.DataFrame, base: str | None) -> pd.DataFrame:
+    """Seconds of every contestant over seconds of the baseline, paired in blocks, with a 95 % interval."""
+    rows = []
+    ok = current[(current.purpose == "time") & (current.state == "ok") & current.seconds.notna()]
+    private = dict(zip(current.contestant, current.private, strict=True))
+    for place, group in ok.groupby([*PLACE, "batch_size"], sort=False):
+        sides = by_block(group)
+        extrapolated = set(group.contestant[group.extrapolated])
+        for contestant in sides:
+            if base is None or contestant == base:
+                continue
+            result, left_out, disturbed = paired_sides(sides, base, contestant)
+            if result is None:
+                continue
+            rows.append(
+                dict(zip([*PLACE, "batch_size"], place, strict=True))
+                | {
+                    "contestant": contestant,
+                    "private": bool(private[contestant]),
+                    "baseline": base,
+                    "ratio": result.ratio,
+                    "low": result.low,
+                    "high": result.high,
+                    "n": result.n,
+                    "left_out": left_out,
+                    "disturbed": int(disturbed),
+                    "extrapolated": not extrapolated.isdisjoint((base, contestant)),
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def overheads(
+    current: pd.DataFrame, compiling: pd.DataFrame, base: str | None, twins: Mapping[str, str]
+) -> pd.DataFrame:
+    """What the time of a private contestant over that of the baseline is made of, by means of its non-private twin:
+
+    total = contestant / baseline = (twin / baseline) * (contestant / twin) = framework * DP, each the mean over paired
+    blocks with a 95 % interval; where one block lacks one of the three, the product is not exactly the total. Compiling
+    is no part of an epoch: ``compile`` and ``compile_twin`` are seconds before the first (NaN: none on record). ``n``:
+    the fewest rounds behind one of the three; ``left_out``: the most pairs that one of them lost to disturbances.
+    """
+    rows = []
+    ok = current[(current.purpose == "time") & (current.state == "ok") & current.seconds.notna()]
+    seconds: dict[Any, float] = {} if compiling.empty else compiling.set_index(CELL)["median"].to_dict()
+    for place, group in ok.groupby([*PLACE, "batch_size"], sort=False):
+        sides = by_block(group)
+        present = set(sides)
+        for contestant, twin in twins.items():
+            if base is None or not {contestant, twin, base} <= present:
+                continue
+            row = {**dict(zip([*PLACE, "batch_size"], place, strict=True)), "contestant": contestant, "twin": twin}
+            rounds, left_out, any_disturbed = [], 0, False
+            for name, a, b in (("framework", base, twin), ("dp", twin, contestant), ("total", base, contestant)):
+                if a == b:
+                    row |= {name: 1.0, f"{name}_low": float("nan"), f"{name}_high": float("nan")}
+                    continue
+                result, without, disturbed = paired_sides(sides, a, b)
+                left_out, any_disturbed = max(left_out, without), any_disturbed or disturbed
+                if result is not None:
+                    rounds.append(result.n)
+                    row |= {name: result.ratio, f"{name}_low": result.low, f"{name}_high": result.high}
+            if {"framework", "dp", "total"} <= row.keys():
+                mine = group[group.contestant == contestant].seconds
+                rows.append(
+                    row
+                    | {
+                        "n": min(rounds),
+                        "left_out": left_out,
+                        "disturbed": int(any_disturbed),
+                        "seconds": float(mine.median()),
+                        "compile": seconds.get((*place, contestant), float("nan")),
+                        "compile_twin": seconds.get((*place, twin), float("nan")),
+                        "baseline": base,
+                        "extrapolated": bool(group[group.contestant.isin([base, twin, contestant])].extrapolated.any()),
+                    }
+                )
+    return pd.DataFrame(rows)
+
+
+def memory(current: pd.DataFrame, records: Sequence[Record]) -> pd.DataFrame:
+    """Peak memory in bytes by notion, from processes that measure nothing else."""
+    here = current[(current.purpose == "memory") & (current.state == "ok")]
+    rows = [
+        {**{c: here.at[i, c] for c in CELL}, "notion": notion, "bytes": value}
+        for i in here.index
+        for notion, value in records[i].memory.items()
+    ]
+    if not rows:
+        return pd.DataFrame()
+    frame = pd.DataFrame(rows)
+    return pd.DataFrame(
+        [
+            dict(zip([*CELL, "notion"], place, strict=True)) | _median(group.bytes.tolist())
+            for place, group in frame.groupby([*CELL, "notion"], sort=False)
+        ]
+    )
+
+
+def gate(current: pd.DataFrame, records: Sequence[Record]) -> pd.DataFrame:
+    """Per section, task, contestant and check: the largest error of all records and its limit; passed if all passed."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in current.itertuples():
+        record_gate = records[row.Index].gate
+        if record_gate is None:
+            continue
+        for check in record_gate.checks:
+            where = (row.machine, row.device, row.protocol, row.isolation, row.task, row.contestant, check.check)
+            entry = {
+                **dict(zip([*SECTION, "task", "contestant", "check"], where, strict=True)),
+                "error": check.error,
+                "limit": check.limit,
+                "passed": check.passed,
+                "detail": check.detail,
+            }
+            known = found.get(where)
+            if known is None or _worse(entry, known):
+                found[where] = entry
+    return pd.DataFrame(found.values())
+
+
+def _worse(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    return (not a["passed"], a["error"] or 0.0) > (not b["passed"], b["error"] or 0.0)
+
+
+def privacy(current: pd.DataFrame, records: Sequence[Record]) -> pd.DataFrame:
+    """epsilon at delta after the steps of the record: by two accountants of ours and by the library's own."""
+    rows = {}
+    for row in current[current.private & (current.purpose == "time")].itertuples():
+        e = records[row.Index].epsilon
+        if e is None:
+            continue
+        place = {c: getattr(row, c) for c in CELL}
+        values = {"delta": e.delta, "steps": e.steps, "rdp": e.rdp, "pld": e.pld, "own": e.own}
+        rows[(*place.values(), e.steps)] = place | values
+    return pd.DataFrame(rows.values())
+
+
+def accuracy(current: pd.DataFrame, records: Sequence[Record]) -> pd.DataFrame:
+    """Test accuracy after the record's steps: median and range over processes."""
+    here = current[current.state == "ok"]
+    rows = [
+        {**{c: here.at[i, c] for c in CELL}, "after_steps": a.after_steps, "test": a.test}
+        for i in here.index
+        if (a := records[i].accuracy) is not None
+    ]
+    if not rows:
+        return pd.DataFrame()
+    keys = [*CELL, "after_steps"]
+    return pd.DataFrame(
+        [
+            dict(zip(keys, place, strict=True)) | _median(group.test.tolist())
+            for place, group in pd.DataFrame(rows).groupby(keys, sort=False)
+        ]
+    )
+
+
+def coverage(all_cells: pd.DataFrame, order: Sequence[str]) -> pd.DataFrame:
+    """How many cells of each contestant are in each state, by section."""
+    if all_cells.empty:
+        return pd.DataFrame()
+    counts = all_cells.groupby([*SECTION, "contestant", "state"]).size().unstack("state", fill_value=0).reset_index()
+    counts.columns.name = None
+    states = [c for c in counts.columns if c not in {*SECTION, "contestant"}]
+    counts.insert(len(SECTION) + 1, "cells", counts[states].sum(axis=1))
+    counts = counts[[*SECTION, "contestant", "cells", *sorted(states, key=lambda s: (s != "ok", s))]]
+    return counts.sort_values(
+        [*SECTION, "contestant"], key=lambda c: c.map(list(order).index) if c.name == "contestant" else c
+    ).reset_index(drop=True)
+
+
+SHOWN_PACKAGES = (
+    *("torch", "opacus", "jax", "jaxlib", "optax", "dm-haiku", "flax", "backpack-for-pytorch", "tensorflow"),
+    *("tensorflow-privacy", "dpcore", "mlx", "numpy"),
+)
+
+
+def versions(current: pd.DataFrame, records: Sequence[Record], order: Sequence[str]) -> pd.DataFrame:
+    """What each contestant ran on, by section: Python and the packages that its time can depend on."""
+    found: dict[tuple[str, ...], None] = {}
+    for row in current.itertuples():
+        v = records[row.Index].versions
+        if v:
+            text = ", ".join(f"{name} {v[name]}" for name in ("python", *SHOWN_PACKAGES) if name in v)
+            found[(*(str(getattr(row, c)) for c in SECTION), row.contestant, text)] = None
+    rows = sorted(found, key=lambda item: (item[: len(SECTION)], list(order).index(item[-2])))
+    return pd.DataFrame(rows, columns=[*SECTION, "contestant", "versions"])
+
+
+def published() -> pd.DataFrame:
+    """The paper's Table 1: task, paper_row, batch_size, seconds (median of 20 epochs)."""
+    with (ROOT / "results" / "paper" / "e2e_runtime.csv").open(newline="") as file:
+        rows = [
+            {
+                "task": line["task"],
+                "paper_row": line["framework"],
+                "batch_size": int(line["batch_size"]),
+                "seconds": float(line["median_epoch_seconds"]),
+            }
+            for line in csv.DictReader(file)
+        ]
+    return pd.DataFrame(rows)

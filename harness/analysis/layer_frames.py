@@ -1,0 +1,310 @@
+"""Records of layers as tidy frames, and the paper's own tables of layers beside them.
+
+Vocabulary: a *section* is what must never be pooled (machine, device, protocol, isolation); a *cell* is one layer,
+batch size, contestant and kind of pass in it; its *baseline* is plain ``torch.nn`` in the same block. MB are 10^6
+bytes, as in the paper.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from harness.analysis import naming, stats
+from harness.analysis.frames import PAIRING, SECTION, UNGATED, UNGATED_REASON
+from harness.layers import LAYERS
+from harness.paths import ROOT
+from harness.store.record import Record
+
+PLACE = [*SECTION, "layer", "batch_size"]
+CELL = [*PLACE, "passes", "contestant"]
+MEGABYTE = 1e6
+BASELINE = "pytorch-eager"
+"""Plain torch.nn without DP, which every factor is over."""
+PARTS = ("input", "labels", "module", "gradients", "intermediate", "peak", "baseline", "unexplained")
+PUBLISHED_LABEL = "published in 2021, NVIDIA A100 40 GB, torch 1.10, Opacus 1.0"
+
+
+@dataclass(frozen=True)
+class LayerTables:
+    """Everything that a report shows of layers. ``contestants``: in the order of a report, as (contestant, passes);
+    ``superseded``: processes of cells that were measured again with newer code, which nothing else holds."""
+
+    raw: pd.DataFrame
+    cells: pd.DataFrame
+    factors: pd.DataFrame
+    spread: pd.DataFrame
+    superseded: pd.DataFrame
+    contestants: tuple[tuple[str, str], ...]
+
+
+def build(records: Sequence[Record]) -> LayerTables | None:
+    """None where no record is of kind layer."""
+    everything = _rows([r for r in records if r.cell.kind == "layer" and r.layer is not None])
+    if everything.empty:
+        return None
+    old = _superseded(everything)
+    raw = everything[~old].reset_index(drop=True)
+    summary = cells(raw)
+    order = _contestants(raw)
+    position = {pair: i for i, pair in enumerate(order)}
+    rank = {name: i for i, name in enumerate(LAYERS)}
+    summary["_layer"] = summary.layer.map(rank).fillna(len(rank))
+    summary["_order"] = [position[pair] for pair in zip(summary.contestant, summary.passes, strict=True)]
+    keys = [*SECTION, "_layer", "batch_size", "_order"]
+    summary = summary.sort_values(keys, kind="stable").drop(columns=["_layer", "_order"]).reset_index(drop=True)
+    return LayerTables(raw, summary, factors(raw, summary), spread(raw, order), everything[old], order)
+
+
+def _contestants(raw: pd.DataFrame) -> tuple[tuple[str, str], ...]:
+    """Plain torch.nn, then by framework: its own modules without DP, per-sample gradients, clipped sums."""
+    columns, passes = ("module", "own_module", "dp"), ("plain", "per_sample", "clipped")
+    rank = {"pytorch": 0, "opacus": 1, "dpcore": 2}
+    found = raw[["framework", "contestant", "passes", "column"]].drop_duplicates().itertuples(index=False)
+    ordered = sorted(
+        found,
+        key=lambda r: (rank.get(r.framework, 9), r.framework, columns.index(r.column), passes.index(r.passes), r[1]),
+    )
+    return tuple((r.contestant, r.passes) for r in ordered)
+
+
+def tidy(records: Sequence[Record]) -> pd.DataFrame:
+    """One row per record. ``median_ms`` and ``mean_ms`` are the process's, over its passes; what a pass holds is in
+    bytes. Records of a cell measured again with newer code are left out."""
+    raw = _rows(records)
+    return raw if raw.empty else raw[~_superseded(raw)].reset_index(drop=True)
+
+
+def _superseded(raw: pd.DataFrame) -> pd.Series:
+    """Which rows are of a cell that was measured again with newer code."""
+    newest = raw.sort_values("when", kind="stable").groupby([*CELL, "purpose"]).code.transform("last").sort_index()
+    return raw.code != newest
+
+
+def _rows(records: Sequence[Record]) -> pd.DataFrame:
+    rows: list[dict[str, Any]] = []
+    for r in records:
+        assert r.layer is not None
+        state, reason = _admitted(r)
+        seconds = r.layer.pass_seconds if state == "ok" else []
+        parts = r.layer.parts if state == "ok" else None
+        rows.append(
+            {
+                "machine": naming.machine_label(r.machine),
+                "device": r.cell.device,
+                "protocol": r.cell.protocol,
+                "isolation": r.cell.isolation,
+                "layer": r.cell.layer,
+                "paper_row": r.layer.paper_row,
+                "kind": r.layer.kind,
+                "batch_size": r.cell.batch_size,
+                "passes": r.cell.passes,
+                "contestant": r.cell.contestant,
+                "framework": r.cell.framework,
+                "column": r.layer.column,
+                "purpose": r.purpose,
+                "state": state,
+                "reason": " ".join((reason or "").split()),
+                "median_ms": statistics.median(seconds) * 1e3 if seconds else math.nan,
+                "mean_ms": statistics.fmean(seconds) * 1e3 if seconds else math.nan,
+                **_over_passes(seconds),
+                "passes_timed": len(seconds),
+                **{name: float(getattr(parts, name) or 0) if parts else math.nan for name in PARTS},
+                "instrument": parts.instrument if parts else None,
+                "input_bytes": r.layer.input_bytes,
+                "label_bytes": r.layer.label_bytes,
+                "output_bytes": r.layer.output_bytes,
+                "C": r.layer.example_bytes,
+                "L": r.layer.parameter_bytes,
+                "micro_batch": r.layer.plan.get("micro_batch", math.nan),
+                "kept_bytes": r.layer.plan.get("kept_bytes", math.nan),
+                "disturbed": bool(r.load and r.load.disturbed),
+                "run": r.block.run,
+                "round": r.block.round,
+                "started": r.started,
+                "when": r.when,
+                "commit": r.source.commit,
+                "dirty": r.source.dirty,
+                "code": f"{r.source.adapter_hash}+{r.source.lock_hash}",
+                "cell": r.cell.name,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def _over_passes(seconds: Sequence[float]) -> dict[str, float]:
+    """Interval of the median over the passes of one process."""
+    m = stats.median_interval(list(seconds)) if seconds else None
+    return {"pass_low_ms": m.low * 1e3 if m else math.nan, "pass_high_ms": m.high * 1e3 if m else math.nan}
+
+
+def _admitted(r: Record) -> tuple[str, str | None]:
+    """A time counts with a passed gate of its own process only; bytes do with the one of the same code."""
+    if r.state == "ok" and r.gate is not None and not r.gate.passed:
+        return "rejected", r.reason or "its gate failed"
+    if r.state == "ok" and r.purpose == "time" and r.gate is None:
+        return UNGATED, UNGATED_REASON
+    return r.state, r.reason
+
+
+def cells(raw: pd.DataFrame) -> pd.DataFrame:
+    """One row per cell: its runtime (median over processes of their medians, mean of their means) and its bytes (median
+    over processes). [low, high] is over processes or, where there is one only, over its passes. ``state`` and
+    ``reason`` are those of what is missing, runtime first."""
+    rows = []
+    for place, group in raw.groupby(CELL, sort=False):
+        timed = group[(group.purpose == "time") & group.median_ms.notna()]
+        counted = group[group.peak.notna()]
+        failed = group[group.state != "ok"].sort_values(["purpose", "when"], ascending=[False, True])
+        first = group.iloc[0]
+        m = stats.median_interval(timed.median_ms.tolist()) if len(timed) else None
+        low, high = (m.low, m.high) if m else (math.nan, math.nan)
+        if len(timed) == 1:
+            low, high = float(timed.pass_low_ms.iloc[0]), float(timed.pass_high_ms.iloc[0])
+        rows.append(
+            {
+                **dict(zip(CELL, place, strict=True)),
+                **{c: first[c] for c in ("paper_row", "kind", "framework", "column", "C", "L")},
+                **{c: first[c] for c in ("input_bytes", "label_bytes", "output_bytes")},
+                "micro_batch": group.micro_batch.median(),
+                "kept_bytes": group.kept_bytes.median(),
+                "state": "ok" if len(timed) or len(counted) else failed.state.iloc[-1],
+                "reason": "" if failed.empty else failed.reason.iloc[-1],
+                "failed": ", ".join(sorted(set(failed.state))),
+                "median_ms": m.median if m else math.nan,
+                "low_ms": low,
+                "high_ms": high,
+                "mean_ms": timed.mean_ms.mean() if len(timed) else math.nan,
+                "n": len(timed),
+                "passes_timed": int(timed.passes_timed.sum()),
+                "disturbed": int(timed.disturbed.sum()),
+                **{name: counted[name].median() for name in PARTS},
+                "memory_n": len(counted),
+                "cell": first.cell,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+_RATIO = [f"runtime{end}" for end in ("", "_low", "_high", "_n")]
+FACTORS = [
+    *(*CELL, "framework", "column", "paper_row", "kind", "C", "L"),
+    *(*_RATIO, "memory", *(f"own_{name}" for name in _RATIO), "own_memory"),
+]
+
+
+def factors(raw: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
+    """Every contestant over plain torch.nn at the same layer and batch: ``runtime`` paired in blocks with its 95 %
+    interval, ``memory`` of the peaks; and over the framework's own module, where it has one (``own_runtime``,
+    ``own_memory``)."""
+    timed = raw[(raw.purpose == "time") & raw.median_ms.notna()]
+    by_cell = {key: group for key, group in timed.groupby(CELL, sort=False)}
+    peaks = {tuple(row[c] for c in CELL): row["peak"] for row in summary.to_dict("records")}
+    own_modules = {
+        (*(row[c] for c in PLACE), row["framework"]): str(row["contestant"])
+        for row in summary[summary.column == "own_module"].to_dict("records")
+    }
+    rows = []
+    for row in summary.to_dict("records"):
+        if row["contestant"] == BASELINE:
+            continue
+        place = tuple(row[c] for c in PLACE)
+        mine = (*place, row["passes"], row["contestant"])
+        base = (*place, "plain", BASELINE)
+        own = own_modules.get((*place, row["framework"]))
+        module = (*place, "plain", own) if own and row["column"] == "dp" else None
+        rows.append(
+            {
+                **{c: row[c] for c in [*CELL, "framework", "column", "paper_row", "kind", "C", "L"]},
+                **_ratio("runtime", by_cell, mine, base),
+                "memory": _over(peaks, mine, base),
+                **_ratio("own_runtime", by_cell, mine, module),
+                "own_memory": _over(peaks, mine, module),
+            }
+        )
+    return pd.DataFrame(rows, columns=FACTORS)
+
+
+Key = tuple[Any, ...]
+
+
+def _over(values: dict[Key, float], a: Key, b: Key | None) -> float:
+    return math.nan if b is None or not values.get(b) else values[a] / values[b]
+
+
+def _ratio(name: str, by_cell: dict[Key, pd.DataFrame], a: Key, b: Key | None) -> dict[str, float]:
+    """Milliseconds of a over those of b, the mean over blocks that hold both, with Student's interval on log-ratios."""
+    nothing = {name: math.nan, f"{name}_low": math.nan, f"{name}_high": math.nan, f"{name}_n": 0}
+    if b is None or a not in by_cell or b not in by_cell:
+        return nothing
+    left, right = (by_cell[key].drop_duplicates(PAIRING, keep="last").set_index(PAIRING).median_ms for key in (b, a))
+    logs = stats.paired_log_ratios(left.to_dict(), right.to_dict())
+    if not len(logs):
+        return nothing
+    found = stats.compare(logs)
+    return {name: found.ratio, f"{name}_low": found.low, f"{name}_high": found.high, f"{name}_n": found.n}
+
+
+RUNS_SHOWN = 5
+"""More runs of a cell are shown by their lowest and highest value only."""
+
+
+def spread(raw: pd.DataFrame, order: Sequence[tuple[str, str]]) -> pd.DataFrame:
+    """How far whole runs lie apart, per cell that several runs hold: (largest - smallest) / median of the runs' values.
+    A run's value is the median of its processes' medians, for bytes of their peaks. ``runs_ms``: the values themselves,
+    oldest run first."""
+    rows = []
+    starts = raw.groupby("run").when.min().sort_values(kind="stable").index
+    for place, group in raw.groupby(CELL, sort=False):
+        times = group[group.median_ms.notna()].groupby("run").median_ms.median()
+        peaks = group[group.peak.notna()].groupby("run").peak.median()
+        if len(times) > 1 or len(peaks) > 1:
+            rows.append(
+                {
+                    **dict(zip(CELL, place, strict=True)),
+                    "runs": max(len(times), len(peaks)),
+                    "median_ms": times.median() if len(times) else math.nan,
+                    "lowest_ms": times.min() if len(times) else math.nan,
+                    "highest_ms": times.max() if len(times) else math.nan,
+                    "runs_ms": " ".join(f"{times[run]:.6g}" for run in starts if run in times.index),
+                    "runtime_spread": _spread(times),
+                    "memory_spread": _spread(peaks),
+                    "disturbed": int(group[group.median_ms.notna()].disturbed.sum()),
+                }
+            )
+    rank = {name: i for i, name in enumerate(LAYERS)}
+    position = {pair: i for i, pair in enumerate(order)}
+    rows.sort(
+        key=lambda r: (
+            tuple(str(r[c]) for c in SECTION),
+            rank.get(str(r["layer"]), len(rank)),
+            r["batch_size"],
+            position[str(r["contestant"]), str(r["passes"])],
+        )
+    )
+    return pd.DataFrame(rows)
+
+
+def _spread(values: pd.Series) -> float:
+    return float((values.max() - values.min()) / values.median()) if len(values) > 1 else math.nan
+
+
+def published(kind: str) -> pd.DataFrame:
+    """``runtime``, ``memory`` or ``memory_breakdown`` of the paper, as its CSV has it, with our name of the ``layer``
+    beside its ``paper_row``."""
+    frame = pd.read_csv(ROOT / "results" / "paper" / f"layer_{kind}.csv").rename(columns={"layer": "paper_row"})
+    names = {layer.paper_row: name for name, layer in LAYERS.items() if layer.paper_row}
+    frame.insert(0, "layer", frame.paper_row.map(names))
+    return frame
+
+
+def of_section(frame: pd.DataFrame, names: Iterable[str]) -> pd.DataFrame:
+    """The rows of these layers, in this order."""
+    wanted = {name: i for i, name in enumerate(names)}
+    found = frame[frame.layer.isin(list(wanted))]
+    return found.sort_values("layer", key=lambda c: c.map(wanted), kind="stable")

@@ -1,0 +1,84 @@
+"""Names and order of what a report shows: contestants, machines, numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from harness.plan.registry import Framework, frameworks
+
+PAPER_ORDER = ("JAX (DP)", "PyTorch without DP", "Opacus", "BackPACK", "Custom TFP (XLA)", "PyVacy")
+"""Rows of the paper's Table 1 from top to bottom."""
+BASELINE_ROW = "PyTorch without DP"
+BASELINE_FRAMEWORK = "pytorch"
+
+
+def paper_rows(known: Mapping[str, Framework] | None = None) -> dict[str, str]:
+    """Contestant -> row of the paper's table that it stands for, as the framework's folder declares it."""
+    known = frameworks() if known is None else known
+    return {f"{f.name}-{v.name}": v.paper_row for f in known.values() for v in f.variants if v.paper_row}
+
+
+def twins(known: Mapping[str, Framework] | None = None) -> dict[str, str]:
+    """Private contestant -> the contestant that does the same without DP, as the framework's folder declares it."""
+    known = frameworks() if known is None else known
+    return {f"{f.name}-{v.name}": v.twin for f in known.values() for v in f.variants if v.twin}
+
+
+def ordered(contestants: Iterable[tuple[str, str]], rows: Mapping[str, str]) -> list[str]:
+    """Contestants, given as (framework, contestant), in order of the paper, then all others by name.
+
+    A framework's variants stay together; the one that stands for the paper's row comes first.
+    """
+    pairs = set(contestants)
+    rank = {row: i for i, row in enumerate(PAPER_ORDER)}
+    frameworks_rank: dict[str, int] = {}
+    for framework, contestant in pairs:
+        here = rank.get(rows.get(contestant, ""), len(rank))
+        frameworks_rank[framework] = min(here, frameworks_rank.get(framework, len(rank)))
+    return [
+        contestant
+        for _, _, _, contestant in sorted((frameworks_rank[f], f, rows.get(c) not in rank, c) for f, c in pairs)
+    ]
+
+
+def machine_label(machine: Mapping[str, Any]) -> str:
+    """``AMD EPYC 7B13, 2 cores, 16 GiB [3f2a91c0 2 threads]``: readable; in brackets what tells two machines apart that
+    only look alike, and one machine that was used with different numbers of threads."""
+    parts = [re.sub(r"\((R|TM)\)|\bCPU\b|@.*$", " ", str(machine.get("cpu") or "unknown processor"))]
+    if machine.get("cores"):
+        parts.append(f"{machine['cores']} cores")
+    if machine.get("memory_bytes"):
+        parts.append(f"{machine['memory_bytes'] / 2**30:.0f} GiB")
+    parts += [str(gpu).split(",")[0] for gpu in machine.get("gpus") or []]
+    label = re.sub(r"\s+", " ", ", ".join(part.strip() for part in parts))
+    threads = machine.get("threads")
+    identity = [str(machine.get("id") or ""), f"{threads} thread{'' if threads == 1 else 's'}" if threads else ""]
+    return f"{label} [{' '.join(part for part in identity if part)}]" if any(identity) else label
+
+
+def machine_slug(label: str) -> str:
+    """The identity in brackets at the end of a :func:`machine_label`, or all of a label that has none."""
+    return label.rpartition("[")[2].rstrip("]")
+
+
+def slug(*parts: str) -> str:
+    """Parts as one file name: lower case, digits and hyphens, parts separated by ``_``."""
+    return "_".join(re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-") for part in parts if part)
+
+
+def number(value: float) -> str:
+    """Three significant digits without an exponent: 0.00123, 1.23, 12.3, 1230."""
+    if not math.isfinite(value):
+        return "–"
+    if value == 0:
+        return "0"
+    value = float(f"{value:.3g}")
+    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+
+
+def factor(value: float) -> str:
+    """A ratio with as many digits as an interval of some per cent deserves: 2.31, 12.4, 153."""
+    return f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"

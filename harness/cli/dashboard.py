@@ -1,0 +1,62 @@
+"""The verb ``dashboard``. Heavy imports happen inside: the help must appear at once."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.errors import BadInput
+
+
+def dashboard(
+    history: Annotated[Path, typer.Option(help="The history.")] = Path("results/history"),
+    out: Annotated[Path, typer.Option(help="Folder of the site; replaced as a whole.")] = Path(
+        "results/local/dashboard"
+    ),
+    days: Annotated[int, typer.Option(help="What counts as new, in days before the newest run.")] = 30,
+    repository: Annotated[
+        str | None,
+        typer.Option(
+            envvar="DPBENCH_REPOSITORY",
+            help="Address of the repository: commits link to ADDRESS/commit/COMMIT. Default: the one whose GitHub job "
+            "this is.",
+        ),
+    ] = None,
+    site: Annotated[
+        str | None, typer.Option(envvar="DPBENCH_SITE", help="Address the site will have, for the links of its feed.")
+    ] = None,
+    demo: Annotated[
+        bool, typer.Option("--demo", help="A generated history (simulated) in place of the real one, to look at.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+) -> None:
+    """The static site over the history: overview, tasks, layers, frameworks, events, a feed and a badge."""
+    from harness.dashboard import site as sites
+    from harness.dashboard.demo import history as generated
+    from harness.dashboard.view import Options
+    from harness.history import runs as histories
+
+    if repository is None and os.environ.get("GITHUB_SERVER_URL") and os.environ.get("GITHUB_REPOSITORY"):
+        repository = f"{os.environ['GITHUB_SERVER_URL']}/{os.environ['GITHUB_REPOSITORY']}"
+    if days < 1:
+        raise BadInput(f"--days is {days}: it must be at least 1.")
+    for option, address in (("--repository", repository), ("--site", site)):
+        if address and not address.startswith(("https://", "http://")):
+            raise BadInput(f"{option} is {address!r}: give an address that starts with https:// (or http://).")
+    loaded = histories.of(generated().runs) if demo else histories.load(history)
+    options = Options(days, repository.rstrip("/") if repository else None, site or None)
+    shown = sites.write(loaded, out, options)
+    if as_json:
+        typer.echo(json.dumps({"out": str(out), **shown}))
+        return
+    for fault in loaded.faults:
+        typer.echo(f"dpbench: {fault}", err=True)
+    mark = "simulated, " if loaded.simulated else ""
+    typer.echo(
+        f"{out / 'index.html'}: {mark}{shown['runs']} runs, {shown['cells']} cells, {shown['machines']} machines; "
+        f"{shown['badge']}"
+    )

@@ -1,0 +1,134 @@
+"""Plain listings for people and machines."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from harness.layers import SETS
+from harness.plan import layer_registry, protocol, registry
+from harness.plan.e2e import PRESETS
+from harness.tasks import TASKS
+
+
+def table(title: str, rows: list[dict[str, Any]], as_json: bool) -> None:
+    """A rich table with a column per key, or the rows as JSON."""
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    if not rows:
+        Console().print(f"{title}: none.", markup=False)
+        return
+    view = Table(title=title, title_justify="left")
+    for key in rows[0]:
+        numeric = all(isinstance(row[key], int | float) for row in rows)
+        view.add_column(key.replace("_", " "), justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        view.add_row(*(_text(row[key]) for key in rows[0]))
+    Console().print(view)
+
+
+def _text(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def tasks() -> list[dict[str, Any]]:
+    """The physical floor beside the name: FLOPs and bytes of one example's training step."""
+    return [
+        {
+            "task": task.name,
+            "data": task.dataset,
+            "examples": task.train_size,
+            "parameters": task.parameter_count,
+            "forward_flops_per_example": task.forward_flops,
+            "training_flops_per_example": task.training_flops,
+            "activation_bytes_per_example": task.activation_bytes,
+        }
+        for task in TASKS.values()
+    ]
+
+
+def variants() -> list[dict[str, Any]]:
+    return [
+        {
+            "framework": framework.name,
+            "variant": variant.name,
+            "title": variant.title,
+            "private": variant.private,
+            "default": variant.default,
+            "core": framework.core and variant.default,
+            "twin": variant.twin or "",
+            "own_sampling": variant.own_sampling or "",
+            "unsupported": ", ".join(variant.unsupported) or "",
+        }
+        for framework in registry.frameworks().values()
+        for variant in framework.variants
+    ]
+
+
+def protocols() -> list[dict[str, Any]]:
+    loaded = [protocol.load(name) for name in protocol.names()]
+    return [
+        {"protocol": p.label, "sampling": p.sampling, "sigma": p.noise_multiplier, "title": p.title} for p in loaded
+    ]
+
+
+def presets() -> list[dict[str, Any]]:
+    return [
+        {
+            "preset": name,
+            "tasks": ", ".join(options.tasks),
+            "batch_sizes": "; ".join(sorted({", ".join(map(str, sizes)) for sizes in options.batch_sizes.values()})),
+            "rounds": options.rounds,
+            "frameworks": ", ".join(options.frameworks or ("default variants",)),
+        }
+        for name, options in PRESETS.items()
+    ]
+
+
+def layers() -> list[dict[str, Any]]:
+    """C and L of the memory law beside the name."""
+    return [
+        {
+            "layer": layer.name,
+            "set": name,
+            "kind": layer.kind,
+            "parameters": layer.parameter_count,
+            "example_bytes": layer.example_bytes,
+            "parameter_bytes": layer.parameter_bytes,
+        }
+        for name, members in SETS.items()
+        for layer in members
+    ]
+
+
+def layer_contestants() -> list[dict[str, Any]]:
+    return [
+        {
+            "contestant": c.name,
+            "title": c.variant.title,
+            "column": c.variant.column,
+            "passes": ", ".join(c.variant.passes),
+            "core": c.variant.core,
+        }
+        for c in layer_registry.contestants()
+    ]
+
+
+def show_all(as_json: bool) -> None:
+    parts = {
+        "tasks": tasks(),
+        "frameworks": variants(),
+        "protocols": protocols(),
+        "presets": presets(),
+        "layers": layers(),
+        "layer_contestants": layer_contestants(),
+    }
+    if as_json:
+        print(json.dumps(parts, indent=1))
+        return
+    for title, rows in parts.items():
+        table(title.capitalize().replace("_", " "), rows, False)

@@ -1,0 +1,166 @@
+"""The verbs ``report``, ``compare`` and ``explain``. Heavy imports happen inside: the help must appear at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from harness.errors import BadInput
+from harness.paths import LOCAL_RESULTS
+
+if TYPE_CHECKING:
+    from harness.report.chapters.compare import Line
+
+"""Where runs leave their records unless told otherwise."""
+
+Places = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        help="Folders or files with records, reported together; or `current`, or the name of a committed run.",
+        show_default=str(LOCAL_RESULTS),
+    ),
+]
+In = Annotated[Path, typer.Option("--in", help="Folder or file with records, or the name of a committed run.")]
+Json = Annotated[bool, typer.Option("--json", help="For machines.")]
+
+
+def report(
+    places: Places = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for tables (default: report/ beside the records; of committed runs below results/local)."
+        ),
+    ] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder for figures (default: OUT/plots).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Tables (Markdown, CSV, LaTeX) and figures (PDF, SVG, PNG) from records; the main tables here."""
+    from rich.console import Console
+
+    from harness.published import index
+    from harness.report import contents
+    from harness.report.formats import output, terminal
+    from harness.store import read
+
+    first, *others = places = places or [LOCAL_RESULTS]
+    if out is None and others:
+        raise BadInput(f"Records of {len(places)} places have no folder in common; choose one by --out.")
+    found = index.places(places)
+    if out is None and found != places:
+        out = LOCAL_RESULTS / "reports" / first
+    out = out or (first if first.is_dir() else first.parent) / "report"
+    faults: list[str] = []
+    built = contents.build(read.load(*found, left_out=faults.append), faults)
+    written = output.write_report(built, out, plots or out / "plots")
+    if as_json:
+        cells = json.loads(built.tables.cells.to_json(orient="records")) if built.tables else []
+        said = {"records": len(built.records), "cells": cells, "files": [str(p) for p in written], "left_out": faults}
+        typer.echo(json.dumps(said))
+        _refuse(faults)
+        return
+    console = Console()
+    terminal.show(built, console)
+    console.print(f"\n{len(built.records)} records; {len(written)} files:")
+    for path in written:
+        console.print(f"  {path}", soft_wrap=True, highlight=False, markup=False)
+    _refuse(faults)
+
+
+def _refuse(faults: list[str]) -> None:
+    """Raises :class:`BadInput` with what had to be left out, once the rest has been shown."""
+    if faults:
+        raise BadInput("Left out: " + "\ndpbench: Left out: ".join(faults))
+
+
+def compare(
+    a: Annotated[str, typer.Argument(help="Contestant, for instance dpcore-book-keeping; a unique part suffices.")],
+    b: Annotated[str, typer.Argument(help="Contestant to compare it with.")],
+    folder: In = LOCAL_RESULTS,
+    as_json: Json = False,
+) -> None:
+    """How much faster or slower A is than B, cell by cell, with interval and verdict."""
+    from harness.analysis import frames
+    from harness.published import index
+    from harness.report.chapters import compare as comparison
+    from harness.store import read
+
+    faults: list[str] = []
+    tables = frames.build(read.load(*index.places([folder]), left_out=faults.append))
+    lines = comparison.compare(tables, a, b)
+    if as_json:
+        typer.echo(json.dumps([line.as_json() for line in lines]))
+        _end_of_comparison(lines, faults)
+        return
+    section = None
+    several = len({line.section for line in lines}) > 1
+    for line in lines:
+        if several and line.section != section:
+            typer.echo(f"{line.section.title}:")
+            section = line.section
+        typer.echo(line.text)
+    _end_of_comparison(lines, faults)
+
+
+def _end_of_comparison(lines: Sequence[Line], faults: list[str]) -> None:
+    """Exit code 3 where not one cell could be compared: nothing is no good news."""
+    _refuse(faults)
+    if not any(line.result is not None for line in lines):
+        raise typer.Exit(3)
+
+
+def explain(
+    cell: Annotated[
+        str,
+        typer.Argument(
+            help="task/framework-variant/batch/protocol/device/isolation, or a part (layers: layer/.../passes/batch)."
+        ),
+    ],
+    folder: In = LOCAL_RESULTS,
+    as_json: Json = False,
+) -> None:
+    """From a number in a table back to its processes: seconds, block, load, gate, environment, command."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from harness.analysis import frames
+    from harness.published import index
+    from harness.report.chapters import explain as explanation
+    from harness.store import read
+
+    faults: list[str] = []
+    loaded = read.load(*index.places([folder]), left_out=faults.append)
+    others = [r for r in loaded if r.cell.kind != "e2e"]
+    # Cells of layers and of the frontier only where no cell of a task is meant.
+    of_tasks = [r.cell.name for r in loaded if r.cell.kind == "e2e"]
+    main = not others or any(cell in name for name in of_tasks)
+    tables = frames.build(loaded) if main else None
+    found = explanation.rows(tables, cell) if tables else explanation.other_rows(others, cell)
+    if as_json:
+        shown = [
+            {"shown_state": row["state"], "superseded": bool(row["superseded"]), "record": json.loads(record.to_json())}
+            for record, row in found
+        ]
+        typer.echo(json.dumps(shown))
+        _refuse(faults)
+        return
+    console = Console()
+    full_name = next((r.cell.name for r, _ in found if r.purpose != "gate"), found[0][0].cell.name)
+    console.print(Text(full_name, style="bold"))
+    for line in explanation.summary(tables, full_name) if tables else ():
+        console.print(Text(line))
+    for i, (record, row) in enumerate(found, 1):
+        console.print(Text(f"\n{record.purpose} process {i} of {len(found)}", style="bold"))
+        grid = Table.grid(padding=(0, 2))
+        *facts, (label, command) = explanation.lines(record, row)
+        for name, text in facts:
+            grid.add_row(Text(name, style="dim"), Text(text))
+        console.print(grid)
+        # In one line, however long, so that it can be copied.
+        console.print(Text.assemble((f"{label}  ", "dim"), command), soft_wrap=True)
+    _refuse(faults)

@@ -1,0 +1,1 @@
+"""Two states of the code against each other, in pairs."""

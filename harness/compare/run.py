@@ -1,0 +1,759 @@
+"""Two states of the code against each other: both environments, one process per measurement, in randomised pairs on one
+machine, until the verdict is clear."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import numpy as np
+import psutil
+
+from harness import layers as layer_data
+from harness.analysis.sequential import FIRST_LOOK, Rule
+from harness.compare.candidates import Side
+from harness.compare.record import (
+    ROLES,
+    CellResult,
+    Duel,
+    MemoryPair,
+    Pair,
+    Process,
+    Role,
+    SideFacts,
+    conclude,
+    has_proven_growth,
+    is_over,
+    needs_second,
+)
+from harness.environments import executor as isolation
+from harness.environments import memory_limit, venv
+from harness.environments.containers import images
+from harness.environments.executor import WORKER, InProcess, Limits, Venv
+from harness.errors import BadInput
+from harness.gate import admission
+from harness.layers import LAYERS
+from harness.plan import e2e as plan
+from harness.plan import layer_registry, registry
+from harness.plan import layers as layer_plan
+from harness.plan import protocol as protocols
+from harness.plan.layer_registry import LayerContestant
+from harness.plan.registry import Contestant
+from harness.run import layers as layer_run
+from harness.run.e2e import check_device, check_threads, ensure_data, open_harbour, place_of, undisturbed
+from harness.run.progress import Progress
+from harness.store import cache
+from harness.store.folder import RunFolder
+from harness.store.record import Cell, Container, GateCheck, Image, no_number
+from harness.tasks import TASKS, initial_parameters
+from harness.worker import e2e as worker
+from harness.worker import machine, sketch
+from harness.worker import memory as resident
+from harness.worker.gate import layers as layer_gate
+from harness.worker.layer_request import LayerRequest
+from harness.worker.request import Request
+
+if TYPE_CHECKING:
+    from harness.environments.containers.executor import Docker
+
+DEFAULT_LAYERS = ("linear", "embedding", "lstm")
+DEFAULT_SIZES = (64,)
+DEFAULT_CONTESTANTS = ("dpcore-engine",)
+LAYER_WORKER = "harness.worker.layers"
+SINGLE_PASSES = 100_000
+LOOK_SECONDS = 0.2
+NOTIONS = ("cpu_peak_allocated", "cuda_peak_allocated", resident.NOTION)
+"""Counted by the framework's allocator in a layer; of a task, the growth of the resident set."""
+
+ANOTHER = 1e6
+"""In the place of an infinite distance, which JSON cannot carry."""
+WEIGHTS_TOLERANCE = 1e-3
+WEIGHTS_STEPS = worker.REPLAYED_STEPS + worker.SETTLING_STEPS
+ISOLATIONS = ("venv", "docker", "inprocess")
+MEANT = "name it as a side (image:TAG) if it is the one that is meant"
+
+AnyContestant = LayerContestant | Contestant
+Purpose = Literal["time", "memory", "weights"]
+Stored = TypeVar("Stored", Pair, MemoryPair)
+
+
+@dataclass(frozen=True)
+class DuelOptions:
+    """What the user asks for. ``frameworks``: names as the other verbs take them. ``seconds``: timed, per process.
+    ``minutes``: after which no new pair is begun; environments and data do not count. ``threads``: 1 unless asked,
+    which leaves processors to the rest of the machine. ``first_alert``: a cell ends with its first alert; where memory
+    has grown for certain, no clock is started."""
+
+    layers: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
+    batch_sizes: tuple[int, ...] = DEFAULT_SIZES
+    frameworks: tuple[str, ...] = DEFAULT_CONTESTANTS
+    passes: tuple[str, ...] = ("clipped",)
+    threshold: float = 0.05
+    alpha: float = 0.05
+    max_rounds: int = 20
+    minutes: float | None = None
+    seconds: float = 0.6
+    threads: int = 1
+    isolation: str = "venv"
+    device: str = "cpu"
+    memory: bool = True
+    first_alert: bool = False
+    synthetic: bool = False
+    seed: int = 0
+    timeout_seconds: float = 300.0
+
+
+def check(options: DuelOptions) -> None:
+    """Raises :class:`BadInput` with the value, the rule and the remedy."""
+    if not 0.0 < options.threshold < 1.0:
+        raise BadInput(f"--threshold is {options.threshold}: it is a fraction above 0 and below 1, for instance 0.05.")
+    # Equivalence takes an interval at 1 - 2 alpha, see harness.analysis.sequential.
+    if not 0.0 < options.alpha < 0.5:
+        raise BadInput(f"--alpha is {options.alpha}: it is a chance above 0 and below 0.5, for instance 0.05.")
+    if options.max_rounds < FIRST_LOOK:
+        raise BadInput(
+            f"--max-rounds is {options.max_rounds}: fewer than {FIRST_LOOK} pairs give no verdict; ask for more."
+        )
+    if options.minutes is not None and not 0.0 < options.minutes < math.inf:
+        raise BadInput(f"--minutes is {options.minutes}: it must be above 0 and finite.")
+    plan.check_seed(options.seed)
+    if options.isolation not in ISOLATIONS:
+        raise BadInput(f"--isolation is {options.isolation!r}: choose venv, docker, or inprocess (tests only).")
+    if options.threads < 1:
+        raise BadInput(f"--threads is {options.threads}: it must be at least 1.")
+    if options.layers:
+        layer_plan.preset(
+            "small",
+            layers=list(options.layers),
+            batch_sizes=options.batch_sizes,
+            passes=options.passes,
+            seconds=options.seconds,
+        )
+    if options.tasks:
+        plan.preset("smoke", tasks=options.tasks, batch_sizes=options.batch_sizes, budget_seconds=options.seconds)
+    if not options.layers and not options.tasks:
+        raise BadInput("There is nothing to compare: --layers and --tasks name nothing.")
+
+
+def check_sides(options: DuelOptions, sides: dict[Role, Side]) -> None:
+    """Raises :class:`BadInput` for a side that cannot run in isolation of that kind."""
+    for role, side in sides.items():
+        if side.image is not None and options.isolation != "docker":
+            raise BadInput(
+                f"--isolation is {options.isolation!r}, but --{role} is an image, and images run in containers only; "
+                "leave --isolation out, or say docker."
+            )
+        if side.is_repinned and options.isolation == "docker":
+            raise BadInput(
+                f"--{role} is {side.asked!r}, which has no lock, and with --isolation docker only locked files run; "
+                "put the pin into a tree, lock it there (`dpbench image lock`) and name the tree or its image, or use "
+                "--isolation venv."
+            )
+
+
+def module_of(contestant: AnyContestant) -> str:
+    """The worker that measures it."""
+    return LAYER_WORKER if isinstance(contestant, LayerContestant) else WORKER
+
+
+@dataclass
+class Bout:
+    """One cell with both sides' contestants (None where a side lacks it), and what was measured so far. ``refusal``:
+    why there is nothing to compare, or None; ``is_failure``: base has the cell and head does not,
+    or a side's environment could not be made."""
+
+    cell: Cell
+    sides: dict[Role, AnyContestant | None]
+    refusal: str | None = None
+    is_failure: bool = False
+    pairs: list[Pair] = field(default_factory=list)
+    memory: MemoryPair | None = None
+    gates: dict[Role, Process] | None = None
+    weights: Pair | None = None
+    is_closed: bool = False
+
+    @property
+    def name(self) -> str:
+        """``linear/dpcore-engine/clipped/64`` or ``mnist-cnn/dpcore-engine/64``."""
+        middle = (self.cell.passes,) if self.cell.passes is not None else ()
+        return "/".join((self.what, self.cell.contestant, *middle, str(self.cell.batch_size)))
+
+    @property
+    def what(self) -> str:
+        return self.cell.layer or self.cell.task
+
+    @property
+    def slug(self) -> str:
+        return self.name.replace("/", ".")
+
+
+def bouts(options: DuelOptions, roots: dict[Role, Path]) -> list[Bout]:
+    """Every cell that the options name and at least one side has. Raises :class:`BadInput` where there is none."""
+    found = [*_of_layers(options, roots), *_of_tasks(options, roots)]
+    if not found:
+        raise BadInput(
+            "Neither side has a contestant for the chosen layers, tasks and passes; change --frameworks or --passes."
+        )
+    return found
+
+
+def _of_layers(options: DuelOptions, roots: dict[Role, Path]) -> list[Bout]:
+    if not options.layers:
+        return []
+    chosen = _both(options.frameworks, roots, lambda names, root: layer_registry.select(names, root=root))
+    made: list[Bout] = []
+    layer_options = layer_plan.preset("small", isolation=options.isolation, device=options.device)
+    for layer in layer_data.select(options.layers):
+        for size in options.batch_sizes:
+            for sides, faults in chosen:
+                for passes in layer_plan.ALL_PASSES:
+                    having: dict[Role, AnyContestant | None] = {
+                        role: c
+                        for role, c in sides.items()
+                        if isinstance(c, LayerContestant)
+                        and passes in c.variant.passes
+                        and c.variant.has(LAYERS[layer])
+                    }
+                    if passes not in options.passes or not having:
+                        continue
+                    one = next(c for c in having.values() if isinstance(c, LayerContestant))
+                    cell = layer_plan.cell_of(layer_options, one, layer, passes, size)
+                    made.append(_bout(cell, {role: having.get(role) for role in ROLES}, faults))
+    return made
+
+
+def _of_tasks(options: DuelOptions, roots: dict[Role, Path]) -> list[Bout]:
+    if not options.tasks:
+        return []
+    task_options = plan.preset("smoke", isolation=options.isolation, device=options.device)
+    chosen = _both(options.frameworks, roots, lambda names, root: registry.select(names, root=root))
+    return [
+        _bout(
+            plan.cell_of(task_options, next(c for c in sides.values() if isinstance(c, Contestant)), task, size),
+            sides,
+            faults,
+        )
+        for task in options.tasks
+        for size in options.batch_sizes
+        for sides, faults in chosen
+    ]
+
+
+def _both(
+    names: Iterable[str], roots: dict[Role, Path], select: Callable[[list[str], Path], Iterable[AnyContestant]]
+) -> list[tuple[dict[Role, AnyContestant | None], dict[Role, str]]]:
+    """The chosen contestants by side, and why a side lacks one. Raises :class:`BadInput` for a name that neither side
+    knows."""
+    by_name: dict[str, dict[Role, AnyContestant | None]] = {}
+    for name in names:
+        faults = []
+        for role in ROLES:
+            try:
+                for contestant in select([name], roots[role]):
+                    by_name.setdefault(contestant.name, {"base": None, "head": None})[role] = contestant
+            except BadInput as fault:
+                faults.append(fault)
+        if len(faults) == len(ROLES):
+            raise faults[-1]
+    return [(sides, _complete(name, sides, roots, select)) for name, sides in by_name.items()]
+
+
+def _complete(
+    name: str,
+    sides: dict[Role, AnyContestant | None],
+    roots: dict[Role, Path],
+    select: Callable[[list[str], Path], Iterable[AnyContestant]],
+) -> dict[Role, str]:
+    """Asks a side that lacks the contestant for it by its full name: it may only have left the framework's defaults.
+    Returns why a side has none, in the registry's words."""
+    faults: dict[Role, str] = {}
+    for role in ROLES:
+        if sides[role] is None:
+            try:
+                sides[role] = next(iter(select([name], roots[role])))
+            except BadInput as fault:
+                faults[role] = str(fault)
+    return faults
+
+
+def _bout(cell: Cell, sides: dict[Role, AnyContestant | None], faults: dict[Role, str]) -> Bout:
+    """``faults``: of :func:`_both`; a side with neither contestant nor fault has the variant, but not this layer or
+    pass."""
+    reasons = []
+    for role in ROLES:
+        contestant = sides[role]
+        if contestant is None and role in faults:
+            reasons.append(f"{role} has no such contestant: {faults[role]}")
+        elif contestant is None:
+            reasons.append(f"{role} has {cell.contestant}, but not with this layer and pass")
+        elif reason := _unsupported(contestant, cell):
+            reasons.append(f"unsupported by {role}: {reason}")
+    was = sides["base"]
+    is_failure = sides["head"] is None and was is not None and not _unsupported(was, cell)
+    return Bout(cell, sides, "; ".join(reasons) or None, is_failure)
+
+
+def _unsupported(contestant: AnyContestant, cell: Cell) -> str | None:
+    if isinstance(contestant, LayerContestant):
+        return contestant.variant.why_unsupported(LAYERS[cell.layer or ""])
+    return contestant.variant.why_unsupported(cell.task)
+
+
+def first_of(seed: int, slug: str, number: int) -> tuple[Role, Role]:
+    """The order inside a pair: random for every other one, reversed in the next, so that an effect of the order
+    cancels."""
+    flip = random.Random(f"dpbench duel {seed} {slug} {number // 2}").random() < 0.5
+    return ("base", "head") if flip == (number % 2 == 0) else ("head", "base")
+
+
+@contextmanager
+def quietest(threads: int) -> Iterator[list[int]]:
+    """This thread and the processes that it starts on so many processors, those that others used least a moment ago:
+    both sides of a pair get the same ones, and a busy neighbour falls on neither where there is room beside it."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield []
+        return
+    allowed = sorted(os.sched_getaffinity(0))
+    chosen = allowed[:threads]
+    if threads < len(allowed):
+        busy = dict(enumerate(psutil.cpu_percent(interval=LOOK_SECONDS, percpu=True)))
+        chosen = sorted(sorted(allowed, key=lambda number: busy.get(number, 100.0))[:threads])
+    os.sched_setaffinity(0, chosen)
+    try:
+        yield chosen
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+class DuelRun:
+    """One folder's duel. ``command`` reproduces it."""
+
+    def __init__(self, options: DuelOptions, base: Side, head: Side, folder: RunFolder, command: str) -> None:
+        check(options)
+        check_sides(options, {"base": base, "head": head})
+        check_device(options.device)
+        check_threads(options.threads)
+        self.options = options
+        self.sides: dict[Role, Side] = {"base": base, "head": head}
+        self.folder = folder
+        self.command = command
+        self.bouts = bouts(options, {role: side.folder for role, side in self.sides.items()})
+        timed = sum(bout.refusal is None for bout in self.bouts)
+        self.rule = Rule(options.alpha, max(1, timed), options.threshold, options.max_rounds)
+        self.timed = timed
+        self.limits = Limits(memory_limit.default_limit(), options.timeout_seconds)
+        self.places: dict[tuple[Role, str, str], InProcess | Venv | Docker | str] = {}
+        self.references: dict[str, Path] = {}
+        self.reference_fault: str | None = None
+        self.started = datetime.now(UTC).isoformat(timespec="seconds")
+        in_containers = options.isolation == "docker"
+        self.harbour = open_harbour(options.device, otherwise=MEANT) if in_containers else None
+        if self.harbour is not None and self.harbour.engine.is_remote:
+            raise BadInput(
+                f"The container engine is at {self.harbour.engine.host}: a duel pins its processes to the least busy "
+                "processors of this machine and knows no other's; name an engine of this machine by its socket, or use "
+                "--isolation venv."
+            )
+        self.built: dict[Role, dict[str, Image]] = {"base": {}, "head": {}}
+        self.images: dict[Role, images.Image] = {
+            role: images.named(self.harbour.engine, side.image, f"--{role}")
+            for role, side in self.sides.items()
+            if self.harbour is not None and side.image is not None
+        }
+
+    def execute(self, progress: Progress, fresh: bool = False) -> Duel:
+        """Everything, or what is left of it. A kill at any moment loses at most the pair under way."""
+        if self.harbour is None:
+            return self._execute(progress, fresh)
+        try:
+            self.harbour.sweep(progress.say)
+            self._prepare_places(progress.say)
+            return self._execute(progress, fresh)
+        finally:
+            self.harbour.close()
+
+    def _execute(self, progress: Progress, fresh: bool) -> Duel:
+        with self.folder.open(self._description(), fresh):
+            self._prepare(progress.say)
+            begun = time.monotonic()
+            progress.begin(len(self.bouts), "cells")
+            for bout in self.bouts:
+                self._open(bout, progress)
+            finished = self._fight(begun, progress)
+            duel = self._duel(finished)
+            cache.write_atomically(self.folder.path / "duel.json", duel.to_json().encode())
+            return duel
+
+    def _description(self) -> dict[str, Any]:
+        """What a resumed duel must have in common with its beginning; how long it may take is not among it. Images are
+        prepared by now."""
+        engine = {"engine": self.harbour.engine.facts["id"]} if self.harbour is not None else {}
+        digests = {role: {name: image.digest for name, image in found.items()} for role, found in self.built.items()}
+        options = {key: value for key, value in asdict(self.options).items() if key != "minutes"}
+        return {
+            "options": options,
+            "sides": {role: {"content": side.content, "package": side.package} for role, side in self.sides.items()},
+            "machine": machine.describe()["id"],
+            **({**engine, "images": digests} if engine else {}),
+        }
+
+    def _prepare(self, say: Callable[[str], None]) -> None:
+        """Environments, references, data."""
+        self._prepare_places(say)
+        names = tuple(dict.fromkeys(bout.cell.layer for bout in self.bouts if bout.cell.layer is not None))
+        if names:
+            try:
+                make = [self.harbour.layer_references] if self.harbour is not None else []
+                self.references = layer_run.ensure_references(names, say, *make)
+            except (venv.EnvironmentFault, isolation.ToolFault) as fault:
+                self.reference_fault = f"the float64 references of the layers could not be made: {fault}"
+                say(self.reference_fault)
+        for dataset in sorted({TASKS[bout.cell.task].dataset for bout in self.bouts if bout.cell.task}):
+            ensure_data(dataset, self.options.synthetic, say)
+
+    def _prepare_places(self, say: Callable[[str], None]) -> None:
+        for bout in self.bouts:
+            for role, contestant in bout.sides.items():
+                if bout.refusal is None and contestant is not None:
+                    place = self._prepare_place(role, contestant, say)
+                    if isinstance(place, str):  # and the other side is not even installed
+                        bout.refusal, bout.is_failure = f"{role} cannot run: {place}", True
+
+    def _prepare_place(
+        self, role: Role, contestant: AnyContestant, say: Callable[[str], None]
+    ) -> InProcess | Venv | Docker | str:
+        """Where it runs, or why it cannot."""
+        module = module_of(contestant)
+        key = role, module, contestant.name
+        if key not in self.places:
+            framework = contestant.framework
+            if self.harbour is not None:
+                place = self.harbour.place(contestant, say, module, self.images.get(role))
+                if not isinstance(place, str):
+                    self.built[role][framework.name] = self.harbour.record(place, framework)
+                self.places[key] = place
+            else:
+                environment = contestant.variant.environment
+                self.places[key] = place_of(self.options.isolation, framework, environment, say, module)
+        return self.places[key]
+
+    def _place(self, role: Role, contestant: AnyContestant) -> InProcess | Venv | Docker:
+        place = self.places[role, module_of(contestant), contestant.name]
+        assert not isinstance(place, str), place
+        return place
+
+    # ---- before the first pair
+
+    def _open(self, bout: Bout, progress: Progress) -> None:
+        """The gate of a task, the memory of both sides; closes a cell that cannot be timed."""
+        if bout.refusal is None and bout.cell.task:
+            bout.gates = {role: self._judge(bout, role, progress) for role in ROLES}
+            bout.is_closed = any(process.state != "ok" for process in bout.gates.values())
+            if not bout.is_closed:
+                bout.weights = self._weights(bout, progress)
+                bout.is_closed = bout.weights.differs or any(p.state != "ok" for p in bout.weights.processes)
+        if bout.refusal is None and not bout.is_closed and self.options.memory:
+            bout.memory = self._memory(bout, progress)
+        has_grown = has_proven_growth(bout.memory, bout.cell.kind == "layer")
+        if bout.refusal is not None or bout.is_closed or (self.options.first_alert and has_grown):
+            self._close(bout, progress)
+
+    def _judge(self, bout: Bout, role: Role, progress: Progress) -> Process:
+        contestant = bout.sides[role]
+        assert isinstance(contestant, Contestant)
+        place = self._place(role, contestant)
+        progress.doing(f"{bout.name} · gate of {role}")
+        if self.harbour is not None:
+            try:
+                admission.reference(bout.cell.task, progress.say, partial(self.harbour.make_file, say=progress.say))
+            except (venv.EnvironmentFault, isolation.ToolFault) as fault:
+                reason = f"the float64 reference of {bout.cell.task} could not be made: {fault}"
+                return Process(state="crashed", reason=reason)
+        bounds = Limits(self.limits.memory_bytes, min(admission.TIMEOUT_SECONDS, self.limits.timeout_seconds))
+        verdict = admission.judge(
+            contestant, bout.cell.task, place, bounds, self.options.device, self.options.threads, progress.say
+        )
+        state = "rejected" if verdict.state == "ok" and not verdict.passed else verdict.state
+        return Process.model_validate(
+            {"state": state, "reason": verdict.reason, "checks": verdict.gate.checks, "log_tail": verdict.log_tail}
+        )
+
+    def _memory(self, bout: Bout, progress: Progress) -> MemoryPair:
+        name = f"{bout.slug}.memory.json"
+        stored = self._stored(name, MemoryPair)
+        if stored is not None:
+            return stored
+        pair = MemoryPair(base=[], head=[])
+        for _ in range(2):
+            processes = {role: self._process(bout, role, "memory", 0, progress) for role in ROLES}
+            pair = MemoryPair(base=[*pair.base, processes["base"]], head=[*pair.head, processes["head"]])
+            if bout.cell.kind != "layer" or not needs_second(pair):
+                break
+        self._store(name, pair.model_dump_json())
+        return pair
+
+    def _weights(self, bout: Bout, progress: Progress) -> Pair:
+        """The weights of either side after the first steps on the measured batch size, without noise, whose stream a
+        newer version may draw in another order. Beside what the gate compares, these are real rows, and as many."""
+        name = f"{bout.slug}.weights.json"
+        stored = self._stored(name, Pair)
+        if stored is not None:
+            return stored
+        order = first_of(self.options.seed, bout.slug, 0)
+        pair = self._both(bout, order, "weights", 0, [], progress)
+        self._store(name, pair.model_dump_json())
+        return pair
+
+    def _both(
+        self,
+        bout: Bout,
+        order: tuple[Role, Role],
+        purpose: Purpose,
+        number: int,
+        processors: list[int],
+        progress: Progress,
+    ) -> Pair:
+        """A process of either side, and how far what they leave behind lies apart."""
+        processes = {role: self._process(bout, role, purpose, number, progress) for role in order}
+        base, head = processes["base"], processes["head"]
+        apart = limit = None
+        if base.sketch and head.sketch:
+            apart = min(sketch.apart(base.sketch, head.sketch), ANOTHER)
+            limit = layer_gate.TOLERANCE if bout.cell.kind == "layer" else self._room(bout.cell, base.sketch)
+        kept = {role: process.model_copy(update={"sketch": []}) for role, process in processes.items()}
+        return Pair(
+            number=number,
+            order=order,
+            processors=processors,
+            base=kept["base"],
+            head=kept["head"],
+            apart=apart,
+            limit=limit,
+        )
+
+    def _room(self, cell: Cell, moved: list[float]) -> float:
+        """How far the weights of a task may lie apart, over the way travelled: sums in another order, and one float32
+        rounding of every weight in every step."""
+        start = initial_parameters(TASKS[cell.task], self.options.seed * 1000)
+        rounding = math.sqrt(sum(float(np.sum(np.spacing(np.abs(w)).astype(np.float64) ** 2)) for w in start.values()))
+        travelled = float(np.linalg.norm(moved))
+        return WEIGHTS_TOLERANCE + (WEIGHTS_STEPS * rounding / travelled if travelled else 0.0)
+
+    # ---- pairs
+
+    def _fight(self, begun: float, progress: Progress) -> bool:
+        """Pairs of all open cells in turn, in random order, until each is clear; whether all came to their end."""
+        number = 0
+        while any(not bout.is_closed for bout in self.bouts):
+            left = [bout for bout in self.bouts if not bout.is_closed]
+            random.Random(f"dpbench duel {self.options.seed} {number}").shuffle(left)
+            for bout in left:
+                is_late = self.options.minutes is not None and time.monotonic() - begun > 60.0 * self.options.minutes
+                pair = self._pair(bout, number, progress, is_late)
+                if pair is None:
+                    return False
+                bout.pairs.append(pair)
+                if is_over(bout.pairs, self.rule):
+                    self._close(bout, progress)
+            number += 1
+        return True
+
+    def _close(self, bout: Bout, progress: Progress) -> None:
+        bout.is_closed = True
+        progress.doing(bout.name)
+        progress.done(self._conclude(bout).verdict)
+
+    def _pair(self, bout: Bout, number: int, progress: Progress, only_stored: bool) -> Pair | None:
+        name = f"{bout.slug}.{number:03}.json"
+        stored = self._stored(name, Pair)
+        if stored is not None:
+            return stored
+        if only_stored:
+            return None
+        order = first_of(self.options.seed, bout.slug, number)
+        with quietest(self.options.threads) as processors:
+            pair = self._both(bout, order, "time", number, processors, progress)
+        if pair.is_uneven:
+            progress.say(f"{bout.name}: pair {number + 1} was unevenly disturbed by other work on this machine")
+        self._store(name, pair.model_dump_json())
+        return pair
+
+    def _stored(self, name: str, kind: type[Stored]) -> Stored | None:
+        """What an earlier call left under this name; None where it left nothing, or a process of it was interrupted by
+        somebody. Raises :class:`BadInput`, naming it, where it is corrupt."""
+        path = self.folder.records / name
+        try:
+            found = kind.model_validate(json.loads(path.read_text(encoding="utf-8"), parse_constant=no_number))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError) as error:
+            raise BadInput(
+                f"{path} is corrupt ({type(error).__name__}); move it out of the folder, and the same command measures "
+                "it anew."
+            ) from None
+        return None if any(process.interrupted for process in found.processes) else found
+
+    def _store(self, name: str, text: str) -> None:
+        cache.write_atomically(self.folder.records / name, text.encode())
+
+    # ---- one process
+
+    def _process(self, bout: Bout, role: Role, purpose: Purpose, number: int, progress: Progress) -> Process:
+        """A fresh process, never repeated by itself: a disturbed pair is repeated whole."""
+        contestant = bout.sides[role]
+        assert contestant is not None
+        place = self._place(role, contestant)
+        if bout.cell.layer is not None and self.reference_fault is not None:
+            return Process(state="crashed", reason=self.reference_fault)
+        request = self._request(bout.cell, contestant, purpose, number)
+        progress.doing(f"{bout.name} · {'pair ' + str(number + 1) if purpose == 'time' else purpose} · {role}")
+        began, started = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
+        quiet = Progress(progress.console, quiet=True)
+        result, load = undisturbed(
+            lambda: place.run(request, self.limits, progress.event), 0, purpose == "time", bout.name, quiet
+        )
+        how: dict[str, Any] = {"load": load, "started": started, "wall_seconds": time.monotonic() - began}
+        if self.harbour is not None:
+            how["container"] = Container(engine=self.harbour.engine.name, **result["container"])
+        return _process(result, number == 0).model_copy(update=how)
+
+    def _request(self, cell: Cell, contestant: AnyContestant, purpose: Purpose, number: int) -> Any:
+        options = self.options
+        seed = options.seed * 1000 + number
+        if isinstance(contestant, LayerContestant):
+            assert cell.layer is not None and cell.passes is not None
+            return LayerRequest(
+                mode="time" if purpose == "time" else "memory",
+                folder=str(contestant.framework.folder),
+                variant=cell.variant,
+                layer=cell.layer,
+                passes=cell.passes,
+                batch_size=cell.batch_size,
+                max_grad_norm=1.0,
+                device=options.device,
+                threads=options.threads,
+                seed=seed,
+                reference=str(self.references[cell.layer]),
+                predicts=False,
+                seconds=options.seconds,
+                most_passes=SINGLE_PASSES,
+                least_passes=5,
+                longest_pass=options.timeout_seconds,
+                most_bytes=self.limits.memory_bytes,
+                sketches=purpose == "time",
+            )
+        task, protocol = TASKS[cell.task], protocols.load("verified")
+        return Request(
+            mode="time" if purpose == "time" else "memory",
+            folder=str(contestant.framework.folder),
+            variant=cell.variant,
+            private=cell.private,
+            static_shapes=contestant.variant.static_shapes,
+            task=cell.task,
+            batch_size=cell.batch_size,
+            dataset_size=task.train_size,
+            sampling=protocol.sampling,
+            warm_up=protocol.warm_up,
+            noise_multiplier=0.0 if purpose == "weights" else protocol.noise_multiplier,
+            max_grad_norm=protocol.max_grad_norm,
+            learning_rate=task.learning_rate,
+            delta=protocol.delta,
+            device=options.device,
+            threads=options.threads,
+            precision=protocol.precision,
+            initial_seed=seed,
+            batch_seed=seed,
+            noise_seed=seed + 1,
+            data=task.dataset,
+            synthetic=options.synthetic,
+            budget_seconds=options.seconds,
+            sketches=purpose == "weights",
+        )
+
+    # ---- what came of it
+
+    def _conclude(self, bout: Bout) -> CellResult:
+        kind: Literal["layer", "e2e"] = "layer" if bout.cell.kind == "layer" else "e2e"
+        return conclude(
+            bout.name, kind, bout.pairs, bout.memory, bout.gates, bout.refusal, self.rule, bout.is_failure, bout.weights
+        )
+
+    def _duel(self, finished: bool) -> Duel:
+        cells = [self._conclude(bout) for bout in self.bouts]
+        processes = [p for bout in self.bouts for pair in bout.pairs for p in (pair.base, pair.head)]
+        processes += [p for bout in self.bouts if bout.memory for p in (*bout.memory.base, *bout.memory.head)]
+        return Duel(
+            started=min((p.started for p in processes if p.started), default=self.started),
+            command=self.command,
+            base=self._facts("base"),
+            head=self._facts("head"),
+            alpha=self.options.alpha,
+            threshold=self.options.threshold,
+            max_rounds=self.options.max_rounds,
+            timed_cells=self.timed,
+            isolation=self.options.isolation,
+            engine=self.harbour.engine.name if self.harbour is not None else None,
+            threads=self.options.threads,
+            seconds=self.options.seconds,
+            machine={**machine.describe(), **machine.state()},
+            minutes=sum(p.wall_seconds for p in processes) / 60.0,
+            finished=finished,
+            cells=cells,
+        )
+
+    def _facts(self, role: Role) -> SideFacts:
+        side, image = self.sides[role], self.images.get(role)
+        contestants = [bout.sides[role] for bout in self.bouts]
+        frameworks = {c.framework.name: c.framework for c in contestants if c is not None}
+        locks = {name: framework.lock_hash if image is None else image.pins for name, framework in frameworks.items()}
+        return SideFacts(
+            asked=side.asked,
+            title=side.title,
+            commit=side.commit,
+            dirty=side.dirty,
+            content=side.content,
+            package=side.package,
+            locks=locks,
+            versions=self._versions(role),
+            images=self.built[role],
+        )
+
+    def _versions(self, role: Role) -> dict[str, dict[str, str]]:
+        found: dict[str, dict[str, str]] = {}
+        for bout in self.bouts:
+            for process in (getattr(pair, role) for pair in bout.pairs[:1]):
+                found.setdefault(bout.cell.framework, process.versions)
+        return found
+
+
+def _process(result: dict[str, Any], with_versions: bool) -> Process:
+    """What is kept of a worker's result: of the passes, their median and spread."""
+    layer = result.get("layer", {})
+    seconds = layer.get("pass_seconds") or result.get("epoch_seconds") or []
+    low, middle, high = (float(q) for q in np.quantile(seconds, (0.1, 0.5, 0.9))) if seconds else (None, None, None)
+    memory = result.get("memory", {})
+    return Process(
+        state=result["state"],
+        reason=result.get("reason"),
+        seconds=middle,
+        passes=len(seconds),
+        low=low,
+        high=high,
+        bytes=next((memory[notion] for notion in NOTIONS if notion in memory), None),
+        checks=[GateCheck.model_validate(line) for line in result.get("checks", [])],
+        versions=result.get("versions", {}) if with_versions else {},
+        log_tail="" if result["state"] == "ok" else result.get("log_tail", ""),
+        interrupted=bool(result.get("interrupted")),
+        sketch=result.get("sketch", []),
+    )

@@ -1,0 +1,1 @@
+"""Containers: images, locks, the engine, and what a run needs of it."""

@@ -1,0 +1,315 @@
+"""The container engine: how it is reached, what it can do, and what this harness has left on it.
+
+Docker by its API, and whatever speaks it (Podman's service). The SDK is imported only here and only when containers are
+asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+
+from harness.environments.containers import seccomp
+from harness.environments.containers.ssh import CONNECTIONS, SCHEME, Tunnel, ssh_command
+from harness.errors import BadInput
+
+HOST = "DOCKER_HOST"
+OWNER = "dpbench.owner"
+"""Label of everything that must not outlive the process that made it."""
+DEADLINE = "dpbench.deadline"
+"""Label: seconds since 1970 after which even a foreign owner's container is nobody's."""
+DELEGATE = "run the engine as root, or on cgroup v2 with these controllers delegated to its user"
+CONNECT_SECONDS = 20
+ONCE_SECONDS = 900.0
+NOBODY = "65534:65534"
+RESOURCES = {"nofile": 16384, "nproc": 8192}
+API_SECONDS = 600
+"""A build step sends nothing while it installs."""
+
+
+class EngineGone(BadInput):
+    """The engine stopped answering in the middle of something. Where nobody waits for it, the user has to start it."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """``client``: a ``docker.DockerClient``. ``is_remote``: it may not see this machine's files, so that code and data
+    have to be sent."""
+
+    client: Any
+    host: str
+    is_remote: bool
+    facts: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """For records: kind and version."""
+        return f"{self.facts['kind']} {self.facts['version']}"
+
+
+def host() -> str:
+    """What ``DOCKER_HOST`` says, else Docker's usual socket."""
+    return os.environ.get(HOST) or "unix:///var/run/docker.sock"
+
+
+def connect() -> Engine:
+    """The engine of ``DOCKER_HOST``. Raises :class:`BadInput` with the remedy where none answers."""
+    import docker
+    from docker.errors import DockerException
+    from docker.transport import UnixHTTPAdapter
+
+    where = host()
+    tunnel = Tunnel(where) if where.startswith(SCHEME) else None
+    try:
+        if where.startswith("tcp://"):
+            _knock(where)
+        if tunnel is None:
+            client = docker.from_env(timeout=API_SECONDS)
+        else:
+            client = docker.DockerClient(base_url=f"unix://{tunnel.socket}", timeout=API_SECONDS)
+            # One connection stays open for every address asked; the client's own option for fewer has no effect.
+            few = UnixHTTPAdapter(f"http+unix://{tunnel.socket}", API_SECONDS, CONNECTIONS)
+            client.api.mount("http+docker://", few)
+        facts = _facts(client)
+    except (DockerException, OSError, ValueError) as error:
+        complaint = tunnel.complaint() if tunnel is not None else ""
+        raise BadInput(_why_unreachable(where, error, complaint)) from None
+    return Engine(client, where, not where.startswith(("unix://", "npipe://")), facts)
+
+
+def _knock(where: str) -> None:
+    """Raises OSError where nobody opens: the time-out of the requests themselves is for builds, and long."""
+    url = urlsplit(where)
+    socket.create_connection((url.hostname or "", url.port or 2375), timeout=CONNECT_SECONDS).close()
+
+
+def _facts(client: Any) -> dict[str, Any]:
+    info, version = client.info(), client.version()
+    names = [part.get("Name", "") for part in version.get("Components", [])]
+    kind = "podman" if any("podman" in name.lower() for name in names) else "docker"
+    return {
+        "kind": kind,
+        "version": str(version["Version"]),
+        "api": str(version["ApiVersion"]),
+        "id": str(info.get("ID", "")) if kind == "docker" else _id(info),
+        "cpus": int(info["NCPU"]),
+        "memory_bytes": int(info["MemTotal"]),
+        "cgroup": str(info.get("CgroupVersion", "1")),
+        "storage": str(info.get("Driver", "")),
+        "seccomp": kind == "docker" and any("seccomp" in option for option in info.get("SecurityOptions") or []),
+        "runtimes": sorted(info.get("Runtimes") or {}),
+        "rootless": any("rootless" in option for option in info.get("SecurityOptions") or []),
+        "memory_limit": bool(info.get("MemoryLimit", True)),
+        "pids_limit": bool(info.get("PidsLimit", True)),
+        "cpuset": bool(info.get("CPUSet", True)),
+    }
+
+
+def _id(info: Mapping[str, Any]) -> str:
+    """Podman says another ID every time it is asked; the folder of its images on that machine is what stays."""
+    return hashlib.sha256(f"{info.get('Name')}\n{info.get('DockerRootDir')}".encode()).hexdigest()[:12]
+
+
+def run_once(on: Engine, digest: str, code: str, **more: Any) -> tuple[int, bytes]:
+    """(exit code, standard output) of ``python -c code`` in a container of one of our images: hardened, and gone
+    afterwards even where it could not be started."""
+    container = on.client.containers.create(
+        digest,
+        ["-c", code],
+        network_mode="none",
+        user=NOBODY,
+        cap_drop=["ALL"],
+        security_opt=security(on),
+        read_only=True,
+        use_config_proxy=False,
+        labels=labels(ONCE_SECONDS),
+        ulimits=ulimits(),
+        **more,
+    )
+    try:
+        container.start()
+        status = int(container.wait()["StatusCode"])
+        return status, container.logs(stdout=True, stderr=False)
+    finally:
+        remove(container)
+
+
+def security(on: Engine) -> list[str]:
+    """For every container: no privileges to gain, and where the engine takes one, our own list of system calls
+    (Podman's service takes none by this way, and has its own)."""
+    options = ["no-new-privileges:true"]
+    return [*options, f"seccomp={seccomp.profile()}"] if on.facts.get("seccomp") else options
+
+
+def ulimits() -> list[Any]:
+    """For every container, because an engine's own default may lie above what it may set (Podman as a service does)."""
+    from docker.types import Ulimit
+
+    return [Ulimit(name=name, soft=number, hard=number) for name, number in RESOURCES.items()]
+
+
+def _why_unreachable(where: str, error: Exception, complaint: str = "") -> str:
+    text = str(error)
+    kind, _, there = where.partition("://")
+    if kind == "ssh":
+        why = f"ssh says: {complaint[-300:]}" if complaint else " ".join(text.split())[:200]
+        remedy = f"make `{ssh_command(where)} docker version` answer there without a question"
+    elif kind not in {"unix", "tcp", "npipe"}:
+        why, remedy = "an address begins with unix://, tcp:// or ssh://", "write it so"
+    elif "Permission denied" in text:
+        why = "this user may not open its socket"
+        remedy = "join its group (`sudo usermod -aG docker $USER`, then log in again), or use a rootless engine"
+    elif kind == "unix" and not Path(there).exists():
+        found = elsewhere(where)
+        why = f"there is no socket {there}"
+        remedy = f"set {HOST}={found[0]}, where there is one" if found else "install Docker or Podman and start it"
+    elif "Connection refused" in text:
+        why = "nothing listens there"
+        remedy = "start the engine (`systemctl start docker`)" + (" with -H and this address" if kind == "tcp" else "")
+    else:
+        why, remedy = " ".join(text.split())[:200], "repair the engine or the way to it"
+    other = "" if remedy.startswith(f"set {HOST}") else f"set {HOST} to another, "
+    return f"No container engine answers at {where}: {why}; {remedy}, {other}or use --isolation venv."
+
+
+def elsewhere(than: str) -> list[str]:
+    """Addresses of engines that Docker's command line, or a rootless installation, would use instead."""
+    from docker.context import ContextAPI
+
+    runtime, home = Path(os.environ.get("XDG_RUNTIME_DIR", "/nowhere")), Path.home()
+    usual = (
+        runtime / "docker.sock",
+        home / ".docker" / "desktop" / "docker.sock",
+        home / ".colima" / "default" / "docker.sock",
+        runtime / "podman" / "podman.sock",
+        Path("/run/podman/podman.sock"),
+        Path("/var/run/docker.sock"),
+    )
+    found = [f"unix://{path}" for path in usual if os.access(path, os.R_OK | os.W_OK)]
+    with suppress(Exception):  # a broken configuration is not what was asked about
+        context = ContextAPI.get_current_context()
+        if context.Name != "default" and context.Host:
+            found.insert(0, str(context.Host))
+    return [host for host in found if host != than]
+
+
+def unlimited(facts: Mapping[str, Any]) -> list[str]:
+    """What the engine cannot limit, though it would start a container that asks for it."""
+    names = {"memory_limit": "memory", "pids_limit": "processes", "cpuset": "processors"}
+    return [name for fact, name in names.items() if not facts.get(fact, True)]
+
+
+@lru_cache
+def _boot_time() -> int:
+    return int(psutil.boot_time())
+
+
+def _machine() -> str:
+    """This machine and this boot: a process number means nothing on another."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    text = boot.read_text() if boot.exists() else f"{os.uname().nodename} {_boot_time()}"
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def owner() -> str:
+    """Names this process for ever: machine, boot, number, time of start."""
+    return f"{_machine()}:{os.getpid()}:{int(psutil.Process().create_time() * 100)}"
+
+
+def labels(seconds: float) -> dict[str, str]:
+    """Of what this process makes and must have removed ``seconds`` from now."""
+    return {OWNER: owner(), DEADLINE: str(int(time.time() + seconds))}
+
+
+def is_orphan(found: dict[str, str]) -> bool:
+    """Whether the owner named by the labels is dead (or, on another machine, must have been done by now)."""
+    machine, _, process = found.get(OWNER, "").partition(":")
+    if machine != _machine():
+        return time.time() > float(found.get(DEADLINE, "0"))
+    number, _, started = process.partition(":")
+    try:
+        process_there = psutil.Process(int(number))
+        # One whose parent has not asked how it ended does nothing any more.
+        is_dead = process_there.status() == psutil.STATUS_ZOMBIE
+        return is_dead or int(process_there.create_time() * 100) != int(started)
+    except (psutil.Error, ValueError):
+        return True
+
+
+def orphans(engine: Engine, mine: bool = False) -> list[Any]:
+    """Containers, then volumes, whose owner is gone (and with ``mine`` this process's own)."""
+    filters = {"label": OWNER}
+    with errors():
+        containers = engine.client.containers.list(all=True, filters=filters, ignore_removed=True)
+        volumes = engine.client.volumes.list(filters=filters)
+    labelled = [(one, one.labels) for one in containers] + [(one, one.attrs.get("Labels") or {}) for one in volumes]
+    return [one for one, found in labelled if is_orphan(found) or (mine and found.get(OWNER) == owner())]
+
+
+def sweep(engine: Engine, mine: bool = False) -> list[str]:
+    """Removes :func:`orphans`; their names."""
+    from docker.models.containers import Container
+
+    found = orphans(engine, mine)
+    with errors():
+        for one in found:
+            if isinstance(one, Container):
+                remove(one)
+            else:
+                with suppress(_docker().errors.APIError):
+                    one.remove(force=True)
+    return [one.name for one in found]
+
+
+def remove(container: Any) -> None:
+    """Ends and removes it with its anonymous volumes; it may be gone already, or be going."""
+    with suppress(_docker().errors.APIError):
+        container.remove(force=True, v=True)
+
+
+def kill(container: Any) -> None:
+    """Ends it; it may have ended already."""
+    with suppress(_docker().errors.APIError):
+        container.kill()
+
+
+@contextmanager
+def errors() -> Iterator[None]:
+    """Turns a lost connection into :class:`EngineGone`, and what the engine refuses into :class:`BadInput`."""
+    import docker.errors
+    import requests.exceptions
+    import urllib3.exceptions
+
+    try:
+        yield
+    except docker.errors.APIError as error:
+        why = " ".join(str(error.explanation or error).split())[:300]
+        raise BadInput(f"The container engine refused: {why}; see `dpbench doctor`.") from error
+    except (
+        requests.exceptions.RequestException,
+        urllib3.exceptions.HTTPError,
+        docker.errors.DockerException,
+        OSError,
+    ) as error:
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise EngineGone(
+            f"The container engine stopped answering ({why}); start it and run the same command again."
+        ) from error
+
+
+def _docker() -> Any:
+    import docker
+    import docker.errors
+
+    return docker

@@ -1,0 +1,207 @@
+"""The harness's own clock beside the worker's, and what a worker learns only when its work begins.
+
+A timed worker gets the seed of its batches after its last ``build``, is let go by the referee, who takes the time from
+then until the worker says that it has finished, and is stopped once at a moment drawn at random. The worker's seconds
+must agree with the referee's. The referee's can only be longer: by the way of two messages through a pipe, and by what
+its own thread and the worker's had to wait for a processor meanwhile, which the kernel counts.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from harness.worker.e2e import epoch_batches, setting_of
+from harness.worker.line import Message
+from harness.worker.request import Request
+
+UNKNOWN_SEED = -1
+DISAGREEMENT_SECONDS = 5e-3
+DISAGREEMENT_SHARE = 0.02
+WAITING_FACTOR = 4.0
+"""A message between the two goes through threads of both sides, of which two are asked how long they waited for a
+processor: where they waited, the others did, too. On a machine that is not busy nobody waits: nothing is allowed."""
+PREPARATION_SECONDS = 0.5
+PREPARATION_FACTOR = 3.0
+"""Between the seed of the batches and the first ``go`` a worker draws its index lists: so long may it take beside the
+referee, who draws the same."""
+
+
+@dataclass
+class Referee:
+    """Of one timed process. ``say`` sends it a message. ``attend``, or ``hear``, which returns its answer, must be
+    called as soon as an event arrives."""
+
+    request: Request
+    say: Callable[[Message], None] = field(default=lambda message: None)
+    pid: int | None = None
+    """Of the worker, where it is a process of this machine."""
+
+    room: float = DISAGREEMENT_SECONDS
+    """Seconds that two messages may take: more than through a pipe where the worker is farther away."""
+
+    seconds: list[float] = field(default_factory=list)
+    """From each ``go`` to its end."""
+
+    allowances: list[float] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._chance = random.SystemRandom()
+        self._lock = threading.Lock()
+        self._own_seconds = 0.0
+        self._told_seed: tuple[float, float] | None = None
+        self._went: tuple[float, float] | None = None
+        self._timer: threading.Timer | None = None
+        self._left: float | None = None
+
+    @property
+    def for_worker(self) -> Request:
+        """The request without what the worker may not know yet."""
+        return replace(self.request, batch_seed=UNKNOWN_SEED)
+
+    def _waited(self) -> float:
+        here = _waited(f"self/task/{threading.get_native_id()}")
+        return here + (_waited(f"{self.pid}/task/{self.pid}") if self.pid is not None else 0.0)
+
+    def attend(self, event: Mapping[str, Any]) -> None:
+        """Nonsense is no question; who asks it waits in vain for an answer."""
+        with suppress(KeyError, TypeError, ValueError, OverflowError):
+            answer = self.hear(event)
+            if answer is not None:
+                with self._lock:
+                    self.say(answer)
+
+    def hear(self, event: Mapping[str, Any]) -> Message | None:
+        now, waited = time.monotonic(), self._waited()
+        if event.get("event") == "tell" and event.get("what") == "end" and self._went is not None:
+            self._end(now, waited)
+            return None
+        if event.get("event") != "ask":
+            return None
+        match event.get("what"):
+            case "sizes":
+                sizes = self._sizes(int(event["steps"]), int(event["epochs"]))
+                self._own_seconds = time.monotonic() - now
+                return {"sizes": sizes}
+            case "seed":
+                self._told_seed = time.monotonic(), self._waited()
+                return {"batch_seed": self.request.batch_seed}
+            case "go":
+                self._look_at_preparation(now)
+                expected = event.get("stop_within")
+                if expected is not None:
+                    self._stop_within(float(expected))
+                self._went = (time.monotonic(), self._waited())
+                return {"go": True}
+        return {}
+
+    def _sizes(self, steps: int, epochs: int) -> list[int]:
+        """The padded sizes that occur in the batches, which are all drawn here too; none where there is no padding."""
+        setting = setting_of(self.request)
+        lists = [epoch_batches(self.request, setting, e, steps) for e in range(min(epochs, MOST_LISTED_EPOCHS))]
+        return sorted({len(rows) for batches in lists for rows, mask in batches if mask is not None})
+
+    def _look_at_preparation(self, now: float) -> None:
+        if self._told_seed is None:
+            self.faults.append("the clock was started before the batches were known")
+        elif not self.seconds:
+            since, waited = self._told_seed
+            took, limit = now - since, self._preparation_limit() + WAITING_FACTOR * (self._waited() - waited)
+            if took > limit:
+                self.faults.append(f"{took:.3f} s went by between the batches and the clock (limit {limit:.3f} s)")
+
+    def _preparation_limit(self) -> float:
+        return PREPARATION_SECONDS + PREPARATION_FACTOR * self._own_seconds
+
+    def _stop_within(self, seconds: float) -> None:
+        """Once in all stretches together, at a moment drawn when the first of them begins that may be stopped."""
+        if self._left is None:
+            self._left = self._chance.uniform(0.0, seconds if 0.0 <= seconds <= LONGEST_STRETCH else LONGEST_STRETCH)
+        self._timer = threading.Timer(max(0.0, self._left), self._stop)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _stop(self) -> None:
+        """Between two stretches there is nothing to stop."""
+        with self._lock:
+            if self._went is not None:
+                self.say({"stop": True})
+
+    def _end(self, now: float, waited: float) -> None:
+        with self._lock:
+            assert self._went is not None
+            start, waited_before = self._went
+            self._went = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._left = (self._left or 0.0) - (now - start)
+        self.seconds.append(now - start)
+        self.allowances.append(waited - waited_before)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def judged(self, result: Message) -> Message:
+        """The result with the referee's seconds; where they do not agree with the worker's, with ``clock_fault``."""
+        if result.get("state") != "ok":
+            return result
+        stated = [float(s) for s in result["timed"].get("part_seconds", [])]
+        faults = [*self.faults, *self._disagreements(stated)]
+        result["timed"]["referee_seconds"] = self.seconds
+        return result | ({"clock_fault": "; ".join(faults)} if faults else {})
+
+    def _disagreements(self, stated: list[float]) -> list[str]:
+        """In sum, and in the middle of all stretches: a single one may be held up by chance."""
+        if len(stated) != len(self.seconds):
+            return [f"{len(stated)} stretches were timed by the worker, {len(self.seconds)} by the harness"]
+        rooms = [
+            self.room + DISAGREEMENT_SHARE * s + WAITING_FACTOR * w
+            for s, w in zip(self.seconds, self.allowances, strict=True)
+        ]
+        longer = [mine - theirs for mine, theirs in zip(self.seconds, stated, strict=True)]
+        beyond = [more - room for more, room in zip(longer, rooms, strict=True)]
+        if sum(beyond) > 0 or statistics.median(beyond) > 0 or min(longer) < -self.room:
+            return [
+                f"the worker's clock says {sum(stated):.4f} s, the harness's {sum(self.seconds):.4f} s in "
+                f"{len(stated)} stretches (room {sum(rooms):.4f} s)"
+            ]
+        return []
+
+
+class Direct:
+    """The line to a referee in this very process, for tests of the harness."""
+
+    def __init__(self, request: Request, referee: Referee | None = None) -> None:
+        self._stopped = threading.Event()
+        self.referee = Referee(request) if referee is None else referee
+        self.referee.say = lambda message: self._stopped.set()
+        self.is_stopped = self._stopped.is_set
+
+    def ask(self, what: str, **more: Any) -> Message:
+        self._stopped.clear()
+        return self.referee.hear({"event": "ask", "what": what, **more}) or {}
+
+    def tell(self, what: str) -> None:
+        self.referee.hear({"event": "tell", "what": what})
+
+
+LONGEST_STRETCH = 24 * 3600.0
+MOST_LISTED_EPOCHS = 100
+
+
+def _waited(task: str) -> float:
+    """Seconds that a thread was ready and waited for a processor; 0 where the kernel does not count."""
+    try:
+        return int(Path(f"/proc/{task}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0

@@ -1,0 +1,195 @@
+"""What a worker answers is the contestant's word: its shape and its ranges are checked before anything relies on it,
+wherever the worker ran.
+
+Whether the numbers are true is for the gate and the clock; these checks are for the harness, which must not fall over
+nonsense.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import zipfile
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from harness.contract import Array
+from harness.store.record import GateCheck, State, Timed
+from harness.tasks import TASKS, initial_parameters
+from harness.worker.gate import checks as gate_checks
+from harness.worker.gate import layers as layer_gate
+from harness.worker.layer_request import LayerRequest
+from harness.worker.request import Request
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class _Layer(BaseModel):
+    pass_seconds: list[Seconds] = Field(default_factory=list)
+
+
+class _Probe(BaseModel):
+    start_up_bytes: Count
+    first_step_seconds: Seconds
+    step_seconds: list[Seconds] = Field(min_length=1)
+
+
+class _Timed(Timed):
+    steps_per_epoch: int = Field(ge=1)
+    steps_timed: int = Field(ge=1)
+    epochs: int = Field(ge=1)
+    measured_seconds: list[Seconds] = Field(min_length=1)
+    first_pass_seconds: NotNegative | None = None
+    padding_fraction: float = Field(default=0.0, ge=0, lt=1)
+    parameters_read_seconds: list[NotNegative] = Field(default_factory=list)
+
+
+class _Check(GateCheck):
+    error: Annotated[float, Field(allow_inf_nan=False)] | None
+    limit: Annotated[float, Field(allow_inf_nan=False)] | None
+
+    @model_validator(mode="after")
+    def _passes_as_it_says(self) -> _Check:
+        within = self.error is not None and self.limit is not None and self.error <= self.limit
+        if self.passed != within:
+            raise ValueError(f"{self.check}: passed is {self.passed} with error {self.error} and limit {self.limit}")
+        return self
+
+
+class _Answer(BaseModel):
+    """What is read of a ``result`` event, each as the record holds it; what is missing must have been optional."""
+
+    state: State
+    reason: str | None = None
+    epoch_seconds: list[Seconds] = Field(default_factory=list)
+    compile_seconds: NotNegative | None = None
+    timed: _Timed = Field(default=None, validate_default=False)  # type: ignore[assignment]
+    foreign_share: NotNegative = 0.0
+    epsilon_steps: Count = 0
+    epsilon_own: float | None = None
+    memory: dict[str, Count] = Field(default_factory=dict)
+    probe: _Probe = Field(default=None, validate_default=False)  # type: ignore[assignment]
+    checks: list[_Check] = Field(default_factory=list)
+    versions: dict[str, str] = Field(default_factory=dict)
+    layer: _Layer = Field(default_factory=_Layer)
+    output: str = ""
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> _Answer:
+        if self.timed is not None and self.state == "ok":
+            measured = self.timed.measured_seconds
+            scale = self.timed.steps_per_epoch / self.timed.steps_timed if self.timed.extrapolated else 1.0
+            if len(measured) != self.timed.epochs or len(self.epoch_seconds) != len(measured):
+                raise ValueError("epoch_seconds, timed.measured_seconds and timed.epochs do not agree")
+            if any(
+                not math.isclose(e, m * scale, rel_tol=1e-6) for e, m in zip(self.epoch_seconds, measured, strict=True)
+            ):
+                raise ValueError("epoch_seconds are not the measured seconds of the steps timed")
+        return self
+
+
+LARGEST_WEIGHTS = 256 * 2**20
+"""Bytes of one file of weights, unpacked."""
+
+NEEDED = {
+    "time": ("epoch_seconds", "timed", "epsilon_steps"),
+    "memory": ("memory",),
+    "gate": ("checks",),
+    "probe": ("probe", "memory"),
+    "tool": ("output",),
+}
+
+
+def fault_of_result(result: Mapping[str, Any], mode: str) -> str | None:
+    """Why this is no answer to a request of that mode (of a layer: ``""``), or None."""
+    try:
+        _Answer.model_validate(dict(result), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    missing = [name for name in NEEDED.get(mode, ()) if name not in result]
+    return f"without {', '.join(missing)}" if result["state"] == "ok" and missing else None
+
+
+def fault_of_answer(result: Mapping[str, Any], request: Request | LayerRequest) -> str | None:
+    """Why this is no answer to ``request``, or None: as :func:`fault_of_result`, and, of a gate that passed, whether it
+    made every check that there is; of a layer, whether it made its own."""
+    fault = fault_of_result(result, request.mode if isinstance(request, Request) else "")
+    if fault is not None or result["state"] != "ok":
+        return fault
+    checks = result.get("checks", [])
+    found = [check["check"] for check in checks]
+    if isinstance(request, LayerRequest):
+        missing = [name for name in layer_gate.names(request.mode, request.passes) if name not in found]
+        if request.mode == "time" and not result.get("layer", {}).get("pass_seconds"):
+            missing.append("pass_seconds")
+    elif request.mode == "gate" and all(check["passed"] for check in checks):
+        expected = gate_checks.names(request.private, request.budget is not None)
+        missing = [name for name in expected if name not in found]
+        if not missing and found != expected:
+            return "the gate's checks are not those that there are, each once and in order"
+    else:
+        return None
+    return f"without {', '.join(missing)}" if missing else None
+
+
+def examined(
+    result: dict[str, Any], request: Request | LayerRequest, weights: Mapping[str, bytes], who: str
+) -> tuple[dict[str, Any], list[str]]:
+    """(result, names of the ``weights`` that may be kept): the result itself, or, where it or its weights are no answer
+    to ``request``, a crash with the reason in its place; how the process did stays known. ``who`` said it."""
+    fault = fault_of_answer(result, request)
+    kept = []
+    for name, content in weights.items():
+        look = fault_of_replay if name == "checked" else fault_of_weights
+        why = look(content, getattr(request, "task", ""), LARGEST_WEIGHTS) if fault is None else None
+        fault = fault or (why and f"{name}.npz: {why}")
+        kept += [name] if fault is None else []
+    if fault is None:
+        return result, kept
+    known: dict[str, Any] = {name: result[name] for name in ("log_tail", "container", "machine") if name in result}
+    reason = f"{who} sent what is no result ({fault})."
+    return {"event": "result", "state": "crashed", "reason": reason, **known}, kept
+
+
+def fault_of_weights(content: bytes, task: str, largest: int) -> str | None:
+    """Why these are no weights of the task's model, or None. ``largest``: bytes that they may take unpacked."""
+    return _fault_of_arrays(content, task, largest, ("",))
+
+
+REPLAY_PARTS = ("timed", "replayed", "before", "after", "exact")
+
+
+def fault_of_replay(content: bytes, task: str, largest: int) -> str | None:
+    """Why this is not what :func:`harness.worker.e2e.replay` makes, or None."""
+    return _fault_of_arrays(content, task, largest, tuple(f"{part}/" for part in REPLAY_PARTS), has_rows=True)
+
+
+def _fault_of_arrays(
+    content: bytes, task: str, largest: int, prefixes: tuple[str, ...], has_rows: bool = False
+) -> str | None:
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            if sum(entry.file_size for entry in archive.infolist()) > largest:
+                return f"more than {largest // 2**20} MiB unpacked"
+        with np.load(io.BytesIO(content), allow_pickle=False) as archive:
+            found: dict[str, Array] = {name: archive[name] for name in archive.files}
+    except Exception as why:  # readers of archives raise whatever they stumble over
+        return f"no archive of arrays ({type(why).__name__})"
+    expected = initial_parameters(TASKS[task], 0)
+    for name, shape in ((p + name, value.shape) for p in prefixes for name, value in expected.items()):
+        array = found.get(name)
+        if array is None or array.shape != shape or array.dtype.kind != "f":
+            return f"{name} is {'missing' if array is None else f'{array.dtype} {array.shape}'}"
+    if has_rows:
+        rows, steps = found.get("rows"), found.get("steps")
+        if rows is None or rows.ndim != 1 or rows.dtype.kind != "i":
+            return "rows are no row numbers"
+        if steps is None or steps.shape != (2,) or steps.dtype.kind != "i":
+            return "steps are no two numbers"
+    return None

@@ -1,0 +1,150 @@
+"""One virtual environment per set of pinned requirements, named by the hash of its lock.
+
+Frameworks with the same pins share one. The marker file is written last: without it an environment is half-built and is
+made anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.environments import executor
+from harness.plan.registry import Framework, pins
+from harness.store import cache
+
+MARKER = "dpbench.json"
+Say = Callable[[str], None]
+
+
+class EnvironmentFault(Exception):
+    """An environment that could not be built; the message is the reason of the ``unsupported`` records."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    folder: Path
+    lock_hash: str
+    frameworks: tuple[str, ...]
+    seconds: float
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(p.lstat().st_size for p in self.folder.rglob("*") if p.is_file() and not p.is_symlink())
+
+
+def parent() -> Path:
+    return cache.folder("envs")
+
+
+def existing() -> list[Environment]:
+    """All finished environments."""
+    return [_read(marker.parent) for marker in sorted(parent().glob(f"*/{MARKER}"))]
+
+
+def _read(folder: Path) -> Environment:
+    data = json.loads((folder / MARKER).read_text())
+    return Environment(folder, data["lock_hash"], tuple(data["frameworks"]), data["seconds"])
+
+
+_faults: dict[Path, EnvironmentFault] = {}
+"""What could not be built by this process: every task and variant asks again, and an installation is not tried anew."""
+
+
+def ensure(framework: Framework, say: Say) -> Environment:
+    """The framework's environment, built where it is missing. Raises :class:`EnvironmentFault`."""
+    folder = parent() / framework.lock_hash
+    if folder in _faults:
+        raise _faults[folder]
+    with cache.locked(parent() / f"{framework.lock_hash}.lock"):
+        if (folder / MARKER).exists():
+            return _read(folder)
+        if folder.exists():
+            say(f"Environment of {framework.name}: a half-built one is removed")
+            shutil.rmtree(folder)
+        try:
+            return _build(framework, folder, say)
+        except EnvironmentFault as fault:
+            _faults[folder] = fault
+            raise
+
+
+def _build(framework: Framework, folder: Path, say: Say) -> Environment:
+    start = time.monotonic()
+    say(f"Environment of {framework.name}: installing {framework.requirements.name} into {folder}")
+    log = parent() / f"{framework.lock_hash}.log"
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "-q"]
+    commands = [
+        [interpreter(framework.python), "-m", "venv", str(folder)],
+        [*pip, "-r", str(framework.requirements)],
+    ]
+    if pins(framework.requirements_without_dependencies):
+        commands.append([*pip, "--no-deps", "-r", str(framework.requirements_without_dependencies)])
+    with log.open("w") as output:
+        for command in commands:
+            done = subprocess.run(
+                executor.mortal(command),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "GIT_TERMINAL_PROMPT": "0"},
+            )
+            if done.returncode:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise EnvironmentFault(_why(framework, command, done.returncode, log))
+    seconds = time.monotonic() - start
+    data = {"lock_hash": framework.lock_hash, "frameworks": [framework.name], "seconds": round(seconds, 1)}
+    cache.write_atomically(folder / MARKER, json.dumps(data).encode())
+    say(f"Environment of {framework.name}: ready after {seconds:.0f} s")
+    return _read(folder)
+
+
+GIT_FAILED = ("git clone", "git fetch", "Cannot find command 'git'", "unable to access")
+
+
+def _why(framework: Framework, command: list[str], code: int, log: Path) -> str:
+    """One sentence: what could not be installed, and where the log is."""
+    text = log.read_text(errors="replace")
+    files = (framework.requirements, framework.requirements_without_dependencies)
+    from_git = [line for file in files for line in pins(file) if "git+" in line]
+    if from_git and any(mark in text for mark in GIT_FAILED):
+        names = ", ".join(line.partition(" @ ")[0] for line in from_git)
+        return (
+            f"not installable offline: {names} comes from a git commit and from no package registry, and git could not "
+            f"reach it from here; the whole log is {log}."
+        )
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR:")] or lines[-2:]
+    errors = [re.sub(r" *\(from versions:[^)]*\)", "", line) for line in errors]  # a list of every release
+    return (
+        f"not installable here: `{' '.join(command[1:4])} …` ended with {code} ({' '.join(errors)[-300:]}); "
+        f"the whole log is {log}."
+    )
+
+
+def interpreter(version: str) -> str:
+    """A Python of that version: this one, or ``pythonX.Y`` of the PATH. Raises :class:`EnvironmentFault`."""
+    if version == f"{sys.version_info.major}.{sys.version_info.minor}":
+        return getattr(sys, "_base_executable", sys.executable)
+    found = shutil.which(f"python{version}")
+    if found is None:
+        raise EnvironmentFault(f"needs Python {version}, which is not on the PATH; install it and run again.")
+    return found
+
+
+def remove(environment: Environment) -> None:
+    """Removes the marker first, so that a killed removal leaves nothing that looks whole."""
+    (environment.folder / MARKER).unlink()
+    shutil.rmtree(environment.folder)

@@ -1,0 +1,1 @@
+"""Runs over time: series and the events in them."""

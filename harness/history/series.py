@@ -1,0 +1,178 @@
+"""Series over the runs of a history: one cell on one machine, normalised by the canary, with its steps.
+
+**Normalised seconds** = seconds x (reference canary / the run's canary). The canary
+(:mod:`harness.worker.speed_probe`) is a fixed
+piece of work of the processor that knows no framework, measured before and after every process; so where it takes 3 %
+longer the machine is 3 % slower, and a cell that also takes 3 % longer has not changed. The reference is the median
+canary of the machine's runs: a constant, which moves no ratio and no step. Cells on a GPU are not normalised: the
+canary says nothing of a GPU. Runs without a canary are taken as they are.
+
+What is vetoed (every process of the cell disturbed) is shown and counts in nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import median
+
+import numpy as np
+
+from harness.analysis import change_points
+from harness.analysis.change_points import Found, Step
+from harness.history.runs import CellResult, History, Run
+
+EXACT = ("cpu_peak_allocated", "cuda_peak_allocated")
+"""Notions of memory that count bytes; they do not jitter."""
+NOTIONS = (*EXACT, "peak_resident_growth", "nvml_process_peak")
+"""Those that have a series: the first that a cell has."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a cell. ``run``: its index among the machine's runs. ``value`` None: no time, ``state`` says why."""
+
+    run: int
+    cell: CellResult
+    seconds: float | None
+    normalised: float | None
+    vetoed: bool
+    bytes: int | None
+
+    @property
+    def state(self) -> str:
+        return self.cell.state
+
+
+@dataclass(frozen=True)
+class Series:
+    """A cell on a machine. ``runs`` are all of the machine's; ``points`` those that hold the cell, in order."""
+
+    machine: str
+    name: str
+    runs: tuple[Run, ...]
+    points: tuple[Point, ...]
+    notion: str | None
+    normalises: bool
+
+    @property
+    def cell(self) -> CellResult:
+        """As of the newest run that holds it."""
+        return self.points[-1].cell
+
+    @cached_property
+    def timed(self) -> tuple[Point, ...]:
+        """What the statistics see."""
+        return tuple(p for p in self.points if p.normalised is not None and not p.vetoed)
+
+    @cached_property
+    def counted(self) -> tuple[Point, ...]:
+        return tuple(p for p in self.points if p.bytes is not None)
+
+    @cached_property
+    def time(self) -> Found:
+        """Indices of its steps are those of ``timed``."""
+        return change_points.find([p.normalised for p in self.timed if p.normalised is not None])
+
+    @cached_property
+    def memory(self) -> Found:
+        """Indices of its steps are those of ``counted``."""
+        values = [p.bytes for p in self.counted if p.bytes is not None]
+        if self.notion in EXACT or not values:
+            found = change_points.exact(values)
+            # Bytes that keep going back to what they were are not exact after all; those that only grow are, however
+            # often: a further step must not take back what was published of the earlier ones.
+            levels = [segment.level for segment in found.segments]
+            returns = sum(level in levels[:i] for i, level in enumerate(levels))
+            if returns <= max(3, len(values) // 10):
+                return found
+        return change_points.find([max(1, v) for v in values])
+
+    def found(self, metric: str) -> tuple[Found, tuple[Point, ...]]:
+        """Of ``time`` or ``memory``: what was found, and the points that its indices count."""
+        return (self.time, self.timed) if metric == "time" else (self.memory, self.counted)
+
+    def changes(self, metric: str) -> Iterator[tuple[Step, int, int, int]]:
+        """(step, last run before it, first run after it, run of its alarm), as indices of ``runs``."""
+        found, points = self.found(metric)
+        for step in found.steps:
+            yield step, points[step.first - 1].run, points[step.last].run, points[step.alarm].run
+
+
+RECENT = 5
+"""Runs that a level "now" or "30 days ago" is the median of."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """Level now over the level ``days`` earlier, as the median of RECENT runs each. ``noise``: standard deviation of
+    that log ratio by the noise of single runs; None where too few runs tell it."""
+
+    ratio: float
+    noise: float | None
+
+    @property
+    def clear(self) -> bool:
+        """More than three standard deviations from none."""
+        return self.noise is not None and abs(float(np.log(self.ratio))) > 3 * self.noise
+
+
+def move(series: Series, days: int) -> Move | None:
+    """None where no run is as old as that, or the cell has no recent time."""
+    timed = series.timed
+    if not timed:
+        return None
+    when = [series.runs[p.run].moment.timestamp() / 86400 for p in timed]
+    old = [p for p, day in zip(timed, when, strict=True) if day <= when[-1] - days][-RECENT:]
+    new = timed[-RECENT:]
+    if not old or old[-1].run >= new[0].run:
+        return None
+    values = [[p.normalised for p in side if p.normalised is not None] for side in (old, new)]
+    sd = series.time.noise.sd if series.time.noise else None
+    # The median of m values varies 1.25 times as much as their mean.
+    noise = None if sd is None else 1.25 * sd * float(np.sqrt(sum(1 / len(v) for v in values)))
+    return Move(median(values[1]) / median(values[0]), noise)
+
+
+def reference_canary(runs: Sequence[Run]) -> float | None:
+    canaries = [run.canary_seconds for run in runs if run.canary_seconds]
+    return median(canaries) if canaries else None
+
+
+def of_machine(key: str, runs: Sequence[Run]) -> list[Series]:
+    """All series of one machine, by name."""
+    reference = reference_canary(runs)
+    points: dict[str, list[Point]] = {}
+    notions: dict[str, str] = {}
+    for run in runs:
+        for cell in run.cells:
+            notion = next((n for n in NOTIONS if n in cell.memory), None)
+            if notion is not None:
+                known = notions.setdefault(cell.series, notion)
+                if NOTIONS.index(notion) < NOTIONS.index(known):
+                    notions[cell.series] = notion
+    for i, run in enumerate(runs):
+        factor = reference / run.canary_seconds if reference and run.canary_seconds else 1.0
+        for cell in run.cells:
+            value = cell.value if cell.state == "ok" else None
+            scaled = None if value is None else value * (factor if cell.device == "cpu" else 1.0)
+            count = cell.memory.get(notions.get(cell.series, "")) if cell.state == "ok" else None
+            points.setdefault(cell.series, []).append(Point(i, cell, value, scaled, cell.vetoed, count))
+    return [
+        Series(
+            key, name, tuple(runs), tuple(p), notions.get(name), p[-1].cell.device == "cpu" and reference is not None
+        )
+        for name, p in sorted(points.items())
+    ]
+
+
+def of_history(history: History) -> dict[str, list[Series]]:
+    """Machine -> its series."""
+    return {key: of_machine(key, runs) for key, runs in history.machines.items()}
+
+
+def canary(key: str, runs: Sequence[Run]) -> tuple[Found, tuple[int, ...]]:
+    """Steps of the machine itself, and the runs that the indices count."""
+    with_canary = tuple(i for i, run in enumerate(runs) if run.canary_seconds)
+    return change_points.find([float(runs[i].canary_seconds or 1) for i in with_canary]), with_canary

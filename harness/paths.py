@@ -1,0 +1,11 @@
+"""Where the code of this tree lies. Standard library only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+"""The folder that holds ``harness/``, ``frameworks/`` and ``dpcore/``; workers import from it."""
+
+LOCAL_RESULTS = Path("results/local")
+"""Where runs are written unless the user names another folder; relative to the working directory."""

@@ -1,0 +1,1 @@
+"""What is measured, as pure data: contestants, presets, protocols, jobs."""

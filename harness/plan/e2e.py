@@ -1,0 +1,231 @@
+"""The plan: which cells are measured, in which randomised blocks, with which seeds. Pure data and pure functions."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+from harness.errors import BadInput
+from harness.plan import protocol as protocols
+from harness.plan.registry import Contestant
+from harness.store.record import Cell, Purpose
+from harness.tasks import PAPER_BATCH_SIZES, PAPER_TASKS, TASKS
+from harness.worker.sampling import steps_per_epoch
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asks for. ``batch_sizes`` per task. ``subset``: fraction of an epoch's steps that is measured;
+    ``budget_seconds``: measure about that long instead (both make the figures *extrapolated*). ``repeats``: how often a
+    disturbed measurement is made again. ``time`` False: only the processes that measure peak memory."""
+
+    tasks: tuple[str, ...]
+    frameworks: tuple[str, ...] | None
+    batch_sizes: dict[str, tuple[int, ...]]
+    rounds: int
+    epochs: int | None = None
+    subset: float | None = None
+    budget_seconds: float | None = None
+    memory: bool = True
+    time: bool = True
+    protocol: str = "verified"
+    device: str = "cpu"
+    isolation: str = "venv"
+    threads: int | None = None
+    seed: int = 0
+    timeout_seconds: float = 600.0
+    memory_limit_bytes: int | None = None
+    synthetic: bool = False
+    sigma: float | None = None
+    repeats: int = 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process. ``purpose`` is ``memory`` or ``time``."""
+
+    contestant: Contestant
+    cell: Cell
+    round: int
+    order: int
+    purpose: Purpose
+
+    @property
+    def name(self) -> str:
+        """Unique in a plan."""
+        cell = self.cell
+        return f"{cell.task}.{cell.contestant}.b{cell.batch_size}.r{self.round}.{self.purpose}"
+
+
+QUICK_SIZES: dict[str, tuple[int, ...]] = {"imdb-lstm": (64,)}
+
+
+def _sizes(
+    tasks: tuple[str, ...], default: tuple[int, ...], special: dict[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    return {task: special.get(task, default) for task in tasks}
+
+
+PRESETS: dict[str, Options] = {
+    "smoke": Options(
+        tasks=("mnist-cnn",),
+        frameworks=("core",),
+        batch_sizes={"mnist-cnn": (64,)},
+        rounds=1,
+        budget_seconds=0.5,
+        timeout_seconds=300.0,
+    ),
+    "quick": Options(
+        tasks=PAPER_TASKS,
+        frameworks=("core",),
+        batch_sizes=_sizes(PAPER_TASKS, (64, 512), QUICK_SIZES),
+        rounds=3,
+        budget_seconds=1.0,
+        timeout_seconds=300.0,
+    ),
+    "full": Options(
+        tasks=PAPER_TASKS,
+        frameworks=("all",),
+        batch_sizes=_sizes(PAPER_TASKS, (16, 64, 512), {"imdb-lstm": (16, 64)}),
+        rounds=5,
+        budget_seconds=3.0,
+    ),
+    "paper": Options(
+        tasks=PAPER_TASKS,
+        frameworks=("all",),
+        batch_sizes=_sizes(PAPER_TASKS, PAPER_BATCH_SIZES, {}),
+        rounds=5,
+        epochs=20,
+        timeout_seconds=24 * 3600.0,
+    ),
+}
+
+
+def preset(name: str, **changes: Any) -> Options:
+    """A preset with the user's changes (None means unchanged). ``tasks`` and ``batch_sizes`` (a tuple) are expanded.
+
+    Raises :class:`BadInput` for whatever cannot be measured.
+    """
+    if name not in PRESETS:
+        raise BadInput(f"There is no preset {name!r}; choose one of {', '.join(PRESETS)}.")
+    base = PRESETS[name]
+    named = changes.pop("tasks", None)
+    tasks = tuple(dict.fromkeys(base.tasks if named is None else named))
+    if not tasks or changes.get("frameworks") == ():
+        raise BadInput(f"--{'frameworks' if tasks else 'tasks'} names nothing: leave it out, or name at least one.")
+    for task in tasks:
+        if task not in TASKS:
+            raise BadInput(f"There is no task {task!r}; choose from {', '.join(TASKS)}.")
+    sizes = changes.pop("batch_sizes", None)
+    fallback = base.batch_sizes.get(base.tasks[0], (64,))
+    changes = {key: value for key, value in changes.items() if value is not None}
+    if "subset" in changes and "budget_seconds" in changes:
+        raise BadInput("--subset and --budget-seconds both say how much of an epoch is timed: choose one of them.")
+    chosen = changes.get("protocol", base.protocol)
+    only_whole = chosen in protocols.names() and protocols.load(chosen).needs_whole_epochs
+    if only_whole and {"subset", "budget_seconds"} & changes.keys():
+        raise BadInput(
+            f"Protocol {chosen} times whole epochs (it counts the first one, compilation included, or times a "
+            "library's own loop), so a part of one cannot be extrapolated; drop --subset and --budget-seconds."
+        )
+    if only_whole or ({"subset", "epochs"} & changes.keys() and "budget_seconds" not in changes):
+        changes["budget_seconds"] = None
+    options = replace(
+        base,
+        tasks=tasks,
+        batch_sizes={
+            task: tuple(dict.fromkeys(sizes)) if sizes else base.batch_sizes.get(task, fallback) for task in tasks
+        },
+        **changes,
+    )
+    check(options)
+    return options
+
+
+LARGEST_SEED = 2_000_000
+"""A round's own seed is a thousand times it, and some frameworks take 32 bits (31, with the sign)."""
+
+
+def check(options: Options) -> None:
+    """Raises :class:`BadInput` with the value, the rule and the remedy."""
+    known = [name for name in protocols.names() if protocols.load(name).times_epochs]
+    if options.protocol not in known:
+        raise BadInput(
+            f"There is no protocol {options.protocol!r} that times epochs; choose one of {', '.join(known)}."
+        )
+    for task, sizes in options.batch_sizes.items():
+        for size in sizes:
+            if not 1 <= size <= TASKS[task].train_size:
+                raise BadInput(
+                    f"Batch size {size} is impossible for {task}: it must lie between 1 and the "
+                    f"{TASKS[task].train_size} training examples; change --batch-sizes."
+                )
+    for name, value in (("rounds", options.rounds), ("epochs", options.epochs), ("threads", options.threads)):
+        if value is not None and value < 1:
+            raise BadInput(f"--{name} is {value}: it must be at least 1.")
+    if options.subset is not None and not 0.0 < options.subset <= 1.0:
+        raise BadInput(f"--subset is {options.subset}: it is a fraction of an epoch above 0 and at most 1.")
+    if options.budget_seconds is not None and not 0.0 < options.budget_seconds < math.inf:
+        raise BadInput(f"--budget-seconds is {options.budget_seconds}: it must be above 0 and finite.")
+    if not options.memory and not options.time:
+        raise BadInput("--no-memory and --no-time leave nothing to measure: drop one of them.")
+    if options.repeats < 0:
+        raise BadInput(f"--repeats is {options.repeats}: it must be at least 0.")
+    if options.sigma is not None and not 0.0 <= options.sigma < float("inf"):
+        raise BadInput(f"--sigma is {options.sigma}: a noise multiplier is a finite number of at least 0.")
+    if not 0.0 < options.timeout_seconds < math.inf:
+        raise BadInput(f"--timeout is {options.timeout_seconds}: it must be above 0 seconds and finite.")
+    check_seed(options.seed)
+
+
+def check_seed(seed: int) -> None:
+    """Raises :class:`BadInput` for a seed that the generators of random numbers do not take."""
+    if not 0 <= seed <= LARGEST_SEED:
+        raise BadInput(f"--seed is {seed}: it must be at least 0 and at most {LARGEST_SEED}.")
+
+
+def jobs(options: Options, contestants: list[Contestant]) -> list[Job]:
+    """All processes in the order in which they run.
+
+    Round by round, so that drift of the machine spreads over all cells; within a round the (task, batch size) blocks in
+    random order; within a block all contestants in random order. In the first round the memory process of a cell comes
+    right before its timed one: it is the untimed replay that the timed weights are compared with. Where nothing is
+    timed, every round has it.
+    """
+    rng = random.Random(f"dpbench {options.seed}")
+    blocks = [(task, size) for task in options.tasks for size in options.batch_sizes[task]]
+    result: list[Job] = []
+    for number in range(options.rounds):
+        rng.shuffle(blocks)
+        for task, size in blocks:
+            order = list(contestants)
+            rng.shuffle(order)
+            for place, contestant in enumerate(order):
+                cell = cell_of(options, contestant, task, size)
+                if options.memory and (number == 0 or not options.time):
+                    result.append(Job(contestant, cell, number, place, "memory"))
+                if options.time:
+                    result.append(Job(contestant, cell, number, place, "time"))
+    return result
+
+
+def cell_of(options: Options, contestant: Contestant, task: str, batch_size: int) -> Cell:
+    return Cell(
+        task=task,
+        framework=contestant.framework.name,
+        variant=contestant.variant.name,
+        private=contestant.variant.private,
+        batch_size=batch_size,
+        protocol=protocols.load(options.protocol).label,
+        device=options.device,
+        isolation=options.isolation,
+    )
+
+
+def steps_of(options: Options, task: str, batch_size: int) -> int | None:
+    """Fixed number of steps that ``subset`` means, or None."""
+    if options.subset is None:
+        return None
+    return max(1, round(options.subset * steps_per_epoch(TASKS[task].train_size, batch_size)))

@@ -1,0 +1,167 @@
+"""The plan of the short run on a GPU: what is measured, the most important first. Pure data and pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from harness.plan import e2e as plan
+from harness.plan import layer_registry, registry
+from harness.plan import layers as layer_plan
+from harness.plan.e2e import Job, Options
+from harness.plan.layer_registry import LayerContestant
+from harness.plan.layers import LayerJob, LayerOptions
+from harness.plan.registry import Contestant
+from harness.store.record import UNPINNED
+
+FIRST = ("pytorch-eager", "dpcore-engine", "opacus-ghost", "opacus-hooks", "jax-vmap", "jax-non-private")
+"""What every comparison needs."""
+LATER = (
+    "pytorch-compiled",
+    "torch_func-eager",
+    "torch_func-compiled",
+    "backpack-batch-grad",
+    "optax-aggregate",
+    "jax_privacy-clipped-grad",
+)
+"""Peers that compile for long, or were slower on a CPU."""
+
+TASKS = ("mnist-cnn", "imdb-embedding", "cifar10-cnn", "imdb-lstm")
+BATCH_SIZES = (512, 64, 2048)
+ROUNDS = 2
+SECONDS_PER_CELL = 0.5
+"""Timed steps of a cell; the epoch is extrapolated."""
+LAYER_SECONDS = 1.0
+LAYER_PASSES = 200
+
+LAYERS = (
+    "conv3x3-16px",
+    "embedding-50k",
+    "lstm",
+    "linear-t128",
+    "mha-512",
+    "gru",
+    "conv3x3-32px",
+    "layer-norm",
+    "linear",
+    "embedding",
+)
+FIRST_LAYERS = 3
+FIRST_TASKS = 2
+LAYER_CONTESTANTS = ("pytorch-eager", "dpcore-engine", "opacus-ghost", "opacus-hooks", "jax-non-private", "jax-vmap")
+
+LONGEST_SECONDS = 120.0
+"""Of one process: one that hangs must not take the whole run with it."""
+
+AnyJob = Job | LayerJob
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the user asks for; None: the defaults above. ``batch_sizes``: the most important first."""
+
+    frameworks: tuple[str, ...] | None = None
+    tasks: tuple[str, ...] | None = None
+    layers: tuple[str, ...] | None = None
+    batch_sizes: tuple[int, ...] | None = None
+    rounds: int = ROUNDS
+    device: str = "cuda"
+    threads: int | None = None
+    seed: int = 0
+
+
+def contestants(choice: Choice) -> list[Contestant]:
+    """The most important first."""
+    return registry.select(choice.frameworks if choice.frameworks is not None else (*FIRST, *LATER))
+
+
+def layer_contestants(choice: Choice) -> list[LayerContestant]:
+    """Of the chosen frameworks: those among LAYER_CONTESTANTS, or the core ones of a framework that has none there."""
+    chosen = {c.framework.name for c in contestants(choice)}
+    every = layer_registry.contestants()
+    usual = [c for name in LAYER_CONTESTANTS for c in every if c.name == name and c.framework.name in chosen]
+    known = {c.framework.name for c in usual}
+    return usual + [c for c in every if c.variant.core and c.framework.name in chosen - known]
+
+
+def first_file(contestant: Contestant | LayerContestant) -> Path:
+    """What its workers import first."""
+    name = "layers.py" if isinstance(contestant, LayerContestant) else "adapter.py"
+    return contestant.framework.folder / name
+
+
+def options(choice: Choice, synthetic: bool) -> Options:
+    """Of the end-to-end part. Raises :class:`BadInput`."""
+    made = plan.preset(
+        "smoke",
+        tasks=TASKS if choice.tasks is None else choice.tasks,
+        frameworks=choice.frameworks or (*FIRST, *LATER),
+        batch_sizes=choice.batch_sizes or BATCH_SIZES,
+        rounds=choice.rounds,
+        budget_seconds=SECONDS_PER_CELL,
+        device=choice.device,
+        threads=choice.threads,
+        seed=choice.seed,
+        timeout_seconds=LONGEST_SECONDS,
+        synthetic=synthetic,
+        repeats=0,
+    )
+    return replace(made, isolation=UNPINNED)
+
+
+def layer_options(choice: Choice) -> LayerOptions:
+    """Of the part about single layers, at the first of the batch sizes. Raises :class:`BadInput`."""
+    made = layer_plan.preset(
+        "smoke",
+        layers=LAYERS if choice.layers is None else choice.layers,
+        batch_sizes=(choice.batch_sizes or BATCH_SIZES)[:1],
+        passes=("plain", "clipped"),
+        rounds=1,
+        seconds=LAYER_SECONDS,
+        most_passes=LAYER_PASSES,
+        device=choice.device,
+        threads=choice.threads,
+        seed=choice.seed,
+        timeout_seconds=LONGEST_SECONDS,
+        repeats=0,
+    )
+    return replace(made, isolation=UNPINNED)
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Jobs of equal importance. ``untimed`` ones may run side by side; then the ``timed``, alone, one by one."""
+
+    untimed: tuple[AnyJob, ...]
+    timed: tuple[AnyJob, ...]
+
+
+def tiers(choice: Choice, options: Options | None, e2e: Sequence[Job], layer_jobs: Sequence[LayerJob]) -> list[Tier]:
+    """All jobs by importance; those of one tier in the order of their plans, where what is compared stands together.
+
+    First the first two tasks at the first batch size by the contestants of FIRST (all, where the user named some), then
+    a few layers, the other tasks, the other layers; then the other sizes, the other contestants, and last the second
+    round.
+    """
+    ranked: dict[tuple[int, ...], list[AnyJob]] = {}
+    for job in e2e:
+        assert options is not None
+        size = options.batch_sizes[job.cell.task].index(job.cell.batch_size)
+        is_later = choice.frameworks is None and job.contestant.name not in FIRST
+        half = 2 if options.tasks.index(job.cell.task) >= FIRST_TASKS and not (job.round or is_later or size) else 0
+        ranked.setdefault((job.round, int(is_later), size, half), []).append(job)
+    names = sorted({job.cell.layer or "" for job in layer_jobs}, key=_place_of_layer)
+    for layer_job in layer_jobs:
+        is_first = layer_job.cell.layer in names[:FIRST_LAYERS]
+        ranked.setdefault((0, 0, 0, 1 if is_first else 3), []).append(layer_job)
+    return [_tier(ranked[rank]) for rank in sorted(ranked)]
+
+
+def _place_of_layer(name: str) -> tuple[int, str]:
+    return LAYERS.index(name) if name in LAYERS else len(LAYERS), name
+
+
+def _tier(jobs: list[AnyJob]) -> Tier:
+    timed = tuple(job for job in jobs if job.purpose == "time")
+    return Tier(tuple(job for job in jobs if job.purpose != "time"), timed)

@@ -1,0 +1,217 @@
+"""The contestants: every folder under ``frameworks/`` with a ``framework.toml``. Standard library only."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness.errors import BadInput
+from harness.paths import ROOT
+
+EXTRA_FOLDERS = "DPBENCH_FRAMEWORKS"
+"""Environment variable: more folders of framework folders, separated like PATH."""
+
+
+LAYER_FILES = ("layers.py", "layers.toml")
+"""Of a framework's folder: they belong to the layer benchmark and have a hash of their own."""
+
+OWN_SAMPLING = ("poisson", "shuffled", "fixed")
+EVERY_TASK = "every-task"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of running a framework. ``unsupported`` maps a task to the reason why it cannot run, and
+    ``expected_rejection`` a task to the fault for which the gate must reject it (a finding, known and reasoned); the
+    key ``every-task`` stands for all.
+
+    ``own_sampling``: how the library's own loop (:meth:`Adapter.epoch`) draws its batches, one of OWN_SAMPLING; None
+    where it has no loop of its own. ``own_replays``: whether that loop makes the same weights again for the same seed.
+    ``twin``: the contestant that does the same without DP, as ``framework-variant``.
+    """
+
+    name: str
+    title: str
+    private: bool
+    default: bool = False
+    static_shapes: bool = False
+    paper_row: str | None = None
+    twin: str | None = None
+    own_sampling: str | None = None
+    own_replays: bool = True
+    unsupported: dict[str, str] = field(default_factory=dict)
+    expected_rejection: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    """Environment variables of the worker process."""
+
+    def why_unsupported(self, task: str) -> str | None:
+        """The declared reason why this variant cannot run ``task``, or None."""
+        return self.unsupported.get(task) or self.unsupported.get(EVERY_TASK)
+
+    def why_rejected(self, task: str) -> str | None:
+        """The known fault for which the gate must reject this variant on ``task``, or None."""
+        return self.expected_rejection.get(task) or self.expected_rejection.get(EVERY_TASK)
+
+
+@dataclass(frozen=True)
+class Framework:
+    """One folder. ``sources``: other files and folders (relative to the repository) that a time depends on. ``core``:
+    among the few contestants of the short presets."""
+
+    name: str
+    title: str
+    home: str
+    licence: str
+    python: str
+    folder: Path
+    variants: tuple[Variant, ...]
+    sources: tuple[str, ...] = ()
+    hidden: bool = False
+    core: bool = False
+    root: Path = ROOT
+    """The tree that ``sources`` are relative to, and that its workers import from: another one for a side of a duel."""
+
+    @property
+    def requirements(self) -> Path:
+        return self.folder / "requirements.txt"
+
+    @property
+    def requirements_without_dependencies(self) -> Path:
+        """Installed second, with ``--no-deps``: packages whose own requirements would pull in what must not be here."""
+        return self.folder / "requirements-no-deps.txt"
+
+    @property
+    def lock_hash(self) -> str:
+        """Identifies the environment: the same pins and Python make the same hash, whatever the framework."""
+        text = f"python{self.python}\n" + "\n".join(pins(self.requirements))
+        if bare := pins(self.requirements_without_dependencies):
+            text += "\n--no-deps\n" + "\n".join(bare)
+        return _short(text.encode())
+
+    @property
+    def adapter_hash(self) -> str:
+        """Hash of all code that the adapter's times depend on inside this repository, the contract included."""
+        roots = [self.folder, *(self.root / s for s in self.sources)]
+        roots += [self.root / "harness" / name for name in ("contract.py", "tasks.py")]
+        apart = {self.folder / name for name in LAYER_FILES}
+        digest = hashlib.sha256()
+        for path in sorted({p for root in roots for p in code_files(root)} - apart):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        return digest.hexdigest()[:12]
+
+    @property
+    def folder_hash(self) -> str:
+        """Hash of every file of the folder, whatever it is: an adapter could read each of them."""
+        digest = hashlib.sha256()
+        for path in sorted(p for p in self.folder.rglob("*") if p.is_file() and "__pycache__" not in p.parts):
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(self.folder)}\0{len(content)}\0".encode() + content)
+        return digest.hexdigest()[:12]
+
+    def variant(self, name: str) -> Variant:
+        for variant in self.variants:
+            if variant.name == name:
+                return variant
+        known = ", ".join(v.name for v in self.variants)
+        raise BadInput(f"{self.name} has no variant {name!r}; choose one of {known}.")
+
+
+def pins(path: Path) -> list[str]:
+    """The lines of a requirements file that say something, sorted; none where there is no such file."""
+    text = path.read_text() if path.exists() else ""
+    return sorted(line.strip() for line in text.splitlines() if line.strip() and line[0] != "#")
+
+
+def _short(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:12]
+
+
+def code_files(root: Path) -> Iterable[Path]:
+    """The file, or all code below the folder."""
+    if root.is_file():
+        return [root]
+    return [p for p in root.rglob("*") if p.suffix in {".py", ".toml", ".cpp", ".h"} and "__pycache__" not in p.parts]
+
+
+def load(folder: Path, root: Path = ROOT) -> Framework:
+    """Reads one ``framework.toml``; a mistake in it is the user's."""
+    path = folder / "framework.toml"
+    try:
+        data = tomllib.loads(path.read_text())
+        variants = tuple(Variant(**v) for v in data.pop("variants"))
+        data["sources"] = tuple(data.get("sources", ()))
+        framework = Framework(folder=folder, variants=variants, root=root, **data)
+    except (tomllib.TOMLDecodeError, TypeError, KeyError) as error:
+        raise BadInput(f"{path} cannot be read ({error}); compare it with frameworks/pytorch/framework.toml.") from None
+    for variant in variants:
+        if variant.own_sampling not in (None, *OWN_SAMPLING):
+            raise BadInput(
+                f"{path}: variant {variant.name} has own_sampling {variant.own_sampling!r}; "
+                f"choose one of {', '.join(OWN_SAMPLING)}, or leave it out where there is no loop of its own."
+            )
+    return framework
+
+
+def frameworks(hidden: bool = False, root: Path = ROOT) -> dict[str, Framework]:
+    """All contestants by name; the deliberately wrong ones only on request. ``root``: of another tree than this one."""
+    parents = [root / "frameworks"]
+    if root == ROOT:
+        parents += [Path(p) for p in os.environ.get(EXTRA_FOLDERS, "").split(os.pathsep) if p]
+    files = [path for parent in parents for path in sorted(parent.glob("*/framework.toml"))]
+    mutants = root / "tests" / "mutants" / "framework.toml"
+    if hidden and mutants.exists():
+        files.append(mutants)
+    found = [load(path.parent, root) for path in files]
+    return {f.name: f for f in found if hidden or not f.hidden}
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A framework in one variant."""
+
+    framework: Framework
+    variant: Variant
+
+    @property
+    def name(self) -> str:
+        return f"{self.framework.name}-{self.variant.name}"
+
+
+def select(names: Iterable[str] | None, hidden: bool = False, root: Path = ROOT) -> list[Contestant]:
+    """``opacus``: its default variant or variants; ``opacus-ghost``: that variant; ``opacus:all``: all of its variants;
+    ``core``: the defaults of the frameworks that are ``core``; ``defaults`` (and None): the defaults of every
+    framework; ``all``: everything.
+
+    Raises :class:`BadInput` for a name that does not exist.
+    """
+    known = frameworks(hidden, root)
+    chosen: list[Contestant] = []
+    for name in names if names is not None else ("defaults",):
+        chosen += _expand(name, known)
+    unique = {c.name: c for c in chosen}
+    return list(unique.values())
+
+
+def _expand(name: str, known: dict[str, Framework]) -> list[Contestant]:
+    if name in {"all", "defaults", "core"}:
+        return [
+            Contestant(f, v)
+            for f in known.values()
+            for v in f.variants
+            if name == "all" or (v.default and (f.core or name == "defaults"))
+        ]
+    base, _, rest = name.partition(":")
+    if base in known and rest in {"", "all"}:
+        return [Contestant(known[base], v) for v in known[base].variants if v.default or rest]
+    for framework in known.values():
+        for variant in framework.variants:
+            if f"{framework.name}-{variant.name}" == name:
+                return [Contestant(framework, variant)]
+    raise BadInput(
+        f"There is no framework {name!r}; choose from {', '.join(known)} (a variant as opacus-ghost), "
+        "core, defaults or all."
+    )

@@ -1,0 +1,1 @@
+"""The chapters of a report: each turns frames into sections."""

@@ -1,0 +1,427 @@
+"""What no table of the paper had: start-up and when it pays, seconds to an accuracy, the physical floor; and what every
+table rests on: hardware, and what failed.
+
+Every frame has the columns of :data:`harness.analysis.frames.CELL`, so that a section can be cut out of it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from harness.analysis.frames import CELL, PLACE, Tables
+from harness.analysis.naming import factor, number
+from harness.report import text_tables
+from harness.report.figures.tasks import PAPER_EPOCHS, CumulativeRun, cumulative_runs
+from harness.report.text_tables import MISSING, Grid, Section
+from harness.tasks import TASKS
+
+SHOWN_EPOCHS = (1, 5, 10, PAPER_EPOCHS)
+CHEAPER = 0.1
+"""A rival of a compiled contestant starts in less than this share of its start-up."""
+WORTH_PAYING = 1.0
+"""Seconds: whoever starts sooner than this has nothing to pay back."""
+ACCURACY_STEP = 0.05
+"""Seconds are given to the highest multiple of this that some private contestant of the block reached."""
+
+
+def hardware(tables: Tables, section: Section) -> list[Grid]:
+    """The machine of a section: what its records say, and the peaks measured on it."""
+    here = section.of(tables.raw)
+    machines = [tables.records[i].machine for i in here.index]
+    first = machines[0]
+    rows = [
+        ("processor", str(first.get("cpu", MISSING))),
+        ("processors", str(first.get("cores", MISSING))),
+        ("threads of a contestant", str(first.get("threads", MISSING))),
+        ("memory", f"{first['memory_bytes'] / 2**30:.1f} GiB" if first.get("memory_bytes") else MISSING),
+        ("GPU", "; ".join(first.get("gpus") or []) or "none"),
+        ("system", " ".join(str(first[k]) for k in ("system", "kernel", "architecture") if first.get(k)) or MISSING),
+    ]
+    clocks = sorted(float(m["cpu_mhz"]) for m in machines if m.get("cpu_mhz"))
+    if clocks:
+        rows.append(("clock", f"{clocks[0]:.0f} to {clocks[-1]:.0f} MHz"))
+    loads = sorted(float(m["load_average"]) for m in machines if m.get("load_average") is not None)
+    if loads:
+        rows.append(("load average when a process started", f"median {np.median(loads):.2f}, highest {loads[-1]:.2f}"))
+    canary = [v for i in here.index if (load := tables.records[i].load) for v in [load.canary_before] if v]
+    if canary:
+        spread = max(canary) / min(canary) - 1
+        rows.append(("fixed work of the harness", f"median {np.median(canary) * 1e3:.1f} ms, range {spread:.0%}"))
+    peaks = _peaks(tables, section)
+    if peaks:
+        rows += [
+            ("measured peak, float32 product", f"{peaks[0] / 1e9:.3g} GFLOP/s"),
+            ("measured peak, memory traffic of a copy", f"{peaks[1] / 1e9:.3g} GB/s"),
+        ]
+    return [Grid("Hardware", ("what", "as recorded"), tuple(rows))]
+
+
+def _peaks(tables: Tables, section: Section) -> tuple[float, float] | None:
+    """(FLOP/s, bytes/s), the best of all runs: whatever disturbed the measurement made it slower."""
+    found = [p for i in section.of(tables.raw).index if (p := tables.records[i].machine.get("peaks"))]
+    if not found:
+        return None
+    return max(p["flops_per_second"] for p in found), max(p["bytes_per_second"] for p in found)
+
+
+def failures(tables: Tables, section: Section) -> list[Grid]:
+    """Every cell without a time, with its reason, and cells of which some process failed."""
+    rows = []
+    cells = section.of(tables.cells)
+    for task, synthetic, group in text_tables.blocks(cells):
+        failed = group[(group.state != "ok") | (group.failed > 0)]
+        for (contestant, state, reason), here in failed.groupby(["contestant", "state", "reason"], sort=False):
+            what = str(state) if state != "ok" else f"ok, but {here.failures.iloc[0]}"
+            sizes = ", ".join(map(str, sorted(here.batch_size)))
+            rows.append(
+                (str(contestant), text_tables.task_title(task, synthetic), sizes, what, text_tables.short(str(reason)))
+            )
+    if not rows:
+        return []
+    header = ("contestant", "task", "batch", "state", "reason")
+    note = f"{sum(cells.state == 'ok')} of {len(cells)} cells have a time. `dpbench explain` shows a reason in full."
+    return [Grid("Cells without a time, and processes that failed", header, tuple(rows), (note,))]
+
+
+def cumulative(tables: Tables, section: Section) -> list[Grid]:
+    """Seconds from the start to the end of epochs 1 to 20, compilation included: median over processes."""
+    grids = []
+    for run in cumulative_runs(tables, section):
+        rows = []
+        scaled, disturbed = _scaled(run), _disturbed(run)
+        for name in [n for n in tables.order if n in run.curves]:
+            curves = run.curves[name]
+            entries = [
+                number(float(np.median(curves[:, e - 1])))
+                + ("ᵉ" if e > run.measured_epochs or name in scaled else "")
+                + ("ᵈ" if name in disturbed else "")
+                + (f" [{number(curves[:, e - 1].min())}, {number(curves[:, e - 1].max())}]" if len(curves) > 1 else "")
+                for e in SHOWN_EPOCHS
+            ]
+            rows.append((name, *entries, str(len(curves))))
+        header = ("contestant", *(f"after epoch {e}" for e in SHOWN_EPOCHS), "n")
+        notes = ["Median over processes [lowest, highest]; compilation and warm-up come before the first epoch."]
+        if run.measured_epochs < PAPER_EPOCHS or scaled:
+            notes.append(
+                "ᵉ extrapolated: each process goes on with its median epoch"
+                + (", or its epoch itself was scaled up from a part." if scaled else ".")
+            )
+        if disturbed:
+            notes.append(text_tables.DISTURBED_NOTE)
+        title = f"{text_tables.task_title(run.task, run.synthetic)}: cumulative seconds at batch {run.batch_size}"
+        grids.append(Grid(title, header, tuple(rows), tuple(notes)))
+    return grids
+
+
+def _scaled(run: CumulativeRun) -> set[str]:
+    """Contestants whose epochs themselves were extrapolated from a part."""
+    return set(run.cells.contestant[run.cells.extrapolated])
+
+
+def _disturbed(run: CumulativeRun) -> set[str]:
+    return set(run.cells.contestant[run.cells.disturbed > 0])
+
+
+def cumulative_numbers(tables: Tables) -> pd.DataFrame:
+    """The curves behind :func:`cumulative`: median, lowest and highest process after every epoch."""
+    rows = []
+    for section in text_tables.sections(tables):
+        for run in cumulative_runs(tables, section):
+            scaled, disturbed = _scaled(run), _disturbed(run)
+            for name, curves in run.curves.items():
+                for epoch in range(1, PAPER_EPOCHS + 1):
+                    here = curves[:, epoch - 1]
+                    rows.append(
+                        {
+                            **vars(section),
+                            "task": run.task,
+                            "synthetic": run.synthetic,
+                            "batch_size": run.batch_size,
+                            "contestant": name,
+                            "epoch": epoch,
+                            "median": float(np.median(here)),
+                            "low": float(here.min()),
+                            "high": float(here.max()),
+                            "n": len(here),
+                            "extrapolated": epoch > run.measured_epochs or name in scaled,
+                            "disturbed": name in disturbed,
+                        }
+                    )
+    return pd.DataFrame(rows)
+
+
+def start_up(tables: Tables) -> pd.DataFrame:
+    """Per private cell: seconds before the first ordinary epoch, the first epoch over an ordinary one, and after how
+    many epochs a compiled contestant is ahead of one that starts at once.
+
+    A cheap starter c0 takes c0 + n t0 seconds for n epochs, a dear one c1 + n t1; with c1 > c0 and t1 < t0 the second
+    is ahead from n = (c1 - c0) / (t0 - t1) on; with t1 >= t0 it never is (infinite). ``rival`` is the fastest private
+    contestant per epoch that starts in less than a tenth of the time, ``sibling`` the same among its own framework's.
+    Both empty (and NaN) where there is none, or where it starts in under a second itself.
+    """
+    if tables.compile.empty or tables.cells.empty:
+        return pd.DataFrame()
+    start = tables.compile.set_index(CELL)["median"].to_dict()
+    ok = tables.cells[(tables.cells.state == "ok") & tables.cells.private]
+    framework = dict(zip(tables.raw.contestant, tables.raw.framework, strict=True))
+    rows: list[dict[str, Any]] = []
+    for place, group in ok.groupby([*PLACE, "batch_size"], sort=False):
+        found = {
+            name: (start[*place, name], median)
+            for name, median in zip(group.contestant, group["median"], strict=True)
+            if (*place, name) in start
+        }
+        for row in group.itertuples():
+            if row.contestant not in found:
+                continue
+            c1, t1 = found[row.contestant]
+            dear = c1 >= WORTH_PAYING
+            cheap = {n: v for n, v in found.items() if dear and n != row.contestant and v[0] < CHEAPER * c1}
+            own = {n: v for n, v in cheap.items() if framework[n] == framework[row.contestant]}
+            entry: dict[str, Any] = {
+                **dict(zip([*PLACE, "batch_size"], place, strict=True)),
+                "contestant": row.contestant,
+                "start_seconds": c1,
+                "epoch_seconds": t1,
+                "first_over_ordinary": 1 + c1 / t1,
+                "n": row.n,
+                "extrapolated": row.extrapolated,
+                "disturbed": row.disturbed > 0,
+            }
+            for label, rivals in (("rival", cheap), ("sibling", own)):
+                name = min(rivals, key=lambda n: rivals[n][1], default="")
+                entry[label] = name
+                entry[f"{label}_epochs"] = _break_even(found[row.contestant], rivals[name]) if name else math.nan
+            rows.append(entry)
+    return pd.DataFrame(rows)
+
+
+def _break_even(dear: tuple[float, float], cheap: tuple[float, float]) -> float:
+    """Each (seconds before the first epoch, seconds per epoch)."""
+    return (dear[0] - cheap[0]) / (cheap[1] - dear[1]) if dear[1] < cheap[1] else math.inf
+
+
+def start_up_grids(frame: pd.DataFrame) -> list[Grid]:
+    grids = []
+    for task, synthetic, group in text_tables.blocks(frame):
+        rows = tuple(
+            (
+                r.contestant,
+                str(r.batch_size),
+                number(r.start_seconds),
+                number(r.epoch_seconds) + text_tables.doubts(r),
+                f"{factor(r.first_over_ordinary)}×",
+                _pays(r.sibling, r.sibling_epochs),
+                _pays(r.rival, r.rival_epochs),
+                str(r.n),
+            )
+            for r in group.itertuples()
+        )
+        header = (
+            *("contestant", "batch", "start s", "epoch s", "first / ordinary"),
+            *("pays, own framework", "pays, all", "n"),
+        )
+        notes = [
+            "Start: compilation and warm-up less the same number of ordinary steps. First / ordinary: the first epoch "
+            "with the start-up over one without.",
+            "Pays: epochs after which it is ahead of the fastest private contestant (of its own framework, of all) "
+            f"that starts in under {CHEAPER:.0%} of its time: difference of the starts over difference of the epochs; "
+            f"never: it is slower per epoch as well. {MISSING} nobody starts that much sooner, or it starts in under "
+            f"{WORTH_PAYING:g} s itself. Medians of n processes, no interval.",
+            *text_tables.doubt_notes(group),
+        ]
+        grids.append(
+            Grid(f"{text_tables.task_title(task, synthetic)}: start-up and when it pays", header, rows, tuple(notes))
+        )
+    return grids
+
+
+def _pays(name: str, epochs: float) -> str:
+    if not name:
+        return MISSING
+    return f"{'never' if math.isinf(epochs) else number(epochs)} ({name})"
+
+
+def goals(tables: Tables) -> pd.DataFrame:
+    """Training seconds, test accuracy and epsilon of every process whose accuracy was read, as medians over processes:
+    seconds = start-up + steps x seconds per epoch / steps per epoch. ``reached``: the highest multiple of 5 % at or
+    below its accuracy."""
+    rows = []
+    current = tables.raw[~tables.raw.superseded & (tables.raw.state == "ok") & tables.raw.seconds.notna()]
+    for i in current.index:
+        r = tables.records[i]
+        if r.accuracy is None or r.timed is None:
+            continue
+        epochs = r.accuracy.after_steps / r.timed.steps_per_epoch
+        start = 0.0 if r.compile_seconds is None else r.compile_seconds
+        rows.append(
+            {
+                **{c: current.at[i, c] for c in CELL},
+                "private": current.at[i, "private"],
+                "after_steps": r.accuracy.after_steps,
+                "epochs": epochs,
+                "test": r.accuracy.test,
+                "seconds": start + epochs * current.at[i, "seconds"],
+                "start_seconds": start,
+                "epsilon": math.nan if r.epsilon is None or r.epsilon.pld is None else r.epsilon.pld,
+                "delta": math.nan if r.epsilon is None else r.epsilon.delta,
+                "extrapolated": current.at[i, "extrapolated"],
+                "disturbed": current.at[i, "disturbed"],
+            }
+        )
+    if not rows:
+        return pd.DataFrame()
+    out = []
+    for place, group in pd.DataFrame(rows).groupby([*CELL, "private", "after_steps"], sort=False):
+        middle = group[["epochs", "test", "seconds", "start_seconds", "epsilon", "delta"]].median()
+        out.append(
+            {
+                **dict(zip([*CELL, "private", "after_steps"], place, strict=True)),
+                **middle.to_dict(),
+                "low": group.seconds.min(),
+                "high": group.seconds.max(),
+                "n": len(group),
+                "reached": math.floor(middle["test"] / ACCURACY_STEP + 1e-9) * ACCURACY_STEP,
+                "extrapolated": bool(group.extrapolated.any()),
+                "disturbed": bool(group.disturbed.any()),
+            }
+        )
+    return pd.DataFrame(out)
+
+
+def goals_grids(frame: pd.DataFrame) -> list[Grid]:
+    """Who is there first: per task the private contestants by seconds, those that reached the common accuracy first."""
+    grids = []
+    for task, synthetic, group in text_tables.blocks(frame):
+        private = group[group.private]
+        target = float((private if len(private) else group).reached.max())
+        shown = group.assign(there=group.test >= target - 1e-9).sort_values(
+            ["there", "seconds"], ascending=[False, True], kind="stable"
+        )
+        rows = tuple(
+            (
+                r.contestant,
+                str(r.batch_size),
+                "yes" if r.there else "no",
+                number(r.seconds) + text_tables.doubts(r) + _range(r),
+                number(r.start_seconds),
+                number(r.epochs),
+                f"{r.test:.1%}",
+                MISSING if math.isnan(r.epsilon) else f"{r.epsilon:.3g}",
+                str(r.n),
+            )
+            for r in shown.itertuples()
+        )
+        header = (
+            *("contestant", "batch", f"reached {target:.0%}", "seconds", "of them start", "epochs"),
+            *("accuracy", "ε", "n"),
+        )
+        deltas = sorted(set(group.delta.dropna()))
+        notes = [
+            "Seconds of training, start-up included, until the accuracy was read (median of the processes [lowest, "
+            "highest]). It is read once, at the end of a process: an upper bound of the time to that accuracy.",
+            f"ε at δ = {', '.join(f'{d:g}' for d in deltas)} by privacy-loss distributions; {MISSING} without DP or "
+            "without Poisson samples."
+            if deltas
+            else "No ε on record.",
+            *_guessing(task, target),
+            *text_tables.doubt_notes(group),
+        ]
+        title = f"{text_tables.task_title(task, synthetic)}: seconds to {target:.0%} test accuracy, and the ε spent"
+        grids.append(Grid(title, header, rows, tuple(notes)))
+    return grids
+
+
+def _guessing(task: str, target: float) -> list[str]:
+    """A warning where the best accuracy is that of a coin."""
+    if task not in TASKS or target > 1 / TASKS[task].classes + ACCURACY_STEP / 2:
+        return []
+    classes = TASKS[task].classes
+    return [
+        f"Guessing among {classes} classes reaches {1 / classes:.0%}: hardly anything has been learnt, and "
+        "these seconds are no time to an accuracy worth having."
+    ]
+
+
+def _range(r: Any) -> str:
+    return f" [{number(r.low)}, {number(r.high)}]" if r.n > 1 else ""
+
+
+def floor(tables: Tables) -> pd.DataFrame:
+    """Every timed cell over the physical floor of its task on its machine, where the peaks were measured.
+
+    Arithmetic: ``Task.training_flops`` per example (forward, gradients of activations and weights; direct algorithms)
+    over the measured float32 product. Traffic: the training data, read once an epoch, over the measured copy; weights
+    and activations may stay in caches, so that they are no part of a floor. The floor is the larger of the two, as if
+    they overlapped perfectly.
+    """
+    rows: list[dict[str, Any]] = []
+    for section in text_tables.sections(tables):
+        peaks = _peaks(tables, section)
+        here = section.of(tables.cells)
+        raw = section.of(tables.raw)
+        sizes = {name: d.train_size for i, name in raw.task.items() if (d := tables.records[i].data) is not None}
+        for r in here[here.state == "ok"].itertuples() if peaks else ():
+            task = TASKS.get(r.task)
+            size = sizes.get(r.task)
+            if task is None or size is None:
+                continue
+            assert peaks is not None
+            flops = task.training_flops * size
+            traffic = math.prod(task.input_shape) * np.dtype(task.input_dtype).itemsize * size
+            arithmetic, memory = flops / peaks[0], traffic / peaks[1]
+            rows.append(
+                {
+                    **{c: getattr(r, c) for c in CELL},
+                    "flops": flops,
+                    "bytes": traffic,
+                    "arithmetic_seconds": arithmetic,
+                    "memory_seconds": memory,
+                    "floor_seconds": max(arithmetic, memory),
+                    "bound": "arithmetic" if arithmetic >= memory else "memory",
+                    "seconds": r.median,
+                    "over_floor": r.median / max(arithmetic, memory),
+                    "n": r.n,
+                    "extrapolated": r.extrapolated,
+                    "disturbed": r.disturbed > 0,
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def floor_grids(tables: Tables, section: Section, frame: pd.DataFrame) -> list[Grid]:
+    if frame.empty:
+        missing = (
+            "No record of this section holds measured peaks of the machine (they are measured at the start of a run on "
+            "a CPU), so no floor can be given."
+        )
+        return [Grid("Physical floor", ("what", "figure"), (("floor", MISSING),), (missing,))]
+    peaks = _peaks(tables, section)
+    assert peaks is not None
+    grids = []
+    for task, synthetic, group in text_tables.blocks(frame):
+        sizes = sorted(group.batch_size.unique())
+        first = {size: group[group.batch_size == size].iloc[0] for size in sizes}
+        cell = {
+            (r.contestant, r.batch_size): f"{factor(r.over_floor)}×{text_tables.doubts(r)}" for r in group.itertuples()
+        }
+        rows = (
+            ("floor, seconds", *(f"{number(first[size].floor_seconds)} ({first[size].bound})" for size in sizes)),
+            ("arithmetic, GFLOP", *(number(first[size].flops / 1e9) for size in sizes)),
+            ("traffic, GB", *(number(first[size].bytes / 1e9) for size in sizes)),
+            *((name, *(cell.get((name, s), MISSING) for s in sizes)) for name in dict.fromkeys(group.contestant)),
+        )
+        notes = (
+            f"Floor: the larger of arithmetic over {peaks[0] / 1e9:.3g} GFLOP/s and traffic over {peaks[1] / 1e9:.3g} "
+            "GB/s, both measured on this machine with the threads of a contestant. Arithmetic: forward and backward of "
+            "an ordinary epoch by direct algorithms. Traffic: the training data, read once. Contestants: their median "
+            "over the floor.",
+            *text_tables.doubt_notes(group),
+        )
+        header = ("", *(f"batch {size}" for size in sizes))
+        grids.append(Grid(f"{text_tables.task_title(task, synthetic)}: over the physical floor", header, rows, notes))
+    return grids

@@ -1,0 +1,122 @@
+"""Where a private contestant stands: its time over the fastest of the other frameworks', and over PyTorch without DP,
+the faster of eager and compiled. Both are chosen cell by cell, by what was measured here."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pandas as pd
+
+from harness.analysis import frames, stats
+from harness.analysis.frames import PLACE, Tables
+from harness.analysis.naming import BASELINE_FRAMEWORK, factor
+from harness.report.text_tables import (
+    MISSING,
+    Grid,
+    Section,
+    blocks,
+    doubt_notes,
+    doubts,
+    task_title,
+    usual,
+)
+
+PEER, WITHOUT_DP = "peer", "without DP"
+
+
+def frame(tables: Tables) -> pd.DataFrame:
+    """A row per private contestant, batch size and opponent (``against``: peer or without DP): its seconds over those
+    of ``other``, the mean over paired rounds as in ``tables.ratios``; ``low`` and ``high`` are for the truly fastest of
+    the candidates, see :func:`harness.analysis.stats.against_fastest`, and ``candidates`` counts them."""
+    current = tables.raw[~tables.raw.superseded]
+    ok = current[(current.purpose == "time") & (current.state == "ok") & current.seconds.notna()]
+    rows = [
+        dict(zip([*PLACE, "batch_size"], place, strict=True)) | row
+        for place, group in ok.groupby([*PLACE, "batch_size"], sort=False)
+        for row in _rows(group)
+    ]
+    position = {name: i for i, name in enumerate(tables.order)}
+    rows.sort(key=lambda row: (row["against"] != PEER, position[row["contestant"]], row["batch_size"]))
+    return pd.DataFrame(rows)
+
+
+def _rows(group: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    """Of one batch size in one block of the table."""
+    # Plain dictionaries: small frames would make a report of ten thousand records wait for a minute.
+    sides = frames.by_block(group)
+    medians = {name: statistics.median(seconds for seconds, _ in side.values()) for name, side in sides.items()}
+    framework = dict(zip(group.contestant, group.framework, strict=True))
+    private = dict(zip(group.contestant, group.private, strict=True))
+    extrapolated = set(group.contestant[group.extrapolated])
+    for contestant in (name for name in sides if private[name]):
+        others = [c for c in sides if private[c] and framework[c] != framework[contestant]]
+        plain = [c for c in sides if not private[c] and framework[c] == BASELINE_FRAMEWORK]
+        for against, candidates in ((PEER, others), (WITHOUT_DP, plain)):
+            # Only what shares a round can be compared; of those, the one of the smallest median.
+            met = [c for c in candidates if not sides[c].keys().isdisjoint(sides[contestant])]
+            if not met:
+                continue
+            other = min(met, key=medians.__getitem__)
+            result, left_out, disturbed = frames.paired_sides(sides, other, contestant)
+            assert result is not None
+            low, high = stats.against_fastest([frames.log_ratios_of(sides, c, contestant)[0] for c in met])
+            yield {
+                "contestant": contestant,
+                "against": against,
+                "other": other,
+                "ratio": result.ratio,
+                # Chosen by its median, the one shown may stand outside of what the means say.
+                "low": min(result.ratio, math.exp(low)) if result.n > 1 else math.nan,
+                "high": max(result.ratio, math.exp(high)) if result.n > 1 else math.nan,
+                "candidates": len(met),
+                "n": result.n,
+                "left_out": left_out,
+                "disturbed": int(disturbed),
+                "extrapolated": not extrapolated.isdisjoint((other, contestant)),
+            }
+
+
+TITLES = {
+    PEER: "seconds over those of the fastest peer",
+    WITHOUT_DP: "seconds over those of PyTorch without DP",
+}
+
+
+def grids(numbers: pd.DataFrame, section: Section) -> Iterable[Grid]:
+    """A grid per task and opponent; each cell names whom it was compared with."""
+    for task, synthetic, of_task in blocks(section.of(numbers)):
+        for against, group in of_task.groupby("against", sort=False):
+            n = usual(group.n)
+            sizes = sorted(group.batch_size.unique())
+            cell = {(r.contestant, r.batch_size): _cell(r, n) for r in group.itertuples()}
+            rows = tuple(
+                (name, *(cell.get((name, size), MISSING) for size in sizes)) for name in dict.fromkeys(group.contestant)
+            )
+            notes = [
+                f"Mean of {n} paired rounds unless shown, against the one with the smallest median in this cell; under "
+                "1 the contestant is the faster one."
+                if n > 1
+                else "One paired round unless shown, of which there is no interval; under 1 the contestant is faster.",
+                "Brackets: at least 95 % for the time over that of the truly fastest of the candidates, whoever it is "
+                "(Student's t on log-ratios against each; the lower end is shared among all of them, by Bonferroni, "
+                "and so far away where rounds are few). The ratio is against the one that looked fastest: where "
+                "several are close, the luck of its median makes it too large rather than too small.",
+            ]
+            if against == PEER:
+                notes.append("Peer: a private contestant of another framework that the admission gate let in.")
+            else:
+                notes.append("PyTorch without DP: the faster of eager and compiled where both were measured.")
+            if group.left_out.any():
+                notes.append("Rounds with a disturbed process are left out where two others remain.")
+            header = ("contestant", *(f"batch {size}" for size in sizes))
+            title = f"{task_title(task, synthetic)}: {TITLES[str(against)]}"
+            yield Grid(title, header, rows, (*notes, *doubt_notes(group)))
+
+
+def _cell(row: Any, usual_n: int) -> str:
+    interval = "" if row.low != row.low else f" [{factor(row.low)}, {factor(row.high)}]"
+    few = "" if row.n == usual_n else f" n={row.n}"
+    return f"{factor(row.ratio)}×{doubts(row)}{interval} {row.other}{few}"

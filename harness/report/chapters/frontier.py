@@ -1,0 +1,309 @@
+"""The chapter of the memory frontier: the largest physical batch in a budget, and the throughput there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from harness.analysis import frames as table
+from harness.analysis import naming, stats
+from harness.analysis.frames import SECTION
+from harness.analysis.naming import number
+from harness.report import text_tables
+from harness.report.figures import tasks as task_figures
+from harness.report.figures.tasks import Look
+from harness.report.text_tables import MEBIBYTE, MISSING, Chapter, Grid, Picture, Section
+from harness.store.record import Record
+from harness.worker import memory
+
+PLACE = [*SECTION, "task", "synthetic", "budget_bytes"]
+
+
+def chapters(records: Sequence[Record]) -> Iterable[Chapter]:
+    """One chapter a section; none where no record is of kind frontier."""
+    raw = probes([r for r in records if r.cell.kind == "frontier"])
+    if raw.empty:
+        return
+    found = frontiers(raw)
+    for key in sorted(set(raw[SECTION].itertuples(index=False, name=None))):
+        section = Section(*key)
+        here, of_here = section.of(raw), section.of(found)
+        when = text_tables.measured(here)
+        stem = naming.slug("frontier", section.device, section.isolation, naming.machine_slug(section.machine))
+        pictures = tuple(
+            Picture(
+                naming.slug(stem, task, "synthetic" if synthetic else ""),
+                f"{text_tables.task_title(task, synthetic)}: throughput and peak memory over the physical batch size",
+                partial(draw, section, when, task, synthetic, group, here),
+            )
+            for task, synthetic, group in text_tables.blocks(of_here)
+            if group.batch_size.notna().any()
+        )
+        grids = tuple(_grid(task, synthetic, group) for task, synthetic, group in text_tables.blocks(of_here))
+        frames = {"frontier": of_here, "frontier-probes": here}
+        yield Chapter("Memory frontier", section, grids, pictures, frames, when, in_terminal=True)
+
+
+def probes(records: Sequence[Record]) -> pd.DataFrame:
+    """One row per probe, of the latest run of each contestant and task in a section and budget."""
+    rows = []
+    for r in records:
+        if r.purpose != "probe" or r.probe is None:
+            continue
+        state, reason = table.admitted(r)
+        seconds = r.probe.step_seconds if state == "ok" else []
+        growth = r.memory.get("cuda_peak_allocated", r.memory.get(memory.NOTION_WITH_COMPILE))
+        rows.append(
+            {
+                "machine": naming.machine_label(r.machine),
+                "device": r.cell.device,
+                "protocol": r.cell.protocol,
+                "isolation": r.cell.isolation,
+                "task": r.cell.task,
+                "synthetic": bool(r.data and r.data.synthetic),
+                "budget_bytes": r.probe.budget_bytes or r.probe.device_bytes or 0,
+                "contestant": r.cell.contestant,
+                "framework": r.cell.framework,
+                "private": r.cell.private,
+                "batch_size": r.cell.batch_size,
+                "stage": r.probe.stage,
+                "state": state,
+                "reason": " ".join((reason or "").split()),
+                "peak_bytes": growth if state in {"ok", "oom"} else None,
+                "start_up_bytes": r.probe.start_up_bytes,
+                "examples_per_second": r.cell.batch_size * len(seconds) / sum(seconds) if seconds else None,
+                "first_step_seconds": r.probe.first_step_seconds,
+                "steps": len(seconds),
+                "train_size": r.data.train_size if r.data else None,
+                "disturbed": bool(r.load and r.load.disturbed),
+                "run": r.block.run,
+                "round": r.block.round,
+                "started": r.started,
+                "when": r.when,
+                "commit": r.source.commit,
+                "dirty": r.source.dirty,
+            }
+        )
+    raw = pd.DataFrame(rows)
+    if raw.empty:
+        return raw
+    for column in ("peak_bytes", "examples_per_second", "start_up_bytes", "first_step_seconds", "train_size"):
+        raw[column] = raw[column].astype(float)
+    latest = raw.sort_values("when", kind="stable").groupby([*PLACE, "contestant"]).run.transform("last")
+    return raw[raw.run == latest.sort_index()].reset_index(drop=True)
+
+
+def frontiers(raw: pd.DataFrame) -> pd.DataFrame:
+    """One row per contestant and task: ``batch_size``, the largest that fits (NaN where none does), ``misfit``, the
+    smallest larger one that did not, if only in one process of several (NaN where the search ended before, so that the
+    frontier is a lower bound),
+    ``ended``: the state that ended the search, peak memory there, and the throughput with its spread."""
+    rows = []
+    names = naming.ordered(zip(raw.framework, raw.contestant, strict=True), naming.paper_rows())
+    order = {name: i for i, name in enumerate(names)}
+    for place, group in raw.groupby([*PLACE, "contestant"], sort=False):
+        where = dict(zip([*PLACE, "contestant"], place, strict=True))
+        search = group[group.stage == "search"]
+        misfit = group[group.state == "oom"].batch_size.min()
+        fits = group[(group.state == "ok") & ~(group.batch_size >= misfit)].sort_values(["batch_size", "peak_bytes"])
+        ended = search[~search.state.isin(["ok", "oom"])]
+        size = fits.batch_size.max()
+        there = group[(group.stage == "throughput") & (group.batch_size == size)]
+        at = there[there.state == "ok"]
+        rate = stats.median_interval(at.examples_per_second.tolist()) if len(at) else None
+        rows.append(
+            {
+                **where,
+                "private": bool(group.private.iloc[0]),
+                "batch_size": size,
+                "misfit": misfit,
+                "ended": ended.state.iloc[-1] if len(ended) else "oom" if pd.notna(misfit) else "ok",
+                "reason": ended.reason.iloc[-1] if len(ended) else "",
+                "whole_training_set": bool(len(fits) and size >= fits.train_size.iloc[-1]),
+                "peak_bytes": fits.peak_bytes.iloc[-1] if len(fits) else None,
+                "bytes_per_example": _slope(fits),
+                "start_up_bytes": search.start_up_bytes.median(),
+                "examples_per_second": rate.median if rate else None,
+                "low": rate.low if rate else None,
+                "high": rate.high if rate else None,
+                "n": rate.n if rate else 0,
+                "failed": len(there) - len(at),
+                "not_again": sorted(search[(search.state == "ok") & (search.batch_size >= misfit)].batch_size),
+                "disturbed": int(at.disturbed.sum()),
+                "probes": len(search),
+            }
+        )
+    frame = pd.DataFrame(rows)
+    for column in ("batch_size", "misfit", "peak_bytes", "bytes_per_example", "examples_per_second", "low", "high"):
+        frame[column] = frame[column].astype(float)
+    return frame.sort_values([*PLACE, "contestant"], key=lambda c: c.map(order) if c.name == "contestant" else c)
+
+
+def _slope(fits: pd.DataFrame) -> float | None:
+    """Bytes by which the peak grows with an example: from the nearest size that is a third smaller than the largest, or
+    else the farthest that is a tenth smaller (between nearer ones the allocator's noise would count)."""
+    known = fits[fits.peak_bytes.notna()]
+    if known.empty:
+        return None
+    last = known.iloc[-1]
+    far = known[known.batch_size <= last.batch_size / 1.5]
+    near = known[known.batch_size <= last.batch_size / 1.1]
+    if near.empty:
+        return None
+    other = far.iloc[-1] if len(far) else near.iloc[0]
+    return float((last.peak_bytes - other.peak_bytes) / (last.batch_size - other.batch_size))
+
+
+def _grid(task: str, synthetic: bool, group: pd.DataFrame) -> Grid:
+    on_cuda = group.device.iloc[0] == "cuda"
+    n = text_tables.usual(group[group.n > 0].n)
+    header = (
+        "contestant",
+        "largest batch",
+        "does not fit",
+        "peak MiB",
+        "KiB an example",
+        "examples / s",
+        "start-up MiB",
+    )
+    rows = tuple(
+        (
+            r.contestant,
+            _batch(r),
+            MISSING if pd.isna(r.misfit) else f"{r.misfit:.0f}",
+            _scaled(r.peak_bytes, MEBIBYTE),
+            # A peak that micro-batches bound does not fall with the batch; a slope below 0 is the allocator's noise.
+            "≤ 0" if r.bytes_per_example <= 0 else _scaled(r.bytes_per_example, 1024),
+            _rate(r, n),
+            _scaled(r.start_up_bytes, MEBIBYTE),
+        )
+        for r in group.itertuples()
+    )
+    budget = number(group.budget_bytes.iloc[0] / MEBIBYTE)
+    notes = [
+        f"Budget: {budget} MiB "
+        + ("of the device." if on_cuda else "above start-up (model and data in place, no step)."),
+        "Peak: "
+        + ("bytes of tensors on the device" if on_cuda else "resident growth of the process during the steps")
+        + ", compilation included; KiB an example: by how much it grows with the batch.",
+        text_tables.spread_note(n) if n else "No throughput was measured.",
+        *_endings(group),
+    ]
+    if group.disturbed.any():
+        notes.append(text_tables.DISTURBED_NOTE)
+    return Grid(f"{text_tables.task_title(task, synthetic)}: largest physical batch", header, rows, tuple(notes))
+
+
+def _batch(row: Any) -> str:
+    if pd.isna(row.batch_size):
+        return "none" if row.ended == "oom" else str(row.ended)
+    return ("" if row.ended == "oom" else "≥ ") + f"{row.batch_size:.0f}"
+
+
+def _endings(group: pd.DataFrame) -> Iterable[str]:
+    whole = group[(group.ended == "ok") & group.whole_training_set]
+    if len(whole):
+        yield f"≥ the whole training set fits: {', '.join(whole.contestant)}."
+    cut = group[(group.ended == "ok") & ~group.whole_training_set & group.batch_size.notna()]
+    if len(cut):
+        yield f"≥ no larger size was tried, by the ceiling or the longest step of the run: {', '.join(cut.contestant)}."
+    for r in group[~group.ended.isin(["ok", "oom"])].itertuples():
+        yield f"{r.ended}: {r.contestant}: {text_tables.short(r.reason)}"
+    for r in group[group.failed > 0].itertuples():
+        yield f"{r.contestant}: at its frontier {r.failed} of {r.failed + r.n} further processes failed."
+    for r in group[group.not_again.str.len() > 0].itertuples():
+        sizes = ", ".join(f"{size:.0f}" for size in r.not_again)
+        yield f"{r.contestant}: {sizes} fitted in the search and did not in a further process."
+
+
+def _scaled(value: float, scale: float) -> str:
+    return MISSING if pd.isna(value) else number(value / scale)
+
+
+def _rate(row: Any, usual_n: int) -> str:
+    if not row.n:
+        return MISSING
+    spread = f" [{number(row.low)}, {number(row.high)}]" if row.n > 1 else ""
+    return f"{number(row.examples_per_second)}{'ᵈ' if row.disturbed else ''}{spread}" + (
+        "" if row.n == usual_n else f" n={row.n}"
+    )
+
+
+def draw(section: Section, when: str, task: str, synthetic: bool, group: pd.DataFrame, raw: pd.DataFrame) -> Figure:
+    """Left: examples per second over batch size, up to the frontier. Right: peak memory, and the budget."""
+    figure = Figure(figsize=(task_figures.WIDTH, 3.0), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    names = list(group.contestant)
+    style = looks(group)
+    here = raw[(raw.task == task) & (raw.synthetic == synthetic) & (raw.stage == "search")]
+    for name in names:
+        mine = here[here.contestant == name].sort_values("batch_size")
+        ok = mine[mine.state == "ok"]
+        frontier = group[group.contestant == name].iloc[0]
+        _curve(left, ok.batch_size, ok.examples_per_second, style[name])
+        _curve(right, ok.batch_size, ok.peak_bytes / MEBIBYTE, style[name])
+        if frontier.n:
+            bars = [[frontier.examples_per_second - frontier.low], [frontier.high - frontier.examples_per_second]]
+            left.errorbar(
+                frontier.batch_size,
+                frontier.examples_per_second,
+                yerr=bars,
+                color=style[name].colour,
+                marker=style[name].marker,
+                markersize=8,
+                markerfacecolor="none",
+                capsize=2.5,
+            )
+        if pd.notna(frontier.misfit):
+            budget = frontier.budget_bytes / MEBIBYTE
+            right.plot(frontier.misfit, budget, color=style[name].colour, marker="x", markersize=6, linestyle="")
+    sizes = sorted(here.batch_size.unique())
+    for axes, label in ((left, "examples per second (log)"), (right, "peak MiB (log)")):
+        axes.set_xscale("log", base=2)
+        ticks = [2**k for k in range(0, 20) if sizes[0] <= 2**k <= sizes[-1]]
+        axes.set_xticks(ticks, [str(t) for t in ticks], rotation=90 if len(ticks) > 6 else 0)
+        axes.minorticks_off()
+        axes.set_xlabel("physical batch size (log)")
+        axes.set_ylabel(label)
+        task_figures.log_values(axes)
+    right.axhline(group.budget_bytes.iloc[0] / MEBIBYTE, color="#000000", linestyle="--", linewidth=0.8)
+    left.set_title("Throughput", loc="left")
+    right.set_title("Peak memory (dashed: the budget)", loc="left")
+    budget = number(group.budget_bytes.iloc[0] / MEBIBYTE)
+    title = f"{text_tables.task_title(task, synthetic)}: what fits into {budget} MiB"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=9, fontweight="bold")
+    n = text_tables.usual(group[group.n > 0].n)
+    notes = [
+        "Small points: one process each, of the search."
+        + {
+            0: "",
+            1: " Large open points: at the frontier, one further process.",
+        }.get(n, f" Large open points: at the frontier, median of n = {n} further processes, bar: lowest to highest.")
+        + " Crosses: the smallest size that did not fit.",
+        *_endings(group),
+    ]
+    task_figures.below(figure, f"{section.title}; measured {when}.", notes, names, style)
+    return figure
+
+
+def _curve(axes: Axes, x: pd.Series, y: pd.Series, look: Look) -> None:
+    axes.plot(x, y, color=look.colour, marker=look.marker, markersize=3, linestyle=look.line, linewidth=1.0)
+
+
+def looks(group: pd.DataFrame) -> Mapping[str, Look]:
+    """As in the end-to-end figures: without DP black and dotted, others in colour."""
+    coloured = [c for c in task_figures.PALETTE if c != "#000000"]
+    shown: dict[str, Look] = {}
+    private = 0
+    for i, row in enumerate(group.itertuples()):
+        colour = coloured[private % len(coloured)] if row.private else "#000000"
+        private += bool(row.private)
+        shown[row.contestant] = Look(
+            colour, task_figures.MARKERS[i % len(task_figures.MARKERS)], "-" if row.private else ":"
+        )
+    return shown

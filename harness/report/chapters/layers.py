@@ -1,0 +1,623 @@
+"""The chapters of layers: the paper's Tables 2 to 4 beside what was measured, the memory law, the embedding sweep."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pandas as pd
+
+from harness.analysis import layer_frames, naming
+from harness.analysis import memory_law as law
+from harness.analysis.frames import SECTION
+from harness.analysis.layer_frames import BASELINE, MEGABYTE, PUBLISHED_LABEL, LayerTables
+from harness.analysis.memory_law import Parts
+from harness.analysis.naming import factor, number
+from harness.layers import LAYERS, SWEEP
+from harness.report import text_tables
+from harness.report.chapters import layer_claims, memory
+from harness.report.chapters.paper import TOLERANCE
+from harness.report.figures import layers as layer_figures
+from harness.report.text_tables import MISSING, Chapter, Grid, Picture, Section
+from harness.store.record import Record
+
+SWEPT = {layer.name for layer in SWEEP}
+PASSES = {
+    "plain": "forward and backward",
+    "per_sample": "forward and backward with per-sample gradients (the paper's pass)",
+    "clipped": "forward and backward with the clipped sum",
+}
+
+
+def chapters(records: Sequence[Record]) -> Iterable[Chapter]:
+    """Chapter by chapter, section by section; none where no record is of kind layer."""
+    tables = layer_frames.build(records)
+    if tables is None:
+        return
+    found = {
+        "predictions": memory.predictions(tables.cells),
+        "sweep": memory.sweep(tables.factors),
+        "claims": layer_claims.claims(tables),
+    }
+    found["errors"] = memory.overhead_errors(found["sweep"])
+    for key in sorted(set(tables.raw[SECTION].itertuples(index=False, name=None))):
+        yield from _of_section(tables, Section(*key), found)
+
+
+def _of_section(tables: LayerTables, section: Section, found: Mapping[str, pd.DataFrame]) -> Iterator[Chapter]:
+    raw, cells, factors = section.of(tables.raw), section.of(tables.cells), section.of(tables.factors)
+    older = len(section.of(tables.superseded))
+    left_out = [f"Left out: {older} process(es) of cells that were measured again with newer code."] if older else []
+    when = text_tables.measured(raw)
+    main, main_factors = (f[~f.layer.isin(SWEPT)] if len(f) else f for f in (cells, factors))
+    where = f"{section.title}; measured {when}."
+
+    def picture(kind: str, title: str, draw: Any, *arguments: Any) -> Picture:
+        stem = naming.slug(kind, section.device, section.isolation, naming.machine_slug(section.machine))
+        return Picture(stem, title, partial(draw, *arguments, where))
+
+    pairs = [(c, p) for c, p in tables.contestants if len(main[(main.contestant == c) & (main.passes == p)])]
+    private = [pair for pair in pairs if (main[main.contestant == pair[0]].column == "dp").all()]
+    yield Chapter(
+        "Layers: runtime",
+        section,
+        tuple(g for pair in private for g in _paper_layout("runtime", main, main_factors, *pair)),
+        tuple(
+            picture(
+                f"layer-factors_{c}_{p}", f"Runtime and memory of {c} over torch.nn by layer", draw, c, p, main_factors
+            )
+            for c, p in private
+            for draw in (layer_figures.factors,)
+        ),
+        {"layer-runtime-and-memory": cells, "layer-factors": factors},
+        when,
+    )
+    has_memory = raw.purpose.eq("memory").any()
+    yield Chapter(
+        "Layers: peak memory",
+        section,
+        tuple(g for pair in private for g in _paper_layout("memory", main, main_factors, *pair)) if has_memory else (),
+        when=when,
+    )
+    yield Chapter(
+        "Layers: contestants side by side",
+        section,
+        tuple(_side_by_side(main_factors, private, left_out)),
+        tuple(
+            picture(
+                f"layer-modes_batch-{size}", f"All contestants by layer at batch {size}", layer_figures.modes, size, g
+            )
+            for size, g in _last_sizes(main_factors)
+        ),
+        when=when,
+        in_terminal=True,
+    )
+    yield Chapter(
+        "Layers: torch.nn, own module, DP",
+        section,
+        pictures=tuple(
+            picture(
+                f"layer-modules_{name}",
+                f"torch.nn, {name}'s own module, and with DP",
+                layer_figures.modules,
+                name,
+                main,
+            )
+            for name in dict.fromkeys(main[main.column == "own_module"].framework)
+        ),
+        when=when,
+    )
+    yield Chapter(
+        "Layers: where the memory is",
+        section,
+        (*_breakdown(main), *_parts(main, pairs)),
+        when=when,
+    )
+    predicted = section.of(found["predictions"])
+    if len(predicted):
+        yield Chapter(
+            "The memory law",
+            section,
+            (*_shares(predicted), *_reproduction(main)),
+            (picture("memory-law", "Predicted against measured peak memory", layer_figures.law, predicted),),
+            {"memory-law": predicted, "memory-law-of-the-paper": memory.of_the_paper()},
+            when,
+            in_terminal=True,
+        )
+        yield Chapter(
+            "The memory law, cell by cell", section, tuple(_predictions(predicted, tables.contestants)), when=when
+        )
+    swept = section.of(found["sweep"])
+    if len(swept):
+        yield Chapter(
+            "The embedding sweep",
+            section,
+            (*_sweep(swept), *_errors(section.of(found["errors"]))),
+            tuple(
+                picture(f"embedding-sweep_{c}_{p}", f"Embedding sweep: {c}", layer_figures.sweep, c, p, group)
+                for (c, p), group in swept[swept.column == "dp"].groupby(["contestant", "passes"], sort=False)
+            ),
+            {"embedding-sweep": swept, "embedding-sweep-errors": section.of(found["errors"])},
+            when,
+        )
+    between = section.of(tables.spread)
+    if len(between):
+        yield Chapter(
+            "Layers: spread between runs",
+            section,
+            tuple(_spread(between)),
+            frames={"layer-spread": between},
+            when=when,
+            in_terminal=True,
+        )
+    yield Chapter(
+        "The paper's findings on layers",
+        section,
+        tuple(_claims(section.of(found["claims"]))),
+        frames={"layer-claims": section.of(found["claims"])},
+        when=when,
+    )
+
+
+def _paper_layout(
+    what: str, cells: pd.DataFrame, factors: pd.DataFrame, contestant: str, passes: str
+) -> Iterator[Grid]:
+    """The paper's Table 2 (mean milliseconds) or 3 (peak MB) for one DP contestant, the published values beside; for
+    the runtime a second one of medians with their intervals."""
+    mine = factors[(factors.contestant == contestant) & (factors.passes == passes)]
+    if mine.empty:
+        return
+    by_place = {(r["layer"], r["batch_size"], r["contestant"], r["passes"]): r for r in cells.to_dict("records")}
+    own_modules = cells[(cells.column == "own_module") & (cells.framework == mine.framework.iloc[0])].contestant
+    columns = ((BASELINE, "plain"), (next(iter(own_modules), ""), "plain"), (contestant, passes))
+    unit, value, scale = ("ms", "mean_ms", 1.0) if what == "runtime" else ("mb", "peak", MEGABYTE)
+    old = layer_frames.published(what).set_index(["layer", "batch_size"])
+    n = text_tables.usual(cells[cells.n > 0].n)
+    rows, medians = [], []
+    for r in mine.to_dict("records"):
+        place = (r["layer"], r["batch_size"])
+        three = [by_place.get((*place, *column)) for column in columns]
+        before = old.loc[place] if place in old.index else None
+        published = [
+            MISSING if before is None or pd.isna(before[column]) else _published(before[column], column)
+            for column in (f"nn_module_{unit}", f"dp_module_{unit}", f"gsm_module_{unit}", "dp_factor")
+        ]
+        over = math.nan if three[0] is None or three[2] is None else three[2][value] / three[0][value]
+        times = MISSING if math.isnan(over) else f"{factor(over)}×"
+        rows.append((r["layer"], str(r["batch_size"]), *(_number(c, value, scale) for c in three), times, *published))
+        medians.append((r["layer"], str(r["batch_size"]), *(_timed(c, n) for c in three), _factor(r, "runtime")))
+    notes = tuple(_notes(what, cells, contestant, passes, n))
+    head = ("layer", "batch", "torch.nn", "own module", "DP", "factor")
+    old_head = tuple(f"paper: {name}" for name in ("nn.module", "DPModule", "GSM", "factor"))
+    kind = "mean milliseconds" if what == "runtime" else "peak MB"
+    yield Grid(f"{contestant}: {kind}, {PASSES[passes]}", (*head, *old_head), tuple(rows), notes)
+    if what == "runtime":
+        yield Grid(f"{contestant}: median milliseconds, {PASSES[passes]}", head, tuple(medians), notes)
+
+
+def _published(value: float, column: str) -> str:
+    return f"{factor(value)}×" if column == "dp_factor" else number(value)
+
+
+def _number(cell: Mapping[str, Any] | None, value: str, scale: float) -> str:
+    if cell is None:
+        return MISSING
+    return str(cell["failed"] or MISSING) if math.isnan(cell[value]) else number(cell[value] / scale)
+
+
+def _timed(cell: Mapping[str, Any] | None, usual_n: int) -> str:
+    """Median [low, high]."""
+    if cell is None:
+        return MISSING
+    if math.isnan(cell["median_ms"]):
+        return str(cell["failed"] or MISSING)
+    spread = f" [{number(cell['low_ms'])}, {number(cell['high_ms'])}]"
+    other = "" if cell["n"] == usual_n else f" n={cell['n']}"
+    return f"{number(cell['median_ms'])}{'ᵈ' if cell['disturbed'] else ''}{spread}{other}"
+
+
+def _factor(r: Mapping[str, Any], what: str) -> str:
+    if math.isnan(r[what]):
+        return MISSING
+    if what == "memory" or math.isnan(r["runtime_low"]):
+        return f"{factor(r[what])}×"
+    return f"{factor(r['runtime'])}× [{factor(r['runtime_low'])}, {factor(r['runtime_high'])}]"
+
+
+def _notes(what: str, cells: pd.DataFrame, contestant: str, passes: str, n: int) -> Iterator[str]:
+    if what == "runtime":
+        yield (
+            f"n = {n} process{'' if n == 1 else 'es'} per cell unless shown. Mean: of all passes, as the paper has it; "
+            f"its factor is the ratio of means. Median: over processes of the medians of their passes "
+            f"[{_brackets(n)}]; its factor is paired in blocks, with its 95 % interval where n > 1."
+        )
+        if cells.disturbed.any():
+            yield text_tables.DISTURBED_NOTE
+    else:
+        counted = "PyTorch's profiler on a CPU; what scipy, oneDNN and MKL take by themselves is not seen"
+        yield f"Highest sum of the bytes alive in a pass, 10⁶ bytes (CUDA: its caching allocator; {counted})."
+    yield f"Paper: {PUBLISHED_LABEL}."
+    mine = cells[(cells.contestant == contestant) & (cells.passes == passes) & (cells.failed != "")]
+    for (state, reason), group in mine.groupby(["state", "reason"], sort=False):
+        places = ", ".join(f"{r.layer} at {r.batch_size}" for r in group.itertuples())
+        yield f"{group.failed.iloc[0] or state}: {places}: {text_tables.short(reason)}"
+
+
+def _brackets(n: int) -> str:
+    if n < 2:
+        return "95 % interval over the passes of the one process, which says nothing of other processes"
+    return "lowest, highest process" if n < 6 else "distribution-free 95 % interval"
+
+
+def _side_by_side(factors: pd.DataFrame, private: Sequence[tuple[str, str]], left_out: Sequence[str]) -> Iterator[Grid]:
+    """Factors of all DP contestants, a grid for runtime and one for memory of each kind of pass."""
+    for passes in ("per_sample", "clipped"):
+        names = [c for c, p in private if p == passes]
+        mine = factors[(factors.passes == passes) & factors.contestant.isin(names)] if len(factors) else factors
+        if mine.empty:
+            continue
+        places = list(dict.fromkeys(zip(mine.layer, mine.batch_size, strict=True)))
+        by_place = {(r["layer"], r["batch_size"], r["contestant"]): r for r in mine.to_dict("records")}
+        for what in ("runtime", "memory"):
+            if mine[what].isna().all() and what == "memory":
+                continue
+            rows = tuple(
+                (layer, str(size), *(_short_factor(by_place.get((layer, size, name)), what) for name in names))
+                for layer, size in places
+            )
+            title = f"{'Runtime' if what == 'runtime' else 'Peak memory'} over torch.nn: {PASSES[passes]}"
+            notes = [_rounds_note(mine), *left_out] if what == "runtime" else []
+            yield Grid(title, ("layer", "batch", *names), rows, tuple(notes))
+
+
+def _rounds_note(factors: pd.DataFrame) -> str:
+    n = sorted(set(factors.runtime_n[factors.runtime.notna()]))
+    if n in ([], [1]):
+        return "n = 1 process per side: a factor of medians over its passes, without an interval between processes."
+    rounds = str(n[0]) if len(n) == 1 else f"{n[0]} to {n[-1]}"
+    return f"n = {rounds} paired rounds; the 95 % intervals stand in the tables of each contestant and in the CSV file."
+
+
+def _short_factor(r: Mapping[str, Any] | None, what: str) -> str:
+    return MISSING if r is None or math.isnan(r[what]) else f"{factor(r[what])}×"
+
+
+def _last_sizes(factors: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame]]:
+    """The smallest and the largest batch size at which at least half of the layers were measured."""
+    if factors.empty:
+        return
+    known = factors[factors.runtime.notna() | factors.memory.notna()]
+    counts = known.groupby("batch_size").layer.nunique()
+    sizes = counts[counts >= 0.5 * counts.max()].index if len(counts) else []
+    for size in sorted({min(sizes), max(sizes)} if len(sizes) else ()):
+        yield int(size), factors[factors.batch_size == size]
+
+
+def _breakdown(cells: pd.DataFrame) -> Iterator[Grid]:
+    """The paper's Table 4: sizes that a layer cannot do without, measured without DP, beside the published ones."""
+    plain = cells[(cells.contestant == BASELINE) & cells.peak.notna()]
+    if plain.empty:
+        return
+    old = layer_frames.published("memory_breakdown").set_index(["layer", "batch_size"])
+    rows = []
+    for r in plain.to_dict("records"):
+        parts = Parts(int(r["batch_size"]), r["input"] / MEGABYTE, r["labels"] / MEGABYTE, r["module"] / MEGABYTE)
+        place = (r["layer"], r["batch_size"])
+        before = old.loc[place] if place in old.index else None
+        measured = (parts.input_bytes, parts.label_bytes, parts.C, parts.L, parts.ratio, parts.ratio / parts.batch_size)
+        columns = ("input_mb", "labels_mb", "C_mb", "L_mb", "L_over_C", "L_over_C_over_b")
+        beside = ["" if before is None else f" ({before[c]:g})" for c in columns]
+        shown = (f"{number(value)}{old_value}" for value, old_value in zip(measured, beside, strict=True))
+        rows.append((r["layer"], str(r["batch_size"]), *shown))
+    header = ("layer", "batch", "input MB", "labels MB", "C", "L", "L/C", "L/C/b")
+    note = (
+        "In brackets what the paper has. C: input and twice the labels (the output is as large) of one example; L: the "
+        "module; both MB. On CUDA a tensor takes whole blocks of 512 bytes, so the paper's L of small ones is larger. "
+        "Of attention the paper counts the query only, not key and value."
+    )
+    yield Grid("Sizes", header, tuple(rows), (note,))
+
+
+def _parts(cells: pd.DataFrame, pairs: Sequence[tuple[str, str]]) -> Iterator[Grid]:
+    """Every part of the peak, per contestant, at the largest batch size of each layer."""
+    known = cells[cells.peak.notna()]
+    if known.empty:
+        return
+    largest = known.groupby("layer").batch_size.transform("max")
+    shown = known[known.batch_size == largest]
+    rank = {name: i for i, name in enumerate(LAYERS)}
+    rows = []
+    for r in sorted(
+        shown.to_dict("records"), key=lambda r: (rank.get(r["layer"], 99), pairs.index((r["contestant"], r["passes"])))
+    ):
+        values = (
+            r[c] / MEGABYTE for c in ("input", "labels", "module", "gradients", "intermediate", "peak", "unexplained")
+        )
+        rows.append((r["layer"], str(r["batch_size"]), f"{r['contestant']} ({r['passes']})", *map(number, values)))
+    header = (
+        "layer",
+        "batch",
+        "contestant",
+        "input",
+        "labels",
+        "module",
+        "gradients",
+        "intermediate",
+        "peak",
+        "unexplained",
+    )
+    notes = (
+        "MB, at the largest batch size at which a layer's parts are known. Gradients: what a pass leaves behind; "
+        "intermediate: the rest of the peak. Unexplained: what an independent count of living tensors found more.",
+    )
+    yield Grid("Parts of the peak", header, tuple(rows), notes)
+
+
+def _shares(predicted: pd.DataFrame) -> Iterator[Grid]:
+    """Share explained by each law: here by contestant, on the paper's tables, and as its text has it."""
+    own = memory.shares(memory.of_the_paper(), [])
+    rows = []
+    for r in own.itertuples():
+        text = memory.QUOTED_SHARES.get((r.group, r.law), MISSING)
+        rows.append(("the paper's tables", r.group, r.law, *_explained(r), text))
+    here = memory.shares(predicted, ["contestant", "passes"]) if len(predicted) else predicted
+    for r in here.itertuples():
+        rows.append((f"{r.contestant} ({r.passes})", r.group, r.law, *_explained(r), MISSING))
+    header = (
+        "measured",
+        "layers",
+        "law",
+        "share explained",
+        "rows",
+        "over / under",
+        "mean |error|",
+        "the paper's text",
+    )
+    notes = (
+        "Share explained: predicted over measured peak, mean ± standard deviation over layers and batch sizes; error: "
+        "predicted over measured less one. Above 100 % a law predicts more than there was; over / under: how many rows "
+        "it over- and underestimates.",
+        "The paper's tables: the laws applied to its published sizes, which are rounded to two or three digits; that, "
+        "and CUDA's blocks of 512 bytes, is why its text is met to about a point only.",
+        DPCORE_NOTE,
+    )
+    yield Grid("Which share of the peak the laws explain", header, tuple(rows), notes)
+
+
+DPCORE_NOTE = (
+    "dpcore: bC - (b - m) output + 2L + m kept, with the physical micro-batch m and the kept bytes that it planned "
+    "itself; another L for convolutions whose sum is formed apart. Opacus' ghost mode keeps no gradient per example, "
+    "so bC + 2L stands for it."
+)
+
+
+def _explained(r: Any) -> tuple[str, str, str, str]:
+    share = f"{r.share:.1%}" + ("" if math.isnan(r.share_sd) else f" ± {r.share_sd:.1%}")
+    return share, str(r.n), f"{r.over} / {r.under}", f"{r.mean_absolute_error:.1%}"
+
+
+def _reproduction(cells: pd.DataFrame) -> Iterator[Grid]:
+    """Why 129 and 334 do not come out again."""
+    factors = memory.reproduction(cells)
+    if factors.empty:
+        return
+    measured = list(factors.columns[5:])
+    rows = tuple(
+        (str(r["layer"]), str(r["batch_size"]), *(_times(r[c]) for c in factors.columns[2:]))
+        for r in factors.to_dict("records")
+    )
+    notes = (
+        "Peak with DP over peak without. Its baseline less one L: PyTorch 1.10's zero_grad kept the old gradient, so "
+        "the paper's peak without DP held a third L beside module and gradient, and its factors are smaller than they "
+        "would be today; since PyTorch 2.0 the gradient is freed. Today's law: (bC + 2L + 2bL) / (bC + 2L). "
+        f"{MISSING} not measured here; the reason stands below the table of peak memory.",
+    )
+    header = ("layer", "batch", "the paper", "its baseline less one L", "today's law", *measured)
+    yield Grid("The paper's largest memory factors, then and now", header, rows, notes)
+
+
+def _times(value: float) -> str:
+    return MISSING if math.isnan(value) else f"{factor(value)}×"
+
+
+def _predictions(predicted: pd.DataFrame, order: Sequence[tuple[str, str]]) -> Iterator[Grid]:
+    """Every law beside the measured peak of every cell, a grid per contestant and kind of pass."""
+    for contestant, passes in order:
+        mine = predicted[(predicted.contestant == contestant) & (predicted.passes == passes)]
+        if mine.empty:
+            continue
+        laws = list(dict.fromkeys(mine.law))
+        with_plan = memory.DPCORE_DP in laws
+        rows = []
+        for (layer, size), group in mine.groupby(["layer", "batch_size"], sort=False):
+            first = group.iloc[0]
+            plan = (f"{first.micro_batch:.0f}",) if with_plan else ()
+            by_law = {r.law: (number(r.predicted_mb), _percent(r.error), f"{r.share:.1%}") for r in group.itertuples()}
+            beside = (text for name in laws for text in by_law.get(name, (MISSING,) * 3))
+            rows.append((str(layer), str(size), *plan, number(first.measured_mb), *beside))
+        header = ("layer", "batch", *(("m",) if with_plan else ()), "measured MB")
+        header += tuple(text for name in laws for text in (f"{name} MB", "error", "explained"))
+        notes = (
+            "Error: predicted over measured less one; above 0 an overestimate. Explained: predicted over measured. MB: "
+            f"10⁶ bytes.{' ' + DPCORE_NOTE if with_plan else ''}",
+        )
+        yield Grid(f"{contestant} ({passes}): predicted and measured peak", header, tuple(rows), notes)
+
+
+def _sweep(swept: pd.DataFrame) -> Iterator[Grid]:
+    for (contestant, passes), group in swept[swept.column == "dp"].groupby(["contestant", "passes"], sort=False):
+        rows = tuple(
+            (
+                str(r["num_embeddings"]),
+                number(r["L_over_C"]),
+                MISSING if math.isnan(r["paper_L_over_C"]) else f"{r['paper_L_over_C']:,g}",
+                str(r["batch_size"]),
+                _factor(r, "runtime"),
+                _factor(r, "memory"),
+                f"{factor(r['predicted_overhead'])}×",
+                f"{r['overhead_error']:+.0%}" if r["materialises"] and not math.isnan(r["overhead_error"]) else MISSING,
+                r["regime"],
+            )
+            for r in group.sort_values(["num_embeddings", "batch_size"]).to_dict("records")
+        )
+        header = (
+            "embeddings",
+            "L/C",
+            "paper: L/C",
+            "batch",
+            "runtime",
+            "memory",
+            "predicted memory",
+            "error",
+            "regime",
+        )
+        note = (
+            "Factors over torch.nn. Predicted: (bC + (1 + b)L) / (bC + 2L), the paper's law; error: over measured, "
+            "only of contestants that hold a gradient per example. The paper's L/C counts whole blocks of 512 bytes, "
+            "which CUDA's allocator takes for small tensors."
+        )
+        yield Grid(f"{contestant} ({passes}): embedding sweep", header, rows, (note, _rounds_note(group)))
+
+
+def _errors(errors: pd.DataFrame) -> Iterator[Grid]:
+    if errors.empty:
+        return
+    rows = tuple(
+        (
+            f"{r.contestant} ({r.passes})",
+            r.regime,
+            _signed(r.error, r.error_sd),
+            _signed(r.approximate_error, r.approximate_sd),
+            str(r.n),
+            memory.QUOTED_ERRORS.get(r.regime, MISSING),
+        )
+        for r in errors.itertuples()
+    )
+    notes = (
+        "How far the paper's law over- (+) or underestimates (-) the memory overhead, mean ± standard deviation. "
+        f"Approximated: by the paper's formula of the regime; << and >> are read as a factor of {law.FAR:g}, which it "
+        "does not say.",
+        "The paper's own values of the sweep stand in a figure only, so its 41 % cannot be computed from its tables; "
+        "its 23.3 % can be approached: the embedding rows of its Table 3 alone give "
+        f"{_published_embedding()}.",
+    )
+    header = ("contestant", "regime", "error", "approximated", "cells", "the paper's text")
+    yield Grid("Over- and underestimates of the memory overhead", header, rows, notes)
+
+
+def _published_embedding() -> str:
+    rows = memory.of_the_paper()
+    mine = rows[(rows.paper_row == "Embedding") & (rows.law == memory.PAPER_DP)]
+    found = law.spread(mine.overhead_error.tolist())
+    return _signed(found.mean, found.deviation)
+
+
+def _signed(mean: float, deviation: float) -> str:
+    return f"{mean:+.1%}" + ("" if math.isnan(deviation) else f" ± {deviation:.1%}")
+
+
+def _percent(error: float) -> str:
+    """Signed; what rounds to zero is +0.0%."""
+    return f"{round(error, 3) + 0.0:+.1%}"
+
+
+def _spread(between: pd.DataFrame) -> Iterator[Grid]:
+    """By contestant in short, then every cell, a grid per contestant."""
+    yield _spread_in_short(between)
+    has_times, has_peaks = between.runtime_spread.notna().any(), between.memory_spread.notna().any()
+    shown = "ms of each run, oldest first"
+    if between.runs.max() > layer_frames.RUNS_SHOWN:
+        shown = "ms [lowest, highest run]"
+    columns = [*((shown, "spread") if has_times else ()), *(("spread of the peak",) if has_peaks else ())]
+    for (contestant, passes), group in between.groupby(["contestant", "passes"], sort=False):
+        rows = []
+        for r in group.itertuples():
+            row = [r.layer, str(r.batch_size), str(r.runs)]
+            if has_times:
+                row += [_runs(r), MISSING if math.isnan(r.runtime_spread) else f"{r.runtime_spread:.1%}"]
+            if has_peaks:
+                row.append(MISSING if math.isnan(r.memory_spread) else f"{r.memory_spread:.2%}")
+            rows.append(tuple(row))
+        notes = ["Spread: (largest - smallest) / median of the runs' values."]
+        if group.disturbed.any():
+            notes.append(text_tables.DISTURBED_NOTE)
+        header = ("layer", "batch", "runs", *columns)
+        yield Grid(f"{contestant} ({passes}): between runs", header, tuple(rows), tuple(notes))
+
+
+def _runs(r: Any) -> str:
+    if math.isnan(r.median_ms):
+        return MISSING
+    mark = "ᵈ" if r.disturbed else ""
+    if r.runs > layer_frames.RUNS_SHOWN:
+        return f"{number(r.median_ms)}{mark} [{number(r.lowest_ms)}, {number(r.highest_ms)}]"
+    return ", ".join(number(float(value)) for value in r.runs_ms.split()) + mark
+
+
+def _spread_in_short(between: pd.DataFrame) -> Grid:
+    rows = []
+    everything = [("all", between), *between.groupby(["contestant", "passes"], sort=False)]
+    for who, group in [*everything[1:], everything[0]]:
+        name = who if isinstance(who, str) else f"{who[0]} ({who[1]})"
+        for what, values in (("runtime", group.runtime_spread.dropna()), ("peak memory", group.memory_spread.dropna())):
+            if len(values):
+                worst = group.loc[values.idxmax()]
+                rows.append(
+                    (
+                        name,
+                        what,
+                        str(len(values)),
+                        f"{values.median():.1%}",
+                        f"{values.quantile(0.9):.1%}",
+                        f"{values.max():.1%} ({worst.layer} at {worst.batch_size})",
+                    )
+                )
+    header = ("contestant", "of", "cells", "median spread", "nine tenths under", "largest")
+    notes = [
+        "Spread: (largest - smallest) / median of the runs' values of a cell; a run's value is the median over its "
+        "processes of the medians of their passes (of their peaks for memory). It has no interval: of the same code on "
+        "the same machine, it is what a difference between two runs has to exceed."
+    ]
+    if between.memory_spread.isna().all():
+        notes.append("Of no cell did two runs count memory.")
+    return Grid("Between runs, in short", header, tuple(rows), tuple(notes))
+
+
+def _claims(stated: pd.DataFrame) -> Iterator[Grid]:
+    if stated.empty:
+        return
+    for (contestant, passes), group in stated.groupby(["contestant", "passes"], sort=False):
+        if not group.cells.any():
+            continue
+        rows = tuple(
+            (
+                r.claim,
+                r.quoted,
+                (r.paper or r.paper_everywhere or MISSING) + ("ᵗ" if r.own_table == "does not hold" else ""),
+                r.measured or MISSING,
+                f"{r.cells} of {r.paper_cells}" if r.cells and r.paper_cells else str(r.cells or MISSING),
+                str(r.n) if r.cells and r.n else MISSING,
+                MISSING if math.isnan(r.here_over_paper) else f"{factor(r.here_over_paper)}×",
+                r.outcome,
+            )
+            for r in group.itertuples()
+        )
+        notes = [
+            "Its table: the same quantity from the paper's own tables, at the layers and batch sizes measured here "
+            "(everywhere, where none was). Here / table: geometric mean over the places of both.",
+            "Holds: every measured value, with all of its 95 % interval where there is one, lies in the range of the "
+            f"paper's table widened by a factor of {TOLERANCE:g} at both ends, or, for a statement, on its side of the "
+            "limit. Does not hold: one lies outside with all of it. Undecided: neither, some interval reaches over a "
+            "bound. Places: measured values, of those that the paper's tables have (a largest value and a mean are "
+            "one); a claim that holds does so at these only. n: the fewest rounds behind one of this contestant's "
+            "factors; with 1 there is no interval, and a value is judged by itself. Much smaller, ≪ and ≫: by a factor "
+            f"of {law.FAR:g} and more; constant: within a factor of {TOLERANCE:g}; errors over the sweep: within mean "
+            "± standard deviation of its text.",
+        ]
+        notes.append(layer_claims.ELSEWHERE)
+        if any("ᵗ" in row[2] for row in rows):
+            notes.append("ᵗ The paper's own table does not bear the statement out everywhere.")
+        header = ("claim", "its text", "its table", "measured", "places", "n", "here / table", "outcome")
+        yield Grid(f"{contestant} ({passes}): the paper's findings", header, rows, tuple(notes))

@@ -1,0 +1,154 @@
+"""All chapters of a report. A new kind of measurement adds one function to ``sources``; every format follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import pandas as pd
+
+from harness.analysis import frames as table
+from harness.analysis.frames import Tables
+from harness.errors import BadInput
+from harness.report import text_tables
+from harness.report.chapters import costs, fastest_peer, frontier, layers, paper
+from harness.report.figures import memory as memory_figure
+from harness.report.figures import tasks as task_figures
+from harness.report.formats import latex
+from harness.report.text_tables import Chapter, Grid, Section
+from harness.store.record import Record
+
+Source = Callable[[Sequence[Record]], Iterable[Chapter]]
+"""From all records (of every kind) to chapters; none where it finds none of its own kind."""
+
+
+def sources() -> tuple[Source, ...]:
+    """What stands beside the end-to-end tables, in order of appearance."""
+    return (layers.chapters, frontier.chapters)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What every format is written from. ``tables``: the end-to-end tables, None where no record is of that kind."""
+
+    records: Sequence[Record]
+    tables: Tables | None
+    chapters: tuple[Chapter, ...]
+
+
+def build(records: Sequence[Record], left_out: Sequence[str] = ()) -> Report:
+    """``left_out``: what is wrong with records that are not among these. Raises :class:`BadInput` for no record."""
+    if not records:
+        raise BadInput("There are no records to report; make some with `dpbench run e2e`.")
+    tables = table.build(records) if any(r.cell.kind == "e2e" for r in records) else None
+    report = of_tables(records, tables)
+    return replace(report, chapters=(*_left_out(left_out), *report.chapters))
+
+
+def _left_out(faults: Sequence[str]) -> Iterator[Chapter]:
+    """First, because whoever reads the rest has to know."""
+    if faults:
+        rows = tuple((str(number), " ".join(fault.split())) for number, fault in enumerate(faults, 1))
+        yield Chapter("Records left out", None, (Grid("What could not be read", ("", "why"), rows),), printed=False)
+
+
+def of_tables(records: Sequence[Record], tables: Tables | None) -> Report:
+    """A report with end-to-end tables that were built before."""
+    own = end_to_end(tables) if tables else ()
+    return Report(records, tables, (*own, *(chapter for source in sources() for chapter in source(records))))
+
+
+def end_to_end(tables: Tables) -> tuple[Chapter, ...]:
+    """The chapters of the end-to-end records: section by section, then what belongs to none."""
+    numbers = {
+        "paper-then-and-now": paper.then_and_now(tables),
+        "paper-rank-correlation": paper.rank_correlation(tables),
+        "paper-claims": paper.claims(tables),
+        "cumulative-seconds": costs.cumulative_numbers(tables),
+        "start-up": costs.start_up(tables),
+        "seconds-to-accuracy": costs.goals(tables),
+        "physical-floor": costs.floor(tables),
+        "fastest-peer": fastest_peer.frame(tables),
+    }
+    chapters = [
+        chapter for section in text_tables.sections(tables) for chapter in _of_section(tables, section, numbers)
+    ]
+    return (
+        *chapters,
+        Chapter("Processes", None, frames={"processes": tables.raw}),
+    )
+
+
+def _of_section(tables: Tables, section: Section, numbers: Mapping[str, pd.DataFrame]) -> Iterator[Chapter]:
+    pictures = task_figures.pictures(tables, section) | memory_figure.pictures(tables, section)
+    when = text_tables.provenance(tables, section)
+
+    def chapter(title: str, grids: Iterable[Grid], **frames: pd.DataFrame) -> Chapter:
+        """``frames``: by the stem of the CSV file, with _ for -."""
+        of_here = {stem.replace("_", "-"): section.of(frame) for stem, frame in frames.items()}
+        shown = tuple(picture for stem in of_here for picture in pictures.get(stem, ()))
+        own = {
+            task_figures.file_name(stem, section, here): LATEX[stem](tables, section)
+            for stem, here in of_here.items()
+            if stem in LATEX and len(here)
+        }
+        return Chapter(title, section, tuple(grids), shown, of_here, when, own, interactive=True)
+
+    yield chapter(
+        "Seconds per epoch", text_tables.seconds_and_published(tables, section), seconds_per_epoch=tables.cells
+    )
+    yield chapter(
+        "Relative to PyTorch without DP", text_tables.ratios(tables, section), relative_to_pytorch=tables.ratios
+    )
+    yield Chapter(
+        "Against the fastest peer",
+        section,
+        tuple(fastest_peer.grids(numbers["fastest-peer"], section)),
+        frames={"fastest-peer": section.of(numbers["fastest-peer"])},
+        when=when,
+    )
+    yield Chapter(
+        "Cumulative seconds",
+        section,
+        tuple(costs.cumulative(tables, section)),
+        tuple(pictures["cumulative-seconds"]),
+        {"cumulative-seconds": section.of(numbers["cumulative-seconds"])},
+        when,
+    )
+    yield chapter("Framework, DP, compile", text_tables.overheads(tables, section), overheads=tables.overheads)
+    yield Chapter(
+        "The paper against these measurements",
+        section,
+        tuple(text_tables.against_the_paper(tables, section)),
+        frames={stem: section.of(numbers[stem]) for stem in numbers if stem.startswith("paper-")},
+        when=when,
+    )
+    starting, reached, bound = (section.of(numbers[k]) for k in ("start-up", "seconds-to-accuracy", "physical-floor"))
+    yield chapter(
+        "Start-up",
+        [*costs.start_up_grids(starting), *text_tables.compile_seconds(tables, section)],
+        start_up=starting,
+        compile_seconds=tables.compile,
+    )
+    yield chapter("Seconds to accuracy and ε", costs.goals_grids(reached), seconds_to_accuracy=reached)
+    yield chapter("Physical floor", costs.floor_grids(tables, section, bound), physical_floor=bound)
+    of_memory = chapter("Peak memory", text_tables.memory(tables, section), peak_memory=tables.memory)
+    yield replace(of_memory, interactive=False)  # the page's own charts are of seconds
+    yield chapter("Privacy", text_tables.privacy(tables, section), privacy=tables.privacy)
+    yield chapter("Accuracy", text_tables.accuracy(tables, section), accuracy=tables.accuracy)
+    yield chapter("Failures and rejections", costs.failures(tables, section))
+    yield chapter("Coverage", text_tables.coverage(tables, section), coverage=tables.coverage)
+    yield Chapter(
+        "Admission gate",
+        section,
+        tuple(text_tables.gate(tables, section)),
+        frames={"gate": section.of(tables.gate)},
+        when=when,
+        printed=False,
+    )
+    yield chapter("Hardware", costs.hardware(tables, section))
+    yield chapter("Versions", text_tables.versions(tables, section), versions=tables.versions)
+
+
+LATEX = {"seconds-per-epoch": latex.seconds, "relative-to-pytorch": latex.ratios}
+"""Layouts of their own, by the stem of the numbers."""

@@ -1,0 +1,1 @@
+"""How a report is written: Markdown, LaTeX, a page, the terminal."""

@@ -1,0 +1,373 @@
+"""Tables for a paper: booktabs, ready for ``\\input``, in the layout of the paper's Table 1."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from harness.analysis.frames import PUBLISHED_LABEL, Tables
+from harness.analysis.naming import BASELINE_ROW, factor, number
+from harness.report import text_tables
+from harness.report.text_tables import Chapter, Grid, Section
+
+SPECIAL: Mapping[str, str] = {
+    "\\": r"\textbackslash{}",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "–": "--",
+    "·": r"$\cdot$",
+    "…": r"\ldots{}",
+    "×": r"$\times$",
+    "σ": r"$\sigma$",
+    "ε": r"$\varepsilon$",
+    "δ": r"$\delta$",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "ᵉ": r"\textsuperscript{e}",
+    "ᵈ": r"\textsuperscript{d}",
+    "ᶠ": r"\textsuperscript{f}",
+    "ᵗ": r"\textsuperscript{t}",
+    "≤": r"$\leq$",
+    "≥": r"$\geq$",
+    "±": r"$\pm$",
+    "−": r"$-$",
+    "→": r"$\rightarrow$",
+    "’": "'",
+    "α": r"$\alpha$",
+    "∞": r"$\infty$",
+}
+MARKS = {"extrapolated": "e", "disturbed": "d", "failed": "f"}
+PREAMBLE = r"""\documentclass{article}
+\usepackage[a4paper,margin=20mm]{geometry}
+\usepackage[utf8]{inputenc}
+\usepackage{booktabs}
+\usepackage{longtable}
+\usepackage{array}
+\usepackage{graphicx}
+\setlength{\LTcapwidth}{\linewidth}
+\setlength{\emergencystretch}{3em}
+"""
+
+
+def escape(text: str) -> str:
+    """Text that LaTeX prints as it stands; characters that pdfTeX has no glyph for become a question mark."""
+    escaped = "".join(SPECIAL.get(c, c) for c in text.replace("\n", " "))
+    return escaped.encode("latin-1", "replace").decode("latin-1")
+
+
+LINES_PER_PAGE = 62
+"""Rows in footnotesize that fit on an A4 page with a caption; longer tables go on in a further one."""
+INLINE_COLUMNS = 4
+"""Up to this many batch sizes the interval stands beside its value, else in small type below it."""
+
+
+ROOM = 132
+"""Letters of a line in scriptsize; a grid with more gets narrower columns of text, then goes on in a further table."""
+TITLE_ROOM = 100
+"""Letters of a grid's title that fit on one line whatever they are."""
+LETTER = 1.25
+"""Millimetres that a letter takes in a column of fixed width."""
+NARROWEST = 16
+"""Letters; narrower columns of text are unreadable."""
+
+
+def chapter(chapter: Chapter) -> str:
+    """All grids of a chapter as ``longtable`` (which break over pages); neighbours with the same columns in one table,
+    each under its title. Needs booktabs, longtable and array."""
+    groups: list[list[Grid]] = []
+    for grid in chapter.grids:
+        if groups and groups[-1][0].header == grid.header:
+            groups[-1].append(grid)
+        else:
+            groups.append([grid])
+    return "\n".join(line for grids in groups for line in _longtable(grids, chapter)) + "\n"
+
+
+def _longtable(grids: Sequence[Grid], chapter: Chapter) -> Iterator[str]:
+    where = f" {chapter.section.title}" if chapter.section else ""
+    when = f"; measured {chapter.when}." if chapter.when else "." if where else ""
+    title = grids[0].title if len(grids) == 1 else chapter.title
+    notes = dict.fromkeys(note for grid in grids for note in grid.notes)
+    caption = escape(" ".join([f"{title}.{where}{when}", *notes]))
+    whole = Grid(title, grids[0].header, tuple(row for grid in grids for row in grid.rows))
+    parts = list(_parts(whole))
+    for i, (columns, widths) in enumerate(parts, 1):
+        kinds = [
+            rf">{{\raggedright\arraybackslash}}p{{{widths[c] * LETTER:.0f}mm}}"
+            if widths[c] < _width(whole, c)
+            else ("l" if c == 0 or not _is_number(whole, c) else "r")
+            for c in columns
+        ]
+        part = f" Part {i} of {len(parts)}." if len(parts) > 1 else ""
+        yield r"{\scriptsize\setlength{\tabcolsep}{3pt}"
+        yield rf"\begin{{longtable}}{{@{{}}{''.join(kinds)}@{{}}}}"
+        yield rf"\caption{{{caption}{part}}}\\"
+        head = [r"\toprule", _row([escape(whole.header[c]) for c in columns])]
+        yield from [*head, r"\midrule\endfirsthead", *head, r"\midrule\endhead", r"\bottomrule\endfoot"]
+        for k, grid in enumerate(grids):
+            if len(grids) > 1:
+                gap = r"\addlinespace " if k else ""
+                # A title of many words is broken into lines; the column of its own length would leave the page.
+                column = "l" if len(grid.title) <= TITLE_ROOM else r"p{0.98\linewidth}"
+                yield rf"{gap}\multicolumn{{{len(columns)}}}{{@{{}}{column}}}{{\textit{{{escape(grid.title)}}}}}\\*"
+            yield from (_row([escape(row[c]) for c in columns]) for row in grid.rows)
+        yield r"\end{longtable}}"
+
+
+def _width(grid: Grid, column: int) -> int:
+    return max(len(row[column]) for row in (grid.header, *grid.rows))
+
+
+def _is_number(grid: Grid, column: int) -> bool:
+    return any(row[column][:1].isdigit() for row in grid.rows)
+
+
+def _parts(grid: Grid) -> Iterator[tuple[list[int], dict[int, int]]]:
+    """(columns, their widths in letters) of every table that a grid needs; the first column stands in each.
+
+    Columns of words that are wider than ``NARROWEST`` may be broken into lines; they share the room that the others
+    leave, the narrowest first, so that what one does not need goes to the next.
+    """
+    natural = {c: _width(grid, c) for c in range(len(grid.header))}
+    wordy = {c for c, width in natural.items() if width > NARROWEST and any(" " in row[c] for row in grid.rows)}
+    wordy = {c for c in wordy if not any("[" in row[c] for row in grid.rows)}
+    least = {c: NARROWEST if c in wordy else width for c, width in natural.items()}
+
+    def taken(columns: list[int]) -> int:
+        return sum(least[c] + 2 for c in columns)
+
+    parts = [[0]]
+    for c in range(1, len(grid.header)):
+        if len(parts[-1]) > 1 and taken([*parts[-1], c]) > ROOM:
+            parts.append([0])
+        parts[-1].append(c)
+    for columns in parts:
+        widths = {c: least[c] for c in columns}
+        spare = max(0, ROOM - taken(columns))
+        breakable = sorted(wordy & set(columns), key=lambda c: natural[c])
+        for i, c in enumerate(breakable):
+            more = min(natural[c] - widths[c], spare // (len(breakable) - i))
+            widths[c] += more
+            spare -= more
+        yield columns, widths
+
+
+def seconds(tables: Tables, section: Section) -> str:
+    """The main table of a section: per task the measured rows, then the published ones, labelled as such.
+
+    Needs the package booktabs. Tasks that do not fit on the page go into further tables with the same caption.
+    """
+    cells = section.of(tables.cells)
+    sizes = sorted(cells.batch_size.unique())
+    parts = []
+    for task, synthetic, group in text_tables.blocks(cells):
+        label = rf"{{\scriptsize measured{' on synthetic data' if synthetic else ''}}}"
+        lines = [
+            rf"\multicolumn{{{len(sizes) + 1}}}{{l}}{label}\\",
+            *_measured_rows(group, sizes),
+            *_published_rows(tables, task, sizes),
+        ]
+        parts.append((text_tables.task_title(task, synthetic), lines))
+    return _pages(parts, sizes, _caption(tables, section, cells))
+
+
+def _pages(parts: list[tuple[str, list[str]]], sizes: list[int], caption: str) -> str:
+    """Table environments of as many parts (title, rows) as fit on a page each."""
+    pages: list[list[str]] = []
+    room = 0
+    for letter, (title, rows) in zip(string.ascii_lowercase, parts, strict=False):
+        if len(rows) + 4 > room:
+            pages.append([])
+            room = LINES_PER_PAGE
+        room -= len(rows) + 4
+        pages[-1] += [
+            r"\toprule",
+            _row(["Batch size", *map(str, sizes)]),
+            r"\midrule",
+            *rows,
+            r"\bottomrule",
+            rf"\multicolumn{{{len(sizes) + 1}}}{{c}}{{\rule{{0pt}}{{2.6ex}}({letter}) {escape(title)}}}\\[1.6ex]",
+        ]
+    tables = [
+        [
+            r"\begin{table}[!htbp]",
+            r"\footnotesize",
+            r"\centering",
+            r"\setlength{\tabcolsep}{3pt}",
+            rf"\begin{{tabular}}{{l{'r' * len(sizes)}}}",
+            *lines,
+            r"\end{tabular}",
+            rf"\caption{{{caption}{f' Part {i} of {len(pages)}.' if len(pages) > 1 else ''}}}",
+            r"\end{table}",
+        ]
+        for i, lines in enumerate(pages, 1)
+    ]
+    return "\n".join(line for lines in tables for line in lines) + "\n"
+
+
+def _row(cells: list[str]) -> str:
+    return " & ".join(cells) + r" \\"
+
+
+def _rows(name: str, private: bool, values: list[tuple[str, str]]) -> Iterator[str]:
+    """One row of (value, interval), or two where there are many columns."""
+    label = _styled(escape(name), private)
+    if len(values) <= INLINE_COLUMNS:
+        yield _row([label, *(_styled(v, private) + (rf" {{\scriptsize {i}}}" if i else "") for v, i in values)])
+        return
+    yield _row([label, *(_styled(value, private) for value, _ in values)]) + (
+        "[-0.7ex]" if any(i for _, i in values) else ""
+    )
+    if any(interval for _, interval in values):
+        yield _row(["", *(rf"{{\tiny {interval}}}" if interval else "" for _, interval in values)])
+
+
+def _measured_rows(group: pd.DataFrame, sizes: list[int]) -> Iterator[str]:
+    usual_n = text_tables.usual(group[group.state == "ok"].n)
+    by_place = {(row.contestant, row.batch_size): row for row in group.itertuples()}
+    for name in dict.fromkeys(group.contestant):
+        rows = [by_place.get((name, size)) for size in sizes]
+        private = next(row.private for row in rows if row is not None)
+        yield from _rows(name, private, [(_median(row), _spread(row, usual_n)) for row in rows])
+
+
+def _styled(text: str, private: bool) -> str:
+    """The rows without DP are in italics, as in the paper."""
+    return text if private else rf"\textit{{{text}}}"
+
+
+def _median(row: Any) -> str:
+    if row is None:
+        return "--"
+    if row.state != "ok":
+        return rf"{{\scriptsize\textsf{{{escape(row.state)}}}}}"
+    marks = "".join(mark for column, mark in MARKS.items() if getattr(row, column))
+    return number(row.median) + (rf"\textsuperscript{{{marks}}}" if marks else "")
+
+
+def _spread(row: Any, usual_n: int) -> str:
+    if row is None or row.state != "ok":
+        return ""
+    spread = [f"[{number(row.low)}, {number(row.high)}]"] if row.n > 1 else []
+    return "".join(spread) + _own_n(row.n, usual_n)
+
+
+def _own_n(n: int, usual_n: int) -> str:
+    """The number of processes as a subscript, where it is not the usual one."""
+    return "" if n == usual_n else f"$_{{{n}}}$"
+
+
+def _published_rows(tables: Tables, task: str, sizes: list[int]) -> Iterator[str]:
+    frame = tables.published[(tables.published.task == task) & tables.published.batch_size.isin(sizes)]
+    if frame.empty:
+        return
+    yield r"\midrule"
+    yield rf"\multicolumn{{{len(sizes) + 1}}}{{l}}{{\scriptsize {escape(PUBLISHED_LABEL)} (not this machine)}}\\"
+    by_place = {(row.paper_row, row.batch_size): f"{row.seconds:.2f}" for row in frame.itertuples()}
+    for name in dict.fromkeys(frame.paper_row):
+        private = name != BASELINE_ROW
+        yield from _rows(name, private, [(by_place.get((name, size), "--"), "") for size in sizes])
+
+
+def _caption(tables: Tables, section: Section, cells: pd.DataFrame) -> str:
+    ok = cells[cells.state == "ok"]
+    sentences = [
+        f"Median seconds per epoch on {section.machine} ({section.device}), protocol {section.protocol}, isolation "
+        f"{section.isolation}, {text_tables.provenance(tables, section)}.",
+        text_tables.spread_note(text_tables.usual(ok.n), "unless a subscript says otherwise") if len(ok) else "",
+    ]
+    if ok.extrapolated.any():
+        sentences.append("e: extrapolated from a part of an epoch.")
+    if (ok.disturbed > 0).any():
+        sentences.append("d: disturbed, meanwhile other programs took processor time or the machine changed its speed.")
+    if (ok.failed > 0).any():
+        sentences.append("f: some processes of the cell failed.")
+    if cells.synthetic.any():
+        sentences.append("Tasks marked synthetic were trained on synthetic data of the same shape.")
+    if (cells.state != "ok").any():
+        sentences.append("In place of a time: the state of the cell; its reason stands in the table of failures.")
+    if _has_gaps(cells):
+        sentences.append("--: not measured.")
+    return escape(" ".join(s for s in sentences if s))
+
+
+def _has_gaps(cells: pd.DataFrame) -> bool:
+    sizes = cells.batch_size.nunique()
+    return any(len(group) < sizes for _, group in cells.groupby(["task", "synthetic", "contestant"]))
+
+
+def ratios(tables: Tables, section: Section) -> str:
+    """Seconds relative to PyTorch without DP with 95 % intervals, a block per task."""
+    frame = section.of(tables.ratios)
+    sizes = sorted(frame.batch_size.unique())
+    usual_n = text_tables.usual(frame.n)
+    parts = []
+    for task, synthetic, group in text_tables.blocks(frame):
+        by_place = {(row.contestant, row.batch_size): row for row in group.itertuples()}
+        lines: list[str] = []
+        for name in dict.fromkeys(group.contestant):
+            rows = [by_place.get((name, size)) for size in sizes]
+            private = next(row.private for row in rows if row is not None)
+            lines += _rows(name, private, [_ratio(row, usual_n) for row in rows])
+        parts.append((text_tables.task_title(task, synthetic), lines))
+    caption = (
+        f"Seconds per epoch relative to {frame.baseline.iloc[0]} (without DP) on {section.machine} ({section.device}), "
+        f"protocol {section.protocol}, isolation {section.isolation}, {text_tables.provenance(tables, section)}. "
+        + (
+            f"Mean of {usual_n} paired rounds (a subscript: that many), with its 95 % interval (Student's t on "
+            "log-ratios)."
+            if usual_n > 1
+            else "One paired round (a subscript: that many), of which there is no interval."
+        )
+        + (" e: extrapolated from a part of an epoch." if frame.extrapolated.any() else "")
+        + (" d: disturbed." if frame.disturbed.any() else "")
+    )
+    return _pages(parts, sizes, escape(caption))
+
+
+def _ratio(row: Any, usual_n: int) -> tuple[str, str]:
+    """(ratio with its marks, interval and n)."""
+    if row is None:
+        return "--", ""
+    marks = "".join(mark for column, mark in MARKS.items() if getattr(row, column, False))
+    raised = rf"\textsuperscript{{{marks}}}" if marks else ""
+    interval = "" if pd.isna(row.low) else f"[{factor(row.low)}, {factor(row.high)}]"
+    return rf"{factor(row.ratio)}$\times${raised}", interval + _own_n(row.n, usual_n)
+
+
+def document(names: list[str], figures: list[str], floating: Collection[str] = ()) -> str:
+    """A document that compiles as it is.
+
+    ``names``: tables, as file names without ``.tex``; ``floating``: those of them that hold floats. ``figures``: paths
+    to PDFs.
+    """
+    inputs = []
+    for name, following in zip(names, [*names[1:], ""], strict=True):
+        inputs.append(rf"\input{{{name}}}")
+        # Tables that float would else come out among those of the next section, and not in the order of their numbers.
+        if name in floating and following not in floating:
+            inputs.append(r"\clearpage")
+    body = [
+        r"\title{Benchmark report}\author{dpbench}\date{}\maketitle",
+        r"\noindent\textit{Extrapolated}: a part of an epoch was measured and scaled up. \textit{Synthetic}: data of "
+        r"the same shape in place of the genuine. \textit{Simulated}: not run on the device that it speaks of. "
+        "Every table and figure says in its caption where, when and under which rules it was measured.",
+        *inputs,
+        r"\clearpage",
+        *(
+            rf"\begin{{figure}}[p]\centering\includegraphics[width=\linewidth,height=.95\textheight,keepaspectratio]"
+            rf"{{{path}}}\end{{figure}}"
+            for path in figures
+        ),
+    ]
+    return PREAMBLE + "\\begin{document}\n" + "\n".join(body) + "\n\\end{document}\n"

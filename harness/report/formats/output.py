@@ -1,0 +1,86 @@
+"""Writes a report: Markdown, CSV, LaTeX, one HTML page and figures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import pandas as pd
+
+from harness.analysis import naming
+from harness.errors import BadInput
+from harness.report import contents as chapters
+from harness.report.contents import Report
+from harness.report.figures import tasks as task_figures
+from harness.report.formats import latex, markdown, page
+from harness.report.text_tables import Chapter
+from harness.store import read
+from harness.store.cache import write_atomically
+
+
+def write(records_folder: Path, out: Path, plots: Path) -> list[Path]:
+    """See :func:`harness.report.write`."""
+    faults: list[str] = []
+    loaded = read.load(records_folder, left_out=faults.append)
+    return write_report(chapters.build(loaded, faults), out, plots)
+
+
+def write_report(report: Report, out: Path, plots: Path) -> list[Path]:
+    """Writes everything; files that carry synthetic or extrapolated figures say so in their names."""
+    for folder in (out, plots):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BadInput(f"The folder {folder} cannot be made ({error.strerror}); choose another.") from None
+    try:
+        drawn = task_figures.draw((picture for chapter in report.chapters for picture in chapter.pictures), plots)
+        written = texts(report, [os.path.relpath(path, out) for path in drawn if path.suffix == ".pdf"])
+        written["report.html"] = page.page(report, {path.stem: path for path in drawn if path.suffix == ".png"})
+        for name, text in written.items():
+            write_atomically(out / name, text.encode())
+    except OSError as error:
+        raise BadInput(
+            f"The report cannot be written ({error.strerror}: {error.filename}); free space, or choose another folder."
+        ) from None
+    return [*(out / name for name in written), *drawn]
+
+
+def texts(report: Report, pictures: list[str]) -> dict[str, str]:
+    """File name -> content of all tables; ``pictures``: paths of the PDFs that ``report.tex`` shows."""
+    synthetic = report.tables is not None and bool(report.tables.raw.synthetic.any())
+    texts = {f"{naming.slug('report', 'synthetic' if synthetic else '')}.md": markdown.page(report.chapters)}
+    for kind, frame in frames(report.chapters).items():
+        texts[f"{naming.slug(kind, *_flags(frame))}.csv"] = frame.to_csv(index=False)
+    inputs = [name for chapter in report.chapters for name in latex_files(chapter)]
+    for chapter in report.chapters:
+        texts |= {f"{name}.tex": text for name, text in latex_files(chapter).items()}
+    floating = {name for name in inputs if r"\begin{table}" in texts[f"{name}.tex"]}
+    texts["report.tex"] = latex.document(inputs, pictures, floating)
+    return texts
+
+
+def frames(chapters: Iterable[Chapter]) -> dict[str, pd.DataFrame]:
+    """The numbers of all chapters by the stem of their file; those of several sections in one."""
+    parts: dict[str, list[pd.DataFrame]] = {}
+    for chapter in chapters:
+        for stem, frame in chapter.frames.items():
+            if len(frame):
+                parts.setdefault(stem, []).append(frame)
+    return {stem: pd.concat(found, ignore_index=True) for stem, found in parts.items()}
+
+
+def latex_files(chapter: Chapter) -> dict[str, str]:
+    """Stem of the file -> tables for ``\\input``."""
+    if chapter.latex or not chapter.grids or not chapter.printed:
+        return dict(chapter.latex)
+    section = chapter.section
+    where = (
+        [section.protocol, section.device, section.isolation, naming.machine_slug(section.machine)] if section else []
+    )
+    marked = sorted({flag for frame in chapter.frames.values() for flag in _flags(frame)})
+    return {naming.slug(chapter.title, *where, *marked): latex.chapter(chapter)}
+
+
+def _flags(frame: pd.DataFrame) -> list[str]:
+    return [f for f in ("extrapolated", "synthetic") if f in frame.columns and frame[f].any()]

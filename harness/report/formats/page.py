@@ -1,0 +1,305 @@
+"""The report as one HTML page that needs nothing else: no network, no second file.
+
+Charts are Vega-Lite; its JavaScript comes out of the package ``vl-convert-python`` and stands inside of the page.
+Numbers go in as JSON: a row per cell, and per process what ``dpbench explain`` prints, with every text once.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pandas as pd
+from markupsafe import Markup
+
+from harness.analysis.frames import CELL, PLACE, Tables
+from harness.report import text_tables
+from harness.report.chapters import costs, explain, paper
+from harness.report.contents import Report
+from harness.report.figures import tasks as task_figures
+from harness.report.text_tables import Chapter, Grid, Section
+from harness.store.record import Record
+
+WEB = Path(__file__).parent / "web"
+PICTURE_WIDTH = 1000
+"""Pixels of a figure inside the page; the files beside it are sharper."""
+SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "triangle-right")
+"""Not as many as there are colours, so that colour and shape together come again late."""
+ON_DARK = {
+    "#0072B2": "#5BB1E8",
+    "#D55E00": "#FF8A45",
+    "#009E73": "#3CCBA2",
+    "#8C6D31": "#CBA75E",
+    "#7B4FA3": "#BE95E3",
+}
+"""Lighter neighbours of the colours that are too dark on a dark page."""
+MEMORY = ("peak_resident_growth", "cuda_peak_allocated", "nvml_process_peak")
+"""The notion that the main table shows: the first that is on record."""
+
+
+@dataclass(frozen=True)
+class _Picture:
+    title: str
+    uri: str
+    width: int
+    height: int
+
+
+@dataclass(frozen=True)
+class _Chapter:
+    title: str
+    grids: Sequence[Grid]
+    pictures: Sequence[_Picture]
+    open: bool
+
+
+def page(report: Report, drawn: Mapping[str, Path]) -> str:
+    """The page. ``drawn``: stem of a picture -> its PNG, for those that are shown as they are."""
+    data = _data(report.tables) if report.tables else {"cells": []}
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    template = environment.from_string((WEB / "page.html").read_text())
+    machines = {c.section.machine for c in report.chapters if c.section}
+    days = sorted({r.started[:10] for r in report.records})
+    failed = sum(r.state != "ok" for r in report.records)
+    summary = (
+        f"{len(report.records)} processes on {len(machines)} machine{'' if len(machines) == 1 else 's'}, measured "
+        f"{days[0] if len(days) == 1 else f'{days[0]} to {days[-1]}'}; {failed} of them failed, were rejected or are "
+        "not supported. Machines, devices, protocols and isolations are never pooled."
+    )
+    return template.render(
+        title="DP-SGD frameworks: benchmark report",
+        summary=summary,
+        data=data,
+        parts=_parts(report.chapters, drawn),
+        others=_others(report.records),
+        css=Markup((WEB / "page.css").read_text()),
+        script=Markup((WEB / "page.js").read_text()),
+        vega=Markup(_vega() if data["cells"] else ""),
+        json=Markup(
+            json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+        ),
+    )
+
+
+def _others(records: Iterable[Record]) -> dict[str, list[tuple[str, list[tuple[str, str]]]]]:
+    """Cells of layers and of the frontier -> what each of their processes left behind."""
+    return {
+        name: [(record.purpose, list(explain.lines(record, row))) for record, row in rows]
+        for name, rows in explain.other_cells(records).items()
+    }
+
+
+@lru_cache
+def _vega() -> str:
+    """Vega, Vega-Lite and Vega-Embed as one script that defines ``vegaEmbed``."""
+    import vl_convert
+
+    bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    return bundle.replace("</script", "<\\/script")
+
+
+def _parts(chapters: Iterable[Chapter], drawn: Mapping[str, Path]) -> list[dict[str, Any]]:
+    """Chapters of one section under one heading, in their order; what belongs to none at the end."""
+    found: dict[Section | None, list[_Chapter]] = {}
+    when: dict[Section | None, str] = {}
+    for chapter in chapters:
+        pictures = [] if chapter.interactive else [p for p in chapter.pictures if p.stem in drawn]
+        if not chapter.grids and not pictures:
+            continue
+        when.setdefault(chapter.section, chapter.when)
+        shown = [_picture(p.title, drawn[p.stem]) for p in pictures]
+        found.setdefault(chapter.section, []).append(
+            _Chapter(chapter.title, chapter.grids, shown, chapter.title == "Failures and rejections")
+        )
+    return [
+        {
+            "title": section.title if section else "What it ran on",
+            "note": f"Measured {when[section]}." if when[section] else "",
+            "chapters": inside,
+        }
+        for section, inside in sorted(found.items(), key=lambda item: item[0] is None)
+    ]
+
+
+def _picture(title: str, path: Path) -> _Picture:
+    from PIL import Image
+
+    with Image.open(path) as image:
+        width = min(PICTURE_WIDTH, image.width)
+        small = image.convert("RGB").resize(
+            (width, round(image.height * width / image.width)), Image.Resampling.LANCZOS
+        )
+    buffer = io.BytesIO()
+    # By coverage, not by frequency: thin lines must keep their own colours.
+    small.quantize(256, Image.Quantize.MAXCOVERAGE).save(buffer, "PNG", optimize=True)
+    uri = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return _Picture(title, uri, small.width, small.height)
+
+
+def _data(tables: Tables) -> dict[str, Any]:
+    sections = text_tables.sections(tables)
+    position = {name: i for i, name in enumerate(tables.order)}
+    private = dict(zip(tables.raw.contestant, tables.raw.private, strict=True))
+    processes, labels, strings = _processes(tables)
+    return {
+        "sections": [{**vars(s), "when": text_tables.provenance(tables, s)} for s in sections],
+        "tasks": {
+            key: text_tables.task_title(task, synthetic)
+            for task, synthetic in sorted(set(zip(tables.cells.task, tables.cells.synthetic, strict=True)))
+            for key in [_task_key(task, synthetic)]
+        },
+        "contestants": [
+            {
+                "name": name,
+                "private": bool(private[name]),
+                "colour": look.colour,
+                "light": ON_DARK.get(look.colour, look.colour),
+                "shape": SHAPES[i % len(SHAPES)],
+            }
+            for i, (name, look) in enumerate(task_figures.looks(tables).items())
+        ],
+        "cells": _cells(tables, {section: i for i, section in enumerate(sections)}, position),
+        "labels": labels,
+        "strings": strings,
+        "processes": processes,
+    }
+
+
+def _task_key(task: str, synthetic: bool) -> str:
+    return f"{task} (synthetic)" if synthetic else task
+
+
+def _cells(tables: Tables, sections: Mapping[Section, int], position: Mapping[str, int]) -> list[dict[str, Any]]:
+    def column(frame: pd.DataFrame, *names: str) -> dict[Any, Any]:
+        if frame.empty:
+            return {}
+        return dict(
+            zip(
+                frame[CELL].itertuples(index=False, name=None),
+                zip(*(frame[n] for n in names), strict=True),
+                strict=True,
+            )
+        )
+
+    ratio = column(tables.ratios, "ratio", "low", "high", "n", "baseline")
+    ratio_marks = (
+        {}
+        if tables.ratios.empty
+        else {k: text_tables.doubts(r) for k, r in zip(ratio, tables.ratios.itertuples(), strict=True)}
+    )
+    old = column(paper.then_and_now(tables), "paper_ratio")
+    start = column(tables.compile, "median")
+    epsilon = column(tables.privacy, "pld")
+    accuracy = column(tables.accuracy, "median")
+    bound = column(costs.floor(tables), "over_floor")
+    memory: dict[Any, tuple[float, str]] = {}
+    for notion in reversed(MEMORY):
+        frame = tables.memory[tables.memory.notion == notion] if len(tables.memory) else tables.memory
+        memory |= {key: (value / text_tables.MEBIBYTE, notion) for key, (value,) in column(frame, "median").items()}
+    behind = _behind(tables)
+    cells = []
+    for row in tables.cells.itertuples():
+        key = tuple(getattr(row, name) for name in CELL)
+        section = Section(row.machine, row.device, row.protocol, row.isolation)
+        against = ratio.get(key)
+        cells.append(
+            {
+                "s": sections[section],
+                "c": position[row.contestant],
+                "task": _task_key(row.task, row.synthetic),
+                "synthetic": bool(row.synthetic),
+                "batch": int(row.batch_size),
+                "state": row.state,
+                "reason": row.reason,
+                "median": _finite(row.median),
+                "low": _finite(row.low),
+                "high": _finite(row.high),
+                "n": int(row.n),
+                "marks": text_tables.marks(row) if row.state == "ok" else "",
+                "failures": row.failures if row.state == "ok" else "",
+                "ratio": [*map(_finite, against[:3]), int(against[3])] if against else None,
+                "baseline": against[4] if against else None,
+                "ratio_marks": ratio_marks.get(key, ""),
+                "paper": _finite(old[key][0]) if key in old else None,
+                "start": _finite(start[key][0]) if key in start else None,
+                "memory": _finite(memory[key][0]) if key in memory else None,
+                "notion": memory[key][1] if key in memory else None,
+                "floor": _finite(bound[key][0]) if key in bound else None,
+                "epsilon": _finite(epsilon[key][0]) if key in epsilon else None,
+                "accuracy": _finite(accuracy[key][0]) if key in accuracy else None,
+                "cell": row.cell,
+                "p": behind(row),
+            }
+        )
+    return cells
+
+
+def _finite(value: Any) -> float | None:
+    """For JSON, with more digits than anything shows."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
+
+
+def _behind(tables: Tables) -> Any:
+    """A function: row of ``cells`` -> indices of its processes, superseded ones included, and of its gate."""
+    raw = tables.raw
+    own: dict[Any, list[int]] = {}
+    gates: dict[Any, list[int]] = {}
+    codes: dict[Any, set[str]] = {}
+    places = zip(
+        raw.index,
+        raw.purpose,
+        raw.code,
+        raw.batch_size,
+        raw[PLACE].itertuples(index=False, name=None),
+        raw.contestant,
+        strict=True,
+    )
+    for i, purpose, code, size, place, contestant in places:
+        if purpose == "gate":
+            # The gate judges a contestant on a task once, at a batch size of its own.
+            gates.setdefault((place[0], place[1], place[4], contestant, code), []).append(i)
+        else:
+            own.setdefault((*place, size, contestant), []).append(i)
+            codes.setdefault((*place, size, contestant), set()).add(code)
+
+    def behind(row: Any) -> list[int]:
+        key = tuple(getattr(row, name) for name in CELL)
+        judged = [
+            i
+            for code in sorted(codes.get(key, ()))
+            for i in gates.get((row.machine, row.device, row.task, row.contestant, code), ())
+        ]
+        if key not in own:  # stopped before it was timed
+            judged = [
+                i
+                for place, found in gates.items()
+                if place[:4] == (row.machine, row.device, row.task, row.contestant)
+                for i in found
+            ]
+        return [*own.get(key, ()), *judged]
+
+    return behind
+
+
+def _processes(tables: Tables) -> tuple[list[list[Any]], list[str], list[str]]:
+    """(per record: purpose, state, then label and text by their numbers; all labels; all texts)."""
+    labels: dict[str, int] = {}
+    strings: dict[str, int] = {}
+    processes = []
+    columns = ["state", "reason", "superseded"]
+    for record, row in zip(tables.records, tables.raw[columns].to_dict("records"), strict=True):
+        entry: list[Any] = [record.purpose, row["state"]]
+        for label, text in explain.lines(record, {str(k): v for k, v in row.items()}):
+            entry += [labels.setdefault(label, len(labels)), strings.setdefault(text, len(strings))]
+        processes.append(entry)
+    return processes, list(labels), list(strings)

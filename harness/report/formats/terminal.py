@@ -1,0 +1,78 @@
+"""The main tables in the terminal, at the end of a run and by ``dpbench report``."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from harness.report import text_tables
+from harness.report.contents import Report
+from harness.report.text_tables import Grid
+
+FAILURES = {"oom", "rejected", "timeout", "crashed", "ungated"}
+
+
+def show(report: Report, console: Console) -> None:
+    """Seconds per epoch, ratio to PyTorch without DP, and failed gate checks, section by section; of other kinds of
+    measurement the chapters that ask for it."""
+    _end_to_end(report, console)
+    for chapter in report.chapters:
+        if chapter.in_terminal and chapter.grids:
+            console.print(f"\n[bold]{escape(chapter.title)}")
+            if chapter.section:
+                console.print(f"[dim]{escape(chapter.section.title)}; measured {escape(chapter.when)}")
+            for grid in chapter.grids:
+                _print(grid, console)
+
+
+def _end_to_end(report: Report, console: Console) -> None:
+    tables = report.tables
+    for section in text_tables.sections(tables) if tables else ():
+        assert tables is not None
+        console.print(f"\n[bold]{escape(section.title)}")
+        console.print(f"[dim]measured {escape(text_tables.provenance(tables, section))}")
+        for grid in text_tables.seconds(tables, section):
+            _print(grid, console)
+        for grid in text_tables.ratios(tables, section):
+            _print(grid, console)
+        for grid in text_tables.gate(tables, section):
+            failed = tuple(row for row in grid.rows if "FAILED" in row)
+            if failed:
+                _print(Grid(f"{grid.title}: failed checks", grid.header, failed), console)
+
+
+def _print(grid: Grid, console: Console) -> None:
+    """As many columns side by side as fit; the rest below, so that nothing is cut off. Every part begins with the
+    columns that tell its rows apart, if they leave room for others."""
+    # Beside a column are a blank on either side and the line between columns.
+    widths = [max(len(row[i]) for row in (grid.header, *grid.rows)) + 3 for i in range(len(grid.header))]
+    keys = next((k for k in range(1, len(widths)) if len({row[:k] for row in grid.rows}) == len(grid.rows)), 1)
+    if 2 * sum(widths[:keys]) > console.width:
+        keys = 1
+    chunks: list[list[int]] = [[]]
+    room = console.width - sum(widths[:keys]) - 1
+    for i, width in enumerate(widths[keys:], keys):
+        if chunks[-1] and sum(widths[j] for j in chunks[-1]) + width > room:
+            chunks.append([])
+        chunks[-1].append(i)
+    console.print(f"\n[bold]{escape(grid.title)}")
+    for chunk in chunks:
+        table = Table(box=box.SIMPLE_HEAD)
+        table.add_column(escape(grid.header[0]), no_wrap=True)
+        shown = [*range(1, keys), *chunk]
+        for i in shown:
+            table.add_column(escape(grid.header[i]), justify="right")
+        for row in grid.rows:
+            table.add_row(escape(row[0]), *(_styled(row[i]) for i in shown))
+        console.print(table)
+    for note in grid.notes:
+        console.print(f"[dim]  {escape(note)}")
+
+
+def _styled(cell: str) -> str:
+    text = escape(cell)
+    if cell in FAILURES or cell == "FAILED":
+        return f"[red]{text}[/]"
+    return f"[yellow]{text}[/]" if cell == "unsupported" else text

@@ -1,0 +1,567 @@
+"""Grids of text that Markdown and the terminal show: the same tables in both."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from harness.analysis.frames import PUBLISHED_LABEL, SECTION, Tables
+from harness.analysis.naming import factor, number
+from harness.report.chapters import paper
+from harness.tasks import TASKS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MISSING = "–"
+DISTURBED_NOTE = "ᵈ disturbed: meanwhile other programs took processor time or the machine changed its speed."
+DISTURBED_PAIRS_NOTE = "ᵈ disturbed: too few undisturbed pairs, so that all were used."
+MEBIBYTE = 2**20
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table as text. ``header[0]`` and the first entry of every row name the row."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Section:
+    """One machine, device, protocol and isolation."""
+
+    machine: str
+    device: str
+    protocol: str
+    isolation: str
+
+    @property
+    def title(self) -> str:
+        return f"{self.machine} · {self.device} · protocol {self.protocol} · {self.isolation}"
+
+    def of(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """The rows of ``frame`` in this section."""
+        if frame.empty:
+            return frame
+        keep = pd.Series(True, index=frame.index)
+        for column in SECTION:
+            keep &= frame[column] == getattr(self, column)
+        return frame[keep]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure for print. ``stem``: name of its files, without a suffix and unique in a report; ``title``: what it
+    shows, in words, for those who cannot see it. The figure carries its own legend and provenance."""
+
+    stem: str
+    title: str
+    draw: Callable[[], Figure]
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """A part of the report, which every format takes: Markdown, LaTeX, HTML, CSV and pictures.
+
+    ``section``: what it was measured on and how (None: it is of no one section); chapters of one section stand
+    together. ``frames``: the numbers behind it as they go into CSV files, by the stem of the file; frames of one stem
+    are appended to each other. ``when``: day and commit, for captions. ``latex``: a layout of its own (for ``\\input``)
+    instead of the one that is made of ``grids``, by the stem of its file. ``printed``: False where the grids are too
+    long for LaTeX. ``in_terminal``: whether ``dpbench report`` prints the grids too.
+    ``interactive``: whether the HTML page draws its figures anew, so that it does not hold the pictures.
+    """
+
+    title: str
+    section: Section | None
+    grids: tuple[Grid, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+    frames: Mapping[str, pd.DataFrame] = field(default_factory=dict)
+    when: str = ""
+    latex: Mapping[str, str] = field(default_factory=dict)
+    printed: bool = True
+    in_terminal: bool = False
+    interactive: bool = False
+
+
+def sections(tables: Tables) -> list[Section]:
+    return [Section(*key) for key in sorted(set(tables.raw[SECTION].itertuples(index=False, name=None)))]
+
+
+def blocks(frame: pd.DataFrame) -> Iterator[tuple[str, bool, pd.DataFrame]]:
+    """(task, synthetic, rows) in the order of the frame."""
+    if frame.empty:
+        return
+    for (task, synthetic), group in frame.groupby(["task", "synthetic"], sort=False):
+        yield str(task), bool(synthetic), group
+
+
+def task_title(task: str, synthetic: bool) -> str:
+    title = TASKS[task].title if task in TASKS else task
+    return f"{title} – synthetic data" if synthetic else title
+
+
+def provenance(tables: Tables, section: Section) -> str:
+    """When and with which code a section was measured."""
+    return measured(section.of(tables.raw))
+
+
+def measured(here: pd.DataFrame) -> str:
+    """Days and commits of processes, from their columns ``started``, ``commit`` and ``dirty``."""
+    days = sorted({str(started)[:10] for started in here.started})
+    pairs = zip(here.commit, here.dirty, strict=True)
+    commits = sorted({str(commit)[:9] + ("+changes" if dirty else "") for commit, dirty in pairs if commit})
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return f"{when}, commit {', '.join(commits) or 'unknown'}"
+
+
+def seconds(tables: Tables, section: Section) -> list[Grid]:
+    """The main table, a grid per task: median seconds per epoch [range or interval] and n, failures in place."""
+    return [_seconds_grid(task, synthetic, group) for task, synthetic, group in blocks(section.of(tables.cells))]
+
+
+def seconds_and_published(tables: Tables, section: Section) -> list[Grid]:
+    """The main table with the paper's values below each task."""
+    grids = []
+    for task, synthetic, group in blocks(section.of(tables.cells)):
+        old = published(tables, task, sorted(group.batch_size.unique()))
+        grids += [_seconds_grid(task, synthetic, group), *([old] if old else [])]
+    return grids
+
+
+def _seconds_grid(task: str, synthetic: bool, group: pd.DataFrame) -> Grid:
+    sizes = sorted(group.batch_size.unique())
+    usual_n = usual(group[group.state == "ok"].n)
+    by_place = {(row.contestant, row.batch_size): row for row in group.itertuples()}
+    # Only a library's own loop (protocol as_shipped) samples in its own way.
+    sampling = group[group.own_sampling.notna()].groupby("contestant").own_sampling.first()
+    body = tuple(
+        (
+            name,
+            *([str(sampling.get(name, MISSING))] if len(sampling) else []),
+            *(_seconds_cell(by_place.get((name, size)), usual_n) for size in sizes),
+        )
+        for name in dict.fromkeys(group.contestant)
+    )
+    title = f"{task_title(task, synthetic)}: median seconds per epoch"
+    header = ("contestant", *(["samples"] if len(sampling) else []), *(f"batch {size}" for size in sizes))
+    return Grid(title, header, body, tuple(seconds_notes(group, body)))
+
+
+def usual(n: pd.Series) -> int:
+    """The most frequent number of processes per cell; cells that differ say so themselves."""
+    return int(n.mode().max()) if len(n) else 0
+
+
+def _seconds_cell(row: Any, usual_n: int) -> str:
+    if row is None:
+        return MISSING
+    if row.state != "ok":
+        return str(row.state)
+    spread = f" [{number(row.low)}, {number(row.high)}]" if row.n > 1 else ""
+    return f"{number(row.median)}{marks(row)}{spread}" + ("" if row.n == usual_n else f" n={row.n}")
+
+
+def marks(row: Any) -> str:
+    """ᵉ extrapolated, ᵈ disturbed, ᶠ some processes of the cell failed."""
+    return ("ᵉ" if row.extrapolated else "") + ("ᵈ" if row.disturbed else "") + ("ᶠ" if row.failed else "")
+
+
+def doubts(row: Any) -> str:
+    """ᵉ extrapolated, ᵈ disturbed, of a number that is made of several cells."""
+    return ("ᵉ" if row.extrapolated else "") + ("ᵈ" if row.disturbed else "")
+
+
+def doubt_notes(frame: pd.DataFrame) -> list[str]:
+    """The legend of :func:`doubts`."""
+    return [
+        *(["ᵉ extrapolated: from a part of an epoch."] if frame.extrapolated.any() else []),
+        *([DISTURBED_NOTE] if frame.disturbed.any() else []),
+    ]
+
+
+def spread_note(n: int, unless: str = "unless shown") -> str:
+    """What the brackets are."""
+    if n == 1:
+        return f"n = 1 process per cell {unless}: no spread, another process may lie elsewhere."
+    if n < 6:
+        return f"n = {n} processes per cell {unless}; [lowest, highest] process (under 6 there is no 95 % interval)."
+    return (
+        f"n = {n} processes per cell {unless}; [distribution-free 95 % interval of the median, under 6 processes "
+        "the lowest and highest]."
+    )
+
+
+def seconds_notes(group: pd.DataFrame, body: tuple[tuple[str, ...], ...]) -> Iterator[str]:
+    """The legend of the marks that occur, and the reason of every failure."""
+    ok = group[group.state == "ok"]
+    if len(ok):
+        yield spread_note(usual(ok.n))
+    if ok.extrapolated.any():
+        yield "ᵉ extrapolated: a part of an epoch was measured and scaled up to a whole one."
+    disturbed = ok[ok.disturbed > 0]
+    if len(disturbed):
+        where = ", ".join(f"{r.contestant} at {r.batch_size} ({r.disturbed} of {r.n})" for r in disturbed.itertuples())
+        yield f"ᵈ disturbed, other programs took processor time or the machine changed its speed: {where}."
+    for row in ok[ok.failed > 0].itertuples():
+        yield f"ᶠ {row.contestant} at {row.batch_size}, besides the {row.n} shown: {row.failures}: {short(row.reason)}"
+    failed = group[group.state != "ok"]
+    for (contestant, state, reason), rows in failed.groupby(["contestant", "state", "reason"], sort=False):
+        sizes = ", ".join(map(str, sorted(rows.batch_size)))
+        yield f"{state}: {contestant} at {sizes}: {short(reason)}"
+    if ok.own_sampling.notna().any():
+        yield (
+            "Samples: how the library's own loop draws its batches (unseeded: the same seed gave other weights in a "
+            "second process). Only Poisson samples are what the accountant assumes."
+        )
+    older = int(group.superseded.sum())
+    if older:
+        yield (
+            f"Left out: {_count(older, 'process', 'processes')} measured with an earlier adapter or environment, or "
+            "for a part of an epoch where whole epochs exist."
+        )
+    if any(MISSING in row for row in body):
+        yield f"{MISSING} not measured."
+
+
+def short(reason: str) -> str:
+    """A reason as a note under a table; ``explain`` shows all of it."""
+    return textwrap.shorten(reason, 240, placeholder=" …")
+
+
+def _count(n: int, singular: str, plural: str) -> str:
+    return f"{n} {singular if n == 1 else plural}"
+
+
+def published(tables: Tables, task: str, sizes: list[int]) -> Grid | None:
+    """The paper's values of a task at these batch sizes, or None where the paper has none of them."""
+    frame = tables.published[(tables.published.task == task) & tables.published.batch_size.isin(sizes)]
+    if frame.empty:
+        return None
+    columns = sorted(frame.batch_size.unique())
+    by_place = {(row.paper_row, row.batch_size): f"{row.seconds:.2f}" for row in frame.itertuples()}
+    rows = tuple(
+        (name, *(by_place.get((name, size), MISSING) for size in columns)) for name in dict.fromkeys(frame.paper_row)
+    )
+    title = f"{task_title(task, False)}: {PUBLISHED_LABEL} (another machine; median of 20 epochs of one process)"
+    return Grid(title, ("framework", *(f"batch {size}" for size in columns)), rows)
+
+
+def ratios(tables: Tables, section: Section) -> list[Grid]:
+    """Seconds over those of PyTorch without DP, paired in blocks."""
+    grids = []
+    for task, synthetic, group in blocks(section.of(tables.ratios)):
+        sizes = sorted(group.batch_size.unique())
+        n = usual(group.n)
+        cell = {(row.contestant, row.batch_size): _ratio_cell(row, n) for row in group.itertuples()}
+        rows = tuple(
+            (name, *(cell.get((name, size), MISSING) for size in sizes)) for name in dict.fromkeys(group.contestant)
+        )
+        notes = [
+            f"Mean of {n} paired rounds unless shown, with its 95 % interval (Student's t on log-ratios)."
+            if n > 1
+            else "One paired round unless shown, of which there is no interval."
+        ]
+        if group.extrapolated.any():
+            notes.append("ᵉ extrapolated: from a part of an epoch.")
+        if group.left_out.sum():
+            notes.append(f"Left out: {_count(int(group.left_out.sum()), 'pair', 'pairs')} with a disturbed process.")
+        if group.disturbed.any():
+            notes.append(DISTURBED_PAIRS_NOTE)
+        if any(MISSING in row for row in rows):
+            notes.append(f"{MISSING} no block holds both.")
+        title = f"{task_title(task, synthetic)}: seconds relative to {group.baseline.iloc[0]} (without DP)"
+        grids.append(Grid(title, ("contestant", *(f"batch {size}" for size in sizes)), rows, tuple(notes)))
+    return grids
+
+
+def overheads(tables: Tables, section: Section) -> list[Grid]:
+    """The time of every private contestant that has a non-private twin, as framework times DP, and compiling apart."""
+    grids = []
+    for task, synthetic, group in blocks(section.of(tables.overheads)):
+        rows = tuple(
+            (
+                r.contestant,
+                r.twin,
+                str(r.batch_size),
+                *(
+                    f"{factor(value)}×" + ("" if math.isnan(low) else f" [{factor(low)}, {factor(high)}]")
+                    for value, low, high in (
+                        (r.framework, r.framework_low, r.framework_high),
+                        (r.dp, r.dp_low, r.dp_high),
+                        (r.total, r.total_low, r.total_high),
+                    )
+                ),
+                _compiling(r.compile, r.seconds),
+                MISSING if math.isnan(r.compile_twin) else number(r.compile_twin),
+                str(r.n),
+                doubts(r),
+            )
+            for r in group.itertuples()
+        )
+        header = (
+            "contestant",
+            "twin",
+            "batch",
+            "framework",
+            "DP",
+            "total",
+            "compile s (in epochs)",
+            "of the twin",
+        )
+        base = group.baseline.iloc[0]
+        notes = [
+            f"Framework: the twin (the same without DP) over {base}. DP: the contestant over its twin. Total: the "
+            f"contestant over {base}, which is their product where all rounds hold all three. Each the mean over "
+            "n paired rounds with its 95 % interval.",
+            "Compile: seconds before the first epoch and, in brackets, how many ordinary epochs of this contestant "
+            "they take; in none of the factors.",
+        ]
+        if group.left_out.any():
+            notes.append("Rounds with a disturbed process are left out where two others remain.")
+        notes += doubt_notes(group)
+        title = f"{task_title(task, synthetic)}: what the overhead is made of"
+        grids.append(Grid(title, (*header, "n", ""), rows, tuple(notes)))
+    return grids
+
+
+def _compiling(seconds: float, epoch: float) -> str:
+    return MISSING if math.isnan(seconds) else f"{number(seconds)} ({number(seconds / epoch)})"
+
+
+def _ratio_cell(row: Any, usual_n: int) -> str:
+    interval = "" if math.isnan(row.low) else f" [{factor(row.low)}, {factor(row.high)}]"
+    return f"{factor(row.ratio)}×{doubts(row)}{interval}" + ("" if row.n == usual_n else f" n={row.n}")
+
+
+def values(
+    frame: pd.DataFrame,
+    title: str,
+    scale: float = 1.0,
+    notes: tuple[str, ...] = (),
+    failed: Mapping[tuple[str, int], str] | None = None,
+) -> list[Grid]:
+    """Median [low, high] of a frame of cells, a grid per task; the values are divided by ``scale``. ``failed``:
+    (contestant, batch size) -> the state that stands in place of a value."""
+    grids = []
+    for task, synthetic, group in blocks(frame):
+        cell = dict(failed or {})
+        sizes = sorted({*group.batch_size, *(size for _, size in cell)})
+        n = usual(group.n)
+        for row in group.itertuples():
+            spread = f" [{number(row.low / scale)}, {number(row.high / scale)}]" if row.n > 1 else ""
+            cell[row.contestant, row.batch_size] = (
+                number(row.median / scale) + spread + ("" if row.n == n else f" n={row.n}")
+            )
+        rows = tuple(
+            (name, *(cell.get((name, size), MISSING) for size in sizes))
+            for name in dict.fromkeys([*group.contestant, *(name for name, _ in cell)])
+        )
+        header = ("contestant", *(f"batch {size}" for size in sizes))
+        missing = (f"{MISSING} nothing recorded.",) if any(MISSING in row for row in rows) else ()
+        grids.append(Grid(f"{task_title(task, synthetic)}: {title}", header, rows, (*notes, spread_note(n), *missing)))
+    return grids
+
+
+def compile_seconds(tables: Tables, section: Section) -> list[Grid]:
+    notes = (
+        "Warm-up of every compiled shape less the same number of ordinary steps; before the clock, in no epoch above.",
+    )
+    return values(section.of(tables.compile), "compile and warm-up seconds", notes=notes)
+
+
+NOTIONS = {
+    "peak_resident_growth": "peak resident memory of the process above the loaded data and model",
+    "resident_kept_after_warm_up": "how much of that was there before the first steady step",
+    "peak_resident_growth_with_compile": "peak with the warm-up and its compilation",
+    "nvml_process_peak": "highest memory of the process on the GPU as the driver counts it, seen every 0.1 s",
+    "cuda_peak_allocated": "peak bytes that tensors occupied on the GPU",
+    "cuda_peak_reserved": "peak bytes that the allocator held on the GPU",
+}
+
+
+def memory_failures(tables: Tables, section: Section, task: str, synthetic: bool) -> pd.DataFrame:
+    """``contestant``, ``batch_size``, ``state`` of the memory processes that failed, where none succeeded."""
+    here = section.of(tables.raw)
+    here = here[(here.purpose == "memory") & ~here.superseded & (here.task == task) & (here.synthetic == synthetic)]
+    where = ["contestant", "batch_size"]
+    ever_ok = here.assign(ok=here.state == "ok").groupby(where).ok.transform("any")
+    return here[~ever_ok].sort_values("when", kind="stable").groupby(where, as_index=False).last()[[*where, "state"]]
+
+
+def memory(tables: Tables, section: Section) -> list[Grid]:
+    """One grid per task and notion of memory; the notion is in the title."""
+    here = section.of(tables.memory)
+    if here.empty:
+        return []
+    grids = []
+    timed = section.of(tables.cells[tables.cells.state == "ok"])
+    for notion, all_tasks in here.groupby("notion", sort=False):
+        about = [f"{notion}: {NOTIONS[notion]}."] if notion in NOTIONS else []
+        for task, synthetic, group in blocks(all_tasks):
+            ran = timed[(timed.task == task) & (timed.synthetic == synthetic)].contestant
+            failures = memory_failures(tables, section, task, synthetic).itertuples()
+            failed = {(str(r.contestant), int(r.batch_size)): str(r.state) for r in failures}
+            shown = {*group.contestant, *(name for name, _ in failed)}
+            without = [name for name in dict.fromkeys(ran) if name not in shown]
+            gap = [f"Timed, but without this memory on record: {', '.join(without)}."] if without else []
+            grids += values(group, f"MiB of {notion}", MEBIBYTE, (*about, *gap), failed)
+    return grids
+
+
+def gate(tables: Tables, section: Section) -> list[Grid]:
+    here = section.of(tables.gate)
+    grids = []
+    for task, group in here.groupby("task", sort=False) if len(here) else ():
+        rows = tuple(
+            (r.contestant, r.check, _measure(r.error), _measure(r.limit), "passed" if r.passed else "FAILED", r.detail)
+            for r in group.itertuples()
+        )
+        header = ("contestant", "check", "error", "limit", "verdict", "detail")
+        note = "Each check in its own measure; the largest error over all records. Passed: error <= limit."
+        grids.append(Grid(f"{task_title(str(task), False)}: admission gate", header, rows, (note,)))
+    return grids
+
+
+def _measure(value: float | None) -> str:
+    return MISSING if value is None or pd.isna(value) else f"{value:.5g}"
+
+
+def privacy(tables: Tables, section: Section) -> list[Grid]:
+    grids = []
+    for task, synthetic, group in blocks(section.of(tables.privacy)):
+        rows = tuple(
+            (
+                r.contestant,
+                str(r.batch_size),
+                str(r.steps),
+                f"{r.delta:g}",
+                *(_measure4(v) for v in (r.rdp, r.pld, r.own)),
+            )
+            for r in group.itertuples()
+        )
+        header = ("contestant", "batch", "steps", "δ", "ε (RDP)", "ε (PLD)", "ε (its own)")
+        note = (
+            f"{MISSING} void: the protocol does not sample as the accountant assumes, or the library has no accountant."
+        )
+        grids.append(
+            Grid(
+                f"{task_title(task, synthetic)}: privacy spent",
+                header,
+                rows,
+                (note,) if any(MISSING in row for row in rows) else (),
+            )
+        )
+    return grids
+
+
+def _measure4(value: float | None) -> str:
+    return MISSING if value is None or pd.isna(value) else f"{value:.4g}"
+
+
+def accuracy(tables: Tables, section: Section) -> list[Grid]:
+    grids = []
+    for task, synthetic, group in blocks(section.of(tables.accuracy)):
+        rows = tuple(
+            (
+                r.contestant,
+                str(r.batch_size),
+                str(r.after_steps),
+                f"{r.median:.2%}",
+                f"{r.low:.2%} – {r.high:.2%}",
+                str(r.n),
+            )
+            for r in group.itertuples()
+        )
+        header = ("contestant", "batch", "after steps", "median test accuracy", "lowest – highest", "n")
+        grids.append(Grid(f"{task_title(task, synthetic)}: accuracy", header, rows))
+    return grids
+
+
+def coverage(tables: Tables, section: Section) -> list[Grid]:
+    here = section.of(tables.coverage)
+    if here.empty:
+        return []
+    columns = [c for c in here.columns if c not in SECTION]
+    rows = tuple(tuple(str(getattr(r, c)) for c in columns) for r in here.itertuples())
+    return [Grid("Coverage: cells by state", tuple(columns), rows)]
+
+
+def against_the_paper(tables: Tables, section: Section) -> list[Grid]:
+    """Ratios then and now, rank correlation, claims. The paper's machine was another one: no seconds are compared."""
+    grids = []
+    now = section.of(paper.then_and_now(tables))
+    for task, synthetic, group in blocks(now):
+        rows = tuple(
+            (r.contestant, r.paper_row, str(r.batch_size), f"{factor(r.paper_ratio)}×", _ratio_cell(r, r.n), str(r.n))
+            for r in group.itertuples()
+        )
+        header = ("contestant", "row of the paper", "batch", "paper", "measured", "n")
+        title = f"{task_title(task, synthetic)}: seconds relative to PyTorch without DP, {PUBLISHED_LABEL}, and here"
+        grids.append(Grid(title, header, rows, tuple(doubt_notes(group))))
+    ranks = section.of(paper.rank_correlation(tables))
+    if len(ranks):
+        order = tuple(
+            (task_title(r.task, r.synthetic), str(r.batch_size), f"{r.spearman:.2f}{doubts(r)}", str(r.rows), str(r.n))
+            for r in ranks.itertuples()
+        )
+        note = (
+            "Spearman's correlation of published and measured seconds over the rows of the paper that were measured; "
+            "n: the fewest processes behind a median."
+        )
+        columns = ("task", "batch", "rank correlation", "rows", "n")
+        grids.append(Grid("Order of the contestants", columns, order, (note, *doubt_notes(ranks))))
+    stated = section.of(paper.claims(tables))
+    usual_section = stated.paper_section.mode()[0]
+    outcomes = tuple(
+        (
+            r.claim + ("" if r.paper_section == usual_section else f" ({r.paper_section})"),
+            r.quoted or MISSING,
+            (r.paper or MISSING) + ("ᵗ" if r.own_table == "does not hold" else ""),
+            f"{r.measured}{doubts(r)}" if r.measured else MISSING,
+            f"{r.cells} of {r.paper_cells}" if r.cells and r.paper_cells else str(r.cells or MISSING),
+            str(r.n) if r.n else MISSING,
+            MISSING if math.isnan(r.here_over_paper) else f"{factor(r.here_over_paper)}×",
+            r.outcome,
+        )
+        for r in stated.itertuples()
+    )
+    notes = (
+        f"Claims: of section {usual_section} of the paper unless shown. "
+        "Its text: as quoted. Its table: the same quantity computed from the paper's own Table 1; first epochs and "
+        "batches beyond 2048 are not in it. Here / table: geometric mean over the tasks and batch sizes of both.",
+        "Holds: every measured value on genuine data lies with all of its 95 % interval in the range of the paper's "
+        f"table widened by a factor of {paper.TOLERANCE:g} at both ends, or, for a statement, on its side of 1. "
+        "Does not hold: one lies outside with all of it. Undecided: neither, some interval reaches over a bound. "
+        "Fastest and slowest are among those rows of the paper that were measured. Values of a single process and "
+        "disturbed ones are shown and not judged.",
+        "Places: measured values, of those that the paper's table has; a claim that holds does so at these only. n: "
+        f"the fewest rounds or processes behind one of them. {_stand_ins(tables)}",
+        *doubt_notes(stated),
+        *(
+            ("ᵗ The paper's own table does not bear the statement out everywhere.",)
+            if any("ᵗ" in r[2] for r in outcomes)
+            else ()
+        ),
+    )
+    findings = ("claim", "its text", "its table", "measured", "places", "n", "here / table", "outcome")
+    grids.append(Grid("The paper's findings", findings, outcomes, notes))
+    return grids
+
+
+def _stand_ins(tables: Tables) -> str:
+    """Which contestants speak for the paper's rows: some are not the program that the paper ran."""
+    here = [f"{name} for {tables.rows[name]}" for name in tables.order if name in tables.rows]
+    return f"Rows of the paper are stood for by {', '.join(here)}." if here else "No row of the paper was measured."
+
+
+def versions(tables: Tables, section: Section) -> list[Grid]:
+    rows = tuple((r.contestant, r.versions) for r in section.of(tables.versions).itertuples())
+    return [Grid("Versions", ("contestant", "python and packages"), rows)] if rows else []

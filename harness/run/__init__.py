@@ -1,0 +1,1 @@
+"""The loops that measure: end to end, layers, frontier, GPU."""

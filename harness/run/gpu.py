@@ -1,0 +1,288 @@
+"""The short run on a GPU: correctness first, then end to end and layers by importance, until the time is over.
+
+What is not timed (references, gates, memory) may run side by side, as it is mostly start-up; what is timed runs alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import psutil
+
+from harness.analysis import accounting
+from harness.data import store as data_store
+from harness.environments import executor, unpinned
+from harness.environments.unpinned import Deadline, Found, OutOfTime
+from harness.errors import BadInput
+from harness.gate import admission
+from harness.plan import e2e as plan
+from harness.plan import gpu as gpu_plan
+from harness.plan import registry
+from harness.plan.e2e import Job
+from harness.plan.gpu import AnyJob, Choice, Tier
+from harness.plan.layer_registry import LayerContestant
+from harness.plan.layers import LayerJob
+from harness.plan.registry import Contestant
+from harness.run.e2e import Run
+from harness.run.gpu_summary import Key, Outcome, key_of, summary, text
+from harness.run.gpu_summary import Place as Where
+from harness.run.layers import LayerRun
+from harness.run.progress import Progress
+from harness.store import cache, record
+from harness.store.folder import RunFolder, portable
+from harness.store.read import SUMMARY
+from harness.store.record import Record
+from harness.tasks import TASKS
+from harness.worker import machine
+
+RECORDS, TEXT = "records.jsonl", "summary.txt"
+RESERVE_SECONDS = 3.0
+"""Of the time asked for: what ending takes."""
+CORES_PER_PROCESS = 3
+MOST_SIDE_BY_SIDE = 6
+THE_REFERENCE = "the float64 reference"
+NO_ACCOUNTANT = (
+    "This Python has no dp-accounting: no ε was computed, and the gate compared no contestant's own with it."
+)
+
+
+class GpuRun:
+    """``out`` gets three files, rewritten after every record; ``work`` holds what a resumed run goes on from.
+
+    Raises :class:`BadInput` where nothing could be measured.
+    """
+
+    def __init__(
+        self, choice: Choice, python: Path, seconds: float, out: Path, work: Path | None = None, command: str = ""
+    ) -> None:
+        if not seconds > RESERVE_SECONDS:
+            raise BadInput(f"--seconds is {seconds:g}: it must be above {RESERVE_SECONDS:g}.")
+        self.choice, self.seconds, self.out, self.command = choice, seconds, out, command
+        self.work = work or out / ".run"
+        self.deadline = Deadline(seconds - RESERVE_SECONDS)
+        if choice.device == "cuda" and not machine.gpus():
+            raise BadInput(
+                "run gpu needs a CUDA device, and nvidia-smi sees none on this machine; give --device cpu to make the "
+                "same run on the processors."
+            )
+        chosen = [] if choice.tasks == () else gpu_plan.contestants(choice)
+        layered = [] if choice.layers == () else gpu_plan.layer_contestants(choice)
+        self.found = self._look(python, chosen, layered)
+        self.lacking = {n: m for n, m in self.found.missing.items() if m and n != THE_REFERENCE}
+        here = [c for c in chosen if c.framework.name not in self.lacking]
+        layers_here = [c for c in layered if c.framework.name not in self.lacking]
+        if not here and not layers_here:
+            lacks = "; ".join(f"{name} needs {', '.join(what)}" for name, what in self.lacking.items())
+            raise BadInput(f"{python} can import none of the chosen frameworks ({lacks}); give another by --python.")
+        if lacks_torch := self.found.missing[THE_REFERENCE]:
+            raise BadInput(
+                f"{python} lacks {', '.join(lacks_torch)}, with which the float64 reference of every gate is computed; "
+                "give another by --python."
+            )
+        self.devices = self._devices() if choice.device == "cuda" else []
+        self.e2e: Run | None = None
+        self.layers: LayerRun | None = None
+        options, jobs = None, list[Job]()
+        self.synthetic = False
+        if here:
+            names = {TASKS[task].dataset for task in gpu_plan.options(choice, synthetic=True).tasks}
+            self.synthetic = any(data_store.describe(name) is None for name in names)
+            options = gpu_plan.options(choice, self.synthetic)
+            jobs = plan.jobs(options, here)
+            self.e2e = Run(options, here, RunFolder(self.work / "e2e"), command, found=self.found)
+        if layers_here:
+            folder = RunFolder(self.work / "layers")
+            self.layers = LayerRun(gpu_plan.layer_options(choice), layers_here, folder, command, found=self.found)
+        self.tiers = gpu_plan.tiers(choice, options, jobs, self.layers.jobs if self.layers else [])
+        self.records: dict[Key, Record] = {}
+        self.lines: dict[Key, str] = {}
+        self.lock = threading.Lock()
+        cores = len(os.sched_getaffinity(0))
+        is_cuda = choice.device == "cuda"
+        self.slots = max(1, min(MOST_SIDE_BY_SIDE, cores // CORES_PER_PROCESS)) if is_cuda else 1
+
+    def _look(self, python: Path, chosen: Sequence[Contestant], layered: Sequence[LayerContestant]) -> Found:
+        files: dict[str, tuple[Path, ...]] = {THE_REFERENCE: unpinned.REFERENCES}
+        every: list[Contestant | LayerContestant] = [*chosen, *layered]
+        for c in every:
+            files[c.framework.name] = (*files.get(c.framework.name, ()), gpu_plan.first_file(c))
+        return unpinned.look(python, files, self.deadline, gpu_plan.LONGEST_SECONDS)
+
+    def _devices(self) -> list[dict[str, object]]:
+        """What the frameworks say of the device. Raises :class:`BadInput` where none sees one."""
+        names = [name for name in ("torch", "jax") if name in self.found.versions]
+        with ThreadPoolExecutor(2) as pool:
+            said = list(pool.map(self.found.device, names))
+        if not any("device" in facts for facts in said):
+            whys = "; ".join(f"{facts['framework']}: {facts.get('why_not') or 'built without CUDA'}" for facts in said)
+            raise BadInput(
+                f"No framework of {self.found.python} sees a CUDA device ({whys}); give another by --python, or "
+                "--device cpu."
+            )
+        return said
+
+    # ---- the run
+
+    def execute(self, progress: Progress, fresh: bool = False) -> Outcome:
+        """Everything that the time suffices for, or what is left of it. A kill at any moment loses at most the
+        processes under way."""
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            self.work.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BadInput(f"{error.filename} cannot be made ({error.strerror}); choose another by --out.") from None
+        with ExitStack() as stack:
+            for part in (self.e2e, self.layers):
+                if part is not None:
+                    stack.enter_context(part.folder.open(part.description(), fresh))
+                    for path in sorted(part.folder.records.glob("*.json")):
+                        self._keep(record.read(path)[0])
+            progress.begin(sum(len(tier.untimed) + len(tier.timed) for tier in self.tiers))
+            try:
+                self._prepare(progress)
+                for tier in self.tiers:
+                    self._measure(tier, progress)
+            except OutOfTime:
+                progress.say("The time is over.")
+            finally:
+                self._write()
+            return self.outcome()
+
+    def _prepare(self, progress: Progress) -> None:
+        """References, data, places: side by side, before any clock runs."""
+        work: list[Callable[[], object]] = []
+        if self.layers is not None:
+            layers = self.layers
+            work.append(lambda: layers.prepare(progress.say))
+        if self.e2e is not None:
+            e2e = self.e2e
+            work += [lambda task=task: self._reference(task, progress) for task in reversed(e2e.options.tasks)]  # type: ignore[misc]
+            work.append(lambda: e2e.prepare(progress.say))
+        self._side_by_side(work, len(os.sched_getaffinity(0)))
+        if self.e2e is not None:
+            self.e2e.peaks = self.e2e.measured_peaks()
+
+    def _reference(self, task: str, progress: Progress) -> None:
+        with suppress(executor.ToolFault):  # the gate tries again, and says why not
+            admission.reference(task, progress.say, self.found.tool)
+
+    def _measure(self, tier: Tier, progress: Progress) -> None:
+        pairs = {
+            (job.contestant.name, job.cell.task): job for job in (*tier.untimed, *tier.timed) if isinstance(job, Job)
+        }
+        unjudged = [job for pair, job in pairs.items() if self.e2e is not None and pair not in self.e2e.verdicts]
+        self._side_by_side([lambda job=job: self._judge(job, progress) for job in unjudged], self.slots)  # type: ignore[misc]
+        for job in unjudged if self.slots > 1 else []:
+            # Its neighbours may be the reason: alone, it gets another chance.
+            assert self.e2e is not None
+            verdict = self.e2e.verdicts[job.contestant.name, job.cell.task]
+            declared = job.contestant.variant.why_rejected(job.cell.task)
+            if not verdict.passed and verdict.state != "unsupported" and not verdict.cached and not declared:
+                self._judge(job, progress, fresh=True)
+        self._side_by_side([lambda job=job: self._record(job, progress) for job in tier.untimed], self.slots)  # type: ignore[misc]
+        for timed in tier.timed:
+            self._record(timed, progress)
+
+    def _judge(self, job: Job, progress: Progress, fresh: bool = False) -> None:
+        assert self.e2e is not None
+        self.deadline.check()
+        progress.say(f"gate · {job.cell.task} · {job.contestant.name}")
+        self._keep(self.e2e.judged(job.contestant, job.cell.task, progress.say, fresh))
+        self._write()
+
+    def _record(self, job: AnyJob, progress: Progress) -> None:
+        """The job's record, made or found. Raises :class:`OutOfTime` where there is none and the time is over."""
+        made: Record
+        if isinstance(job, LayerJob):
+            assert self.layers is not None
+            made, is_old = self.layers.recorded(job, progress)
+        else:
+            assert self.e2e is not None
+            made, is_old = self.e2e.recorded(job, progress)
+        self._keep(made)
+        with self.lock:
+            progress.doing(f"{job.cell.name} · {job.purpose}")
+            progress.done(made.state)
+        if not is_old:
+            self._write()
+
+    def _side_by_side(self, work: Sequence[Callable[[], object]], slots: int) -> None:
+        """All of it; the first error is raised once what is under way has ended."""
+        self.found.side_by_side = slots > 1
+        pool = ThreadPoolExecutor(slots)
+        try:
+            futures: list[Future[object]] = [pool.submit(one) for one in work]
+            for future in futures:
+                future.result()
+        except BaseException as error:
+            pool.shutdown(wait=False, cancel_futures=True)
+            if not isinstance(error, OutOfTime):
+                self.deadline.end()
+                for child in psutil.Process().children(recursive=True):
+                    with suppress(psutil.Error):
+                        child.kill()
+            raise
+        finally:
+            pool.shutdown(wait=True)
+            self.found.side_by_side = False
+
+    # ---- what it leaves
+
+    def _keep(self, made: Record) -> None:
+        with self.lock:
+            self.records[key_of(made)] = made
+            self.lines[key_of(made)] = portable(made)
+
+    def outcome(self) -> Outcome:
+        jobs = [job for tier in self.tiers for job in (*tier.untimed, *tier.timed)]
+        gates = dict.fromkeys((j.cell.task, j.contestant.name) for j in jobs if isinstance(j, Job))
+        pins = dict[str, str]()
+        for framework in {job.contestant.framework.name: job.contestant.framework for job in jobs}.values():
+            lines = [
+                *registry.pins(framework.requirements),
+                *registry.pins(framework.requirements_without_dependencies),
+            ]
+            pins |= {name: version for name, _, version in (line.partition("==") for line in lines) if version}
+        threads = self.choice.threads or len(os.sched_getaffinity(0))
+        where = Where(
+            device=self.choice.device,
+            python=str(self.found.python),
+            versions=self.found.versions,
+            pins=pins,
+            lacking=self.lacking,
+            devices=self.devices,
+            machine={**machine.describe(), "threads": threads},
+            synthetic=self.synthetic,
+        )
+        notes = [] if accounting.available() else [NO_ACCOUNTANT]
+        if self.slots > 1:
+            notes.append(f"Gates and memory ran up to {self.slots} at once; every timed process ran alone.")
+        return Outcome(
+            place=where,
+            command=self.command,
+            seconds_asked=self.seconds,
+            seconds_used=self.deadline.used,
+            planned=[(job.cell, (job.cell.name, job.purpose, job.round)) for job in jobs],
+            gates=list(gates),
+            records=dict(self.records),
+            declared=frozenset(
+                (j.cell.task, j.contestant.name)
+                for j in jobs
+                if isinstance(j, Job) and j.contestant.variant.why_rejected(j.cell.task)
+            ),
+            notes=notes,
+        )
+
+    def _write(self) -> None:
+        with self.lock:
+            outcome = self.outcome()
+            lines = [self.lines[key] for key in sorted(self.lines)]
+            cache.write_atomically(self.out / RECORDS, "".join(f"{line}\n" for line in lines).encode())
+            cache.write_atomically(self.out / SUMMARY, (json.dumps(summary(outcome), indent=1) + "\n").encode())
+            cache.write_atomically(self.out / TEXT, text(outcome).encode())

@@ -1,0 +1,348 @@
+"""Runs a plan over layers: float64 references, environments, one process per measurement, records."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.environments import executor, memory_limit, venv
+from harness.environments.executor import InProcess, Limits, Venv
+from harness.errors import BadInput
+from harness.gate import admission
+from harness.layers import LAYERS
+from harness.plan import layers as layer_plan
+from harness.plan.layer_registry import LayerContestant
+from harness.plan.layers import LayerJob, LayerOptions
+from harness.plan.registry import frameworks
+from harness.run.e2e import (
+    ENDS_THE_RUN,
+    FINAL_STATES,
+    Moment,
+    Summary,
+    check_device,
+    check_disk,
+    check_threads,
+    killer,
+    place_of,
+    undisturbed,
+    unforeseen,
+    watched_code,
+)
+from harness.run.progress import Progress
+from harness.store import cache, seal, sequence
+from harness.store.folder import MOST_ATTEMPTS, RunFolder
+from harness.store.record import Block, Gate, GateCheck, LayerResult, Load, Record, Seeds, Source
+from harness.worker import machine
+from harness.worker.layer_request import LayerRequest
+
+if TYPE_CHECKING:
+    from harness.environments.unpinned import Found, FoundPlace
+
+WORKER = "harness.worker.layers"
+REFERENCE = "frameworks._tools.layer_reference"
+REFERENCE_SOURCES = (
+    "harness/layers.py",
+    "harness/worker/gate/layers.py",
+    "frameworks/_tools/layer_reference.py",
+    "frameworks/_shared/torch/layers.py",
+)
+
+
+class LayerRun:
+    """One run folder's work. ``command`` reproduces it and goes into every record. ``found``: measure there, whatever
+    its versions, instead of where the pins are."""
+
+    def __init__(
+        self,
+        options: LayerOptions,
+        contestants: list[LayerContestant],
+        folder: RunFolder,
+        command: str,
+        found: Found | None = None,
+    ) -> None:
+        self.options = options
+        self.found = found
+        self.contestants = contestants
+        self.folder = folder
+        self.command = command
+        self.threads = options.threads or len(os.sched_getaffinity(0))
+        self.limits = Limits(options.memory_limit_bytes or memory_limit.default_limit(), options.timeout_seconds)
+        self.places: dict[str, InProcess | Venv | FoundPlace | str] = {}
+        self.references: dict[str, Path] = {}
+        self.reference_fault: str | None = None
+        self.ended: dict[str, Record] = {}
+        self.watched = watched_code()
+        check_device(options.device)
+        check_threads(self.threads)
+        self.hashes = {c.name: self._hashes_of(c) for c in contestants}
+        self.jobs = layer_plan.jobs(options, contestants)
+        if not self.jobs:
+            raise BadInput(
+                "None of the chosen contestants makes any of the chosen passes over the chosen layers; leave out "
+                "--frameworks or --passes, or see docs/add-a-layer.md."
+            )
+
+    def execute(self, progress: Progress, fresh: bool = False) -> Summary:
+        """Everything, or what is left of it. Ctrl-C or a kill at any moment loses at most the process under way."""
+        with self.folder.open(self.description(), fresh):
+            self.prepare(progress.say)
+            states: dict[str, int] = {}
+            resumed = 0
+            progress.begin(len(self.jobs))
+            for job in self.jobs:
+                progress.doing(f"round {job.round + 1}/{self.options.rounds} · {job.cell.name} · {job.purpose}")
+                record, is_old = self.recorded(job, progress)
+                resumed += is_old
+                states[record.state] = states.get(record.state, 0) + 1
+                progress.done(record.state)
+            return Summary(len(self.jobs), resumed, states, self.folder.path)
+
+    def recorded(self, job: LayerJob, progress: Progress) -> tuple[Record, bool]:
+        """The record of a job, and whether it was there already; measured and written where it was not."""
+        name = f"{job.name}.{self._key(job)[:8]}.json"
+        record = self.folder.read(name)
+        is_old = record is not None and not record.interrupted
+        if record is None or not is_old:
+            record = self._measured(job, progress)
+            self.folder.write(name, record)
+        if record.state in FINAL_STATES:
+            self.ended.setdefault(job.cell.name, record)
+        return record, is_old
+
+    def _measured(self, job: LayerJob, progress: Progress) -> Record:
+        """A new record of the job, whatever the contestant does: see :meth:`harness.run.e2e.Run._measured`."""
+        started = Moment()
+        with self.folder.attempt(job.name) as killed:
+            try:
+                if killed < MOST_ATTEMPTS:
+                    return self._measure(job, progress)
+                result = killer(killed)
+            except ENDS_THE_RUN:
+                raise
+            except Exception as error:
+                result = unforeseen(error)
+            return self._record(job, result, started)
+
+    def description(self) -> dict[str, Any]:
+        """What all records of the folder have in common: options, code, machine. A resumed run must have the same."""
+        return {
+            "options": asdict(self.options),
+            "contestants": {name: {"layers": code, "lock": lock} for name, (code, lock) in self.hashes.items()},
+            "harness": admission.sources_hash(REFERENCE_SOURCES),
+            "machine": machine.describe()["id"],
+            "threads": self.threads,
+        }
+
+    def _key(self, job: LayerJob) -> str:
+        """Same key: same measurement of the same code in the same environment."""
+        parts = [*job.cell.model_dump(exclude_none=True).values(), *self.hashes[job.contestant.name]]
+        return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]
+
+    def _hashes_of(self, contestant: LayerContestant) -> tuple[str, str]:
+        """Of the code and of the environment."""
+        lock = contestant.framework.lock_hash if self.found is None else self.found.identity
+        return contestant.code_hash, lock
+
+    def _place(self, c: LayerContestant, say: Callable[[str], None]) -> InProcess | Venv | FoundPlace | str:
+        if self.found is not None:
+            return self.found.place(c.framework, c.variant.environment, WORKER)
+        return place_of(self.options.isolation, c.framework, c.variant.environment, say, WORKER)
+
+    def _make_here(self, names: list[str], folder: Path, say: Callable[[str], None]) -> None:
+        assert self.found is not None
+        self.found.tool(REFERENCE, ["--layers", ",".join(names), "--out", str(folder)])
+
+    def prepare(self, say: Callable[[str], None]) -> None:
+        """Environments and references. Without one, its cells are ``unsupported`` (``crashed`` without a reference)."""
+        for c in self.contestants:
+            self.places[c.name] = self._place(c, say)
+        try:
+            make = _make_in_venv if self.found is None else self._make_here
+            self.references = ensure_references(self.options.layers, say, make)
+            self.watched.add(self.references.values())
+        except (venv.EnvironmentFault, executor.ToolFault) as fault:
+            self.reference_fault = f"the float64 references of the layers could not be made: {fault}"
+            say(self.reference_fault)
+
+    def _measure(self, job: LayerJob, progress: Progress) -> Record:
+        """One process, or the record of why there is none."""
+        started = Moment()
+        refusal = self._refusal(job)
+        if refusal is not None:
+            return self._record(job, refusal, started)
+        place = self.places[job.contestant.name]
+        assert not isinstance(place, str)
+        contestant = job.contestant
+        self.watched.check()
+        if self.hashes[contestant.name] != self._hashes_of(contestant):
+            raise BadInput(
+                f"The code or the pins of {contestant.name} changed during the run; start anew with --fresh."
+            )
+        request = self._request(job)
+        result, load = undisturbed(
+            lambda: place.run(request, self.limits, progress.event),
+            self.options.repeats,
+            job.purpose == "time",
+            job.cell.name,
+            progress,
+        )
+        check_disk(result, self.folder, job.cell.name)
+        if request.left is not None and result["state"] == "ok":
+            result |= self._compare_last_pass(request, result, progress.say)
+        return self._record(job, result, started, load)
+
+    def _compare_last_pass(
+        self, request: LayerRequest, result: dict[str, Any], say: Callable[[str], None]
+    ) -> dict[str, Any]:
+        """The check that the last timed pass left what is right on the measured batch."""
+        assert request.left is not None
+        left = Path(request.left)
+        if not left.exists():
+            return {"state": "crashed", "reason": "the timed process left nothing of its last pass to compare."}
+        try:
+            measured = result["layer"]
+            last = (len(measured["pass_seconds"]) - 1) % measured["batches"]
+            check = self.last_pass(request, last, say)
+        except (venv.EnvironmentFault, executor.ToolFault) as fault:
+            return {"state": "crashed", "reason": f"the float64 reference of the last pass could not be made: {fault}"}
+        finally:
+            left.unlink()
+        found: dict[str, Any] = {"checks": [*result.get("checks", []), check]}
+        if not check["passed"]:
+            reason = f"{check['check']}: error {check['error']}, limit {check['limit']} ({check['detail']})"
+            found |= {"state": "rejected", "reason": reason}
+        return found
+
+    def last_pass(self, request: LayerRequest, number: int, say: Callable[[str], None]) -> dict[str, Any]:
+        """What :mod:`frameworks._tools.layer_reference` says of it, which was over batch ``number``.
+
+        Raises :class:`env.EnvironmentFault` or :class:`isolation.ToolFault` where it cannot be asked.
+        """
+        arguments = ["--layers", request.layer, "--left", str(request.left), "--passes", request.passes]
+        arguments += ["--batch-size", str(request.batch_size), "--seed", str(request.seed), "--number", str(number)]
+        python = self.found.python if self.found is not None else venv.ensure(frameworks()["pytorch"], say).python
+        return executor.json_tool(python, REFERENCE, [*arguments, "--bound", repr(request.max_grad_norm)])
+
+    def _refusal(self, job: LayerJob) -> dict[str, Any] | None:
+        """A result without a process: it cannot run, or an earlier process of this cell showed so."""
+        assert job.cell.layer is not None
+        place = self.places[job.contestant.name]
+        reason = job.contestant.variant.why_unsupported(LAYERS[job.cell.layer])
+        if isinstance(place, str) or reason:
+            return {"state": "unsupported", "reason": place if isinstance(place, str) else reason}
+        if self.reference_fault is not None:
+            return {"state": "crashed", "reason": self.reference_fault}
+        earlier = self.ended.get(job.cell.name)
+        if earlier is not None:
+            result = {"state": earlier.state, "reason": earlier.reason}
+            return result | ({"layer": _predictions(earlier)} if earlier.layer is not None else {})
+        return None
+
+    def _request(self, job: LayerJob) -> LayerRequest:
+        options, cell = self.options, job.cell
+        assert cell.layer is not None and cell.passes is not None
+        is_compared = job.purpose == "time" and job.round == 0
+        first = job.purpose == "memory" or (job.round == 0 and not options.memory)
+        return LayerRequest(
+            mode="time" if job.purpose == "time" else "memory",
+            folder=str(job.contestant.framework.folder),
+            variant=cell.variant,
+            layer=cell.layer,
+            passes=cell.passes,
+            batch_size=cell.batch_size,
+            max_grad_norm=options.max_grad_norm,
+            device=options.device,
+            threads=self.threads,
+            seed=self._seed(job),
+            reference=str(self.references[cell.layer]),
+            predicts=first and options.device == "cpu",
+            seconds=options.seconds,
+            most_passes=options.most_passes,
+            least_passes=options.least_passes,
+            longest_pass=options.longest_pass,
+            most_bytes=options.most_bytes,
+            left=str(self.folder.scratch / f"{job.name}.last-pass.npz") if is_compared else None,
+        )
+
+    def _seed(self, job: LayerJob) -> int:
+        """The same for all contestants of a block; every round has its own."""
+        return self.options.seed * 1000 + job.round
+
+    def _record(self, job: LayerJob, result: dict[str, Any], started: Moment, load: Load | None = None) -> Record:
+        assert job.cell.layer is not None
+        layer = LAYERS[job.cell.layer]
+        commit, dirty = machine.commit()
+        code_hash, lock_hash = self.hashes[job.contestant.name]
+        checks = [GateCheck.model_validate(check) for check in result.get("checks", [])]
+        gate = Gate(passed=all(c.passed for c in checks), key=self._key(job), checks=checks) if checks else None
+        seed = self._seed(job)
+        return Record(
+            purpose=job.purpose,
+            state=result["state"],
+            reason=result.get("reason"),
+            cell=job.cell,
+            key=self._key(job),
+            memory=result.get("memory", {}),
+            layer=LayerResult(
+                kind=layer.kind,
+                description=layer.description,
+                column=job.contestant.variant.column,
+                paper_row=layer.paper_row,
+                input_bytes=layer.input_bytes,
+                label_bytes=layer.label_bytes,
+                output_bytes=layer.output_bytes,
+                parameter_bytes=layer.parameter_bytes,
+                **result.get("layer", {}),
+            ),
+            gate=gate,
+            versions=result.get("versions", {}),
+            machine={**machine.describe(), **machine.state(), "threads": self.threads},
+            seeds=Seeds(initial=seed, batches=seed, noise=seed),
+            block=Block(run=self.folder.id, round=job.round, order=job.order),
+            source=Source(commit=commit, dirty=dirty, adapter_hash=code_hash, lock_hash=lock_hash),
+            load=load,
+            started=started.text,
+            wall_seconds=started.seconds,
+            command=self.command,
+            log_tail="" if result["state"] == "ok" else result.get("log_tail", ""),
+            interrupted=bool(result.get("interrupted")),
+            sequence=sequence.take(),
+        )
+
+
+def _predictions(record: Record) -> dict[str, Any]:
+    assert record.layer is not None
+    return {
+        "predicted_seconds": record.layer.predicted_seconds,
+        "predicted_bytes": record.layer.predicted_bytes,
+    }
+
+
+Make = Callable[[list[str], Path, Callable[[str], None]], None]
+
+
+def ensure_references(names: tuple[str, ...], say: Callable[[str], None], make: Make | None = None) -> dict[str, Path]:
+    """Layer -> .npz of its float64 gradients, computed once: by ``make``, or in the environment of plain PyTorch.
+
+    Raises :class:`env.EnvironmentFault` or :class:`isolation.ToolFault` where they cannot be made.
+    """
+    folder = cache.folder("layer-references") / admission.sources_hash(REFERENCE_SOURCES)
+    folder.mkdir(exist_ok=True)
+    paths = {name: folder / f"{name}.npz" for name in names}
+    with cache.locked(folder / ".lock"):
+        missing = [name for name, path in paths.items() if not seal.holds(path)]
+        if missing:
+            (make or _make_in_venv)(missing, folder, say)
+            for name in missing:
+                seal.put(paths[name])
+    return paths
+
+
+def _make_in_venv(names: list[str], folder: Path, say: Callable[[str], None]) -> None:
+    python = venv.ensure(frameworks()["pytorch"], say).python
+    say(f"References of {len(names)} layers: float64, one example at a time")
+    executor.run_tool(python, REFERENCE, ["--layers", ",".join(names), "--out", str(folder)])

@@ -1,0 +1,1 @@
+"""Times inside a user's own test suite, for the pytest plugin."""

@@ -1,0 +1,187 @@
+"""The store: a run folder with a plan, a lock and one atomic JSON record per process."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from harness.errors import BadInput
+from harness.store import cache, record
+from harness.store.record import Record
+
+PLAN = "plan.json"
+MOST_ATTEMPTS = 3
+"""A process that was under way each time when its run was killed gets no more: it may be what kills the run."""
+
+
+class RunFolder:
+    """``records/`` holds what was measured; ``scratch/`` holds weights that may be lost at any time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.records = path / "records"
+        self.scratch = path / "scratch"
+        self.id = path.name
+
+    @contextmanager
+    def open(self, description: dict[str, Any], fresh: bool) -> Iterator[None]:
+        """Makes or continues the run, alone. Raises :class:`BadInput` where another run is at work in the folder, the
+        folder cannot be written, or it holds a run with other options or other code."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BadInput(
+                f"The folder {self.path} cannot be made ({error.strerror}); choose another with --out."
+            ) from None
+        busy = f"Another run is at work in {self.path}; wait for it, or choose another folder with --out."
+        with cache.locked(self.path / ".lock", busy):
+            if fresh:
+                self._set_aside()
+            self._check_plan(description)
+            for folder in (self.records, self.scratch):
+                try:
+                    folder.mkdir(exist_ok=True)
+                    for part in folder.glob(".*.part" if folder == self.records else "*.part"):
+                        part.unlink()
+                except OSError as error:
+                    raise BadInput(
+                        f"{folder} cannot be made or written ({error.strerror}); free some space, make it writable, or "
+                        "choose another with --out."
+                    ) from None
+            self.check_writable()
+            yield
+
+    def check_writable(self) -> None:
+        """Raises :class:`BadInput` where records or weights could not be left here."""
+        for folder in (self.records, self.scratch):
+            probe = folder / f".probe.{os.getpid()}.part"
+            try:
+                probe.touch()
+                probe.unlink()
+            except OSError as error:
+                raise BadInput(
+                    f"{folder} cannot be written ({error.strerror}); make it writable, or choose another folder with "
+                    "--out, then run the same command again: it goes on where it stopped."
+                ) from None
+
+    def _check_plan(self, description: dict[str, Any]) -> None:
+        path = self.path / PLAN
+        wanted = json.loads(json.dumps(description))
+        if not path.exists():
+            if next(self.records.glob("*.json"), None) is not None:
+                raise BadInput(
+                    f"{self.path} holds records, but no {PLAN} that says with which options and code they were made; "
+                    "put it back, or start anew with --fresh (the old records are kept aside)."
+                )
+            # A name alone would let two runs of one preset be paired with each other.
+            self.id = f"{self.path.name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{os.urandom(2).hex()}"
+            cache.write_atomically(path, json.dumps({"id": self.id, **wanted}, indent=1).encode())
+            return
+        try:
+            old = json.loads(path.read_text(encoding="utf-8"))
+            self.id = str(old.pop("id"))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise BadInput(f"{path} is corrupt; start anew with --fresh (the old records are kept aside).") from None
+        if old != wanted:
+            what = ", ".join(_differences(old, wanted))
+            raise BadInput(
+                f"{self.path} holds a run that differs in {what}; start anew with --fresh (the old records are kept "
+                "aside), or choose another folder with --out."
+            )
+
+    def _set_aside(self) -> None:
+        # The plan goes last: a kill in between leaves a folder that the next --fresh still clears.
+        names = [name for name in ("records", "report", PLAN) if (self.path / name).exists()]
+        if not names:
+            return
+        aside = self.path / "earlier" / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
+        aside.mkdir(parents=True)
+        for name in names:
+            (self.path / name).rename(aside / name)
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def read(self, name: str) -> Record | None:
+        """The record of that name, or None. Raises :class:`BadInput` where it is corrupt, or is another cell's."""
+        try:
+            (value,) = record.read(self.records / name)
+        except FileNotFoundError:
+            return None
+        if value.file_name != name:
+            raise BadInput(misnamed(self.records / name, value))
+        return value
+
+    def write(self, name: str, value: Record) -> None:
+        cache.write_atomically(self.records / name, value.to_json().encode())
+
+    @contextmanager
+    def attempt(self, name: str) -> Iterator[int]:
+        """Around the process that makes the record ``name``: how often a run was killed before while this process was
+        under way. A killed one leaves its count behind; a run that ends in any other way does not."""
+        path = self.scratch / f"{name}.attempts"
+        try:
+            before = int(path.read_text())
+        except (OSError, ValueError):
+            before = 0
+        cache.write_atomically(path, str(before + 1).encode())
+        try:
+            yield before
+        finally:
+            with suppress(OSError):
+                path.unlink()
+
+
+def misnamed(path: Path, value: Record) -> str:
+    """Says that a record lies under a name that is not its own."""
+    return (
+        f"{path} holds the record of another process (its name would be {value.file_name}); move it out of the folder "
+        "and run again to measure the cell of that name anew."
+    )
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """Dotted names of what differs."""
+    names: list[str] = []
+    for key in sorted(old.keys() | new.keys()):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            names += _differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            names.append(f"{prefix}{key} ({a!r} then, {b!r} now)")
+    return names
+
+
+def pack(folder: Path, target: Path) -> int:
+    """Writes all records of a run into one ``.jsonl`` (compressed where the target ends in ``.gz``), a record a line,
+    sorted by name; returns how many. Raises
+    :class:`BadInput` where there are none, one is bad, the run is still at work, or the target cannot be written.
+    """
+    paths = sorted((folder / "records").glob("*.json"))
+    if not paths:
+        raise BadInput(f"{folder} has no records to pack; name the folder of a finished run.")
+    busy = f"A run is at work in {folder}, so its records are not all there yet; wait for it."
+    lines = []
+    with cache.locked(folder / ".lock", busy):
+        for path in paths:
+            (value,) = record.read(path)
+            if (folder / PLAN).exists() and value.file_name != path.name:
+                raise BadInput(misnamed(path, value))
+            lines.append(portable(value))
+    content = ("\n".join(lines) + "\n").encode()
+    # Without the time of packing, so that the same records make the same file.
+    packed = gzip.compress(content, compresslevel=9, mtime=0) if target.suffix == ".gz" else content
+    cache.write_atomically(target, packed, "name another file")
+    return len(lines)
+
+
+def portable(value: Record) -> str:
+    """The record as a line for others: the home folder, which a reason may name with a log, is written as ``~``."""
+    home = json.dumps(str(Path.home()), ensure_ascii=False)[1:-1]
+    return re.sub(r"(?<![\w./~-])" + re.escape(home) + "/", "~/", value.to_json())

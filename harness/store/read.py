@@ -1,0 +1,88 @@
+"""All records below one folder or several, read while a run may be writing there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from harness.errors import BadInput
+from harness.store import record
+from harness.store.folder import PLAN, misnamed
+from harness.store.record import Record
+
+SUMMARY = "summary.json"
+"""What ``run gpu`` leaves beside its records."""
+
+
+Tell = Callable[[str], None]
+
+
+def load(*places: Path, left_out: Tell | None = None) -> list[Record]:
+    """All records of the ``places``, each a ``.json``, ``.jsonl`` or ``.jsonl.gz`` file, or a folder with such
+    files somewhere below it, in order of their paths.
+
+    Of a run's folder (one that holds a ``plan.json``) only its ``records/`` count: what ``--fresh`` has set aside does
+    not. Hidden files are left out: a record is hidden until it is complete (written under a hidden name, then renamed).
+    If a file vanishes between listing and reading, the folder is read once more. A record that is there both as a file
+    of its own and in a packed ``.jsonl``, or in several places, counts once.
+
+    Raises :class:`BadInput` for a place that does not exist, one without a record, and a record that is corrupt, newer,
+    or under another process's name; of these, where ``left_out`` is given, it is told why, and the rest is loaded.
+    """
+    return list({r.to_json(): r for place in places for r in _of(place, left_out)}.values())
+
+
+def _of(place: Path, left_out: Tell | None) -> list[Record]:
+    if not place.exists():
+        raise BadInput(f"There is no folder {place}; give one that holds records, or make some with `dpbench run e2e`.")
+    for _ in range(3):
+        try:
+            found, faults = _read(place)
+            break
+        except FileNotFoundError:
+            continue
+    else:
+        raise BadInput(f"Files keep vanishing from {place} while they are read; wait for the run to finish.")
+    for fault in faults:
+        if left_out is None or not found:
+            raise BadInput(fault)
+        left_out(fault)
+    if not found:
+        raise BadInput(f"There are no records in {place}; make some with `dpbench run e2e`.")
+    return found
+
+
+def _read(place: Path) -> tuple[list[Record], list[str]]:
+    """(records, what is wrong with the others)."""
+    found, faults = [], []
+    for path in sorted(_files(place)):
+        in_run = path.parent.name == "records" and (path.parent.parent / PLAN).exists()
+        try:
+            texts = record.texts(path)
+        except BadInput as fault:
+            faults.append(str(fault))
+            continue
+        for text, origin in texts:
+            try:
+                value = record.parse(text, origin)
+            except BadInput as fault:
+                faults.append(str(fault))
+                continue
+            if in_run and path.suffix == ".json" and value.file_name != path.name:
+                faults.append(misnamed(path, value))
+                continue
+            found.append(value)
+    return found, faults
+
+
+def _files(place: Path) -> Iterator[Path]:
+    if place.is_file():
+        yield place
+        return
+    for folder, folders, names in os.walk(place):
+        in_run = PLAN in names
+        folders[:] = [name for name in folders if (name == "records" if in_run else not name.startswith("."))]
+        for name in [] if in_run else names:
+            if name.endswith((".json", *record.PACKED)) and not name.startswith(".") and name != SUMMARY:
+                yield Path(folder, name)

@@ -1,0 +1,452 @@
+"""The record: what one measuring process leaves behind. A failure is a record too.
+
+One JSON file per process. A finished run may be packed into one ``.jsonl`` or ``.jsonl.gz`` (a record a line);
+readers take all three. Old schemas are upgraded on reading and never rewritten; a newer one is refused.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from harness.errors import BadInput
+from harness.tasks import TASKS
+
+SCHEMA = 1
+# How the names of packed files end.
+PACKED = (".jsonl", ".jsonl.gz")
+
+State = Literal["ok", "rejected", "oom", "timeout", "crashed", "unsupported"]
+UNPINNED = "unpinned"
+"""Isolation of a record whose versions nobody pinned: the environment was used as it was."""
+Purpose = Literal["time", "memory", "gate", "probe"]
+Passes = Literal["plain", "per_sample", "clipped"]
+"""Over a layer. ``plain``: forward and backward without DP. ``per_sample``: the paper's, forward and backward with
+per-sample gradients left behind. ``clipped``: the honest one, with clipping to a sum."""
+Column = Literal["module", "own_module", "dp"]
+"""The columns of the paper's layer tables: plain module, the DP library's own module without DP, with DP."""
+
+
+Seconds = Annotated[float, Field(gt=0.0)]
+"""Of something that was timed: a clock that stood still or ran backwards measured nothing."""
+Bytes = Annotated[int, Field(ge=0)]
+Words = Annotated[str, AfterValidator(lambda text: CONTROLS.sub("", text))]
+"""Of a contestant, or a library that it uses: shown on terminals, so that nothing in it may steer one."""
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+class _Model(BaseModel):
+    """Numbers are finite: JSON has no others, so that a file with one could not be read again."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Cell(_Model):
+    """What is measured. Two records of one cell differ in their block only.
+
+    ``kind`` e2e, frontier: a ``task``. ``kind`` layer: no task, but a ``layer`` and which ``passes`` over it are made.
+    """
+
+    kind: Literal["e2e", "layer", "frontier"] = "e2e"
+    task: str = ""
+    layer: str | None = None
+    passes: Passes | None = None
+    framework: str
+    variant: str
+    private: bool
+    batch_size: int = Field(ge=1)
+    protocol: str
+    device: str
+    isolation: str
+
+    @property
+    def contestant(self) -> str:
+        """``opacus-hooks``; plain ``pytorch-eager``."""
+        return f"{self.framework}-{self.variant}"
+
+    @property
+    def name(self) -> str:
+        """What ``dpbench explain`` takes."""
+        what = (self.task, self.contestant) if self.layer is None else (self.layer, self.contestant, self.passes or "")
+        return "/".join((*what, str(self.batch_size), self.protocol, self.device, self.isolation))
+
+    @model_validator(mode="after")
+    def _names_what_it_measures(self) -> Cell:
+        is_layer = self.kind == "layer"
+        if is_layer != (self.layer is not None and self.passes is not None) or is_layer == bool(self.task):
+            raise ValueError("a cell names a task, or, of kind layer, a layer and its passes")
+        if not is_layer and self.task not in TASKS:
+            raise ValueError(f"there is no task {self.task!r}")
+        return self
+
+
+class Data(_Model):
+    name: str
+    synthetic: bool
+    origin: str
+    sha256: str
+    train_size: int
+
+
+class Compared(_Model):
+    """What was compared of the measured cell itself. The weights where the referee halted the clock, after ``steps``
+    steps, are ``replay_error`` from an untimed replay's. Of one step of that replay, ``step``, drawn at random, with
+    ``rows`` examples: its update without noise is off from the float64 reference's by ``update_error``, relative, and
+    what noise adds to it has the scores ``noise_scores``, in standard deviations."""
+
+    step: int
+    steps: int
+    rows: int
+    replay_error: float
+    replay_limit: float
+    update_error: float
+    update_limit: float
+    noise_scores: dict[str, float] = Field(default_factory=dict)
+    noise_limit: float | None = None
+
+
+class Timed(_Model):
+    """How the seconds came about. ``extrapolated``: epoch_seconds are the measured ones times
+    steps_per_epoch / steps_timed. ``replay_error``: distance of the weights after the first timed steps from an untimed
+    replay, over the distance travelled; None where they were not compared (later rounds, no memory process).
+    ``part_seconds`` of each timed stretch by the worker's clock, ``referee_seconds`` by the harness's own.
+
+    Protocol ``as_shipped`` only: ``own_sampling`` (``poisson``, ``shuffled`` or ``fixed``) is how the library's own
+    loop draws its batches, ``updates`` how many it made in the first timed epoch (None: it does not say)."""
+
+    steps_per_epoch: int
+    steps_timed: int
+    epochs: int
+    extrapolated: bool
+    measured_seconds: list[Seconds]
+    first_pass_seconds: float | None = None
+    warm_up_steps: int = 0
+    padding_fraction: float = 0.0
+    parameters_read_seconds: list[float] = Field(default_factory=list)
+    rows_timed: int | None = None
+    replay_error: float | None = None
+    part_seconds: list[float] = Field(default_factory=list)
+    referee_seconds: list[float] = Field(default_factory=list)
+    compared: Compared | None = None
+    own_sampling: str | None = None
+    updates: int | None = None
+
+
+class LayerParts(_Model):
+    """Bytes of one pass, one by one. ``gradients`` is what the pass leaves behind beside the first three, ``peak`` the
+    highest sum at any moment; ``intermediate`` = peak - input - labels - module - gradients. ``baseline``: allocated
+    before anything of the layer was (workspaces of the BLAS library), not in the peak. ``instrument`` counted the
+    bytes. ``unexplained``: what an independent count of the arrays alive after the pass found more (or less, below 0)
+    than input + labels + module + gradients; None where the instrument cannot count them."""
+
+    input: int
+    labels: int
+    module: int
+    gradients: int
+    intermediate: int
+    peak: int
+    baseline: int
+    instrument: str
+    unexplained: int | None = None
+
+
+class LayerResult(_Model):
+    """Of a cell of kind layer. ``input_bytes`` to ``output_bytes`` are of one example (their sum is the memory law's
+    C), ``parameter_bytes`` is its L. Time: ``pass_seconds`` of each timed pass, in order, on ``batches`` different
+    batches in turn, after ``warm_up`` passes; ``stopped_by`` the number of ``passes`` or their ``seconds``. Memory:
+    ``parts``. Both: ``predicted_seconds`` and ``predicted_bytes`` of one pass, from two small batches, where they were
+    made before the cell was let run. ``plan``: what a framework that plans for itself says of it: ``micro_batch``
+    examples at once, ``kept_bytes`` of per-sample gradients kept per example."""
+
+    kind: str
+    description: str
+    column: Column
+    paper_row: str | None = None
+    input_bytes: int
+    label_bytes: int
+    output_bytes: int
+    parameter_bytes: int
+    pass_seconds: list[Seconds] = Field(default_factory=list)
+    batches: int = 1
+    warm_up: int = 0
+    stopped_by: Literal["passes", "seconds"] | None = None
+    parts: LayerParts | None = None
+    predicted_seconds: float | None = None
+    predicted_bytes: int | None = None
+    plan: dict[str, int] = Field(default_factory=dict)
+
+    @property
+    def example_bytes(self) -> int:
+        """C: input, label and output of one example."""
+        return self.input_bytes + self.label_bytes + self.output_bytes
+
+
+class Probe(_Model):
+    """One process of the search for the memory frontier. ``budget_bytes``: above ``start_up_bytes``, what was resident
+    with model and data in place; None on CUDA, where it is ``device_bytes``, all of the device. ``stage``: ``search``
+    or ``throughput``. ``step_seconds``: those after the first."""
+
+    stage: Literal["search", "throughput"]
+    budget_bytes: int | None = None
+    device_bytes: int | None = None
+    start_up_bytes: int | None = None
+    first_step_seconds: Seconds | None = None
+    step_seconds: list[Seconds] = Field(default_factory=list)
+
+
+class GateCheck(_Model):
+    """One line of the admission gate. ``error`` and ``limit`` in the check's own measure; passes if error <= limit. An
+    infinite error is written as none."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=True)
+
+    check: str
+    error: float | None
+    limit: float | None
+    passed: bool
+    detail: Words = ""
+
+
+class Gate(_Model):
+    passed: bool
+    key: str
+    checks: list[GateCheck]
+
+
+class Epsilon(_Model):
+    """After ``steps`` steps at ``delta``; ``own`` is the library's. None where batches are no Poisson samples."""
+
+    delta: float
+    steps: int
+    rdp: float | None
+    pld: float | None
+    own: float | None
+
+
+class Accuracy(_Model):
+    test: float
+    after_steps: int
+
+
+class Load(_Model):
+    """``foreign_share``: share of the machine's processors that other processes took inside the clock.
+    ``canary_before``/``after``: seconds of a fixed matrix product and copy, by the harness itself."""
+
+    foreign_share: float
+    disturbed: bool
+    repeats: int
+    canary_before: float | None = None
+    canary_after: float | None = None
+
+
+class Seeds(_Model):
+    initial: int
+    batches: int
+    noise: int
+
+
+class Block(_Model):
+    """``round`` is the replicate; ``order`` the place inside the randomised block of (task, batch size, round)."""
+
+    run: str
+    round: int
+    order: int
+
+
+class Source(_Model):
+    commit: str | None
+    dirty: bool | None
+    adapter_hash: str
+    lock_hash: str
+
+
+class Image(_Model):
+    """What a container was made of. ``digest`` and ``base``: the engine's hashes of the image and of what it stands on;
+    ``lock``: SHA-256 of the lock of its files. ``matches_lock`` is False only where the user insisted."""
+
+    tag: str
+    digest: str
+    base: str
+    lock: str
+    matches_lock: bool
+
+
+class Container(_Model):
+    """How the container of this process did. ``startup_seconds``: from asking for it to its first word, outside of
+    every clock."""
+
+    engine: str
+    startup_seconds: float | None
+    exit_code: int | None
+    oom_killed: bool = False
+    engine_restarts: int = 0
+
+
+class Record(_Model):
+    """``interrupted``: what ended the process came from outside (a signal, for instance), so that it says nothing of
+    the cell and the next run measures it again. ``sequence``: orders the records of a machine, whatever its clock does
+    (see :mod:`harness.store.sequence`); None in records from before there was one, of which ``started`` decides."""
+
+    schema_: int = Field(SCHEMA, alias="schema")
+    purpose: Purpose
+    state: State
+    reason: Words | None = None
+    cell: Cell
+    key: str
+    data: Data | None = None
+    epoch_seconds: list[Seconds] = Field(default_factory=list)
+    compile_seconds: float | None = None
+    timed: Timed | None = None
+    probe: Probe | None = None
+    memory: dict[str, Bytes] = Field(default_factory=dict)
+    layer: LayerResult | None = None
+    gate: Gate | None = None
+    epsilon: Epsilon | None = None
+    accuracy: Accuracy | None = None
+    versions: dict[str, str] = Field(default_factory=dict)
+    image: Image | None = None
+    container: Container | None = None
+    machine: dict[str, Any] = Field(default_factory=dict)
+    seeds: Seeds | None = None
+    block: Block
+    source: Source
+    load: Load | None = None
+    started: str
+    wall_seconds: float
+    command: str = ""
+    log_tail: Words = ""
+    interrupted: bool = False
+    sequence: int | None = None
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False)
+
+    def to_json(self) -> str:
+        return self.model_dump_json(by_alias=True)
+
+    @property
+    def file_name(self) -> str:
+        """The name of its file in a run's folder, which says what is in it."""
+        cell = self.cell
+        if self.purpose == "gate":
+            return f"{cell.task}.{cell.contestant}.gate.{self.gate.key[:8] if self.gate else ''}.json"
+        what = cell.task if cell.layer is None else cell.layer
+        passes = "" if cell.passes is None else f".{cell.passes}"
+        place = f"b{cell.batch_size}.r{self.block.round}.{self.purpose}"
+        return f"{what}.{cell.contestant}{passes}.{place}.{self.key[:8]}.json"
+
+    @property
+    def when(self) -> int:
+        """Larger for the later of two records of one machine: ``sequence``, or ``started`` in milliseconds."""
+        return int(datetime.fromisoformat(self.started).timestamp() * 1e3) if self.sequence is None else self.sequence
+
+    @field_validator("started")
+    @classmethod
+    def _is_a_moment(cls, text: str) -> str:
+        if datetime.fromisoformat(text).tzinfo is None:
+            raise ValueError("a moment needs its time zone, as 2026-11-20T08:00:00+00:00")
+        return text
+
+    @field_validator("machine")
+    @classmethod
+    def _is_a_machine(cls, facts: dict[str, Any]) -> dict[str, Any]:
+        for name, kind in MACHINE_FACTS.items():
+            if facts.get(name) is not None and (not isinstance(facts[name], kind) or isinstance(facts[name], bool)):
+                raise ValueError(f"{name} is {str(facts[name])[:40]!r}")
+        if not all(isinstance(gpu, str) for gpu in facts.get("gpus") or []):
+            raise ValueError("gpus are names")
+        return facts
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Record:
+        """A measurement that is ``ok`` has what it was made for."""
+        if self.state != "ok":
+            return self
+        if self.cell.kind == "e2e" and self.purpose == "time" and not (self.epoch_seconds and self.timed):
+            raise ValueError("the state is ok, but there are no epoch_seconds, or nothing says how they were timed")
+        if self.cell.kind == "layer" and self.purpose == "time" and not (self.layer and self.layer.pass_seconds):
+            raise ValueError("the state is ok, but there are no pass_seconds")
+        return self
+
+
+MACHINE_FACTS: dict[str, type | tuple[type, ...]] = {
+    "id": str,
+    "cpu": str,
+    "cores": int,
+    "memory_bytes": int,
+    "threads": int,
+    "gpus": list,
+    "load_average": (int, float),
+    "peaks": dict,
+}
+"""What reports read of ``machine``, where it is there."""
+
+
+def parse(text: str, origin: str) -> Record:
+    """Raises :class:`BadInput`, naming ``origin``, for a corrupt record or one of a newer schema."""
+    try:
+        data = json.loads(text, parse_constant=no_number)
+        if isinstance(data, dict) and "schema" not in data:
+            raise BadInput(
+                f"{origin} is not a record: it has no `schema`, which every record has; name the files with records "
+                "one by one, or move it out of the folder."
+            )
+        schema = data["schema"]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _no_record(origin, f"{type(error).__name__}: {error}") from None
+    if type(schema) is not int or schema < 1:
+        raise _no_record(origin, f"its `schema` is {str(schema)[:40]!r}, which never was")
+    if schema > SCHEMA:
+        raise BadInput(
+            f"{origin} has record schema {schema!r}, this dpbench reads up to {SCHEMA}; update dpbench to read it."
+        )
+    try:
+        return Record.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise BadInput(
+            f"{origin} is a corrupt record (at {where or 'the whole'}: {first['msg']}); move it out of the folder and "
+            "run again to measure that cell anew."
+        ) from None
+
+
+def no_number(text: str) -> float:
+    """For ``parse_constant`` of ``json.loads``: raises ValueError for NaN and the infinities."""
+    raise ValueError(f"{text} is no JSON number")
+
+
+def _no_record(origin: str, why: str) -> BadInput:
+    return BadInput(
+        f"{origin} is not a record ({why}); move it out of the folder and run again to measure that cell anew."
+    )
+
+
+def read(path: Path) -> list[Record]:
+    """All records of one ``.json``, ``.jsonl`` or ``.jsonl.gz`` file. Raises :class:`BadInput`, naming it, where one
+    cannot be read, and FileNotFoundError where the file is gone."""
+    return [parse(text, origin) for text, origin in texts(path)]
+
+
+def texts(path: Path) -> list[tuple[str, str]]:
+    """What :func:`read` parses: each record's text, and where it stands. Raises as it does."""
+    try:
+        content = path.read_bytes()
+        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
+    except FileNotFoundError:
+        raise
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise BadInput(f"{path} is no complete gzip file ({error}); fetch it again, or restore it from git.") from None
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read ({error.strerror}); move it away, or make it a readable file.") from None
+    except UnicodeDecodeError as error:
+        raise _no_record(str(path), f"{error.reason} at byte {error.start}") from None
+    if path.name.endswith(PACKED):
+        return [(line, f"{path}:{i}") for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+    return [(text, str(path))]

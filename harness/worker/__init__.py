@@ -1,0 +1,1 @@
+"""Everything that runs inside a framework's own environment. Standard library and numpy only."""

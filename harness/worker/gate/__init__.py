@@ -1,0 +1,1 @@
+"""The checks of the admission gate, as the worker makes them. Standard library and numpy only."""

@@ -1,0 +1,583 @@
+"""The admission gate: what an adapter does in its timed path against what DP-SGD is.
+
+Runs inside the worker, in the framework's environment; drives ``build``, ``place``, ``step``, ``synchronize`` and
+``parameters`` only, so that what is checked is what is timed. Standard library and numpy only.
+
+Every verdict is an ``error`` and a ``limit`` in the check's own measure and passes if error <= limit; an error that is
+not a number fails.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from harness.contract import Adapter, Setting, Unsupported
+from harness.tasks import Task, check_parameters
+from harness.worker import sampling
+from harness.worker.clock import Batch, timed_steps
+from harness.worker.gate import cases as gate_cases
+from harness.worker.gate import noise as gate_noise
+from harness.worker.gate.cases import BATCH, LATE_LAST, LATE_STEPS, Case
+from harness.worker.gate.noise import Score
+
+Check = dict[str, Any]
+"""The fields of ``record.GateCheck``."""
+
+TOLERANCE = {"float64": 2e-5, "float32": 5e-5, "tf32": 5e-3, "float16": 1e-2, "bfloat16": 3e-2}
+"""Relative L2 error of an update. Float32 arithmetic gives 1e-7 to 1e-5; the rest is room for clip factors with a
+margin, C/(|g| + 1e-6) or C(1 - 2^-16)/|g|, which are right too."""
+
+TENSOR_SLACK = 20.0
+TENSOR_FLOOR = 1e-3
+"""A parameter tensor whose share of the update is smaller than this is measured against this share."""
+
+SENSITIVITY_MARGIN = 1e-4
+
+NOISE_MULTIPLIER = 1.5
+"""Not the 1.1 of the protocols, lest a constant pass."""
+NOISE_SEED_BITS = 30
+SEED_DISTANCES = (1, 27_720, 2**16)
+"""From one seed to others that must not share its noise: 27,720 is divisible by every number up to 12, and 2^16 by
+every power of two up to it, so that a stream which depends on little of the seed repeats itself."""
+NOISE_RATE = BATCH / 1024
+"""So small that the examples with p = 1 keep it while the weights wander."""
+NOISE_VALUES = 4_000_000
+NOISE_STEPS = (40, 512)
+"""Least and most steps; between them, as many as give NOISE_VALUES values."""
+OTHER_VALUES = 4_000
+OTHER_STEPS = 4
+"""Of a run with another seed: at least so many values and steps."""
+REPRODUCED_STEPS = 8
+COORDINATE_VALUES = 8_000_000
+REAL_NOISE_MULTIPLIER = 0.02
+"""So little that a wrong gradient under the noise would show."""
+REPRODUCTION_LIMIT = 1e-6
+
+REPLAY_SIZES = (16, 5, 0, 12, 1, 16, 9, 14)
+REPLAY_RATE = BATCH / 4096
+REPLAY_LIMIT = 1e-4
+"""The difference is zero where kernels are deterministic; atomic adds on a GPU change the order of sums, which eight
+steps then amplify."""
+
+DEFERRED_LIMIT = 0.5
+DEFERRED_ATTEMPTS = 3
+
+EXCESS_LIMIT = 1e-3
+"""By how much the clipped gradient of one example may miss C where a parameter is large. Float32 sums of squares stay
+below it; a wrong norm does not."""
+EXCESS_FINDING = 1e-5
+"""From here on it is told, though float32 explains it: the noise is calibrated to C."""
+FINDING = "finding: "
+"""How the detail of a check begins that passes and has something to tell."""
+
+BOUND_CHECK = f"clip bound: one example, {gate_cases.LARGE_PARAMETER.parameter_count:.1e} parameters"
+NOISE_CHECKS = (
+    "mean 0",
+    "standard deviation sigma C / B",
+    "on empty batches",
+    "on zero gradients",
+    "normal",
+    "tails",
+    "independent coordinates",
+    "independent at all shifts",
+    "independent steps",
+    "fresh per seed",
+    "same seed, same noise",
+    "on a real batch",
+    "on a large batch",
+)
+
+BUDGET_BELOW = 1e-3
+BUDGET_ABOVE = (1.02, 0.02)
+
+
+def run_gate(
+    create: Callable[[], Adapter],
+    task: Task,
+    setting: Setting,
+    static_shapes: bool,
+    reference: Mapping[str, np.ndarray],
+    budget: Mapping[str, float] | None = None,
+    entropy: int | None = None,
+) -> list[Check]:
+    """All checks of one adapter on one task, as a list; arguments of :func:`checks`."""
+    return list(checks(create, task, setting, static_shapes, reference, budget, entropy))
+
+
+def checks(
+    create: Callable[[], Adapter],
+    task: Task,
+    setting: Setting,
+    static_shapes: bool,
+    reference: Mapping[str, np.ndarray],
+    budget: Mapping[str, float] | None = None,
+    entropy: int | None = None,
+) -> Iterator[Check]:
+    """Yields each check as soon as it is known.
+
+    ``setting``: the cell's own; device, threads, precision and the budget check come from it. ``reference``: what
+    ``frameworks._tools.reference`` stored for the task. ``budget``: ``steps``, ``delta`` and the ε of the two
+    judges, ``rdp``
+    and ``pld``, for ``setting``. ``entropy``: what places and seeds are drawn from; None, for an adapter to be judged,
+    draws it. An exception in the adapter fails the check it fell into; :class:`Unsupported` goes through.
+    """
+    driver = Driver(create(), task, setting, static_shapes, reference, entropy)
+    yield from _guarded("parameters", driver.parameter_checks)
+    for case in driver.cases:
+        yield from _guarded(f"update: {case.name}", functools.partial(driver.update_check, case))
+    yield from _guarded(f"update: {LATE_STEPS} steps", driver.late_checks)
+    yield from _guarded("update: worst tensor", driver.worst_tensor_check)
+    if setting.private:
+        yield from _guarded("sensitivity", driver.sensitivity_check)
+        yield from _guarded("noise", driver.noise_checks)
+        yield from _guarded("noise: on a real batch", driver.real_noise_check)
+        yield from _guarded("noise: on a large batch", driver.large_noise_check)
+    else:
+        yield from _guarded("no noise", driver.no_noise_check)
+    yield from _guarded("timed = replayed", driver.replay_check)
+    yield from _guarded("deferred work", driver.deferred_check)
+    if setting.private and budget is not None:
+        yield from _guarded("budget", functools.partial(driver.budget_check, budget))
+    if setting.private:
+        yield from _guarded("clip bound", functools.partial(bound_check, create, setting, static_shapes))
+
+
+def names(private: bool, has_budget: bool) -> list[str]:
+    """The checks of a gate that passed, in their order. A test compares them with those of a gate."""
+    late = [f"update: {LATE_STEPS} steps", f"update: the last {LATE_LAST} of {LATE_STEPS} steps"]
+    found = ["parameters: names, shapes, count", "parameters: as given to build"]
+    found += [f"update: {name}" for name in gate_cases.names(private)] + late + ["update: worst tensor"]
+    if private:
+        found += ["sensitivity", *(f"noise: {name}" for name in NOISE_CHECKS)]
+    else:
+        found += ["no noise"]
+    found += ["timed = replayed", "deferred work"]
+    found += ["budget"] if private and has_budget else []
+    return [*found, BOUND_CHECK] if private else found
+
+
+def _guarded(name: str, run: Callable[[], Iterator[Check]]) -> Iterator[Check]:
+    try:
+        yield from run()
+    except (Unsupported, MemoryError):
+        raise
+    except Exception as error:
+        yield _check(name, None, None, f"raised {type(error).__name__}: {error}"[:500])
+
+
+def _check(name: str, error: float | None, limit: float | None, detail: str = "") -> Check:
+    if error is not None and not math.isfinite(error):
+        error, detail = None, f"not finite; {detail}"
+    passed = error is not None and limit is not None and bool(error <= limit)
+    return {
+        "check": name,
+        "error": None if error is None else float(error),
+        "limit": None if limit is None else float(limit),
+        "passed": passed,
+        "detail": detail,
+    }
+
+
+def _scored(name: str, score: Score) -> Check:
+    return _check(name, score.value, score.limit, score.where)
+
+
+def bound_check(create: Callable[[], Adapter], setting: Setting, static: bool) -> Iterator[Check]:
+    """How far one example with a large parameter moves the weights, over C.
+
+    By an adapter of its own, whose task is none of the benchmark's: one that cannot take it has nothing measured.
+    """
+    example = gate_cases.large_example()
+    bound = float(np.float32(example.norm / 4))
+    size = gate_cases.LARGE_PARAMETER.parameter_count
+    alone = dataclasses.replace(
+        setting,
+        batch_size=1,
+        dataset_size=len(example.x),
+        learning_rate=1.0,
+        max_grad_norm=bound,
+        noise_multiplier=0.0,
+        padded_sizes=(1,) if static else (),
+    )
+    rows = np.zeros(1, dtype=np.int64)
+    try:
+        adapter = create()
+        adapter.build(gate_cases.LARGE_PARAMETER, alone, example.weights)
+        adapter.place(example.x, example.y)
+        adapter.step(rows, np.ones(1, dtype=bool) if static else None)
+        adapter.synchronize()
+        found = adapter.parameters()
+    except Exception as error:
+        yield _check(BOUND_CHECK, 0.0, EXCESS_LIMIT, f"not measured ({type(error).__name__}: {error})"[:300])
+        return
+    squares = sum(
+        float(np.square(np.asarray(found[name], dtype=np.float64) - start).sum())
+        for name, start in example.weights.items()
+    )
+    excess = math.sqrt(squares) / bound - 1.0
+    told = f"{FINDING}clip bound exceeded by {excess:.1e} at {size:.1e} parameters; " if excess > EXCESS_FINDING else ""
+    yield _check(BOUND_CHECK, abs(excess), EXCESS_LIMIT, f"{told}moved by {1.0 + excess:.6f} C")
+
+
+class Driver:
+    """An adapter with the gate's data; measures displacements as flat float64 vectors over all parameters."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        task: Task,
+        setting: Setting,
+        static: bool,
+        reference: Mapping[str, np.ndarray],
+        entropy: int | None,
+    ) -> None:
+        self.entropy = secrets.randbits(NOISE_SEED_BITS) if entropy is None else entropy
+        rng = np.random.default_rng(self.entropy)
+        self.adapter = adapter
+        self.task = task
+        self.setting = setting
+        self.static = static
+        self.reference = reference
+        self.cases = gate_cases.cases(task, reference, setting.private)
+        self.norm = gate_cases.clipping_norm(reference)
+        self.tolerance = TOLERANCE[setting.precision]
+        self.slices: dict[str, slice] = {}
+        end = 0
+        for name, shape in task.parameters.items():
+            self.slices[name] = slice(end, end + math.prod(shape))
+            end = self.slices[name].stop
+        self.starts = {key: self._flat(gate_cases.starting_weights(task, key)) for key in (False, True)}
+        self.updates: dict[bytes, np.ndarray] = {}
+        """Measured displacements of single steps at the gate's ordinary setting, by their rows."""
+        self.worst = Score(0.0, 0.0, "")
+        self.placed = False
+        self.seed, self.other_seed = (int(seed) for seed in rng.integers(1, 2**NOISE_SEED_BITS, 2))
+        some = next(case for case in self.cases if case.name == "some clipped").batches[0]
+        self.layout = gate_cases.Layout(task, (int(some[0]), int(some[1])), rng)
+        self.sizes = (BATCH, gate_cases.large_rows(task))
+
+    # -- driving ------------------------------------------------------------------------------------------------
+
+    def _flat(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
+        return np.concatenate([np.asarray(values[name], dtype=np.float64).ravel() for name in self.slices])
+
+    def weights(self) -> np.ndarray:
+        return self._flat(self.adapter.parameters())
+
+    def build(
+        self,
+        batch_size: int = BATCH,
+        learning_rate: float = float(BATCH),
+        max_grad_norm: float | None = None,
+        noise_multiplier: float = 0.0,
+        seed: int | None = None,
+        saturated: bool = False,
+    ) -> np.ndarray:
+        """Back to the starting weights, which it returns."""
+        setting = dataclasses.replace(
+            self.setting,
+            batch_size=batch_size,
+            learning_rate=learning_rate,
+            max_grad_norm=self.norm if max_grad_norm is None else max_grad_norm,
+            noise_multiplier=noise_multiplier,
+            seed=self.seed if seed is None else seed,
+            padded_sizes=self.sizes if self.static else (),
+        )
+        self.adapter.build(self.task, setting, gate_cases.starting_weights(self.task, saturated))
+        if not self.placed:
+            self.adapter.place(*self.layout.data())
+            self.placed = True
+        return self.starts[saturated]
+
+    def batch(self, rows: np.ndarray, repeats: int = 1) -> Batch:
+        """Copies of these rows of the pool as the adapter gets them."""
+        placed = self.layout.rows(rows, repeats)
+        return sampling.pad(placed, self.sizes) if self.static else (placed, None)
+
+    def step(self, rows: np.ndarray, repeats: int = 1) -> None:
+        self.adapter.step(*self.batch(rows, repeats))
+        self.adapter.synchronize()
+
+    def displacement(self, case: Case) -> np.ndarray:
+        """Starting minus final weights of a case, without noise."""
+        divisor = case.batch_size * case.repeats
+        start = self.build(divisor, case.learning_rate, case.max_grad_norm, saturated=case.saturated)
+        for rows in case.batches:
+            self.step(rows, case.repeats)
+        return start - self.weights()
+
+    def truth(self, case: Case) -> np.ndarray:
+        """The displacement that a right adapter makes."""
+        name = gate_cases.truth_name(case, self.setting.private)
+        return self._flat(gate_cases.unpack(name, self.task, self.reference))
+
+    def single_step(self, rows: np.ndarray) -> np.ndarray:
+        """Displacement of one step at the ordinary setting, where it is the (clipped) sum itself."""
+        key = rows.tobytes()
+        if key not in self.updates:
+            self.updates[key] = self.displacement(Case("", (rows,), self.norm))
+        return self.updates[key]
+
+    # -- checks ---------------------------------------------------------------------------------------------------
+
+    def parameter_checks(self) -> Iterator[Check]:
+        self.build()
+        values = self.adapter.parameters()
+        fault = check_parameters(self.task, values)
+        count = sum(value.size for value in values.values())
+        yield _check(
+            "parameters: names, shapes, count",
+            abs(count - self.task.parameter_count) + (fault is not None),
+            0.0,
+            fault or f"{count} parameters",
+        )
+        if fault is None:
+            worst = float(np.abs(self._flat(values) - self.starts[False]).max())
+            yield _check("parameters: as given to build", worst, 0.0, "largest difference of any weight")
+
+    def update_check(self, case: Case) -> Iterator[Check]:
+        """Relative L2 error over all parameters. To the tolerance comes the float32 rounding of the weights that move,
+        at most half a unit in the last place, 2^-24 |w|, at every step."""
+        expected = self.truth(case)
+        found = self.displacement(case)
+        if (
+            len(case.batches) == 1
+            and not case.saturated
+            and case.batch_size == BATCH
+            and case.max_grad_norm == self.norm
+        ):
+            self.updates[case.batches[0].tobytes()] = found
+        size = float(np.linalg.norm(expected))
+        error = float(np.linalg.norm(found - expected))
+        if size == 0.0:
+            # |g| = 1 would move the weights by learning_rate / batch_size.
+            unit = case.learning_rate / case.batch_size
+            detail = "must not move; measured in units of |g|"
+            yield _check(f"update: {case.name}", error / unit, REPRODUCTION_LIMIT, detail)
+            return
+        limit = self._limit(case, expected)
+        if len(case.batches) == 1:
+            self._note_tensors(case, found - expected, expected)
+        rows = ", ".join(str(len(batch) * case.repeats) for batch in case.batches)
+        detail = f"relative L2 error; rows {rows}, C {case.max_grad_norm:.4g}, |update| {size:.4g}"
+        yield _check(f"update: {case.name}", error / size, limit, detail)
+
+    def _limit(self, case: Case, expected: np.ndarray, readings: int = 0) -> float:
+        """On the relative L2 error of a case, given its displacement."""
+        rounding = self._rounding(case, expected, readings or len(case.batches))
+        return case.slack * self.tolerance + float(np.linalg.norm(rounding) / np.linalg.norm(expected))
+
+    def _rounding(self, case: Case, expected: np.ndarray, steps: int) -> np.ndarray:
+        """The float32 rounding of the weights that move, at most half a unit in the last place in every step."""
+        return steps * 2.0**-24 * np.where(expected != 0, self.starts[case.saturated], 0.0)
+
+    def late_checks(self) -> Iterator[Check]:
+        """Many steps in one build: all of them, and the last few by themselves. What goes wrong from some step on, an
+        adapter does only there."""
+        early, whole = gate_cases.late_cases(self.task, self.reference)
+        weights = [self.build(whole.batch_size, whole.learning_rate, whole.max_grad_norm)]
+        for batches in (early.batches, whole.batches[len(early.batches) :]):
+            for rows in batches:
+                self.step(rows)
+            weights.append(self.weights())
+        last = f"the last {LATE_LAST} of {LATE_STEPS}"
+        for name, start, expected, steps in (
+            (f"update: {LATE_STEPS} steps", 0, self.truth(whole), LATE_STEPS),
+            (f"update: {last} steps", 1, self.truth(whole) - self.truth(early), LATE_LAST),
+        ):
+            error = float(np.linalg.norm(weights[start] - weights[2] - expected) / np.linalg.norm(expected))
+            yield _check(name, error, self._limit(whole, expected, steps), "relative L2 error")
+
+    def _note_tensors(self, case: Case, difference: np.ndarray, expected: np.ndarray) -> None:
+        """Keeps the worst ratio of a tensor's error to its own limit."""
+        rounding = self._rounding(case, expected, 1)
+        floor = TENSOR_FLOOR * float(np.linalg.norm(expected))
+        for name, part in self.slices.items():
+            size = max(floor, float(np.linalg.norm(expected[part])))
+            limit = TENSOR_SLACK * self.tolerance + float(np.linalg.norm(rounding[part])) / size
+            error = float(np.linalg.norm(difference[part])) / size
+            error = math.inf if math.isnan(error) else error
+            if error / limit > self.worst.value / (self.worst.limit or 1.0):
+                self.worst = Score(error, limit, f"{name} in {case.name}")
+
+    def worst_tensor_check(self) -> Iterator[Check]:
+        yield _check(
+            "update: worst tensor", self.worst.value, self.worst.limit, f"relative L2 error of {self.worst.where}"
+        )
+
+    def sensitivity_check(self) -> Iterator[Check]:
+        ratios = {}
+        for name, fewer, more in gate_cases.sensitivity_pairs(self.task, self.reference):
+            moved = self.single_step(more) - self.single_step(fewer)
+            ratios[name] = float(np.linalg.norm(moved)) / self.norm
+        where = max(ratios, key=lambda name: math.inf if math.isnan(ratios[name]) else ratios[name])
+        # Each of the two sums carries its own rounding of the weights.
+        rounding = 2 * 2.0**-24 * float(np.linalg.norm(self.starts[False])) / self.norm
+        limit = 1.0 + max(SENSITIVITY_MARGIN, self.tolerance) + rounding
+        yield _check("sensitivity", ratios[where], limit, f"|change of the sum| / C, worst for {where}")
+
+    def _noise_run(self, seed: int, steps: int) -> np.ndarray:
+        """[steps, parameters]: noise in units of its nominal standard deviation, from batches without gradient: empty
+        ones in even steps, examples with p = 1 in odd ones."""
+        before = self.build(learning_rate=NOISE_RATE, noise_multiplier=NOISE_MULTIPLIER, seed=seed, saturated=True)
+        zero = gate_cases.zero_gradient_rows(self.task)
+        unit = NOISE_RATE / BATCH * NOISE_MULTIPLIER * self.norm
+        found = np.empty((steps, before.size), dtype=np.float32)
+        for t in range(steps):
+            self.step(zero if t % 2 else zero[:0])
+            after = self.weights()
+            found[t] = (before - after) / unit
+            before = after
+        return found
+
+    def noise_checks(self) -> Iterator[Check]:
+        parameters = self.task.parameter_count
+        steps = int(np.clip(math.ceil(NOISE_VALUES / parameters), *NOISE_STEPS))
+        z = self._noise_run(self.seed, steps)
+        mean, spread = gate_noise.moments(z, self.slices)
+        yield _scored("noise: mean 0", mean)
+        deviation = math.sqrt(np.square(z).mean(dtype=np.float64))
+        spread = dataclasses.replace(spread, where=f"{spread.where}; overall {deviation:.4f} of sigma C / B")
+        yield _scored("noise: standard deviation sigma C / B", spread)
+        for name, rows in (("empty batches", z[::2]), ("zero gradients", z[1::2])):
+            score = gate_noise.largest({name: gate_noise.spread_score(rows)})
+            yield _scored(f"noise: on {name}", score)
+        yield _scored("noise: normal", gate_noise.normality(z))
+        yield _scored("noise: tails", gate_noise.tails(z))
+        some = z[: max(OTHER_STEPS, COORDINATE_VALUES // parameters)]
+        yield _scored(
+            "noise: independent coordinates",
+            gate_noise.independent_coordinates(some, self.slices, self.task.parameters),
+        )
+        yield _scored("noise: independent at all shifts", gate_noise.independent_shifts(z))
+        yield _scored("noise: independent steps", gate_noise.independent_steps(z))
+        fewer = max(OTHER_STEPS, math.ceil(OTHER_VALUES / parameters))
+        seeds = [self.other_seed, *(self.seed + distance for distance in SEED_DISTANCES)]
+        runs = {seed: self._noise_run(seed, fewer) for seed in seeds}
+        score = gate_noise.independent_runs(z, runs)
+        listed = ", ".join(map(str, [self.seed, *seeds]))
+        yield _scored("noise: fresh per seed", dataclasses.replace(score, where=f"{score.where}; seeds {listed}"))
+        again = self._noise_run(self.seed, REPRODUCED_STEPS)
+        error = float(np.linalg.norm(again - z[:REPRODUCED_STEPS])) / math.sqrt(again.size)
+        yield _check(
+            "noise: same seed, same noise",
+            error,
+            REPRODUCTION_LIMIT,
+            f"{REPRODUCED_STEPS} steps, in standard deviations",
+        )
+
+    def real_noise_check(self) -> Iterator[Check]:
+        """The update under little noise, less the float64 truth, is that noise: mean, spread, and no remainder in the
+        direction of the update."""
+        case = next(case for case in self.cases if case.name == "some clipped")
+        yield self._noisy_update("noise: on a real batch", case, max(REAL_NOISE_MULTIPLIER, 10 * self.tolerance))
+
+    def large_noise_check(self) -> Iterator[Check]:
+        """The same for a batch that adapters take in several pieces, under much noise: it is added once, and added."""
+        case = next(case for case in self.cases if case.name == "large batch")
+        yield self._noisy_update("noise: on a large batch", case, NOISE_MULTIPLIER)
+
+    def _noisy_update(self, name: str, case: Case, multiplier: float) -> Check:
+        divisor = case.batch_size * case.repeats
+        seed = self.seed + case.repeats  # a stream of its own for each
+        start = self.build(divisor, case.learning_rate, case.max_grad_norm, multiplier, seed)
+        self.step(case.batches[0], case.repeats)
+        expected = self.truth(case)
+        unit = case.learning_rate / divisor * multiplier * case.max_grad_norm
+        z = (start - self.weights() - expected)[None] / unit
+        mean, spread = gate_noise.moments(z, self.slices)
+        direction = expected / np.linalg.norm(expected)
+        scores = {
+            f"mean, {mean.where}": mean.value,
+            f"standard deviation, {spread.where}": spread.value,
+            "along the update": float(z[0] @ direction),
+        }
+        score = gate_noise.largest(scores)
+        limit = gate_noise.normal_limit(2 * len(self.slices) + 3)
+        rows = len(case.batches[0]) * case.repeats
+        return _check(name, score.value, limit, f"sigma {multiplier:g}, {rows} rows; {score.where}")
+
+    def no_noise_check(self) -> Iterator[Check]:
+        rows = self.cases[0].batches[0]
+        first = self.single_step(rows)
+        start = self.build(seed=self.other_seed, noise_multiplier=0.0)
+        self.step(rows)
+        error = float(np.linalg.norm(start - self.weights() - first) / np.linalg.norm(first))
+        yield _check("no noise", error, self.tolerance, "same step, other seed: relative change of the update")
+
+    def _replay_batches(self) -> list[np.ndarray]:
+        rng = np.random.default_rng(gate_cases.SEED)
+        rows = gate_cases.POOL_SIZE - gate_cases.COPIES - gate_cases.OUTLIERS
+        return [rng.choice(rows, size=size, replace=False).astype(np.int64) for size in REPLAY_SIZES]
+
+    def _build_replay(self) -> np.ndarray:
+        return self.build(
+            learning_rate=REPLAY_RATE, noise_multiplier=self.setting.noise_multiplier if self.setting.private else 0.0
+        )
+
+    def replay_check(self) -> Iterator[Check]:
+        """The same steps in one burst under the clock, and one by one with a look at the weights after each."""
+        batches = [self.batch(rows) for rows in self._replay_batches()]
+        start = self._build_replay()
+        timed_steps(self.adapter, batches)
+        burst = start - self.weights()
+        self._build_replay()
+        for indices, mask in batches:
+            self.adapter.step(indices, mask)
+            self.adapter.synchronize()
+            after = self.weights()
+        single = start - after
+        error = float(np.linalg.norm(burst - single) / np.linalg.norm(single))
+        yield _check(
+            "timed = replayed", error, max(REPLAY_LIMIT, self.tolerance), f"relative L2 after {len(batches)} steps"
+        )
+
+    def deferred_check(self) -> Iterator[Check]:
+        """Work left for after the clock makes the first reading of the weights slow. The share of the time that the
+        first reading took longer than a second one; the best of a few attempts, as chance delays do not repeat."""
+        batches = [self.batch(rows) for rows in self._replay_batches()]
+        shares = []
+        for _ in range(DEFERRED_ATTEMPTS):
+            self._build_replay()
+            seconds = timed_steps(self.adapter, batches)
+            start = time.perf_counter()
+            self.adapter.parameters()
+            first = time.perf_counter() - start
+            self.adapter.parameters()
+            second = time.perf_counter() - start - first
+            shares.append(max(0.0, first - second) / (seconds + first))
+            if shares[-1] < DEFERRED_LIMIT / 2:
+                break
+        yield _check(
+            "deferred work",
+            min(shares),
+            DEFERRED_LIMIT,
+            f"share of the time that came after the clock: {seconds:.3g} s timed, {first:.3g} s first reading, "
+            f"{second:.3g} s second",
+        )
+
+    def budget_check(self, budget: Mapping[str, float]) -> Iterator[Check]:
+        """By how much the adapter's own ε leaves [tight - 0.001, 1.02 Rényi + 0.02]; it may have none."""
+        self.adapter.build(self.task, self.setting, gate_cases.starting_weights(self.task))
+        own = self.adapter.epsilon(int(budget["steps"]), float(budget["delta"]))
+        if own is None:
+            yield _check("budget", 0.0, 0.0, "the adapter reports no epsilon")
+            return
+        low = budget["pld"] - BUDGET_BELOW
+        high = BUDGET_ABOVE[0] * budget["rdp"] + BUDGET_ABOVE[1]
+        error = 0.0 if low <= own <= high else max(low - own, own - high)
+        yield _check(
+            "budget",
+            error,
+            0.0,
+            f"epsilon {own:.4f} after {int(budget['steps'])} steps at delta {budget['delta']:g}; "
+            f"tight {budget['pld']:.4f}, Renyi {budget['rdp']:.4f}",
+        )

@@ -1,0 +1,64 @@
+"""What the harness asks of one worker process: plain data that travels as JSON. Standard library only."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Mode = Literal["time", "memory", "gate", "probe"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """``steps``: fixed number of steps of an epoch, or None; then ``budget_seconds`` decides after the warm-up, or,
+    where that is None too, the whole epoch is run. ``snapshot``: where the weights after the first steps are
+    written, for comparison with the untimed replay. ``checked``: where a replay in the same process and one of its
+    steps in detail go, for the reference. ``weights``: where the final weights go, for evaluation. ``sketches``: a
+    memory process adds a sketch (:mod:`harness.worker.sketch`) of how far its steps moved the weights."""
+
+    mode: Mode
+    folder: str
+    variant: str
+    private: bool
+    static_shapes: bool
+    task: str
+    batch_size: int
+    dataset_size: int
+    sampling: str
+    warm_up: bool
+    noise_multiplier: float
+    max_grad_norm: float
+    learning_rate: float
+    delta: float
+    device: str
+    threads: int
+    precision: str
+    initial_seed: int
+    batch_seed: int
+    noise_seed: int
+    data: str = ""
+    synthetic: bool = False
+    epochs: int = 1
+    steps: int | None = None
+    budget_seconds: float | None = None
+    snapshot: str | None = None
+    checked: str | None = None
+    weights: str | None = None
+    reference: str | None = None
+    budget: dict[str, float] | None = None
+    sketches: bool = False
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether less than an epoch may be timed, so that the figure is extrapolated."""
+        return self.steps is not None or self.budget_seconds is not None
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Request:
+        data: dict[str, Any] = json.loads(text)
+        return cls(**data)

@@ -1,0 +1,144 @@
+"""Environments: built once, shared by equal pins, rebuilt when half-built, removed on request. With no pins at all."""
+
+from __future__ import annotations
+
+import subprocess
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.data import store
+from harness.environments import venv
+from harness.gate import admission
+from harness.plan import registry
+from harness.plan.registry import Framework
+
+
+@pytest.fixture
+def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Framework:
+    monkeypatch.setenv("DPBENCH_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    (folder / "requirements.txt").write_text("# nothing\n")
+    return Framework("empty", "t", "h", "l", "3.11", folder, ())
+
+
+def test_built_once_and_removed(framework: Framework) -> None:
+    said: list[str] = []
+    first = venv.ensure(framework, said.append)
+    assert first.python.exists() and len(said) == 2
+    assert venv.ensure(framework, said.append) == first and len(said) == 2
+    venv.remove(first)
+    assert not first.folder.exists() and venv.existing() == []
+
+
+def test_a_half_built_one_is_made_anew(framework: Framework) -> None:
+    folder = venv.parent() / framework.lock_hash
+    folder.mkdir()
+    (folder / "rubbish").touch()
+    venv.ensure(framework, lambda text: None)
+    assert not (folder / "rubbish").exists()
+
+
+def test_what_cannot_be_installed_is_a_reason(framework: Framework) -> None:
+    framework.requirements.write_text("/nowhere/no-such-package-1.0.whl\n")
+    with pytest.raises(venv.EnvironmentFault, match="not installable here"):
+        venv.ensure(framework, lambda text: None)
+    assert venv.existing() == []
+
+
+def test_what_git_cannot_reach_is_not_installable_offline_and_tried_once(framework: Framework) -> None:
+    commit = "0" * 40
+    framework.requirements.write_text(f"nothing @ git+http://127.0.0.1:9/nothing@{commit}\n")
+    said: list[str] = []
+    for _ in range(2):
+        with pytest.raises(venv.EnvironmentFault, match="not installable offline: nothing comes from a git commit"):
+            venv.ensure(framework, said.append)
+    assert len(said) == 1
+
+
+def _package(folder: Path, name: str, requires: str) -> str:
+    """The line that pins a package of nothing, made on the spot as a wheel."""
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n" + (
+        f"Requires-Dist: {requires}\n" if requires else ""
+    )
+    files = {
+        f"{name}-1.0.dist-info/METADATA": metadata,
+        f"{name}-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{name}.py": "",
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        for inner, text in files.items():
+            archive.writestr(inner, text)
+        archive.writestr(f"{name}-1.0.dist-info/RECORD", "".join(f"{inner},,\n" for inner in files))
+    return f"{path}\n"
+
+
+def test_the_second_file_is_installed_without_dependencies_and_belongs_to_the_lock(
+    framework: Framework, tmp_path: Path
+) -> None:
+    framework.requirements.write_text(_package(tmp_path, "first", ""))
+    before = framework.lock_hash
+    framework.requirements_without_dependencies.write_text("# nothing yet\n")
+    assert framework.lock_hash == before
+    framework.requirements_without_dependencies.write_text(_package(tmp_path, "second", "no-such-package-anywhere"))
+    assert framework.lock_hash != before
+    made = venv.ensure(framework, lambda text: None)
+    code = "import importlib.metadata as m; print(m.version('first'), m.version('second'))"
+    done = subprocess.run([str(made.python), "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1.0", "1.0"]
+
+
+def test_a_missing_python_is_a_reason(framework: Framework) -> None:
+    with pytest.raises(venv.EnvironmentFault, match=r"needs Python 3\.99"):
+        venv.ensure(replace(framework, python="3.99"), lambda text: None)
+
+
+def test_equal_pins_share_an_environment_and_comments_do_not_matter(framework: Framework, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "requirements.txt").write_text("# another comment\n\n")
+    assert replace(framework, folder=other).lock_hash == framework.lock_hash
+    (other / "requirements.txt").write_text("six==1.16.0\n")
+    assert replace(framework, folder=other).lock_hash != framework.lock_hash
+
+
+def test_the_adapter_hash_follows_the_code(framework: Framework) -> None:
+    before = framework.adapter_hash
+    (framework.folder / "adapter.py").write_text("x = 1\n")
+    changed = framework.adapter_hash
+    assert changed != before
+    assert replace(framework, sources=("dpcore",)).adapter_hash != changed
+
+
+def test_a_verdict_holds_for_one_thread_count_and_every_file_of_the_folder(
+    framework: Framework, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DPBENCH_CACHE", str(tmp_path / "cache"))
+    contestant = registry.Contestant(framework, registry.Variant("v", "t", True))
+
+    def key(threads: int = 1) -> str:
+        return admission.key_of(contestant, "logreg", "cpu", threads)
+
+    before = key()
+    assert key() == before != key(threads=2)
+    (framework.folder / "way.txt").write_text("honest")
+    with_file = key()
+    (framework.folder / "way.txt").write_text("cheats")
+    assert len({before, with_file, key()}) == 3
+    changed = key()
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "describe", lambda name, synthetic=False: {"sha256": "other"})
+        assert key() != changed
+
+
+def test_selecting_contestants() -> None:
+    assert {c.name for c in registry.select(["opacus:all"])} >= {"opacus-hooks", "opacus-ghost"}
+    assert [c.name for c in registry.select(["opacus-ghost", "opacus-ghost"])] == ["opacus-ghost"]
+    core, defaults, everything = ({c.name for c in registry.select([w])} for w in ("core", "defaults", "all"))
+    assert {"pytorch-eager", "opacus-hooks", "jax-vmap", "dpcore-engine"} <= core <= defaults <= everything
+    assert {c.name for c in registry.select(None)} == defaults and "opacus-ghost" in everything - defaults
+    assert "mutants" not in registry.frameworks() and "mutants" in registry.frameworks(hidden=True)

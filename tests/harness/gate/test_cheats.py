@@ -1,0 +1,80 @@
+"""Adapters that the gate admits and that cheat where they are timed: each is refused, for the reason that is named."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.store import record
+from harness.store.record import Record
+
+DRIVE = Path(__file__).parents[2] / "support" / "drive.py"
+ROOT = DRIVE.parents[2]
+
+REFUSED = {
+    "quarter": ("rejected", ("measured step",)),
+    "after-three": ("rejected", ("measured step",)),
+    "until-read": ("rejected", ("measured step",)),
+    "skips-steps": ("rejected", ("timed = replayed",)),
+    "defers-evenly": ("rejected", ("work was deferred past the clock",)),
+    "forges-time": ("rejected", ("the clocks do not agree",)),
+    "patches-clock": ("rejected", ("the clocks do not agree",)),
+    "patches-worker": ("rejected", ("unchanged", "the clocks do not agree", "replay")),
+    "memory-crash": ("crashed", ("its memory process, which is its untimed replay",)),
+}
+BY_CHANCE = {"after-three", "until-read"}
+"""The step that is compared is drawn: one of the few honest ones, now and then."""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def run(cache: Path, out: Path, variants: list[str], *more: str) -> dict[str, Record]:
+    environment = {**os.environ, "DPBENCH_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
+    environment["CHEAT_FOUND"] = str(out.with_name("found.txt"))
+    names = ",".join(f"cheat-{variant}" for variant in variants)
+    command = [sys.executable, str(DRIVE), "run", "e2e", "--preset", "smoke", "--tasks", "logreg", "--synthetic"]
+    command += ["--threads", "1", "--frameworks", names, "--out", str(out), *more]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert "Traceback" not in done.stderr, done.stderr
+    found = [record.parse(path.read_text(), path.name) for path in (out / "records").glob("*.time.*.json")]
+    return {r.cell.variant: r for r in found}
+
+
+def test_an_honest_one_is_timed_and_what_was_compared_is_named(cache: Path, tmp_path: Path) -> None:
+    found = run(cache, tmp_path / "run", ["honest", "peeks"])
+    for one in found.values():
+        assert one.state == "ok", one.reason
+        assert one.timed is not None and one.timed.compared is not None
+        compared = one.timed.compared
+        assert 0 <= compared.step < compared.steps <= one.timed.steps_timed * one.timed.epochs
+        assert compared.update_error < 1e-4 and compared.replay_error == 0.0
+        assert set(compared.noise_scores) == {"mean", "spread", "along the update"}
+        assert len(one.timed.referee_seconds) == len(one.timed.part_seconds) >= 2
+    peeked = (tmp_path / "found.txt").read_text().split()
+    assert peeked and set(peeked) == {"False"}, "nothing tells of the batches before the last build is done"
+
+
+@pytest.mark.slow
+def test_every_cheat_is_refused_for_its_reason(cache: Path, tmp_path: Path) -> None:
+    left, found = set(REFUSED), {}
+    for attempt in range(3):
+        found |= run(cache, tmp_path / f"run{attempt}", sorted(left))
+        left = {name for name in left & BY_CHANCE if found[name].state == "ok"}
+        if not left:
+            break
+    for name, (state, words) in REFUSED.items():
+        reason = str(found[name].reason)
+        assert (found[name].state, any(word in reason for word in words)) == (state, True), (name, reason)
+
+
+@pytest.mark.slow
+def test_a_loop_of_its_own_that_does_nothing_is_refused(cache: Path, tmp_path: Path) -> None:
+    (one,) = run(cache, tmp_path / "run", ["own-loop"], "--protocol", "as_shipped").values()
+    assert one.state == "rejected" and "the noise of" in str(one.reason)

@@ -1,0 +1,122 @@
+"""Every deliberately wrong adapter is rejected, by the check that names its fault, and the right ones are not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+
+import numpy as np
+import pytest
+
+from harness.environments import venv
+from harness.plan import registry
+from harness.tasks import TASKS
+from tests.support import gate_numpy
+
+# One process asks for the verdicts, which all tests share.
+pytestmark = [pytest.mark.frameworks, pytest.mark.xdist_group("mutants")]
+
+UPDATES = {"update: all clipped", "update: none clipped", "update: some clipped", "update: large batch"}
+LATE = {"update: 40 steps", "update: the last 4 of 40 steps"}
+SPREAD = "noise: standard deviation sigma C / B"
+
+CAUGHT_BY = {
+    "clips-batch": UPDATES | {"sensitivity"},
+    "clips-per-layer": UPDATES | {"update: one, clipped"},
+    "ignores-c": UPDATES | {"update: other C, B and rate"},
+    "inverts-factor": UPDATES | {"sensitivity"},
+    "zero-norm": {"update: zero gradients", "update: zero and other gradients"},
+    "noise-on-mean": {SPREAD, "noise: on empty batches", "noise: on a real batch"},
+    "reuses-noise": {"noise: independent steps"},
+    "ignores-seed": {"noise: fresh per seed"},
+    "fresh-entropy": {"noise: same seed, same noise", "timed = replayed"},
+    "one-stream": {"noise: independent coordinates"},
+    "noise-on-some-layers": {SPREAD},
+    "half-noise": {SPREAD, "noise: on a real batch"},
+    "uniform-noise": {"noise: normal"},
+    "no-noise-on-empty": {"noise: on empty batches"},
+    "caches-gradients": LATE | {"update: three steps"},
+    "accumulates": LATE | {"update: three steps"},
+    "drops-example": UPDATES | {"update: one, clipped"},
+    "drops-large-batch": {"update: large batch", "update: worst tensor"},
+    "short-row-numbers": UPDATES,
+    "drops-layer": UPDATES | {"update: worst tensor"},
+    "actual-batch": {"update: one, clipped", "update: other C, B and rate", "sensitivity"},
+    "ignores-rate": {"update: other C, B and rate"},
+    "counts-padding": {"update: empty", "update: one, clipped"},
+    "defers": {"deferred work"},
+    "embedding-off": UPDATES | {"update: worst tensor"},
+    "drops-recurrent": UPDATES | {"update: worst tensor"},
+    "misnamed": {"parameters: names, shapes, count"},
+    "own-start": {"parameters: as given to build"},
+    "under-reports": {"budget"},
+    "plain-actual-batch": {"update: one, clipped", "update: other C, B and rate"},
+}
+ONLY = {
+    "reuses-noise",
+    "ignores-seed",
+    "one-stream",
+    "uniform-noise",
+    "caches-gradients",
+    "accumulates",
+    "drops-large-batch",
+    "defers",
+    "under-reports",
+}
+"""Faults that nothing but the named checks may find in the updates: all single steps are right."""
+RIGHT = ("exact", "exact-static", "exact-plain")
+
+
+@pytest.fixture(scope="session")
+def torch_python():
+    python = os.environ.get("DPBENCH_TORCH_PYTHON")
+    if not python:
+        try:
+            python = venv.ensure(registry.frameworks()["pytorch"], print).python
+        except (venv.EnvironmentFault, KeyError) as fault:
+            pytest.skip(f"no environment with torch ({fault}); DPBENCH_TORCH_PYTHON may name an interpreter")
+    return python
+
+
+@pytest.fixture(scope="session")
+def verdicts(torch_python, tmp_path_factory):
+    out = tmp_path_factory.mktemp("mutants") / "checks.json"
+    subprocess.run([torch_python, "-m", "tests.support.mutant_gates", out], cwd=registry.ROOT, check=True, timeout=900)
+    return json.loads(out.read_text())
+
+
+def _failed(checks):
+    return {check["check"] for check in checks if not check["passed"]}
+
+
+@pytest.mark.parametrize("task", ["logreg", "ffnn"])
+def test_the_truth_from_torch_is_that_of_numpy(torch_python, tmp_path, task):
+    out = tmp_path / "reference.npz"
+    command = [torch_python, "-m", "frameworks._tools.reference", "--task", task, "--out", out]
+    subprocess.run(command, cwd=registry.ROOT, check=True, timeout=300)
+    found = dict(np.load(out))
+    expected = gate_numpy.reference(TASKS[task], found["instability"])
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_the_right_ones_pass(verdicts, name):
+    assert _failed(verdicts[name]) == set()
+
+
+@pytest.mark.parametrize("name", sorted(CAUGHT_BY))
+def test_every_fault_is_caught_by_name(verdicts, name):
+    failed = _failed(verdicts[name])
+    assert failed >= CAUGHT_BY[name]
+    if name in ONLY:
+        assert {check for check in failed if check.startswith("update")} == {
+            check for check in CAUGHT_BY[name] if check.startswith("update")
+        }
+
+
+def test_no_mutant_is_forgotten(verdicts):
+    variants = {v.name for v in registry.frameworks(hidden=True)["mutants"].variants}
+    assert variants == {*RIGHT, *CAUGHT_BY} == set(verdicts)

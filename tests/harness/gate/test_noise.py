@@ -1,0 +1,147 @@
+"""The scores under their null distribution: right noise passes over many seeds, and known faults have known sizes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from harness.gate import sampling as gate_sampling
+from harness.gate.sampling import sampler_checks
+from harness.worker.gate import noise as gate_noise
+
+SHAPES = {"w": (40, 30), "b": (40,), "v": (30, 40), "c": (3,)}
+
+
+def slices():
+    found, end = {}, 0
+    for name, shape in SHAPES.items():
+        found[name] = slice(end, end + math.prod(shape))
+        end = found[name].stop
+    return found
+
+
+PARAMETERS = sum(math.prod(shape) for shape in SHAPES.values())
+
+
+def scores_of(seed, steps=16):
+    rng = np.random.default_rng(seed)
+    z, *others = rng.standard_normal((4, steps, PARAMETERS)).astype(np.float32)
+    mean, spread = gate_noise.moments(z, slices())
+    return {
+        "mean": mean,
+        "spread": spread,
+        "normality": gate_noise.normality(z),
+        "tails": gate_noise.tails(z),
+        "coordinates": gate_noise.independent_coordinates(z, slices(), SHAPES),
+        "shifts": gate_noise.independent_shifts(z),
+        "steps": gate_noise.independent_steps(z),
+        "runs": gate_noise.independent_runs(z, {k: other[:4] for k, other in enumerate(others)}),
+    }
+
+
+def test_right_noise_passes_two_hundred_gates():
+    for seed in range(200):
+        failed = {name: score for name, score in scores_of(seed).items() if not score.passed}
+        assert not failed, seed
+
+
+def test_each_check_rejects_right_noise_no_more_often_than_it_says(monkeypatch):
+    """At a level that can be counted; the limits of all checks follow from ALPHA."""
+    monkeypatch.setattr(gate_noise, "ALPHA", 0.1)
+    runs = 300
+    rejected = Counter(name for seed in range(runs) for name, score in scores_of(seed, 6).items() if not score.passed)
+    most = stats.binom.isf(1e-4, runs, 0.1)
+    assert all(count <= most for count in rejected.values()), rejected
+    assert sum(rejected.values()) > 0.2 * runs, "checks that never reject would be no checks"
+
+
+@pytest.mark.parametrize("expected", [6.0, 50.0, 2000.0])
+def test_a_count_score_is_the_poisson_tail(expected):
+    for score in (2.0, 4.5):
+        few, many = (int(stats.poisson.ppf(p, expected)) for p in (stats.norm.cdf(-score), stats.norm.cdf(score)))
+        for found, tail in ((few, stats.poisson.cdf(few, expected)), (many, stats.poisson.sf(many - 1, expected))):
+            if tail < 0.4 and found:
+                assert gate_noise.count_score(found, expected) == pytest.approx(stats.norm.isf(tail), abs=0.05)
+
+
+@pytest.mark.parametrize("n", [20, 100, 3000])
+def test_a_cosine_score_is_students_tail(n):
+    for cosine in (0.3, 3.0 / math.sqrt(n)):
+        a = np.zeros((1, n))
+        b = np.zeros((1, n))
+        a[0, 0] = 1.0
+        b[0, :2] = cosine, math.sqrt(1 - cosine**2)
+        t = cosine * math.sqrt((n - 1) / (1 - cosine**2))
+        expected = stats.norm.isf(stats.t.sf(t, n - 1)) if t < 30 else None
+        if expected is not None and np.isfinite(expected):
+            assert gate_noise.cosine_score(a, b)[0, 0] == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("n", [gate_noise.SMALLEST_FOR_SPREAD, 30, 1000])
+def test_spread_score_is_the_chi_square_tail(n):
+    for probability in (1e-6, 1e-3, 0.5, 1 - 1e-3, 1 - 1e-6):
+        square = stats.chi2.ppf(probability, n)
+        score = gate_noise.spread_score(np.full(n, math.sqrt(square / n)))
+        expected = stats.norm.ppf(probability)
+        assert abs(score) <= abs(expected) + 0.12
+        if n > gate_noise.SMALLEST_FOR_SPREAD or probability >= 0.5:
+            assert score == pytest.approx(expected, abs=0.12)
+
+
+def test_limits_are_bonferroni_tails():
+    assert gate_noise.normal_limit(1) == pytest.approx(stats.norm.isf(0.5e-6), rel=1e-6)
+    assert gate_noise.normal_limit(50) == pytest.approx(stats.norm.isf(1e-8), rel=1e-6)
+
+
+def test_kolmogorov_distance_is_that_of_scipy():
+    z = np.random.default_rng(3).uniform(-1.7, 1.7, 500)
+    expected = stats.kstest(z, "norm").statistic * math.sqrt(500)
+    assert gate_noise.normality(z[None]).value == pytest.approx(expected, rel=1e-12)
+
+
+def test_nan_never_passes():
+    z = np.random.default_rng(0).standard_normal((8, PARAMETERS))
+    z[3, 5] = np.nan
+    found = (gate_noise.normality(z), gate_noise.independent_steps(z), gate_noise.tails(z))
+    for score in (*gate_noise.moments(z, slices()), *found, gate_noise.independent_shifts(z)):
+        assert not score.passed
+
+
+def test_the_same_numbers_in_two_tensors_or_rows_show():
+    rng = np.random.default_rng(0)
+    z = rng.standard_normal((8, PARAMETERS))
+    parts = slices()
+    shared = z.copy()
+    shared[:, parts["v"]] = shared[:, parts["w"]]
+    assert not gate_noise.independent_coordinates(shared, parts, SHAPES).passed
+    repeated = z.copy()
+    repeated[:, parts["w"]] = np.tile(rng.standard_normal((8, 30)), (1, 40))
+    score = gate_noise.independent_coordinates(repeated, parts, SHAPES)
+    assert not score.passed and score.where == "rows of w"
+
+
+def test_the_harness_samples_pass_and_other_samplers_fail_by_name():
+    assert [check for check in sampler_checks() if not check["passed"]] == []
+    rng = np.random.default_rng(1)
+    rows, rate, steps = gate_sampling.ROWS, gate_sampling.RATE, gate_sampling.STEPS
+    size = round(rows * rate)
+
+    def failed(batches):
+        return {check["check"] for check in sampler_checks(batches) if not check["passed"]}
+
+    fixed = [rng.choice(rows, size, replace=False) for _ in range(steps)]
+    assert failed(fixed) == {"sampler: batch sizes are binomial"}
+    again = [rng.integers(rows, size=rng.binomial(rows, rate)) for _ in range(steps)]
+    assert "sampler: no row twice in a batch" in failed(again)
+    shuffled = np.concatenate([rng.permutation(rows) for _ in range(-(-steps * size // rows))])
+    epochs = [shuffled[t * size : (t + 1) * size] for t in range(steps)]
+    assert "sampler: every row at rate q" in failed(epochs)
+    favoured = [np.flatnonzero(rng.random(rows) < np.where(np.arange(rows) == 7, 2 * rate, rate)) for _ in range(steps)]
+    assert failed(favoured) == {"sampler: every row at rate q"}
+    sticky = [np.flatnonzero(rng.random(rows) < rate) for _ in range(steps)]
+    sticky[1::2] = sticky[::2]
+    assert "sampler: rows and steps independent" in failed(sticky)

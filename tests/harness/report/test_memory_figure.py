@@ -1,0 +1,97 @@
+"""Peak memory over batch size: which figures are made, and that failures stand where they happened."""
+
+from __future__ import annotations
+
+import pytest
+from matplotlib.text import Text
+
+from harness.analysis.frames import build
+from harness.report import contents, text_tables
+from harness.report.figures import memory as memory_figure
+from harness.report.formats import page
+from tests.support import record_factory as factory
+
+MIB = 2**20
+SIZES = (16, 64, 256)
+
+
+def run(sizes=SIZES, lost=None):
+    """Memory processes alone; ``lost``: (batch size, state) of opacus-hooks."""
+    records = []
+    for framework, variant, private in (("pytorch", "eager", False), ("opacus", "hooks", True)):
+        for size in sizes:
+            what = {"memory": {"peak_resident_growth": size * MIB, "other": 1}}
+            if lost and private and size == lost[0]:
+                what = {"state": lost[1]}
+            contestant = {"framework": framework, "variant": variant, "private": private}
+            records.append(factory.record(**contestant, batch_size=size, purpose="memory", **what))
+    return records
+
+
+def of(records):
+    tables = build(records, factory.PAPER_ROWS)
+    (section,) = text_tables.sections(tables)
+    return memory_figure.pictures(tables, section)["peak-memory"]
+
+
+def texts(figure):
+    return [t for t in figure.findobj(Text) if t.get_text()]
+
+
+def test_a_line_per_contestant_in_mib_and_the_one_without_dp_dashed():
+    (picture,) = of(run())
+    (axes,) = picture.draw().axes
+    lines = {line.get_linestyle(): line for line in axes.lines if len(line.get_xdata()) == len(SIZES)}
+    assert list(lines["--"].get_ydata()) == list(lines["-"].get_ydata()) == list(SIZES)
+    assert axes.get_xscale() == axes.get_yscale() == "log"
+
+
+@pytest.mark.parametrize("state", ["oom", "unsupported", "timeout"])
+def test_a_failure_stands_at_its_batch_size_and_hides_no_point(state):
+    (picture,) = of(run(lost=(256, state)))
+    figure = picture.draw()
+    (axes,) = figure.axes
+    (mark,) = (t for t in axes.texts if state in t.get_text())
+    assert mark.get_position()[0] == 256
+    figure.draw_without_rendering()
+    top = axes.transData.transform((256, 256))[1]  # the highest point of the other contestant
+    assert mark.get_window_extent().y0 > top
+    assert any(f"opacus-hooks at 256: {state}" in t.get_text() for t in texts(figure))
+
+
+def test_the_table_names_the_failure_in_its_place():
+    tables = build(run(lost=(256, "oom")), factory.PAPER_ROWS)
+    (grid,) = (
+        g for g in text_tables.memory(tables, text_tables.sections(tables)[0]) if "MiB of peak_resident" in g.title
+    )
+    assert {row[0]: row[1:] for row in grid.rows}["opacus-hooks"] == ("16.0", "64.0", "oom")
+
+
+def test_a_failure_that_was_made_good_later_is_none():
+    good = run()
+    again = factory.record(batch_size=256, purpose="memory", state="oom", started="2026-11-19T08:00:00+00:00")
+    (picture,) = of([again, *good])
+    assert not picture.draw().axes[0].texts
+
+
+def test_the_caption_says_n_machine_day_and_instrument():
+    (picture,) = of(run())
+    words = " ".join(t.get_text() for t in texts(picture.draw())).replace("\n", " ")
+    for part in ("n = 1", "AMD EPYC 7B13", "2026-11-20", "VmHWM"):
+        assert part in words
+
+
+def test_two_batch_sizes_make_no_figure():
+    assert of(run((16, 64))) == []
+
+
+def test_the_report_of_a_run_that_timed_nothing_holds_figures_and_table(tmp_path):
+    from harness.report.formats import output
+
+    report = contents.build(run(lost=(256, "oom")))
+    written = output.write_report(report, tmp_path / "out", tmp_path / "plots")
+    drawn = {p.suffix for p in written if p.name.startswith("peak-memory_mnist-cnn")}
+    assert {".pdf", ".svg", ".png"} <= drawn
+    assert "peak-memory_mnist-cnn" in (tmp_path / "out" / "report.tex").read_text()
+    assert "data:image/png" in page.page(report, {p.stem: p for p in written if p.suffix == ".png"})
+    assert "MiB of peak_resident_growth" in (tmp_path / "out" / "report.md").read_text()

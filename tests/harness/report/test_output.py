@@ -1,0 +1,392 @@
+"""Files: what is written, what stands in it, and that LaTeX takes it."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import math
+import re
+import shutil
+import subprocess
+import time
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+from rich.console import Console
+
+import harness.report
+from harness.analysis.frames import build
+from harness.errors import BadInput
+from harness.report import contents, text_tables
+from harness.report.figures import tasks as task_figures
+from harness.report.formats import latex, markdown, output, terminal
+from harness.store.read import load
+from harness.store.record import SCHEMA
+from tests.support import record_factory as factory
+
+
+@pytest.fixture(scope="module")
+def quick():
+    return build(factory.quick_run(synthetic_tasks=("imdb-embedding",)), factory.PAPER_ROWS)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory, quick):
+    folder = tmp_path_factory.mktemp("report")
+    return output.write_report(report_of(quick), folder / "out", folder / "plots")
+
+
+def report_of(tables):
+    return contents.of_tables(tables.records, tables)
+
+
+def named(paths, start, suffix):
+    found = [p for p in paths if p.name.startswith(start) and p.suffix == suffix]
+    assert found, (start, suffix)
+    return found
+
+
+def test_everything_is_written_and_nothing_is_empty(written):
+    assert all(p.stat().st_size > 200 for p in written)
+    for kind in ("seconds-per-epoch", "relative-to-pytorch", "cumulative-seconds"):
+        for suffix in (".pdf", ".svg", ".png"):
+            named(written, kind, suffix)
+    assert len(named(written, "seconds-per-epoch", ".png")) == 4
+
+
+def test_file_names_say_synthetic_and_extrapolated_where_they_apply(written):
+    names = {p.name for p in written if p.suffix == ".png"}
+    by_task = {task: next(n for n in names if f"_{task}_" in n) for task in factory.LEVEL}
+    assert "synthetic" in by_task["imdb-embedding"] and "extrapolated" not in by_task["imdb-embedding"]
+    assert "extrapolated" in by_task["cifar10-cnn"] and "synthetic" not in by_task["cifar10-cnn"]
+    assert not re.search("synthetic|extrapolated", by_task["mnist-cnn"])
+    assert any(p.name == "report_synthetic.md" for p in written)
+
+
+def test_the_words_stand_in_the_figure_and_it_says_where_when_and_how(written, monkeypatch, quick):
+    section = text_tables.sections(quick)[0]
+    with_words = {}
+    monkeypatch.setattr(
+        task_figures, "save", lambda figure, stem: with_words.setdefault(stem.name, _words(figure)) and []
+    )
+    task_figures.draw((p for c in report_of(quick).chapters for p in c.pictures), written[0].parent)
+    assert len(with_words) == 6
+    for name, words in with_words.items():
+        for part in ("AMD EPYC 7B13", "2026-11-20", "verified-v1", "n = 3" if "seconds-per" in name else "b618197aa"):
+            assert part in words, (name, part)
+        assert ("synthetic" in name) == ("synthetic" in words)
+        assert ("extrapolated" in name) == ("extrapolated" in words)
+    assert "opacus-hooks at 512: oom" in next(w for n, w in with_words.items() if "seconds-per-epoch_imdb-lstm" in n)
+    assert section.machine in with_words[next(iter(with_words))].replace("\n", " ")
+
+
+def _words(figure):
+    from matplotlib.text import Text
+
+    return "\n".join(t.get_text() for t in figure.findobj(Text))
+
+
+def _of_a_crowd(private, rounds):
+    """Contestant i of the private ones takes i + 2 times the baseline; the last is out of memory at 512."""
+    names = [("pytorch", "eager", False, 1.0)] + [(f"peer{i}", "x", True, i + 2.0) for i in reversed(range(private))]
+    return build(
+        [
+            factory.record(
+                framework=framework,
+                variant=variant,
+                private=is_private,
+                batch_size=size,
+                state="oom" if framework == f"peer{private - 1}" and size == 512 else "ok",
+                seconds=[factor * (1.0 + 0.1 * i)],
+                disturbed=framework == "peer2" and size == 64,
+                round=i,
+                order=order,
+            )
+            for i in range(rounds)
+            for size in (16, 64, 256, 512)
+            for order, (framework, variant, is_private, factor) in enumerate(names)
+        ],
+        factory.PAPER_ROWS,
+    )
+
+
+def _figures_of(tables):
+    section = text_tables.sections(tables)[0]
+    found = task_figures.pictures(tables, section)
+    return [picture.draw() for kind in ("seconds-per-epoch", "relative-to-pytorch") for picture in found[kind]]
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_more_contestants_than_colours_are_a_grid_of_numbers_fastest_first(rounds):
+    seconds, ratios = _figures_of(_of_a_crowd(9, rounds))
+    peers = [f"peer{i}-x" for i in range(9)]
+    assert [label.get_text() for label in seconds.axes[0].get_yticklabels()] == ["pytorch-eager", *peers]
+    assert [label.get_text() for label in ratios.axes[0].get_yticklabels()] == peers
+    middle = 1.0 if rounds == 1 else 1.1
+    for figure, numbers in ((seconds, [f"{(i + 2) * middle:.3g}" for i in range(9)]), (ratios, ["2.00", "9.00"])):
+        places = {(t.get_position()[1] // 1, t.get_text()) for t in figure.axes[0].texts}
+        texts = [text for _, text in places]
+        assert not figure.legends
+        assert sum(text == "oom" for text in texts) == 1
+        assert any(text.endswith("ᵈ") for text in texts)
+        assert all(any(text.startswith(number) for text in texts) for number in numbers)
+        assert any(text.startswith("[") for text in texts) == (rounds > 1)
+        assert "disturbed" in _words(figure)
+    assert "oom: oom on purpose." in _words(seconds)
+
+
+def test_as_many_as_there_are_colours_are_lines():
+    for figure in _figures_of(_of_a_crowd(7, 1)):
+        assert figure.legends
+        assert not any(t.get_text() == "oom" for t in figure.axes[0].texts)
+
+
+def test_the_darker_the_slower():
+    from harness.report.figures.heatmap import Square, draw
+
+    axes = Figure().add_subplot()
+    draw(axes, ["a"], [16, 64, 256], {("a", 16): Square("1", 1.0), ("a", 64): Square("4", 4.0)})
+    quick, slow, missing = axes.images[0].get_array()[0, :, :3].sum(axis=1)
+    assert slow < quick
+    assert missing > slow
+    assert [t.get_text() for t in axes.texts] == ["1", "4", "–"]
+
+
+def test_the_same_records_draw_the_same_bytes(tmp_path):
+    t = build(factory.quick_run(tasks=("mnist-cnn",)), factory.PAPER_ROWS)
+    first, again = (output.write_report(report_of(t), tmp_path / n / "out", tmp_path / n / "plots") for n in ("a", "b"))
+    for old, new in zip(first, again, strict=True):
+        assert old.name == new.name
+        assert old.read_bytes() == new.read_bytes(), old.name
+
+
+def test_csv_can_be_read_back(written, quick):
+    path = named(written, "seconds-per-epoch", ".csv")[0]
+    frame = pd.read_csv(path)
+    assert len(frame) == len(quick.cells) == 40
+    assert np.allclose(frame["median"].dropna(), quick.cells["median"].dropna())
+    assert set(frame.state) == {"ok", "oom", "unsupported"}
+
+
+def test_markdown_shows_measured_and_published_values_apart(quick):
+    page = markdown.page(report_of(quick).chapters)
+    assert page.index("**MNIST CNN: median seconds per epoch**") < page.index("published in 2021, NVIDIA A100")
+    for chapter in (
+        "Relative to PyTorch without DP",
+        "Start-up",
+        "Peak memory",
+        "Privacy",
+        "Accuracy",
+        "Coverage",
+    ):
+        assert f"### {chapter}" in page
+    widths = [line.count("|") for line in page.splitlines() if line.startswith("|")]
+    assert min(widths) >= 3
+
+
+def test_markdown_survives_bars_and_line_breaks_in_a_reason():
+    t = build([factory.record(state="crashed", reason="a | b\nc")], factory.PAPER_ROWS)
+    assert all(not line.startswith("c") for line in markdown.page(report_of(t).chapters).splitlines())
+
+
+def test_latex_escapes_whatever_a_reason_holds():
+    assert latex.escape("50% & $x_1$ #{~^\\ <日>") == (
+        r"50\% \& \$x\_1\$ \#\{\textasciitilde{}\textasciicircum{}\textbackslash{} \textless{}?\textgreater{}"
+    )
+
+
+def test_latex_has_the_paper_s_layout(quick):
+    text = latex.seconds(quick, text_tables.sections(quick)[0])
+    assert text.count(r"\toprule") == 4 and text.count("published in 2021") == 4
+    assert r"Batch size & 64 & 512 \\" in text
+    assert r"\textit{PyTorch without DP} & \textit{1.55} & \textit{0.26} \\" in text
+    assert r"\textsf{unsupported}" in text and "its reason stands in the table of failures" in text
+    failures = next(c for c in report_of(quick).chapters if c.title == "Failures and rejections")
+    assert "no rule for an LSTM" in latex.chapter(failures)
+    assert "measured on synthetic data" in text
+
+
+needs_latex = pytest.mark.skipif(
+    shutil.which("pdflatex") is None,
+    reason="no LaTeX on this machine: the document is not compiled (Debian: apt install texlive-latex-recommended)",
+)
+
+
+@needs_latex
+def test_latex_compiles_and_fits_on_its_pages(tmp_path, written):
+    wide = factory.quick_run(rounds=6, batch_sizes=(16, 32, 64, 128, 256, 512, 1024, 2048), extrapolated_tasks=())
+    (tmp_path / "wide").mkdir()
+    for name, text in output.texts(report_of(build(wide, factory.PAPER_ROWS)), pictures=[]).items():
+        (tmp_path / "wide" / name).write_text(text)
+    for folder in (written[0].parent, tmp_path / "wide"):
+        done = subprocess.run(
+            ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "report.tex"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            errors="replace",
+        )
+        assert done.returncode == 0, done.stdout[-2000:]
+        assert "Overfull" not in done.stdout and "Float too large" not in done.stdout
+
+
+@needs_latex
+@pytest.mark.skipif(shutil.which("pdftotext") is None, reason="no pdftotext (Debian: apt install poppler-utils)")
+def test_captions_say_where_when_how_and_what_kind(written):
+    folder = written[0].parent
+    subprocess.run(["pdflatex", "-interaction=batchmode", "report.tex"], cwd=folder, capture_output=True)
+    done = subprocess.run(["pdftotext", "report.pdf", "-"], cwd=folder, capture_output=True, text=True, check=True)
+    text = " ".join(done.stdout.split())
+    for part in (
+        *(
+            "AMD EPYC 7B13",
+            "2026-11-20",
+            "verified-v1",
+            "commit b618197aa",
+            "n = 3",
+            "95 % interval",
+            "lowest, highest",
+        ),
+        *("extrapolated", "synthetic data", "Hardware", "Versions", "opacus 1.6.0", "cumulative seconds", "start-up"),
+        *("unsupported", "published in 2021, NVIDIA A100 40 GB", "cannot be tested here"),
+    ):
+        assert part in text, part
+
+
+def test_cumulative_seconds_start_with_the_compilation_and_go_on_with_the_median():
+    curve = task_figures.cumulative_seconds([1.0, 3.0, 2.0], 10.0)
+    assert curve[:4].tolist() == [11.0, 14.0, 16.0, 18.0]
+    assert curve[-1] == 10.0 + 6.0 + 17 * 2.0
+    whole = task_figures.cumulative_seconds([1.0] * 25, 0.0)
+    assert len(whole) == 20 and whole[-1] == 20.0
+
+
+def test_contestants_without_dp_are_black_and_all_looks_differ(quick):
+    looks = task_figures.looks(quick)
+    assert looks["pytorch-eager"].colour == "#000000"
+    assert len({(look.colour, look.marker) for look in looks.values()}) == len(looks)
+
+
+def test_failures_only_make_a_report_without_figures(tmp_path):
+    t = build([factory.record(state="crashed", reason="boom")], factory.PAPER_ROWS)
+    paths = output.write_report(report_of(t), tmp_path / "out", tmp_path / "plots")
+    assert not [p for p in paths if p.suffix == ".png"]
+    assert "boom" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_two_machines_make_figures_of_their_own(tmp_path):
+    tasks = ("mnist-cnn",)
+    runs = factory.quick_run(rounds=1, tasks=tasks)
+    runs += factory.quick_run(rounds=1, tasks=tasks, machine=factory.OTHER_MACHINE)
+    factory.write(runs, tmp_path / "records")
+    paths = harness.report.write(tmp_path / "records", tmp_path / "out", tmp_path / "plots")
+    assert len({p.name for p in paths}) == len(paths)
+    assert len([p for p in paths if p.suffix == ".png"]) == 6
+
+
+def test_a_folder_that_cannot_be_made_is_bad_input(tmp_path, quick):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match="cannot be made"):
+        output.write_report(report_of(quick), tmp_path / "file" / "out", tmp_path / "plots")
+
+
+def shown(records, width=100):
+    console = Console(file=io.StringIO(), width=width)
+    harness.report.show(records, console)
+    return console.file.getvalue()
+
+
+def test_the_terminal_shows_times_ratios_and_failures():
+    text = shown(factory.quick_run())
+    for part in (
+        "MNIST CNN: median seconds per epoch",
+        "relative to pytorch-eager",
+        "unsupported: opacus-ghost",
+        "oom",
+    ):
+        assert part in text
+
+
+def test_a_narrow_terminal_shows_every_column_all_the_same():
+    sizes = (16, 32, 64, 128, 256, 512, 1024, 2048)
+    text = shown(factory.quick_run(rounds=1, batch_sizes=sizes), width=70)
+    assert all(f"batch {size}" in text for size in sizes)
+    assert "…" not in text
+
+
+def test_parts_of_a_table_begin_with_what_tells_their_rows_apart():
+    header = ("layer", "batch", "a-long-contestant", "another-contestant", "a-third-contestant")
+    rows = tuple(("lstm", size, "1.00×", "2.00×", "3.00×") for size in ("16", "512"))
+    stream = io.StringIO()
+    chapter = text_tables.Chapter("Layers", None, (text_tables.Grid("factors", header, rows),), in_terminal=True)
+    terminal.show(contents.Report((), None, (chapter,)), Console(file=stream, width=60))
+    text = stream.getvalue()
+    assert text.count("batch") == 2 and all(name in text for name in header), text
+
+
+def test_the_terminal_names_failed_gate_checks():
+    text = shown([factory.record(purpose="gate", state="rejected", gate_passed=False, reason="gate")], width=160)
+    assert "failed checks" in text and "the noise is 10 times too small" in text
+
+
+@pytest.mark.slow
+def test_ten_thousand_records_take_under_thirty_seconds(tmp_path):
+    records = [
+        r.model_copy(update={"cell": r.cell.model_copy(update={"framework": f"{r.cell.framework}{k or ''}"})})
+        for k in range(3)
+        for r in factory.quick_run(rounds=20, seed=k, batch_sizes=(16, 32, 64, 128, 256, 512, 1024, 2048))
+    ]
+    assert len(records) >= 10_000
+    factory.write(records, tmp_path / "records", packed=True)
+    # Seconds of this process: how long others keep it waiting says nothing of the report.
+    start = time.process_time()
+    paths = harness.report.write(tmp_path / "records", tmp_path / "out", tmp_path / "plots")
+    assert time.process_time() - start < 30.0
+    assert next(p for p in paths if p.name == "report.html").stat().st_size < 6_000_000
+
+
+def test_records_from_before_some_fields_are_read_beside_new_ones_and_a_newer_schema_is_refused(tmp_path):
+    line = factory.record().to_json()
+    (tmp_path / "new.jsonl").write_text(line + "\n")
+    older = {k: v for k, v in json.loads(line).items() if k not in {"load", "image", "log_tail", "memory"}}
+    older["cell"].pop("kind")
+    older["block"]["round"] = 1
+    (tmp_path / "old.json").write_text(json.dumps(older))
+    tables = build(load(tmp_path), factory.PAPER_ROWS)
+    assert tables.cells.n.tolist() == [2]
+    (tmp_path / "newer.json").write_text(json.dumps({**json.loads(line), "schema": SCHEMA + 1}))
+    with pytest.raises(BadInput, match=rf"newer.json has record schema {SCHEMA + 1}, .*update dpbench"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0.7, 1.45, [0.75, 0.875, 1.0, 1.25]),
+        (0.9, 1.11, [0.9, 0.95, 1.0, 1.1]),
+        (0.4, 3.0, [0.5, 1.0, 2.0]),
+        (0.4, 5000.0, [1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0]),
+        (0.0, 1.0, []),
+    ],
+)
+def test_an_axis_of_factors_has_more_than_its_one(low, high, ticks):
+    assert task_figures.FactorLocator().tick_values(low, high) == pytest.approx(ticks)
+
+
+@pytest.mark.parametrize(("low", "high"), [(76.0, 160.0), (0.041, 0.052), (95.0, 130.0), (10.0, 29.0), (3.0, 50.0)])
+def test_a_short_axis_of_seconds_is_labelled_on_all_its_length(low, high):
+    axes = Figure().add_subplot()
+    axes.set_ylim(low, high)
+    task_figures.log_values(axes)
+    labelled = [
+        value
+        for which in (axes.yaxis.major, axes.yaxis.minor)
+        for value, text in zip(which.locator(), which.formatter.format_ticks(which.locator()), strict=True)
+        if text and low <= value <= high
+    ]
+    assert len(labelled) >= 3
+    edges = [math.log(low), *sorted(map(math.log, labelled)), math.log(high)]
+    assert max(later - earlier for earlier, later in itertools.pairwise(edges)) < 0.55 * (edges[-1] - edges[0])

@@ -1,0 +1,373 @@
+"""The HTML page in a real browser: it renders, sorts, filters, explains, and can be read and used by everybody."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+import shutil
+
+import pytest
+from PIL import Image
+
+from harness.report import contents
+from harness.report.chapters import explain
+from harness.report.formats import output, page
+from tests.support import record_factory as factory
+
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+)
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+NASTY = "</script><script>document.title='gone'</script> & <b>"
+PEAKS = {"flops_per_second": 6e10, "bytes_per_second": 1e10}
+
+CONTRAST = """() => {
+  const parse = (c) => c.match(/[\\d.]+/g).map(Number);
+  const linear = (v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  const light = (c) => c.slice(0, 3).map((v) => linear(v / 255))
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = (e) => {
+    for (let at = e; at; at = at.parentElement) {
+      const c = parse(getComputedStyle(at).backgroundColor);
+      if (c.length < 4 || c[3] > 0) return c;
+    }
+    return [255, 255, 255];
+  };
+  const low = [];
+  let seen = 0;
+  for (const e of document.querySelectorAll("body *")) {
+    const own = [...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
+    if (!own || !e.getClientRects().length || ["SCRIPT", "STYLE", "NOSCRIPT"].includes(e.tagName)) continue;
+    seen += 1;
+    const style = getComputedStyle(e);
+    const [a, b] = [light(parse(e.closest("svg") ? style.fill : style.color)), light(behind(e))].sort((x, y) => y - x);
+    const ratio = (a + 0.05) / (b + 0.05);
+    if (ratio < 4.5) low.push(`${e.tagName}.${e.className}: ${e.textContent.slice(0, 40)} ${ratio.toFixed(2)}`);
+  }
+  return { seen, low };
+}"""
+
+
+@pytest.fixture(scope="module")
+def report():
+    tasks = ("mnist-cnn", "imdb-lstm")
+    machine = {**factory.MACHINE, "threads": 2, "peaks": PEAKS}
+    records = factory.quick_run(rounds=2, tasks=tasks, machine=machine)
+    records += factory.quick_run(rounds=1, tasks=tasks[:1], batch_sizes=(64,), machine=factory.OTHER_MACHINE)
+    records.append(factory.record(framework="nasty", variant="one", state="crashed", reason=NASTY, machine=machine))
+    return contents.build(records)
+
+
+@pytest.fixture(scope="module")
+def file(report, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("page")
+    path = folder / "report.html"
+    path.write_text(page.page(report, {}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine: the page is not tested in a browser (Debian: apt install chromium)")
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: the page is not tested")
+    with api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield started
+        started.close()
+
+
+class Opened:
+    """The page, with everything that a browser would complain about."""
+
+    def __init__(self, browser, file, **context):
+        self.complaints, self.requests = [], []
+        self.context = browser.new_context(offline=True, **context)
+        self.context.set_default_timeout(120_000)  # a busy machine
+        self.page = self.context.new_page()
+        self.page.on("console", lambda m: self.complaints.append(m.text) if m.type in {"error", "warning"} else None)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.address = file.as_uri()
+        self.open()
+
+    def open(self):
+        self.page.goto("about:blank")  # from an address with a fragment, the bare address alone would not load again
+        self.page.goto(self.address)
+        self.wait(1)
+
+    def wait(self, at_least):
+        self.page.wait_for_function(f"Number(document.documentElement.dataset.drawn) >= {at_least}", timeout=120_000)
+
+    def choose(self, control, value):
+        drawn = int(self.page.evaluate("document.documentElement.dataset.drawn"))
+        self.page.select_option(f"#{control}", value)
+        self.wait(drawn + 1)
+
+    def column(self, i):
+        return [cell.inner_text() for cell in self.page.query_selector_all(f"#results tbody tr > :nth-child({i})")]
+
+
+@pytest.fixture(scope="module")
+def shared(browser, file):
+    opened = Opened(browser, file, viewport={"width": 1280, "height": 900})
+    yield opened
+    opened.context.close()
+
+
+@pytest.fixture
+def opened(shared):
+    """The same page with its first choices, whatever the test before left in its address."""
+    shared.open()
+    return shared
+
+
+def test_it_renders_without_network_or_complaint(opened):
+    assert opened.page.title() == "DP-SGD frameworks: benchmark report"
+    for chart in ("seconds", "ratio", "batch"):
+        assert opened.page.locator(f"#chart-{chart} svg path").count() > 5, chart
+    assert not opened.complaints
+    assert all(url.startswith(("file:", "data:")) for url in opened.requests), opened.requests
+
+
+def test_it_sorts_by_any_column_and_says_so(opened):
+    seconds = [float(re.match(r"[\d.]+", text)[0]) for text in opened.column(3) if text[:1].isdigit()]
+    assert len(seconds) == 5 and seconds == sorted(seconds)
+    assert opened.column(1)[-1] == "nasty-one"
+    head = opened.page.locator("#results thead th").nth(2)
+    head.locator("button").click()
+    assert head.get_attribute("aria-sort") == "descending"
+    again = [float(re.match(r"[\d.]+", text)[0]) for text in opened.column(3) if text[:1].isdigit()]
+    assert again == seconds[::-1]
+    assert opened.column(1)[-1] == "nasty-one", "what has no time stays below"
+    opened.page.locator("#results thead button").first.click()
+    assert opened.column(1) == sorted(opened.column(1))
+
+
+def test_the_other_tables_sort_too(opened):
+    opened.page.get_by_text("Coverage", exact=True).first.click()
+    table = opened.page.locator("table.sortable", has=opened.page.locator("caption", has_text="Coverage")).first
+    table.locator("thead button").first.click()
+    names = table.locator("tbody th").all_inner_texts()
+    assert names == sorted(names) and len(names) > 3
+    table.locator("thead button").first.click()
+    assert table.locator("tbody th").all_inner_texts() == names[::-1]
+
+
+def test_it_filters_by_task_batch_name_and_privacy(opened):
+    page = opened.page
+    opened.choose("batch", "64")
+    assert set(opened.column(2)) == {"64"}
+    opened.choose("batch", "all")
+    assert set(opened.column(2)) == {"64", "512"}
+    page.fill("#filter", "OPACUS")
+    assert {name.split("-")[0] for name in opened.column(1)} == {"opacus"}
+    page.fill("#filter", "")
+    assert "pytorch-eager" in opened.column(1)
+    page.check("#private")
+    assert "pytorch-eager" not in opened.column(1)
+    opened.choose("task", "imdb-lstm")
+    assert "cells" in page.inner_text("#shown") and "3 without" in page.inner_text("#shown")
+
+
+def test_failures_stand_in_the_table_with_their_reasons(opened):
+    opened.choose("task", "imdb-lstm")
+    states = " ".join(opened.column(opened.page.locator("#results thead th").count()))
+    assert "oom: resident memory passed the limit" in states
+    assert "unsupported: ghost clipping has no rule" in states
+    assert opened.page.locator("#chart-seconds svg text", has_text="oom").count() == 1
+
+
+def test_what_a_reason_holds_is_text(opened):
+    assert NASTY in opened.page.inner_text("#results")
+    assert opened.page.title().startswith("DP-SGD")
+
+
+def test_machines_are_shown_apart(opened):
+    machines = opened.page.locator("#machine option").all_inner_texts()
+    assert len(machines) == 2
+    opened.choose("machine", next(m for m in machines if "Xeon" in m))
+    assert set(opened.column(4)) == {"1"}, "one process, though the other machine has two more"
+
+
+def test_a_number_leads_to_its_processes_and_back(opened):
+    page = opened.page
+    opened.page.fill("#filter", "opacus-hooks")
+    link = page.locator("#results tbody a").first
+    link.focus()
+    page.keyboard.press("Enter")
+    dialog = page.locator("#provenance")
+    dialog.wait_for(state="visible")  # the address changes first, and the browser tells of it in its own time
+    text = dialog.inner_text()
+    for part in (
+        "mnist-cnn/opacus-hooks/512/verified-v1/cpu/venv",
+        "epoch seconds",
+        "update-equality",
+        "opacus 1.6.0",
+        "none (isolation venv)",
+        "AMD EPYC 7B13",
+        "dpbench run e2e --tasks mnist-cnn --frameworks opacus-hooks --batch-sizes 512",
+    ):
+        assert part in text, part
+    assert text.count("time process") == 2 and text.count("memory process") == 1 and text.count("gate process") == 1
+    page.keyboard.press("Escape")
+    dialog.wait_for(state="hidden")
+    page.wait_for_function("(document.activeElement.getAttribute('href') || '').startsWith('#cell=')")
+
+
+def test_everything_can_be_reached_and_used_by_keyboard(opened):
+    page = opened.page
+    page.evaluate("document.activeElement.blur()")
+    reached = []
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        reached.append(
+            page.evaluate(
+                "(e => e.id || (e.closest('th') ? 'sort ' + e.textContent : e.tagName))(document.activeElement)"
+            )
+        )
+    for name in ("theme", "machine", "task", "batch", "filter", "private", "sort contestant", "A", "SUMMARY"):
+        assert name in reached, (name, reached)
+    assert reached[0] == "A", "first of all the way past the controls"
+    page.locator("#results thead button").first.focus()
+    page.keyboard.press("Enter")
+    assert opened.column(1) == sorted(opened.column(1))
+    assert page.evaluate("document.activeElement.textContent") == "contestant", "the focus stays on the column"
+    outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline != "none"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [(1280, 900), (390, 844)])
+def test_all_text_has_contrast_and_nothing_runs_off_the_page(browser, file, scheme, size):
+    view = {"width": size[0], "height": size[1]}
+    opened = Opened(browser, file, viewport=view, color_scheme=scheme, device_scale_factor=1)
+    opened.page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+    found = opened.page.evaluate(CONTRAST)
+    assert found["seen"] > 100 and not found["low"]
+    assert opened.page.evaluate("document.documentElement.scrollWidth") <= size[0]
+    dark = opened.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 28)"
+    assert dark == (scheme == "dark")
+    opened.context.close()
+
+
+def test_the_colours_can_be_chosen(opened):
+    background = "getComputedStyle(document.body).backgroundColor"
+    seen = set()
+    for _ in range(3):
+        opened.page.click("#theme")
+        seen.add((opened.page.inner_text("#theme"), opened.page.evaluate(background)))
+    assert ("Colours: light", "rgb(255, 255, 255)") in seen and ("Colours: dark", "rgb(20, 23, 28)") in seen
+
+
+def test_the_page_asks_for_nothing_from_elsewhere(file):
+    text = file.read_text()
+    assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", text)
+    assert "@import" not in text
+    assert len(text) < 3_000_000
+
+
+def test_it_holds_what_explain_prints(report):
+    tables = report.tables
+    data = page._data(tables)
+    cell = next(c for c in data["cells"] if c["cell"].startswith("mnist-cnn/jax-vmap/64") and c["s"] == 0)
+    shown = [
+        [(data["labels"][p[i]], data["strings"][p[i + 1]]) for i in range(2, len(p), 2)]
+        for p in (data["processes"][k] for k in cell["p"])
+    ]
+    mine = [i for i, r in tables.raw.iterrows() if r.machine == data["sections"][0]["machine"]]
+    wanted = [
+        list(explain.lines(tables.records[i], tables.raw.loc[i].to_dict()))
+        for i in mine
+        if tables.raw.at[i, "cell"] == cell["cell"]
+        or (tables.raw.at[i, "purpose"] == "gate" and tables.raw.at[i, "cell"].startswith("mnist-cnn/jax-vmap/"))
+    ]
+    assert sorted(shown) == sorted(wanted) and len(shown) == 4
+
+
+def test_layers_have_their_processes_on_the_page(browser, tmp_path):
+    report = contents.build(
+        [factory.layer_record(), factory.layer_record(purpose="memory"), *factory.quick_run(rounds=1)]
+    )
+    file = tmp_path / "report.html"
+    file.write_text(page.page(report, {}))
+    opened = Opened(browser, file, viewport={"width": 390, "height": 900})
+    (name,) = {r.cell.name for r in report.records if r.layer}
+    cell = opened.page.locator(f'details.cell[id="{name}"]')
+    cell.locator("summary").click()
+    text = cell.inner_text()
+    for label, value in explain.lines(
+        next(r for r in report.records if r.layer), {"state": "ok", "reason": None, "superseded": False}
+    ):
+        assert label in text and value in text, label
+    assert opened.page.evaluate("document.documentElement.scrollWidth") == 390
+    assert not opened.complaints
+    opened.context.close()
+
+
+def test_the_numbers_are_those_of_the_other_formats(report):
+    data = json.loads(json.dumps(page._data(report.tables), allow_nan=False))
+    cells = report.tables.cells
+    assert len(data["cells"]) == len(cells)
+    for shown, row in zip(data["cells"], cells.itertuples(), strict=True):
+        assert shown["state"] == row.state and (
+            row.state != "ok" or shown["median"] == pytest.approx(row.median, rel=1e-5)
+        )
+    assert any(c["floor"] for c in data["cells"]) and any(c["ratio"] for c in data["cells"])
+
+
+def test_a_ratio_of_marked_seconds_is_marked(browser, tmp_path):
+    records = [
+        factory.record(
+            framework=f,
+            variant=v,
+            private=p,
+            disturbed=True,
+            extrapolated=True,
+            machine={**factory.MACHINE, "peaks": PEAKS},
+        )
+        for f, v, p in (("pytorch", "eager", False), ("opacus", "hooks", True))
+    ]
+    path = tmp_path / "report.html"
+    path.write_text(page.page(contents.build(records), {}))
+    opened = Opened(browser, path)
+    row = next(t for t in opened.page.locator("#results tbody tr").all_inner_texts() if t.startswith("opacus-hooks"))
+    assert re.findall(r"×(\S*)", row) == ["ᵉᵈ", "ᵉᵈ"], "over the baseline and over the floor"
+    assert not opened.complaints, "charts without an interval are drawn without a warning"
+    opened.context.close()
+
+
+def test_the_page_opens_where_most_times_are_sound(browser, tmp_path):
+    records = [
+        factory.record(isolation=isolation, batch_size=size, disturbed=isolation == "docker")
+        for isolation in ("docker", "venv")
+        for size in (64, 512)
+    ]
+    path = tmp_path / "report.html"
+    path.write_text(page.page(contents.build(records), {}))
+    opened = Opened(browser, path)
+    assert opened.page.input_value("#protocol") == "verified-v1 · venv"
+    opened.context.close()
+
+
+def test_contestants_differ_in_colour_or_shape():
+    records = [factory.record(framework=f"framework{i}", variant="one", private=i != 1, round=0) for i in range(20)]
+    looks = [(c["colour"], c["shape"]) for c in page._data(contents.build(records).tables)["contestants"]]
+    assert len(set(looks)) == 20
+
+
+def test_the_figures_of_other_chapters_are_part_of_the_page(tmp_path, report):
+    written = output.write_report(
+        contents.build(factory.quick_run(rounds=1, tasks=("mnist-cnn",), batch_sizes=(64,))),
+        tmp_path / "o",
+        tmp_path / "p",
+    )
+    html = next(p for p in written if p.name == "report.html").read_text()
+    (found,) = re.findall(r"data:image/png;base64,([^\"]+)", html)  # cumulative seconds; the others are interactive
+    shown = {colour for _, colour in Image.open(io.BytesIO(base64.b64decode(found))).convert("RGB").getcolors(1 << 20)}
+    for wanted in ((0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00), (0x00, 0x9E, 0x73)):
+        nearest = min(max(abs(a - b) for a, b in zip(colour, wanted, strict=True)) for colour in shown)
+        assert nearest < 24, f"the lines keep their own colours, {wanted} among them"
+    assert 'alt="Cumulative seconds over 20 epochs' in html

@@ -1,0 +1,124 @@
+"""Loading: everything that may lie in a folder, and how long 10,000 records take."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from harness.analysis import frames
+from harness.errors import BadInput
+from harness.store import cache, read
+from harness.store import folder as store
+from tests.support import record_factory as factory
+
+
+def test_loose_and_packed_records_are_found_at_any_depth(tmp_path):
+    run = factory.quick_run(rounds=1)
+    factory.write(run[:10], tmp_path / "a" / "records")
+    factory.write(run[10:], tmp_path / "b", packed=True)
+    assert len(read.load(tmp_path)) == len(run)
+    assert len(read.load(tmp_path / "b" / "records.jsonl")) == len(run) - 10
+
+
+def test_a_record_that_is_there_loose_and_packed_counts_once(tmp_path):
+    run = factory.quick_run(rounds=2)
+    factory.write(run, tmp_path / "loose")
+    factory.write(run, tmp_path / "packed", packed=True)
+    assert len(read.load(tmp_path)) == len(run)
+
+
+def test_of_a_run_folder_only_its_records_count(tmp_path):
+    (tmp_path / "plan.json").write_text('{"options": {}}')
+    factory.write([factory.record()], tmp_path / "records")
+    factory.write([factory.record(round=7)], tmp_path / "earlier" / "20261101" / "records")
+    (tmp_path / "records" / ".half.json.123.part").write_text('{"schema"')
+    (tmp_path / "records" / ".hidden.json").write_text('{"schema"')
+    assert [r.block.round for r in read.load(tmp_path)] == [0]
+
+
+def test_a_file_that_vanishes_while_we_read_makes_us_read_again(tmp_path, monkeypatch):
+    factory.write([factory.record(), factory.record(round=1)], tmp_path)
+    real, calls = read.record.texts, []
+
+    def flaky(path):
+        calls.append(path)
+        if len(calls) == 2:
+            raise FileNotFoundError(path)
+        return real(path)
+
+    monkeypatch.setattr(read.record, "texts", flaky)
+    assert len(read.load(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        ('{"schema": 1, "purp', "not a record"),
+        ("[]", "not a record"),
+        ('{"schema": 1}', "corrupt"),
+        ('{"config": {}}', "no `schema`, .*; name the files"),
+        ('{"schema": 99}', "schema 99"),
+    ],
+)
+def test_a_bad_record_is_named(tmp_path, content, word):
+    factory.write([factory.record()], tmp_path)
+    (tmp_path / "bad.json").write_text(content)
+    with pytest.raises(BadInput, match=word) as error:
+        read.load(tmp_path)
+    assert "bad.json" in str(error.value)
+
+
+def test_a_bad_line_of_a_packed_file_is_named(tmp_path):
+    good = factory.record().to_json()
+    newer = json.dumps({**json.loads(good), "schema": 99})
+    (tmp_path / "run.jsonl").write_text(f"{good}\n\n{newer}\n")
+    with pytest.raises(BadInput, match=r"run\.jsonl:3 .*99"):
+        read.load(tmp_path)
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path):
+    (tmp_path / "x.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(BadInput, match="not a record"):
+        read.load(tmp_path)
+
+
+def test_no_folder_and_no_record_are_told_apart(tmp_path):
+    with pytest.raises(BadInput, match="There is no folder"):
+        read.load(tmp_path / "nowhere")
+    with pytest.raises(BadInput, match="no records in"):
+        read.load(tmp_path)
+    with pytest.raises(BadInput, match="no end-to-end records"):
+        frames.build([])
+
+
+def test_ten_thousand_records_load_and_summarise_in_time(tmp_path):
+    run: list = []
+    while len(run) < 10_000:
+        run += factory.quick_run(seed=len(run), run=f"run-{len(run)}")
+    factory.write(run[:10_000], tmp_path)
+    start = time.process_time()
+    loaded = read.load(tmp_path)
+    seconds = time.process_time() - start
+    assert len(loaded) == 10_000
+    assert seconds < 5.0, f"{seconds:.1f} s"
+    start = time.process_time()
+    frames.build(loaded, factory.PAPER_ROWS)
+    assert time.process_time() - start < 15.0
+
+
+def test_a_packed_run_does_not_name_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    reason = "the whole log is /home/somebody/.cache/x.log, not /data/home/somebody/x"
+    factory.write([factory.record(state="crashed", reason=reason)], tmp_path / "records")
+    assert store.pack(tmp_path, tmp_path / "packed.jsonl") == 1
+    (packed,) = read.load(tmp_path / "packed.jsonl")
+    assert packed.reason == "the whole log is ~/.cache/x.log, not /data/home/somebody/x"
+
+
+def test_a_run_at_work_is_not_packed(tmp_path):
+    factory.write([factory.record()], tmp_path / "records")
+    with cache.locked(tmp_path / ".lock"), pytest.raises(BadInput, match="at work"):
+        store.pack(tmp_path, tmp_path / "packed.jsonl")
+    assert not (tmp_path / "packed.jsonl").exists()

@@ -1,0 +1,375 @@
+"""One exact adapter, a loop over single examples, and one variant of it for each fault that the gate must catch.
+
+Each fault is one that a published library or benchmark had, or that a careless or cunning adapter might have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from frameworks._shared.torch import models as torch_models
+from frameworks._shared.torch.adapter import TorchAdapter
+from harness.contract import Adapter, Setting
+from harness.tasks import Task
+
+Sums = dict[str, torch.Tensor]
+
+
+class Exact(TorchAdapter):
+    """Right, and slow: every example by itself."""
+
+    def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
+        self.configure(task, setting)
+        self.model = torch_models.build_model(task, initial).to(self.device)
+        self.trained = torch_models.canonical_parameters(self.model, task)
+        self.losses = torch_models.loss_fn(task)
+        self.generator = torch.Generator(self.device).manual_seed(setting.seed)
+
+    def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
+        self.update(indices if mask is None else indices[mask])
+
+    def update(self, rows: np.ndarray) -> None:
+        sums = self.clipped_sum(rows)
+        if self.setting.private:
+            for name, noise in self.noise(len(rows)).items():
+                sums[name] = sums[name] + noise
+        with torch.no_grad():
+            for name, parameter in self.trained.items():
+                parameter -= self.setting.learning_rate / self.divisor(len(rows)) * sums[name]
+
+    def clipped_sum(self, rows: np.ndarray) -> Sums:
+        sums = {name: torch.zeros_like(p) for name, p in self.trained.items()}
+        for row in rows:
+            gradients = self.gradients(row)
+            for name, gradient in (self.clip(gradients) if self.setting.private else gradients).items():
+                sums[name] += gradient
+        return sums
+
+    def gradients(self, row: int) -> Sums:
+        self.model.zero_grad(set_to_none=True)
+        self.losses(self.model(self.x[row : row + 1]), self.y[row : row + 1]).sum().backward()
+        return {name: p.grad for name, p in self.trained.items()}
+
+    def clip(self, gradients: Sums) -> Sums:
+        factor = self.factor(_norm(gradients), self.setting.max_grad_norm)
+        return {name: factor * gradient for name, gradient in gradients.items()}
+
+    def factor(self, norm: torch.Tensor, max_grad_norm: float) -> torch.Tensor:
+        return (max_grad_norm / norm).clamp(max=1.0)
+
+    def noise(self, examples: int) -> Sums:
+        deviation = self.setting.noise_multiplier * self.setting.max_grad_norm
+        return {name: deviation * self.normal(p) for name, p in self.trained.items()}
+
+    def normal(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.randn(like.shape, generator=self.generator, device=self.device)
+
+    def divisor(self, examples: int) -> int:
+        return self.setting.batch_size
+
+
+def _norm(gradients: Sums) -> torch.Tensor:
+    return torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt()
+
+
+class ClipsTheBatch(Exact):
+    """PyVacy's registry release: one norm for the whole batch."""
+
+    def clipped_sum(self, rows: np.ndarray) -> Sums:
+        sums = {name: torch.zeros_like(p) for name, p in self.trained.items()}
+        for row in rows:
+            for name, gradient in self.gradients(row).items():
+                sums[name] += gradient
+        return super().clip(sums)
+
+
+class ClipsPerLayer(Exact):
+    """Every tensor by itself to C / sqrt(number of tensors): private, and another algorithm."""
+
+    def clip(self, gradients: Sums) -> Sums:
+        share = self.setting.max_grad_norm / len(gradients) ** 0.5
+        return {name: self.factor(_norm({name: g}), share) * g for name, g in gradients.items()}
+
+
+class IgnoresC(Exact):
+    """Clips at 1 whatever C is."""
+
+    def factor(self, norm: torch.Tensor, max_grad_norm: float) -> torch.Tensor:
+        return super().factor(norm, 1.0)
+
+
+class InvertsTheFactor(Exact):
+    """The BackPACK script of the first suite: min(norm / C, 1)."""
+
+    def factor(self, norm: torch.Tensor, max_grad_norm: float) -> torch.Tensor:
+        return (norm / max_grad_norm).clamp(max=1.0)
+
+
+class DividesByZeroNorm(Exact):
+    """Direction times clipped length, without a care for a gradient that is zero."""
+
+    def clip(self, gradients: Sums) -> Sums:
+        norm = _norm(gradients)
+        return {name: norm.clamp(max=self.setting.max_grad_norm) * (g / norm) for name, g in gradients.items()}
+
+
+class NoiseOnTheMean(Exact):
+    """The same script's other fault: sigma C added to the mean, not to the sum."""
+
+    def noise(self, examples: int) -> Sums:
+        return {name: self.setting.batch_size * noise for name, noise in super().noise(examples).items()}
+
+
+class ReusesNoise(Exact):
+    """Draws once and adds the same in every step."""
+
+    def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
+        super().build(task, setting, initial)
+        self.first = super().noise(0)
+
+    def noise(self, examples: int) -> Sums:
+        return self.first
+
+
+class IgnoresTheSeed(Exact):
+    """The same stream whatever the seed."""
+
+    def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
+        super().build(task, setting, initial)
+        self.generator.manual_seed(0)
+
+
+class FreshEntropy(Exact):
+    """Ignores the seed the other way round: nobody can replay it."""
+
+    def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
+        super().build(task, setting, initial)
+        self.generator.seed()
+
+
+class OneStreamForAllTensors(Exact):
+    """Starts the stream anew for every tensor, so that they all get the same numbers."""
+
+    def noise(self, examples: int) -> Sums:
+        seed = int(torch.randint(2**31, (1,), generator=self.generator))
+        deviation = self.setting.noise_multiplier * self.setting.max_grad_norm
+        return {
+            name: deviation * torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
+            for name, p in self.trained.items()
+        }
+
+
+class NoiseOnSomeLayers(Exact):
+    """Biases stay bare."""
+
+    def noise(self, examples: int) -> Sums:
+        return {name: noise for name, noise in super().noise(examples).items() if not name.endswith("bias")}
+
+
+class HalfNoise(Exact):
+    """Half the standard deviation."""
+
+    def normal(self, like: torch.Tensor) -> torch.Tensor:
+        return 0.5 * super().normal(like)
+
+
+class UniformNoise(Exact):
+    """The right variance, the wrong distribution."""
+
+    def normal(self, like: torch.Tensor) -> torch.Tensor:
+        uniform = torch.rand(like.shape, generator=self.generator, device=self.device)
+        return 12**0.5 * (uniform - 0.5)
+
+
+class NoNoiseOnEmptyBatches(Exact):
+    """Skips the step when there is nothing to learn, which tells that nobody was there."""
+
+    def update(self, rows: np.ndarray) -> None:
+        if len(rows):
+            super().update(rows)
+
+
+class CachesGradients(Exact):
+    """Computes the first batch and serves it again."""
+
+    def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
+        super().build(task, setting, initial)
+        self.cache: Sums | None = None
+
+    def clipped_sum(self, rows: np.ndarray) -> Sums:
+        if self.cache is None:
+            self.cache = super().clipped_sum(rows)
+        return dict(self.cache)
+
+
+class Accumulates(Exact):
+    """PyVacy's script: never clears what it has summed up."""
+
+    def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
+        super().build(task, setting, initial)
+        self.kept: Sums = {name: torch.zeros_like(p) for name, p in self.trained.items()}
+
+    def clipped_sum(self, rows: np.ndarray) -> Sums:
+        for name, value in super().clipped_sum(rows).items():
+            self.kept[name] += value
+        return dict(self.kept)
+
+
+class DropsAnExample(Exact):
+    """The last one of every batch."""
+
+    def clipped_sum(self, rows: np.ndarray) -> Sums:
+        return super().clipped_sum(rows[:-1])
+
+
+class DropsLargeBatches(Exact):
+    """Only the first 128 examples: a fault of physical chunks."""
+
+    def clipped_sum(self, rows: np.ndarray) -> Sums:
+        return super().clipped_sum(rows[:128])
+
+
+class ShortRowNumbers(Exact):
+    """Row numbers of 16 bits: right up to row 32,767."""
+
+    def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
+        super().step(indices.astype(np.int16), mask)
+
+
+class DropsALayer(Exact):
+    """The first parameter tensor is never trained."""
+
+    def gradients(self, row: int) -> Sums:
+        gradients = super().gradients(row)
+        first = next(iter(gradients))
+        return gradients | {first: torch.zeros_like(gradients[first])}
+
+
+class DividesByActualBatch(Exact):
+    """By the number of examples that happen to be there."""
+
+    def divisor(self, examples: int) -> int:
+        return max(1, examples)
+
+
+class IgnoresTheRate(Exact):
+    """Learning rate 16, come what may."""
+
+    def divisor(self, examples: int) -> float:
+        return self.setting.batch_size * self.setting.learning_rate / 16.0
+
+
+class CountsPadding(Exact):
+    """Takes the padding rows for examples."""
+
+    def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
+        self.update(indices)
+
+
+class Defers(Exact):
+    """Steps on a thread that nobody waits for until the weights are read."""
+
+    def __init__(self) -> None:
+        self.worker = ThreadPoolExecutor(1)
+        self.pending: list[Future] = []
+
+    def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
+        self._join()
+        super().build(task, setting, initial)
+
+    def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
+        self.pending.append(self.worker.submit(super().step, indices, mask))
+
+    def parameters(self) -> Mapping[str, np.ndarray]:
+        self._join()
+        return super().parameters()
+
+    def _join(self) -> None:
+        for job in self.pending:
+            job.result()
+        self.pending.clear()
+
+
+class EmbeddingOffByTwoPercent(Exact):
+    """fastDP's embedding."""
+
+    def gradients(self, row: int) -> Sums:
+        return {name: 1.02 * g if name.startswith("embedding") else g for name, g in super().gradients(row).items()}
+
+
+class DropsRecurrentWeights(Exact):
+    """fastDP's LSTM: what it does not know it leaves out."""
+
+    def gradients(self, row: int) -> Sums:
+        return {
+            name: torch.zeros_like(g) if name.endswith("weight_hh") else g for name, g in super().gradients(row).items()
+        }
+
+
+class MisnamesAParameter(Exact):
+    """Hands its weights out under another name."""
+
+    def parameters(self) -> Mapping[str, np.ndarray]:
+        values = dict(super().parameters())
+        return {name.replace("bias", "b"): value for name, value in values.items()}
+
+
+class OwnStartingWeights(Exact):
+    """Starts from weights of its own."""
+
+    def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
+        super().build(task, setting, {name: 1.001 * value for name, value in initial.items()})
+
+
+class UnderReports(Exact):
+    """Reports the privacy of the first step as that of all."""
+
+    def epsilon(self, steps: int, delta: float) -> float | None:
+        return self.setting.sample_rate
+
+
+VARIANTS: dict[str, type[Exact]] = {
+    "exact": Exact,
+    "exact-static": Exact,
+    "exact-plain": Exact,
+    "clips-batch": ClipsTheBatch,
+    "clips-per-layer": ClipsPerLayer,
+    "ignores-c": IgnoresC,
+    "inverts-factor": InvertsTheFactor,
+    "zero-norm": DividesByZeroNorm,
+    "noise-on-mean": NoiseOnTheMean,
+    "reuses-noise": ReusesNoise,
+    "ignores-seed": IgnoresTheSeed,
+    "fresh-entropy": FreshEntropy,
+    "one-stream": OneStreamForAllTensors,
+    "noise-on-some-layers": NoiseOnSomeLayers,
+    "half-noise": HalfNoise,
+    "uniform-noise": UniformNoise,
+    "no-noise-on-empty": NoNoiseOnEmptyBatches,
+    "caches-gradients": CachesGradients,
+    "accumulates": Accumulates,
+    "drops-example": DropsAnExample,
+    "drops-large-batch": DropsLargeBatches,
+    "short-row-numbers": ShortRowNumbers,
+    "drops-layer": DropsALayer,
+    "actual-batch": DividesByActualBatch,
+    "ignores-rate": IgnoresTheRate,
+    "counts-padding": CountsPadding,
+    "defers": Defers,
+    "embedding-off": EmbeddingOffByTwoPercent,
+    "drops-recurrent": DropsRecurrentWeights,
+    "misnamed": MisnamesAParameter,
+    "own-start": OwnStartingWeights,
+    "under-reports": UnderReports,
+    "plain-actual-batch": DividesByActualBatch,
+}
+
+
+def create(variant: str) -> Adapter:
+    """The adapter of ``variant``: ``exact`` and its two siblings are right, every other one has the fault it is named
+    after."""
+    return VARIANTS[variant]()

@@ -1,0 +1,54 @@
+"""The gate on deliberately wrong adapters, by an interpreter with torch: ``python -m tests.support.mutant_gates OUT``.
+
+Writes {variant: checks}, every mutant on the smallest task that has what it spoils.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from frameworks._tools import reference
+from harness.contract import Setting
+from harness.plan import registry
+from harness.tasks import TASKS
+from harness.worker.gate.checks import run_gate
+from tests.mutants.adapter import VARIANTS, create
+
+TASK = {"embedding-off": "imdb-embedding", "drops-recurrent": "imdb-lstm"}
+ORDINARY_TASK = "mnist-cnn"
+BUDGET = {"steps": 500, "delta": 1e-5, "rdp": 0.525, "pld": 0.094}
+
+
+def main(out: Path) -> None:
+    torch.set_num_threads(1)
+    known = {}
+    found = {}
+    framework = registry.load(registry.ROOT / "tests" / "mutants")
+    for name in VARIANTS:
+        variant = framework.variant(name)
+        task = TASKS[TASK.get(name, ORDINARY_TASK)]
+        if task.name not in known:
+            known[task.name] = reference.gate_reference(task)
+        setting = Setting(
+            variant=name,
+            private=variant.private,
+            batch_size=64,
+            dataset_size=task.train_size,
+            noise_multiplier=1.1 if variant.private else 0.0,
+            max_grad_norm=1.0,
+            learning_rate=0.15,
+            seed=5,
+        )
+        start = time.perf_counter()
+        found[name] = run_gate(lambda: create(name), task, setting, variant.static_shapes, known[task.name], BUDGET)  # noqa: B023
+        print(f"{name} {time.perf_counter() - start:.1f} s", file=sys.stderr)
+    out.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
