@@ -125,7 +125,7 @@ def places(given: Sequence[Path], index: Path = FILE) -> list[Path]:
     """
     found: list[Path] = []
     for place in given:
-        if place.exists() or len(place.parts) != 1 or not index.exists():
+        if place.exists() or len(place.parts) != 1 or (not index.exists() and str(place) != CURRENT):
             found.append(place)
         else:
             found += [index.parent / entry.file for entry in load(index).find(str(place))]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from harness.paths import ROOT
-from harness.plan import contestants
+from harness.plan import registry
 
 # What a run reads; a wheel has these folders below dpbench/.
 PARTS = ("harness", "frameworks", "dpcore", "dockerfiles", "results/paper")
@@ -84,7 +84,7 @@ def test_what_is_installed_finds_its_contestants(installed: Installed) -> None:
     done = installed.run("dpbench", "list", "--json")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
-    expected = {c.name for c in contestants.select(["all"])}
+    expected = {c.name for c in registry.select(["all"])}
     assert {f"{row['framework']}-{row['variant']}" for row in said["frameworks"]} == expected
 
 
