@@ -90,6 +90,7 @@ lint: $(READY)  ## ruff, mypy and the contracts of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/lint-imports --config dpcore/pyproject.toml --no-cache
 
 test-harness: $(READY)  ##ci tests of the harness

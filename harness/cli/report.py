@@ -43,8 +43,8 @@ def report(
     from rich.console import Console
 
     from harness.published import index
-    from harness.report import contents
-    from harness.report.formats import output, terminal
+    from harness.report import contents, output
+    from harness.report.formats import terminal
     from harness.store import read
 
     first, *others = places = places or [LOCAL_RESULTS]

@@ -18,7 +18,7 @@ from harness.published.index import FOLDER, Entry
 from harness.report import contents
 from harness.report.chapters import fastest_peer
 from harness.report.formats import markdown
-from harness.report.text_tables import doubts
+from harness.report.model import doubts
 from harness.store import read
 from harness.store.record import Record
 from harness.tasks import TASKS

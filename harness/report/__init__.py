@@ -18,7 +18,7 @@ def write(records_folder: Path, out: Path, plots: Path) -> list[Path]:
     Returns the files written. Raises :class:`harness.errors.BadInput` for no record, a corrupt or newer one, or a
     folder that cannot be written.
     """
-    from harness.report.formats import output
+    from harness.report import output
 
     return output.write(records_folder, out, plots)
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pandas as pd
 
 from harness.analysis import frames as table
 from harness.analysis.frames import Tables
 from harness.errors import BadInput
-from harness.report import text_tables
+from harness.report import model
 from harness.report.chapters import costs, fastest_peer, frontier, layers, paper
+from harness.report.chapters import tables as task_tables
 from harness.report.figures import memory as memory_figure
 from harness.report.figures import tasks as task_figures
 from harness.report.formats import latex
-from harness.report.text_tables import Chapter, Grid, Section
+from harness.report.model import Chapter, Grid, Report, Section
 from harness.store.record import Record
 
 Source = Callable[[Sequence[Record]], Iterable[Chapter]]
@@ -25,15 +26,6 @@ Source = Callable[[Sequence[Record]], Iterable[Chapter]]
 def sources() -> tuple[Source, ...]:
     """What stands beside the end-to-end tables, in order of appearance."""
     return (layers.chapters, frontier.chapters)
-
-
-@dataclass(frozen=True)
-class Report:
-    """What every format is written from. ``tables``: the end-to-end tables, None where no record is of that kind."""
-
-    records: Sequence[Record]
-    tables: Tables | None
-    chapters: tuple[Chapter, ...]
 
 
 def build(records: Sequence[Record], left_out: Sequence[str] = ()) -> Report:
@@ -70,9 +62,7 @@ def end_to_end(tables: Tables) -> tuple[Chapter, ...]:
         "physical-floor": costs.floor(tables),
         "fastest-peer": fastest_peer.frame(tables),
     }
-    chapters = [
-        chapter for section in text_tables.sections(tables) for chapter in _of_section(tables, section, numbers)
-    ]
+    chapters = [chapter for section in model.sections(tables) for chapter in _of_section(tables, section, numbers)]
     return (
         *chapters,
         Chapter("Processes", None, frames={"processes": tables.raw}),
@@ -81,7 +71,7 @@ def end_to_end(tables: Tables) -> tuple[Chapter, ...]:
 
 def _of_section(tables: Tables, section: Section, numbers: Mapping[str, pd.DataFrame]) -> Iterator[Chapter]:
     pictures = task_figures.pictures(tables, section) | memory_figure.pictures(tables, section)
-    when = text_tables.provenance(tables, section)
+    when = model.provenance(tables, section)
 
     def chapter(title: str, grids: Iterable[Grid], **frames: pd.DataFrame) -> Chapter:
         """``frames``: by the stem of the CSV file, with _ for -."""
@@ -95,10 +85,10 @@ def _of_section(tables: Tables, section: Section, numbers: Mapping[str, pd.DataF
         return Chapter(title, section, tuple(grids), shown, of_here, when, own, interactive=True)
 
     yield chapter(
-        "Seconds per epoch", text_tables.seconds_and_published(tables, section), seconds_per_epoch=tables.cells
+        "Seconds per epoch", task_tables.seconds_and_published(tables, section), seconds_per_epoch=tables.cells
     )
     yield chapter(
-        "Relative to PyTorch without DP", text_tables.ratios(tables, section), relative_to_pytorch=tables.ratios
+        "Relative to PyTorch without DP", task_tables.ratios(tables, section), relative_to_pytorch=tables.ratios
     )
     yield Chapter(
         "Against the fastest peer",
@@ -115,39 +105,39 @@ def _of_section(tables: Tables, section: Section, numbers: Mapping[str, pd.DataF
         {"cumulative-seconds": section.of(numbers["cumulative-seconds"])},
         when,
     )
-    yield chapter("Framework, DP, compile", text_tables.overheads(tables, section), overheads=tables.overheads)
+    yield chapter("Framework, DP, compile", task_tables.overheads(tables, section), overheads=tables.overheads)
     yield Chapter(
         "The paper against these measurements",
         section,
-        tuple(text_tables.against_the_paper(tables, section)),
+        tuple(task_tables.against_the_paper(tables, section)),
         frames={stem: section.of(numbers[stem]) for stem in numbers if stem.startswith("paper-")},
         when=when,
     )
     starting, reached, bound = (section.of(numbers[k]) for k in ("start-up", "seconds-to-accuracy", "physical-floor"))
     yield chapter(
         "Start-up",
-        [*costs.start_up_grids(starting), *text_tables.compile_seconds(tables, section)],
+        [*costs.start_up_grids(starting), *task_tables.compile_seconds(tables, section)],
         start_up=starting,
         compile_seconds=tables.compile,
     )
     yield chapter("Seconds to accuracy and ε", costs.goals_grids(reached), seconds_to_accuracy=reached)
     yield chapter("Physical floor", costs.floor_grids(tables, section, bound), physical_floor=bound)
-    of_memory = chapter("Peak memory", text_tables.memory(tables, section), peak_memory=tables.memory)
+    of_memory = chapter("Peak memory", task_tables.memory(tables, section), peak_memory=tables.memory)
     yield replace(of_memory, interactive=False)  # the page's own charts are of seconds
-    yield chapter("Privacy", text_tables.privacy(tables, section), privacy=tables.privacy)
-    yield chapter("Accuracy", text_tables.accuracy(tables, section), accuracy=tables.accuracy)
+    yield chapter("Privacy", task_tables.privacy(tables, section), privacy=tables.privacy)
+    yield chapter("Accuracy", task_tables.accuracy(tables, section), accuracy=tables.accuracy)
     yield chapter("Failures and rejections", costs.failures(tables, section))
-    yield chapter("Coverage", text_tables.coverage(tables, section), coverage=tables.coverage)
+    yield chapter("Coverage", task_tables.coverage(tables, section), coverage=tables.coverage)
     yield Chapter(
         "Admission gate",
         section,
-        tuple(text_tables.gate(tables, section)),
+        tuple(task_tables.gate(tables, section)),
         frames={"gate": section.of(tables.gate)},
         when=when,
         printed=False,
     )
     yield chapter("Hardware", costs.hardware(tables, section))
-    yield chapter("Versions", text_tables.versions(tables, section), versions=tables.versions)
+    yield chapter("Versions", task_tables.versions(tables, section), versions=tables.versions)
 
 
 LATEX = {"seconds-per-epoch": latex.seconds, "relative-to-pytorch": latex.ratios}

@@ -12,14 +12,14 @@ from harness.analysis.frames import Tables, paired
 from harness.analysis.naming import factor
 from harness.analysis.stats import VERDICT_ROUNDS, Comparison
 from harness.errors import BadInput
-from harness.report import text_tables
+from harness.report import model
 
 
 @dataclass(frozen=True)
 class Line:
     """One cell of the comparison. ``result`` is None where no round holds both; ``states`` then says why."""
 
-    section: text_tables.Section
+    section: model.Section
     task: str
     synthetic: bool
     batch_size: int
@@ -135,8 +135,8 @@ def compare(tables: Tables, a: str, b: str) -> list[Line]:
         raise BadInput(f"Both names mean {a}; name two contestants.")
     current = tables.raw[~tables.raw.superseded]
     lines = []
-    for section in text_tables.sections(tables):
-        for task, synthetic, group in text_tables.blocks(section.of(tables.cells)):
+    for section in model.sections(tables):
+        for task, synthetic, group in model.blocks(section.of(tables.cells)):
             for size in sorted(group.batch_size.unique()):
                 here = group[group.batch_size == size].set_index("contestant")
                 if a not in here.index and b not in here.index:

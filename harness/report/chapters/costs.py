@@ -14,9 +14,9 @@ import pandas as pd
 
 from harness.analysis.frames import CELL, PLACE, Tables
 from harness.analysis.naming import factor, number
-from harness.report import text_tables
+from harness.report import model
 from harness.report.figures.tasks import PAPER_EPOCHS, CumulativeRun, cumulative_runs
-from harness.report.text_tables import MISSING, Grid, Section
+from harness.report.model import MISSING, Grid, Section
 from harness.tasks import TASKS
 
 SHOWN_EPOCHS = (1, 5, 10, PAPER_EPOCHS)
@@ -72,14 +72,12 @@ def failures(tables: Tables, section: Section) -> list[Grid]:
     """Every cell without a time, with its reason, and cells of which some process failed."""
     rows = []
     cells = section.of(tables.cells)
-    for task, synthetic, group in text_tables.blocks(cells):
+    for task, synthetic, group in model.blocks(cells):
         failed = group[(group.state != "ok") | (group.failed > 0)]
         for (contestant, state, reason), here in failed.groupby(["contestant", "state", "reason"], sort=False):
             what = str(state) if state != "ok" else f"ok, but {here.failures.iloc[0]}"
             sizes = ", ".join(map(str, sorted(here.batch_size)))
-            rows.append(
-                (str(contestant), text_tables.task_title(task, synthetic), sizes, what, text_tables.short(str(reason)))
-            )
+            rows.append((str(contestant), model.task_title(task, synthetic), sizes, what, model.short(str(reason))))
     if not rows:
         return []
     header = ("contestant", "task", "batch", "state", "reason")
@@ -111,8 +109,8 @@ def cumulative(tables: Tables, section: Section) -> list[Grid]:
                 + (", or its epoch itself was scaled up from a part." if scaled else ".")
             )
         if disturbed:
-            notes.append(text_tables.DISTURBED_NOTE)
-        title = f"{text_tables.task_title(run.task, run.synthetic)}: cumulative seconds at batch {run.batch_size}"
+            notes.append(model.DISTURBED_NOTE)
+        title = f"{model.task_title(run.task, run.synthetic)}: cumulative seconds at batch {run.batch_size}"
         grids.append(Grid(title, header, tuple(rows), tuple(notes)))
     return grids
 
@@ -129,7 +127,7 @@ def _disturbed(run: CumulativeRun) -> set[str]:
 def cumulative_numbers(tables: Tables) -> pd.DataFrame:
     """The curves behind :func:`cumulative`: median, lowest and highest process after every epoch."""
     rows = []
-    for section in text_tables.sections(tables):
+    for section in model.sections(tables):
         for run in cumulative_runs(tables, section):
             scaled, disturbed = _scaled(run), _disturbed(run)
             for name, curves in run.curves.items():
@@ -207,13 +205,13 @@ def _break_even(dear: tuple[float, float], cheap: tuple[float, float]) -> float:
 
 def start_up_grids(frame: pd.DataFrame) -> list[Grid]:
     grids = []
-    for task, synthetic, group in text_tables.blocks(frame):
+    for task, synthetic, group in model.blocks(frame):
         rows = tuple(
             (
                 r.contestant,
                 str(r.batch_size),
                 number(r.start_seconds),
-                number(r.epoch_seconds) + text_tables.doubts(r),
+                number(r.epoch_seconds) + model.doubts(r),
                 f"{factor(r.first_over_ordinary)}×",
                 _pays(r.sibling, r.sibling_epochs),
                 _pays(r.rival, r.rival_epochs),
@@ -232,10 +230,10 @@ def start_up_grids(frame: pd.DataFrame) -> list[Grid]:
             f"that starts in under {CHEAPER:.0%} of its time: difference of the starts over difference of the epochs; "
             f"never: it is slower per epoch as well. {MISSING} nobody starts that much sooner, or it starts in under "
             f"{WORTH_PAYING:g} s itself. Medians of n processes, no interval.",
-            *text_tables.doubt_notes(group),
+            *model.doubt_notes(group),
         ]
         grids.append(
-            Grid(f"{text_tables.task_title(task, synthetic)}: start-up and when it pays", header, rows, tuple(notes))
+            Grid(f"{model.task_title(task, synthetic)}: start-up and when it pays", header, rows, tuple(notes))
         )
     return grids
 
@@ -296,7 +294,7 @@ def goals(tables: Tables) -> pd.DataFrame:
 def goals_grids(frame: pd.DataFrame) -> list[Grid]:
     """Who is there first: per task the private contestants by seconds, those that reached the common accuracy first."""
     grids = []
-    for task, synthetic, group in text_tables.blocks(frame):
+    for task, synthetic, group in model.blocks(frame):
         private = group[group.private]
         target = float((private if len(private) else group).reached.max())
         shown = group.assign(there=group.test >= target - 1e-9).sort_values(
@@ -307,7 +305,7 @@ def goals_grids(frame: pd.DataFrame) -> list[Grid]:
                 r.contestant,
                 str(r.batch_size),
                 "yes" if r.there else "no",
-                number(r.seconds) + text_tables.doubts(r) + _range(r),
+                number(r.seconds) + model.doubts(r) + _range(r),
                 number(r.start_seconds),
                 number(r.epochs),
                 f"{r.test:.1%}",
@@ -329,9 +327,9 @@ def goals_grids(frame: pd.DataFrame) -> list[Grid]:
             if deltas
             else "No ε on record.",
             *_guessing(task, target),
-            *text_tables.doubt_notes(group),
+            *model.doubt_notes(group),
         ]
-        title = f"{text_tables.task_title(task, synthetic)}: seconds to {target:.0%} test accuracy, and the ε spent"
+        title = f"{model.task_title(task, synthetic)}: seconds to {target:.0%} test accuracy, and the ε spent"
         grids.append(Grid(title, header, rows, tuple(notes)))
     return grids
 
@@ -360,7 +358,7 @@ def floor(tables: Tables) -> pd.DataFrame:
     they overlapped perfectly.
     """
     rows: list[dict[str, Any]] = []
-    for section in text_tables.sections(tables):
+    for section in model.sections(tables):
         peaks = _peaks(tables, section)
         here = section.of(tables.cells)
         raw = section.of(tables.raw)
@@ -403,12 +401,10 @@ def floor_grids(tables: Tables, section: Section, frame: pd.DataFrame) -> list[G
     peaks = _peaks(tables, section)
     assert peaks is not None
     grids = []
-    for task, synthetic, group in text_tables.blocks(frame):
+    for task, synthetic, group in model.blocks(frame):
         sizes = sorted(group.batch_size.unique())
         first = {size: group[group.batch_size == size].iloc[0] for size in sizes}
-        cell = {
-            (r.contestant, r.batch_size): f"{factor(r.over_floor)}×{text_tables.doubts(r)}" for r in group.itertuples()
-        }
+        cell = {(r.contestant, r.batch_size): f"{factor(r.over_floor)}×{model.doubts(r)}" for r in group.itertuples()}
         rows = (
             ("floor, seconds", *(f"{number(first[size].floor_seconds)} ({first[size].bound})" for size in sizes)),
             ("arithmetic, GFLOP", *(number(first[size].flops / 1e9) for size in sizes)),
@@ -420,8 +416,8 @@ def floor_grids(tables: Tables, section: Section, frame: pd.DataFrame) -> list[G
             "GB/s, both measured on this machine with the threads of a contestant. Arithmetic: forward and backward of "
             "an ordinary epoch by direct algorithms. Traffic: the training data, read once. Contestants: their median "
             "over the floor.",
-            *text_tables.doubt_notes(group),
+            *model.doubt_notes(group),
         )
         header = ("", *(f"batch {size}" for size in sizes))
-        grids.append(Grid(f"{text_tables.task_title(task, synthetic)}: over the physical floor", header, rows, notes))
+        grids.append(Grid(f"{model.task_title(task, synthetic)}: over the physical floor", header, rows, notes))
     return grids

@@ -12,7 +12,7 @@ import pandas as pd
 from harness.analysis.frames import SHOWN_PACKAGES, Tables
 from harness.analysis.naming import machine_label, number
 from harness.errors import BadInput
-from harness.report import text_tables
+from harness.report import model
 from harness.store.record import Record
 
 NEAR = 8
@@ -83,7 +83,7 @@ def summary(tables: Tables, name: str) -> Iterator[str]:
         value = row.state
         if row.state == "ok":
             value = f"median {number(row.median)} s [{number(row.low)}, {number(row.high)}], n = {row.n}"
-            value += f" {text_tables.marks(row)}" if text_tables.marks(row) else ""
+            value += f" {model.marks(row)}" if model.marks(row) else ""
         yield f"{row.machine}: {value}" + (f" ({row.failures}: {row.reason})" if row.failures else "")
 
 
@@ -104,7 +104,7 @@ def lines(record: Record, row: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if record.compile_seconds is not None:
         yield "compile seconds", f"{record.compile_seconds:.4g}"
     for notion, value in record.memory.items():
-        yield notion, f"{value / text_tables.MEBIBYTE:.1f} MiB"
+        yield notion, f"{value / model.MEBIBYTE:.1f} MiB"
     if record.load:
         yield "load", _load(record)
     if record.gate:
@@ -117,7 +117,7 @@ def lines(record: Record, row: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"gate {check.check}", ("passed" if check.passed else "FAILED") + limits + detail
     if record.epsilon:
         e = record.epsilon
-        rdp, pld, own = (text_tables.MISSING if v is None else f"{v:.4g}" for v in (e.rdp, e.pld, e.own))
+        rdp, pld, own = (model.MISSING if v is None else f"{v:.4g}" for v in (e.rdp, e.pld, e.own))
         yield "epsilon", f"RDP {rdp}, PLD {pld}, its own {own}, after {e.steps} steps at delta {e.delta:g}"
     if record.accuracy:
         yield "accuracy", f"{record.accuracy.test:.2%} after {record.accuracy.after_steps} steps"
@@ -159,7 +159,7 @@ def _layer(record: Record) -> Iterator[tuple[str, str]]:
         yield "passes", f"{len(seconds)} timed after {layer.warm_up}, {middle}, stopped by {layer.stopped_by}"
         yield "pass ms", ", ".join(f"{s * 1e3:.4g}" for s in seconds)
     if layer.predicted_seconds is not None and layer.predicted_bytes is not None:
-        size = f"{layer.predicted_bytes / text_tables.MEBIBYTE:.4g} MiB"
+        size = f"{layer.predicted_bytes / model.MEBIBYTE:.4g} MiB"
         yield "predicted", f"{layer.predicted_seconds:.4g} s and {size} a pass"
     if parts := layer.parts:
         each = ("input", "labels", "module", "gradients", "intermediate", "peak", "baseline")
@@ -175,7 +175,7 @@ def _probe(record: Record) -> Iterator[tuple[str, str]]:
     limit = probe.budget_bytes if probe.device_bytes is None else probe.device_bytes
     yield (
         "probe",
-        f"{probe.stage}, " + ("no limit" if limit is None else f"limit {limit / text_tables.MEBIBYTE:.4g} MiB"),
+        f"{probe.stage}, " + ("no limit" if limit is None else f"limit {limit / model.MEBIBYTE:.4g} MiB"),
     )
     if probe.step_seconds:
         yield "step seconds", ", ".join(f"{s:.4g}" for s in probe.step_seconds)

@@ -13,16 +13,7 @@ import pandas as pd
 from harness.analysis import frames, stats
 from harness.analysis.frames import PLACE, Tables
 from harness.analysis.naming import BASELINE_FRAMEWORK, factor
-from harness.report.text_tables import (
-    MISSING,
-    Grid,
-    Section,
-    blocks,
-    doubt_notes,
-    doubts,
-    task_title,
-    usual,
-)
+from harness.report.model import MISSING, Grid, Section, blocks, doubt_notes, doubts, task_title, usual
 
 PEER, WITHOUT_DP = "peer", "without DP"
 

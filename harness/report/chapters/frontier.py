@@ -14,10 +14,10 @@ from harness.analysis import frames as table
 from harness.analysis import naming, stats
 from harness.analysis.frames import SECTION
 from harness.analysis.naming import number
-from harness.report import text_tables
+from harness.report import model
 from harness.report.figures import tasks as task_figures
 from harness.report.figures.tasks import Look
-from harness.report.text_tables import MEBIBYTE, MISSING, Chapter, Grid, Picture, Section
+from harness.report.model import MEBIBYTE, MISSING, Chapter, Grid, Picture, Section
 from harness.store.record import Record
 from harness.worker import memory
 
@@ -33,18 +33,18 @@ def chapters(records: Sequence[Record]) -> Iterable[Chapter]:
     for key in sorted(set(raw[SECTION].itertuples(index=False, name=None))):
         section = Section(*key)
         here, of_here = section.of(raw), section.of(found)
-        when = text_tables.measured(here)
+        when = model.measured(here)
         stem = naming.slug("frontier", section.device, section.isolation, naming.machine_slug(section.machine))
         pictures = tuple(
             Picture(
                 naming.slug(stem, task, "synthetic" if synthetic else ""),
-                f"{text_tables.task_title(task, synthetic)}: throughput and peak memory over the physical batch size",
+                f"{model.task_title(task, synthetic)}: throughput and peak memory over the physical batch size",
                 partial(draw, section, when, task, synthetic, group, here),
             )
-            for task, synthetic, group in text_tables.blocks(of_here)
+            for task, synthetic, group in model.blocks(of_here)
             if group.batch_size.notna().any()
         )
-        grids = tuple(_grid(task, synthetic, group) for task, synthetic, group in text_tables.blocks(of_here))
+        grids = tuple(_grid(task, synthetic, group) for task, synthetic, group in model.blocks(of_here))
         frames = {"frontier": of_here, "frontier-probes": here}
         yield Chapter("Memory frontier", section, grids, pictures, frames, when, in_terminal=True)
 
@@ -161,7 +161,7 @@ def _slope(fits: pd.DataFrame) -> float | None:
 
 def _grid(task: str, synthetic: bool, group: pd.DataFrame) -> Grid:
     on_cuda = group.device.iloc[0] == "cuda"
-    n = text_tables.usual(group[group.n > 0].n)
+    n = model.usual(group[group.n > 0].n)
     header = (
         "contestant",
         "largest batch",
@@ -191,12 +191,12 @@ def _grid(task: str, synthetic: bool, group: pd.DataFrame) -> Grid:
         "Peak: "
         + ("bytes of tensors on the device" if on_cuda else "resident growth of the process during the steps")
         + ", compilation included; KiB an example: by how much it grows with the batch.",
-        text_tables.spread_note(n) if n else "No throughput was measured.",
+        model.spread_note(n) if n else "No throughput was measured.",
         *_endings(group),
     ]
     if group.disturbed.any():
-        notes.append(text_tables.DISTURBED_NOTE)
-    return Grid(f"{text_tables.task_title(task, synthetic)}: largest physical batch", header, rows, tuple(notes))
+        notes.append(model.DISTURBED_NOTE)
+    return Grid(f"{model.task_title(task, synthetic)}: largest physical batch", header, rows, tuple(notes))
 
 
 def _batch(row: Any) -> str:
@@ -213,7 +213,7 @@ def _endings(group: pd.DataFrame) -> Iterable[str]:
     if len(cut):
         yield f"≥ no larger size was tried, by the ceiling or the longest step of the run: {', '.join(cut.contestant)}."
     for r in group[~group.ended.isin(["ok", "oom"])].itertuples():
-        yield f"{r.ended}: {r.contestant}: {text_tables.short(r.reason)}"
+        yield f"{r.ended}: {r.contestant}: {model.short(r.reason)}"
     for r in group[group.failed > 0].itertuples():
         yield f"{r.contestant}: at its frontier {r.failed} of {r.failed + r.n} further processes failed."
     for r in group[group.not_again.str.len() > 0].itertuples():
@@ -275,9 +275,9 @@ def draw(section: Section, when: str, task: str, synthetic: bool, group: pd.Data
     left.set_title("Throughput", loc="left")
     right.set_title("Peak memory (dashed: the budget)", loc="left")
     budget = number(group.budget_bytes.iloc[0] / MEBIBYTE)
-    title = f"{text_tables.task_title(task, synthetic)}: what fits into {budget} MiB"
+    title = f"{model.task_title(task, synthetic)}: what fits into {budget} MiB"
     figure.suptitle(title, x=0.01, ha="left", fontsize=9, fontweight="bold")
-    n = text_tables.usual(group[group.n > 0].n)
+    n = model.usual(group[group.n > 0].n)
     notes = [
         "Small points: one process each, of the search."
         + {

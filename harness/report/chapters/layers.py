@@ -16,11 +16,11 @@ from harness.analysis.layer_frames import BASELINE, MEGABYTE, PUBLISHED_LABEL, L
 from harness.analysis.memory_law import Parts
 from harness.analysis.naming import factor, number
 from harness.layers import LAYERS, SWEEP
-from harness.report import text_tables
+from harness.report import model
 from harness.report.chapters import layer_claims, memory
 from harness.report.chapters.paper import TOLERANCE
 from harness.report.figures import layers as layer_figures
-from harness.report.text_tables import MISSING, Chapter, Grid, Picture, Section
+from harness.report.model import MISSING, Chapter, Grid, Picture, Section
 from harness.store.record import Record
 
 SWEPT = {layer.name for layer in SWEEP}
@@ -50,7 +50,7 @@ def _of_section(tables: LayerTables, section: Section, found: Mapping[str, pd.Da
     raw, cells, factors = section.of(tables.raw), section.of(tables.cells), section.of(tables.factors)
     older = len(section.of(tables.superseded))
     left_out = [f"Left out: {older} process(es) of cells that were measured again with newer code."] if older else []
-    when = text_tables.measured(raw)
+    when = model.measured(raw)
     main, main_factors = (f[~f.layer.isin(SWEPT)] if len(f) else f for f in (cells, factors))
     where = f"{section.title}; measured {when}."
 
@@ -174,7 +174,7 @@ def _paper_layout(
     columns = ((BASELINE, "plain"), (next(iter(own_modules), ""), "plain"), (contestant, passes))
     unit, value, scale = ("ms", "mean_ms", 1.0) if what == "runtime" else ("mb", "peak", MEGABYTE)
     old = layer_frames.published(what).set_index(["layer", "batch_size"])
-    n = text_tables.usual(cells[cells.n > 0].n)
+    n = model.usual(cells[cells.n > 0].n)
     rows, medians = [], []
     for r in mine.to_dict("records"):
         place = (r["layer"], r["batch_size"])
@@ -234,7 +234,7 @@ def _notes(what: str, cells: pd.DataFrame, contestant: str, passes: str, n: int)
             f"[{_brackets(n)}]; its factor is paired in blocks, with its 95 % interval where n > 1."
         )
         if cells.disturbed.any():
-            yield text_tables.DISTURBED_NOTE
+            yield model.DISTURBED_NOTE
     else:
         counted = "PyTorch's profiler on a CPU; what scipy, oneDNN and MKL take by themselves is not seen"
         yield f"Highest sum of the bytes alive in a pass, 10⁶ bytes (CUDA: its caching allocator; {counted})."
@@ -242,7 +242,7 @@ def _notes(what: str, cells: pd.DataFrame, contestant: str, passes: str, n: int)
     mine = cells[(cells.contestant == contestant) & (cells.passes == passes) & (cells.failed != "")]
     for (state, reason), group in mine.groupby(["state", "reason"], sort=False):
         places = ", ".join(f"{r.layer} at {r.batch_size}" for r in group.itertuples())
-        yield f"{group.failed.iloc[0] or state}: {places}: {text_tables.short(reason)}"
+        yield f"{group.failed.iloc[0] or state}: {places}: {model.short(reason)}"
 
 
 def _brackets(n: int) -> str:
@@ -542,7 +542,7 @@ def _spread(between: pd.DataFrame) -> Iterator[Grid]:
             rows.append(tuple(row))
         notes = ["Spread: (largest - smallest) / median of the runs' values."]
         if group.disturbed.any():
-            notes.append(text_tables.DISTURBED_NOTE)
+            notes.append(model.DISTURBED_NOTE)
         header = ("layer", "batch", "runs", *columns)
         yield Grid(f"{contestant} ({passes}): between runs", header, tuple(rows), tuple(notes))
 

@@ -16,7 +16,7 @@ from harness.analysis import layer_frames
 from harness.analysis.layer_frames import MEGABYTE
 from harness.analysis.naming import number
 from harness.layers import LAYERS
-from harness.report import text_tables
+from harness.report import model
 from harness.report.figures import tasks as task_figures
 from harness.report.figures.tasks import MARKERS, PALETTE, WIDTH, Look
 
@@ -62,7 +62,7 @@ def factors(contestant: str, passes: str, frame: pd.DataFrame, where: str) -> Fi
     panels[-1].set_xticks(range(len(names)), names, rotation=40, ha="right")
     panels[-1].set_xlim(-0.5, len(names) - 0.5)
     _title(figure, f"{contestant} ({passes.replace('_', ' ')}) over torch.nn, by layer and batch size")
-    n = text_tables.usual(mine[mine.runtime_n > 0].runtime_n)
+    n = model.usual(mine[mine.runtime_n > 0].runtime_n)
     style = {f"batch {size}": Look(shades[size], "o", "") for size in sizes}
     if with_paper:
         style["the paper, at the same batch"] = Look(GREY, "_", "")
@@ -107,7 +107,7 @@ def modes(size: int, frame: pd.DataFrame, where: str) -> Figure:
         axes.set_xlabel(f"{QUANTITIES[what]} / torch.nn (log; left is {'faster' if what == 'runtime' else 'less'})")
     panels[0].set_yticks(range(len(names)), names)
     _title(figure, f"Layers with DP over torch.nn without, batch {size}")
-    n = text_tables.usual(private[private.runtime_n > 0].runtime_n)
+    n = model.usual(private[private.runtime_n > 0].runtime_n)
     notes = [
         f"Runtime: {_rounds(n)}. Between two lines: one layer, the contestants in the order of the legend."
         " Filled: forward, backward and the clipped sum. Open: forward and backward with per-sample gradients only, "
@@ -217,7 +217,7 @@ def sweep(contestant: str, passes: str, frame: pd.DataFrame, where: str) -> Figu
     right.set_title("Peak memory (dashed: the paper's law)", loc="left")
     _title(figure, f"Embedding of width 100: {contestant} ({passes.replace('_', ' ')}) over torch.nn")
     ratios = frame.drop_duplicates("num_embeddings").sort_values("num_embeddings")
-    n = text_tables.usual(frame[frame.runtime_n > 0].runtime_n)
+    n = model.usual(frame[frame.runtime_n > 0].runtime_n)
     notes = [
         f"L/C from left to right: {', '.join(map(number, ratios.L_over_C))}; in the paper, which counts blocks of 512 "
         f"bytes: {', '.join(f'{value:,g}' for value in ratios.paper_L_over_C)}. Law: (bC + (1 + b)L) / (bC + 2L), of "
@@ -386,7 +386,7 @@ def _batch_axis(axes: Axes, sizes: Iterable[int]) -> None:
 
 
 def _processes(cells: pd.DataFrame) -> str:
-    n = text_tables.usual(cells[cells.n > 0].n)
+    n = model.usual(cells[cells.n > 0].n)
     if n <= 1:
         return "Milliseconds: one process a point, the median of its passes, bar: 95 % interval over them."
     kind = "lowest to highest process" if n < 6 else "distribution-free 95 % interval"

@@ -11,10 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from harness.analysis.frames import Tables
-from harness.report import text_tables
+from harness.report import model
 from harness.report.figures import tasks as task_figures
 from harness.report.figures.tasks import Look
-from harness.report.text_tables import MEBIBYTE, Picture, Section
+from harness.report.model import MEBIBYTE, Picture, Section
 
 FEWEST_SIZES = 3
 """Batch sizes; fewer make no curve, and the table says as much."""
@@ -37,14 +37,14 @@ def pictures(tables: Tables, section: Section) -> dict[str, list[Picture]]:
         name: replace(look, line="-" if look.line == "-" else "--") for name, look in task_figures.looks(tables).items()
     }
     found: list[Picture] = []
-    for task, synthetic, rows in text_tables.blocks(section.of(tables.memory)):
+    for task, synthetic, rows in model.blocks(section.of(tables.memory)):
         notion = next((n for n in (ON_GPU if section.device == "cuda" else HOST) if n in set(rows.notion)), None)
         measured = rows[rows.notion == notion]
         if measured.batch_size.nunique() < FEWEST_SIZES:
             continue
         stem = task_figures.file_name("peak-memory", section, measured.assign(extrapolated=False), task)
-        title = f"{text_tables.task_title(task, synthetic)}: peak memory over batch size"
-        failed = text_tables.memory_failures(tables, section, task, synthetic)
+        title = f"{model.task_title(task, synthetic)}: peak memory over batch size"
+        failed = model.memory_failures(tables, section, task, synthetic)
         draw = partial(over_batch_size, tables, section, task, synthetic, measured, failed, style)
         found.append(Picture(stem, title, draw))
     return {"peak-memory": found}
@@ -72,10 +72,10 @@ def over_batch_size(
     _mark(axes, failed, [name for name in names if name in set(failed.contestant)], style)
     axes.set_xlabel("batch size (log)")
     axes.set_ylabel("peak memory, MiB (log)")
-    axes.set_title(f"{text_tables.task_title(task, synthetic)}: peak memory", loc="left", fontweight="bold")
+    axes.set_title(f"{model.task_title(task, synthetic)}: peak memory", loc="left", fontweight="bold")
     task_figures.below(
         figure,
-        f"{section.title}; measured {text_tables.provenance(tables, section)}.",
+        f"{section.title}; measured {model.provenance(tables, section)}.",
         [_points(measured), f"Instrument: {INSTRUMENTS[measured.notion.iloc[0]]}.", *_in_words(failed, names)],
         [name for name in names if name in set(measured.contestant)],
         style,
@@ -103,7 +103,7 @@ def _mark(axes: Axes, failed: pd.DataFrame, names: Sequence[str], style: Mapping
 
 
 def _points(measured: pd.DataFrame) -> str:
-    n = text_tables.usual(measured.n)
+    n = model.usual(measured.n)
     if n == 1:
         return "Point: n = 1 process."
     bar = "lowest to highest" if n < 6 else "distribution-free 95 % interval"

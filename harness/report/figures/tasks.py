@@ -23,10 +23,10 @@ from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullLocator
 from harness.analysis import stats
 from harness.analysis.frames import Tables
 from harness.analysis.naming import factor, machine_slug, number, slug
-from harness.report import text_tables
+from harness.report import model
 from harness.report.figures import heatmap
 from harness.report.figures.heatmap import Square
-from harness.report.text_tables import Picture, Section
+from harness.report.model import Picture, Section
 from harness.store.cache import check_replaceable
 
 WIDTH = 6.5
@@ -81,10 +81,10 @@ def pictures(tables: Tables, section: Section) -> dict[str, list[Picture]]:
     """The figures of a section by kind: ``seconds-per-epoch``, ``relative-to-pytorch``, ``cumulative-seconds``."""
     style = looks(tables)
     found: dict[str, list[Picture]] = {"seconds-per-epoch": [], "relative-to-pytorch": [], "cumulative-seconds": []}
-    for task, synthetic, group in text_tables.blocks(section.of(tables.cells)):
+    for task, synthetic, group in model.blocks(section.of(tables.cells)):
         if (group.state == "ok").any():
             stem = file_name("seconds-per-epoch", section, group, task)
-            title = f"{text_tables.task_title(task, synthetic)}: seconds per epoch over batch size"
+            title = f"{model.task_title(task, synthetic)}: seconds per epoch over batch size"
             draw = partial(seconds, tables, section, task, synthetic, group, style)
             found["seconds-per-epoch"].append(Picture(stem, title, draw))
     relatives = section.of(tables.ratios)
@@ -153,9 +153,7 @@ def seconds(
     axes.set_ylabel("median seconds per epoch (log)")
     axes.set_xlabel("batch size (log; contestants side by side)")
     marks = _flags(ok)
-    axes.set_title(
-        f"{text_tables.task_title(task, synthetic)}: seconds per epoch{marks}", loc="left", fontweight="bold"
-    )
+    axes.set_title(f"{model.task_title(task, synthetic)}: seconds per epoch{marks}", loc="left", fontweight="bold")
     shown = [name for name in names if name in set(ok.contestant)]
     _below(figure, tables, section, [_bars(ok), *_failures(group)], shown, style)
     return figure
@@ -167,7 +165,7 @@ def _seconds_of_a_crowd(
     ok = group[group.state == "ok"]
     private = dict(zip(tables.raw.contestant, tables.raw.private, strict=True))
     fastest = ok[ok.contestant.map(private)].groupby("batch_size")["median"].min()
-    n = text_tables.usual(ok.n)
+    n = model.usual(ok.n)
     squares = {
         (row.contestant, row.batch_size): Square(
             number(row.median) + ("ᵈ" if row.disturbed else "") + ("ᶠ" if row.failed else ""),
@@ -189,12 +187,12 @@ def _seconds_of_a_crowd(
     if both:
         axes.axhline(plain - 0.5, color="black", linewidth=0.8)
     axes.set_xlabel("batch size")
-    title = f"{text_tables.task_title(task, synthetic)}: seconds per epoch{_flags(ok)}"
+    title = f"{model.task_title(task, synthetic)}: seconds per epoch{_flags(ok)}"
     axes.set_title(title, loc="left", fontweight="bold")
     notes = [
-        f"Number: median seconds. {text_tables.spread_note(n)}",
+        f"Number: median seconds. {model.spread_note(n)}",
         "Shade: factor over the fastest private one of the same batch size." + " Above the line: without DP." * both,
-        *([text_tables.DISTURBED_NOTE] if ok.disturbed.any() else []),
+        *([model.DISTURBED_NOTE] if ok.disturbed.any() else []),
         *(["ᶠ some processes failed."] if ok.failed.any() else []),
         *_common_reasons(group[group.state != "ok"]),
     ]
@@ -205,7 +203,7 @@ def _seconds_of_a_crowd(
 def _common_reasons(failed: pd.DataFrame) -> Iterator[str]:
     """What a state means, where it means the same for all."""
     for state, rows in failed.groupby("state", sort=True):
-        reasons = {text_tables.short(reason) for reason in rows.reason}
+        reasons = {model.short(reason) for reason in rows.reason}
         if len(reasons) == 1:
             yield f"{state}: {reasons.pop().rstrip('.')}."
 
@@ -217,7 +215,7 @@ ROWS_UP_TO = 3
 def relative(tables: Tables, section: Section, style: Mapping[str, Look]) -> Figure:
     """Seconds relative to PyTorch without DP with 95 % intervals, a panel per task."""
     frame = section.of(tables.ratios)
-    panels = list(text_tables.blocks(frame))
+    panels = list(model.blocks(frame))
     names = [n for n in tables.order if n in set(frame.contestant)]
     sizes = sorted(frame.batch_size.unique())
     in_rows = len(sizes) <= ROWS_UP_TO
@@ -248,7 +246,7 @@ def relative(tables: Tables, section: Section, style: Mapping[str, Look]) -> Fig
             _relative_lines(axes, group, sizes, style)
             axes.set_ylabel(f"seconds / {base} (log)" if k % columns == 0 else "")
         axes.tick_params(labelbottom=True)
-        axes.set_title(text_tables.task_title(task, synthetic) + _flags(group), loc="left")
+        axes.set_title(model.task_title(task, synthetic) + _flags(group), loc="left")
     title = f"Seconds per epoch relative to {base} (without DP)"
     figure.suptitle(title, x=0.01, ha="left", fontsize=9, fontweight="bold")
     if in_rows:
@@ -265,7 +263,7 @@ def relative(tables: Tables, section: Section, style: Mapping[str, Look]) -> Fig
         if most > 1
         else f"{point}: one paired round, of which there is no interval.",
         *(["The darker, the larger; up to 1 no shade."] if crowded else []),
-        *([text_tables.DISTURBED_PAIRS_NOTE] if crowded and frame.disturbed.any() else []),
+        *([model.DISTURBED_PAIRS_NOTE] if crowded and frame.disturbed.any() else []),
     ]
     _below(figure, tables, section, notes, [] if in_rows or crowded else names, style)
     return figure
@@ -399,7 +397,7 @@ def cumulative_runs(tables: Tables, section: Section) -> list[CumulativeRun]:
     cells = section.of(tables.cells)
     raw = section.of(tables.raw)
     raw = raw[~raw.superseded & (raw.purpose == "time") & (raw.state == "ok") & raw.seconds.notna()]
-    for task, synthetic, group in text_tables.blocks(cells[cells.state == "ok"]):
+    for task, synthetic, group in model.blocks(cells[cells.state == "ok"]):
         sizes = sorted(group.batch_size.unique())
         size = PAPER_BATCH_SIZE if PAPER_BATCH_SIZE in sizes else sizes[-1]
         here = raw[(raw.task == task) & (raw.synthetic == synthetic) & (raw.batch_size == size)]
@@ -466,7 +464,7 @@ def cumulative(tables: Tables, section: Section, runs: Sequence[CumulativeRun], 
         axes.set_xticks([1, 5, 10, 15, 20])
         axes.set_xlim(0.5, PAPER_EPOCHS + 0.5)
         flag = ", extrapolated" if run.cells.extrapolated.any() else ""
-        axes.set_title(f"{text_tables.task_title(run.task, run.synthetic)}\nbatch {run.batch_size}{flag}", loc="left")
+        axes.set_title(f"{model.task_title(run.task, run.synthetic)}\nbatch {run.batch_size}{flag}", loc="left")
         if k % columns == 0:
             axes.set_ylabel("cumulative seconds (log)")
         if k + columns >= len(runs):
@@ -535,7 +533,7 @@ def _flags(frame: pd.DataFrame) -> str:
 
 
 def _bars(ok: pd.DataFrame) -> str:
-    n = text_tables.usual(ok.n)
+    n = model.usual(ok.n)
     if n == 1:
         return "Point: one process."
     kind = "lowest to highest process" if n < 6 else "distribution-free 95 % interval"
@@ -574,7 +572,7 @@ def _below(
     names: Sequence[str],
     style: Mapping[str, Look],
 ) -> None:
-    below(figure, f"{section.title}; measured {text_tables.provenance(tables, section)}.", notes, names, style)
+    below(figure, f"{section.title}; measured {model.provenance(tables, section)}.", notes, names, style)
 
 
 def below(figure: Figure, where: str, notes: Sequence[str], names: Sequence[str], style: Mapping[str, Look]) -> None:

@@ -10,8 +10,8 @@ import pandas as pd
 
 from harness.analysis.frames import PUBLISHED_LABEL, Tables
 from harness.analysis.naming import BASELINE_ROW, factor, number
-from harness.report import text_tables
-from harness.report.text_tables import Chapter, Grid, Section
+from harness.report import model
+from harness.report.model import Chapter, Grid, Section
 
 SPECIAL: Mapping[str, str] = {
     "\\": r"\textbackslash{}",
@@ -170,14 +170,14 @@ def seconds(tables: Tables, section: Section) -> str:
     cells = section.of(tables.cells)
     sizes = sorted(cells.batch_size.unique())
     parts = []
-    for task, synthetic, group in text_tables.blocks(cells):
+    for task, synthetic, group in model.blocks(cells):
         label = rf"{{\scriptsize measured{' on synthetic data' if synthetic else ''}}}"
         lines = [
             rf"\multicolumn{{{len(sizes) + 1}}}{{l}}{label}\\",
             *_measured_rows(group, sizes),
             *_published_rows(tables, task, sizes),
         ]
-        parts.append((text_tables.task_title(task, synthetic), lines))
+        parts.append((model.task_title(task, synthetic), lines))
     return _pages(parts, sizes, _caption(tables, section, cells))
 
 
@@ -233,7 +233,7 @@ def _rows(name: str, private: bool, values: list[tuple[str, str]]) -> Iterator[s
 
 
 def _measured_rows(group: pd.DataFrame, sizes: list[int]) -> Iterator[str]:
-    usual_n = text_tables.usual(group[group.state == "ok"].n)
+    usual_n = model.usual(group[group.state == "ok"].n)
     by_place = {(row.contestant, row.batch_size): row for row in group.itertuples()}
     for name in dict.fromkeys(group.contestant):
         rows = [by_place.get((name, size)) for size in sizes]
@@ -283,8 +283,8 @@ def _caption(tables: Tables, section: Section, cells: pd.DataFrame) -> str:
     ok = cells[cells.state == "ok"]
     sentences = [
         f"Median seconds per epoch on {section.machine} ({section.device}), protocol {section.protocol}, isolation "
-        f"{section.isolation}, {text_tables.provenance(tables, section)}.",
-        text_tables.spread_note(text_tables.usual(ok.n), "unless a subscript says otherwise") if len(ok) else "",
+        f"{section.isolation}, {model.provenance(tables, section)}.",
+        model.spread_note(model.usual(ok.n), "unless a subscript says otherwise") if len(ok) else "",
     ]
     if ok.extrapolated.any():
         sentences.append("e: extrapolated from a part of an epoch.")
@@ -310,19 +310,19 @@ def ratios(tables: Tables, section: Section) -> str:
     """Seconds relative to PyTorch without DP with 95 % intervals, a block per task."""
     frame = section.of(tables.ratios)
     sizes = sorted(frame.batch_size.unique())
-    usual_n = text_tables.usual(frame.n)
+    usual_n = model.usual(frame.n)
     parts = []
-    for task, synthetic, group in text_tables.blocks(frame):
+    for task, synthetic, group in model.blocks(frame):
         by_place = {(row.contestant, row.batch_size): row for row in group.itertuples()}
         lines: list[str] = []
         for name in dict.fromkeys(group.contestant):
             rows = [by_place.get((name, size)) for size in sizes]
             private = next(row.private for row in rows if row is not None)
             lines += _rows(name, private, [_ratio(row, usual_n) for row in rows])
-        parts.append((text_tables.task_title(task, synthetic), lines))
+        parts.append((model.task_title(task, synthetic), lines))
     caption = (
         f"Seconds per epoch relative to {frame.baseline.iloc[0]} (without DP) on {section.machine} ({section.device}), "
-        f"protocol {section.protocol}, isolation {section.isolation}, {text_tables.provenance(tables, section)}. "
+        f"protocol {section.protocol}, isolation {section.isolation}, {model.provenance(tables, section)}. "
         + (
             f"Mean of {usual_n} paired rounds (a subscript: that many), with its 95 % interval (Student's t on "
             "log-ratios)."

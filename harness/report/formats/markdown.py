@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.report.text_tables import Chapter, Grid
+from harness.report.model import Chapter, Grid
 
 
 def page(chapters: Sequence[Chapter]) -> str:

@@ -21,11 +21,10 @@ import pandas as pd
 from markupsafe import Markup
 
 from harness.analysis.frames import CELL, PLACE, Tables
-from harness.report import text_tables
+from harness.report import model
 from harness.report.chapters import costs, explain, paper
-from harness.report.contents import Report
 from harness.report.figures import tasks as task_figures
-from harness.report.text_tables import Chapter, Grid, Section
+from harness.report.model import Chapter, Grid, Report, Section
 from harness.store.record import Record
 
 WEB = Path(__file__).parent / "web"
@@ -147,14 +146,14 @@ def _picture(title: str, path: Path) -> _Picture:
 
 
 def _data(tables: Tables) -> dict[str, Any]:
-    sections = text_tables.sections(tables)
+    sections = model.sections(tables)
     position = {name: i for i, name in enumerate(tables.order)}
     private = dict(zip(tables.raw.contestant, tables.raw.private, strict=True))
     processes, labels, strings = _processes(tables)
     return {
-        "sections": [{**vars(s), "when": text_tables.provenance(tables, s)} for s in sections],
+        "sections": [{**vars(s), "when": model.provenance(tables, s)} for s in sections],
         "tasks": {
-            key: text_tables.task_title(task, synthetic)
+            key: model.task_title(task, synthetic)
             for task, synthetic in sorted(set(zip(tables.cells.task, tables.cells.synthetic, strict=True)))
             for key in [_task_key(task, synthetic)]
         },
@@ -195,7 +194,7 @@ def _cells(tables: Tables, sections: Mapping[Section, int], position: Mapping[st
     ratio_marks = (
         {}
         if tables.ratios.empty
-        else {k: text_tables.doubts(r) for k, r in zip(ratio, tables.ratios.itertuples(), strict=True)}
+        else {k: model.doubts(r) for k, r in zip(ratio, tables.ratios.itertuples(), strict=True)}
     )
     old = column(paper.then_and_now(tables), "paper_ratio")
     start = column(tables.compile, "median")
@@ -205,7 +204,7 @@ def _cells(tables: Tables, sections: Mapping[Section, int], position: Mapping[st
     memory: dict[Any, tuple[float, str]] = {}
     for notion in reversed(MEMORY):
         frame = tables.memory[tables.memory.notion == notion] if len(tables.memory) else tables.memory
-        memory |= {key: (value / text_tables.MEBIBYTE, notion) for key, (value,) in column(frame, "median").items()}
+        memory |= {key: (value / model.MEBIBYTE, notion) for key, (value,) in column(frame, "median").items()}
     behind = _behind(tables)
     cells = []
     for row in tables.cells.itertuples():
@@ -225,7 +224,7 @@ def _cells(tables: Tables, sections: Mapping[Section, int], position: Mapping[st
                 "low": _finite(row.low),
                 "high": _finite(row.high),
                 "n": int(row.n),
-                "marks": text_tables.marks(row) if row.state == "ok" else "",
+                "marks": model.marks(row) if row.state == "ok" else "",
                 "failures": row.failures if row.state == "ok" else "",
                 "ratio": [*map(_finite, against[:3]), int(against[3])] if against else None,
                 "baseline": against[4] if against else None,

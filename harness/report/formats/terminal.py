@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from harness.report import text_tables
-from harness.report.contents import Report
-from harness.report.text_tables import Grid
+from harness.report import model
+from harness.report.chapters import tables as task_tables
+from harness.report.model import Grid, Report
 
 FAILURES = {"oom", "rejected", "timeout", "crashed", "ungated"}
 
@@ -29,15 +29,15 @@ def show(report: Report, console: Console) -> None:
 
 def _end_to_end(report: Report, console: Console) -> None:
     tables = report.tables
-    for section in text_tables.sections(tables) if tables else ():
+    for section in model.sections(tables) if tables else ():
         assert tables is not None
         console.print(f"\n[bold]{escape(section.title)}")
-        console.print(f"[dim]measured {escape(text_tables.provenance(tables, section))}")
-        for grid in text_tables.seconds(tables, section):
+        console.print(f"[dim]measured {escape(model.provenance(tables, section))}")
+        for grid in task_tables.seconds(tables, section):
             _print(grid, console)
-        for grid in text_tables.ratios(tables, section):
+        for grid in task_tables.ratios(tables, section):
             _print(grid, console)
-        for grid in text_tables.gate(tables, section):
+        for grid in task_tables.gate(tables, section):
             failed = tuple(row for row in grid.rows if "FAILED" in row)
             if failed:
                 _print(Grid(f"{grid.title}: failed checks", grid.header, failed), console)

@@ -9,7 +9,8 @@ import pytest
 
 from harness.analysis import frames, naming
 from harness.analysis.frames import build
-from harness.report import text_tables
+from harness.report import model
+from harness.report.chapters import tables as task_tables
 from harness.report.formats import latex
 from tests.support import record_factory as factory
 
@@ -31,7 +32,7 @@ def text(grids):
 
 
 def main_table(t):
-    return text(g for s in text_tables.sections(t) for g in text_tables.seconds(t, s))
+    return text(g for s in model.sections(t) for g in task_tables.seconds(t, s))
 
 
 def test_a_cell_is_the_median_of_processes_and_a_process_the_median_of_its_epochs():
@@ -59,21 +60,21 @@ def test_two_machines_are_never_pooled_nor_paired():
     ]
     there = [factory.record(seconds=[100.0], round=0, machine=factory.OTHER_MACHINE)]
     t = tables(here + there)
-    assert len(text_tables.sections(t)) == 2
+    assert len(model.sections(t)) == 2
     assert sorted(t.cells[t.cells.contestant == "opacus-hooks"]["median"]) == [1.0, 100.0]
     assert set(t.cells.n) == {1}
-    assert "H200" in main_table(t) or any("H200" in s.machine for s in text_tables.sections(t))
+    assert "H200" in main_table(t) or any("H200" in s.machine for s in model.sections(t))
 
 
 def test_machines_that_look_alike_are_told_apart_by_their_id():
     twin = {**factory.MACHINE, "id": "deadbeef"}
     t = tables([factory.record(), factory.record(machine=twin)])
-    assert len(text_tables.sections(t)) == 2
+    assert len(model.sections(t)) == 2
 
 
 def test_one_machine_with_different_threads_is_two_sections_with_files_of_their_own():
     t = tables([factory.record(machine={**factory.MACHINE, "threads": n}) for n in (1, 2)])
-    slugs = {naming.machine_slug(section.machine) for section in text_tables.sections(t)}
+    slugs = {naming.machine_slug(section.machine) for section in model.sections(t)}
     assert slugs == {"3f2a91c0 1 thread", "3f2a91c0 2 threads"}
 
 
@@ -136,7 +137,7 @@ def test_marks_are_shown_where_they_apply_and_only_there():
 def test_synthetic_and_genuine_data_are_two_tables():
     t = tables([factory.record(seconds=[1.0]), factory.record(seconds=[9.0], synthetic=True)])
     assert sorted(t.cells["median"]) == [1.0, 9.0]
-    assert len(text_tables.seconds(t, text_tables.sections(t)[0])) == 2
+    assert len(task_tables.seconds(t, model.sections(t)[0])) == 2
 
 
 def test_a_failure_without_data_belongs_to_the_data_of_its_neighbours():
@@ -196,13 +197,13 @@ def test_disturbed_pairs_are_left_out_while_two_others_remain():
 
 def test_without_a_baseline_there_are_no_ratios():
     assert tables([factory.record()]).ratios.empty
-    assert text_tables.ratios(tables([factory.record()]), text_tables.sections(tables([factory.record()]))[0]) == []
+    assert task_tables.ratios(tables([factory.record()]), model.sections(tables([factory.record()]))[0]) == []
 
 
 def test_memory_comes_from_memory_processes_and_names_its_notion():
     memory = factory.record(purpose="memory", memory={"peak_resident_growth": 3 * 2**20})
     t = tables([memory, factory.record(memory={"peak_resident_growth": 10**12})])
-    grids = text_tables.memory(t, text_tables.sections(t)[0])
+    grids = task_tables.memory(t, model.sections(t)[0])
     assert "MiB of peak_resident_growth" in grids[0].title
     assert grids[0].rows == (("opacus-hooks", "3.00"),)
 
@@ -210,21 +211,21 @@ def test_memory_comes_from_memory_processes_and_names_its_notion():
 def test_the_gate_table_shows_the_worst_error_and_every_failure():
     failed = factory.record(purpose="gate", run="run-2", gate_passed=False, state="rejected")
     t = tables([factory.record(purpose="gate"), failed])
-    shown = text(text_tables.gate(t, text_tables.sections(t)[0]))
+    shown = text(task_tables.gate(t, model.sections(t)[0]))
     assert "opacus-hooks noise-standard-deviation 0.9 0.02 FAILED the noise is 10 times too small" in shown
     assert "sensitivity 0.9999 1.0001 passed" in shown
 
 
 def test_privacy_shows_three_accountants_and_void_as_such():
     t = tables([factory.record(epsilon={"delta": 1e-5, "steps": 9, "rdp": 0.5, "pld": None, "own": 0.6})])
-    grid = text_tables.privacy(t, text_tables.sections(t)[0])[0]
+    grid = task_tables.privacy(t, model.sections(t)[0])[0]
     assert grid.rows == (("opacus-hooks", "512", "9", "1e-05", "0.5", "–", "0.6"),)
     assert "void" in grid.notes[0]
 
 
 def test_coverage_counts_every_cell():
     t = tables(factory.quick_run(rounds=1))
-    grid = text_tables.coverage(t, text_tables.sections(t)[0])[0]
+    grid = task_tables.coverage(t, model.sections(t)[0])[0]
     assert grid.header == ("contestant", "cells", "ok", "oom", "unsupported")
     assert ("opacus-ghost", "8", "6", "0", "2") in grid.rows
     assert ("opacus-hooks", "8", "7", "1", "0") in grid.rows
@@ -232,15 +233,15 @@ def test_coverage_counts_every_cell():
 
 def test_compile_seconds_have_a_table_of_their_own():
     t = tables([factory.record(compile_seconds=4.0, round=r) for r in range(3)])
-    assert "4.00 [4.00, 4.00]" in text(text_tables.compile_seconds(t, text_tables.sections(t)[0]))
+    assert "4.00 [4.00, 4.00]" in text(task_tables.compile_seconds(t, model.sections(t)[0]))
 
 
 def test_the_paper_is_shown_for_the_same_task_and_batch_sizes():
     t = tables([factory.record(batch_size=2048)])
-    grid = text_tables.published(t, "mnist-cnn", [2048, 4096])
+    grid = task_tables.published(t, "mnist-cnn", [2048, 4096])
     assert ("JAX (DP)", "0.15") in grid.rows and ("PyVacy", "112.28") in grid.rows
     assert "2021" in grid.title and "A100" in grid.title
-    assert text_tables.published(t, "logreg", [64]) is None
+    assert task_tables.published(t, "logreg", [64]) is None
 
 
 @pytest.mark.parametrize(
@@ -277,7 +278,7 @@ def test_the_overhead_is_framework_times_dp_with_compiling_apart():
     assert (row.contestant, row.twin, row.baseline, row.n) == ("jax-vmap", "jax-plain", "pytorch-eager", 3)
     assert (row.framework, row.dp, row.total) == pytest.approx((1.5, 4.0, 6.0))
     assert (row.compile, row.compile_twin) == (24.0, 1.0)
-    (grid,) = text_tables.overheads(t, text_tables.sections(t)[0])
+    (grid,) = task_tables.overheads(t, model.sections(t)[0])
     # The median epoch of the contestant takes 15.6 s.
     assert grid.rows[0][3:] == (
         "1.50× [1.50, 1.50]",
@@ -299,29 +300,29 @@ def test_an_overhead_of_disturbed_processes_says_so():
     t = build(records, factory.PAPER_ROWS, {"opacus-hooks": "pytorch-eager"})
     (row,) = t.overheads.itertuples()
     assert (row.n, row.disturbed, row.left_out) == (2, 1, 0)
-    (grid,) = text_tables.overheads(t, text_tables.sections(t)[0])
+    (grid,) = task_tables.overheads(t, model.sections(t)[0])
     assert grid.rows[0][-2:] == ("2", "ᵈ") and any(note.startswith("ᵈ disturbed") for note in grid.notes)
 
 
 @pytest.mark.parametrize(("rounds", "words"), [(1, "no interval"), (2, "Mean of 2 paired rounds")])
 def test_one_round_claims_no_interval(rounds, words):
     t = build(factory.quick_run(rounds=rounds, tasks=("mnist-cnn",)), factory.PAPER_ROWS)
-    section = text_tables.sections(t)[0]
-    assert words in text_tables.ratios(t, section)[0].notes[0] and words in latex.ratios(t, section)
+    section = model.sections(t)[0]
+    assert words in task_tables.ratios(t, section)[0].notes[0] and words in latex.ratios(t, section)
 
 
 def test_versions_are_those_of_the_section():
     records = [factory.record(versions={"python": "3.11.7"})]
     records.append(factory.record(isolation="docker", versions={"python": "3.11.2"}))
     t = build(records)
-    shown = {s.isolation: text_tables.versions(t, s)[0].rows for s in text_tables.sections(t)}
+    shown = {s.isolation: task_tables.versions(t, s)[0].rows for s in model.sections(t)}
     assert shown == {"docker": (("opacus-hooks", "python 3.11.2"),), "venv": (("opacus-hooks", "python 3.11.7"),)}
 
 
 def test_a_contestant_without_memory_on_record_is_named():
     records = factory.quick_run(rounds=1, tasks=("mnist-cnn",))
     t = build([r for r in records if not (r.purpose == "memory" and r.cell.framework == "jax")])
-    grids = text_tables.memory(t, text_tables.sections(t)[0])
+    grids = task_tables.memory(t, model.sections(t)[0])
     assert grids and all(any("without this memory on record: jax-vmap" in n for n in g.notes) for g in grids)
 
 
@@ -342,13 +343,11 @@ def test_how_a_library_s_own_loop_samples_is_a_column():
         return one.model_copy(update={"timed": timed})
 
     t = tables([shipped("hooks", "poisson", 0.0, 2.0), shipped("ghost", "shuffled", 1.4, 3.0)])
-    (grid,) = text_tables.seconds(t, text_tables.sections(t)[0])
+    (grid,) = task_tables.seconds(t, model.sections(t)[0])
     assert grid.header == ("contestant", "samples", "batch 512")
     assert grid.rows == (("opacus-hooks", "poisson", "2.00"), ("opacus-ghost", "shuffled, unseeded", "3.00"))
     assert any("Only Poisson samples" in note for note in grid.notes)
     assert (
         "samples"
-        not in text_tables.seconds(tables([factory.record()]), text_tables.sections(tables([factory.record()]))[0])[
-            0
-        ].header
+        not in task_tables.seconds(tables([factory.record()]), model.sections(tables([factory.record()]))[0])[0].header
     )

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from harness.analysis.frames import build
-from harness.report import contents, text_tables
+from harness.report import contents, model
 from harness.report.chapters import costs
 from harness.run import peaks
 from harness.tasks import TASKS
@@ -95,7 +95,7 @@ def test_the_floor_is_arithmetic_and_data_over_the_measured_peaks():
 def test_without_peaks_there_is_a_sentence_and_no_floor():
     tables = build([factory.record()])
     assert costs.floor(tables).empty
-    (grid,) = costs.floor_grids(tables, text_tables.sections(tables)[0], costs.floor(tables))
+    (grid,) = costs.floor_grids(tables, model.sections(tables)[0], costs.floor(tables))
     assert "No record of this section holds measured peaks" in grid.notes[0]
 
 
@@ -106,10 +106,10 @@ def test_a_run_can_measure_the_peaks_of_its_machine():
 
 def test_cumulative_seconds_are_those_of_the_figure_and_marked_beyond_the_measured_epochs():
     tables = build([factory.record(seconds=[2.0, 3.0], compile_seconds=10.0)])
-    (grid,) = costs.cumulative(tables, text_tables.sections(tables)[0])
+    (grid,) = costs.cumulative(tables, model.sections(tables)[0])
     assert grid.rows == (("opacus-hooks", "12.0", "22.5ᵉ", "35.0ᵉ", "60.0ᵉ", "1"),)
     part = build([factory.record(seconds=[2.0], extrapolated=True)])
-    (grid,) = costs.cumulative(part, text_tables.sections(part)[0])
+    (grid,) = costs.cumulative(part, model.sections(part)[0])
     assert grid.rows[0][1] == "2.00ᵉ", "an epoch that was scaled up from a part is marked from the first on"
     frame = costs.cumulative_numbers(tables).set_index("epoch")
     assert frame["median"][2] == 15.0 and not frame.extrapolated[2] and frame.extrapolated[3]
@@ -119,7 +119,7 @@ def test_numbers_made_of_disturbed_processes_carry_the_mark():
     machine = {**factory.MACHINE, "peaks": PEAKS}
     records = [finished(0.931, 10.0, 236, disturbed=True, machine=machine)]
     tables = build(records)
-    section = text_tables.sections(tables)[0]
+    section = model.sections(tables)[0]
     for grid in (
         *costs.cumulative(tables, section),
         *costs.start_up_grids(costs.start_up(tables)),
@@ -131,7 +131,7 @@ def test_numbers_made_of_disturbed_processes_carry_the_mark():
 
 def test_failures_name_state_and_reason():
     tables = build(factory.quick_run(rounds=1, tasks=("imdb-lstm",)))
-    (grid,) = costs.failures(tables, text_tables.sections(tables)[0])
+    (grid,) = costs.failures(tables, model.sections(tables)[0])
     shown = {(row[0], row[2], row[3]): row[4] for row in grid.rows}
     assert shown["opacus-ghost", "64, 512", "unsupported"].startswith("ghost clipping has no rule")
     assert "limit of 12 GiB" in shown["opacus-hooks", "512", "oom"]
@@ -141,7 +141,7 @@ def test_failures_name_state_and_reason():
 def test_hardware_says_what_the_records_say():
     machine = {**factory.MACHINE, "threads": 2, "peaks": PEAKS}
     tables = build([factory.record(machine=machine)])
-    (grid,) = costs.hardware(tables, text_tables.sections(tables)[0])
+    (grid,) = costs.hardware(tables, model.sections(tables)[0])
     rows = dict(grid.rows)
     assert rows["processor"] == "AMD EPYC 7B13" and rows["memory"] == "16.0 GiB" and rows["GPU"] == "none"
     assert rows["measured peak, float32 product"] == "50 GFLOP/s"

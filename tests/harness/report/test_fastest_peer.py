@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from harness.analysis.frames import build
-from harness.report import contents, text_tables
+from harness.report import contents, model
 from harness.report.chapters import fastest_peer
 from tests.support import record_factory as factory
 
@@ -63,7 +63,7 @@ def test_who_shares_no_round_or_was_rejected_is_no_peer():
 
 def test_a_cell_names_its_opponent_and_every_doubt():
     built = build(records(), factory.PAPER_ROWS)
-    section = text_tables.sections(built)[0]
+    section = model.sections(built)[0]
     peer, plain = fastest_peer.grids(fastest_peer.frame(built), section)
     shown = dict(peer.rows)
     assert shown["dpcore-native"] == "0.45× [0.45, 0.45] jax-vmap"

@@ -10,12 +10,12 @@ import pytest
 from harness.analysis import layer_frames
 from harness.analysis.layer_frames import LayerTables
 from harness.layers import LAYERS, PAPER
-from harness.report import contents
+from harness.report import contents, output
 from harness.report.chapters import layer_claims, memory
 from harness.report.chapters.paper import UNTESTABLE
 from harness.report.figures import tasks as task_figures
-from harness.report.formats import markdown, output
-from harness.report.text_tables import Chapter
+from harness.report.formats import markdown
+from harness.report.model import Chapter
 from harness.store.record import Record
 from tests.support.record_factory import layer_record
 

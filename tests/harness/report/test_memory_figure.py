@@ -6,7 +6,8 @@ import pytest
 from matplotlib.text import Text
 
 from harness.analysis.frames import build
-from harness.report import contents, text_tables
+from harness.report import contents, model
+from harness.report.chapters import tables as task_tables
 from harness.report.figures import memory as memory_figure
 from harness.report.formats import page
 from tests.support import record_factory as factory
@@ -30,7 +31,7 @@ def run(sizes=SIZES, lost=None):
 
 def of(records):
     tables = build(records, factory.PAPER_ROWS)
-    (section,) = text_tables.sections(tables)
+    (section,) = model.sections(tables)
     return memory_figure.pictures(tables, section)["peak-memory"]
 
 
@@ -61,9 +62,7 @@ def test_a_failure_stands_at_its_batch_size_and_hides_no_point(state):
 
 def test_the_table_names_the_failure_in_its_place():
     tables = build(run(lost=(256, "oom")), factory.PAPER_ROWS)
-    (grid,) = (
-        g for g in text_tables.memory(tables, text_tables.sections(tables)[0]) if "MiB of peak_resident" in g.title
-    )
+    (grid,) = (g for g in task_tables.memory(tables, model.sections(tables)[0]) if "MiB of peak_resident" in g.title)
     assert {row[0]: row[1:] for row in grid.rows}["opacus-hooks"] == ("16.0", "64.0", "oom")
 
 
@@ -86,7 +85,7 @@ def test_two_batch_sizes_make_no_figure():
 
 
 def test_the_report_of_a_run_that_timed_nothing_holds_figures_and_table(tmp_path):
-    from harness.report.formats import output
+    from harness.report import output
 
     report = contents.build(run(lost=(256, "oom")))
     written = output.write_report(report, tmp_path / "out", tmp_path / "plots")

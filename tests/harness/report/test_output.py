@@ -20,9 +20,9 @@ from rich.console import Console
 import harness.report
 from harness.analysis.frames import build
 from harness.errors import BadInput
-from harness.report import contents, text_tables
+from harness.report import contents, model, output
 from harness.report.figures import tasks as task_figures
-from harness.report.formats import latex, markdown, output, terminal
+from harness.report.formats import latex, markdown, terminal
 from harness.store.read import load
 from harness.store.record import SCHEMA
 from tests.support import record_factory as factory
@@ -67,7 +67,7 @@ def test_file_names_say_synthetic_and_extrapolated_where_they_apply(written):
 
 
 def test_the_words_stand_in_the_figure_and_it_says_where_when_and_how(written, monkeypatch, quick):
-    section = text_tables.sections(quick)[0]
+    section = model.sections(quick)[0]
     with_words = {}
     monkeypatch.setattr(
         task_figures, "save", lambda figure, stem: with_words.setdefault(stem.name, _words(figure)) and []
@@ -114,7 +114,7 @@ def _of_a_crowd(private, rounds):
 
 
 def _figures_of(tables):
-    section = text_tables.sections(tables)[0]
+    section = model.sections(tables)[0]
     found = task_figures.pictures(tables, section)
     return [picture.draw() for kind in ("seconds-per-epoch", "relative-to-pytorch") for picture in found[kind]]
 
@@ -199,7 +199,7 @@ def test_latex_escapes_whatever_a_reason_holds():
 
 
 def test_latex_has_the_paper_s_layout(quick):
-    text = latex.seconds(quick, text_tables.sections(quick)[0])
+    text = latex.seconds(quick, model.sections(quick)[0])
     assert text.count(r"\toprule") == 4 and text.count("published in 2021") == 4
     assert r"Batch size & 64 & 512 \\" in text
     assert r"\textit{PyTorch without DP} & \textit{1.55} & \textit{0.26} \\" in text
@@ -321,7 +321,7 @@ def test_parts_of_a_table_begin_with_what_tells_their_rows_apart():
     header = ("layer", "batch", "a-long-contestant", "another-contestant", "a-third-contestant")
     rows = tuple(("lstm", size, "1.00×", "2.00×", "3.00×") for size in ("16", "512"))
     stream = io.StringIO()
-    chapter = text_tables.Chapter("Layers", None, (text_tables.Grid("factors", header, rows),), in_terminal=True)
+    chapter = model.Chapter("Layers", None, (model.Grid("factors", header, rows),), in_terminal=True)
     terminal.show(contents.Report((), None, (chapter,)), Console(file=stream, width=60))
     text = stream.getvalue()
     assert text.count("batch") == 2 and all(name in text for name in header), text

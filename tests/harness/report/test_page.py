@@ -11,9 +11,9 @@ import shutil
 import pytest
 from PIL import Image
 
-from harness.report import contents
+from harness.report import contents, output
 from harness.report.chapters import explain
-from harness.report.formats import output, page
+from harness.report.formats import page
 from tests.support import record_factory as factory
 
 CHROMIUM = next(

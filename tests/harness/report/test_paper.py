@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from harness.analysis.frames import build, published
-from harness.report import text_tables
+from harness.report import model
 from harness.report.chapters import paper
+from harness.report.chapters import tables as task_tables
 from tests.support import record_factory as factory
 
 ROWS = {
@@ -179,7 +180,7 @@ def test_a_claim_says_at_how_many_of_the_paper_s_places_it_was_tested():
     few = build([r for r in as_records(extrapolated=True) if r.cell.batch_size == 64], ROWS)
     row = rows_of(few).loc[claim]
     assert (row.cells, row.paper_cells, row.n, row.extrapolated) == (3, 24, 2, True)
-    grid = text_tables.against_the_paper(few, text_tables.sections(few)[0])[-1]
+    grid = task_tables.against_the_paper(few, model.sections(few)[0])[-1]
     assert grid.rows[0][3].endswith("ᵉ") and grid.rows[0][4:6] == ("3 of 24", "2")
     assert grid.notes[0].startswith("Claims: of section 3.1.3")
     assert "pyvacy-loop for PyVacy" in " ".join(grid.notes)
@@ -192,7 +193,7 @@ def test_synthetic_data_support_no_claim():
 
 def test_the_chapter_says_what_it_rests_on():
     t = build(factory.quick_run(), factory.PAPER_ROWS)
-    grids = text_tables.against_the_paper(t, text_tables.sections(t)[0])
+    grids = task_tables.against_the_paper(t, model.sections(t)[0])
     assert grids[0].rows[0][:4] == ("jax-vmap", "JAX (DP)", "64", "0.61×")
     claim, quoted, table, measured, _, _, ratio, outcome = grids[-1].rows[0]
     assert (claim, quoted, table) == (

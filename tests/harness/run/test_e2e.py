@@ -386,11 +386,11 @@ def test_a_changed_harness_refuses_the_run(driver: Driver, tmp_path: Path) -> No
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     driver.environment["PYTHONPATH"] = str(tree)
     command = [
-        argument.replace(str(DRIVE), str(tree / "tests" / "harness" / "drive.py")) for argument in driver.command(*RUN)
+        argument.replace(str(DRIVE), str(tree / "tests" / "support" / "drive.py")) for argument in driver.command(*RUN)
     ]
     process = subprocess.Popen(command, env=driver.environment, cwd=tree, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: len(list(driver.out.glob("records/*.json"))) >= 4)
-    with (tree / "harness" / "clock.py").open("a") as file:
+    with (tree / "harness" / "worker" / "clock.py").open("a") as file:
         file.write("# a thumb on the scale\n")
     _, error = process.communicate(timeout=120)
     assert process.returncode == 2 and "clock.py changed during the run" in error

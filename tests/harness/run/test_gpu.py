@@ -54,7 +54,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_gpu(out: Path, reference: Path, cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own, in which nothing of BLOCKED can be imported."""
-    code = f"import sys; sys.modules.update(dict.fromkeys({BLOCKED!r})); from tests.harness import drive; "
+    code = f"import sys; sys.modules.update(dict.fromkeys({BLOCKED!r})); from tests.support import drive; "
     code += "drive.install(); drive.cli.main()"
     environment = {**os.environ, "DRIVE_LAYER_REFERENCE": str(reference), "DPBENCH_CACHE": str(cache)}
     command = [sys.executable, "-c", code, "run", "gpu", "--device", "cpu", "--threads", "1", "--rounds", "1"]

@@ -11,10 +11,9 @@ import pandas as pd
 from harness.analysis import naming
 from harness.errors import BadInput
 from harness.report import contents as chapters
-from harness.report.contents import Report
 from harness.report.figures import tasks as task_figures
 from harness.report.formats import latex, markdown, page
-from harness.report.text_tables import Chapter
+from harness.report.model import Chapter, Report
 from harness.store import read
 from harness.store.cache import write_atomically
 

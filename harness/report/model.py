@@ -1,0 +1,198 @@
+"""The parts of a report: chapters, grids of text and pictures, and the words that several chapters share."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from harness.analysis.frames import SECTION, Tables
+from harness.store.record import Record
+from harness.tasks import TASKS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MISSING = "–"
+
+
+DISTURBED_NOTE = "ᵈ disturbed: meanwhile other programs took processor time or the machine changed its speed."
+
+
+DISTURBED_PAIRS_NOTE = "ᵈ disturbed: too few undisturbed pairs, so that all were used."
+
+
+MEBIBYTE = 2**20
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table as text. ``header[0]`` and the first entry of every row name the row."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Section:
+    """One machine, device, protocol and isolation."""
+
+    machine: str
+    device: str
+    protocol: str
+    isolation: str
+
+    @property
+    def title(self) -> str:
+        return f"{self.machine} · {self.device} · protocol {self.protocol} · {self.isolation}"
+
+    def of(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """The rows of ``frame`` in this section."""
+        if frame.empty:
+            return frame
+        keep = pd.Series(True, index=frame.index)
+        for column in SECTION:
+            keep &= frame[column] == getattr(self, column)
+        return frame[keep]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure for print. ``stem``: name of its files, without a suffix and unique in a report; ``title``: what it
+    shows, in words, for those who cannot see it. The figure carries its own legend and provenance."""
+
+    stem: str
+    title: str
+    draw: Callable[[], Figure]
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """A part of the report, which every format takes: Markdown, LaTeX, HTML, CSV and pictures.
+
+    ``section``: what it was measured on and how (None: it is of no one section); chapters of one section stand
+    together. ``frames``: the numbers behind it as they go into CSV files, by the stem of the file; frames of one stem
+    are appended to each other. ``when``: day and commit, for captions. ``latex``: a layout of its own (for ``\\input``)
+    instead of the one that is made of ``grids``, by the stem of its file. ``printed``: False where the grids are too
+    long for LaTeX. ``in_terminal``: whether ``dpbench report`` prints the grids too.
+    ``interactive``: whether the HTML page draws its figures anew, so that it does not hold the pictures.
+    """
+
+    title: str
+    section: Section | None
+    grids: tuple[Grid, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+    frames: Mapping[str, pd.DataFrame] = field(default_factory=dict)
+    when: str = ""
+    latex: Mapping[str, str] = field(default_factory=dict)
+    printed: bool = True
+    in_terminal: bool = False
+    interactive: bool = False
+
+
+def sections(tables: Tables) -> list[Section]:
+    return [Section(*key) for key in sorted(set(tables.raw[SECTION].itertuples(index=False, name=None)))]
+
+
+def blocks(frame: pd.DataFrame) -> Iterator[tuple[str, bool, pd.DataFrame]]:
+    """(task, synthetic, rows) in the order of the frame."""
+    if frame.empty:
+        return
+    for (task, synthetic), group in frame.groupby(["task", "synthetic"], sort=False):
+        yield str(task), bool(synthetic), group
+
+
+def task_title(task: str, synthetic: bool) -> str:
+    title = TASKS[task].title if task in TASKS else task
+    return f"{title} – synthetic data" if synthetic else title
+
+
+def provenance(tables: Tables, section: Section) -> str:
+    """When and with which code a section was measured."""
+    return measured(section.of(tables.raw))
+
+
+def measured(here: pd.DataFrame) -> str:
+    """Days and commits of processes, from their columns ``started``, ``commit`` and ``dirty``."""
+    days = sorted({str(started)[:10] for started in here.started})
+    pairs = zip(here.commit, here.dirty, strict=True)
+    commits = sorted({str(commit)[:9] + ("+changes" if dirty else "") for commit, dirty in pairs if commit})
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return f"{when}, commit {', '.join(commits) or 'unknown'}"
+
+
+def usual(n: pd.Series) -> int:
+    """The most frequent number of processes per cell; cells that differ say so themselves."""
+    return int(n.mode().max()) if len(n) else 0
+
+
+def marks(row: Any) -> str:
+    """ᵉ extrapolated, ᵈ disturbed, ᶠ some processes of the cell failed."""
+    return ("ᵉ" if row.extrapolated else "") + ("ᵈ" if row.disturbed else "") + ("ᶠ" if row.failed else "")
+
+
+def doubts(row: Any) -> str:
+    """ᵉ extrapolated, ᵈ disturbed, of a number that is made of several cells."""
+    return ("ᵉ" if row.extrapolated else "") + ("ᵈ" if row.disturbed else "")
+
+
+def doubt_notes(frame: pd.DataFrame) -> list[str]:
+    """The legend of :func:`doubts`."""
+    return [
+        *(["ᵉ extrapolated: from a part of an epoch."] if frame.extrapolated.any() else []),
+        *([DISTURBED_NOTE] if frame.disturbed.any() else []),
+    ]
+
+
+def spread_note(n: int, unless: str = "unless shown") -> str:
+    """What the brackets are."""
+    if n == 1:
+        return f"n = 1 process per cell {unless}: no spread, another process may lie elsewhere."
+    if n < 6:
+        return f"n = {n} processes per cell {unless}; [lowest, highest] process (under 6 there is no 95 % interval)."
+    return (
+        f"n = {n} processes per cell {unless}; [distribution-free 95 % interval of the median, under 6 processes "
+        "the lowest and highest]."
+    )
+
+
+def short(reason: str) -> str:
+    """A reason as a note under a table; ``explain`` shows all of it."""
+    return textwrap.shorten(reason, 240, placeholder=" …")
+
+
+def count(n: int, singular: str, plural: str) -> str:
+    return f"{n} {singular if n == 1 else plural}"
+
+
+NOTIONS = {
+    "peak_resident_growth": "peak resident memory of the process above the loaded data and model",
+    "resident_kept_after_warm_up": "how much of that was there before the first steady step",
+    "peak_resident_growth_with_compile": "peak with the warm-up and its compilation",
+    "nvml_process_peak": "highest memory of the process on the GPU as the driver counts it, seen every 0.1 s",
+    "cuda_peak_allocated": "peak bytes that tensors occupied on the GPU",
+    "cuda_peak_reserved": "peak bytes that the allocator held on the GPU",
+}
+
+
+def memory_failures(tables: Tables, section: Section, task: str, synthetic: bool) -> pd.DataFrame:
+    """``contestant``, ``batch_size``, ``state`` of the memory processes that failed, where none succeeded."""
+    here = section.of(tables.raw)
+    here = here[(here.purpose == "memory") & ~here.superseded & (here.task == task) & (here.synthetic == synthetic)]
+    where = ["contestant", "batch_size"]
+    ever_ok = here.assign(ok=here.state == "ok").groupby(where).ok.transform("any")
+    return here[~ever_ok].sort_values("when", kind="stable").groupby(where, as_index=False).last()[[*where, "state"]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What every format is written from. ``tables``: the end-to-end tables, None where no record is of that kind."""
+
+    records: Sequence[Record]
+    tables: Tables | None
+    chapters: tuple[Chapter, ...]
