@@ -20,7 +20,12 @@ RUN ?= results/local/$(PRESET)
 FOUND ?= $(shell command -v python3)
 OUT ?= results/local/gpu
 
-.PHONY: bench-e2e bench-layers bench-frontier bench-gpu compare prove-alerts prove-exactness images report history dashboard gate test lint test-harness test-dpcore test-frameworks test-containers conformance mutants compare-wheel comment history-check history-publish ready test-slow doctor clean
+.PHONY: help bench-e2e bench-layers bench-frontier bench-gpu compare findings prove-alerts prove-exactness images report history dashboard gate test lint test-harness test-dpcore test-frameworks test-containers test-wheel conformance mutants compare-wheel comment history-check history-publish ready test-slow doctor clean
+
+help:  ## this list
+	@echo "For you:"; awk -F ':.*  ## ' '/^[a-z0-9-]+:.*  ## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "For CI, and parts of the above:"; awk -F ':.*  ##ci ' '/^[a-z0-9-]+:.*  ##ci /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "Variables: PRESET=$(PRESET) ISOLATION=$(ISOLATION) BASE=$(BASE) HEAD=$(HEAD) ARGS=\"more options of dpbench\""
 
 bench-e2e: $(READY)  ## median seconds per epoch of frameworks x tasks x batch sizes
 	@isolation=$(ISOLATION); out=results/local/$(PRESET); \
@@ -58,10 +63,13 @@ prove-exactness: $(TORCH_READY)  ## dpcore's fast paths in float32 beside float6
 report: $(READY)  ## tables and figures from the records of the last run with this preset
 	$(BIN)/dpbench report results/local/$(PRESET) $(ARGS)
 
+findings: $(READY)  ## the tables of README and results/findings, anew from the committed records
+	$(BIN)/dpbench findings $(ARGS)
+
 history: $(READY)  ## adds a run (RUN=folder) to results/history: a file that is never rewritten
 	$(BIN)/dpbench history add $(RUN) $(ARGS)
 
-history-check: $(READY)  ## fails while a regression of results/history is open
+history-check: $(READY)  ##ci fails while a regression of results/history is open
 	$(BIN)/dpbench history check $(ARGS)
 
 dashboard: $(READY)  ## the static site over results/history: results/local/dashboard/index.html
@@ -77,7 +85,7 @@ doctor: $(READY)  ## checks of the instrument itself
 # engine all tests of containers are skipped.
 test: lint test-containers test-harness test-dpcore test-frameworks  ## everything that CI runs
 
-lint: $(READY)
+lint: $(READY)  ## ruff, mypy and the contracts of imports
 	@echo "==> ruff, mypy and the contracts of imports"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -85,16 +93,16 @@ lint: $(READY)
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/lint-imports --config dpcore/pyproject.toml --no-cache
 
-test-harness: $(READY)
+test-harness: $(READY)  ##ci tests of the harness
 	@echo "==> tests of the harness"
 	$(BIN)/pytest -q tests/harness -m "not slow and not network and not frameworks and not containers" -n 2 --dist worksteal
 
-test-dpcore: $(TORCH_READY)
+test-dpcore: $(TORCH_READY)  ##ci types and tests of dpcore
 	@echo "==> types and tests of dpcore, in an environment with torch"
 	$(TORCH)/bin/mypy --config-file dpcore/pyproject.toml -p dpcore
 	OMP_NUM_THREADS=1 $(TORCH)/bin/pytest -q tests/dpcore -m "not slow" -p no:cacheprovider -n 2
 
-test-frameworks: $(READY)
+test-frameworks: $(READY)  ##ci every framework's default: gate, conformance, a short run
 	@echo "==> every framework's default in its own environment: the gate, the conformance suite; a short run end to end"
 	$(BIN)/pytest -q tests/harness tests/frameworks -m "frameworks and not slow" -n 2 --dist loadgroup
 
@@ -104,26 +112,29 @@ conformance: $(READY)  ## every framework's default against the contract, the ga
 mutants: $(READY)  ## the deliberately wrong adapters: the gate must reject each
 	$(BIN)/dpbench gate --mutants $(ARGS)
 
-test-containers: $(READY)
+test-containers: $(READY)  ##ci real containers; skips where there is no engine
 	@echo "==> a base, a small framework's image and its cells in a real container engine; skips where there is none"
 	$(BIN)/pytest -q tests/harness/environments/test_containers.py -m "containers and not slow" -rs
 
 # For CI jobs (docs/ci.md). Their values come from strangers too, so that the shell reads them and never make: $$NAME.
-compare-wheel: $(READY)  ## PACKAGE, WHEEL; BASE_VERSION (default the last release), LAYERS, THRESHOLD, ...: a wheel against a release
+compare-wheel: $(READY)  ##ci PACKAGE, WHEEL; BASE_VERSION (default the last release), LAYERS, THRESHOLD, ...: a wheel against a release
 	@$(BIN)/dpbench ci compare --package "$$PACKAGE" --wheel "$$WHEEL" --base "$$BASE_VERSION" --layers "$$LAYERS" \
 	  --frameworks "$$FRAMEWORKS" --batch-sizes "$$BATCH_SIZES" --threshold "$$THRESHOLD" --minutes "$$MINUTES" \
 	  --threads "$$THREADS" --workspace "$$GITHUB_WORKSPACE" --markdown "$$MARKDOWN" --tolerate "$$TOLERATE" --dry-run "$$DRY_RUN"
 
-comment: $(READY)  ## FILE as the comment of PULL_REQUEST in REPOSITORY (owner/name), over its former one
+comment: $(READY)  ##ci FILE as the comment of PULL_REQUEST in REPOSITORY (owner/name), over its former one
 	@$(BIN)/dpbench ci comment --repository "$$REPOSITORY" --pull-request "$$PULL_REQUEST" --file "$$FILE"
 
-history-publish: $(READY)  ## commits and pushes new files of results/history; PUBLISH_BY: commit or pull-request
+history-publish: $(READY)  ##ci commits and pushes new files of results/history; PUBLISH_BY: commit or pull-request
 	@$(BIN)/dpbench ci publish --by "$$PUBLISH_BY" --branch "$$BRANCH" --repository "$$REPOSITORY"
 
-ready: $(READY)  ## the harness's own environment and nothing else: before a step that holds a token
+ready: $(READY)  ##ci the harness's own environment and nothing else: before a step that holds a token
 	@$(BIN)/dpbench --help >/dev/null
 
-test-slow: $(READY) $(TORCH_READY)  ## every variant on every task, and the long proofs
+test-wheel: $(READY)  ##ci the wheel of dpbench, installed outside of the checkout: what it holds, and the preset smoke
+	$(BIN)/pytest -q tests/harness/test_wheel.py
+
+test-slow: $(READY) $(TORCH_READY)  ##ci every variant on every task, and the long proofs
 	$(BIN)/pytest -q tests/harness tests/frameworks -m "slow or network"
 	$(TORCH)/bin/pytest -q tests/dpcore -m slow -p no:cacheprovider
 	OMP_NUM_THREADS=1 $(TORCH)/bin/pytest -q tests/dpcore -m "not slow" -p no:cacheprovider -n 2 --hypothesis-profile=explore

@@ -28,7 +28,7 @@ Traced = Callable[[Any, Any, Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
 
 CPU_GRAPH_EXAMPLES = 128
 """Examples at once, at most: mnist-cnn's graph took 157 us an example at 64, 149 at 128 and 180 at 512
-(docs/performance.md)."""
+(results/findings)."""
 
 MOST_EXACT = 8
 """Graphs of lengths that are not rungs, for a kind of batch: each takes its compiler some 20 seconds."""

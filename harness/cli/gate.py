@@ -17,6 +17,7 @@ from harness.errors import BadInput
 from harness.gate import admission
 from harness.gate.admission import Verdict
 from harness.gate.sampling import sampler_checks
+from harness.paths import INSTALLED
 from harness.plan import registry
 from harness.plan.registry import Contestant
 from harness.run.e2e import check_device, check_threads
@@ -59,6 +60,8 @@ def judge_all(
     for task in tasks or ():
         if task not in TASKS:
             raise BadInput(f"There is no task {task!r}; choose from {', '.join(TASKS)}.")
+    if mutants and INSTALLED:
+        raise BadInput("--mutants judges adapters of dpbench's tests; run it in a checkout of dpbench.")
     contestants = registry.select([f"{MUTANTS}:all"] if mutants else frameworks, hidden=mutants)
     if mutants and tasks is None:
         pairs = [(c, next(t for t in MUTANT_TASKS if t not in c.variant.unsupported)) for c in contestants]

@@ -20,7 +20,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
 @app.command()
 def add(
-    places: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or .json, .jsonl files.")],
+    places: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run folders, packed files, or names of committed runs.")
+    ],
     folder: Folder = FOLDER,
     machine: Annotated[
         str | None,
@@ -32,9 +34,11 @@ def add(
 ) -> None:
     """Adds a run: one small file that is never rewritten. What is there already is left as it is."""
     from harness.history import runs as history
+    from harness.published import index
     from harness.store import cache, read
     from harness.store.folder import PLAN
 
+    places = index.places(places)
     for place in places:
         if (place / PLAN).exists():
             with cache.locked(place / ".lock", f"A run is at work in {place}; wait for it, then add it."):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -152,20 +153,25 @@ def gate(
 def new_framework(
     name: Annotated[str, typer.Argument(help="Lower-case letters, digits and underscores.")],
     folder: Annotated[
-        Path | None, typer.Option(help="Where; default frameworks/ (another goes into DPBENCH_FRAMEWORKS).")
+        Path | None,
+        typer.Option(help="Where; default frameworks/ (any other goes into DPBENCH_FRAMEWORKS)."),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Writes the folder of a new contestant: an adapter that runs, and that the gate rejects until it is filled in."""
     from harness.cli import new_framework as skeleton
-    from harness.plan import registry
+    from harness.paths import INSTALLED, ROOT
+    from harness.plan.registry import EXTRA_FOLDERS
 
-    written = skeleton.write(name, folder or registry.ROOT / "frameworks")
+    folder = folder or (Path("frameworks") if INSTALLED else ROOT / "frameworks")
+    written = skeleton.write(name, folder)
     if as_json:
         print(json.dumps({"written": [str(path) for path in written]}))
         return
     for path in written:
         print(path)
+    if folder.resolve() != ROOT / "frameworks":
+        print(f"So that dpbench finds it: export {EXTRA_FOLDERS}={shlex.quote(str(folder.resolve()))}")
     print(f"Next: fill in step, then `dpbench gate --frameworks {name} --tasks logreg`; see docs/add-a-framework.md.")
 
 
@@ -188,7 +194,7 @@ def doctor(as_json: Json = False) -> None:
 @app.command()
 def pack(
     folder: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
-    target: Annotated[Path, typer.Argument(help="The .jsonl file to write.")],
+    target: Annotated[Path, typer.Argument(help="The .jsonl.gz (or .jsonl) file to write.")],
     as_json: Json = False,
 ) -> None:
     """Packs a finished run's records into one file, a record a line, to be committed."""
@@ -259,6 +265,7 @@ def _mount() -> None:
     from harness.cli.compare import bisect, compare
     from harness.cli.dashboard import dashboard
     from harness.cli.data import app as data_app
+    from harness.cli.findings import findings
     from harness.cli.history import app as history_app
     from harness.cli.image import app as image_app
     from harness.cli.report import explain, report
@@ -275,6 +282,7 @@ def _mount() -> None:
     app.add_typer(history_app, name="history")
     app.command()(dashboard)
     app.command()(report)
+    app.command()(findings)
     app.command()(compare)
     app.command()(bisect)
     app.command()(explain)

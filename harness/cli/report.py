@@ -20,17 +20,21 @@ if TYPE_CHECKING:
 Places = Annotated[
     list[Path] | None,
     typer.Argument(
-        help="Folders (or .json, .jsonl files) with records, reported together.", show_default=str(LOCAL_RESULTS)
+        help="Folders or files with records, reported together; or `current`, or the name of a committed run.",
+        show_default=str(LOCAL_RESULTS),
     ),
 ]
-In = Annotated[Path, typer.Option("--in", help="Folder (or .json, .jsonl file) with records.")]
+In = Annotated[Path, typer.Option("--in", help="Folder or file with records, or the name of a committed run.")]
 Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 
 
 def report(
     places: Places = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for tables (default: report/ beside the records, if of one place).")
+        Path | None,
+        typer.Option(
+            help="Folder for tables (default: report/ beside the records; of committed runs below results/local)."
+        ),
     ] = None,
     plots: Annotated[Path | None, typer.Option(help="Folder for figures (default: OUT/plots).")] = None,
     as_json: Json = False,
@@ -38,6 +42,7 @@ def report(
     """Tables (Markdown, CSV, LaTeX) and figures (PDF, SVG, PNG) from records; the main tables here."""
     from rich.console import Console
 
+    from harness.published import index
     from harness.report import contents, output
     from harness.report.formats import terminal
     from harness.store import read
@@ -45,9 +50,12 @@ def report(
     first, *others = places = places or [LOCAL_RESULTS]
     if out is None and others:
         raise BadInput(f"Records of {len(places)} places have no folder in common; choose one by --out.")
+    found = index.places(places)
+    if out is None and found != places:
+        out = LOCAL_RESULTS / "reports" / first
     out = out or (first if first.is_dir() else first.parent) / "report"
     faults: list[str] = []
-    built = contents.build(read.load(*places, left_out=faults.append), faults)
+    built = contents.build(read.load(*found, left_out=faults.append), faults)
     written = output.write_report(built, out, plots or out / "plots")
     if as_json:
         cells = json.loads(built.tables.cells.to_json(orient="records")) if built.tables else []
@@ -77,11 +85,12 @@ def compare(
 ) -> None:
     """How much faster or slower A is than B, cell by cell, with interval and verdict."""
     from harness.analysis import frames
+    from harness.published import index
     from harness.report.chapters import compare as comparison
     from harness.store import read
 
     faults: list[str] = []
-    tables = frames.build(read.load(folder, left_out=faults.append))
+    tables = frames.build(read.load(*index.places([folder]), left_out=faults.append))
     lines = comparison.compare(tables, a, b)
     if as_json:
         typer.echo(json.dumps([line.as_json() for line in lines]))
@@ -120,11 +129,12 @@ def explain(
     from rich.text import Text
 
     from harness.analysis import frames
+    from harness.published import index
     from harness.report.chapters import explain as explanation
     from harness.store import read
 
     faults: list[str] = []
-    loaded = read.load(folder, left_out=faults.append)
+    loaded = read.load(*index.places([folder]), left_out=faults.append)
     others = [r for r in loaded if r.cell.kind != "e2e"]
     # Cells of layers and of the frontier only where no cell of a task is meant.
     of_tasks = [r.cell.name for r in loaded if r.cell.kind == "e2e"]

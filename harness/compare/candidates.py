@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from harness.errors import BadInput
-from harness.paths import ROOT
+from harness.paths import INSTALLED, ROOT
 from harness.plan.registry import pins
 from harness.store import cache
 
@@ -83,7 +83,9 @@ def resolve(role: Role, asked: str, repository: Path = ROOT) -> Side:
 
 
 def git(repository: Path, *arguments: str) -> str | None:
-    """Standard output, stripped; None where git fails or is not there."""
+    """Return the standard output, stripped; None where git fails, is not there, or the tree came with a wheel."""
+    if repository == ROOT and INSTALLED:
+        return None
     try:
         done = subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True, text=True)
     except OSError:
@@ -96,6 +98,11 @@ def commit_of(option: str, asked: str, repository: Path) -> str:
     found = (
         None if asked.startswith("-") else git(repository, "rev-parse", "--verify", "--quiet", f"{asked}^{{commit}}")
     )
+    if found is None and repository == ROOT and INSTALLED:
+        raise BadInput(
+            f"{option} is {asked!r}: commits need a checkout of dpbench, and this one was installed from a wheel; name "
+            "a folder with frameworks/, NAME==VERSION, a wheel or image:TAG."
+        )
     if found is None:
         raise BadInput(
             f"{option} is {asked!r}, which is no commit, branch or tag of this repository; fetch it first (a shallow "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -158,7 +159,8 @@ def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> 
 
 
 def pack(folder: Path, target: Path) -> int:
-    """Writes all records of a run into one ``.jsonl``, a record a line, sorted by name; returns how many. Raises
+    """Writes all records of a run into one ``.jsonl`` (compressed where the target ends in ``.gz``), a record a line,
+    sorted by name; returns how many. Raises
     :class:`BadInput` where there are none, one is bad, the run is still at work, or the target cannot be written.
     """
     paths = sorted((folder / "records").glob("*.json"))
@@ -172,7 +174,10 @@ def pack(folder: Path, target: Path) -> int:
             if (folder / PLAN).exists() and value.file_name != path.name:
                 raise BadInput(misnamed(path, value))
             lines.append(portable(value))
-    cache.write_atomically(target, ("\n".join(lines) + "\n").encode(), "name another file")
+    content = ("\n".join(lines) + "\n").encode()
+    # Without the time of packing, so that the same records make the same file.
+    packed = gzip.compress(content, compresslevel=9, mtime=0) if target.suffix == ".gz" else content
+    cache.write_atomically(target, packed, "name another file")
     return len(lines)
 
 

@@ -19,8 +19,8 @@ Tell = Callable[[str], None]
 
 
 def load(*places: Path, left_out: Tell | None = None) -> list[Record]:
-    """All records of the ``places``, each a ``.json`` or ``.jsonl`` file, or a folder with such files somewhere below
-    it, in order of their paths.
+    """All records of the ``places``, each a ``.json``, ``.jsonl`` or ``.jsonl.gz`` file, or a folder with such
+    files somewhere below it, in order of their paths.
 
     Of a run's folder (one that holds a ``plan.json``) only its ``records/`` count: what ``--fresh`` has set aside does
     not. Hidden files are left out: a record is hidden until it is complete (written under a hidden name, then renamed).
@@ -84,5 +84,5 @@ def _files(place: Path) -> Iterator[Path]:
         in_run = PLAN in names
         folders[:] = [name for name in folders if (name == "records" if in_run else not name.startswith("."))]
         for name in [] if in_run else names:
-            if name.endswith((".json", ".jsonl")) and not name.startswith(".") and name != SUMMARY:
+            if name.endswith((".json", *record.PACKED)) and not name.startswith(".") and name != SUMMARY:
                 yield Path(folder, name)

@@ -1,13 +1,15 @@
 """The record: what one measuring process leaves behind. A failure is a record too.
 
-One JSON file per process. A finished run may be packed into one ``.jsonl`` (a record a line); readers take both. Old
-schemas are upgraded on reading and never rewritten; a newer one is refused.
+One JSON file per process. A finished run may be packed into one ``.jsonl`` or ``.jsonl.gz`` (a record a line);
+readers take all three. Old schemas are upgraded on reading and never rewritten; a newer one is refused.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
+import zlib
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,6 +20,8 @@ from harness.errors import BadInput
 from harness.tasks import TASKS
 
 SCHEMA = 1
+# How the names of packed files end.
+PACKED = (".jsonl", ".jsonl.gz")
 
 State = Literal["ok", "rejected", "oom", "timeout", "crashed", "unsupported"]
 UNPINNED = "unpinned"
@@ -425,21 +429,24 @@ def _no_record(origin: str, why: str) -> BadInput:
 
 
 def read(path: Path) -> list[Record]:
-    """All records of one ``.json`` or ``.jsonl`` file. Raises :class:`BadInput`, naming it, where one cannot be read,
-    and FileNotFoundError where the file is gone."""
+    """All records of one ``.json``, ``.jsonl`` or ``.jsonl.gz`` file. Raises :class:`BadInput`, naming it, where one
+    cannot be read, and FileNotFoundError where the file is gone."""
     return [parse(text, origin) for text, origin in texts(path)]
 
 
 def texts(path: Path) -> list[tuple[str, str]]:
     """What :func:`read` parses: each record's text, and where it stands. Raises as it does."""
     try:
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
+        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
     except FileNotFoundError:
         raise
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise BadInput(f"{path} is no complete gzip file ({error}); fetch it again, or restore it from git.") from None
     except OSError as error:
         raise BadInput(f"{path} cannot be read ({error.strerror}); move it away, or make it a readable file.") from None
     except UnicodeDecodeError as error:
         raise _no_record(str(path), f"{error.reason} at byte {error.start}") from None
-    if path.suffix == ".jsonl":
+    if path.name.endswith(PACKED):
         return [(line, f"{path}:{i}") for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     return [(text, str(path))]

@@ -68,6 +68,9 @@ def gpus() -> list[str]:
 @lru_cache
 def commit() -> tuple[str | None, bool | None]:
     """(git commit of this checkout, whether tracked files differ from it); (None, None) outside a checkout."""
+    # An installed tree, or a copy without its .git, may lie inside of another repository.
+    if _git("rev-parse", "--show-prefix") != "":
+        return None, None
     head = _git("rev-parse", "HEAD")
     if head is None:
         return None, None

@@ -15,8 +15,8 @@ from torch import nn
 from dpcore import Engine, GaussianNoise
 from tests.dpcore.test_clipped_sum import First
 
-# The target is 3, which docs/performance.md has measured. Half a millisecond of fixed work and a shared machine are
-# allowed for; a probe that ran at the batch's full size several times, or a compilation, is not.
+# The target is 3, which the log of 2026-11-22 in results/findings has measured. Half a millisecond of fixed work and a
+# shared machine are allowed for; a probe that ran at the batch's full size several times, or a compilation, is not.
 BOUND = 6.0
 # The experiments on whether examples are kept apart are four more passes, forward and back, over 16 examples at most.
 BOUND_WITH_EXPERIMENTS = 12.0

@@ -56,7 +56,7 @@ def test_a_framework_is_not_faster_than_itself(task: str, tmp_path: Path) -> Non
 
 def test_accuracy_after_a_real_epoch_is_equal_across_frameworks(tmp_path: Path) -> None:
     """MNIST at 512, 2 seeds. Within a round weights and batches are the same and only the noise differs, which moved
-    the accuracy by 0.03 at most in the committed run (results/reference/accuracy-2026-11-20.jsonl), about 0.5 there."""
+    the accuracy by 0.03 at most in the committed run (`dpbench report accuracy-2026`), about 0.5 there."""
     run = [
         "run",
         "e2e",

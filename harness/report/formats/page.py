@@ -154,7 +154,7 @@ def _data(tables: Tables) -> dict[str, Any]:
         "sections": [{**vars(s), "when": model.provenance(tables, s)} for s in sections],
         "tasks": {
             key: model.task_title(task, synthetic)
-            for task, synthetic in set(zip(tables.cells.task, tables.cells.synthetic, strict=True))
+            for task, synthetic in sorted(set(zip(tables.cells.task, tables.cells.synthetic, strict=True)))
             for key in [_task_key(task, synthetic)]
         },
         "contestants": [

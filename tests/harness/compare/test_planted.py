@@ -94,7 +94,7 @@ def test_curves_come_from_the_recorded_pairs_and_say_that_they_are_simulated():
 
 
 def test_the_committed_table_is_what_its_duels_give():
-    folder = ROOT / "results" / "reference" / "alerts-2026-11-20"
+    folder = ROOT / "results" / "comparisons" / "alerts-2026-11-20"
     written = json.loads((folder / "alerts.json").read_text())
     said = table.summary(stored(folder))
     assert json.loads(json.dumps(said["faults"])) == written["faults"]

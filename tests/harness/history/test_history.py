@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 from pathlib import Path
@@ -18,9 +19,9 @@ from harness.store.read import load
 from tests.support import history_factory as made
 from tests.support import record_factory as factory
 
-QUICK = Path("results/reference/quick-2026-11-20.jsonl")
-CONTAINERS = Path("results/reference/containers-2026-11-20.jsonl")
-LAYERS = Path("results/reference/layers-quick-2026-11-20.jsonl")
+QUICK = Path("results/records/2026-11-20-epyc-f21e580b-quick.jsonl.gz")
+CONTAINERS = Path("results/records/2026-11-20-epyc-b714c58d-containers.jsonl.gz")
+LAYERS = Path("results/records/2026-11-20-epyc-b714c58d-layers-quick.jsonl.gz")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def test_a_run_becomes_one_small_file_that_says_what_was_measured(tmp_path, quic
     (added,) = history.add([quick], tmp_path)
     run = history.read(added.path)
     assert run == added.run and added.path.parent.name == run.machine_key
-    assert added.path.stat().st_size < QUICK.stat().st_size / 5
+    assert added.path.stat().st_size < len(gzip.decompress(QUICK.read_bytes())) / 5
     cell = run.by_series["mnist-cnn/dpcore-engine/512/verified-v1/cpu/venv"]
     own = [r for r in records if r.cell.name == cell.name]
     assert sorted(cell.seconds) == pytest.approx(

@@ -1,0 +1,31 @@
+"""The verb ``findings``. Heavy imports happen inside: the help must appear at once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def findings(
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; end with 1 where a table is out of date.")
+    ] = False,
+) -> None:
+    """Write the tables of README and results/findings anew from the committed records."""
+    from harness.published import index, pages
+    from harness.store.cache import write_atomically
+
+    index.load()  # says what is wrong where there is no checkout
+    stale = False
+    for page in pages.pages():
+        before = page.read_text(encoding="utf-8")
+        after = pages.fill(before)
+        if after == before:
+            continue
+        stale = True
+        if not check:
+            write_atomically(page, after.encode())
+        typer.echo(f"{page}: {'out of date' if check else 'written'}")
+    if check and stale:
+        raise typer.Exit(1)

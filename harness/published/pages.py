@@ -1,0 +1,52 @@
+"""Pages with tables that are made from committed records: what stands between two comments is written anew.
+
+A block begins with ``<!-- ratios: NAMES at SIZES -->`` or ``<!-- tables: NAMES | TITLE -->`` and ends with
+``<!-- end -->``. NAMES are those of ``dpbench report``, separated by spaces; SIZES, batch sizes, may be left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from harness.errors import BadInput
+from harness.paths import ROOT
+from harness.published import index
+from harness.published.index import Entry
+
+BLOCK = re.compile(
+    r"(?P<first><!-- (?P<kind>ratios|tables): (?P<what>[^\n]*) -->\n).*?(?P<last><!-- end -->)", re.DOTALL
+)
+
+
+def pages() -> Iterator[Path]:
+    """Yield the pages that may hold such blocks."""
+    yield ROOT / "README.md"
+    yield ROOT / "results" / "README.md"
+    yield from sorted((ROOT / "results" / "findings").glob("*.md"))
+
+
+def fill(text: str) -> str:
+    """Return the text with every block made anew.
+
+    Raises:
+        BadInput: A block names a run or a table that does not exist.
+    """
+    return BLOCK.sub(lambda found: f"{found['first']}{_table(found['kind'], found['what'])}\n{found['last']}", text)
+
+
+def _table(kind: str, what: str) -> str:
+    from harness.published import tables
+
+    names, _, rest = what.partition(" at " if kind == "ratios" else " | ")
+    entries = _entries(names)
+    if kind == "tables":
+        return tables.grids(entries, rest)
+    if not re.fullmatch(r"[\d ]*", rest):
+        raise BadInput(f"A block of ratios asks for batch sizes {rest!r}: give numbers, separated by spaces.")
+    return tables.ratios(entries, [int(size) for size in rest.split()])
+
+
+def _entries(names: str) -> list[Entry]:
+    return [entry for name in names.split() for entry in index.load().find(name)]

@@ -1,0 +1,90 @@
+"""Tables of pages, made from committed records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from harness.analysis import frames
+from harness.analysis.frames import Tables
+from harness.analysis.naming import factor
+from harness.errors import BadInput
+from harness.published.index import FOLDER, Entry
+from harness.report import contents
+from harness.report.chapters import fastest_peer
+from harness.report.formats import markdown
+from harness.report.model import doubts
+from harness.store import read
+from harness.store.record import Record
+from harness.tasks import TASKS
+
+LIBRARY = "dpcore"
+
+
+def ratios(entries: Sequence[Entry], sizes: Sequence[int] = ()) -> str:
+    """Return the table of dpcore's time over that of the fastest peer and of PyTorch without DP.
+
+    A ratio is taken within one run. Where several runs hold a cell, the newest one is shown.
+
+    Args:
+        entries: Runs whose records are read; those without end-to-end times add nothing.
+        sizes: Batch sizes to show; all if empty.
+    """
+    found = [fastest_peer.frame(tables) for entry in sorted(entries, key=_age) if (tables := _tables(entry.file))]
+    rows = pd.concat([f for f in found if len(f)], ignore_index=True)
+    rows = rows[rows.contestant.str.startswith(f"{LIBRARY}-") & (rows.protocol == "verified-v1")]
+    if sizes:
+        rows = rows[rows.batch_size.isin(sizes)]
+    rows = rows.drop_duplicates(["task", "batch_size", "contestant", "against"], keep="last")
+    shown = {(row.task, row.batch_size, row.contestant, row.against): _ratio(row) for row in rows.itertuples()}
+    order = list(TASKS)
+    cells = sorted({key[:3] for key in shown}, key=lambda key: (order.index(key[0]), *key[1:]))
+    lines = [
+        "| task | batch | contestant | over the fastest peer | over PyTorch without DP |",
+        "|:--|--:|:--|:--|:--|",
+    ]
+    for cell in cells:
+        peer, plain = (shown.get((*cell, against), "–") for against in (fastest_peer.PEER, fastest_peer.WITHOUT_DP))
+        lines.append(f"| {cell[0]} | {cell[1]} | {cell[2]} | {peer} | {plain} |")
+    return "\n".join(lines)
+
+
+def _ratio(row: Any) -> str:
+    few = "" if row.n == 5 else f" n={row.n}"
+    return f"{factor(row.ratio)}{doubts(row)} [{factor(row.low)}, {factor(row.high)}] {row.other}{few}"
+
+
+def grids(entries: Sequence[Entry], title: str) -> str:
+    """Return those tables of the report over all entries whose title matches a pattern such as ``*: accuracy``.
+
+    Raises:
+        BadInput: No table has such a title.
+    """
+    report = contents.build(read.load(*(FOLDER / entry.file for entry in entries)))
+    found = [grid for chapter in report.chapters for grid in chapter.grids if fnmatchcase(grid.title, title)]
+    if not found:
+        raise BadInput(
+            f"No table of {', '.join(e.name for e in entries)} has a title like {title!r}; see its report.md."
+        )
+    return "\n\n".join(map(markdown.table, found))
+
+
+def _age(entry: Entry) -> tuple[str, str]:
+    return max(r.started for r in _records(entry.file)), entry.name
+
+
+@cache
+def _records(file: str) -> list[Record]:
+    return read.load(Path(FOLDER, file))
+
+
+@cache
+def _tables(file: str) -> Tables | None:
+    kept = [r for r in _records(file) if r.cell.kind == "e2e" and r.purpose != "memory"]
+    timed = any(r.purpose == "time" and r.state == "ok" for r in kept)
+    return frames.build(kept) if timed else None

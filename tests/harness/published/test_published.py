@@ -1,0 +1,168 @@
+"""The committed results: a true index, names that commands take, packed records, pages with generated tables."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from harness.cli.main import app
+from harness.errors import BadInput
+from harness.published import index, pages
+from harness.store import folder as store
+from harness.store import read as records
+from tests.support import record_factory as factory
+
+RESULTS = Path("results")
+# Lists, pages about the runs, and what is no run: the published tables and the history, which names its own files.
+APART = ("README.md", "index.toml", "paper/", "history/", "findings/")
+
+ENTRY = """
+[[run]]
+name = "{name}"
+file = "records/{name}.jsonl.gz"
+what = "w"
+machine = "m"
+date = 2026-01-01
+status = "{status}"
+note = "{note}"
+"""
+
+
+def tracked() -> list[str]:
+    listed = subprocess.run(["git", "ls-files", "results"], capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
+    return [name.removeprefix("results/") for name in listed if name]
+
+
+def written(folder: Path, *entries: tuple[str, str, str]) -> Path:
+    path = folder / "index.toml"
+    path.write_text("".join(ENTRY.format(name=n, status=s, note=note) for n, s, note in entries))
+    return path
+
+
+def test_every_committed_file_is_in_the_index_and_every_entry_exists() -> None:
+    named = [entry.file for entry in index.load().run]
+    assert [file for file in named if not (RESULTS / file).exists()] == []
+    unnamed = [
+        file
+        for file in tracked()
+        if not file.startswith(APART) and not any(file == name or file.startswith(f"{name}/") for name in named)
+    ]
+    assert unnamed == []
+
+
+@pytest.mark.parametrize("entry", [e for e in index.load().run if e.holds_records], ids=lambda e: e.name)
+def test_an_entry_says_what_its_records_say(entry: index.Entry) -> None:
+    found = [json.loads(line) for line in gzip.decompress((RESULTS / entry.file).read_bytes()).splitlines()]
+    assert min(r["started"] for r in found)[:10] == str(entry.date) == Path(entry.file).name[:10]
+    assert {r["source"]["commit"][:8] for r in found} == {entry.commit}
+    assert {r["machine"]["threads"] for r in found} == {entry.threads}
+    (identity,) = {r["machine"]["id"] for r in found}
+    assert identity in entry.machine and identity in entry.file
+
+
+def test_what_is_not_current_says_why(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="must say why"):
+        index.load(written(tmp_path, ("a", "superseded", "")))
+
+
+def test_a_name_means_one_run(tmp_path: Path) -> None:
+    names = ("grid-2-2026-11-22", "grid-2026-11-21", "scout-2026-11-20")
+    loaded = index.load(written(tmp_path, *((n, "current" if "grid" in n else "scouting", "n") for n in names)))
+
+    def found(name: str) -> list[str]:
+        return [e.name for e in loaded.find(name)]
+
+    assert found("grid-2") == ["grid-2-2026-11-22"]
+    assert found("grid") == ["grid-2026-11-21"]
+    assert found("scou") == ["scout-2026-11-20"]
+    assert found("current") == list(names[:2])
+    for name, why in (("2026", "several runs"), ("frontier", "no run")):
+        with pytest.raises(BadInput, match=why):
+            loaded.find(name)
+
+
+def test_two_entries_with_one_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="share"):
+        index.load(written(tmp_path, ("a", "current", ""), ("a", "current", "")))
+
+
+def test_a_path_that_exists_is_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = written(tmp_path, ("mine", "current", ""))
+    assert index.places([Path("mine")], path) == [tmp_path / "records" / "mine.jsonl.gz"]
+    Path("mine").mkdir()
+    assert index.places([Path("mine")], path) == [Path("mine")]
+
+
+def test_what_holds_no_records_is_not_reported() -> None:
+    with pytest.raises(BadInput, match=r"open results/checks/gate-all"):
+        index.load().find("gate-all")
+
+
+def test_report_takes_the_name_of_a_committed_run(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["report", "scout-lstm-2026", "--out", str(tmp_path), "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.output)["records"] == 9
+    assert (tmp_path / "report.md").exists()
+
+
+def test_explain_and_history_take_it_too(tmp_path: Path) -> None:
+    explained = CliRunner().invoke(app, ["explain", "imdb-lstm/jax-vmap/16", "--in", "scout-lstm-2026", "--json"])
+    assert explained.exit_code == 0 and json.loads(explained.output)
+    added = CliRunner().invoke(app, ["history", "add", "scout-lstm-2026", "--folder", str(tmp_path)])
+    assert added.exit_code == 0 and len(list(tmp_path.rglob("*.json"))) == 1
+
+
+def test_current_means_runs_that_can_be_read_together() -> None:
+    files = index.places([Path("current")])
+    assert len(records.load(*files)) == sum(len(gzip.decompress(f.read_bytes()).splitlines()) for f in files) > 1000
+
+
+def test_packing_compresses_and_gives_the_same_bytes_twice(tmp_path: Path) -> None:
+    run = factory.write(factory.quick_run(rounds=2), tmp_path / "run" / "records").parent
+    count = store.pack(run, tmp_path / "a.jsonl.gz")
+    store.pack(run, tmp_path / "b.jsonl.gz")
+    store.pack(run, tmp_path / "plain.jsonl")
+    assert (tmp_path / "a.jsonl.gz").read_bytes() == (tmp_path / "b.jsonl.gz").read_bytes()
+    assert gzip.decompress((tmp_path / "a.jsonl.gz").read_bytes()) == (tmp_path / "plain.jsonl").read_bytes()
+    assert len(records.load(tmp_path / "a.jsonl.gz")) == count
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-20], lambda b: b"no gzip", lambda b: b[:40] + b"x" + b[41:]])
+def test_a_damaged_packed_file_is_one_sentence(tmp_path: Path, damage) -> None:
+    path = tmp_path / "run.jsonl.gz"
+    path.write_bytes(damage(gzip.compress(b"{}\n" * 100)))
+    with pytest.raises(BadInput, match=r"run\.jsonl\.gz is no complete gzip file"):
+        records.load(path)
+
+
+@pytest.mark.parametrize("page", list(pages.pages()), ids=lambda p: p.name)
+def test_tables_of_pages_are_what_the_records_give(page: Path) -> None:
+    text = page.read_text()
+    assert pages.BLOCK.search(text), "no generated table"
+    assert pages.fill(text) == text, "run `make findings`"
+
+
+def test_the_result_shown_first_rests_on_current_runs() -> None:
+    for page in (Path("README.md"), RESULTS / "README.md"):
+        for block in pages.BLOCK.finditer(page.read_text()):
+            entries = [e for name in re.split(" at ", block["what"])[0].split() for e in index.load().find(name)]
+            assert {e.status for e in entries} == {"current"}
+            assert len({e.machine for e in entries}) == 1
+
+
+def test_a_stale_table_is_found_and_mended() -> None:
+    text = "before\n<!-- ratios: grid-lstm-2 at 512 -->\n| 0.01 |\n<!-- end -->\nafter\n"
+    made = pages.fill(text)
+    assert made.startswith("before\n<!-- ratios") and made.endswith("<!-- end -->\nafter\n")
+    assert "| imdb-lstm | 512 | dpcore-native | 0.73" in made and "0.01 |" not in made and "| 16 |" not in made
+    with pytest.raises(BadInput, match="like 'nothing'"):
+        pages.fill("<!-- tables: scout-lstm-2026 | nothing -->\n<!-- end -->")

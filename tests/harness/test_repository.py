@@ -1,0 +1,81 @@
+"""Tests of the files around the code: licence, citation, changelog, `make help`, links."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+from ruamel.yaml import YAML
+
+ROOT = Path(__file__).resolve().parents[2]
+FRONT = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("dpcore/**/*.md"), *ROOT.glob("frameworks/**/*.md")]
+PAGES = sorted({*FRONT, *(p for p in ROOT.glob("results/**/*.md") if "local" not in p.parts)})
+
+
+def project(folder: Path) -> dict[str, Any]:
+    return tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+
+
+def schema(name: str, *files: Path) -> None:
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", name, *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("folder", [ROOT, ROOT / "dpcore"], ids=["dpbench", "dpcore"])
+def test_both_packages_carry_the_licence(folder: Path) -> None:
+    assert project(folder)["license"] == "Apache-2.0"
+    for name in project(folder)["license-files"]:
+        assert (folder / name).read_text() == (ROOT / "LICENSE").read_text()
+
+
+def test_the_versions_agree() -> None:
+    version = project(ROOT)["version"]
+    assert project(ROOT / "dpcore")["version"] == version
+    citation = YAML(typ="safe", pure=True).load(ROOT / "CITATION.cff")
+    assert str(citation["version"]) == version
+    assert citation["license"] == project(ROOT)["license"]
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[:2] == ["Unreleased", version]
+
+
+def test_files_for_other_tools_are_what_those_read() -> None:
+    schema("vendor.citation-file-format", ROOT / "CITATION.cff")
+    schema("vendor.dependabot", ROOT / ".github" / "dependabot.yml")
+
+
+def test_make_help_explains_every_target() -> None:
+    text = (ROOT / "Makefile").read_text()
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
+    said = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    user, ci = said.split("For CI")
+    explained = re.findall(r"^  make (\S+) +\S", said, re.MULTILINE)
+    assert sorted(explained) == sorted(phony.split())
+    assert "make bench-e2e" in user
+    assert "make history-publish" in ci
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_to_files_of_the_repository(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = unquote(target).partition("#")
+        to = page if not path else (page.parent / path).resolve()
+        if not to.exists() or (anchor and to.suffix == ".md" and anchor not in anchors(to)):
+            broken.append(target)
+    assert not broken
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "", h).lower()).strip().replace(" ", "-") for h in headings}
