@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -250,8 +250,6 @@ def pairs_score(cosine: np.ndarray, steps: int, size: int) -> float:
     The squares are uncorrelated; the skewness is that of chi-square and of the triangles among the pairs. A chi-square
     of the same skewness stands for the sum.
     """
-    if steps < 3:
-        return 0.0
     count = cosine.size
     variance = count * 2.0 * (size - 1) / (size + 2)
     third = 8.0 * count + math.comb(steps, 3) * 24.0 * (size - 1) / (size + 2) ** 2
@@ -313,12 +311,32 @@ def _infinite_for_nan(scores: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(scores), np.inf, np.abs(scores))
 
 
-def residual_scores(z: np.ndarray, update: np.ndarray) -> dict[str, float]:
-    """Of what is left of a noised update: its mean, its spread, and what of the update itself is in it."""
-    size = float(np.linalg.norm(update))
+def residual_scores(
+    z: np.ndarray, updates: np.ndarray, differences: np.ndarray, numbers: Sequence[int], alone: Mapping[str, int]
+) -> dict[str, float]:
+    """Of what is left of noised updates [steps, parameters]: mean and spread, what of the updates themselves is in it,
+    and of the differences of the sums over the two halves of their rows; whether one step's is in the next one's, and
+    the spread over all pairs. ``numbers`` of the steps; ``alone``: those whose spread is scored by itself, by name."""
     scores = {
         "mean": mean_score(z),
         "spread": spread_score(z),
-        "along the update": float(z @ update) / size if size else 0.0,
+        "along the update": _along(z, updates),
+        "along the difference of halves": _along(z, differences),
     }
+    scores |= {f"spread {name}": spread_score(z[list(numbers).index(t)]) for name, t in alone.items()}
+    steps, size = z.shape
+    if steps > 1:
+        cosine = cosines(z, z)
+        next_ones = [cosine[i, j] for i, j in itertools.permutations(range(steps), 2) if numbers[j] == numbers[i] + 1]
+        if next_ones:
+            scores["from step to step"] = float(np.sum(next_ones)) * math.sqrt(size / len(next_ones))
+        scores["over all pairs of steps"] = pairs_score(cosine[np.triu_indices(steps, 1)], steps, size)
     return {name: abs(score) if math.isfinite(score) else math.inf for name, score in scores.items()}
+
+
+def _along(z: np.ndarray, directions: np.ndarray) -> float:
+    """The sum of the components of each row along its direction, over the root of how many there are."""
+    sizes = np.linalg.norm(directions, axis=1)
+    there = sizes > 0
+    components = np.einsum("tp,tp->t", z[there], directions[there]) / sizes[there]
+    return float(components.sum() / math.sqrt(len(components))) if there.any() else 0.0
