@@ -1,8 +1,8 @@
-"""One step of a measured cell again in float64, in an environment with PyTorch:
+"""Some steps of a measured cell again in float64, in an environment with PyTorch:
 ``python -m frameworks._tools.step_reference --task ... --checked FILE.npz --x X.npy --y Y.npy ...``.
 
-FILE is what :func:`harness.worker.e2e.replay` left: weights before and after the step, with its noise and without,
-and the rows of the data that it took.
+FILE is what :func:`harness.worker.e2e.replay` left: weights before and after some steps, with noise, of the first one
+also without, and the rows of the data that they took.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -35,29 +36,56 @@ def compare(
 ) -> dict[str, object]:
     """``update_error`` and its limit, ``noise_scores`` and theirs.
 
-    ``x``, ``y``: the step's own rows. ``bound``: C, None without privacy. ``rate``: learning rate over batch size.
-    ``deviation``: sigma C.
+    ``x``, ``y``: the whole training data. ``bound``: C, None without privacy. ``rate``: learning rate over batch size.
+    ``deviation``: sigma C. Without it every step is compared as the first one is, and the worst is told.
     """
-    before = {name: found[f"before/{name}"] for name in task.parameters}
-    truth = _sum(task, before, x, y, bound)
-    size = float(np.linalg.norm(truth))
-    exact = _flat(task, found, "before") - _flat(task, found, "exact")
-    error = float(np.linalg.norm(exact / rate - truth))
-    rounding = 2.0**-24 * float(np.linalg.norm(_flat(task, found, "before"))) / rate
-    scale = size or 1.0
-    some = slice(0, INSTABILITY_ROWS)
-    near = _sum(task, before, x[some], y[some], bound)
-    moved = float(np.linalg.norm(_sum(task, _perturbed(before), x[some], y[some], bound) - near))
-    instability = moved / (float(np.linalg.norm(near)) or 1.0)
-    result: dict[str, object] = {
-        "update_error": error / scale,
-        "update_limit": TOLERANCE + INSTABILITY_FACTOR * instability + rounding / scale,
-    }
+    numbers = [int(number) for number in found["numbers"]]
+    _, halt = (int(value) for value in found["steps"])
+    truths, differences, moved, errors = [], [], [], []
+    for i in range(len(numbers)):
+        rows = found[f"{i}/rows"]
+        before = {name: found[f"{i}/before/{name}"] for name in task.parameters}
+        one, other = (_sum(task, before, *_some(x, y, half), bound) for half in np.array_split(rows, 2))
+        truths.append(one + other)
+        differences.append(one - other)
+        moved.append((_flat(task, found, f"{i}/before") - _flat(task, found, f"{i}/after")) / rate)
+        if i == 0 or not deviation:
+            end = _flat(task, found, "exact" if i == 0 else f"{i}/after")
+            exact = (_flat(task, found, f"{i}/before") - end) / rate
+            errors.append(_error(task, before, exact, truths[-1], *_some(x, y, rows[:INSTABILITY_ROWS]), bound, rate))
+    error, limit = max(errors, key=lambda both: both[0] / both[1])
+    result: dict[str, object] = {"update_error": error, "update_limit": limit}
     if deviation:
-        z = (_flat(task, found, "before") - _flat(task, found, "after")) / rate - truth
-        scores = gate_noise.residual_scores(z / deviation, truth)
+        z = (np.stack(moved) - np.stack(truths)) / deviation
+        alone = {"at the halt": halt - 1, "at the end": max(numbers)}
+        scores = gate_noise.residual_scores(z, np.stack(truths), np.stack(differences), numbers, alone)
         result |= {"noise_scores": scores, "noise_limit": gate_noise.normal_limit(len(scores))}
     return result
+
+
+def _error(
+    task: Task,
+    before: Arrays,
+    exact: np.ndarray,
+    truth: np.ndarray,
+    x: np.ndarray,
+    y: np.ndarray,
+    bound: float | None,
+    rate: float,
+) -> tuple[float, float]:
+    """(relative error, limit) of a sum that ought to be ``truth``; ``x``, ``y``: some of its rows."""
+    scale = float(np.linalg.norm(truth)) or 1.0
+    rounding = 2.0**-24 * math.sqrt(sum(float(np.square(v.astype(np.float64)).sum()) for v in before.values())) / rate
+    near = _sum(task, before, x, y, bound)
+    moved = float(np.linalg.norm(_sum(task, _perturbed(before), x, y, bound) - near))
+    instability = moved / (float(np.linalg.norm(near)) or 1.0)
+    error = float(np.linalg.norm(exact - truth)) / scale
+    return error, TOLERANCE + INSTABILITY_FACTOR * instability + rounding / scale
+
+
+def _some(x: np.ndarray, y: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    chosen = x[rows]
+    return chosen.astype(np.float32) / 255 if chosen.dtype == np.uint8 else chosen, y[rows]
 
 
 def _sum(task: Task, weights: Arrays, x: np.ndarray, y: np.ndarray, bound: float | None) -> np.ndarray:
@@ -96,10 +124,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with np.load(chosen.checked, allow_pickle=False) as stored:
         found = {name: stored[name] for name in stored.files}
-    rows = found["rows"]
-    x, y = np.load(chosen.x, mmap_mode="r")[rows], np.load(chosen.y, mmap_mode="r")[rows]
-    if x.dtype == np.uint8:
-        x = x.astype(np.float32) / 255
+    x, y = np.load(chosen.x, mmap_mode="r"), np.load(chosen.y, mmap_mode="r")
     print(json.dumps(compare(TASKS[chosen.task], found, x, y, chosen.bound, chosen.rate, chosen.deviation)))
 
 

@@ -1,9 +1,11 @@
 """The harness's own clock beside the worker's, and what a worker learns only when its work begins.
 
 A timed worker gets the seed of its batches after its last ``build``, is let go by the referee, who takes the time from
-then until the worker says that it has finished, and is stopped once at a moment drawn at random. The worker's seconds
+then until the worker says that it has finished, and is stopped once at a moment drawn at random. With the word to start
+the worker learns in which order the batches of the stretch come. The worker's seconds
 must agree with the referee's. The referee's can only be longer: by the way of two messages through a pipe, and by what
-its own thread and the worker's had to wait for a processor meanwhile, which the kernel counts.
+its own thread and the worker's had to wait for a processor meanwhile, which the kernel counts. The two readings of the
+weights after a stretch are timed in the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +20,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness.worker.e2e import epoch_batches, setting_of
+from harness.tasks import TASKS
+from harness.worker.e2e import (
+    DEFERRED_SECONDS,
+    DEFERRED_SHARE,
+    READ_BYTES_PER_SECOND,
+    READ_SECONDS,
+    epoch_batches,
+    order_of,
+    setting_of,
+)
 from harness.worker.line import Message
 from harness.worker.request import Request
 
@@ -51,6 +62,10 @@ class Referee:
     """From each ``go`` to its end."""
 
     allowances: list[float] = field(default_factory=list)
+    first_reads: list[tuple[float, float]] = field(default_factory=list)
+    second_reads: list[tuple[float, float]] = field(default_factory=list)
+    """(seconds, room) of each reading of the weights after a stretch."""
+
     faults: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -59,13 +74,14 @@ class Referee:
         self._own_seconds = 0.0
         self._told_seed: tuple[float, float] | None = None
         self._went: tuple[float, float] | None = None
+        self._read_from: tuple[float, float] | None = None
         self._timer: threading.Timer | None = None
         self._left: float | None = None
 
     @property
     def for_worker(self) -> Request:
         """The request without what the worker may not know yet."""
-        return replace(self.request, batch_seed=UNKNOWN_SEED)
+        return replace(self.request, batch_seed=UNKNOWN_SEED, order_seed=UNKNOWN_SEED)
 
     def _waited(self) -> float:
         here = _waited(f"self/task/{threading.get_native_id()}")
@@ -84,6 +100,9 @@ class Referee:
         if event.get("event") == "tell" and event.get("what") == "end" and self._went is not None:
             self._end(now, waited)
             return None
+        if event.get("event") == "tell" and event.get("what") == "read" and self._read_from is not None:
+            self._read(now, waited)
+            return None
         if event.get("event") != "ask":
             return None
         match event.get("what"):
@@ -99,8 +118,10 @@ class Referee:
                 expected = event.get("stop_within")
                 if expected is not None:
                     self._stop_within(float(expected))
+                order = order_of(self.request.order_seed, int(event["epoch"]), int(event["done"]))
+                self._read_from = None
                 self._went = (time.monotonic(), self._waited())
-                return {"go": True}
+                return {"go": True, "order": order}
         return {}
 
     def _sizes(self, steps: int, epochs: int) -> list[int]:
@@ -146,6 +167,19 @@ class Referee:
             self._left = (self._left or 0.0) - (now - start)
         self.seconds.append(now - start)
         self.allowances.append(waited - waited_before)
+        self._read_from = now, waited
+
+    def _read(self, now: float, waited: float) -> None:
+        """The first of two readings after a stretch, or the second."""
+        assert self._read_from is not None
+        start, waited_before = self._read_from
+        room = self.room + WAITING_FACTOR * (waited - waited_before)
+        if len(self.first_reads) < len(self.seconds):
+            self.first_reads.append((now - start, room))
+            self._read_from = now, waited
+        else:
+            self.second_reads.append((now - start, room))
+            self._read_from = None
 
     def close(self) -> None:
         if self._timer is not None:
@@ -156,7 +190,7 @@ class Referee:
         if result.get("state") != "ok":
             return result
         stated = [float(s) for s in result["timed"].get("part_seconds", [])]
-        faults = [*self.faults, *self._disagreements(stated)]
+        faults = [*self.faults, *self._disagreements(stated), *self._slow_reads()]
         result["timed"]["referee_seconds"] = self.seconds
         return result | ({"clock_fault": "; ".join(faults)} if faults else {})
 
@@ -176,6 +210,27 @@ class Referee:
                 f"{len(stated)} stretches (room {sum(rooms):.4f} s)"
             ]
         return []
+
+    def _slow_reads(self) -> list[str]:
+        """As the worker looks at its own readings, by this clock."""
+        if not len(self.first_reads) == len(self.second_reads) == len(self.seconds):
+            return [f"the weights were not read twice after each of {len(self.seconds)} stretches"]
+        longest = READ_SECONDS + TASKS[self.request.task].weight_bytes / READ_BYTES_PER_SECOND
+        both = list(zip(self.seconds, self.first_reads, self.second_reads, strict=True))
+        each = [max(one - room, two - more) - longest for _, (one, room), (two, more) in both]
+        extra = [
+            one - two - room - more - DEFERRED_SECONDS - DEFERRED_SHARE * timed
+            for timed, (one, room), (two, more) in both
+        ]
+        if _is_beyond(each) or _is_beyond(extra):
+            shown = ", ".join(f"{one:.4f} and {two:.4f} s" for _, (one, _), (two, _) in both[:3])
+            return [f"the readings of the weights took {shown} by the harness's clock (limit {longest:.4f} s each)"]
+        return []
+
+
+def _is_beyond(excess: list[float]) -> bool:
+    """A single one may be held up by chance, where the others make up for it."""
+    return sum(excess) > 0 or (len(excess) > 1 and sorted(excess)[-2] > 0)
 
 
 class Direct:

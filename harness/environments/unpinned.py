@@ -25,7 +25,7 @@ from harness.plan.registry import Framework
 from harness.store.record import UNPINNED
 
 LOCAL = ("harness", "frameworks", "dpcore")
-REFERENCES = tuple(ROOT / "frameworks" / name for name in ("reference.py", "layer_reference.py"))
+REFERENCES = tuple(ROOT / "frameworks" / "_tools" / name for name in ("reference.py", "layer_reference.py"))
 """What computes the float64 truths of the gates, for every framework's."""
 PROBE_SECONDS = 120.0
 JAX_GROWS = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}

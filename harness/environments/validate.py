@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import math
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from harness.contract import Array
 from harness.store.record import GateCheck, State, Timed
 from harness.tasks import TASKS, initial_parameters
+from harness.worker.e2e import WINDOW_STEPS
 from harness.worker.gate import checks as gate_checks
 from harness.worker.gate import layers as layer_gate
 from harness.worker.layer_request import LayerRequest
@@ -159,37 +160,50 @@ def examined(
 
 def fault_of_weights(content: bytes, task: str, largest: int) -> str | None:
     """Why these are no weights of the task's model, or None. ``largest``: bytes that they may take unpacked."""
-    return _fault_of_arrays(content, task, largest, ("",))
+    found, fault = _arrays(content, largest)
+    return fault or _fault_of_parts(found, task, [""])
 
 
-REPLAY_PARTS = ("timed", "replayed", "before", "after", "exact")
+REPLAY_PARTS = ("timed", "replayed", "timed_end", "replayed_end", "exact")
+MOST_COMPARED = WINDOW_STEPS + 2
+ONE_AXIS = tuple((length,) for length in range(1, MOST_COMPARED + 1))
 
 
 def fault_of_replay(content: bytes, task: str, largest: int) -> str | None:
     """Why this is not what :func:`harness.worker.e2e.replay` makes, or None."""
-    return _fault_of_arrays(content, task, largest, tuple(f"{part}/" for part in REPLAY_PARTS), has_rows=True)
+    found, fault = _arrays(content, largest)
+    if fault is not None:
+        return fault
+    for name, kind, shapes in (("steps", "i", ((2,),)), ("jump", "f", ((2,),)), ("numbers", "i", ONE_AXIS)):
+        array = found.get(name)
+        if array is None or array.shape not in shapes or array.dtype.kind != kind:
+            return f"{name} is {'missing' if array is None else f'{array.dtype} {array.shape}'}"
+    each = range(len(found["numbers"]))
+    for name in (f"{i}/rows" for i in each):
+        rows = found.get(name)
+        if rows is None or rows.ndim != 1 or rows.dtype.kind != "i":
+            return f"{name} are no row numbers"
+    parts = [*REPLAY_PARTS, *(f"{i}/{part}" for i in each for part in ("before", "after"))]
+    return _fault_of_parts(found, task, parts)
 
 
-def _fault_of_arrays(
-    content: bytes, task: str, largest: int, prefixes: tuple[str, ...], has_rows: bool = False
-) -> str | None:
-    try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            if sum(entry.file_size for entry in archive.infolist()) > largest:
-                return f"more than {largest // 2**20} MiB unpacked"
-        with np.load(io.BytesIO(content), allow_pickle=False) as archive:
-            found: dict[str, Array] = {name: archive[name] for name in archive.files}
-    except Exception as why:  # readers of archives raise whatever they stumble over
-        return f"no archive of arrays ({type(why).__name__})"
+def _fault_of_parts(found: Mapping[str, Array], task: str, parts: Iterable[str]) -> str | None:
+    """The first weight of the task's model that is not there, of each part."""
     expected = initial_parameters(TASKS[task], 0)
-    for name, shape in ((p + name, value.shape) for p in prefixes for name, value in expected.items()):
+    for name, shape in ((f"{p}/{n}" if p else n, value.shape) for p in parts for n, value in expected.items()):
         array = found.get(name)
         if array is None or array.shape != shape or array.dtype.kind != "f":
             return f"{name} is {'missing' if array is None else f'{array.dtype} {array.shape}'}"
-    if has_rows:
-        rows, steps = found.get("rows"), found.get("steps")
-        if rows is None or rows.ndim != 1 or rows.dtype.kind != "i":
-            return "rows are no row numbers"
-        if steps is None or steps.shape != (2,) or steps.dtype.kind != "i":
-            return "steps are no two numbers"
     return None
+
+
+def _arrays(content: bytes, largest: int) -> tuple[dict[str, Array], str | None]:
+    """(the arrays of an archive, or why it is none)."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            if sum(entry.file_size for entry in archive.infolist()) > largest:
+                return {}, f"more than {largest // 2**20} MiB unpacked"
+        with np.load(io.BytesIO(content), allow_pickle=False) as archive:
+            return {name: archive[name] for name in archive.files}, None
+    except Exception as why:  # readers of archives raise whatever they stumble over
+        return {}, f"no archive of arrays ({type(why).__name__})"

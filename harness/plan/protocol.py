@@ -1,4 +1,4 @@
-"""Protocols: the rules of a measurement as data, read from ``harness/protocols/*.toml``. Standard library only."""
+"""Protocols: the rules of a measurement as data, read from ``harness/plan/protocols/*.toml``. Standard library only."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ from harness.store.record import (
 )
 from harness.tasks import TASKS, initial_parameters
 from harness.worker import machine, speed_probe
-from harness.worker.e2e import REPLAYED_STEPS, epoch_batches, setting_of
+from harness.worker.e2e import REPLAYED_STEPS, setting_of, timed_batches
 from harness.worker.gate import cases as gate_cases
 from harness.worker.request import Request
 
@@ -78,6 +78,8 @@ REPLAY_STEPS = 10.0
 REPLAY_GROWTH = 100.0
 """Roundings grow from step to step: the tolerance grows by itself every REPLAY_STEPS steps, to REPLAY_GROWTH times as
 much. One step left out of n is 1/sqrt(n) of the way or more."""
+LONGEST_STEP = 1.01
+"""What float32 adds to a step that is as long as its rows and its noise can make it."""
 STEP_REFERENCE = "frameworks._tools.step_reference"
 
 FINAL_STATES = {"rejected", "oom", "timeout", "unsupported"}
@@ -402,6 +404,7 @@ class Run:
             batch_size=cell.batch_size,
             dataset_size=task.train_size,
             sampling=self.protocol.sampling,
+            order_seed=int.from_bytes(hashlib.sha256(f"{self.folder.id} {seeds.initial} order".encode()).digest()[:4]),
             warm_up=self.protocol.warm_up,
             noise_multiplier=self._sigma,
             max_grad_norm=self.protocol.max_grad_norm,
@@ -478,31 +481,52 @@ class Run:
     def _compare_with_reference(
         self, job: Job, request: Request, result: dict[str, Any], say: Callable[[str], None]
     ) -> dict[str, Any]:
-        """Gate, part 5, to its end: the timed weights at a moment that nobody could know are those of a replay, and a
-        step of that replay, drawn at random, is the float64 reference's on the same rows."""
+        """Gate, part 5, to its end: the timed weights at a moment that nobody could know, and at the end, are those of
+        a replay, and steps of that replay, drawn at random, are the float64 reference's on the same rows."""
         assert request.checked is not None
         path = Path(request.checked)
         if not path.exists():
             return {"state": "crashed", "reason": "the timed process left no replay to compare."}
         with np.load(path) as found:
-            step, steps = (int(value) for value in found["steps"])
-            rows = found["rows"]
+            steps, halt = (int(value) for value in found["steps"])
+            numbers = [int(value) for value in found["numbers"]]
+            rows = [found[f"{i}/rows"] for i in range(len(numbers))]
+            jump, jumped = (float(value) for value in found["jump"])
         timed = result["timed"]
         each = timed["steps_timed"]
-        if not 0 <= step < steps <= each * timed["epochs"]:
-            return {"state": "rejected", "reason": f"the replay's step {step} of {steps} is none of the timed ones."}
-        indices, mask = epoch_batches(request, setting_of(request), step // each, each)[step % each]
-        if not np.array_equal(rows, indices if mask is None else indices[mask]):
-            return {"state": "rejected", "reason": f"the replay's step {step} is not of the rows that it was given."}
+        if steps != each * timed["epochs"] or not 0 < halt <= steps or not {halt - 1, steps - 1} <= set(numbers):
+            return {
+                "state": "rejected",
+                "reason": f"the replay is of {steps} steps, halted at {halt}: not the timed ones.",
+            }
+        batches = timed_batches(request, setting_of(request), each, timed["epochs"], halt)
+        for number, found_rows in zip(numbers, rows, strict=True):
+            indices, mask = batches[number] if 0 <= number < steps else (np.zeros(0), None)
+            if not np.array_equal(found_rows, indices if mask is None else indices[mask]):
+                return {
+                    "state": "rejected",
+                    "reason": f"the replay's step {number} is not of the rows that it was given.",
+                }
         try:
             measured = self.step_reference(request, path, say)
         except (venv.EnvironmentFault, isolation.ToolFault) as fault:
             return {"state": "crashed", "reason": f"the float64 reference of a step could not be made: {fault}"}
         initial = initial_parameters(TASKS[job.cell.task], request.initial_seed)
-        error, rounding = _relative_distance(path, path, initial, ("timed/", "replayed/"))
-        limit = REPLAY_TOLERANCE * min(1.0 + steps / REPLAY_STEPS, REPLAY_GROWTH) + rounding * steps
+        error, limit = _replay_error(path, initial, halt, "")
+        end_error, end_limit = _replay_error(path, initial, steps, "_end")
         compared = Compared(
-            step=step, steps=steps, rows=len(rows), replay_error=error, replay_limit=limit, **measured
+            step=numbers[0],
+            steps=halt,
+            rows=len(rows[0]),
+            replay_error=error,
+            replay_limit=limit,
+            all_steps=steps,
+            end_error=end_error,
+            end_limit=end_limit,
+            compared_steps=len(numbers),
+            longest_step=jump,
+            longest_step_number=int(jumped),
+            **measured,
         ).model_dump()
         faults = faults_of(compared)
         return {"timed": {**timed, "compared": compared}} | (
@@ -815,6 +839,16 @@ def faults_of(compared: dict[str, Any]) -> list[str]:
             f"timed = replayed: the weights after {compared['steps']} timed steps differ from an untimed replay by "
             f"{compared['replay_error']:.3g} (limit {compared['replay_limit']:.3g}) of the way travelled"
         )
+    if compared["end_error"] is not None and not compared["end_error"] <= compared["end_limit"]:
+        found.append(
+            f"timed = replayed: the weights after all {compared['all_steps']} timed steps differ from an untimed "
+            f"replay by {compared['end_error']:.3g} (limit {compared['end_limit']:.3g}) of the way travelled"
+        )
+    if compared["longest_step"] is not None and not compared["longest_step"] <= LONGEST_STEP:
+        found.append(
+            f"measured step: step {compared['longest_step_number']} of the replay moved the weights "
+            f"{compared['longest_step']:.3g} times as far as its rows and its noise can"
+        )
     if not compared["update_error"] <= compared["update_limit"]:
         found.append(
             f"measured step: the update of step {compared['step']} ({compared['rows']} rows) is off by "
@@ -827,6 +861,12 @@ def faults_of(compared: dict[str, Any]) -> list[str]:
                 f"(limit {compared['noise_limit']:.3g})"
             )
     return found
+
+
+def _replay_error(path: Path, initial: dict[str, np.ndarray], steps: int, where: str) -> tuple[float, float]:
+    """(error, limit) of the timed weights after so many steps against the replay's."""
+    error, rounding = _relative_distance(path, path, initial, (f"timed{where}/", f"replayed{where}/"))
+    return error, REPLAY_TOLERANCE * min(1.0 + steps / REPLAY_STEPS, REPLAY_GROWTH) + rounding * steps
 
 
 def _relative_distance(

@@ -97,9 +97,11 @@ class Data(_Model):
 
 class Compared(_Model):
     """What was compared of the measured cell itself. The weights where the referee halted the clock, after ``steps``
-    steps, are ``replay_error`` from an untimed replay's. Of one step of that replay, ``step``, drawn at random, with
-    ``rows`` examples: its update without noise is off from the float64 reference's by ``update_error``, relative, and
-    what noise adds to it has the scores ``noise_scores``, in standard deviations."""
+    steps, are ``replay_error`` from an untimed replay's, those after ``all_steps`` are ``end_error`` from it. Of one
+    step of that replay, ``step``, drawn at random, with ``rows`` examples: its update without noise is off from the
+    float64 reference's by ``update_error``, relative. What noise adds to it and to those after it, to the step at the
+    halt and to the last one, ``compared_steps`` in all, has the scores ``noise_scores``, in standard deviations.
+    ``longest_step`` of the replay: its length over what rows and noise explain."""
 
     step: int
     steps: int
@@ -110,6 +112,12 @@ class Compared(_Model):
     update_limit: float
     noise_scores: dict[str, float] = Field(default_factory=dict)
     noise_limit: float | None = None
+    all_steps: int | None = None
+    end_error: float | None = None
+    end_limit: float | None = None
+    compared_steps: int = 1
+    longest_step: float | None = None
+    longest_step_number: int | None = None
 
 
 class Timed(_Model):

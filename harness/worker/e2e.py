@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -22,6 +23,7 @@ import statistics
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -95,6 +97,32 @@ def epoch_batches(request: Request, setting: Setting, epoch: int, steps: int) ->
     else:
         lists = sampling.consecutive_batches(request.dataset_size, request.batch_size)[:steps]
     return [_shaped(indices, setting) for indices in lists]
+
+
+def order_of(seed: int, epoch: int, done: int) -> int:
+    """What the order of an epoch's batches from ``done`` on follows from; told when their clock starts."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {epoch} {done}".encode()).digest()[:8])
+
+
+def in_order(request: Request, batches: list[Batch], order: int) -> list[Batch]:
+    """The batches of a stretch in the order in which they are taken: what is read between two stretches can make no
+    use of those that come. Under a protocol whose order is known anyway, as they are."""
+    if request.sampling != "poisson":
+        return batches
+    return [batches[i] for i in np.random.default_rng(order).permutation(len(batches)).tolist()]
+
+
+def timed_batches(request: Request, setting: Setting, steps: int, epochs: int, halt: int) -> list[Batch]:
+    """All timed steps of a process in their order. A stretch begins with every epoch, after the first REPLAYED_STEPS
+    steps, and after ``halt`` of all steps."""
+    found: list[Batch] = []
+    for epoch in range(epochs):
+        batches = epoch_batches(request, setting, epoch, steps)
+        starts = [0 if epoch else REPLAYED_STEPS] + ([halt % steps] if epoch == halt // steps and halt % steps else [])
+        for done in starts:
+            batches[done:] = in_order(request, batches[done:], order_of(request.order_seed, epoch, done))
+        found += batches
+    return found
 
 
 def _shaped(indices: np.ndarray, setting: Setting) -> Batch:
@@ -189,15 +217,19 @@ class Read:
     extra_cpu: float
 
 
-def _read_twice(adapter: Adapter, timed: float) -> tuple[dict[str, np.ndarray], Read]:
-    """(weights, how long it took): work that was deferred past the clock shows as a slow reading."""
+def _read_twice(adapter: Adapter, timed: float, line: Line) -> tuple[dict[str, np.ndarray], Read]:
+    """(weights, how long it took): work that was deferred past the clock shows as a slow reading. The referee, who is
+    told of each, has a clock that the adapter cannot stop."""
     start, cpu_start = time.perf_counter(), time.process_time()
     weights = dict(adapter.parameters())
     middle, cpu_middle = time.perf_counter(), time.process_time()
+    line.tell("read")
+    again, cpu_again = time.perf_counter(), time.process_time()
     adapter.parameters()
     end, cpu_end = time.perf_counter(), time.process_time()
-    one, other = cpu_middle - cpu_start, cpu_end - cpu_middle
-    return weights, Read(timed, middle - start, end - middle, max(one, other), one - other)
+    line.tell("read")
+    one, other = cpu_middle - cpu_start, cpu_end - cpu_again
+    return weights, Read(timed, middle - start, end - again, max(one, other), one - other)
 
 
 @dataclass
@@ -211,23 +243,43 @@ class Stretches:
     reads: list[Read] = field(default_factory=list)
     weights: dict[str, np.ndarray] = field(default_factory=dict)
 
-    def time(self, work: Callable[[], tuple[float, Any]], stop_within: float | None = None) -> tuple[float, Any]:
-        """``work`` gives seconds and something more. The weights are read after it. ``stop_within``: the referee may
-        ask it to stop at any moment within so many seconds."""
+    def time(
+        self,
+        work: Callable[[int], tuple[float, Any]],
+        epoch: int,
+        done: int = 0,
+        stop_within: float | None = None,
+    ) -> tuple[float, Any]:
+        """``work``, given the number that the order of the steps from ``done`` on follows from, gives seconds and
+        something more. The weights are read after it. ``stop_within``: the referee may ask it to stop at any moment
+        within so many seconds."""
         with collector_paused(), self.load.watch():
-            self.line.ask("go", stop_within=stop_within)
-            seconds, more = work()
+            order = self.line.ask("go", epoch=epoch, done=done, stop_within=stop_within)["order"]
+            seconds, more = work(order)
             self.line.tell("end")
         self.seconds.append(seconds)
-        self.weights, read = _read_twice(self.adapter, seconds)
+        self.weights, read = _read_twice(self.adapter, seconds, self.line)
         self.reads.append(read)
         return seconds, more
+
+
+def _stretch(
+    adapter: Adapter,
+    request: Request | None,
+    part: list[Batch],
+    is_stopped: Callable[[], bool] | None,
+    order: int,
+) -> tuple[float, int]:
+    """(seconds, steps made) of a stretch. ``part`` is put into its order, where there is a request."""
+    if request is not None:
+        part[:] = in_order(request, part, order)
+    return timed_until(adapter, part, is_stopped)
 
 
 def measure_time(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
     """Warm-up, then timed epochs. The clock stops twice more: after the first steps, so that their weights can be
     compared with an untimed replay in another process, and once where the referee says so, for the replay in this one.
-    The batches are known only when everything is built."""
+    The batches are known only when everything is built, their order only when the clock of their stretch starts."""
     if request.sampling == "own":
         return measure_own_loop(request, emit, line)
     m = Measurement(request, emit)
@@ -259,7 +311,9 @@ def measure_time(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
             if not is_first and not halted:
                 expected = timed.seconds[0] / REPLAYED_STEPS * (steps * count - made_in_all)
                 stop = line.is_stopped
-            seconds, made = timed.time(functools.partial(timed_until, m.adapter, part, stop), expected)
+            work = functools.partial(_stretch, m.adapter, None if is_first else request, part, stop)
+            seconds, made = timed.time(work, epoch, done, expected)
+            batches[done : done + len(part)] = part
             measured[-1] += seconds
             done, made_in_all = done + made, made_in_all + made
             if is_first and request.snapshot:
@@ -280,7 +334,8 @@ def measure_time(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
     fault = _fault(weights, m.initial if rows or m.setting.noise_multiplier else {}, timed.reads, timed.load.share)
     if request.checked and not fault:
         emit({"event": "phase", "phase": "check"})
-        save_weights(request.checked, replay(m, [b for batches in epochs for b in batches][:halt], halted))
+        taken = [batch for batches in epochs for batch in batches]
+        save_weights(request.checked, replay(m, taken, halt, halted, weights))
     return {
         "state": "ok",
         **fault,
@@ -305,40 +360,104 @@ def measure_time(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
     }
 
 
-def replay(m: Measurement, batches: list[Batch], halted: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same steps again, untimed, the weights read after every one, and one step of them in detail.
+WINDOW_STEPS = 64
+WINDOW_BYTES = 32 * 2**20
+WINDOW_ROWS = 2048
+WINDOW_FLOPS = 2e10
+"""So many consecutive steps of a replay are kept, as long as their weights, and the work to make them again one example
+at a time, stay below these. At least two."""
+JUMP_SLACK = 7.0
+"""Standard deviations by which the length of a step's noise may exceed its expectation, about sqrt(parameters)."""
 
-    Which one is drawn step by step, so that no step knows whether it is the one. Arrays: the weights where the clock
-    halted (``timed``) and where the replay ends (``replayed``), before and after the step in detail, and after the same
-    step from the same weights without noise (``exact``); ``rows`` of that step, ``steps``: its number, of how many.
+
+def window(task: Task, batch_size: int, steps: int) -> int:
+    """How many consecutive steps of a replay of ``steps`` are compared."""
+    rows = max(1, batch_size)
+    most = min(
+        WINDOW_STEPS,
+        WINDOW_BYTES // task.weight_bytes,
+        WINDOW_ROWS // rows,
+        int(WINDOW_FLOPS / (rows * task.training_flops)),
+    )
+    return min(steps, max(2, most))
+
+
+def replay(
+    m: Measurement,
+    batches: list[Batch],
+    halt: int,
+    halted: Mapping[str, np.ndarray],
+    ended: Mapping[str, np.ndarray],
+) -> dict[str, np.ndarray]:
+    """All timed steps again, untimed, the weights read after every one, and some steps of them in detail: consecutive
+    ones, drawn as it goes on, so that no step knows whether it is among them, the one at the halt and the last one.
+
+    Arrays: the weights where the clock halted after ``halt`` steps (``timed``) and where it ended (``timed_end``), and
+    those of the replay there (``replayed``, ``replayed_end``); ``steps``: how many, and the halt; ``numbers`` of the
+    steps in detail, and for the i-th of them ``i/before``, ``i/after``, ``i/rows``; after the first of them from the
+    same weights without noise (``exact``); ``jump``: the longest step of all, over what rows and noise explain, and
+    its number.
     """
     chance = random.SystemRandom()
+    width = window(m.task, m.request.batch_size, len(batches))
     m.reset()
     after = dict(m.adapter.parameters())
-    kept: tuple[int, dict[str, np.ndarray], dict[str, np.ndarray]] = (0, after, after)
+    recent = deque([after], maxlen=width + 1)
+    first, kept = 0, list(recent)
+    detail: dict[int, tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]]] = {}
+    jump = (0.0, 0.0)
+    replayed: Mapping[str, np.ndarray] = {}
     for t, (indices, mask) in enumerate(batches):
         before = after
         m.adapter.step(indices, mask)
         m.adapter.synchronize()
         after = dict(m.adapter.parameters())
-        if chance.randrange(t + 1) == 0:
-            kept = (t, before, after)
-    t, start, end = kept
-    indices, mask = batches[t]
-    m.adapter.build(m.task, replace(m.setting, noise_multiplier=0.0), start)
+        recent.append(after)
+        jump = max(jump, (_length(before, after) / _longest(m, indices, mask), float(t)))
+        start = t + 1 - width
+        if start >= 0 and chance.randrange(start + 1) == 0:
+            first, kept = start, list(recent)
+        if t + 1 == halt:
+            replayed = after
+        if t + 1 in (halt, len(batches)):
+            detail[t] = before, after
+    detail |= {first + i: (kept[i], kept[i + 1]) for i in range(width)}
+    numbers = [*range(first, first + width), *(t for t in sorted(detail) if not first <= t < first + width)]
+    indices, mask = batches[first]
+    m.adapter.build(m.task, replace(m.setting, noise_multiplier=0.0), dict(kept[0]))
     m.adapter.step(indices, mask)
     m.adapter.synchronize()
-    exact = dict(m.adapter.parameters())
     parts: dict[str, Mapping[str, np.ndarray]] = {
         "timed": halted,
-        "replayed": after,
-        "before": start,
-        "after": end,
-        "exact": exact,
+        "replayed": replayed,
+        "timed_end": ended,
+        "replayed_end": after,
+        "exact": dict(m.adapter.parameters()),
     }
+    rows: dict[str, np.ndarray] = {}
+    for i, t in enumerate(numbers):
+        parts[f"{i}/before"], parts[f"{i}/after"] = detail[t]
+        indices, mask = batches[t]
+        rows[f"{i}/rows"] = indices if mask is None else indices[mask]
     found = {f"{part}/{name}": value for part, values in parts.items() for name, value in values.items()}
-    rows = indices if mask is None else indices[mask]
-    return found | {"rows": rows, "steps": np.array([t, len(batches)])}
+    about = {"steps": np.array([len(batches), halt]), "numbers": np.array(numbers), "jump": np.array(jump)}
+    return found | rows | about
+
+
+def _length(before: Mapping[str, np.ndarray], after: Mapping[str, np.ndarray]) -> float:
+    return math.sqrt(sum(float(np.square(after[n].astype(np.float64) - before[n]).sum()) for n in before))
+
+
+def _longest(m: Measurement, indices: np.ndarray, mask: np.ndarray | None) -> float:
+    """How far one step can move the weights; without clipping there is no bound."""
+    s = m.setting
+    if not s.private:
+        return math.inf
+    rows = len(indices) if mask is None else int(mask.sum())
+    noise = s.noise_multiplier * (math.sqrt(m.task.parameter_count) + JUMP_SLACK)
+    # And what the float32 rounding of the weights adds.
+    rounding = 2.0**-23 * math.sqrt(m.task.parameter_count)
+    return s.learning_rate / s.batch_size * s.max_grad_norm * (rows + noise) + rounding
 
 
 def measure_own_loop(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
@@ -357,7 +476,7 @@ def measure_own_loop(request: Request, emit: Emit, line: Line) -> dict[str, Any]
     fault: dict[str, str] = {}
     for epoch in range(request.epochs):
         emit({"event": "phase", "phase": f"epoch {epoch + 1}/{request.epochs}"})
-        _, made = timed.time(functools.partial(timed_epoch, m.adapter, own_seed(request, epoch)))
+        _, made = timed.time(functools.partial(_own_epoch, m.adapter, request, epoch), epoch)
         updates.append(made)
         if epoch == 0:
             fault = _own_fault(m, warm, timed.weights, m.whole_epoch if made is None else made)
@@ -387,6 +506,11 @@ def measure_own_loop(request: Request, emit: Emit, line: Line) -> dict[str, Any]
         "epsilon_own": _own_epsilon(m.adapter, total_steps, request.delta) if request.private else None,
         "epsilon_steps": total_steps,
     }
+
+
+def _own_epoch(adapter: Adapter, request: Request, epoch: int, order: int) -> tuple[float, int | None]:
+    """The seed of the first one is that of the replay; those of the others are told when their clock starts."""
+    return timed_epoch(adapter, own_seed(request, 0) if epoch == 0 else order % 2**31)
 
 
 OWN_NOISE_SHARE = 0.5

@@ -16,7 +16,8 @@ class Request:
     where that is None too, the whole epoch is run. ``snapshot``: where the weights after the first steps are
     written, for comparison with the untimed replay. ``checked``: where a replay in the same process and one of its
     steps in detail go, for the reference. ``weights``: where the final weights go, for evaluation. ``sketches``: a
-    memory process adds a sketch (:mod:`harness.worker.sketch`) of how far its steps moved the weights."""
+    memory process adds a sketch (:mod:`harness.worker.sketch`) of how far its steps moved the weights. ``order_seed``:
+    of the order in which the batches of a stretch come, which a worker is told stretch by stretch."""
 
     mode: Mode
     folder: str
@@ -49,6 +50,7 @@ class Request:
     reference: str | None = None
     budget: dict[str, float] | None = None
     sketches: bool = False
+    order_seed: int = 0
 
     @property
     def is_partial(self) -> bool:

@@ -148,6 +148,56 @@ class NoiseHalves(Counting):
         return 0.5 ** ((self.count - 1) // 16) * super().normal(shape)
 
 
+class OneCoordinateWithoutNoise(Exact):
+    """The first value of every matrix has none."""
+
+    def normal(self, shape: tuple[int, ...]) -> np.ndarray:
+        drawn = super().normal(shape)
+        if len(shape) > 1:
+            drawn.flat[0] = 0.0
+        return drawn
+
+
+class NoiseKept(Exact):
+    """Three tenths of a step's noise are in the next one's, and the deviation is right."""
+
+    def build(self, task: Task, setting: Setting, initial: Values) -> None:
+        super().build(task, setting, initial)
+        self.last: list[np.ndarray] = []
+
+    def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
+        self.drawn: list[np.ndarray] = []
+        super().step(indices, mask)
+        self.last = self.drawn
+
+    def normal(self, shape: tuple[int, ...]) -> np.ndarray:
+        fresh = super().normal(shape)
+        self.drawn.append(fresh)
+        if not self.last:
+            return fresh
+        return (fresh + 0.3 * self.last[len(self.drawn) - 1]) / np.sqrt(1.09)
+
+
+class NoiseServesTwo(WholeVector):
+    """Every value serves two coordinates, at random places."""
+
+    def build(self, task: Task, setting: Setting, initial: Values) -> None:
+        super().build(task, setting, initial)
+        size = sum(w.size for w in self.weights.values())
+        self.owner = np.random.default_rng(7).permutation(size) // 2
+
+    def vector(self, size: int) -> np.ndarray:
+        return super().vector(size)[self.owner]
+
+
+class DropsAShortPiece(Exact):
+    """Takes whole pieces of 64 rows only, once there is one."""
+
+    def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
+        rows = indices if mask is None else indices[mask]
+        super().step(rows[: len(rows) // PIECE * PIECE] if len(rows) > PIECE else rows, None)
+
+
 class RateHalves(Counting):
     def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
         before = dict(self.weights)
@@ -257,6 +307,16 @@ FAULTS = (
     Fault("noise once per piece of 64 rows", NoisePerPiece, LARGE_NOISE),
     Fault("no noise for a batch of more than one piece", NoNoiseInPieces, LARGE_NOISE),
     Fault("noise halves every 16 steps", NoiseHalves, SPREAD),
+    Fault("one coordinate of each matrix without noise", OneCoordinateWithoutNoise, SPREAD, "ffnn", before="passed¹"),
+    Fault("three tenths of a step's noise in the next one's", NoiseKept, STEPS, before="passed¹"),
+    Fault(
+        "each value of the noise serves two random coordinates",
+        NoiseServesTwo,
+        STEPS,
+        "ffnn",
+        before="passed¹",
+    ),
+    Fault("a short last piece is left out, pieces of 64 rows", DropsAShortPiece, LARGE, before="passed¹"),
     Fault("learning rate halves after 9 steps", RateHalves, LATE),
     Fault("last bias frozen after 9 steps", FrozenLater, LATE),
     Fault("momentum 0.5 after 10 steps", MomentumLater, LATE),

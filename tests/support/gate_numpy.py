@@ -76,31 +76,43 @@ def reference(task: Task, instability: np.ndarray | None = None) -> Values:
 
 
 def step_reference(request: Request, checked: Path) -> dict[str, object]:
-    """What ``frameworks._tools.step_reference`` says of the step in ``checked``, for networks of Linear layers."""
+    """What ``frameworks._tools.step_reference`` says of the steps in ``checked``, for networks of Linear layers."""
     task = TASKS[request.task]
     data = load(request.data, "train", synthetic=request.synthetic)
     with np.load(checked) as archive:
         found = dict(archive)
-    parts = {
-        part: {name: found[f"{part}/{name}"].astype(np.float64) for name in task.parameters}
-        for part in ("before", "after", "exact")
-    }
-    rows = found["rows"]
-    sums = total(task, parts["before"], data.x[rows], data.y[rows], request.max_grad_norm if request.private else None)
+    numbers = [int(number) for number in found["numbers"]]
     rate = request.learning_rate / request.batch_size
+    bound = request.max_grad_norm if request.private else None
 
-    def moved(part: str) -> np.ndarray:
-        return np.concatenate([((parts["before"][n] - parts[part][n]) / rate).ravel() for n in task.parameters])
+    def moved(i: int, part: str) -> np.ndarray:
+        way = {n: found[f"{i}/before/{n}"].astype(np.float64) - found[f"{part}/{n}"] for n in task.parameters}
+        return flat(task, way) / rate
 
-    truth = np.concatenate([sums[name].ravel() for name in task.parameters])
+    truths, differences, noisy = [], [], []
+    for i in range(len(numbers)):
+        before = {name: found[f"{i}/before/{name}"].astype(np.float64) for name in task.parameters}
+        halves = np.array_split(found[f"{i}/rows"], 2)
+        one, other = (flat(task, total(task, before, data.x[rows], data.y[rows], bound)) for rows in halves)
+        truths.append(one + other)
+        differences.append(one - other)
+        noisy.append(moved(i, f"{i}/after"))
+        if i == 0:
+            exact = moved(i, "exact")
     result: dict[str, object] = {
-        "update_error": float(np.linalg.norm(moved("exact") - truth) / np.linalg.norm(truth)),
+        "update_error": float(np.linalg.norm(exact - truths[0]) / np.linalg.norm(truths[0])),
         "update_limit": 2e-3,
     }
     if request.private:
-        scores = residual_scores((moved("after") - truth) / (request.noise_multiplier * request.max_grad_norm), truth)
+        z = (np.stack(noisy) - np.stack(truths)) / (request.noise_multiplier * request.max_grad_norm)
+        alone = {"at the halt": int(found["steps"][1]) - 1, "at the end": max(numbers)}
+        scores = residual_scores(z, np.stack(truths), np.stack(differences), numbers, alone)
         result |= {"noise_scores": scores, "noise_limit": normal_limit(len(scores))}
     return result
+
+
+def flat(task: Task, values: Values) -> np.ndarray:
+    return np.concatenate([values[name].ravel() for name in task.parameters])
 
 
 class Exact(Adapter):

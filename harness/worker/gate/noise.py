@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -70,11 +70,15 @@ def mean_score(z: np.ndarray) -> float:
 
 
 def spread_score(z: np.ndarray) -> float:
-    """Of the second moment around zero: sum z^2 is chi-square with n degrees of freedom, whose cube root is nearly
-    normal (Wilson & Hilferty 1931)."""
-    n = z.size
+    """Of the second moment around zero."""
+    return float(square_score(np.square(z).sum(dtype=np.float64), z.size))
+
+
+def square_score(squares: np.ndarray | float, n: float) -> np.ndarray:
+    """Of sums of n squares, chi-square with n degrees of freedom, whose cube root is nearly normal (Wilson & Hilferty
+    1931). In tails as far out as the limits of this module it errs to the side of admitting."""
     variance = 2.0 / (9.0 * n)
-    return float((np.cbrt(np.square(z).sum(dtype=np.float64) / n) - (1.0 - variance)) / math.sqrt(variance))
+    return (np.cbrt(np.asarray(squares) / n) - (1.0 - variance)) / math.sqrt(variance)
 
 
 def correlation_score(a: np.ndarray, b: np.ndarray) -> float:
@@ -83,14 +87,42 @@ def correlation_score(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def moments(z: np.ndarray, slices: Mapping[str, slice]) -> tuple[Score, Score]:
-    """(means, spreads) over everything, for each parameter tensor and for each step of z [steps, parameters]."""
-    groups = {"all": z} | {name: z[:, part] for name, part in slices.items()}
-    groups |= {f"step {t}": row for t, row in enumerate(z)} if len(z) > 1 else {}
-    late = len(z) - len(z) // 4
-    groups |= {f"{name} late": z[late:, part] for name, part in slices.items()} if len(z) >= LATE_FROM else {}
-    means = {name: mean_score(group) for name, group in groups.items()}
-    spreads = {name: spread_score(group) for name, group in groups.items() if group.size >= SMALLEST_FOR_SPREAD}
-    return largest(means), largest(spreads)
+    """(means, spreads) over everything, for each parameter tensor and for each step of z [steps, parameters]; of
+    LATE_FROM steps or more, for each single coordinate and for the last quarter of each tensor, too."""
+    steps, size = z.shape
+    late = steps - steps // 4 if steps >= LATE_FROM else steps
+    sums, squares = np.zeros((2, size)), np.zeros((2, size))
+    by_step = {}
+    for t, row in enumerate(z):
+        exact = row.astype(np.float64)
+        square = np.square(exact)
+        sums[int(t >= late)] += exact
+        squares[int(t >= late)] += square
+        by_step[f"step {t}"] = (exact.sum(), square.sum(), size)
+    both = sums.sum(0), squares.sum(0)
+    groups = {"all": (both[0].sum(), both[1].sum(), z.size)} | (by_step if steps > 1 else {})
+    for name, part in slices.items():
+        width = part.stop - part.start
+        groups[name] = (both[0][part].sum(), both[1][part].sum(), steps * width)
+        if late < steps:
+            groups[f"{name} late"] = (sums[1, part].sum(), squares[1, part].sum(), (steps - late) * width)
+    means = {name: abs(total) / math.sqrt(n) for name, (total, _, n) in groups.items()}
+    large = {name: (square, n) for name, (_, square, n) in groups.items() if n >= SMALLEST_FOR_SPREAD}
+    spreads = {name: float(square_score(square, n)) for name, (square, n) in large.items()}
+    if steps < LATE_FROM:
+        return largest(means), largest(spreads)
+    return (
+        _with_coordinates(means, both[0] / math.sqrt(steps), slices),
+        _with_coordinates(spreads, square_score(both[1], steps), slices),
+    )
+
+
+def _with_coordinates(scores: Mapping[str, float], each: np.ndarray, slices: Mapping[str, slice]) -> Score:
+    """The largest of named scores and of those of all coordinates."""
+    worst = int(np.argmax(_infinite_for_nan(each)))
+    tensor = next(name for name, part in slices.items() if part.start <= worst < part.stop)
+    found = largest({**scores, f"value {worst - slices[tensor].start} of {tensor}": float(each[worst])})
+    return Score(found.value, normal_limit(len(scores) + each.size), found.where)
 
 
 def normality(z: np.ndarray) -> Score:
@@ -176,20 +208,54 @@ def count_score(found: int, expected: float) -> float:
 
 
 def cosine_score(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """[rows of a, rows of b]: normal scores of the cosines of vectors, by Wallace's (1959) score of Student's t.
+    """[rows of a, rows of b]: normal scores of the cosines of vectors."""
+    return _student_score(cosines(a, b), a.shape[1])
 
-    Unlike a sum of products, whose tails are heavier than normal, this holds for short vectors, too.
-    """
-    freedom = a.shape[1] - 1
+
+def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """[rows of a, rows of b] of vectors."""
     left, right = (v / np.linalg.norm(v, axis=1, keepdims=True) for v in (a, b))
-    size = np.sqrt(-freedom * np.log1p(-np.minimum(np.square(left @ right.T), 1.0 - 2.0**-20)))
-    return (8 * freedom + 1) / (8 * freedom + 3) * size
+    return left @ right.T
+
+
+def _student_score(cosine: np.ndarray, size: int) -> np.ndarray:
+    """By Wallace's (1959) score of Student's t. Unlike a sum of products, whose tails are heavier than normal, this
+    holds for short vectors, too."""
+    freedom = size - 1
+    wide = np.sqrt(-freedom * np.log1p(-np.minimum(np.square(cosine), 1.0 - 2.0**-20)))
+    return (8 * freedom + 1) / (8 * freedom + 3) * wide
 
 
 def independent_steps(z: np.ndarray) -> Score:
-    """Every pair of steps: one noise for all of them, one that goes round in a cycle, momentum."""
-    scores = cosine_score(z, z)[np.triu_indices(len(z), 1)]
-    return _largest_of(scores, lambda k: "steps {} and {}".format(*(i[k] for i in np.triu_indices(len(z), 1))))
+    """Every pair of steps: one noise for all of them, one that goes round in a cycle. All pairs at one distance
+    together: a little of an earlier step's noise in a later one. The spread of the scores of all pairs: noise that has
+    less room than it has coordinates."""
+    steps, size = z.shape
+    cosine = cosines(z, z)
+    pairs = np.triu_indices(steps, 1)
+    each = _infinite_for_nan(_student_score(cosine[pairs], size))
+    worst = int(np.argmax(each))
+    scores = {f"steps {pairs[0][worst]} and {pairs[1][worst]}": float(each[worst])}
+    # Cosines of pairs at one distance are independent: no such pairs ever close a circle.
+    apart = {k: float(np.trace(cosine, k)) * math.sqrt(size / (steps - k)) for k in range(1, steps)}
+    scores |= {f"all steps {k} apart": score for k, score in apart.items()}
+    scores["spread over all pairs"] = pairs_score(cosine[pairs], steps, size)
+    found = largest(scores)
+    return Score(found.value, normal_limit(len(each) + len(apart) + 1), found.where)
+
+
+def pairs_score(cosine: np.ndarray, steps: int, size: int) -> float:
+    """Of the sum of squared cosines of every pair of ``steps`` independent directions in ``size`` dimensions.
+
+    The squares are uncorrelated; the skewness is that of chi-square and of the triangles among the pairs. A chi-square
+    of the same skewness stands for the sum.
+    """
+    count = cosine.size
+    variance = count * 2.0 * (size - 1) / (size + 2)
+    third = 8.0 * count + math.comb(steps, 3) * 24.0 * (size - 1) / (size + 2) ** 2
+    standard = (size * float(np.square(cosine, dtype=np.float64).sum()) - count) / math.sqrt(variance)
+    freedom = 8.0 * variance**3 / third**2
+    return float(square_score(freedom + standard * math.sqrt(2.0 * freedom), freedom))
 
 
 def independent_runs(one: np.ndarray, others: Mapping[int, np.ndarray]) -> Score:
@@ -245,17 +311,32 @@ def _infinite_for_nan(scores: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(scores), np.inf, np.abs(scores))
 
 
-def _largest_of(scores: np.ndarray, where: Callable[[int], str]) -> Score:
-    worst = int(np.argmax(_infinite_for_nan(scores)))
-    return Score(float(_infinite_for_nan(scores)[worst]), normal_limit(scores.size), where(worst))
-
-
-def residual_scores(z: np.ndarray, update: np.ndarray) -> dict[str, float]:
-    """Of what is left of a noised update: its mean, its spread, and what of the update itself is in it."""
-    size = float(np.linalg.norm(update))
+def residual_scores(
+    z: np.ndarray, updates: np.ndarray, differences: np.ndarray, numbers: Sequence[int], alone: Mapping[str, int]
+) -> dict[str, float]:
+    """Of what is left of noised updates [steps, parameters]: mean and spread, what of the updates themselves is in it,
+    and of the differences of the sums over the two halves of their rows; whether one step's is in the next one's, and
+    the spread over all pairs. ``numbers`` of the steps; ``alone``: those whose spread is scored by itself, by name."""
     scores = {
         "mean": mean_score(z),
         "spread": spread_score(z),
-        "along the update": float(z @ update) / size if size else 0.0,
+        "along the update": _along(z, updates),
+        "along the difference of halves": _along(z, differences),
     }
+    scores |= {f"spread {name}": spread_score(z[list(numbers).index(t)]) for name, t in alone.items()}
+    steps, size = z.shape
+    if steps > 1:
+        cosine = cosines(z, z)
+        next_ones = [cosine[i, j] for i, j in itertools.permutations(range(steps), 2) if numbers[j] == numbers[i] + 1]
+        if next_ones:
+            scores["from step to step"] = float(np.sum(next_ones)) * math.sqrt(size / len(next_ones))
+        scores["over all pairs of steps"] = pairs_score(cosine[np.triu_indices(steps, 1)], steps, size)
     return {name: abs(score) if math.isfinite(score) else math.inf for name, score in scores.items()}
+
+
+def _along(z: np.ndarray, directions: np.ndarray) -> float:
+    """The sum of the components of each row along its direction, over the root of how many there are."""
+    sizes = np.linalg.norm(directions, axis=1)
+    there = sizes > 0
+    components = np.einsum("tp,tp->t", z[there], directions[there]) / sizes[there]
+    return float(components.sum() / math.sqrt(len(components))) if there.any() else 0.0

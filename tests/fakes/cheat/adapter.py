@@ -8,14 +8,17 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
 from harness.contract import Adapter, Array, Setting
 from harness.tasks import Task
+from harness.worker.e2e import SETTLING_STEPS
 from tests.support.gate_numpy import Exact, Values
 
 REQUEST = Path(sys.argv[1]) if len(sys.argv) > 1 and sys.argv[1].endswith(".json") else None
+CLOCK, CPU_CLOCK = time.perf_counter, time.process_time
 MODE = json.loads(REQUEST.read_text())["mode"] if REQUEST else ""
 
 
@@ -115,6 +118,110 @@ class DefersEvenly(Vectorised):
         return super().parameters()
 
 
+def timing() -> bool:
+    """Whether the caller's caller runs under the clock."""
+    return sys._getframe(2).f_code.co_name in {"timed_until", "timed_steps"}
+
+
+class WorksAhead(Vectorised):
+    """Works at each reading of the weights on the batches that lie in the worker's memory, in their order there, and
+    shows the results under the clock as long as it is given those batches."""
+
+    ahead: list[Array]
+
+    def build(self, task: Task, setting: Setting, initial: Values) -> None:
+        super().build(task, setting, initial)
+        self.ahead = []
+
+    def parameters(self) -> Values:
+        now = super().parameters()
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code.co_name != "measure_time":
+            frame = frame.f_back
+        if frame is not None and "part" in frame.f_locals:
+            known = frame.f_locals
+            made = self.steps - SETTLING_STEPS - known["made_in_all"]
+            todo = known["part"][made:] + known["batches"][known["done"] + len(known["part"]) :]
+            self.ahead = [indices for indices, _ in todo]
+        return now
+
+    def step(self, indices: Array, mask: Array | None) -> None:
+        if timing() and self.ahead and self.steps > 4:
+            rows = self.ahead.pop(0)
+            with open(os.environ["CHEAT_FOUND"], "a") as file:
+                file.write(f"{np.array_equal(rows, indices)}\n")
+        super().step(indices, mask)
+
+
+class OneNoise(Vectorised):
+    """One noise for all steps where it is timed."""
+
+    def normal(self, shape: tuple[int, ...]) -> Array:
+        if MODE == "gate" or self.steps == 0:
+            return super().normal(shape)
+        return np.random.default_rng([self.setting.seed, *shape]).standard_normal(shape)
+
+
+class HalfTwice(Vectorised):
+    """Takes half of the rows twice wherever there is noise."""
+
+    def step(self, indices: Array, mask: Array | None) -> None:
+        half = indices[: len(indices) // 2]
+        super().step(np.concatenate([half, half]) if self.setting.noise_multiplier else indices, mask)
+
+
+class UntilHalt(Vectorised):
+    """Honest until the weights are read where the clock halted, then noise alone; the replay was honest as long."""
+
+    reads = 0
+
+    def build(self, task: Task, setting: Setting, initial: Values) -> None:
+        super().build(task, setting, initial)
+        self.reads = 0
+
+    def parameters(self) -> Values:
+        self.reads += self.steps > 4 and sys._getframe(1).f_code.co_name == "_read_twice"
+        return super().parameters()
+
+    def step(self, indices: Array, mask: Array | None) -> None:
+        super().step(indices[:0] if self.reads >= 2 else indices, mask)
+
+
+class Jumps(Vectorised):
+    """Noise alone under the clock from the fifth step on. The replay is honest, but for steps after which weights are
+    compared: there it jumps to those that were read."""
+
+    seen: ClassVar[dict[int, Values]] = {}
+
+    def parameters(self) -> Values:
+        if self.steps > 4 and sys._getframe(1).f_code.co_name == "_read_twice":
+            type(self).seen[self.steps] = super().parameters()
+        return super().parameters()
+
+    def step(self, indices: Array, mask: Array | None) -> None:
+        is_timed = sys._getframe(1).f_code.co_name in {"timed_until", "timed_steps"}
+        super().step(indices[:0] if is_timed and self.steps > 4 else indices, mask)
+        if not is_timed and self.steps in self.seen:
+            self.weights = {name: value.copy() for name, value in self.seen[self.steps].items()}
+
+
+class StopsClocks(Vectorised):
+    """Works when the weights are read, and stops the worker's clocks meanwhile."""
+
+    lost = lost_cpu = 0.0
+
+    def parameters(self) -> Values:
+        if MODE == "time" and self.steps:
+            start, cpu = CLOCK(), CPU_CLOCK()
+            while CLOCK() < start + 0.06:
+                pass
+            self.lost += CLOCK() - start
+            self.lost_cpu += CPU_CLOCK() - cpu
+            time.perf_counter = lambda: CLOCK() - self.lost
+            time.process_time = lambda: CPU_CLOCK() - self.lost_cpu
+        return super().parameters()
+
+
 class ForgesTime(Vectorised):
     """Says at its first timed step what it would have measured, and goes."""
 
@@ -183,6 +290,12 @@ VARIANTS: Mapping[str, type[Exact]] = {
     "skips-steps": SkipsSteps,
     "peeks": Peeks,
     "defers-evenly": DefersEvenly,
+    "works-ahead": WorksAhead,
+    "one-noise": OneNoise,
+    "half-twice": HalfTwice,
+    "until-halt": UntilHalt,
+    "jumps": Jumps,
+    "stops-clocks": StopsClocks,
     "forges-time": ForgesTime,
     "patches-clock": PatchesClock,
     "patches-worker": PatchesWorker,

@@ -21,13 +21,16 @@ REFUSED = {
     "until-read": ("rejected", ("measured step",)),
     "skips-steps": ("rejected", ("timed = replayed",)),
     "defers-evenly": ("rejected", ("work was deferred past the clock",)),
+    "one-noise": ("rejected", ("from step to step",)),
+    "half-twice": ("rejected", ("along the difference of halves",)),
+    "until-halt": ("rejected", ("timed = replayed",)),
+    "jumps": ("rejected", ("times as far as its rows and its noise can", "at the end")),
+    "stops-clocks": ("rejected", ("by the harness's clock",)),
     "forges-time": ("rejected", ("the clocks do not agree",)),
     "patches-clock": ("rejected", ("the clocks do not agree",)),
     "patches-worker": ("rejected", ("unchanged", "the clocks do not agree", "replay")),
     "memory-crash": ("crashed", ("its memory process, which is its untimed replay",)),
 }
-BY_CHANCE = {"after-three", "until-read"}
-"""The step that is compared is drawn: one of the few honest ones, now and then."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +58,8 @@ def test_an_honest_one_is_timed_and_what_was_compared_is_named(cache: Path, tmp_
         compared = one.timed.compared
         assert 0 <= compared.step < compared.steps <= one.timed.steps_timed * one.timed.epochs
         assert compared.update_error < 1e-4 and compared.replay_error == 0.0
-        assert set(compared.noise_scores) == {"mean", "spread", "along the update"}
+        assert len(compared.noise_scores) == 8 and compared.compared_steps >= 32
+        assert compared.end_error == 0.0 and compared.longest_step is not None and 0 < compared.longest_step < 1
         assert len(one.timed.referee_seconds) == len(one.timed.part_seconds) >= 2
     peeked = (tmp_path / "found.txt").read_text().split()
     assert peeked and set(peeked) == {"False"}, "nothing tells of the batches before the last build is done"
@@ -63,15 +67,18 @@ def test_an_honest_one_is_timed_and_what_was_compared_is_named(cache: Path, tmp_
 
 @pytest.mark.slow
 def test_every_cheat_is_refused_for_its_reason(cache: Path, tmp_path: Path) -> None:
-    left, found = set(REFUSED), {}
-    for attempt in range(3):
-        found |= run(cache, tmp_path / f"run{attempt}", sorted(left))
-        left = {name for name in left & BY_CHANCE if found[name].state == "ok"}
-        if not left:
-            break
+    found = run(cache, tmp_path / "run", sorted(REFUSED))
     for name, (state, words) in REFUSED.items():
         reason = str(found[name].reason)
         assert (found[name].state, any(word in reason for word in words)) == (state, True), (name, reason)
+
+
+def test_what_lies_in_the_workers_memory_at_a_reading_does_not_come_in_that_order(cache: Path, tmp_path: Path) -> None:
+    (one,) = run(cache, tmp_path / "run", ["works-ahead"]).values()
+    assert one.state == "ok"
+    served = (tmp_path / "found.txt").read_text().split()
+    # A stretch of one batch, or one that keeps its place, is no plan to work by.
+    assert len(served) > 100 and served.count("True") < 0.1 * len(served)
 
 
 @pytest.mark.slow

@@ -201,6 +201,12 @@ def test_cases_contain_what_their_names_say():
     assert len(rows["large batch"]) == gate_cases.LARGE_BATCH
 
 
+@pytest.mark.parametrize("task", sorted(TASKS))
+def test_no_usual_length_of_a_piece_divides_the_large_batch(task):
+    rows = gate_cases.large_rows(TASKS[task])
+    assert all(rows % length for length in (4, 8, 16, 20, 32, 50, 64, 100, 128, 200, 256, 500, 512, 1000, 1024))
+
+
 def test_pack_keeps_only_rows_that_are_not_empty_and_unpack_restores():
     task = TASKS["imdb-embedding"]
     rng = np.random.default_rng(1)

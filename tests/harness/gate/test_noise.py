@@ -53,7 +53,7 @@ def test_each_check_rejects_right_noise_no_more_often_than_it_says(monkeypatch):
     """At a level that can be counted; the limits of all checks follow from ALPHA."""
     monkeypatch.setattr(gate_noise, "ALPHA", 0.1)
     runs = 300
-    rejected = Counter(name for seed in range(runs) for name, score in scores_of(seed, 6).items() if not score.passed)
+    rejected = Counter(name for seed in range(runs) for name, score in scores_of(seed).items() if not score.passed)
     most = stats.binom.isf(1e-4, runs, 0.1)
     assert all(count <= most for count in rejected.values()), rejected
     assert sum(rejected.values()) > 0.2 * runs, "checks that never reject would be no checks"
@@ -122,6 +122,38 @@ def test_the_same_numbers_in_two_tensors_or_rows_show():
     repeated[:, parts["w"]] = np.tile(rng.standard_normal((8, 30)), (1, 40))
     score = gate_noise.independent_coordinates(repeated, parts, SHAPES)
     assert not score.passed and score.where == "rows of w"
+
+
+def test_one_coordinate_without_noise_shows_and_is_named():
+    z = np.random.default_rng(0).standard_normal((40, PARAMETERS))
+    z[:, slices()["v"].start + 7] = 0.0
+    mean, spread = gate_noise.moments(z, slices())
+    assert mean.passed and not spread.passed and spread.where == "value 7 of v"
+
+
+def test_little_of_an_earlier_step_in_each_later_one_shows_at_its_distance():
+    fresh = np.random.default_rng(0).standard_normal((103, 105))
+    score = gate_noise.independent_steps(fresh[3:] + 0.1 * fresh[:-3])
+    assert not score.passed and score.where == "all steps 3 apart"
+
+
+def test_values_that_serve_two_coordinates_show_in_the_spread_of_all_pairs():
+    rng = np.random.default_rng(0)
+    z = rng.standard_normal((40, PARAMETERS))[:, rng.permutation(PARAMETERS) // 2]
+    score = gate_noise.independent_steps(z)
+    assert not score.passed and score.where == "spread over all pairs"
+
+
+@pytest.mark.parametrize(("steps", "size"), [(60, 30), (40, 2000)])
+def test_the_spread_over_all_pairs_of_right_noise_is_a_normal_score(steps, size):
+    pairs = np.triu_indices(steps, 1)
+
+    def score(seed):
+        z = np.random.default_rng(seed).standard_normal((steps, size))
+        return gate_noise.pairs_score(gate_noise.cosines(z, z)[pairs], steps, size)
+
+    scores = [score(seed) for seed in range(400)]
+    assert stats.kstest(scores, "norm").pvalue > 1e-3
 
 
 def test_the_harness_samples_pass_and_other_samplers_fail_by_name():
