@@ -40,6 +40,7 @@ from harness.environments import executor as isolation
 from harness.environments import memory_limit, venv
 from harness.environments.containers import images
 from harness.environments.executor import WORKER, InProcess, Limits, Venv
+from harness.environments.unavailable import Unavailable
 from harness.errors import BadInput
 from harness.gate import admission
 from harness.layers import LAYERS
@@ -353,7 +354,7 @@ class DuelRun:
         self.rule = Rule(options.alpha, max(1, timed), options.threshold, options.max_rounds)
         self.timed = timed
         self.limits = Limits(memory_limit.default_limit(), options.timeout_seconds)
-        self.places: dict[tuple[Role, str, str], InProcess | Venv | Docker | str] = {}
+        self.places: dict[tuple[Role, str, str], InProcess | Venv | Docker | Unavailable] = {}
         self.references: dict[str, Path] = {}
         self.reference_fault: str | None = None
         self.started = datetime.now(UTC).isoformat(timespec="seconds")
@@ -427,12 +428,12 @@ class DuelRun:
             for role, contestant in bout.sides.items():
                 if bout.refusal is None and contestant is not None:
                     place = self._prepare_place(role, contestant, say)
-                    if isinstance(place, str):  # and the other side is not even installed
-                        bout.refusal, bout.is_failure = f"{role} cannot run: {place}", True
+                    if isinstance(place, Unavailable):  # and the other side is not even installed
+                        bout.refusal, bout.is_failure = f"{role} cannot run: {place.reason}", True
 
     def _prepare_place(
         self, role: Role, contestant: AnyContestant, say: Callable[[str], None]
-    ) -> InProcess | Venv | Docker | str:
+    ) -> InProcess | Venv | Docker | Unavailable:
         """Where it runs, or why it cannot."""
         module = module_of(contestant)
         key = role, module, contestant.name
@@ -440,7 +441,7 @@ class DuelRun:
             framework = contestant.framework
             if self.harbour is not None:
                 place = self.harbour.place(contestant, say, module, self.images.get(role))
-                if not isinstance(place, str):
+                if not isinstance(place, Unavailable):
                     self.built[role][framework.name] = self.harbour.record(place, framework)
                 self.places[key] = place
             else:
@@ -450,7 +451,7 @@ class DuelRun:
 
     def _place(self, role: Role, contestant: AnyContestant) -> InProcess | Venv | Docker:
         place = self.places[role, module_of(contestant), contestant.name]
-        assert not isinstance(place, str), place
+        assert not isinstance(place, Unavailable), place.reason
         return place
 
     # ---- before the first pair

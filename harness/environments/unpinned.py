@@ -19,6 +19,7 @@ from typing import Any
 
 from harness.environments import executor
 from harness.environments.executor import WORKER, AnyRequest, Event, Limits, Venv
+from harness.environments.unavailable import Unavailable
 from harness.errors import BadInput
 from harness.paths import ROOT
 from harness.plan.registry import Framework
@@ -81,10 +82,12 @@ class Found:
         text = "\n".join(f"{name}=={version}" for name, version in self.versions.items())
         return f"{UNPINNED}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
-    def place(self, framework: Framework, environment: dict[str, str], module: str = WORKER) -> FoundPlace | str:
+    def place(
+        self, framework: Framework, environment: dict[str, str], module: str = WORKER
+    ) -> FoundPlace | Unavailable:
         """Where the framework's workers run, or why they cannot."""
         if missing := self.missing.get(framework.name):
-            return f"not installed in {self.python}: {', '.join(missing)}."
+            return Unavailable(f"not installed in {self.python}: {', '.join(missing)}.")
         return FoundPlace(self, environment, module)
 
     def tool(self, module: str, arguments: list[str]) -> None:

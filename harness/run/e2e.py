@@ -27,6 +27,7 @@ from harness.data import store
 from harness.environments import executor as isolation
 from harness.environments import memory_limit, venv
 from harness.environments.executor import WORKER, InProcess, Limits, Place, Venv
+from harness.environments.unavailable import Unavailable
 from harness.environments.unpinned import Found, OutOfTime
 from harness.errors import BadInput
 from harness.gate import admission
@@ -119,7 +120,7 @@ class Run:
         self.protocol = protocols.load(options.protocol)
         self.threads = options.threads or len(os.sched_getaffinity(0))
         self.limits = Limits(options.memory_limit_bytes or memory_limit.default_limit(), options.timeout_seconds)
-        self.places: dict[str, Place | str] = {}
+        self.places: dict[str, Place | Unavailable] = {}
         self.data: dict[str, Data] = {}
         self.verdicts: dict[tuple[str, str], Verdict] = {}
         self.ended: dict[str, Record] = {}
@@ -245,7 +246,7 @@ class Run:
         for contestant in self.contestants:
             self.places[contestant.name] = self._place(contestant, say)
 
-    def _place(self, contestant: Contestant, say: Callable[[str], None]) -> Place | str:
+    def _place(self, contestant: Contestant, say: Callable[[str], None]) -> Place | Unavailable:
         if self.harbour is not None:
             return self.harbour.place(contestant, say)
         if self.found is not None:
@@ -273,11 +274,11 @@ class Run:
 
     def _judge(self, contestant: Contestant, task: str, say: Callable[[str], None], fresh: bool) -> Verdict:
         place = self.places[contestant.name]
-        identity = "" if isinstance(place, str) else place.identity
+        identity = "" if isinstance(place, Unavailable) else place.identity
         key = admission.key_of(contestant, task, self.options.device, self.threads, identity)
         nothing = Gate(passed=False, key=key, checks=[])
-        if isinstance(place, str):
-            return Verdict("unsupported", place, nothing, {})
+        if isinstance(place, Unavailable):
+            return Verdict("unsupported", place.reason, nothing, {})
         if reason := contestant.variant.why_unsupported(task):
             return Verdict("unsupported", reason, nothing, {})
         if self.harbour is not None or self.found is not None:
@@ -330,7 +331,7 @@ class Run:
         if refusal is not None:
             return self._record(job, refusal, started, gate)
         place = self.places[job.contestant.name]
-        assert not isinstance(place, str)
+        assert not isinstance(place, Unavailable)
         request = self._request(job)
         self._check_unchanged(job.contestant)
         result, load = undisturbed(
@@ -633,7 +634,7 @@ class Run:
 
     def _image(self, contestant: Contestant) -> Image | None:
         place = self.places[contestant.name]
-        if self.harbour is None or isinstance(place, str):
+        if self.harbour is None or isinstance(place, Unavailable):
             return None
         return self.harbour.record(place, contestant.framework)
 
@@ -676,7 +677,7 @@ def place_of(
     environment: dict[str, str],
     say: Callable[[str], None],
     module: str = WORKER,
-) -> InProcess | Venv | str:
+) -> InProcess | Venv | Unavailable:
     """Where the framework's workers, ``module``, run; or why there is no such place."""
     if isolation == "inprocess":
         return InProcess(module)
@@ -684,7 +685,7 @@ def place_of(
         python = venv.ensure(framework, say).python
     except venv.EnvironmentFault as fault:
         say(f"{framework.name}: {fault}")
-        return str(fault)
+        return Unavailable(str(fault))
     return Venv(python, environment, module, framework.root)
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from harness.environments.executor import Event, Limits, Place, Venv
+from harness.environments.unavailable import Unavailable
 from harness.errors import BadInput
 from harness.plan import e2e as plan
 from harness.plan.e2e import Job, Options
@@ -208,7 +209,7 @@ class FrontierRun(Run):
     def description(self) -> dict[str, Any]:
         return {**super().description(), "search": asdict(self.search), "budget_bytes": self.budget_bytes}
 
-    def _place(self, contestant: Contestant, say: Callable[[str], None]) -> Place | str:
+    def _place(self, contestant: Contestant, say: Callable[[str], None]) -> Place | Unavailable:
         place = super()._place(contestant, say)
         if not isinstance(place, Venv):
             return place

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.environments import executor, memory_limit, venv
 from harness.environments.executor import InProcess, Limits, Venv
+from harness.environments.unavailable import Unavailable
 from harness.errors import BadInput
 from harness.gate import admission
 from harness.layers import LAYERS
@@ -71,7 +72,7 @@ class LayerRun:
         self.command = command
         self.threads = options.threads or len(os.sched_getaffinity(0))
         self.limits = Limits(options.memory_limit_bytes or memory_limit.default_limit(), options.timeout_seconds)
-        self.places: dict[str, InProcess | Venv | FoundPlace | str] = {}
+        self.places: dict[str, InProcess | Venv | FoundPlace | Unavailable] = {}
         self.references: dict[str, Path] = {}
         self.reference_fault: str | None = None
         self.ended: dict[str, Record] = {}
@@ -147,7 +148,7 @@ class LayerRun:
         lock = contestant.framework.lock_hash if self.found is None else self.found.identity
         return contestant.code_hash, lock
 
-    def _place(self, c: LayerContestant, say: Callable[[str], None]) -> InProcess | Venv | FoundPlace | str:
+    def _place(self, c: LayerContestant, say: Callable[[str], None]) -> InProcess | Venv | FoundPlace | Unavailable:
         if self.found is not None:
             return self.found.place(c.framework, c.variant.environment, WORKER)
         return place_of(self.options.isolation, c.framework, c.variant.environment, say, WORKER)
@@ -175,7 +176,7 @@ class LayerRun:
         if refusal is not None:
             return self._record(job, refusal, started)
         place = self.places[job.contestant.name]
-        assert not isinstance(place, str)
+        assert not isinstance(place, Unavailable)
         contestant = job.contestant
         self.watched.check()
         if self.hashes[contestant.name] != self._hashes_of(contestant):
@@ -232,8 +233,10 @@ class LayerRun:
         assert job.cell.layer is not None
         place = self.places[job.contestant.name]
         reason = job.contestant.variant.why_unsupported(LAYERS[job.cell.layer])
-        if isinstance(place, str) or reason:
-            return {"state": "unsupported", "reason": place if isinstance(place, str) else reason}
+        if isinstance(place, Unavailable):
+            return {"state": "unsupported", "reason": place.reason}
+        if reason:
+            return {"state": "unsupported", "reason": reason}
         if self.reference_fault is not None:
             return {"state": "crashed", "reason": self.reference_fault}
         earlier = self.ended.get(job.cell.name)

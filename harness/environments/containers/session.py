@@ -14,6 +14,7 @@ from harness.environments.containers.engine import Engine
 from harness.environments.containers.executor import CACHE, INSIDE, Docker, Luggage, check_gpu
 from harness.environments.containers.images import Image
 from harness.environments.executor import WORKER, ToolFault
+from harness.environments.unavailable import Unavailable
 from harness.environments.venv import EnvironmentFault, Say
 from harness.errors import BadInput
 from harness.plan.layer_registry import LayerContestant
@@ -40,7 +41,7 @@ class Harbour:
         self.any_image = any_image
         self.otherwise = otherwise
         self.luggage = Luggage(self.engine)
-        self._images: dict[tuple[Path, str], Image | str] = {}
+        self._images: dict[tuple[Path, str], Image | Unavailable] = {}
         self._gives_gpu = False
         self._matches: dict[tuple[str, Path, str], bool] = {}
 
@@ -48,13 +49,13 @@ class Harbour:
         """Sweeps, and builds what is missing. The digest of each framework's image, for the plan; why there is none."""
         self.sweep(say)
         found = {c.framework.name: self.image(c.framework, say) for c in contestants}
-        return {name: image if isinstance(image, str) else image.digest for name, image in found.items()}
+        return {name: image.reason if isinstance(image, Unavailable) else image.digest for name, image in found.items()}
 
     def sweep(self, say: Say) -> None:
         for name in engine.sweep(self.engine):
             say(f"Removed {name}, which a run that was killed had left on the engine")
 
-    def image(self, framework: Framework, say: Say) -> Image | str:
+    def image(self, framework: Framework, say: Say) -> Image | Unavailable:
         """The image, or why there is none. Two trees may lock the same pins in different files."""
         key = framework.root, framework.lock_hash
         if key not in self._images:
@@ -64,7 +65,7 @@ class Harbour:
                 )
             except EnvironmentFault as fault:
                 say(f"{framework.name}: {fault}")
-                self._images[key] = str(fault)
+                self._images[key] = Unavailable(str(fault))
         return self._images[key]
 
     def place(
@@ -73,12 +74,12 @@ class Harbour:
         say: Say,
         module: str = WORKER,
         image: Image | None = None,
-    ) -> Docker | str:
+    ) -> Docker | Unavailable:
         """Where the contestant's workers, ``module``, run, with the code of its own tree; or why there is no such
         place. ``image``: this one, whatever is locked. Raises :class:`BadInput` where there should be a GPU and the
         engine gives none."""
         found = image or self.image(contestant.framework, say)
-        if isinstance(found, str):
+        if isinstance(found, Unavailable):
             return found
         if self.device == "cuda" and not self._gives_gpu:
             check_gpu(self.engine, found)
@@ -159,8 +160,8 @@ class Harbour:
 
     def _torch(self, say: Say) -> Docker:
         image = self.image(frameworks()["pytorch"], say)
-        if isinstance(image, str):
-            raise EnvironmentFault(image)
+        if isinstance(image, Unavailable):
+            raise EnvironmentFault(image.reason)
         return Docker(self.engine, image, self.luggage)
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from harness.compare import record as compare_record
 from harness.compare import report as compare_report
 from harness.compare.record import MemoryPair, Pair, Process
 from harness.compare.run import first_of
+from harness.environments.unavailable import Unavailable
 from harness.errors import BadInput
 from harness.gate import admission
 from harness.plan import registry
@@ -165,7 +166,7 @@ def test_a_crash_on_one_side_is_no_verdict(project, tmp_path, fault, side):
 def test_a_side_that_cannot_be_installed_fails_at_once(project, tmp_path, monkeypatch):
     def place(isolation: str, framework: Any, environment: Any, say: Any, module: str) -> Any:
         installed.append(framework.folder)
-        return "not installable here: there is no such version"
+        return Unavailable("not installable here: there is no such version")
 
     installed: list[Path] = []
     monkeypatch.setattr("harness.compare.run.place_of", place)

@@ -16,6 +16,7 @@ import pytest
 from harness.analysis import frames
 from harness.environments import unpinned
 from harness.environments.executor import Limits
+from harness.environments.unavailable import Unavailable
 from harness.environments.unpinned import Deadline, OutOfTime
 from harness.errors import BadInput
 from harness.layers import LAYERS
@@ -142,7 +143,7 @@ def test_what_a_framework_needs_is_read_from_its_code(tmp_path):
     here = unpinned.look(Path(sys.executable), {"one": (tmp_path / "adapter.py",)}, Deadline(60.0), 60.0)
     assert here.missing == {"one": ("nobody_has_this",)}
     fake = replace(registry.load(PHANTOM), name="one")
-    assert here.place(fake, {}) == f"not installed in {sys.executable}: nobody_has_this."
+    assert here.place(fake, {}) == Unavailable(f"not installed in {sys.executable}: nobody_has_this.")
 
 
 def test_the_runs_time_and_a_process_own_time_are_two_things(reference):
