@@ -191,7 +191,7 @@ def _fight(
     from harness.run.progress import watched
     from harness.store.folder import RunFolder
 
-    run = DuelRun(options, *both, RunFolder(place), command_line())
+    run = DuelRun.connected(options, *both, RunFolder(place), command_line())
     return watched(lambda progress: run.execute(progress, fresh), place, console, quiet)
 
 

@@ -70,6 +70,7 @@ def run_e2e(
 
     from harness import report
     from harness.environments import memory_limit as limits
+    from harness.environments.choose import backend_of
     from harness.plan import e2e as plan
     from harness.plan import registry
     from harness.run.e2e import Run, command_line
@@ -104,7 +105,8 @@ def run_e2e(
     contestants = registry.select(options.frameworks)
     folder = RunFolder((out or LOCAL_RESULTS / preset).resolve())
     console = Console(stderr=as_json)
-    run = Run(options, contestants, folder, command_line(), any_image)
+    backend = backend_of(isolation, device, any_image=any_image)
+    run = Run(options, contestants, folder, command_line(), backend)
     summary = watched(lambda progress: run.execute(progress, fresh), folder.path, console, as_json)
     paths = report.write(folder.path, folder.path / "report", folder.path / "report" / "plots")
     if as_json:

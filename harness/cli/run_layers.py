@@ -48,6 +48,7 @@ def layers(
     from harness import report
     from harness.cli.options import integers, names_of
     from harness.environments import memory_limit as limits
+    from harness.environments.choose import backend_of
     from harness.errors import BadInput
     from harness.plan import layer_registry
     from harness.plan import layers as layer_plan
@@ -81,7 +82,7 @@ def layers(
     contestants = layer_registry.select(options.frameworks)
     folder = RunFolder((out or Path(f"results/local/layers-{preset}")).resolve())
     console = Console(stderr=as_json)
-    run = LayerRun(options, contestants, folder, command_line())
+    run = LayerRun(options, contestants, folder, command_line(), backend_of(isolation, device))
     summary = watched(lambda progress: run.execute(progress, fresh), folder.path, console, as_json)
     paths = report.write(folder.path, folder.path / "report", folder.path / "report" / "plots")
     if as_json:

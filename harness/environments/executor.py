@@ -1,6 +1,6 @@
-"""Where a worker runs: inside this process (for tests), in a venv, and, as the seam for later, in a container.
+"""What runs a worker: this process (for tests), a virtual environment, and, in their own folder, containers.
 
-Every place takes a request and yields the worker's events; what went wrong outside the worker (a kill, a limit, a
+Every executor takes a request and yields the worker's events; what went wrong outside the worker (a kill, a limit, a
 time-out, silence) becomes a ``result`` event as well, so that the caller has one kind of ending.
 """
 
@@ -61,14 +61,14 @@ class Limits:
     growth_bytes: int | None = None
 
 
-class Place(Protocol):
-    """``name`` goes into the cell. ``identity`` tells two places with the same pins apart (the image of a container): a
-    verdict holds for one; empty where the pins say it all."""
+class Executor(Protocol):
+    """What runs one worker. ``name`` goes into the cell. ``identity`` tells two executors with the same pins apart (the
+    image of a container): a verdict holds for one; empty where the pins say it all."""
 
     name: str
     identity: str
 
-    def run(self, request: Request, limits: Limits, on_event: Callable[[Event], None]) -> Event:
+    def run(self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None]) -> Event:
         """The ``result`` event, always; with ``log_tail``."""
         ...
 
@@ -411,12 +411,3 @@ def run_tool(
     if done.returncode:
         raise ToolFault(f"{module} ended with {done.returncode}: {done.stderr[-1500:]}")
     return done.stdout
-
-
-def json_tool(
-    python: Path, module: str, arguments: list[str], environment: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """The JSON object on the last line of a tool's output."""
-    output = run_tool(python, module, arguments, environment=environment)
-    result: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
-    return result

@@ -3,7 +3,6 @@ remembers verdicts by what they depend on."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import hmac
 import json
@@ -15,11 +14,12 @@ from typing import Any
 
 from harness.analysis import accounting
 from harness.data import store
-from harness.environments import executor, venv
-from harness.environments.executor import Limits, Place
+from harness.environments.backend import Output, RunTool
+from harness.environments.executor import Executor, Limits, ToolFault
+from harness.environments.venv import EnvironmentFault
 from harness.errors import BadInput
 from harness.paths import ROOT
-from harness.plan.registry import Contestant, code_files, frameworks
+from harness.plan.registry import Contestant, code_files
 from harness.store import cache, seal
 from harness.store.record import Gate, GateCheck
 from harness.tasks import TASKS
@@ -68,7 +68,7 @@ class Verdict:
 
 def key_of(contestant: Contestant, task: str, device: str, threads: int, identity: str = "") -> str:
     """Hash of everything that the verdict depends on, and of every file that the adapter could read beside its code:
-    all of its folder and the data set. ``identity``: :attr:`Place.identity`."""
+    all of its folder and the data set. ``identity``: :attr:`Executor.identity`."""
     framework = contestant.framework
     parts = [task, contestant.name, device, framework.adapter_hash, framework.lock_hash, sources_hash(GATE_SOURCES)]
     parts += [str(threads), framework.folder_hash, *_data_hashes(TASKS[task].dataset)]
@@ -94,18 +94,19 @@ def sources_hash(sources: Iterable[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def reference(task: str, say: Callable[[str], None], make: Callable[[str, list[str]], object] | None = None) -> Path:
-    """The float64 reference of a task, computed once: by ``make``, given a module and its arguments, or in the
-    environment of plain PyTorch."""
+def reference(task: str, say: Callable[[str], None], run_tool: RunTool) -> Path:
+    """Return the float64 reference of a task, which ``run_tool`` computes once.
+
+    Raises:
+        EnvironmentFault: there is no environment with PyTorch.
+        ToolFault: it could not be computed.
+    """
     folder = cache.folder("references")
     path = folder / f"{task}-{sources_hash(REFERENCE_SOURCES)}.npz"
     with cache.locked(folder / f"{task}.lock"):
         if not seal.holds(path):
-            if make is None:
-                python = venv.ensure(frameworks()["pytorch"], say).python
-                make = functools.partial(executor.run_tool, python)
             say(f"Reference of {task}: float64, one example at a time")
-            make("frameworks._tools.reference", ["--task", task, "--out", str(path)])
+            run_tool("frameworks._tools.reference", ["--task", task, "--out", Output(path)], say)
             seal.put(path)
     return path
 
@@ -113,22 +114,24 @@ def reference(task: str, say: Callable[[str], None], make: Callable[[str, list[s
 def judge(
     contestant: Contestant,
     task: str,
-    place: Place,
+    executor: Executor,
     limits: Limits,
     device: str,
     threads: int,
     say: Callable[[str], None],
+    run_tool: RunTool,
     fresh: bool = False,
 ) -> Verdict:
-    """The verdict on one contestant and task, from memory where nothing that it depends on has changed."""
-    key = key_of(contestant, task, device, threads, place.identity)
+    """Return the verdict on one contestant and task, from memory where nothing that it depends on has changed.
+    ``run_tool`` computes the reference."""
+    key = key_of(contestant, task, device, threads, executor.identity)
     folder = cache.folder("gate")
     path = folder / f"{key}.json"
     if path.exists() and not fresh:
         return _remembered(path, key)
     try:
-        truth = reference(task, say)
-    except (venv.EnvironmentFault, executor.ToolFault) as fault:
+        truth = reference(task, say, run_tool)
+    except (EnvironmentFault, ToolFault) as fault:
         nothing = Gate(passed=False, key=key, checks=[])
         return Verdict("crashed", f"the float64 reference of {task} could not be made: {fault}", nothing, {})
     rows = TASKS[task].train_size
@@ -161,7 +164,7 @@ def judge(
         reference=str(truth),
         budget=budget,
     )
-    result = place.run(request, limits, lambda event: None)
+    result = executor.run(request, limits, lambda event: None)
     verdict = _verdict(result, key)
     if verdict.state == "ok":
         content = json.dumps(result)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import shlex
 import shutil
 import sys
@@ -15,9 +14,8 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -25,10 +23,11 @@ from harness.analysis import accounting
 from harness.contract import NO_OWN_LOOP
 from harness.data import store
 from harness.environments import executor as isolation
-from harness.environments import memory_limit, venv
-from harness.environments.executor import WORKER, InProcess, Limits, Place, Venv
+from harness.environments.backend import Argument, Backend, Input, last_json
+from harness.environments.executor import Executor, Limits, ToolFault
 from harness.environments.unavailable import Unavailable
-from harness.environments.unpinned import Found, OutOfTime
+from harness.environments.unpinned import OutOfTime
+from harness.environments.venv import EnvironmentFault
 from harness.errors import BadInput
 from harness.gate import admission
 from harness.gate.admission import Verdict
@@ -36,7 +35,7 @@ from harness.paths import ROOT
 from harness.plan import e2e as plan
 from harness.plan import protocol as protocols
 from harness.plan.e2e import Job, Options
-from harness.plan.registry import Contestant, Framework, frameworks
+from harness.plan.registry import Contestant
 from harness.run import peaks
 from harness.run.progress import Progress
 from harness.store import seal, sequence
@@ -46,11 +45,9 @@ from harness.store.record import (
     Block,
     Cell,
     Compared,
-    Container,
     Data,
     Epsilon,
     Gate,
-    Image,
     Load,
     Record,
     Seeds,
@@ -59,13 +56,10 @@ from harness.store.record import (
     Timed,
 )
 from harness.tasks import TASKS, initial_parameters
-from harness.worker import machine, speed_probe
+from harness.worker import machine
 from harness.worker.e2e import REPLAYED_STEPS, setting_of, timed_batches
 from harness.worker.gate import cases as gate_cases
 from harness.worker.request import Request
-
-if TYPE_CHECKING:
-    from harness.environments.containers.session import Harbour
 
 DISTURBED_SHARE = 0.05
 DISTURBED_CANARY = 0.25
@@ -82,6 +76,7 @@ much. One step left out of n is 1/sqrt(n) of the way or more."""
 LONGEST_STEP = 1.01
 """What float32 adds to a step that is as long as its rows and its noise can make it."""
 STEP_REFERENCE = "frameworks._tools.step_reference"
+EVALUATE = "frameworks._tools.evaluate"
 
 FINAL_STATES = {"rejected", "oom", "timeout", "unsupported"}
 """States of a cell that another round cannot change: it is recorded again, not run again."""
@@ -100,8 +95,7 @@ class Summary:
 
 
 class Run:
-    """One run folder's work. ``command`` reproduces it and goes into every record. ``any_image``: measure in images
-    that do not match their lock, too. ``found``: measure there, whatever its versions, not in the pins."""
+    """One run folder's work. ``command`` reproduces it and goes into every record. ``backend``: where it is done."""
 
     def __init__(
         self,
@@ -109,46 +103,33 @@ class Run:
         contestants: list[Contestant],
         folder: RunFolder,
         command: str,
-        any_image: bool = False,
-        found: Found | None = None,
+        backend: Backend,
     ) -> None:
         self.options = options
-        self.found = found
+        self.backend = backend
         self.contestants = contestants
         self.folder = folder
         self.command = command
         self.protocol = protocols.load(options.protocol)
-        self.threads = options.threads or len(os.sched_getaffinity(0))
-        self.limits = Limits(options.memory_limit_bytes or memory_limit.default_limit(), options.timeout_seconds)
-        self.places: dict[str, Place | Unavailable] = {}
+        each = backend.resources(options.device, options.threads, options.memory_limit_bytes, options.timeout_seconds)
+        self.threads, self.limits = each.threads, each.limits
+        self.executors: dict[str, Executor | Unavailable] = {}
         self.data: dict[str, Data] = {}
         self.verdicts: dict[tuple[str, str], Verdict] = {}
         self.ended: dict[str, Record] = {}
         self.unreplayed: dict[str, Record] = {}
         self.peaks: dict[str, float] | None = None
         self.watched = watched_code()
-        self.harbour = open_harbour(options.device, any_image=any_image) if options.isolation == "docker" else None
-        self.images: dict[str, str] = {}
-        if self.harbour is not None and self.harbour.engine.is_remote:
-            there = self.harbour.engine.facts
-            self.threads = options.threads or there["cpus"]
-            memory = options.memory_limit_bytes or int(there["memory_bytes"] * 0.9)
-            self.limits = Limits(memory, options.timeout_seconds)
-        else:
-            check_device(options.device)
-            check_threads(self.threads)
         self.hashes = {c.name: self._hashes_of(c) for c in contestants}
         self.folder_hashes = {c.name: c.framework.folder_hash for c in contestants}
 
     def execute(self, progress: Progress, fresh: bool = False) -> Summary:
         """Everything, or what is left of it. Ctrl-C or a kill at any moment loses at most the process under way."""
-        if self.harbour is None:
-            return self._execute(progress, fresh)
         try:
-            self.images = self.harbour.prepare(self.contestants, progress.say)
+            self.backend.prepare(self.contestants, progress.say)
             return self._execute(progress, fresh)
         finally:
-            self.harbour.close()
+            self.backend.close()
 
     def _execute(self, progress: Progress, fresh: bool) -> Summary:
         jobs = plan.jobs(self.options, self.contestants)
@@ -210,14 +191,13 @@ class Run:
 
     def measured_peaks(self) -> dict[str, float] | None:
         """Of this machine's processors; None where contestants run on a GPU or on another machine."""
-        elsewhere = self.harbour is not None and self.harbour.engine.is_remote
-        return peaks.measure(self.threads) if self.options.device == "cpu" and not elsewhere else None
+        is_here = self.options.device == "cpu" and self.backend.remote_host is None
+        return peaks.measure(self.threads) if is_here else None
 
     def description(self) -> dict[str, Any]:
         """What all records of the folder have in common: options, code, machine. A resumed run must have the same."""
-        images = {"images": self.images, "engine": self.harbour.engine.facts["id"]} if self.harbour else {}
         return {
-            **images,
+            **self.backend.describe(),
             "options": asdict(self.options),
             "contestants": {name: {"adapter": adapter, "lock": lock} for name, (adapter, lock) in self.hashes.items()},
             "harness": admission.sources_hash(admission.GATE_SOURCES),
@@ -244,14 +224,10 @@ class Run:
             self.data[name] = ensure_data(name, self.options.synthetic, say)
             self.watched.add(store.files(name, self.options.synthetic))
         for contestant in self.contestants:
-            self.places[contestant.name] = self._place(contestant, say)
+            self.executors[contestant.name] = self._executor(contestant, say)
 
-    def _place(self, contestant: Contestant, say: Callable[[str], None]) -> Place | Unavailable:
-        if self.harbour is not None:
-            return self.harbour.place(contestant, say)
-        if self.found is not None:
-            return self.found.place(contestant.framework, contestant.variant.environment)
-        return place_of(self.options.isolation, contestant.framework, contestant.variant.environment, say)
+    def _executor(self, contestant: Contestant, say: Callable[[str], None]) -> Executor | Unavailable:
+        return self.backend.executor(contestant, say)
 
     def _judge_all(self, progress: Progress) -> None:
         pairs = [(c, task) for task in self.options.tasks for c in self.contestants]
@@ -273,30 +249,22 @@ class Run:
         return record
 
     def _judge(self, contestant: Contestant, task: str, say: Callable[[str], None], fresh: bool) -> Verdict:
-        place = self.places[contestant.name]
-        identity = "" if isinstance(place, Unavailable) else place.identity
+        executor = self.executors[contestant.name]
+        identity = "" if isinstance(executor, Unavailable) else executor.identity
         key = admission.key_of(contestant, task, self.options.device, self.threads, identity)
         nothing = Gate(passed=False, key=key, checks=[])
-        if isinstance(place, Unavailable):
-            return Verdict("unsupported", place.reason, nothing, {})
+        if isinstance(executor, Unavailable):
+            return Verdict("unsupported", executor.reason, nothing, {})
         if reason := contestant.variant.why_unsupported(task):
             return Verdict("unsupported", reason, nothing, {})
-        if self.harbour is not None or self.found is not None:
-            try:
-                if self.harbour is not None:
-                    admission.reference(task, say, partial(self.harbour.make_file, say=say))
-                else:
-                    assert self.found is not None
-                    admission.reference(task, say, self.found.tool)
-            except (venv.EnvironmentFault, isolation.ToolFault) as fault:
-                return Verdict("crashed", f"the float64 reference of {task} could not be made: {fault}", nothing, {})
         bounds = Limits(self.limits.memory_bytes, min(admission.TIMEOUT_SECONDS, self.limits.timeout_seconds))
         with self.folder.attempt(f"{task}.{contestant.name}.gate") as killed:
             try:
                 if killed < MOST_ATTEMPTS:
                     self._check_unchanged(contestant)
+                    device, run_tool = self.options.device, self.backend.run_tool
                     return admission.judge(
-                        contestant, task, place, bounds, self.options.device, self.threads, say, fresh
+                        contestant, task, executor, bounds, device, self.threads, say, run_tool, fresh
                     )
                 result = killer(killed)
             except ENDS_THE_RUN:
@@ -330,17 +298,17 @@ class Run:
         refusal = self._refusal(job, self.verdicts[job.contestant.name, job.cell.task])
         if refusal is not None:
             return self._record(job, refusal, started, gate)
-        place = self.places[job.contestant.name]
-        assert not isinstance(place, Unavailable)
+        executor = self.executors[job.contestant.name]
+        assert not isinstance(executor, Unavailable)
         request = self._request(job)
         self._check_unchanged(job.contestant)
         result, load = undisturbed(
-            lambda: place.run(request, self.limits, progress.event),
+            lambda: executor.run(request, self.limits, progress.event),
             self.options.repeats,
             job.purpose == "time",
             job.cell.name,
             progress,
-            self._canary if self.found is None or not self.found.side_by_side else lambda: None,
+            self.backend.speed_probe,
         )
         check_disk(result, self.folder, job.cell.name)
         if job.purpose == "time" and result["state"] == "ok":
@@ -349,10 +317,6 @@ class Run:
             result |= self._compare_with_reference(job, request, result, progress.say)
         accuracy = self._evaluate(job, request, result, progress.say)
         return self._record(job, result, started, gate, load, accuracy)
-
-    def _canary(self) -> float | None:
-        """None where the worker runs on another machine, whose speed it would not show."""
-        return None if self.harbour is not None and self.harbour.engine.is_remote else speed_probe.seconds()
 
     def _refusal(self, job: Job, verdict: Verdict) -> dict[str, Any] | None:
         """A result without a process: the gate failed, or an earlier process of this cell showed that it cannot run."""
@@ -429,8 +393,7 @@ class Run:
 
     def _hashes_of(self, contestant: Contestant) -> tuple[str, str]:
         """Of the code and of the environment."""
-        framework = contestant.framework
-        return framework.adapter_hash, framework.lock_hash if self.found is None else self.found.identity
+        return contestant.framework.adapter_hash, self.backend.environment_id(contestant.framework)
 
     @property
     def _sigma(self) -> float:
@@ -510,7 +473,7 @@ class Run:
                 }
         try:
             measured = self.step_reference(request, path, say)
-        except (venv.EnvironmentFault, isolation.ToolFault) as fault:
+        except (EnvironmentFault, ToolFault) as fault:
             return {"state": "crashed", "reason": f"the float64 reference of a step could not be made: {fault}"}
         initial = initial_parameters(TASKS[job.cell.task], request.initial_seed)
         error, limit = _replay_error(path, initial, halt, "")
@@ -537,19 +500,16 @@ class Run:
     def step_reference(self, request: Request, checked: Path, say: Callable[[str], None]) -> dict[str, Any]:
         """What :mod:`frameworks._tools.step_reference` says of the step.
 
-        Raises :class:`env.EnvironmentFault` or :class:`isolation.ToolFault` where it cannot be asked.
+        Raises :class:`EnvironmentFault` or :class:`ToolFault` where it cannot be asked.
         """
         rate = request.learning_rate / request.batch_size
-        arguments = ["--task", request.task, "--rate", repr(rate)]
+        data = store.folder(request.data, request.synthetic)
+        arguments: list[Argument] = ["--task", request.task, "--rate", repr(rate), "--checked", Input(checked)]
+        arguments += ["--x", Input(data, "train_x.npy"), "--y", Input(data, "train_y.npy")]
         if request.private:
             arguments += ["--bound", repr(request.max_grad_norm)]
             arguments += ["--deviation", repr(request.noise_multiplier * request.max_grad_norm)]
-        if self.harbour is not None:
-            return self.harbour.step_reference(request, checked, arguments, say)
-        data = store.folder(request.data, request.synthetic)
-        files = ["--checked", str(checked), "--x", str(data / "train_x.npy"), "--y", str(data / "train_y.npy")]
-        python = self.found.python if self.found is not None else venv.ensure(frameworks()["pytorch"], say).python
-        return isolation.json_tool(python, STEP_REFERENCE, [*arguments, *files])
+        return last_json(self.backend.run_tool(STEP_REFERENCE, arguments, say))
 
     def _check_unchanged(self, contestant: Contestant) -> None:
         """Raises :class:`BadInput` where the code is no longer what the gate has seen (rule V9), or the harness' own
@@ -568,17 +528,11 @@ class Run:
         if request.weights is None or result["state"] != "ok" or not Path(request.weights).exists():
             return None
         test = store.folder(request.data, request.synthetic)
-        arguments = ["--task", request.task, "--parameters", request.weights]
-        arguments += ["--x", str(test / "test_x.npy"), "--y", str(test / "test_y.npy")]
+        arguments: list[Argument] = ["--task", request.task, "--parameters", Input(Path(request.weights))]
+        arguments += ["--x", Input(test, "test_x.npy"), "--y", Input(test, "test_y.npy")]
         try:
-            if self.harbour is not None:
-                test_accuracy = self.harbour.evaluate(
-                    request.task, request.data, request.synthetic, Path(request.weights), say
-                )
-                return Accuracy(test=test_accuracy, after_steps=result["epsilon_steps"])
-            python = venv.ensure(frameworks()["pytorch"], say).python
-            measured = isolation.json_tool(python, "frameworks._tools.evaluate", arguments)
-        except (venv.EnvironmentFault, isolation.ToolFault) as fault:
+            measured = last_json(self.backend.run_tool(EVALUATE, arguments, say))
+        except (EnvironmentFault, ToolFault) as fault:
             say(f"{job.cell.name}: no accuracy ({fault})")
             return None
         return Accuracy(test=measured["accuracy"], after_steps=result["epsilon_steps"])
@@ -597,6 +551,7 @@ class Run:
         if timed is not None and self.protocol.sampling == "own":
             timed = timed.model_copy(update={"own_sampling": job.contestant.variant.own_sampling})
         state: State = result["state"]
+        where = self.backend.describe_process(job.contestant.framework, result)
         adapter_hash, lock_hash = self.hashes[job.contestant.name]
         return Record(
             purpose=job.purpose,
@@ -613,13 +568,9 @@ class Run:
             epsilon=self._epsilon(job, result),
             accuracy=accuracy,
             versions=result.get("versions", {}),
-            image=self._image(job.contestant),
-            container=self._container(result),
-            machine={
-                **(result.get("machine") or {**machine.describe(), **machine.state()}),
-                "threads": self.threads,
-                "peaks": self.peaks,
-            },
+            image=where.image,
+            container=where.container,
+            machine={**where.machine, "threads": self.threads, "peaks": self.peaks},
             seeds=self._seeds(job),
             block=Block(run=self.folder.id, round=job.round, order=job.order),
             source=Source(commit=commit, dirty=dirty, adapter_hash=adapter_hash, lock_hash=lock_hash),
@@ -631,17 +582,6 @@ class Run:
             interrupted=bool(result.get("interrupted")),
             sequence=sequence.take(),
         )
-
-    def _image(self, contestant: Contestant) -> Image | None:
-        place = self.places[contestant.name]
-        if self.harbour is None or isinstance(place, Unavailable):
-            return None
-        return self.harbour.record(place, contestant.framework)
-
-    def _container(self, result: dict[str, Any]) -> Container | None:
-        if self.harbour is None or "container" not in result:
-            return None
-        return Container(engine=self.harbour.engine.name, **result["container"])
 
     def _epsilon(self, job: Job, result: dict[str, Any]) -> Epsilon | None:
         """Of the whole epochs that the figure stands for. None where batches are no Poisson samples."""
@@ -663,39 +603,13 @@ class Run:
         )
 
 
-def open_harbour(device: str, **options: Any) -> Harbour:
-    """Imported only here: the SDK takes longer to import than the harness to start. Raises :class:`BadInput` where no
-    engine answers."""
-    from harness.environments.containers.session import Harbour
-
-    return Harbour(device, **options)
-
-
-def place_of(
-    isolation: str,
-    framework: Framework,
-    environment: dict[str, str],
-    say: Callable[[str], None],
-    module: str = WORKER,
-) -> InProcess | Venv | Unavailable:
-    """Where the framework's workers, ``module``, run; or why there is no such place."""
-    if isolation == "inprocess":
-        return InProcess(module)
-    try:
-        python = venv.ensure(framework, say).python
-    except venv.EnvironmentFault as fault:
-        say(f"{framework.name}: {fault}")
-        return Unavailable(str(fault))
-    return Venv(python, environment, module, framework.root)
-
-
 def undisturbed(
     process: Callable[[], dict[str, Any]],
     repeats: int,
     is_timed: bool,
     name: str,
     progress: Progress,
-    clock: Callable[[], float | None] = speed_probe.seconds,
+    clock: Callable[[], float | None],
 ) -> tuple[dict[str, Any], Load]:
     """(result, load) of one ``process``; a timed one that others disturbed is run again, up to ``repeats`` times.
     ``clock``: the canary's seconds, None where it would not show the speed of the worker's machine."""
@@ -784,25 +698,6 @@ def watched_code() -> seal.Watched:
     watched = seal.Watched()
     watched.add(path for path in (ROOT / "harness").rglob("*") if path.suffix in {".py", ".toml"})
     return watched
-
-
-def check_threads(threads: int) -> None:
-    """Raises :class:`BadInput` for none, or for more threads than processors, which would not be pinned one to one."""
-    if threads < 1:
-        raise BadInput(f"--threads is {threads}: it must be at least 1.")
-    available = len(os.sched_getaffinity(0))
-    if threads > available:
-        raise BadInput(f"--threads is {threads}, but this process may use {available} processors; choose at most that.")
-
-
-def check_device(device: str) -> None:
-    """Raises :class:`BadInput` where the device is not there."""
-    if device == "cuda" and not machine.gpus():
-        raise BadInput(
-            "--device is cuda, but nvidia-smi sees no GPU on this machine; use --device cpu, or repair the driver."
-        )
-    if device not in {"cpu", "cuda"}:
-        raise BadInput(f"--device is {device!r}: choose cpu or cuda.")
 
 
 def ensure_data(name: str, synthetic: bool, say: Callable[[str], None]) -> Data:

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from harness.environments import executor, memory_limit, venv
-from harness.environments.executor import InProcess, Limits, Venv
+from harness.environments.backend import Argument, Backend, Input, Output, RunTool, last_json
+from harness.environments.executor import Executor, ToolFault
 from harness.environments.unavailable import Unavailable
+from harness.environments.venv import EnvironmentFault
 from harness.errors import BadInput
 from harness.gate import admission
 from harness.layers import LAYERS
 from harness.plan import layers as layer_plan
 from harness.plan.layer_registry import LayerContestant
 from harness.plan.layers import LayerJob, LayerOptions
-from harness.plan.registry import frameworks
 from harness.run.e2e import (
     ENDS_THE_RUN,
     FINAL_STATES,
     Moment,
     Summary,
-    check_device,
     check_disk,
-    check_threads,
     killer,
-    place_of,
     undisturbed,
     unforeseen,
     watched_code,
@@ -39,9 +35,6 @@ from harness.store.folder import MOST_ATTEMPTS, RunFolder
 from harness.store.record import Block, Gate, GateCheck, LayerResult, Load, Record, Seeds, Source
 from harness.worker import machine
 from harness.worker.layer_request import LayerRequest
-
-if TYPE_CHECKING:
-    from harness.environments.unpinned import Found, FoundPlace
 
 WORKER = "harness.worker.layers"
 REFERENCE = "frameworks._tools.layer_reference"
@@ -54,8 +47,7 @@ REFERENCE_SOURCES = (
 
 
 class LayerRun:
-    """One run folder's work. ``command`` reproduces it and goes into every record. ``found``: measure there, whatever
-    its versions, instead of where the pins are."""
+    """One run folder's work. ``command`` reproduces it and goes into every record. ``backend``: where it is done."""
 
     def __init__(
         self,
@@ -63,22 +55,20 @@ class LayerRun:
         contestants: list[LayerContestant],
         folder: RunFolder,
         command: str,
-        found: Found | None = None,
+        backend: Backend,
     ) -> None:
         self.options = options
-        self.found = found
+        self.backend = backend
         self.contestants = contestants
         self.folder = folder
         self.command = command
-        self.threads = options.threads or len(os.sched_getaffinity(0))
-        self.limits = Limits(options.memory_limit_bytes or memory_limit.default_limit(), options.timeout_seconds)
-        self.places: dict[str, InProcess | Venv | FoundPlace | Unavailable] = {}
+        each = backend.resources(options.device, options.threads, options.memory_limit_bytes, options.timeout_seconds)
+        self.threads, self.limits = each.threads, each.limits
+        self.executors: dict[str, Executor | Unavailable] = {}
         self.references: dict[str, Path] = {}
         self.reference_fault: str | None = None
         self.ended: dict[str, Record] = {}
         self.watched = watched_code()
-        check_device(options.device)
-        check_threads(self.threads)
         self.hashes = {c.name: self._hashes_of(c) for c in contestants}
         self.jobs = layer_plan.jobs(options, contestants)
         if not self.jobs:
@@ -89,6 +79,13 @@ class LayerRun:
 
     def execute(self, progress: Progress, fresh: bool = False) -> Summary:
         """Everything, or what is left of it. Ctrl-C or a kill at any moment loses at most the process under way."""
+        try:
+            self.backend.prepare(self.contestants, progress.say)
+            return self._execute(progress, fresh)
+        finally:
+            self.backend.close()
+
+    def _execute(self, progress: Progress, fresh: bool) -> Summary:
         with self.folder.open(self.description(), fresh):
             self.prepare(progress.say)
             states: dict[str, int] = {}
@@ -131,6 +128,7 @@ class LayerRun:
     def description(self) -> dict[str, Any]:
         """What all records of the folder have in common: options, code, machine. A resumed run must have the same."""
         return {
+            **self.backend.describe(),
             "options": asdict(self.options),
             "contestants": {name: {"layers": code, "lock": lock} for name, (code, lock) in self.hashes.items()},
             "harness": admission.sources_hash(REFERENCE_SOURCES),
@@ -145,27 +143,16 @@ class LayerRun:
 
     def _hashes_of(self, contestant: LayerContestant) -> tuple[str, str]:
         """Of the code and of the environment."""
-        lock = contestant.framework.lock_hash if self.found is None else self.found.identity
-        return contestant.code_hash, lock
-
-    def _place(self, c: LayerContestant, say: Callable[[str], None]) -> InProcess | Venv | FoundPlace | Unavailable:
-        if self.found is not None:
-            return self.found.place(c.framework, c.variant.environment, WORKER)
-        return place_of(self.options.isolation, c.framework, c.variant.environment, say, WORKER)
-
-    def _make_here(self, names: list[str], folder: Path, say: Callable[[str], None]) -> None:
-        assert self.found is not None
-        self.found.tool(REFERENCE, ["--layers", ",".join(names), "--out", str(folder)])
+        return contestant.code_hash, self.backend.environment_id(contestant.framework)
 
     def prepare(self, say: Callable[[str], None]) -> None:
         """Environments and references. Without one, its cells are ``unsupported`` (``crashed`` without a reference)."""
         for c in self.contestants:
-            self.places[c.name] = self._place(c, say)
+            self.executors[c.name] = self.backend.executor(c, say, WORKER)
         try:
-            make = _make_in_venv if self.found is None else self._make_here
-            self.references = ensure_references(self.options.layers, say, make)
+            self.references = ensure_references(self.options.layers, say, self.backend.run_tool)
             self.watched.add(self.references.values())
-        except (venv.EnvironmentFault, executor.ToolFault) as fault:
+        except (EnvironmentFault, ToolFault) as fault:
             self.reference_fault = f"the float64 references of the layers could not be made: {fault}"
             say(self.reference_fault)
 
@@ -175,8 +162,8 @@ class LayerRun:
         refusal = self._refusal(job)
         if refusal is not None:
             return self._record(job, refusal, started)
-        place = self.places[job.contestant.name]
-        assert not isinstance(place, Unavailable)
+        executor = self.executors[job.contestant.name]
+        assert not isinstance(executor, Unavailable)
         contestant = job.contestant
         self.watched.check()
         if self.hashes[contestant.name] != self._hashes_of(contestant):
@@ -185,11 +172,12 @@ class LayerRun:
             )
         request = self._request(job)
         result, load = undisturbed(
-            lambda: place.run(request, self.limits, progress.event),
+            lambda: executor.run(request, self.limits, progress.event),
             self.options.repeats,
             job.purpose == "time",
             job.cell.name,
             progress,
+            self.backend.speed_probe,
         )
         check_disk(result, self.folder, job.cell.name)
         if request.left is not None and result["state"] == "ok":
@@ -208,7 +196,7 @@ class LayerRun:
             measured = result["layer"]
             last = (len(measured["pass_seconds"]) - 1) % measured["batches"]
             check = self.last_pass(request, last, say)
-        except (venv.EnvironmentFault, executor.ToolFault) as fault:
+        except (EnvironmentFault, ToolFault) as fault:
             return {"state": "crashed", "reason": f"the float64 reference of the last pass could not be made: {fault}"}
         finally:
             left.unlink()
@@ -221,20 +209,22 @@ class LayerRun:
     def last_pass(self, request: LayerRequest, number: int, say: Callable[[str], None]) -> dict[str, Any]:
         """What :mod:`frameworks._tools.layer_reference` says of it, which was over batch ``number``.
 
-        Raises :class:`env.EnvironmentFault` or :class:`isolation.ToolFault` where it cannot be asked.
+        Raises :class:`EnvironmentFault` or :class:`ToolFault` where it cannot be asked.
         """
-        arguments = ["--layers", request.layer, "--left", str(request.left), "--passes", request.passes]
+        assert request.left is not None
+        arguments: list[Argument] = ["--layers", request.layer, "--left", Input(Path(request.left))]
+        arguments += ["--passes", request.passes]
         arguments += ["--batch-size", str(request.batch_size), "--seed", str(request.seed), "--number", str(number)]
-        python = self.found.python if self.found is not None else venv.ensure(frameworks()["pytorch"], say).python
-        return executor.json_tool(python, REFERENCE, [*arguments, "--bound", repr(request.max_grad_norm)])
+        arguments += ["--bound", repr(request.max_grad_norm)]
+        return last_json(self.backend.run_tool(REFERENCE, arguments, say))
 
     def _refusal(self, job: LayerJob) -> dict[str, Any] | None:
         """A result without a process: it cannot run, or an earlier process of this cell showed so."""
         assert job.cell.layer is not None
-        place = self.places[job.contestant.name]
+        executor = self.executors[job.contestant.name]
         reason = job.contestant.variant.why_unsupported(LAYERS[job.cell.layer])
-        if isinstance(place, Unavailable):
-            return {"state": "unsupported", "reason": place.reason}
+        if isinstance(executor, Unavailable):
+            return {"state": "unsupported", "reason": executor.reason}
         if reason:
             return {"state": "unsupported", "reason": reason}
         if self.reference_fault is not None:
@@ -283,6 +273,7 @@ class LayerRun:
         checks = [GateCheck.model_validate(check) for check in result.get("checks", [])]
         gate = Gate(passed=all(c.passed for c in checks), key=self._key(job), checks=checks) if checks else None
         seed = self._seed(job)
+        where = self.backend.describe_process(job.contestant.framework, result)
         return Record(
             purpose=job.purpose,
             state=result["state"],
@@ -303,7 +294,9 @@ class LayerRun:
             ),
             gate=gate,
             versions=result.get("versions", {}),
-            machine={**machine.describe(), **machine.state(), "threads": self.threads},
+            image=where.image,
+            container=where.container,
+            machine={**where.machine, "threads": self.threads},
             seeds=Seeds(initial=seed, batches=seed, noise=seed),
             block=Block(run=self.folder.id, round=job.round, order=job.order),
             source=Source(commit=commit, dirty=dirty, adapter_hash=code_hash, lock_hash=lock_hash),
@@ -325,13 +318,12 @@ def _predictions(record: Record) -> dict[str, Any]:
     }
 
 
-Make = Callable[[list[str], Path, Callable[[str], None]], None]
+def ensure_references(names: tuple[str, ...], say: Callable[[str], None], run_tool: RunTool) -> dict[str, Path]:
+    """Return layer -> .npz of its float64 gradients, which ``run_tool`` computes once.
 
-
-def ensure_references(names: tuple[str, ...], say: Callable[[str], None], make: Make | None = None) -> dict[str, Path]:
-    """Layer -> .npz of its float64 gradients, computed once: by ``make``, or in the environment of plain PyTorch.
-
-    Raises :class:`env.EnvironmentFault` or :class:`isolation.ToolFault` where they cannot be made.
+    Raises:
+        EnvironmentFault: there is no environment with PyTorch.
+        ToolFault: they could not be computed.
     """
     folder = cache.folder("layer-references") / admission.sources_hash(REFERENCE_SOURCES)
     folder.mkdir(exist_ok=True)
@@ -339,13 +331,9 @@ def ensure_references(names: tuple[str, ...], say: Callable[[str], None], make: 
     with cache.locked(folder / ".lock"):
         missing = [name for name, path in paths.items() if not seal.holds(path)]
         if missing:
-            (make or _make_in_venv)(missing, folder, say)
+            say(f"References of {len(missing)} layers: float64, one example at a time")
+            output = Output(folder, tuple(paths[name].name for name in missing))
+            run_tool(REFERENCE, ["--layers", ",".join(missing), "--out", output], say)
             for name in missing:
                 seal.put(paths[name])
     return paths
-
-
-def _make_in_venv(names: list[str], folder: Path, say: Callable[[str], None]) -> None:
-    python = venv.ensure(frameworks()["pytorch"], say).python
-    say(f"References of {len(names)} layers: float64, one example at a time")
-    executor.run_tool(python, REFERENCE, ["--layers", ",".join(names), "--out", str(folder)])

@@ -70,7 +70,7 @@ def python_of(contestant: LayerContestant) -> Path:
 def test_a_cell_is_right_and_its_memory_adds_up(contestant: LayerContestant, layer: str, passes: str) -> None:
     facts = LAYERS[layer]
     place = Venv(python_of(contestant), contestant.variant.environment, "harness.worker.layers")
-    references = layer_run.ensure_references((layer,), print)
+    references = layer_run.ensure_references((layer,), print, venv.VenvBackend().run_tool)
     for mode in ("time", "memory"):
         asked = LayerRequest(
             mode=mode,

@@ -85,7 +85,7 @@ def fight(name: str, options: DuelOptions, folder: Path, console: Console) -> Du
         planted = Path(temporary, f"planted-{name}")
         plant(name, planted)
         base, head = candidates.resolve("base", "."), candidates.resolve("head", str(planted))
-    run = DuelRun(options, base, head, RunFolder(folder.resolve()), f"python -m tests.planted --fault {name}")
+    run = DuelRun.connected(options, base, head, RunFolder(folder.resolve()), f"python -m tests.planted --fault {name}")
     with Progress(console, quiet=True) as progress:
         return run.execute(progress)
 

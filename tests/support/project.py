@@ -77,7 +77,7 @@ class Project:
     def run(self, base: str, head: str, out: Path, **changes: object) -> DuelRun:
         both = candidates.resolve("base", base, self.folder), candidates.resolve("head", head, self.folder)
         options = DuelOptions(**{**PLAIN, **changes})
-        return DuelRun(options, *both, RunFolder(out), "a test")
+        return DuelRun.connected(options, *both, RunFolder(out), "a test")
 
 
 PLAIN: dict[str, object] = {
