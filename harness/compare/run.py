@@ -37,7 +37,7 @@ from harness.compare.record import (
 )
 from harness.environments import memory_limit
 from harness.environments.backend import Backend, check_device, check_threads
-from harness.environments.choose import backend_of
+from harness.environments.choose import backend_of, check_isolation
 from harness.environments.executor import WORKER, Executor, Limits, ToolFault
 from harness.environments.unavailable import Unavailable
 from harness.environments.venv import EnvironmentFault
@@ -77,7 +77,6 @@ ANOTHER = 1e6
 """In the place of an infinite distance, which JSON cannot carry."""
 WEIGHTS_TOLERANCE = 1e-3
 WEIGHTS_STEPS = worker.REPLAYED_STEPS + worker.SETTLING_STEPS
-ISOLATIONS = ("venv", "docker", "inprocess")
 MEANT = "name it as a side (image:TAG) if it is the one that is meant"
 
 AnyContestant = LayerContestant | Contestant
@@ -126,8 +125,7 @@ def check(options: DuelOptions) -> None:
     if options.minutes is not None and not 0.0 < options.minutes < math.inf:
         raise BadInput(f"--minutes is {options.minutes}: it must be above 0 and finite.")
     plan.check_seed(options.seed)
-    if options.isolation not in ISOLATIONS:
-        raise BadInput(f"--isolation is {options.isolation!r}: choose venv, docker, or inprocess (tests only).")
+    check_isolation(options.isolation)
     if options.threads < 1:
         raise BadInput(f"--threads is {options.threads}: it must be at least 1.")
     if options.layers:

@@ -7,6 +7,15 @@ from typing import Any
 from harness.environments.backend import Backend
 from harness.environments.in_process import InProcessBackend
 from harness.environments.venv import VenvBackend
+from harness.errors import BadInput
+
+ISOLATIONS = ("venv", "docker", "inprocess")
+
+
+def check_isolation(isolation: str) -> None:
+    """Raises :class:`BadInput` for a name that is none."""
+    if isolation not in ISOLATIONS:
+        raise BadInput(f"--isolation is {isolation!r}: choose venv, docker, or inprocess (tests only).")
 
 
 def backend_of(isolation: str, device: str, **of_containers: Any) -> Backend:

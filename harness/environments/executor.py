@@ -39,8 +39,8 @@ GRACE_SECONDS = 2.0
 open."""
 WORKER = "harness.worker.e2e"
 LOG_TAIL = 4000
-WEIGHTS = ("snapshot", "checked", "weights")
-"""Fields of a request that name files which the worker fills with weights."""
+OUTPUTS = ("snapshot", "checked", "weights", "left")
+"""Fields of a request that name files which the worker fills with arrays."""
 LONGEST_LINE = 8 * 2**20
 """Bytes. A line of events that is longer has no end that the harness waits for."""
 LINES_AHEAD = 32
@@ -173,8 +173,8 @@ class Venv:
 
 
 def _examined(result: Event, request: AnyRequest) -> Event:
-    """The result as :mod:`harness.environments.validate` lets it through; weights that are none are removed."""
-    paths = {name: getattr(request, name, None) for name in WEIGHTS}
+    """The result as :mod:`harness.environments.validate` lets it through; files of no use are removed."""
+    paths = {name: getattr(request, name, None) for name in OUTPUTS}
     files = {name: Path(path) for name, path in paths.items() if path is not None and Path(path).exists()}
     result, kept = validate.examined(
         result, request, {name: path.read_bytes() for name, path in files.items()}, "the worker"

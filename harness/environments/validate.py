@@ -95,7 +95,7 @@ class _Answer(BaseModel):
 
 
 LARGEST_WEIGHTS = 256 * 2**20
-"""Bytes of one file of weights, unpacked."""
+"""Bytes of one file of arrays, unpacked."""
 
 NEEDED = {
     "time": ("epoch_seconds", "timed", "epsilon_steps"),
@@ -140,15 +140,14 @@ def fault_of_answer(result: Mapping[str, Any], request: Request | LayerRequest) 
 
 
 def examined(
-    result: dict[str, Any], request: Request | LayerRequest, weights: Mapping[str, bytes], who: str
+    result: dict[str, Any], request: Request | LayerRequest, files: Mapping[str, bytes], who: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """(result, names of the ``weights`` that may be kept): the result itself, or, where it or its weights are no answer
-    to ``request``, a crash with the reason in its place; how the process did stays known. ``who`` said it."""
+    """(result, names of the ``files`` that may be kept): the result itself, or, where it or a file is no answer to
+    ``request``, a crash with the reason in its place; how the process did stays known. ``who`` said it."""
     fault = fault_of_answer(result, request)
     kept = []
-    for name, content in weights.items():
-        look = fault_of_replay if name == "checked" else fault_of_weights
-        why = look(content, getattr(request, "task", ""), LARGEST_WEIGHTS) if fault is None else None
+    for name, content in files.items():
+        why = _fault_of_file(name, content, request) if fault is None else None
         fault = fault or (why and f"{name}.npz: {why}")
         kept += [name] if fault is None else []
     if fault is None:
@@ -156,6 +155,14 @@ def examined(
     known: dict[str, Any] = {name: result[name] for name in ("log_tail", "container", "machine") if name in result}
     reason = f"{who} sent what is no result ({fault})."
     return {"event": "result", "state": "crashed", "reason": reason, **known}, kept
+
+
+def _fault_of_file(name: str, content: bytes, request: Request | LayerRequest) -> str | None:
+    """What a layer's pass left is looked at by the tool that compares it; here it is an archive of arrays."""
+    if isinstance(request, LayerRequest):
+        return _arrays(content, LARGEST_WEIGHTS)[1]
+    look = fault_of_replay if name == "checked" else fault_of_weights
+    return look(content, request.task, LARGEST_WEIGHTS)
 
 
 def fault_of_weights(content: bytes, task: str, largest: int) -> str | None:

@@ -32,8 +32,8 @@ from harness.environments.executor import (
     GRACE_SECONDS,
     LOG_TAIL,
     LONGEST_LINE,
+    OUTPUTS,
     POLL_SECONDS,
-    WEIGHTS,
     WORKER,
     AnyRequest,
     Event,
@@ -169,7 +169,7 @@ class Docker:
         if request.reference:
             changes["reference"] = str(INSIDE / "reference" / Path(request.reference).name)
             mounts.append(self._mount(Path(request.reference), str(INSIDE / "reference")))
-        for field in WEIGHTS:
+        for field in OUTPUTS:
             wanted = getattr(request, field, None)
             if wanted is not None:
                 outputs[field] = Path(wanted)
