@@ -63,6 +63,7 @@ from harness.worker import memory as resident
 from harness.worker.gate import layers as layer_gate
 from harness.worker.layer_request import LayerRequest
 from harness.worker.request import Request
+from harness.worker.result import Result
 
 DEFAULT_LAYERS = ("linear", "embedding", "lstm")
 DEFAULT_SIZES = (64,)
@@ -712,7 +713,7 @@ class DuelRun:
         side, backend = self.sides[role], self.backends[role]
         contestants = [bout.sides[role] for bout in self.bouts]
         frameworks = {c.framework.name: c.framework for c in contestants if c is not None}
-        images = {name: backend.describe_process(framework, {}).image for name, framework in frameworks.items()}
+        images = {name: backend.describe_process(framework, None).image for name, framework in frameworks.items()}
         return SideFacts(
             asked=side.asked,
             title=side.title,
@@ -744,23 +745,22 @@ def _backend_of(options: DuelOptions, role: Role, side: Side) -> Backend:
     return made
 
 
-def _process(result: dict[str, Any], with_versions: bool) -> Process:
+def _process(result: Result, with_versions: bool) -> Process:
     """What is kept of a worker's result: of the passes, their median and spread."""
-    layer = result.get("layer", {})
-    seconds = layer.get("pass_seconds") or result.get("epoch_seconds") or []
+    seconds = (result.layer or {}).get("pass_seconds") or result.epoch_seconds
     low, middle, high = (float(q) for q in np.quantile(seconds, (0.1, 0.5, 0.9))) if seconds else (None, None, None)
-    memory = result.get("memory", {})
+    memory = result.memory
     return Process(
-        state=result["state"],
-        reason=result.get("reason"),
+        state=result.state,
+        reason=result.reason,
         seconds=middle,
         passes=len(seconds),
         low=low,
         high=high,
         bytes=next((memory[notion] for notion in NOTIONS if notion in memory), None),
-        checks=[GateCheck.model_validate(line) for line in result.get("checks", [])],
-        versions=result.get("versions", {}) if with_versions else {},
-        log_tail="" if result["state"] == "ok" else result.get("log_tail", ""),
-        interrupted=bool(result.get("interrupted")),
-        sketch=result.get("sketch", []),
+        checks=[GateCheck.model_validate(line) for line in result.checks],
+        versions=result.versions if with_versions else {},
+        log_tail="" if result.state == "ok" else result.log_tail,
+        interrupted=result.interrupted,
+        sketch=result.sketch,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from harness.plan.layer_registry import LayerContestant
 from harness.plan.registry import Contestant, Framework
 from harness.store.record import Container, Image
 from harness.worker import machine, speed_probe
+from harness.worker.result import Result
 
 AnyContestant = Contestant | LayerContestant
 Say = Callable[[str], None]
@@ -115,8 +116,8 @@ class Backend(Protocol):
         """Return what a resumed run must find the same, for ``plan.json``."""
         ...
 
-    def describe_process(self, framework: Framework, result: Mapping[str, Any]) -> Provenance:
-        """Return where the process ran whose result it is; of an empty result, where it would have."""
+    def describe_process(self, framework: Framework, result: Result | None) -> Provenance:
+        """Return where the process ran whose result it is; without one, where it would have."""
         ...
 
     def speed_probe(self) -> float | None:
@@ -156,8 +157,8 @@ class LocalBackend:
     def describe(self) -> dict[str, Any]:
         return {}
 
-    def describe_process(self, framework: Framework, result: Mapping[str, Any]) -> Provenance:
-        return Provenance(None, None, result.get("machine") or {**machine.describe(), **machine.state()})
+    def describe_process(self, framework: Framework, result: Result | None) -> Provenance:
+        return Provenance(None, None, (result and result.machine) or {**machine.describe(), **machine.state()})
 
     def speed_probe(self) -> float | None:
         return speed_probe.seconds()

@@ -24,6 +24,7 @@ from harness.errors import BadInput
 from harness.paths import ROOT
 from harness.plan.registry import Framework
 from harness.store.record import UNPINNED
+from harness.worker.result import Result
 
 LOCAL = ("harness", "frameworks", "dpcore")
 REFERENCES = tuple(ROOT / "frameworks" / "_tools" / name for name in ("reference.py", "layer_reference.py"))
@@ -130,14 +131,14 @@ class UnpinnedExecutor:
         self._alone = Venv(python, {**environment, **paths}, module)
         self._beside = Venv(python, {**environment, **paths, **JAX_GROWS}, module)
 
-    def run(self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None]) -> Event:
+    def run(self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None]) -> Result:
         """As every executor. Raises :class:`OutOfTime` where not the process but the run took too long."""
         deadline = self.backend.deadline
         deadline.check()
         own = min(limits.timeout_seconds, self.backend.longest_seconds)
         venv = self._beside if self.backend.side_by_side else self._alone
         result = venv.run(request, replace(limits, timeout_seconds=min(own, deadline.left)), on_event)
-        if result["state"] != "ok":
+        if result.state != "ok":
             deadline.check()
         return result
 

@@ -24,6 +24,7 @@ from harness.store import cache, seal
 from harness.store.record import Gate, GateCheck
 from harness.tasks import TASKS
 from harness.worker.request import Request
+from harness.worker.result import Result, State
 from harness.worker.sampling import steps_per_epoch
 
 REFERENCE_SOURCES = (
@@ -53,7 +54,7 @@ class Verdict:
     """``state`` is ``ok`` where the gate ran; then ``gate`` says whether it passed. Else why it could not run.
     ``machine``: where it ran, None for this one."""
 
-    state: str
+    state: State
     reason: str | None
     gate: Gate
     versions: dict[str, str]
@@ -167,7 +168,7 @@ def judge(
     result = executor.run(request, limits, lambda event: None)
     verdict = _verdict(result, key)
     if verdict.state == "ok":
-        content = json.dumps(result)
+        content = result.to_json()
         kept = {"seal": seal.of(key, content.encode()), "result": content}
         cache.write_atomically(path, json.dumps(kept).encode())
     return verdict
@@ -187,19 +188,19 @@ def _remembered(path: Path, key: str) -> Verdict:
             f"The remembered verdict {path} is damaged, or another hand has written it; remove it, and the gate judges "
             "anew."
         )
-    return replace(_verdict(json.loads(content), key), cached=True, log_tail="")
+    return replace(_verdict(Result.from_json(content), key), cached=True, log_tail="")
 
 
-def _verdict(result: dict[str, Any], key: str) -> Verdict:
-    checks = [GateCheck.model_validate(check) for check in result.get("checks", [])]
-    passed = result["state"] == "ok" and bool(checks) and all(check.passed for check in checks)
+def _verdict(result: Result, key: str) -> Verdict:
+    checks = [GateCheck.model_validate(check) for check in result.checks]
+    passed = result.state == "ok" and bool(checks) and all(check.passed for check in checks)
     return Verdict(
-        state=result["state"],
-        reason=result.get("reason"),
+        state=result.state,
+        reason=result.reason,
         gate=Gate(passed=passed, key=key, checks=checks),
-        versions=result.get("versions", {}),
-        log_tail=result.get("log_tail", ""),
-        machine=result.get("machine"),
+        versions=result.versions,
+        log_tail=result.log_tail,
+        machine=result.machine,
     )
 
 

@@ -22,9 +22,8 @@ import numpy as np
 from harness.analysis import accounting
 from harness.contract import NO_OWN_LOOP
 from harness.data import store
-from harness.environments import executor as isolation
 from harness.environments.backend import Argument, Backend, Input, last_json
-from harness.environments.executor import Executor, Limits, ToolFault
+from harness.environments.executor import LOG_TAIL, Executor, Limits, ToolFault
 from harness.environments.unavailable import Unavailable
 from harness.environments.unpinned import OutOfTime
 from harness.environments.venv import EnvironmentFault
@@ -52,7 +51,6 @@ from harness.store.record import (
     Record,
     Seeds,
     Source,
-    State,
     Timed,
 )
 from harness.tasks import TASKS, initial_parameters
@@ -60,6 +58,7 @@ from harness.worker import machine
 from harness.worker.e2e import REPLAYED_STEPS, setting_of, timed_batches
 from harness.worker.gate import cases as gate_cases
 from harness.worker.request import Request
+from harness.worker.result import Result, State
 
 DISTURBED_SHARE = 0.05
 DISTURBED_CANARY = 0.25
@@ -271,7 +270,7 @@ class Run:
                 raise
             except Exception as error:
                 result = unforeseen(error)
-            return Verdict(result["state"], result["reason"], nothing, {}, result.get("log_tail", ""))
+            return Verdict(result.state, result.reason, nothing, {}, result.log_tail)
 
     def _cell(self, contestant: Contestant, task: str, batch_size: int) -> Cell:
         return plan.cell_of(self.options, contestant, task, batch_size)
@@ -280,16 +279,9 @@ class Run:
         verdict = self.verdicts[contestant.name, task]
         cell = self._cell(contestant, task, gate_cases.BATCH)
         job = Job(contestant, cell, 0, 0, "gate")
-        state = "rejected" if verdict.state == "ok" and not verdict.gate.passed else verdict.state
+        state: State = "rejected" if verdict.state == "ok" and not verdict.gate.passed else verdict.state
         reason = verdict.reason or admission.failures(verdict.gate) or None
-        result = {
-            "state": state,
-            "reason": reason,
-            "versions": verdict.versions,
-            "log_tail": verdict.log_tail,
-            "machine": verdict.machine,
-        }
-        return self._record(job, result, Moment(), verdict.gate)
+        return self._record(job, _result_of(verdict, state, reason), Moment(), verdict.gate)
 
     def _measure(self, job: Job, progress: Progress) -> Record:
         """One process, or the record of why there is none."""
@@ -311,39 +303,33 @@ class Run:
             self.backend.speed_probe,
         )
         check_disk(result, self.folder, job.cell.name)
-        if job.purpose == "time" and result["state"] == "ok":
-            result |= self._compare_with_replay(job, request, result)
-        if request.checked is not None and result["state"] == "ok":
-            result |= self._compare_with_reference(job, request, result, progress.say)
+        if job.purpose == "time" and result.state == "ok":
+            result = self._compare_with_replay(job, request, result)
+        if request.checked is not None and result.state == "ok":
+            result = self._compare_with_reference(job, request, result, progress.say)
         accuracy = self._evaluate(job, request, result, progress.say)
         return self._record(job, result, started, gate, load, accuracy)
 
-    def _refusal(self, job: Job, verdict: Verdict) -> dict[str, Any] | None:
+    def _refusal(self, job: Job, verdict: Verdict) -> Result | None:
         """A result without a process: the gate failed, or an earlier process of this cell showed that it cannot run."""
         if verdict.state != "ok":
-            return {
-                "state": verdict.state,
-                "reason": verdict.reason,
-                "versions": verdict.versions,
-                "log_tail": verdict.log_tail,
-                "machine": verdict.machine,
-            }
+            return _result_of(verdict, verdict.state, verdict.reason)
         if not verdict.gate.passed:
             known = job.contestant.variant.why_rejected(job.cell.task)
             reason = f"by the gate: {admission.failures(verdict.gate)}" + (f"; known finding: {known}" if known else "")
-            return {"state": "rejected", "reason": reason, "machine": verdict.machine}
+            return Result("rejected", reason, machine=verdict.machine)
         if self.protocol.sampling == "own" and job.contestant.variant.own_sampling is None:
-            return {"state": "unsupported", "reason": f"{job.contestant.name} {NO_OWN_LOOP}"}
+            return Result("unsupported", f"{job.contestant.name} {NO_OWN_LOOP}")
         unreplayed = self.unreplayed.get(job.cell.name)
         if unreplayed is not None and job.purpose == "time":
             reason = (
                 f"its memory process, which is its untimed replay, ended as {unreplayed.state}: {unreplayed.reason}"
             )
             tail, by_others = unreplayed.log_tail, unreplayed.interrupted
-            return {"state": unreplayed.state, "reason": reason, "log_tail": tail, "interrupted": by_others}
+            return Result(unreplayed.state, reason, log_tail=tail, interrupted=by_others)
         earlier = self.ended.get(job.cell.name)
         if earlier is not None:
-            return {"state": earlier.state, "reason": f"as in round {earlier.block.round + 1}: {earlier.reason}"}
+            return Result(earlier.state, f"as in round {earlier.block.round + 1}: {earlier.reason}")
         return None
 
     def _remember(self, job: Job, record: Record) -> None:
@@ -412,69 +398,66 @@ class Run:
     def _snapshot(self, job: Job, purpose: str) -> Path:
         return self._scratch(job, f"after-first-steps.{purpose}")
 
-    def _compare_with_replay(self, job: Job, request: Request, result: dict[str, Any]) -> dict[str, Any]:
+    def _compare_with_replay(self, job: Job, request: Request, result: Result) -> Result:
         """Gate, part 5, on the measured cell itself: the weights after the first timed steps against the replay.
 
         The limit leaves room for one float32 rounding of every weight that moved in every step. A library's own loop
         that cannot be seeded, and says so, keeps its error in the record and its time.
         """
         if request.snapshot is None or not self.options.memory:
-            return {}
+            return result
         replayed = self._snapshot(job, "memory")
         if not Path(request.snapshot).exists() or not replayed.exists():
             whose = "timed process" if replayed.exists() else "memory process, its untimed replay,"
-            return {"state": "crashed", "reason": f"the {whose} left no weights: run the same command with --fresh."}
+            reason = f"the {whose} left no weights: run the same command with --fresh."
+            return replace(result, state="crashed", reason=reason)
         try:
             initial = initial_parameters(TASKS[job.cell.task], request.initial_seed)
             error, rounding = _relative_distance(Path(request.snapshot), replayed, initial)
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as why:
             reason = f"timed = replayed: the weights after the first timed steps cannot be read ({_short(why)})."
-            return {"state": "rejected", "reason": reason}
+            return replace(result, state="rejected", reason=reason)
         is_own = self.protocol.sampling == "own"
-        limit = REPLAY_TOLERANCE + rounding * (result["timed"]["steps_timed"] if is_own else REPLAYED_STEPS)
-        timed = {**result["timed"], "replay_error": _finite(error)}
+        assert result.timed is not None
+        limit = REPLAY_TOLERANCE + rounding * (result.timed["steps_timed"] if is_own else REPLAYED_STEPS)
+        result = replace(result, timed={**result.timed, "replay_error": _finite(error)})
         if error <= limit or (is_own and not job.contestant.variant.own_replays):
-            return {"timed": timed}
-        return {
-            "state": "rejected",
-            "timed": timed,
-            "reason": "timed = replayed: the weights after the first timed steps differ from an untimed replay by "
-            f"{error:.3g} (limit {limit:.3g}) of the way travelled.",
-        }
+            return result
+        reason = (
+            "timed = replayed: the weights after the first timed steps differ from an untimed replay by "
+            f"{error:.3g} (limit {limit:.3g}) of the way travelled."
+        )
+        return replace(result, state="rejected", reason=reason)
 
-    def _compare_with_reference(
-        self, job: Job, request: Request, result: dict[str, Any], say: Callable[[str], None]
-    ) -> dict[str, Any]:
+    def _compare_with_reference(self, job: Job, request: Request, result: Result, say: Callable[[str], None]) -> Result:
         """Gate, part 5, to its end: the timed weights at a moment that nobody could know, and at the end, are those of
         a replay, and steps of that replay, drawn at random, are the float64 reference's on the same rows."""
         assert request.checked is not None
         path = Path(request.checked)
         if not path.exists():
-            return {"state": "crashed", "reason": "the timed process left no replay to compare."}
+            return replace(result, state="crashed", reason="the timed process left no replay to compare.")
         with np.load(path) as found:
             steps, halt = (int(value) for value in found["steps"])
             numbers = [int(value) for value in found["numbers"]]
             rows = [found[f"{i}/rows"] for i in range(len(numbers))]
             jump, jumped = (float(value) for value in found["jump"])
-        timed = result["timed"]
+        timed = result.timed
+        assert timed is not None
         each = timed["steps_timed"]
         if steps != each * timed["epochs"] or not 0 < halt <= steps or not {halt - 1, steps - 1} <= set(numbers):
-            return {
-                "state": "rejected",
-                "reason": f"the replay is of {steps} steps, halted at {halt}: not the timed ones.",
-            }
+            reason = f"the replay is of {steps} steps, halted at {halt}: not the timed ones."
+            return replace(result, state="rejected", reason=reason)
         batches = timed_batches(request, setting_of(request), each, timed["epochs"], halt)
         for number, found_rows in zip(numbers, rows, strict=True):
             indices, mask = batches[number] if 0 <= number < steps else (np.zeros(0), None)
             if not np.array_equal(found_rows, indices if mask is None else indices[mask]):
-                return {
-                    "state": "rejected",
-                    "reason": f"the replay's step {number} is not of the rows that it was given.",
-                }
+                reason = f"the replay's step {number} is not of the rows that it was given."
+                return replace(result, state="rejected", reason=reason)
         try:
             measured = self.step_reference(request, path, say)
         except (EnvironmentFault, ToolFault) as fault:
-            return {"state": "crashed", "reason": f"the float64 reference of a step could not be made: {fault}"}
+            reason = f"the float64 reference of a step could not be made: {fault}"
+            return replace(result, state="crashed", reason=reason)
         initial = initial_parameters(TASKS[job.cell.task], request.initial_seed)
         error, limit = _replay_error(path, initial, halt, "")
         end_error, end_limit = _replay_error(path, initial, steps, "_end")
@@ -493,9 +476,8 @@ class Run:
             **measured,
         ).model_dump()
         faults = faults_of(compared)
-        return {"timed": {**timed, "compared": compared}} | (
-            {"state": "rejected", "reason": "; ".join(faults)} if faults else {}
-        )
+        result = replace(result, timed={**timed, "compared": compared})
+        return replace(result, state="rejected", reason="; ".join(faults)) if faults else result
 
     def step_reference(self, request: Request, checked: Path, say: Callable[[str], None]) -> dict[str, Any]:
         """What :mod:`frameworks._tools.step_reference` says of the step.
@@ -521,11 +503,10 @@ class Run:
                 f"The code or the pins of {contestant.name} changed during the run; start anew with --fresh."
             )
 
-    def _evaluate(
-        self, job: Job, request: Request, result: dict[str, Any], say: Callable[[str], None]
-    ) -> Accuracy | None:
+    def _evaluate(self, job: Job, request: Request, result: Result, say: Callable[[str], None]) -> Accuracy | None:
         """Test accuracy after whole epochs, by one evaluator for all. Its failure does not void the times."""
-        if request.weights is None or result["state"] != "ok" or not Path(request.weights).exists():
+        steps = result.epsilon_steps
+        if request.weights is None or result.state != "ok" or steps is None or not Path(request.weights).exists():
             return None
         test = store.folder(request.data, request.synthetic)
         arguments: list[Argument] = ["--task", request.task, "--parameters", Input(Path(request.weights))]
@@ -535,39 +516,38 @@ class Run:
         except (EnvironmentFault, ToolFault) as fault:
             say(f"{job.cell.name}: no accuracy ({fault})")
             return None
-        return Accuracy(test=measured["accuracy"], after_steps=result["epsilon_steps"])
+        return Accuracy(test=measured["accuracy"], after_steps=steps)
 
     def _record(
         self,
         job: Job,
-        result: dict[str, Any],
+        result: Result,
         started: Moment,
         gate: Gate | None = None,
         load: Load | None = None,
         accuracy: Accuracy | None = None,
     ) -> Record:
         commit, dirty = machine.commit()
-        timed = Timed.model_validate(result["timed"]) if "timed" in result else None
+        timed = Timed.model_validate(result.timed) if result.timed is not None else None
         if timed is not None and self.protocol.sampling == "own":
             timed = timed.model_copy(update={"own_sampling": job.contestant.variant.own_sampling})
-        state: State = result["state"]
         where = self.backend.describe_process(job.contestant.framework, result)
         adapter_hash, lock_hash = self.hashes[job.contestant.name]
         return Record(
             purpose=job.purpose,
-            state=state,
-            reason=result.get("reason"),
+            state=result.state,
+            reason=result.reason,
             cell=job.cell,
             key=self._key(job),
             data=self.data.get(TASKS[job.cell.task].dataset),
-            epoch_seconds=result.get("epoch_seconds", []),
-            compile_seconds=result.get("compile_seconds"),
+            epoch_seconds=result.epoch_seconds,
+            compile_seconds=result.compile_seconds,
             timed=timed,
-            memory=result.get("memory", {}),
+            memory=result.memory,
             gate=gate,
             epsilon=self._epsilon(job, result),
             accuracy=accuracy,
-            versions=result.get("versions", {}),
+            versions=result.versions,
             image=where.image,
             container=where.container,
             machine={**where.machine, "threads": self.threads, "peaks": self.peaks},
@@ -578,60 +558,61 @@ class Run:
             started=started.text,
             wall_seconds=started.seconds,
             command=self.command,
-            log_tail="" if state == "ok" else result.get("log_tail", ""),
-            interrupted=bool(result.get("interrupted")),
+            log_tail="" if result.state == "ok" else result.log_tail,
+            interrupted=result.interrupted,
             sequence=sequence.take(),
         )
 
-    def _epsilon(self, job: Job, result: dict[str, Any]) -> Epsilon | None:
+    def _epsilon(self, job: Job, result: Result) -> Epsilon | None:
         """Of the whole epochs that the figure stands for. None where batches are no Poisson samples."""
         cell, sampling = job.cell, self.protocol.sampling
         if sampling == "own":
             sampling = job.contestant.variant.own_sampling or "none"
-        if not cell.private or sampling != "poisson" or "epsilon_steps" not in result:
+        if not cell.private or sampling != "poisson" or result.epsilon_steps is None:
             return None
         if not accounting.available():
             return None
         rate = cell.batch_size / TASKS[cell.task].train_size
-        rdp, pld = accounting.epsilons(rate, self._sigma, result["epsilon_steps"], self.protocol.delta)
+        rdp, pld = accounting.epsilons(rate, self._sigma, result.epsilon_steps, self.protocol.delta)
         return Epsilon(
             delta=self.protocol.delta,
-            steps=result["epsilon_steps"],
+            steps=result.epsilon_steps,
             rdp=_finite(rdp),
             pld=_finite(pld),
-            own=_finite(result.get("epsilon_own")),
+            own=_finite(result.epsilon_own),
         )
 
 
 def undisturbed(
-    process: Callable[[], dict[str, Any]],
+    process: Callable[[], Result],
     repeats: int,
     is_timed: bool,
     name: str,
     progress: Progress,
     clock: Callable[[], float | None],
-) -> tuple[dict[str, Any], Load]:
+) -> tuple[Result, Load]:
     """(result, load) of one ``process``; a timed one that others disturbed is run again, up to ``repeats`` times.
     ``clock``: the canary's seconds, None where it would not show the speed of the worker's machine."""
     for repeat in range(repeats + 1):
         before = clock()
         result = process()
         after = clock()
-        share = result.get("foreign_share", 0.0)
+        share = result.foreign_share
         changed = math.exp(abs(math.log(after / before))) - 1.0 if before and after else 0.0
-        clocks = result.pop("clock_fault", None)
+        clocks = result.clock_fault
         disturbed = share > DISTURBED_SHARE or changed > DISTURBED_CANARY or clocks is not None
-        if not disturbed or not is_timed or result["state"] not in {"ok", "rejected"}:
+        if not disturbed or not is_timed or result.state not in {"ok", "rejected"}:
             break
         progress.say(
             f"{name}: disturbed (others took {share:.0%}, canary changed by {changed:.0%}"
             + (f", {clocks})" if clocks else ")")
             + (", repeated" if repeat < repeats else "")
         )
-    if clocks is not None and result["state"] == "ok" and result.get("harness_stopped"):
-        result |= isolation.failed("crashed", f"the harness was stopped while its clock ran: {clocks}.", True)
-    elif clocks is not None and result["state"] == "ok":
-        result |= {"state": "rejected", "reason": f"the clocks do not agree: {clocks}."}
+    if clocks is not None and result.state == "ok" and result.harness_stopped:
+        reason = f"the harness was stopped while its clock ran: {clocks}."
+        result = replace(result, state="crashed", reason=reason, interrupted=True)
+    elif clocks is not None and result.state == "ok":
+        result = replace(result, state="rejected", reason=f"the clocks do not agree: {clocks}.")
     load = Load(foreign_share=share, disturbed=disturbed, repeats=repeat, canary_before=before, canary_after=after)
     return result, load
 
@@ -652,17 +633,19 @@ ENDS_THE_RUN = (BadInput, OutOfTime)
 """What the user has to mend, or asked for; anything else that goes wrong around a process is that process's failure."""
 
 
-def unforeseen(error: Exception) -> dict[str, Any]:
+def _result_of(verdict: Verdict, state: State, reason: str | None) -> Result:
+    return Result(state, reason, versions=verdict.versions, log_tail=verdict.log_tail, machine=verdict.machine)
+
+
+def unforeseen(error: Exception) -> Result:
     """The result of a process whose answer the harness stumbled over."""
-    tail = "".join(traceback.format_exception(error))[-isolation.LOG_TAIL :]
-    return isolation.failed("crashed", f"what the process left could not be used ({_short(error)}).") | {
-        "log_tail": tail
-    }
+    tail = "".join(traceback.format_exception(error))[-LOG_TAIL:]
+    return Result("crashed", f"what the process left could not be used ({_short(error)}).", log_tail=tail)
 
 
-def killer(times: int) -> dict[str, Any]:
+def killer(times: int) -> Result:
     """The result of a process during which the run itself was killed again and again."""
-    return isolation.failed(
+    return Result(
         "crashed",
         f"the run was killed {times} times while this process was at work, which may be its doing; it is not started "
         "again in this run (--fresh forgets that).",
@@ -677,13 +660,13 @@ FULL_BELOW_BYTES = 64 * 2**20
 """Less free space than this, and a worker's word that the disk is full is believed: no weights are larger."""
 
 
-def check_disk(result: dict[str, Any], folder: RunFolder, name: str) -> None:
+def check_disk(result: Result, folder: RunFolder, name: str) -> None:
     """Raises :class:`BadInput` where a process failed because this machine's disk is full or the run's folder cannot be
     written any more; a contestant that only says so ends nobody's run."""
-    if result["state"] == "ok":
+    if result.state == "ok":
         return
     folder.check_writable()
-    if "No space left on device" not in str(result.get("reason")):
+    if "No space left on device" not in str(result.reason):
         return
     places = (folder.path, Path(tempfile.gettempdir()))
     if min(shutil.disk_usage(place).free for place in places) < FULL_BELOW_BYTES:

@@ -23,6 +23,7 @@ from harness.store.record import Accuracy, Cell, Gate, Load, Probe, Record
 from harness.tasks import TASKS
 from harness.worker import machine, memory
 from harness.worker.request import Request
+from harness.worker.result import Result
 
 PROTOCOL = "frontier"
 WORKER = "harness.worker.frontier"
@@ -88,14 +89,14 @@ class Budgeted:
         self.name, self.identity = executor.name, executor.identity
         self.budget_bytes = budget_bytes
 
-    def run(self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None]) -> Event:
+    def run(self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None]) -> Result:
         """The limit of the process is coarser than the budget (the kernel does not charge pages that libraries share),
         so the peak that the worker measured has the last word."""
         result = self.executor.run(request, replace(limits, growth_bytes=self.budget_bytes), on_event)
-        growth = result.get("memory", {}).get(memory.NOTION_WITH_COMPILE, 0)
-        if result["state"] == "ok" and growth > self.budget_bytes:
+        growth = result.memory.get(memory.NOTION_WITH_COMPILE, 0)
+        if result.state == "ok" and growth > self.budget_bytes:
             reason = f"peak growth {_mib(growth)} is above the budget of {_mib(self.budget_bytes)} above start-up."
-            return {**result, "state": "oom", "reason": reason}
+            return replace(result, state="oom", reason=reason)
         return result
 
 
@@ -223,7 +224,7 @@ class FrontierRun(Run):
     def _record(
         self,
         job: Job,
-        result: dict[str, Any],
+        result: Result,
         started: Moment,
         gate: Gate | None = None,
         load: Load | None = None,
@@ -236,7 +237,7 @@ class FrontierRun(Run):
             stage="throughput" if job.round else "search",
             budget_bytes=self.budget_bytes,
             device_bytes=device_bytes() if self.options.device == "cuda" else None,
-            **result.get("probe", {}),
+            **(result.probe or {}),
         )
         return record.model_copy(update={"probe": probe})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from harness.store.folder import MOST_ATTEMPTS, RunFolder
 from harness.store.record import Block, Gate, GateCheck, LayerResult, Load, Record, Seeds, Source
 from harness.worker import machine
 from harness.worker.layer_request import LayerRequest
+from harness.worker.result import Result
 
 WORKER = "harness.worker.layers"
 REFERENCE = "frameworks._tools.layer_reference"
@@ -180,31 +181,31 @@ class LayerRun:
             self.backend.speed_probe,
         )
         check_disk(result, self.folder, job.cell.name)
-        if request.left is not None and result["state"] == "ok":
-            result |= self._compare_last_pass(request, result, progress.say)
+        if request.left is not None and result.state == "ok":
+            result = self._compare_last_pass(request, result, progress.say)
         return self._record(job, result, started, load)
 
-    def _compare_last_pass(
-        self, request: LayerRequest, result: dict[str, Any], say: Callable[[str], None]
-    ) -> dict[str, Any]:
+    def _compare_last_pass(self, request: LayerRequest, result: Result, say: Callable[[str], None]) -> Result:
         """The check that the last timed pass left what is right on the measured batch."""
         assert request.left is not None
         left = Path(request.left)
         if not left.exists():
-            return {"state": "crashed", "reason": "the timed process left nothing of its last pass to compare."}
+            reason = "the timed process left nothing of its last pass to compare."
+            return replace(result, state="crashed", reason=reason)
         try:
-            measured = result["layer"]
+            measured = result.layer or {}
             last = (len(measured["pass_seconds"]) - 1) % measured["batches"]
             check = self.last_pass(request, last, say)
         except (EnvironmentFault, ToolFault) as fault:
-            return {"state": "crashed", "reason": f"the float64 reference of the last pass could not be made: {fault}"}
+            reason = f"the float64 reference of the last pass could not be made: {fault}"
+            return replace(result, state="crashed", reason=reason)
         finally:
             left.unlink()
-        found: dict[str, Any] = {"checks": [*result.get("checks", []), check]}
-        if not check["passed"]:
-            reason = f"{check['check']}: error {check['error']}, limit {check['limit']} ({check['detail']})"
-            found |= {"state": "rejected", "reason": reason}
-        return found
+        result = replace(result, checks=[*result.checks, check])
+        if check["passed"]:
+            return result
+        reason = f"{check['check']}: error {check['error']}, limit {check['limit']} ({check['detail']})"
+        return replace(result, state="rejected", reason=reason)
 
     def last_pass(self, request: LayerRequest, number: int, say: Callable[[str], None]) -> dict[str, Any]:
         """What :mod:`frameworks._tools.layer_reference` says of it, which was over batch ``number``.
@@ -218,21 +219,20 @@ class LayerRun:
         arguments += ["--bound", repr(request.max_grad_norm)]
         return last_json(self.backend.run_tool(REFERENCE, arguments, say))
 
-    def _refusal(self, job: LayerJob) -> dict[str, Any] | None:
+    def _refusal(self, job: LayerJob) -> Result | None:
         """A result without a process: it cannot run, or an earlier process of this cell showed so."""
         assert job.cell.layer is not None
         executor = self.executors[job.contestant.name]
         reason = job.contestant.variant.why_unsupported(LAYERS[job.cell.layer])
         if isinstance(executor, Unavailable):
-            return {"state": "unsupported", "reason": executor.reason}
+            return Result("unsupported", executor.reason)
         if reason:
-            return {"state": "unsupported", "reason": reason}
+            return Result("unsupported", reason)
         if self.reference_fault is not None:
-            return {"state": "crashed", "reason": self.reference_fault}
+            return Result("crashed", self.reference_fault)
         earlier = self.ended.get(job.cell.name)
         if earlier is not None:
-            result = {"state": earlier.state, "reason": earlier.reason}
-            return result | ({"layer": _predictions(earlier)} if earlier.layer is not None else {})
+            return Result(earlier.state, earlier.reason, layer=_predictions(earlier))
         return None
 
     def _request(self, job: LayerJob) -> LayerRequest:
@@ -265,22 +265,22 @@ class LayerRun:
         """The same for all contestants of a block; every round has its own."""
         return self.options.seed * 1000 + job.round
 
-    def _record(self, job: LayerJob, result: dict[str, Any], started: Moment, load: Load | None = None) -> Record:
+    def _record(self, job: LayerJob, result: Result, started: Moment, load: Load | None = None) -> Record:
         assert job.cell.layer is not None
         layer = LAYERS[job.cell.layer]
         commit, dirty = machine.commit()
         code_hash, lock_hash = self.hashes[job.contestant.name]
-        checks = [GateCheck.model_validate(check) for check in result.get("checks", [])]
+        checks = [GateCheck.model_validate(check) for check in result.checks]
         gate = Gate(passed=all(c.passed for c in checks), key=self._key(job), checks=checks) if checks else None
         seed = self._seed(job)
         where = self.backend.describe_process(job.contestant.framework, result)
         return Record(
             purpose=job.purpose,
-            state=result["state"],
-            reason=result.get("reason"),
+            state=result.state,
+            reason=result.reason,
             cell=job.cell,
             key=self._key(job),
-            memory=result.get("memory", {}),
+            memory=result.memory,
             layer=LayerResult(
                 kind=layer.kind,
                 description=layer.description,
@@ -290,10 +290,10 @@ class LayerRun:
                 label_bytes=layer.label_bytes,
                 output_bytes=layer.output_bytes,
                 parameter_bytes=layer.parameter_bytes,
-                **result.get("layer", {}),
+                **(result.layer or {}),
             ),
             gate=gate,
-            versions=result.get("versions", {}),
+            versions=result.versions,
             image=where.image,
             container=where.container,
             machine={**where.machine, "threads": self.threads},
@@ -304,14 +304,15 @@ class LayerRun:
             started=started.text,
             wall_seconds=started.seconds,
             command=self.command,
-            log_tail="" if result["state"] == "ok" else result.get("log_tail", ""),
-            interrupted=bool(result.get("interrupted")),
+            log_tail="" if result.state == "ok" else result.log_tail,
+            interrupted=result.interrupted,
             sequence=sequence.take(),
         )
 
 
-def _predictions(record: Record) -> dict[str, Any]:
-    assert record.layer is not None
+def _predictions(record: Record) -> dict[str, Any] | None:
+    if record.layer is None:
+        return None
     return {
         "predicted_seconds": record.layer.predicted_seconds,
         "predicted_bytes": record.layer.predicted_bytes,

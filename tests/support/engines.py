@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -239,8 +240,8 @@ class PretendedEngine:
                         data[field] = _outside(data[field], outside)
                 kind = LayerRequest if order["worker"] == "harness.worker.layers" else Request
                 referee = next((one for one in rest if isinstance(one, Referee)), None)
-                outcome.result = InProcess(order["worker"]).run(kind(**data), limits, lambda event: None, referee)
-                outcome.result["versions"] = self.versions[place.image.digest]
+                result = InProcess(order["worker"]).run(kind(**data), limits, lambda event: None, referee)
+                outcome.result = replace(result, versions=self.versions[place.image.digest]).as_event()
             outcome.files = {path.name: bytearray(path.read_bytes()) for path in Path(results).iterdir()}
         outcome.is_complete = True
         return outcome.settled({"ExitCode": 0}, limits)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from harness.plan.registry import Framework, frameworks
 from harness.store import cache, record
 from harness.worker import machine, speed_probe
 from harness.worker.container_entrypoint import RESULTS
+from harness.worker.result import Result
 
 TOOL_SECONDS = 900.0
 MEMORY_SHARE = 0.9
@@ -154,13 +155,13 @@ class ContainerBackend:
     def describe(self) -> dict[str, Any]:
         return {"images": self._described, "engine": self.engine.facts["id"]}
 
-    def describe_process(self, framework: Framework, result: Mapping[str, Any]) -> Provenance:
+    def describe_process(self, framework: Framework, result: Result | None) -> Provenance:
         image = self._named or self._images.get((framework.root, framework.lock_hash))
-        container = result.get("container")
+        container = result.container if result else None
         return Provenance(
             image=self._of_record(image, framework) if image and not isinstance(image, Unavailable) else None,
             container=record.Container(engine=self.engine.name, **container) if container else None,
-            machine=result.get("machine") or {**machine.describe(), **machine.state()},
+            machine=(result and result.machine) or {**machine.describe(), **machine.state()},
         )
 
     def _of_record(self, image: Image, framework: Framework) -> record.Image:

@@ -47,9 +47,9 @@ from harness.environments.executor import (
 from harness.environments.referee import Referee
 from harness.errors import BadInput
 from harness.paths import ROOT
-from harness.store.record import State
 from harness.worker.container_entrypoint import ORPHANED, RESULTS
 from harness.worker.request import Request
+from harness.worker.result import Result, State
 
 INSIDE = Path("/dpbench")
 CODE = INSIDE / "code"
@@ -92,8 +92,8 @@ class Docker:
         self.root = root
         self.identity = image.digest
 
-    def run(self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None]) -> Event:
-        """The ``result`` event, always, with ``log_tail`` and ``container`` (what the record says of it).
+    def run(self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None]) -> Result:
+        """Return how it ended, always, with ``container``.
 
         An engine that goes away and comes back in between costs one repetition. Raises :class:`BadInput` where it does
         not come back: nothing is known about the cell then.
@@ -103,15 +103,14 @@ class Docker:
                 result = self._run(request, limits, on_event)
             except EngineGone as error:
                 self._wait_for_return()
-                result = failed("crashed", f"the container engine restarted during the measurement ({error}).")
-                result |= {"log_tail": "", "container": {"startup_seconds": None, "exit_code": None}}
+                why = f"the container engine restarted during the measurement ({error})."
                 continue
-            result["container"]["engine_restarts"] = restarts
-            return result
-        result["container"]["engine_restarts"] = 2
-        return result
+            return replace(result, container={**(result.container or {}), "engine_restarts": restarts})
+        return Result(
+            "crashed", why, container={"startup_seconds": None, "exit_code": None, "engine_restarts": restarts + 1}
+        )
 
-    def _run(self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None]) -> Event:
+    def _run(self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None]) -> Result:
         referee = None
         if isinstance(request, Request) and request.mode == "time":
             referee = Referee(request, room=REMOTE_SECONDS if self.engine.is_remote else LOCAL_SECONDS)
@@ -124,13 +123,12 @@ class Docker:
         }
         threads, is_cuda = request.threads, request.device == "cuda"
         outcome = self._contain(order, mounts, limits, threads, is_cuda, on_event, referee)
-        result = outcome.result
         files = {
             name.removesuffix(".npz"): bytes(content)
             for name, content in outcome.files.items()
             if name.removesuffix(".npz") in outputs
         }
-        result, kept = validate.examined(result, request, files, "the container")
+        result, kept = validate.examined(outcome.result, request, files, "the container")
         for name in kept:
             _write(outputs[name], files[name])
         return referee.judged(result) if referee else result

@@ -160,7 +160,7 @@ def test_the_runs_time_and_a_process_own_time_are_two_things(reference):
     limits = Limits(2**34, 100.0)
     with pytest.raises(OutOfTime):  # not the process is to blame: nothing to record
         executor(1.5, 100.0).run(asked, limits, lambda event: None)
-    assert executor(100.0, 1.5).run(asked, limits, lambda event: None)["state"] == "timeout"
+    assert executor(100.0, 1.5).run(asked, limits, lambda event: None).state == "timeout"
 
 
 def test_the_most_important_comes_first_and_every_job_once():

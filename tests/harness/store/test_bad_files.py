@@ -25,6 +25,7 @@ from harness.store import cache, read, seal, sequence
 from harness.store import folder as store
 from harness.store.folder import RunFolder
 from harness.store.record import parse
+from harness.worker.result import Result
 from tests.support import record_factory as factory
 
 PLAN = {"options": {"seed": 0}}
@@ -233,7 +234,7 @@ class Yes:
     def run(self, request, limits, on_event):
         self.runs += 1
         line = {"check": "update: all", "error": 0.0, "limit": 1.0, "passed": True}
-        return {"event": "result", "state": "ok", "checks": [line], "versions": {}}
+        return Result("ok", checks=[line])
 
 
 @pytest.fixture
