@@ -128,15 +128,16 @@ class FrontierRun(Run):
         self.budget_bytes = budget_bytes
         self.stage: dict[str, str] = {}
 
-    def execute(self, progress: Progress, fresh: bool = False) -> Summary:
+    def _begin(self, progress: Progress) -> None:
+        self.prepare(progress.say)
+        self._judge_all(progress)
+
+    def _measure_all(self, progress: Progress) -> Summary:
         """All searches and their throughput, or what is left of them."""
         states: dict[str, int] = {}
         counts = {"resumed": 0, "expected": 0}
-        with self.folder.open(self.description(), fresh):
-            self.prepare(progress.say)
-            self._judge_all(progress)
-            for task in self.options.tasks:
-                self._explore(task, progress, states, counts)
+        for task in self.options.tasks:
+            self._explore(task, progress, states, counts)
         return Summary(sum(states.values()), counts["resumed"], states, self.folder.path, counts["expected"])
 
     def _explore(self, task: str, progress: Progress, states: dict[str, int], counts: dict[str, int]) -> None:
