@@ -1,6 +1,8 @@
-"""What a duel leaves behind: ``duel.json``, and one file per pair of processes from which it can be made again.
+"""What a comparison leaves behind: ``comparison.json``, and one file per pair of processes from which it can be made
+again.
 
-The conclusions are pure functions of the pairs, so that a resumed duel says the same as one that was never killed.
+The conclusions are pure functions of the pairs, so that a resumed comparison says the same as one that was never
+killed.
 """
 
 from __future__ import annotations
@@ -202,7 +204,7 @@ class SideFacts(_Model):
     images: dict[str, Image] = Field(default_factory=dict)
 
 
-class Duel(_Model):
+class Comparison(_Model):
     """The whole. ``minutes``: of the processes, those of earlier calls that were resumed included. ``timed_cells``: how
     many cells share ``alpha``. ``engine``: of the containers, where there were any."""
 
@@ -247,13 +249,13 @@ class Duel(_Model):
         return self.model_dump_json(by_alias=True, indent=1)
 
 
-def read(path: Path) -> Duel:
-    """Raises :class:`BadInput` for what is no duel."""
+def read(path: Path) -> Comparison:
+    """Raises :class:`BadInput` for what is no comparison."""
     try:
-        return Duel.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        return Comparison.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:  # pydantic's error is a ValueError
         raise BadInput(
-            f"{path} is no duel.json ({type(error).__name__}); name one that `dpbench compare` wrote."
+            f"{path} is no comparison.json ({type(error).__name__}); name one that `dpbench compare` wrote."
         ) from None
 
 

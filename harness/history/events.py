@@ -31,7 +31,8 @@ from harness.history.series import Series
 
 Metric = Literal["state", "memory", "time"]
 SMALLEST = math.log(1.01)
-"""Steps of less are drawn but no events: nobody mends 1 %. Of exact bytes, those within the tolerance of a duel."""
+"""Steps of less are drawn but no events: nobody mends 1 %. Of exact bytes, those within the tolerance of a
+comparison."""
 RANK = {"rejected": 0, "ungated": 0, "crashed": 1, "oom": 2, "timeout": 3, "unsupported": 4}
 """Most severe first. ``rejected``: the update was wrong."""
 MOST_CELLS = 0.6

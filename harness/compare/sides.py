@@ -1,4 +1,5 @@
-"""The two sides of a duel: what the user names becomes a folder with ``frameworks/`` and ``dpcore/`` of that state
+"""The two sides of a comparison: what the user names becomes a folder with ``frameworks/`` and ``dpcore/`` of that
+state
 under the running ``harness/``, so that one instrument measures both. Folders are named by their content: all names have
 the same length, and equal sides share one. A container image is a side, too: the working tree, run in that image."""
 
@@ -68,7 +69,7 @@ class Side:
 def resolve(role: Role, asked: str, repository: Path = ROOT) -> Side:
     """A git ref of ``repository``, ``.`` or ``WORKTREE`` (its files as they are), another folder with ``frameworks/``,
     ``NAME==VERSION``, the path of a wheel, or ``image:TAG_OR_DIGEST``, which is looked up on the engine only when the
-    duel begins. Raises :class:`BadInput` for anything else."""
+    comparison begins. Raises :class:`BadInput` for anything else."""
     if asked.startswith(IMAGE):
         return _of_image(role, asked, repository)
     if asked.endswith(".whl"):
