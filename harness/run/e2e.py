@@ -67,8 +67,8 @@ if TYPE_CHECKING:
     from harness.environments.containers.session import Harbour
 
 DISTURBED_SHARE = 0.05
-DISTURBED_CANARY = 0.25
-"""A change of the canary's seconds from before to after a process by more than this means that the machine itself
+DISTURBED_SPEED = 0.25
+"""A change of the speed probe's seconds from before to after a process by more than this means that the machine itself
 changed its speed; on a quiet machine it stays within a few per cent."""
 REPLAY_TOLERANCE = 1e-4
 """Relative distance of the timed from the replayed weights, over the distance travelled: kernels that sum in another
@@ -697,7 +697,7 @@ def undisturbed(
     clock: Callable[[], float | None] = speed_probe.seconds,
 ) -> tuple[dict[str, Any], Load]:
     """(result, load) of one ``process``; a timed one that others disturbed is run again, up to ``repeats`` times.
-    ``clock``: the canary's seconds, None where it would not show the speed of the worker's machine."""
+    ``clock``: the speed probe's seconds, None where it would not show the speed of the worker's machine."""
     for repeat in range(repeats + 1):
         before = clock()
         result = process()
@@ -705,11 +705,11 @@ def undisturbed(
         share = result.get("foreign_share", 0.0)
         changed = math.exp(abs(math.log(after / before))) - 1.0 if before and after else 0.0
         clocks = result.pop("clock_fault", None)
-        disturbed = share > DISTURBED_SHARE or changed > DISTURBED_CANARY or clocks is not None
+        disturbed = share > DISTURBED_SHARE or changed > DISTURBED_SPEED or clocks is not None
         if not disturbed or not is_timed or result["state"] not in {"ok", "rejected"}:
             break
         progress.say(
-            f"{name}: disturbed (others took {share:.0%}, canary changed by {changed:.0%}"
+            f"{name}: disturbed (others took {share:.0%}, speed probe changed by {changed:.0%}"
             + (f", {clocks})" if clocks else ")")
             + (", repeated" if repeat < repeats else "")
         )

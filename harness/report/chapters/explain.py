@@ -191,9 +191,9 @@ def _timed(record: Record) -> str:
 def _load(record: Record) -> str:
     load = record.load
     assert load is not None
-    canary = [f"{c:.3g} s" for c in (load.canary_before, load.canary_after) if c is not None]
+    probes = [f"{c:.3g} s" for c in (load.canary_before, load.canary_after) if c is not None]
     return (
         f"other programs took {load.foreign_share:.1%} of the processors, {load.repeats} repeats"
         + (", disturbed" if load.disturbed else "")
-        + (f", canary before and after {' and '.join(canary)}" if canary else "")
+        + (f", speed probe before and after {' and '.join(probes)}" if probes else "")
     )
