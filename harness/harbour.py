@@ -110,7 +110,7 @@ class Harbour:
         # The name that gatekeeper.reference gives it; another name would only make it there once more.
         name = f"{task}-{gatekeeper.sources_hash(gatekeeper.REFERENCE_SOURCES)}.npz"
         path = cache.folder("references") / name
-        if seal.holds(path):
+        if seal.holds(path, say):
             return
         say(f"Reference of {task}: float64, one example at a time, in a container")
         arguments = ["--task", task, "--out", str(RESULTS / name)]
