@@ -334,7 +334,7 @@ def ensure_references(names: tuple[str, ...], say: Callable[[str], None], make: 
     folder.mkdir(exist_ok=True)
     paths = {name: folder / f"{name}.npz" for name in names}
     with cache.locked(folder / ".lock"):
-        missing = [name for name, path in paths.items() if not seal.holds(path)]
+        missing = [name for name, path in paths.items() if not seal.holds(path, say)]
         if missing:
             (make or _make_in_venv)(missing, folder, say)
             for name in missing:
