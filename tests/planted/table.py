@@ -116,7 +116,7 @@ def summary(found: Mapping[str, Sequence[Comparison]]) -> dict[str, Any]:
         rule = Rule(first.alpha, first.timed_cells, first.threshold, first.max_rounds)
         simulated = {
             "recorded_pairs": len(ratios),
-            "recorded_duels": len(quiet),
+            "recorded_comparisons": len(quiet),
             "recorded_sd": float(np.std(ratios, ddof=1)),
             "cells": rule.cells,
             "threshold": rule.threshold,
@@ -161,7 +161,7 @@ def markdown(said: Mapping[str, Any]) -> str:
         "## Simulated",
         "",
         f"**Not measured: simulated** by drawing from the {s['recorded_pairs']} recorded pairs of "
-        f"{s['recorded_duels']} comparisons in which nothing changed (paired sd {s['recorded_sd'] * 100:.1f} %), "
+        f"{s['recorded_comparisons']} comparisons in which nothing changed (paired sd {s['recorded_sd'] * 100:.1f} %), "
         f"signs at random, {s['trials']} comparisons a row; threshold {s['threshold'] * 100:g} %, "
         f"cells a call: {s['cells']}. That noise comes in spells is lost by drawing.",
         "",

@@ -75,7 +75,7 @@ def test_one_code_in_two_images(project, tmp_path, pretended):
     assert "The code is the same on both sides" in text and "fresh containers" in text
 
 
-def test_a_resumed_duel_needs_the_same_images(project, tmp_path, pretended):
+def test_a_resumed_comparison_needs_the_same_images(project, tmp_path, pretended):
     for number, name in enumerate(("fake:was", "fake:now")):
         pretended.add(name, number)
     both = "image:fake:was", "image:fake:now"
