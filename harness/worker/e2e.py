@@ -362,7 +362,7 @@ def measure_time(request: Request, emit: Emit, line: Line) -> dict[str, Any]:  #
 
 WINDOW_STEPS = 64
 WINDOW_BYTES = 32 * 2**20
-WINDOW_ROWS = 2048
+WINDOW_ROWS = 1024
 WINDOW_FLOPS = 2e10
 """So many consecutive steps of a replay are kept, as long as their weights, and the work to make them again one example
 at a time, stay below these. At least two."""
