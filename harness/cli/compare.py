@@ -195,7 +195,7 @@ def _run_pairs(
     from harness.run.progress import watched
     from harness.store.folder import RunFolder
 
-    run = ComparisonRun(options, *both, RunFolder(place), command_line())
+    run = ComparisonRun.connected(options, *both, RunFolder(place), command_line())
     return watched(lambda progress: run.execute(progress, fresh), place, console, quiet)
 
 

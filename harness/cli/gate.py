@@ -11,8 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.environments import memory_limit, venv
-from harness.environments.executor import Limits, Venv
+from harness.environments import memory_limit
+from harness.environments.backend import check_device, check_threads
+from harness.environments.executor import Limits
+from harness.environments.unavailable import Unavailable
+from harness.environments.venv import VenvBackend
 from harness.errors import BadInput
 from harness.gate import admission
 from harness.gate.admission import Verdict
@@ -20,7 +23,6 @@ from harness.gate.sampling import sampler_checks
 from harness.paths import INSTALLED
 from harness.plan import registry
 from harness.plan.registry import Contestant
-from harness.run.e2e import check_device, check_threads
 from harness.store.record import GateCheck
 from harness.tasks import PAPER_TASKS, TASKS
 from harness.worker.gate.checks import FINDING
@@ -92,14 +94,13 @@ def _judge(contestant: Contestant, task: str, device: str, threads: int | None, 
     nothing = Gate(passed=False, key="", checks=[])
     if reason := contestant.variant.why_unsupported(task):
         return Verdict("unsupported", reason, nothing, {})
-    try:
-        python = venv.ensure(contestant.framework, progress.say).python
-    except venv.EnvironmentFault as fault:
-        return Verdict("unsupported", str(fault), nothing, {})
-    place = Venv(python, contestant.variant.environment)
+    backend = VenvBackend()
+    executor = backend.executor(contestant, progress.say)
+    if isinstance(executor, Unavailable):
+        return Verdict("unsupported", executor.reason, nothing, {})
     bounds = Limits(memory_limit.default_limit(), admission.TIMEOUT_SECONDS)
     cores = threads or len(os.sched_getaffinity(0))
-    return admission.judge(contestant, task, place, bounds, device, cores, progress.say, fresh)
+    return admission.judge(contestant, task, executor, bounds, device, cores, progress.say, backend.run_tool, fresh)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import typer
 
-from harness.cli.options import BAD_INPUT, FINDING, Json, Names, exit_code, integers, names_of
+from harness.cli.options import BAD_INPUT, FINDING, AnyImage, Json, Names, exit_code, integers, names_of
 from harness.errors import BadInput
 from harness.paths import LOCAL_RESULTS
 
@@ -58,9 +58,7 @@ def run_e2e(
         bool, typer.Option(help="Use the synthetic twins of the data sets; marked everywhere.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Run folder; default results/local/PRESET.")] = None,
-    any_image: Annotated[
-        bool, typer.Option("--any-image", help="Containers: also in images that do not match their lock; marked.")
-    ] = False,
+    any_image: AnyImage = False,
     fresh: Annotated[
         bool, typer.Option("--fresh/--resume", help="Start anew, or go on where the run stopped.")
     ] = False,
@@ -71,6 +69,7 @@ def run_e2e(
 
     from harness import report
     from harness.environments import memory_limit as limits
+    from harness.environments.choose import backend_of, check_isolation
     from harness.plan import e2e as plan
     from harness.plan import registry
     from harness.run.e2e import Run, command_line
@@ -78,8 +77,7 @@ def run_e2e(
     from harness.store.folder import RunFolder
     from harness.store.read import load
 
-    if isolation not in {"venv", "docker", "inprocess"}:
-        raise BadInput(f"--isolation is {isolation!r}: choose venv, docker or inprocess.")
+    check_isolation(isolation)
     options = plan.preset(
         preset,
         tasks=names_of(tasks),
@@ -105,7 +103,8 @@ def run_e2e(
     contestants = registry.select(options.frameworks)
     folder = RunFolder((out or LOCAL_RESULTS / preset).resolve())
     console = Console(stderr=as_json)
-    run = Run(options, contestants, folder, command_line(), any_image)
+    backend = backend_of(isolation, device, any_image=any_image)
+    run = Run(options, contestants, folder, command_line(), backend)
     summary = watched(lambda progress: run.execute(progress, fresh), folder.path, console, as_json)
     paths = report.write(folder.path, folder.path / "report", folder.path / "report" / "plots")
     if as_json:

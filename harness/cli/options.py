@@ -19,6 +19,10 @@ Names = Annotated[
     ),
 ]
 
+AnyImage = Annotated[
+    bool, typer.Option("--any-image", help="Containers: also in images that do not match their lock; marked.")
+]
+
 
 def names_of(text: str | None) -> tuple[str, ...] | None:
     return tuple(part.strip() for part in text.split(",") if part.strip()) if text is not None else None

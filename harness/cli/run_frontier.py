@@ -42,6 +42,7 @@ def frontier(
 
     from harness import report
     from harness.environments import memory_limit
+    from harness.environments.venv import VenvBackend
     from harness.plan import registry
     from harness.run.e2e import command_line
     from harness.run.frontier import FrontierRun, Search, options_of
@@ -67,7 +68,7 @@ def frontier(
     folder = RunFolder((out or Path("results/local/frontier")).resolve())
     console = Console(stderr=as_json)
     budget_bytes = memory_limit.from_gibibytes(budget, "--budget")
-    run = FrontierRun(options, search, budget_bytes, contestants, folder, command_line())
+    run = FrontierRun(options, search, budget_bytes, contestants, folder, command_line(), VenvBackend())
     summary = watched(lambda progress: run.execute(progress, fresh), folder.path, console, as_json)
     paths = report.write(folder.path, folder.path / "report", folder.path / "report" / "plots")
     if as_json:

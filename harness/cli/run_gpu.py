@@ -48,9 +48,10 @@ def gpu(
     from rich.console import Console
 
     from harness.cli.options import exit_code, integers, names_of
+    from harness.environments.backend import check_device
     from harness.errors import BadInput
     from harness.plan.gpu import ROUNDS, Choice
-    from harness.run.e2e import check_device, command_line
+    from harness.run.e2e import command_line
     from harness.run.gpu import GpuRun
     from harness.run.gpu_summary import summary, text
     from harness.run.progress import watched

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from harness.cli.options import AnyImage
+
 FAILED = {"crashed", "oom", "timeout"}
 
 
@@ -30,13 +32,14 @@ def layers(
         float | None, typer.Option(help="No cell is tried whose pass would take more seconds.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    isolation: Annotated[str, typer.Option(help="venv, or inprocess (tests only).")] = "venv",
+    isolation: Annotated[str, typer.Option(help="venv, docker, or inprocess (tests only).")] = "venv",
     threads: Annotated[int | None, typer.Option(help="Threads and pinned cores per process; default all.")] = None,
     repeats: Annotated[int | None, typer.Option(help="How often a disturbed measurement is made again.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of plan, batches and weights.")] = 0,
     timeout: Annotated[float | None, typer.Option(help="Seconds after which a process is stopped.")] = None,
     memory_limit: Annotated[float | None, typer.Option(help="GiB per process; default 90 % of what is free.")] = None,
     out: Annotated[Path | None, typer.Option(help="Run folder; default results/local/layers-PRESET.")] = None,
+    any_image: AnyImage = False,
     fresh: Annotated[
         bool, typer.Option("--fresh/--resume", help="Start anew, or go on where the run stopped.")
     ] = False,
@@ -48,7 +51,7 @@ def layers(
     from harness import report
     from harness.cli.options import integers, names_of
     from harness.environments import memory_limit as limits
-    from harness.errors import BadInput
+    from harness.environments.choose import backend_of, check_isolation
     from harness.plan import layer_registry
     from harness.plan import layers as layer_plan
     from harness.run.e2e import command_line
@@ -57,8 +60,7 @@ def layers(
     from harness.store.folder import RunFolder
     from harness.store.read import load
 
-    if isolation not in {"venv", "inprocess"}:
-        raise BadInput(f"--isolation is {isolation!r}: choose venv or inprocess.")
+    check_isolation(isolation)
     options = layer_plan.preset(
         preset,
         layers=names_of(layers),
@@ -81,7 +83,7 @@ def layers(
     contestants = layer_registry.select(options.frameworks)
     folder = RunFolder((out or Path(f"results/local/layers-{preset}")).resolve())
     console = Console(stderr=as_json)
-    run = LayerRun(options, contestants, folder, command_line())
+    run = LayerRun(options, contestants, folder, command_line(), backend_of(isolation, device, any_image=any_image))
     summary = watched(lambda progress: run.execute(progress, fresh), folder.path, console, as_json)
     paths = report.write(folder.path, folder.path / "report", folder.path / "report" / "plots")
     if as_json:

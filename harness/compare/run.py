@@ -8,13 +8,12 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import psutil
@@ -36,10 +35,12 @@ from harness.compare.record import (
     needs_second,
 )
 from harness.compare.sides import Side
-from harness.environments import executor as isolation
-from harness.environments import memory_limit, venv
-from harness.environments.containers import images
-from harness.environments.executor import WORKER, InProcess, Limits, Venv
+from harness.environments import memory_limit
+from harness.environments.backend import Backend, check_device, check_threads
+from harness.environments.choose import backend_of, check_isolation
+from harness.environments.executor import WORKER, Executor, Limits, ToolFault
+from harness.environments.unavailable import Unavailable
+from harness.environments.venv import EnvironmentFault
 from harness.errors import BadInput
 from harness.gate import admission
 from harness.layers import LAYERS
@@ -50,11 +51,11 @@ from harness.plan import protocol as protocols
 from harness.plan.layer_registry import LayerContestant
 from harness.plan.registry import Contestant
 from harness.run import layers as layer_run
-from harness.run.e2e import check_device, check_threads, ensure_data, open_harbour, place_of, undisturbed
+from harness.run.e2e import ensure_data, undisturbed
 from harness.run.progress import Progress
 from harness.store import cache
 from harness.store.folder import RunFolder
-from harness.store.record import Cell, Container, GateCheck, Image, no_number
+from harness.store.record import Cell, GateCheck, no_number
 from harness.tasks import TASKS, initial_parameters
 from harness.worker import e2e as worker
 from harness.worker import machine, sketch
@@ -62,9 +63,7 @@ from harness.worker import memory as resident
 from harness.worker.gate import layers as layer_gate
 from harness.worker.layer_request import LayerRequest
 from harness.worker.request import Request
-
-if TYPE_CHECKING:
-    from harness.environments.containers.executor import Docker
+from harness.worker.result import Result
 
 DEFAULT_LAYERS = ("linear", "embedding", "lstm")
 DEFAULT_SIZES = (64,)
@@ -79,7 +78,6 @@ ANOTHER = 1e6
 """In the place of an infinite distance, which JSON cannot carry."""
 WEIGHTS_TOLERANCE = 1e-3
 WEIGHTS_STEPS = worker.REPLAYED_STEPS + worker.SETTLING_STEPS
-ISOLATIONS = ("venv", "docker", "inprocess")
 MEANT = "name it as a side (image:TAG) if it is the one that is meant"
 
 AnyContestant = LayerContestant | Contestant
@@ -128,8 +126,7 @@ def check(options: ComparisonOptions) -> None:
     if options.minutes is not None and not 0.0 < options.minutes < math.inf:
         raise BadInput(f"--minutes is {options.minutes}: it must be above 0 and finite.")
     plan.check_seed(options.seed)
-    if options.isolation not in ISOLATIONS:
-        raise BadInput(f"--isolation is {options.isolation!r}: choose venv, docker, or inprocess (tests only).")
+    check_isolation(options.isolation)
     if options.threads < 1:
         raise BadInput(f"--threads is {options.threads}: it must be at least 1.")
     if options.layers:
@@ -337,14 +334,19 @@ def quietest(threads: int) -> Iterator[list[int]]:
 
 
 class ComparisonRun:
-    """One folder's comparison. ``command`` reproduces it."""
+    """One folder's comparison. ``command`` reproduces it. ``backends``: where each side runs."""
 
-    def __init__(self, options: ComparisonOptions, base: Side, head: Side, folder: RunFolder, command: str) -> None:
-        check(options)
-        check_sides(options, {"base": base, "head": head})
-        check_device(options.device)
-        check_threads(options.threads)
+    def __init__(
+        self,
+        options: ComparisonOptions,
+        base: Side,
+        head: Side,
+        folder: RunFolder,
+        command: str,
+        backends: Mapping[Role, Backend],
+    ) -> None:
         self.options = options
+        self.backends = backends
         self.sides: dict[Role, Side] = {"base": base, "head": head}
         self.folder = folder
         self.command = command
@@ -353,36 +355,40 @@ class ComparisonRun:
         self.rule = Rule(options.alpha, max(1, timed), options.threshold, options.max_rounds)
         self.timed = timed
         self.limits = Limits(memory_limit.default_limit(), options.timeout_seconds)
-        self.places: dict[tuple[Role, str, str], InProcess | Venv | Docker | str] = {}
+        self.executors: dict[tuple[Role, str, str], Executor | Unavailable] = {}
         self.references: dict[str, Path] = {}
         self.reference_fault: str | None = None
         self.started = datetime.now(UTC).isoformat(timespec="seconds")
-        in_containers = options.isolation == "docker"
-        self.harbour = open_harbour(options.device, otherwise=MEANT) if in_containers else None
-        if self.harbour is not None and self.harbour.engine.is_remote:
-            raise BadInput(
-                f"The container engine is at {self.harbour.engine.host}: a comparison pins its processes to the least "
-                "busy "
-                "processors of this machine and knows no other's; name an engine of this machine by its socket, or use "
-                "--isolation venv."
-            )
-        self.built: dict[Role, dict[str, Image]] = {"base": {}, "head": {}}
-        self.images: dict[Role, images.Image] = {
-            role: images.named(self.harbour.engine, side.image, f"--{role}")
-            for role, side in self.sides.items()
-            if self.harbour is not None and side.image is not None
-        }
+
+    @classmethod
+    def connected(
+        cls, options: ComparisonOptions, base: Side, head: Side, folder: RunFolder, command: str
+    ) -> ComparisonRun:
+        """Return the comparison where ``options.isolation`` says. Raises :class:`BadInput` where it cannot be held."""
+        sides: dict[Role, Side] = {"base": base, "head": head}
+        check(options)
+        check_sides(options, sides)
+        check_device(options.device)
+        check_threads(options.threads)
+        backends = {role: _backend_of(options, role, side) for role, side in sides.items()}
+        return cls(options, base, head, folder, command, backends)
 
     def execute(self, progress: Progress, fresh: bool = False) -> Comparison:
         """Everything, or what is left of it. A kill at any moment loses at most the pair under way."""
-        if self.harbour is None:
-            return self._execute(progress, fresh)
         try:
-            self.harbour.sweep(progress.say)
-            self._prepare_places(progress.say)
+            for role, backend in self.backends.items():
+                backend.prepare([c for _, c in self._running(role)], progress.say)
             return self._execute(progress, fresh)
         finally:
-            self.harbour.close()
+            for backend in self.backends.values():
+                backend.close()
+
+    def _running(self, role: Role) -> Iterator[tuple[PairedCell, AnyContestant]]:
+        """The cells of both sides, each with the contestant of one."""
+        for paired in self.paired_cells:
+            contestant = paired.sides[role]
+            if paired.refusal is None and contestant is not None:
+                yield paired, contestant
 
     def _execute(self, progress: Progress, fresh: bool) -> Comparison:
         with self.folder.open(self._description(), fresh):
@@ -399,60 +405,52 @@ class ComparisonRun:
     def _description(self) -> dict[str, Any]:
         """What a resumed comparison must have in common with its beginning; how long it may take is not among it.
         Images are prepared by now."""
-        engine = {"engine": self.harbour.engine.facts["id"]} if self.harbour is not None else {}
-        digests = {role: {name: image.digest for name, image in found.items()} for role, found in self.built.items()}
+        parts = {role: backend.describe() for role, backend in self.backends.items()}
+        images = {role: part["images"] for role, part in parts.items() if "images" in part}
         options = {key: value for key, value in asdict(self.options).items() if key != "minutes"}
         return {
             "options": options,
             "sides": {role: {"content": side.content, "package": side.package} for role, side in self.sides.items()},
             "machine": machine.describe()["id"],
-            **({**engine, "images": digests} if engine else {}),
+            **parts["head"],
+            **({"images": images} if images else {}),
         }
 
     def _prepare(self, say: Callable[[str], None]) -> None:
         """Environments, references, data."""
-        self._prepare_places(say)
+        self._prepare_executors(say)
         names = tuple(dict.fromkeys(paired.cell.layer for paired in self.paired_cells if paired.cell.layer is not None))
         if names:
             try:
-                make = [self.harbour.layer_references] if self.harbour is not None else []
-                self.references = layer_run.ensure_references(names, say, *make)
-            except (venv.EnvironmentFault, isolation.ToolFault) as fault:
+                self.references = layer_run.ensure_references(names, say, self.backends["base"].run_tool)
+            except (EnvironmentFault, ToolFault) as fault:
                 self.reference_fault = f"the float64 references of the layers could not be made: {fault}"
                 say(self.reference_fault)
         for dataset in sorted({TASKS[paired.cell.task].dataset for paired in self.paired_cells if paired.cell.task}):
             ensure_data(dataset, self.options.synthetic, say)
 
-    def _prepare_places(self, say: Callable[[str], None]) -> None:
+    def _prepare_executors(self, say: Callable[[str], None]) -> None:
         for paired in self.paired_cells:
             for role, contestant in paired.sides.items():
                 if paired.refusal is None and contestant is not None:
-                    place = self._prepare_place(role, contestant, say)
-                    if isinstance(place, str):  # and the other side is not even installed
-                        paired.refusal, paired.is_failure = f"{role} cannot run: {place}", True
+                    executor = self._prepare_executor(role, contestant, say)
+                    if isinstance(executor, Unavailable):  # and the other side is not even installed
+                        paired.refusal, paired.is_failure = f"{role} cannot run: {executor.reason}", True
 
-    def _prepare_place(
+    def _prepare_executor(
         self, role: Role, contestant: AnyContestant, say: Callable[[str], None]
-    ) -> InProcess | Venv | Docker | str:
+    ) -> Executor | Unavailable:
         """Where it runs, or why it cannot."""
         module = module_of(contestant)
         key = role, module, contestant.name
-        if key not in self.places:
-            framework = contestant.framework
-            if self.harbour is not None:
-                place = self.harbour.place(contestant, say, module, self.images.get(role))
-                if not isinstance(place, str):
-                    self.built[role][framework.name] = self.harbour.record(place, framework)
-                self.places[key] = place
-            else:
-                environment = contestant.variant.environment
-                self.places[key] = place_of(self.options.isolation, framework, environment, say, module)
-        return self.places[key]
+        if key not in self.executors:
+            self.executors[key] = self.backends[role].executor(contestant, say, module)
+        return self.executors[key]
 
-    def _place(self, role: Role, contestant: AnyContestant) -> InProcess | Venv | Docker:
-        place = self.places[role, module_of(contestant), contestant.name]
-        assert not isinstance(place, str), place
-        return place
+    def _executor(self, role: Role, contestant: AnyContestant) -> Executor:
+        executor = self.executors[role, module_of(contestant), contestant.name]
+        assert not isinstance(executor, Unavailable), executor.reason
+        return executor
 
     # ---- before the first pair
 
@@ -473,17 +471,12 @@ class ComparisonRun:
     def _judge(self, paired: PairedCell, role: Role, progress: Progress) -> Process:
         contestant = paired.sides[role]
         assert isinstance(contestant, Contestant)
-        place = self._place(role, contestant)
+        executor = self._executor(role, contestant)
         progress.doing(f"{paired.name} · gate of {role}")
-        if self.harbour is not None:
-            try:
-                admission.reference(paired.cell.task, progress.say, partial(self.harbour.make_file, say=progress.say))
-            except (venv.EnvironmentFault, isolation.ToolFault) as fault:
-                reason = f"the float64 reference of {paired.cell.task} could not be made: {fault}"
-                return Process(state="crashed", reason=reason)
         bounds = Limits(self.limits.memory_bytes, min(admission.TIMEOUT_SECONDS, self.limits.timeout_seconds))
+        options, run_tool = self.options, self.backends[role].run_tool
         verdict = admission.judge(
-            contestant, paired.cell.task, place, bounds, self.options.device, self.options.threads, progress.say
+            contestant, paired.cell.task, executor, bounds, options.device, options.threads, progress.say, run_tool
         )
         state = "rejected" if verdict.state == "ok" and not verdict.passed else verdict.state
         return Process.model_validate(
@@ -614,7 +607,8 @@ class ComparisonRun:
         """A fresh process, never repeated by itself: a disturbed pair is repeated whole."""
         contestant = paired.sides[role]
         assert contestant is not None
-        place = self._place(role, contestant)
+        executor = self._executor(role, contestant)
+        backend = self.backends[role]
         if paired.cell.layer is not None and self.reference_fault is not None:
             return Process(state="crashed", reason=self.reference_fault)
         request = self._request(paired.cell, contestant, purpose, number)
@@ -622,11 +616,15 @@ class ComparisonRun:
         began, started = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
         quiet = Progress(progress.console, quiet=True)
         result, load = undisturbed(
-            lambda: place.run(request, self.limits, progress.event), 0, purpose == "time", paired.name, quiet
+            lambda: executor.run(request, self.limits, progress.event),
+            0,
+            purpose == "time",
+            paired.name,
+            quiet,
+            backend.speed_probe,
         )
         how: dict[str, Any] = {"load": load, "started": started, "wall_seconds": time.monotonic() - began}
-        if self.harbour is not None:
-            how["container"] = Container(engine=self.harbour.engine.name, **result["container"])
+        how["container"] = backend.describe_process(contestant.framework, result).container
         return _process(result, number == 0).model_copy(update=how)
 
     def _request(self, cell: Cell, contestant: AnyContestant, purpose: Purpose, number: int) -> Any:
@@ -714,7 +712,7 @@ class ComparisonRun:
             max_rounds=self.options.max_rounds,
             timed_cells=self.timed,
             isolation=self.options.isolation,
-            engine=self.harbour.engine.name if self.harbour is not None else None,
+            engine=next((p.container.engine for p in processes if p.container is not None), None),
             threads=self.options.threads,
             seconds=self.options.seconds,
             machine={**machine.describe(), **machine.state()},
@@ -724,10 +722,10 @@ class ComparisonRun:
         )
 
     def _facts(self, role: Role) -> SideFacts:
-        side, image = self.sides[role], self.images.get(role)
+        side, backend = self.sides[role], self.backends[role]
         contestants = [paired.sides[role] for paired in self.paired_cells]
         frameworks = {c.framework.name: c.framework for c in contestants if c is not None}
-        locks = {name: framework.lock_hash if image is None else image.pins for name, framework in frameworks.items()}
+        images = {name: backend.describe_process(framework, None).image for name, framework in frameworks.items()}
         return SideFacts(
             asked=side.asked,
             title=side.title,
@@ -735,9 +733,9 @@ class ComparisonRun:
             dirty=side.dirty,
             content=side.content,
             package=side.package,
-            locks=locks,
+            locks={name: backend.environment_id(framework) for name, framework in frameworks.items()},
             versions=self._versions(role),
-            images=self.built[role],
+            images={name: image for name, image in images.items() if image is not None},
         )
 
     def _versions(self, role: Role) -> dict[str, dict[str, str]]:
@@ -748,23 +746,34 @@ class ComparisonRun:
         return found
 
 
-def _process(result: dict[str, Any], with_versions: bool) -> Process:
+def _backend_of(options: ComparisonOptions, role: Role, side: Side) -> Backend:
+    """Where one side runs. Raises :class:`BadInput` where it cannot."""
+    made = backend_of(options.isolation, options.device, otherwise=MEANT, named=side.image, option=f"--{role}")
+    if made.remote_host is not None:
+        raise BadInput(
+            f"The container engine is at {made.remote_host}: a comparison pins its processes to the least busy "
+            "processors of "
+            "this machine and knows no other's; name an engine of this machine by its socket, or use --isolation venv."
+        )
+    return made
+
+
+def _process(result: Result, with_versions: bool) -> Process:
     """What is kept of a worker's result: of the passes, their median and spread."""
-    layer = result.get("layer", {})
-    seconds = layer.get("pass_seconds") or result.get("epoch_seconds") or []
+    seconds = (result.layer or {}).get("pass_seconds") or result.epoch_seconds
     low, middle, high = (float(q) for q in np.quantile(seconds, (0.1, 0.5, 0.9))) if seconds else (None, None, None)
-    memory = result.get("memory", {})
+    memory = result.memory
     return Process(
-        state=result["state"],
-        reason=result.get("reason"),
+        state=result.state,
+        reason=result.reason,
         seconds=middle,
         passes=len(seconds),
         low=low,
         high=high,
         bytes=next((memory[notion] for notion in NOTIONS if notion in memory), None),
-        checks=[GateCheck.model_validate(line) for line in result.get("checks", [])],
-        versions=result.get("versions", {}) if with_versions else {},
-        log_tail="" if result["state"] == "ok" else result.get("log_tail", ""),
-        interrupted=bool(result.get("interrupted")),
-        sketch=result.get("sketch", []),
+        checks=[GateCheck.model_validate(line) for line in result.checks],
+        versions=result.versions if with_versions else {},
+        log_tail="" if result.state == "ok" else result.log_tail,
+        interrupted=result.interrupted,
+        sketch=result.sketch,
     )

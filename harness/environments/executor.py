@@ -1,6 +1,6 @@
-"""Where a worker runs: inside this process (for tests), in a venv, and, as the seam for later, in a container.
+"""What runs a worker: this process (for tests), a virtual environment, and, in their own folder, containers.
 
-Every place takes a request and yields the worker's events; what went wrong outside the worker (a kill, a limit, a
+Every executor takes a request and yields the worker's events; what went wrong outside the worker (a kill, a limit, a
 time-out, silence) becomes a ``result`` event as well, so that the caller has one kind of ending.
 """
 
@@ -30,6 +30,7 @@ from harness.environments.referee import Direct, Referee
 from harness.paths import ROOT
 from harness.worker.layer_request import LayerRequest
 from harness.worker.request import Request
+from harness.worker.result import BY_THE_HARNESS, Result, State
 
 AnyRequest = Request | LayerRequest
 Event = dict[str, Any]
@@ -39,13 +40,12 @@ GRACE_SECONDS = 2.0
 open."""
 WORKER = "harness.worker.e2e"
 LOG_TAIL = 4000
-WEIGHTS = ("snapshot", "checked", "weights")
-"""Fields of a request that name files which the worker fills with weights."""
+OUTPUTS = ("snapshot", "checked", "weights", "left")
+"""Fields of a request that name files which the worker fills with arrays."""
 LONGEST_LINE = 8 * 2**20
 """Bytes. A line of events that is longer has no end that the harness waits for."""
 LINES_AHEAD = 32
 ENDLESS = "wrote a line of more than {} MiB without an end"
-ONLY_OURS = {"interrupted", "harness_stopped"}
 STOPPED_SECONDS = 1.0
 """Between two looks at a worker: longer means that this process did not run."""
 FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT}
@@ -61,15 +61,15 @@ class Limits:
     growth_bytes: int | None = None
 
 
-class Place(Protocol):
-    """``name`` goes into the cell. ``identity`` tells two places with the same pins apart (the image of a container): a
-    verdict holds for one; empty where the pins say it all."""
+class Executor(Protocol):
+    """What runs one worker. ``name`` goes into the cell. ``identity`` tells two executors with the same pins apart (the
+    image of a container): a verdict holds for one; empty where the pins say it all."""
 
     name: str
     identity: str
 
-    def run(self, request: Request, limits: Limits, on_event: Callable[[Event], None]) -> Event:
-        """The ``result`` event, always; with ``log_tail``."""
+    def run(self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None]) -> Result:
+        """Return how it ended, always."""
         ...
 
 
@@ -88,7 +88,7 @@ class InProcess:
         limits: Limits,
         on_event: Callable[[Event], None],
         referee: Referee | None = None,
-    ) -> Event:
+    ) -> Result:
         """``referee``: of the caller's, who then judges the clock."""
         worker = importlib.import_module(self.module)
         events: list[Event] = []
@@ -99,7 +99,7 @@ class InProcess:
 
         line = Direct(request, referee) if isinstance(request, Request) else None
         worker.run(request, emit, line)
-        result = _examined({"log_tail": "", **events[-1]}, request)
+        result = _examined(events[-1], request)
         judge = line is not None and referee is None and request.mode == "time"
         return line.referee.judged(result) if line is not None and judge else result
 
@@ -122,7 +122,7 @@ class Venv:
         self.environment = dict(environment or {})
         self.module = module
 
-    def run(self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None]) -> Event:
+    def run(self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None]) -> Result:
         with tempfile.TemporaryDirectory(prefix="dpbench-") as folder:
             path = Path(folder, "request.json")
             referee = Referee(request) if isinstance(request, Request) and request.mode == "time" else None
@@ -130,9 +130,9 @@ class Venv:
             log = Path(folder, "log.txt")
             with log.open("wb") as errors:
                 command = [str(self.python), "-m", self.module, str(path)]
-                result = self._run(command, request, errors, limits, on_event, referee)
-            result["log_tail"] = log.read_text(errors="replace")[-LOG_TAIL:]
-        result = _examined(result, request)
+                said = self._run(command, request, errors, limits, on_event, referee)
+            said["log_tail"] = log.read_text(errors="replace")[-LOG_TAIL:]
+        result = _examined(said, request)
         return referee.judged(result) if referee else result
 
     def _run(
@@ -172,12 +172,12 @@ class Venv:
                     referee.close()
 
 
-def _examined(result: Event, request: AnyRequest) -> Event:
-    """The result as :mod:`harness.environments.validate` lets it through; weights that are none are removed."""
-    paths = {name: getattr(request, name, None) for name in WEIGHTS}
+def _examined(said: Event, request: AnyRequest) -> Result:
+    """The result as :mod:`harness.environments.validate` lets it through; files of no use are removed."""
+    paths = {name: getattr(request, name, None) for name in OUTPUTS}
     files = {name: Path(path) for name, path in paths.items() if path is not None and Path(path).exists()}
     result, kept = validate.examined(
-        result, request, {name: path.read_bytes() for name, path in files.items()}, "the worker"
+        said, request, {name: path.read_bytes() for name, path in files.items()}, "the worker"
     )
     for name in files.keys() - set(kept):
         files[name].unlink()
@@ -292,20 +292,19 @@ def _name(number: int) -> str:
         return f"signal {number}"
 
 
-def failed(state: str, reason: str, interrupted: bool = False) -> Event:
+def failed(state: State, reason: str, interrupted: bool = False) -> Event:
     """A ``result`` event in the place of the worker's. ``interrupted``: see :class:`harness.store.record.Record`."""
-    return {"event": "result", "state": state, "reason": reason, **({"interrupted": True} if interrupted else {})}
+    return Result(state, reason, interrupted=interrupted).as_event()
 
 
 def event_of(line: bytes) -> Event:
-    """A line that is not an event is a library's print that slipped past the redirection: passed on as noise. Only the
-    harness itself says that a process was interrupted."""
+    """A line that is not an event is a library's print that slipped past the redirection: passed on as noise. How the
+    process did is the harness's to say, in a result."""
     with suppress(ValueError, RecursionError):
         event = json.loads(line)
         if isinstance(event, dict):
-            for name in ONLY_OURS & event.keys():
-                del event[name]
-            return event
+            is_result = event.get("event") == "result"
+            return {k: v for k, v in event.items() if k not in BY_THE_HARNESS} if is_result else event
     return {"event": "noise", "text": line.decode(errors="replace").rstrip()[:1000]}
 
 
@@ -411,12 +410,3 @@ def run_tool(
     if done.returncode:
         raise ToolFault(f"{module} ended with {done.returncode}: {done.stderr[-1500:]}")
     return done.stdout
-
-
-def json_tool(
-    python: Path, module: str, arguments: list[str], environment: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """The JSON object on the last line of a tool's output."""
-    output = run_tool(python, module, arguments, environment=environment)
-    result: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
-    return result

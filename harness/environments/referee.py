@@ -32,6 +32,7 @@ from harness.worker.e2e import (
 )
 from harness.worker.line import Message
 from harness.worker.request import Request
+from harness.worker.result import Result
 
 UNKNOWN_SEED = -1
 DISAGREEMENT_SECONDS = 5e-3
@@ -185,14 +186,14 @@ class Referee:
         if self._timer is not None:
             self._timer.cancel()
 
-    def judged(self, result: Message) -> Message:
+    def judged(self, result: Result) -> Result:
         """The result with the referee's seconds; where they do not agree with the worker's, with ``clock_fault``."""
-        if result.get("state") != "ok":
+        if result.state != "ok" or result.timed is None:
             return result
-        stated = [float(s) for s in result["timed"].get("part_seconds", [])]
+        stated = [float(s) for s in result.timed.get("part_seconds", [])]
         faults = [*self.faults, *self._disagreements(stated), *self._slow_reads()]
-        result["timed"]["referee_seconds"] = self.seconds
-        return result | ({"clock_fault": "; ".join(faults)} if faults else {})
+        timed = {**result.timed, "referee_seconds": self.seconds}
+        return replace(result, timed=timed, clock_fault="; ".join(faults) or None)
 
     def _disagreements(self, stated: list[float]) -> list[str]:
         """In sum, and in the middle of all stretches: a single one may be held up by chance."""

@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from harness.environments import executor
-from harness.environments.executor import WORKER, AnyRequest, Event, Limits, Venv
+from harness.environments.backend import AnyContestant, Argument, LocalBackend, Say, as_words, last_json
+from harness.environments.executor import WORKER, AnyRequest, Event, Executor, Limits, Venv
+from harness.environments.unavailable import Unavailable
 from harness.errors import BadInput
 from harness.paths import ROOT
 from harness.plan.registry import Framework
 from harness.store.record import UNPINNED
+from harness.worker.result import Result
 
 LOCAL = ("harness", "frameworks", "dpcore")
 REFERENCES = tuple(ROOT / "frameworks" / "_tools" / name for name in ("reference.py", "layer_reference.py"))
@@ -60,41 +62,19 @@ class Deadline:
             raise OutOfTime
 
 
-@dataclass
-class Found:
-    """``python`` with all its ``versions``. ``missing``: by framework, what it lacks of that framework's imports.
-
-    No process outlasts ``deadline``; one that takes more than ``longest_seconds`` is a ``timeout`` like any other.
-    ``side_by_side``: several processes run at once just now.
-    """
+@dataclass(frozen=True)
+class UnpinnedEnvironment:
+    """``python`` with all its ``versions``. ``missing``: by framework, what it lacks of that framework's imports."""
 
     python: Path
     versions: dict[str, str]
     missing: dict[str, tuple[str, ...]]
-    deadline: Deadline
-    longest_seconds: float
-    side_by_side: bool = False
 
     @property
     def identity(self) -> str:
         """Of the versions, in the place of the hash of a lock."""
         text = "\n".join(f"{name}=={version}" for name, version in self.versions.items())
         return f"{UNPINNED}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-
-    def place(self, framework: Framework, environment: dict[str, str], module: str = WORKER) -> FoundPlace | str:
-        """Where the framework's workers run, or why they cannot."""
-        if missing := self.missing.get(framework.name):
-            return f"not installed in {self.python}: {', '.join(missing)}."
-        return FoundPlace(self, environment, module)
-
-    def tool(self, module: str, arguments: list[str]) -> None:
-        """Runs ``python -m module``. Raises :class:`OutOfTime`, :class:`isolation.ToolFault`."""
-        self.deadline.check()
-        try:
-            executor.run_tool(self.python, module, arguments, self.deadline.left, search_path())
-        except executor.ToolFault:
-            self.deadline.check()
-            raise
 
     def device(self, name: str) -> dict[str, Any]:
         """What ``torch`` or ``jax`` says of the CUDA device: ``device`` is missing where it sees none."""
@@ -104,26 +84,61 @@ class Found:
             return {"framework": name, "why_not": str(fault).splitlines()[-1][-300:]}
 
 
-class FoundPlace:
+class UnpinnedBackend(LocalBackend):
+    """Every worker and every tool in the one ``environment``.
+
+    No process outlasts ``deadline``; one that takes more than ``longest_seconds`` is a ``timeout`` like any other.
+    ``side_by_side``: several processes run at once just now.
+    """
+
+    def __init__(self, environment: UnpinnedEnvironment, deadline: Deadline, longest_seconds: float) -> None:
+        self.environment = environment
+        self.deadline = deadline
+        self.longest_seconds = longest_seconds
+        self.side_by_side = False
+
+    def executor(self, contestant: AnyContestant, say: Say, module: str = WORKER) -> Executor | Unavailable:
+        if missing := self.environment.missing.get(contestant.framework.name):
+            return Unavailable(f"not installed in {self.environment.python}: {', '.join(missing)}.")
+        return UnpinnedExecutor(self, contestant.variant.environment, module)
+
+    def run_tool(self, module: str, arguments: Sequence[Argument], say: Say) -> str:
+        """Run the tool. Raises :class:`OutOfTime` where the time of the whole run ends first."""
+        self.deadline.check()
+        try:
+            python, words = self.environment.python, as_words(arguments)
+            return executor.run_tool(python, module, words, self.deadline.left, search_path())
+        except executor.ToolFault:
+            self.deadline.check()
+            raise
+
+    def environment_id(self, framework: Framework) -> str:
+        return self.environment.identity
+
+    def speed_probe(self) -> float | None:
+        return None if self.side_by_side else super().speed_probe()
+
+
+class UnpinnedExecutor:
     """A fresh process of the Python that was found, with what its PYTHONPATH names."""
 
     name = UNPINNED
 
-    def __init__(self, found: Found, environment: dict[str, str], module: str) -> None:
-        self.found = found
-        self.identity = found.identity
-        paths = search_path()
-        self._alone = Venv(found.python, {**environment, **paths}, module)
-        self._beside = Venv(found.python, {**environment, **paths, **JAX_GROWS}, module)
+    def __init__(self, backend: UnpinnedBackend, environment: dict[str, str], module: str) -> None:
+        self.backend = backend
+        self.identity = backend.environment.identity
+        python, paths = backend.environment.python, search_path()
+        self._alone = Venv(python, {**environment, **paths}, module)
+        self._beside = Venv(python, {**environment, **paths, **JAX_GROWS}, module)
 
-    def run(self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None]) -> Event:
-        """As every place. Raises :class:`OutOfTime` where not the process but the run took too long."""
-        deadline = self.found.deadline
+    def run(self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None]) -> Result:
+        """As every executor. Raises :class:`OutOfTime` where not the process but the run took too long."""
+        deadline = self.backend.deadline
         deadline.check()
-        own = min(limits.timeout_seconds, self.found.longest_seconds)
-        venv = self._beside if self.found.side_by_side else self._alone
+        own = min(limits.timeout_seconds, self.backend.longest_seconds)
+        venv = self._beside if self.backend.side_by_side else self._alone
         result = venv.run(request, replace(limits, timeout_seconds=min(own, deadline.left)), on_event)
-        if result["state"] != "ok":
+        if result.state != "ok":
             deadline.check()
         return result
 
@@ -134,7 +149,7 @@ def search_path() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(dict.fromkeys([str(ROOT), *named]))}
 
 
-def look(python: Path, files: dict[str, tuple[Path, ...]], deadline: Deadline, longest_seconds: float) -> Found:
+def look(python: Path, files: dict[str, tuple[Path, ...]]) -> UnpinnedEnvironment:
     """What ``python`` has for each framework, by name with the ``files`` that its workers import.
 
     Raises :class:`BadInput` where it is no Python that runs.
@@ -152,14 +167,12 @@ def look(python: Path, files: dict[str, tuple[Path, ...]], deadline: Deadline, l
         ) from None
     missing = {name: tuple(sorted(wanted & set(said["missing"]))) for name, wanted in needs.items()}
     # Not resolved: behind its link, the interpreter of a virtual environment would not know its packages.
-    return Found(Path(executable).absolute(), said["versions"], missing, deadline, longest_seconds)
+    return UnpinnedEnvironment(Path(executable).absolute(), said["versions"], missing)
 
 
 def ask(python: Path, module: str, arguments: list[str]) -> dict[str, Any]:
     """The JSON object on the last line that ``python -m module`` prints. Raises :class:`isolation.ToolFault`."""
-    text = executor.run_tool(python, module, arguments, PROBE_SECONDS, {**search_path(), **JAX_GROWS})
-    answer: dict[str, Any] = json.loads(text.strip().splitlines()[-1])
-    return answer
+    return last_json(executor.run_tool(python, module, arguments, PROBE_SECONDS, {**search_path(), **JAX_GROWS}))
 
 
 def imports(paths: Iterable[Path]) -> set[str]:

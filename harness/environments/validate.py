@@ -10,20 +10,23 @@ from __future__ import annotations
 import io
 import math
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import field
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from harness.contract import Array
-from harness.store.record import GateCheck, State, Timed
+from harness.store.record import GateCheck, Timed
 from harness.tasks import TASKS, initial_parameters
 from harness.worker.e2e import WINDOW_STEPS
 from harness.worker.gate import checks as gate_checks
 from harness.worker.gate import layers as layer_gate
 from harness.worker.layer_request import LayerRequest
 from harness.worker.request import Request
+from harness.worker.result import NAMES, Result
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -62,74 +65,92 @@ class _Check(GateCheck):
         return self
 
 
-class _Answer(BaseModel):
-    """What is read of a ``result`` event, each as the record holds it; what is missing must have been optional."""
+@pydantic_dataclass(frozen=True, config=ConfigDict(strict=True))
+class _Answer(Result):
+    """A result within its ranges; its parts are checked as the record holds them."""
 
-    state: State
-    reason: str | None = None
-    epoch_seconds: list[Seconds] = Field(default_factory=list)
+    epoch_seconds: list[Seconds] = field(default_factory=list)
     compile_seconds: NotNegative | None = None
-    timed: _Timed = Field(default=None, validate_default=False)  # type: ignore[assignment]
     foreign_share: NotNegative = 0.0
-    epsilon_steps: Count = 0
-    epsilon_own: float | None = None
-    memory: dict[str, Count] = Field(default_factory=dict)
-    probe: _Probe = Field(default=None, validate_default=False)  # type: ignore[assignment]
-    checks: list[_Check] = Field(default_factory=list)
-    versions: dict[str, str] = Field(default_factory=dict)
-    layer: _Layer = Field(default_factory=_Layer)
-    output: str = ""
+    epsilon_steps: Count | None = None
+    memory: dict[str, Count] = field(default_factory=dict)
 
-    @model_validator(mode="after")
-    def _agrees_with_itself(self) -> _Answer:
-        if self.timed is not None and self.state == "ok":
-            measured = self.timed.measured_seconds
-            scale = self.timed.steps_per_epoch / self.timed.steps_timed if self.timed.extrapolated else 1.0
-            if len(measured) != self.timed.epochs or len(self.epoch_seconds) != len(measured):
-                raise ValueError("epoch_seconds, timed.measured_seconds and timed.epochs do not agree")
-            if any(
-                not math.isclose(e, m * scale, rel_tol=1e-6) for e, m in zip(self.epoch_seconds, measured, strict=True)
-            ):
-                raise ValueError("epoch_seconds are not the measured seconds of the steps timed")
-        return self
+
+PARTS: dict[str, type[BaseModel]] = {"timed": _Timed, "probe": _Probe, "layer": _Layer}
+
+
+def _check_parts(result: Result) -> Iterator[tuple[str, str]]:
+    """(where, what is wrong) in the parts of a result."""
+    parts = [(name, getattr(result, name), model) for name, model in PARTS.items()]
+    parts += [(f"checks.{i}", check, _Check) for i, check in enumerate(result.checks)]
+    for name, part, model in parts:
+        if part is not None:
+            try:
+                model.model_validate(part, strict=True)
+            except ValidationError as error:
+                yield _first(error, name)
+
+
+def _first(error: ValidationError, *above: str) -> tuple[str, str]:
+    first = error.errors(include_url=False, include_input=False)[0]
+    return ".".join(map(str, (*above, *first["loc"]))), first["msg"]
+
+
+def _disagreement(result: Result) -> str | None:
+    """Why the seconds of a result contradict each other, or None."""
+    if result.timed is None or result.state != "ok":
+        return None
+    timed = _Timed.model_validate(result.timed)
+    scale = timed.steps_per_epoch / timed.steps_timed if timed.extrapolated else 1.0
+    if not len(timed.measured_seconds) == timed.epochs == len(result.epoch_seconds):
+        return "epoch_seconds, timed.measured_seconds and timed.epochs do not agree"
+    pairs = zip(result.epoch_seconds, timed.measured_seconds, strict=True)
+    if not all(math.isclose(epoch, measured * scale, rel_tol=1e-6) for epoch, measured in pairs):
+        return "epoch_seconds are not the measured seconds of the steps timed"
+    return None
 
 
 LARGEST_WEIGHTS = 256 * 2**20
-"""Bytes of one file of weights, unpacked."""
+"""Bytes of one file of arrays, unpacked."""
 
 NEEDED = {
     "time": ("epoch_seconds", "timed", "epsilon_steps"),
     "memory": ("memory",),
     "gate": ("checks",),
     "probe": ("probe", "memory"),
-    "tool": ("output",),
 }
 
 
-def fault_of_result(result: Mapping[str, Any], mode: str) -> str | None:
-    """Why this is no answer to a request of that mode (of a layer: ``""``), or None."""
+def fault_of_result(said: Mapping[str, Any], mode: str) -> str | None:
+    """Why this event is no answer to a request of that mode (of a layer: ``""``), or None."""
     try:
-        _Answer.model_validate(dict(result), strict=True)
+        _Answer(**{name: said[name] for name in NAMES & said.keys()})
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    missing = [name for name in NEEDED.get(mode, ()) if name not in result]
-    return f"without {', '.join(missing)}" if result["state"] == "ok" and missing else None
+        return ": ".join(_first(error))
+    except TypeError:  # a field that must be there is not
+        return "state: Field required"
+    result = Result.of(said)
+    for where, what in _check_parts(result):
+        return f"{where}: {what}"
+    if fault := _disagreement(result):
+        return fault
+    missing = [name for name in NEEDED.get(mode, ()) if said.get(name) is None]
+    return f"without {', '.join(missing)}" if result.state == "ok" and missing else None
 
 
-def fault_of_answer(result: Mapping[str, Any], request: Request | LayerRequest) -> str | None:
+def fault_of_answer(said: Mapping[str, Any], request: Request | LayerRequest) -> str | None:
     """Why this is no answer to ``request``, or None: as :func:`fault_of_result`, and, of a gate that passed, whether it
     made every check that there is; of a layer, whether it made its own."""
-    fault = fault_of_result(result, request.mode if isinstance(request, Request) else "")
-    if fault is not None or result["state"] != "ok":
+    fault = fault_of_result(said, request.mode if isinstance(request, Request) else "")
+    if fault is not None or said["state"] != "ok":
         return fault
-    checks = result.get("checks", [])
-    found = [check["check"] for check in checks]
+    result = Result.of(said)
+    found = [check["check"] for check in result.checks]
     if isinstance(request, LayerRequest):
         missing = [name for name in layer_gate.names(request.mode, request.passes) if name not in found]
-        if request.mode == "time" and not result.get("layer", {}).get("pass_seconds"):
+        if request.mode == "time" and not (result.layer or {}).get("pass_seconds"):
             missing.append("pass_seconds")
-    elif request.mode == "gate" and all(check["passed"] for check in checks):
+    elif request.mode == "gate" and all(check["passed"] for check in result.checks):
         expected = gate_checks.names(request.private, request.budget is not None)
         missing = [name for name in expected if name not in found]
         if not missing and found != expected:
@@ -140,22 +161,28 @@ def fault_of_answer(result: Mapping[str, Any], request: Request | LayerRequest) 
 
 
 def examined(
-    result: dict[str, Any], request: Request | LayerRequest, weights: Mapping[str, bytes], who: str
-) -> tuple[dict[str, Any], list[str]]:
-    """(result, names of the ``weights`` that may be kept): the result itself, or, where it or its weights are no answer
+    said: Mapping[str, Any], request: Request | LayerRequest, files: Mapping[str, bytes], who: str
+) -> tuple[Result, list[str]]:
+    """(result, names of the ``files`` that may be kept): what the event ``said``, or, where it or a file is no answer
     to ``request``, a crash with the reason in its place; how the process did stays known. ``who`` said it."""
-    fault = fault_of_answer(result, request)
+    fault = fault_of_answer(said, request)
     kept = []
-    for name, content in weights.items():
-        look = fault_of_replay if name == "checked" else fault_of_weights
-        why = look(content, getattr(request, "task", ""), LARGEST_WEIGHTS) if fault is None else None
+    for name, content in files.items():
+        why = _fault_of_file(name, content, request) if fault is None else None
         fault = fault or (why and f"{name}.npz: {why}")
         kept += [name] if fault is None else []
     if fault is None:
-        return result, kept
-    known: dict[str, Any] = {name: result[name] for name in ("log_tail", "container", "machine") if name in result}
-    reason = f"{who} sent what is no result ({fault})."
-    return {"event": "result", "state": "crashed", "reason": reason, **known}, kept
+        return Result.of(said), kept
+    known = {name: said[name] for name in ("log_tail", "container", "machine") if name in said}
+    return Result("crashed", f"{who} sent what is no result ({fault}).", **known), kept
+
+
+def _fault_of_file(name: str, content: bytes, request: Request | LayerRequest) -> str | None:
+    """What a layer's pass left is looked at by the tool that compares it; here it is an archive of arrays."""
+    if isinstance(request, LayerRequest):
+        return _arrays(content, LARGEST_WEIGHTS)[1]
+    look = fault_of_replay if name == "checked" else fault_of_weights
+    return look(content, request.task, LARGEST_WEIGHTS)
 
 
 def fault_of_weights(content: bytes, task: str, largest: int) -> str | None:

@@ -13,16 +13,18 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from harness.environments import executor
-from harness.plan.registry import Framework, pins
+from harness.environments.backend import AnyContestant, Argument, LocalBackend, Say, as_words
+from harness.environments.executor import WORKER, Executor, Venv
+from harness.environments.unavailable import Unavailable
+from harness.plan.registry import Framework, frameworks, pins
 from harness.store import cache
 
 MARKER = "dpbench.json"
-Say = Callable[[str], None]
 
 
 class EnvironmentFault(Exception):
@@ -43,6 +45,23 @@ class Environment:
     @property
     def size_bytes(self) -> int:
         return sum(p.lstat().st_size for p in self.folder.rglob("*") if p.is_file() and not p.is_symlink())
+
+
+class VenvBackend(LocalBackend):
+    """A virtual environment for each framework's pins."""
+
+    def executor(self, contestant: AnyContestant, say: Say, module: str = WORKER) -> Executor | Unavailable:
+        framework = contestant.framework
+        try:
+            python = ensure(framework, say).python
+        except EnvironmentFault as fault:
+            say(f"{framework.name}: {fault}")
+            return Unavailable(str(fault))
+        return Venv(python, contestant.variant.environment, module, framework.root)
+
+    def run_tool(self, module: str, arguments: Sequence[Argument], say: Say) -> str:
+        """Run the tool in the environment of plain PyTorch."""
+        return executor.run_tool(ensure(frameworks()["pytorch"], say).python, module, as_words(arguments))
 
 
 def parent() -> Path:

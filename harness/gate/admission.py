@@ -3,7 +3,6 @@ remembers verdicts by what they depend on."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import hmac
 import json
@@ -15,15 +14,17 @@ from typing import Any
 
 from harness.analysis import accounting
 from harness.data import store
-from harness.environments import executor, venv
-from harness.environments.executor import Limits, Place
+from harness.environments.backend import Output, RunTool
+from harness.environments.executor import Executor, Limits, ToolFault
+from harness.environments.venv import EnvironmentFault
 from harness.errors import BadInput
 from harness.paths import ROOT
-from harness.plan.registry import Contestant, code_files, frameworks
+from harness.plan.registry import Contestant, code_files
 from harness.store import cache, seal
 from harness.store.record import Gate, GateCheck
 from harness.tasks import TASKS
 from harness.worker.request import Request
+from harness.worker.result import Result, State
 from harness.worker.sampling import steps_per_epoch
 
 REFERENCE_SOURCES = (
@@ -53,7 +54,7 @@ class Verdict:
     """``state`` is ``ok`` where the gate ran; then ``gate`` says whether it passed. Else why it could not run.
     ``machine``: where it ran, None for this one."""
 
-    state: str
+    state: State
     reason: str | None
     gate: Gate
     versions: dict[str, str]
@@ -68,7 +69,7 @@ class Verdict:
 
 def key_of(contestant: Contestant, task: str, device: str, threads: int, identity: str = "") -> str:
     """Hash of everything that the verdict depends on, and of every file that the adapter could read beside its code:
-    all of its folder and the data set. ``identity``: :attr:`Place.identity`."""
+    all of its folder and the data set. ``identity``: :attr:`Executor.identity`."""
     framework = contestant.framework
     parts = [task, contestant.name, device, framework.adapter_hash, framework.lock_hash, sources_hash(GATE_SOURCES)]
     parts += [str(threads), framework.folder_hash, *_data_hashes(TASKS[task].dataset)]
@@ -94,18 +95,19 @@ def sources_hash(sources: Iterable[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def reference(task: str, say: Callable[[str], None], make: Callable[[str, list[str]], object] | None = None) -> Path:
-    """The float64 reference of a task, computed once: by ``make``, given a module and its arguments, or in the
-    environment of plain PyTorch."""
+def reference(task: str, say: Callable[[str], None], run_tool: RunTool) -> Path:
+    """Return the float64 reference of a task, which ``run_tool`` computes once.
+
+    Raises:
+        EnvironmentFault: there is no environment with PyTorch.
+        ToolFault: it could not be computed.
+    """
     folder = cache.folder("references")
     path = folder / f"{task}-{sources_hash(REFERENCE_SOURCES)}.npz"
     with cache.locked(folder / f"{task}.lock"):
         if not seal.holds(path, say):
-            if make is None:
-                python = venv.ensure(frameworks()["pytorch"], say).python
-                make = functools.partial(executor.run_tool, python)
             say(f"Reference of {task}: float64, one example at a time")
-            make("frameworks._tools.reference", ["--task", task, "--out", str(path)])
+            run_tool("frameworks._tools.reference", ["--task", task, "--out", Output(path)], say)
             seal.put(path)
     return path
 
@@ -113,15 +115,17 @@ def reference(task: str, say: Callable[[str], None], make: Callable[[str, list[s
 def judge(
     contestant: Contestant,
     task: str,
-    place: Place,
+    executor: Executor,
     limits: Limits,
     device: str,
     threads: int,
     say: Callable[[str], None],
+    run_tool: RunTool,
     fresh: bool = False,
 ) -> Verdict:
-    """The verdict on one contestant and task, from memory where nothing that it depends on has changed."""
-    key = key_of(contestant, task, device, threads, place.identity)
+    """Return the verdict on one contestant and task, from memory where nothing that it depends on has changed.
+    ``run_tool`` computes the reference."""
+    key = key_of(contestant, task, device, threads, executor.identity)
     folder = cache.folder("gate")
     path = folder / f"{key}.json"
     if path.exists() and not fresh:
@@ -130,8 +134,8 @@ def judge(
             return remembered
         say(f"The remembered verdict {path} is damaged, or another hand has written it; the gate judges anew.")
     try:
-        truth = reference(task, say)
-    except (venv.EnvironmentFault, executor.ToolFault) as fault:
+        truth = reference(task, say, run_tool)
+    except (EnvironmentFault, ToolFault) as fault:
         nothing = Gate(passed=False, key=key, checks=[])
         return Verdict("crashed", f"the float64 reference of {task} could not be made: {fault}", nothing, {})
     rows = TASKS[task].train_size
@@ -164,10 +168,10 @@ def judge(
         reference=str(truth),
         budget=budget,
     )
-    result = place.run(request, limits, lambda event: None)
+    result = executor.run(request, limits, lambda event: None)
     verdict = _verdict(result, key)
     if verdict.state == "ok":
-        content = json.dumps(result)
+        content = result.to_json()
         kept = {"seal": seal.of(key, content.encode()), "result": content}
         cache.write_atomically(path, json.dumps(kept).encode())
     return verdict
@@ -179,22 +183,22 @@ def _remembered(path: Path, key: str) -> Verdict | None:
         kept = json.loads(path.read_bytes())
         content: str = kept["result"]
         if hmac.compare_digest(kept["seal"].encode(), seal.of(key, content.encode()).encode()):
-            return replace(_verdict(json.loads(content), key), cached=True, log_tail="")
+            return replace(_verdict(Result.from_json(content), key), cached=True, log_tail="")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     return None
 
 
-def _verdict(result: dict[str, Any], key: str) -> Verdict:
-    checks = [GateCheck.model_validate(check) for check in result.get("checks", [])]
-    passed = result["state"] == "ok" and bool(checks) and all(check.passed for check in checks)
+def _verdict(result: Result, key: str) -> Verdict:
+    checks = [GateCheck.model_validate(check) for check in result.checks]
+    passed = result.state == "ok" and bool(checks) and all(check.passed for check in checks)
     return Verdict(
-        state=result["state"],
-        reason=result.get("reason"),
+        state=result.state,
+        reason=result.reason,
         gate=Gate(passed=passed, key=key, checks=checks),
-        versions=result.get("versions", {}),
-        log_tail=result.get("log_tail", ""),
-        machine=result.get("machine"),
+        versions=result.versions,
+        log_tail=result.log_tail,
+        machine=result.machine,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import shlex
 import shutil
 import sys
@@ -15,19 +14,19 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from harness.analysis import accounting
 from harness.contract import NO_OWN_LOOP
 from harness.data import store
-from harness.environments import executor as isolation
-from harness.environments import memory_limit, venv
-from harness.environments.executor import WORKER, InProcess, Limits, Place, Venv
-from harness.environments.unpinned import Found, OutOfTime
+from harness.environments.backend import Argument, Backend, Input, last_json
+from harness.environments.executor import LOG_TAIL, Executor, Limits, ToolFault
+from harness.environments.unavailable import Unavailable
+from harness.environments.unpinned import OutOfTime
+from harness.environments.venv import EnvironmentFault
 from harness.errors import BadInput
 from harness.gate import admission
 from harness.gate.admission import Verdict
@@ -35,7 +34,7 @@ from harness.paths import ROOT
 from harness.plan import e2e as plan
 from harness.plan import protocol as protocols
 from harness.plan.e2e import Job, Options
-from harness.plan.registry import Contestant, Framework, frameworks
+from harness.plan.registry import Contestant
 from harness.run import peaks
 from harness.run.progress import Progress
 from harness.store import seal, sequence
@@ -45,28 +44,26 @@ from harness.store.record import (
     Block,
     Cell,
     Compared,
-    Container,
     Data,
     Epsilon,
     Gate,
-    Image,
     Load,
     Record,
     Seeds,
     Source,
-    State,
     Timed,
 )
 from harness.tasks import TASKS, initial_parameters
-from harness.worker import machine, speed_probe
+from harness.worker import machine
 from harness.worker.e2e import REPLAYED_STEPS, setting_of, timed_batches
 from harness.worker.gate import cases as gate_cases
 from harness.worker.request import Request
-
-if TYPE_CHECKING:
-    from harness.environments.containers.session import Harbour
+from harness.worker.result import Result, State
 
 DISTURBED_SHARE = 0.05
+CLOCK_REPEATS = 8
+"""Tries after the first before clocks that disagree reject a time. With four times as much work as processors, two
+tries at a stretch of 0.2 ms both disagreed in about 4 of 36 cells; an adapter that deceives does so each time."""
 DISTURBED_SPEED = 0.25
 """A change of the speed probe's seconds from before to after a process by more than this means that the machine itself
 changed its speed; on a quiet machine it stays within a few per cent."""
@@ -81,6 +78,7 @@ much. One step left out of n is 1/sqrt(n) of the way or more."""
 LONGEST_STEP = 1.01
 """What float32 adds to a step that is as long as its rows and its noise can make it."""
 STEP_REFERENCE = "frameworks._tools.step_reference"
+EVALUATE = "frameworks._tools.evaluate"
 
 FINAL_STATES = {"rejected", "oom", "timeout", "unsupported"}
 """States of a cell that another round cannot change: it is recorded again, not run again."""
@@ -99,8 +97,7 @@ class Summary:
 
 
 class Run:
-    """One run folder's work. ``command`` reproduces it and goes into every record. ``any_image``: measure in images
-    that do not match their lock, too. ``found``: measure there, whatever its versions, not in the pins."""
+    """One run folder's work. ``command`` reproduces it and goes into every record. ``backend``: where it is done."""
 
     def __init__(
         self,
@@ -108,46 +105,33 @@ class Run:
         contestants: list[Contestant],
         folder: RunFolder,
         command: str,
-        any_image: bool = False,
-        found: Found | None = None,
+        backend: Backend,
     ) -> None:
         self.options = options
-        self.found = found
+        self.backend = backend
         self.contestants = contestants
         self.folder = folder
         self.command = command
         self.protocol = protocols.load(options.protocol)
-        self.threads = options.threads or len(os.sched_getaffinity(0))
-        self.limits = Limits(options.memory_limit_bytes or memory_limit.default_limit(), options.timeout_seconds)
-        self.places: dict[str, Place | str] = {}
+        each = backend.resources(options.device, options.threads, options.memory_limit_bytes, options.timeout_seconds)
+        self.threads, self.limits = each.threads, each.limits
+        self.executors: dict[str, Executor | Unavailable] = {}
         self.data: dict[str, Data] = {}
         self.verdicts: dict[tuple[str, str], Verdict] = {}
         self.ended: dict[str, Record] = {}
         self.unreplayed: dict[str, Record] = {}
         self.peaks: dict[str, float] | None = None
         self.watched = watched_code()
-        self.harbour = open_harbour(options.device, any_image=any_image) if options.isolation == "docker" else None
-        self.images: dict[str, str] = {}
-        if self.harbour is not None and self.harbour.engine.is_remote:
-            there = self.harbour.engine.facts
-            self.threads = options.threads or there["cpus"]
-            memory = options.memory_limit_bytes or int(there["memory_bytes"] * 0.9)
-            self.limits = Limits(memory, options.timeout_seconds)
-        else:
-            check_device(options.device)
-            check_threads(self.threads)
         self.hashes = {c.name: self._hashes_of(c) for c in contestants}
         self.folder_hashes = {c.name: c.framework.folder_hash for c in contestants}
 
     def execute(self, progress: Progress, fresh: bool = False) -> Summary:
         """Everything, or what is left of it. Ctrl-C or a kill at any moment loses at most the process under way."""
-        if self.harbour is None:
-            return self._execute(progress, fresh)
         try:
-            self.images = self.harbour.prepare(self.contestants, progress.say)
+            self.backend.prepare(self.contestants, progress.say)
             return self._execute(progress, fresh)
         finally:
-            self.harbour.close()
+            self.backend.close()
 
     def _execute(self, progress: Progress, fresh: bool) -> Summary:
         jobs = plan.jobs(self.options, self.contestants)
@@ -209,14 +193,13 @@ class Run:
 
     def measured_peaks(self) -> dict[str, float] | None:
         """Of this machine's processors; None where contestants run on a GPU or on another machine."""
-        elsewhere = self.harbour is not None and self.harbour.engine.is_remote
-        return peaks.measure(self.threads) if self.options.device == "cpu" and not elsewhere else None
+        is_here = self.options.device == "cpu" and self.backend.remote_host is None
+        return peaks.measure(self.threads) if is_here else None
 
     def description(self) -> dict[str, Any]:
         """What all records of the folder have in common: options, code, machine. A resumed run must have the same."""
-        images = {"images": self.images, "engine": self.harbour.engine.facts["id"]} if self.harbour else {}
         return {
-            **images,
+            **self.backend.describe(),
             "options": asdict(self.options),
             "contestants": {name: {"adapter": adapter, "lock": lock} for name, (adapter, lock) in self.hashes.items()},
             "harness": admission.sources_hash(admission.GATE_SOURCES),
@@ -243,14 +226,10 @@ class Run:
             self.data[name] = ensure_data(name, self.options.synthetic, say)
             self.watched.add(store.files(name, self.options.synthetic))
         for contestant in self.contestants:
-            self.places[contestant.name] = self._place(contestant, say)
+            self.executors[contestant.name] = self._executor(contestant, say)
 
-    def _place(self, contestant: Contestant, say: Callable[[str], None]) -> Place | str:
-        if self.harbour is not None:
-            return self.harbour.place(contestant, say)
-        if self.found is not None:
-            return self.found.place(contestant.framework, contestant.variant.environment)
-        return place_of(self.options.isolation, contestant.framework, contestant.variant.environment, say)
+    def _executor(self, contestant: Contestant, say: Callable[[str], None]) -> Executor | Unavailable:
+        return self.backend.executor(contestant, say)
 
     def _judge_all(self, progress: Progress) -> None:
         pairs = [(c, task) for task in self.options.tasks for c in self.contestants]
@@ -272,37 +251,29 @@ class Run:
         return record
 
     def _judge(self, contestant: Contestant, task: str, say: Callable[[str], None], fresh: bool) -> Verdict:
-        place = self.places[contestant.name]
-        identity = "" if isinstance(place, str) else place.identity
+        executor = self.executors[contestant.name]
+        identity = "" if isinstance(executor, Unavailable) else executor.identity
         key = admission.key_of(contestant, task, self.options.device, self.threads, identity)
         nothing = Gate(passed=False, key=key, checks=[])
-        if isinstance(place, str):
-            return Verdict("unsupported", place, nothing, {})
+        if isinstance(executor, Unavailable):
+            return Verdict("unsupported", executor.reason, nothing, {})
         if reason := contestant.variant.why_unsupported(task):
             return Verdict("unsupported", reason, nothing, {})
-        if self.harbour is not None or self.found is not None:
-            try:
-                if self.harbour is not None:
-                    admission.reference(task, say, partial(self.harbour.make_file, say=say))
-                else:
-                    assert self.found is not None
-                    admission.reference(task, say, self.found.tool)
-            except (venv.EnvironmentFault, isolation.ToolFault) as fault:
-                return Verdict("crashed", f"the float64 reference of {task} could not be made: {fault}", nothing, {})
         bounds = Limits(self.limits.memory_bytes, min(admission.TIMEOUT_SECONDS, self.limits.timeout_seconds))
         with self.folder.attempt(f"{task}.{contestant.name}.gate") as killed:
             try:
                 if killed < MOST_ATTEMPTS:
                     self._check_unchanged(contestant)
+                    device, run_tool = self.options.device, self.backend.run_tool
                     return admission.judge(
-                        contestant, task, place, bounds, self.options.device, self.threads, say, fresh
+                        contestant, task, executor, bounds, device, self.threads, say, run_tool, fresh
                     )
                 result = killer(killed)
             except ENDS_THE_RUN:
                 raise
             except Exception as error:
                 result = unforeseen(error)
-            return Verdict(result["state"], result["reason"], nothing, {}, result.get("log_tail", ""))
+            return Verdict(result.state, result.reason, nothing, {}, result.log_tail)
 
     def _cell(self, contestant: Contestant, task: str, batch_size: int) -> Cell:
         return plan.cell_of(self.options, contestant, task, batch_size)
@@ -311,16 +282,9 @@ class Run:
         verdict = self.verdicts[contestant.name, task]
         cell = self._cell(contestant, task, gate_cases.BATCH)
         job = Job(contestant, cell, 0, 0, "gate")
-        state = "rejected" if verdict.state == "ok" and not verdict.gate.passed else verdict.state
+        state: State = "rejected" if verdict.state == "ok" and not verdict.gate.passed else verdict.state
         reason = verdict.reason or admission.failures(verdict.gate) or None
-        result = {
-            "state": state,
-            "reason": reason,
-            "versions": verdict.versions,
-            "log_tail": verdict.log_tail,
-            "machine": verdict.machine,
-        }
-        return self._record(job, result, Moment(), verdict.gate)
+        return self._record(job, _result_of(verdict, state, reason), Moment(), verdict.gate)
 
     def _measure(self, job: Job, progress: Progress) -> Record:
         """One process, or the record of why there is none."""
@@ -329,56 +293,46 @@ class Run:
         refusal = self._refusal(job, self.verdicts[job.contestant.name, job.cell.task])
         if refusal is not None:
             return self._record(job, refusal, started, gate)
-        place = self.places[job.contestant.name]
-        assert not isinstance(place, str)
+        executor = self.executors[job.contestant.name]
+        assert not isinstance(executor, Unavailable)
         request = self._request(job)
         self._check_unchanged(job.contestant)
         result, load = undisturbed(
-            lambda: place.run(request, self.limits, progress.event),
+            lambda: executor.run(request, self.limits, progress.event),
             self.options.repeats,
             job.purpose == "time",
             job.cell.name,
             progress,
-            self._canary if self.found is None or not self.found.side_by_side else lambda: None,
+            self.backend.speed_probe,
         )
         check_disk(result, self.folder, job.cell.name)
-        if job.purpose == "time" and result["state"] == "ok":
-            result |= self._compare_with_replay(job, request, result)
-        if request.checked is not None and result["state"] == "ok":
-            result |= self._compare_with_reference(job, request, result, progress.say)
+        if job.purpose == "time" and result.state == "ok":
+            result = self._compare_with_replay(job, request, result)
+        if request.checked is not None and result.state == "ok":
+            result = self._compare_with_reference(job, request, result, progress.say)
         accuracy = self._evaluate(job, request, result, progress.say)
         return self._record(job, result, started, gate, load, accuracy)
 
-    def _canary(self) -> float | None:
-        """None where the worker runs on another machine, whose speed it would not show."""
-        return None if self.harbour is not None and self.harbour.engine.is_remote else speed_probe.seconds()
-
-    def _refusal(self, job: Job, verdict: Verdict) -> dict[str, Any] | None:
+    def _refusal(self, job: Job, verdict: Verdict) -> Result | None:
         """A result without a process: the gate failed, or an earlier process of this cell showed that it cannot run."""
         if verdict.state != "ok":
-            return {
-                "state": verdict.state,
-                "reason": verdict.reason,
-                "versions": verdict.versions,
-                "log_tail": verdict.log_tail,
-                "machine": verdict.machine,
-            }
+            return _result_of(verdict, verdict.state, verdict.reason)
         if not verdict.gate.passed:
             known = job.contestant.variant.why_rejected(job.cell.task)
             reason = f"by the gate: {admission.failures(verdict.gate)}" + (f"; known finding: {known}" if known else "")
-            return {"state": "rejected", "reason": reason, "machine": verdict.machine}
+            return Result("rejected", reason, machine=verdict.machine)
         if self.protocol.sampling == "own" and job.contestant.variant.own_sampling is None:
-            return {"state": "unsupported", "reason": f"{job.contestant.name} {NO_OWN_LOOP}"}
+            return Result("unsupported", f"{job.contestant.name} {NO_OWN_LOOP}")
         unreplayed = self.unreplayed.get(job.cell.name)
         if unreplayed is not None and job.purpose == "time":
             reason = (
                 f"its memory process, which is its untimed replay, ended as {unreplayed.state}: {unreplayed.reason}"
             )
             tail, by_others = unreplayed.log_tail, unreplayed.interrupted
-            return {"state": unreplayed.state, "reason": reason, "log_tail": tail, "interrupted": by_others}
+            return Result(unreplayed.state, reason, log_tail=tail, interrupted=by_others)
         earlier = self.ended.get(job.cell.name)
         if earlier is not None:
-            return {"state": earlier.state, "reason": f"as in round {earlier.block.round + 1}: {earlier.reason}"}
+            return Result(earlier.state, f"as in round {earlier.block.round + 1}: {earlier.reason}")
         return None
 
     def _remember(self, job: Job, record: Record) -> None:
@@ -428,8 +382,7 @@ class Run:
 
     def _hashes_of(self, contestant: Contestant) -> tuple[str, str]:
         """Of the code and of the environment."""
-        framework = contestant.framework
-        return framework.adapter_hash, framework.lock_hash if self.found is None else self.found.identity
+        return contestant.framework.adapter_hash, self.backend.environment_id(contestant.framework)
 
     @property
     def _sigma(self) -> float:
@@ -448,69 +401,66 @@ class Run:
     def _snapshot(self, job: Job, purpose: str) -> Path:
         return self._scratch(job, f"after-first-steps.{purpose}")
 
-    def _compare_with_replay(self, job: Job, request: Request, result: dict[str, Any]) -> dict[str, Any]:
+    def _compare_with_replay(self, job: Job, request: Request, result: Result) -> Result:
         """Gate, part 5, on the measured cell itself: the weights after the first timed steps against the replay.
 
         The limit leaves room for one float32 rounding of every weight that moved in every step. A library's own loop
         that cannot be seeded, and says so, keeps its error in the record and its time.
         """
         if request.snapshot is None or not self.options.memory:
-            return {}
+            return result
         replayed = self._snapshot(job, "memory")
         if not Path(request.snapshot).exists() or not replayed.exists():
             whose = "timed process" if replayed.exists() else "memory process, its untimed replay,"
-            return {"state": "crashed", "reason": f"the {whose} left no weights: run the same command with --fresh."}
+            reason = f"the {whose} left no weights: run the same command with --fresh."
+            return replace(result, state="crashed", reason=reason)
         try:
             initial = initial_parameters(TASKS[job.cell.task], request.initial_seed)
             error, rounding = _relative_distance(Path(request.snapshot), replayed, initial)
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as why:
             reason = f"timed = replayed: the weights after the first timed steps cannot be read ({_short(why)})."
-            return {"state": "rejected", "reason": reason}
+            return replace(result, state="rejected", reason=reason)
         is_own = self.protocol.sampling == "own"
-        limit = REPLAY_TOLERANCE + rounding * (result["timed"]["steps_timed"] if is_own else REPLAYED_STEPS)
-        timed = {**result["timed"], "replay_error": _finite(error)}
+        assert result.timed is not None
+        limit = REPLAY_TOLERANCE + rounding * (result.timed["steps_timed"] if is_own else REPLAYED_STEPS)
+        result = replace(result, timed={**result.timed, "replay_error": _finite(error)})
         if error <= limit or (is_own and not job.contestant.variant.own_replays):
-            return {"timed": timed}
-        return {
-            "state": "rejected",
-            "timed": timed,
-            "reason": "timed = replayed: the weights after the first timed steps differ from an untimed replay by "
-            f"{error:.3g} (limit {limit:.3g}) of the way travelled.",
-        }
+            return result
+        reason = (
+            "timed = replayed: the weights after the first timed steps differ from an untimed replay by "
+            f"{error:.3g} (limit {limit:.3g}) of the way travelled."
+        )
+        return replace(result, state="rejected", reason=reason)
 
-    def _compare_with_reference(
-        self, job: Job, request: Request, result: dict[str, Any], say: Callable[[str], None]
-    ) -> dict[str, Any]:
+    def _compare_with_reference(self, job: Job, request: Request, result: Result, say: Callable[[str], None]) -> Result:
         """Gate, part 5, to its end: the timed weights at a moment that nobody could know, and at the end, are those of
         a replay, and steps of that replay, drawn at random, are the float64 reference's on the same rows."""
         assert request.checked is not None
         path = Path(request.checked)
         if not path.exists():
-            return {"state": "crashed", "reason": "the timed process left no replay to compare."}
+            return replace(result, state="crashed", reason="the timed process left no replay to compare.")
         with np.load(path) as found:
             steps, halt = (int(value) for value in found["steps"])
             numbers = [int(value) for value in found["numbers"]]
             rows = [found[f"{i}/rows"] for i in range(len(numbers))]
             jump, jumped = (float(value) for value in found["jump"])
-        timed = result["timed"]
+        timed = result.timed
+        assert timed is not None
         each = timed["steps_timed"]
         if steps != each * timed["epochs"] or not 0 < halt <= steps or not {halt - 1, steps - 1} <= set(numbers):
-            return {
-                "state": "rejected",
-                "reason": f"the replay is of {steps} steps, halted at {halt}: not the timed ones.",
-            }
+            reason = f"the replay is of {steps} steps, halted at {halt}: not the timed ones."
+            return replace(result, state="rejected", reason=reason)
         batches = timed_batches(request, setting_of(request), each, timed["epochs"], halt)
         for number, found_rows in zip(numbers, rows, strict=True):
             indices, mask = batches[number] if 0 <= number < steps else (np.zeros(0), None)
             if not np.array_equal(found_rows, indices if mask is None else indices[mask]):
-                return {
-                    "state": "rejected",
-                    "reason": f"the replay's step {number} is not of the rows that it was given.",
-                }
+                reason = f"the replay's step {number} is not of the rows that it was given."
+                return replace(result, state="rejected", reason=reason)
         try:
             measured = self.step_reference(request, path, say)
-        except (venv.EnvironmentFault, isolation.ToolFault) as fault:
-            return {"state": "crashed", "reason": f"the float64 reference of a step could not be made: {fault}"}
+        except (EnvironmentFault, ToolFault) as fault:
+            reason = f"the float64 reference of a step could not be made: {fault}"
+            return replace(result, state="crashed", reason=reason)
         initial = initial_parameters(TASKS[job.cell.task], request.initial_seed)
         error, limit = _replay_error(path, initial, halt, "")
         end_error, end_limit = _replay_error(path, initial, steps, "_end")
@@ -529,26 +479,22 @@ class Run:
             **measured,
         ).model_dump()
         faults = faults_of(compared)
-        return {"timed": {**timed, "compared": compared}} | (
-            {"state": "rejected", "reason": "; ".join(faults)} if faults else {}
-        )
+        result = replace(result, timed={**timed, "compared": compared})
+        return replace(result, state="rejected", reason="; ".join(faults)) if faults else result
 
     def step_reference(self, request: Request, checked: Path, say: Callable[[str], None]) -> dict[str, Any]:
         """What :mod:`frameworks._tools.step_reference` says of the step.
 
-        Raises :class:`env.EnvironmentFault` or :class:`isolation.ToolFault` where it cannot be asked.
+        Raises :class:`EnvironmentFault` or :class:`ToolFault` where it cannot be asked.
         """
         rate = request.learning_rate / request.batch_size
-        arguments = ["--task", request.task, "--rate", repr(rate)]
+        data = store.folder(request.data, request.synthetic)
+        arguments: list[Argument] = ["--task", request.task, "--rate", repr(rate), "--checked", Input(checked)]
+        arguments += ["--x", Input(data, "train_x.npy"), "--y", Input(data, "train_y.npy")]
         if request.private:
             arguments += ["--bound", repr(request.max_grad_norm)]
             arguments += ["--deviation", repr(request.noise_multiplier * request.max_grad_norm)]
-        if self.harbour is not None:
-            return self.harbour.step_reference(request, checked, arguments, say)
-        data = store.folder(request.data, request.synthetic)
-        files = ["--checked", str(checked), "--x", str(data / "train_x.npy"), "--y", str(data / "train_y.npy")]
-        python = self.found.python if self.found is not None else venv.ensure(frameworks()["pytorch"], say).python
-        return isolation.json_tool(python, STEP_REFERENCE, [*arguments, *files])
+        return last_json(self.backend.run_tool(STEP_REFERENCE, arguments, say))
 
     def _check_unchanged(self, contestant: Contestant) -> None:
         """Raises :class:`BadInput` where the code is no longer what the gate has seen (rule V9), or the harness' own
@@ -560,65 +506,54 @@ class Run:
                 f"The code or the pins of {contestant.name} changed during the run; start anew with --fresh."
             )
 
-    def _evaluate(
-        self, job: Job, request: Request, result: dict[str, Any], say: Callable[[str], None]
-    ) -> Accuracy | None:
+    def _evaluate(self, job: Job, request: Request, result: Result, say: Callable[[str], None]) -> Accuracy | None:
         """Test accuracy after whole epochs, by one evaluator for all. Its failure does not void the times."""
-        if request.weights is None or result["state"] != "ok" or not Path(request.weights).exists():
+        steps = result.epsilon_steps
+        if request.weights is None or result.state != "ok" or steps is None or not Path(request.weights).exists():
             return None
         test = store.folder(request.data, request.synthetic)
-        arguments = ["--task", request.task, "--parameters", request.weights]
-        arguments += ["--x", str(test / "test_x.npy"), "--y", str(test / "test_y.npy")]
+        arguments: list[Argument] = ["--task", request.task, "--parameters", Input(Path(request.weights))]
+        arguments += ["--x", Input(test, "test_x.npy"), "--y", Input(test, "test_y.npy")]
         try:
-            if self.harbour is not None:
-                test_accuracy = self.harbour.evaluate(
-                    request.task, request.data, request.synthetic, Path(request.weights), say
-                )
-                return Accuracy(test=test_accuracy, after_steps=result["epsilon_steps"])
-            python = venv.ensure(frameworks()["pytorch"], say).python
-            measured = isolation.json_tool(python, "frameworks._tools.evaluate", arguments)
-        except (venv.EnvironmentFault, isolation.ToolFault) as fault:
+            measured = last_json(self.backend.run_tool(EVALUATE, arguments, say))
+        except (EnvironmentFault, ToolFault) as fault:
             say(f"{job.cell.name}: no accuracy ({fault})")
             return None
-        return Accuracy(test=measured["accuracy"], after_steps=result["epsilon_steps"])
+        return Accuracy(test=measured["accuracy"], after_steps=steps)
 
     def _record(
         self,
         job: Job,
-        result: dict[str, Any],
+        result: Result,
         started: Moment,
         gate: Gate | None = None,
         load: Load | None = None,
         accuracy: Accuracy | None = None,
     ) -> Record:
         commit, dirty = machine.commit()
-        timed = Timed.model_validate(result["timed"]) if "timed" in result else None
+        timed = Timed.model_validate(result.timed) if result.timed is not None else None
         if timed is not None and self.protocol.sampling == "own":
             timed = timed.model_copy(update={"own_sampling": job.contestant.variant.own_sampling})
-        state: State = result["state"]
+        where = self.backend.describe_process(job.contestant.framework, result)
         adapter_hash, lock_hash = self.hashes[job.contestant.name]
         return Record(
             purpose=job.purpose,
-            state=state,
-            reason=result.get("reason"),
+            state=result.state,
+            reason=result.reason,
             cell=job.cell,
             key=self._key(job),
             data=self.data.get(TASKS[job.cell.task].dataset),
-            epoch_seconds=result.get("epoch_seconds", []),
-            compile_seconds=result.get("compile_seconds"),
+            epoch_seconds=result.epoch_seconds,
+            compile_seconds=result.compile_seconds,
             timed=timed,
-            memory=result.get("memory", {}),
+            memory=result.memory,
             gate=gate,
             epsilon=self._epsilon(job, result),
             accuracy=accuracy,
-            versions=result.get("versions", {}),
-            image=self._image(job.contestant),
-            container=self._container(result),
-            machine={
-                **(result.get("machine") or {**machine.describe(), **machine.state()}),
-                "threads": self.threads,
-                "peaks": self.peaks,
-            },
+            versions=result.versions,
+            image=where.image,
+            container=where.container,
+            machine={**where.machine, "threads": self.threads, "peaks": self.peaks},
             seeds=self._seeds(job),
             block=Block(run=self.folder.id, round=job.round, order=job.order),
             source=Source(commit=commit, dirty=dirty, adapter_hash=adapter_hash, lock_hash=lock_hash),
@@ -626,97 +561,68 @@ class Run:
             started=started.text,
             wall_seconds=started.seconds,
             command=self.command,
-            log_tail="" if state == "ok" else result.get("log_tail", ""),
-            interrupted=bool(result.get("interrupted")),
+            log_tail="" if result.state == "ok" else result.log_tail,
+            interrupted=result.interrupted,
             sequence=sequence.take(),
         )
 
-    def _image(self, contestant: Contestant) -> Image | None:
-        place = self.places[contestant.name]
-        if self.harbour is None or isinstance(place, str):
-            return None
-        return self.harbour.record(place, contestant.framework)
-
-    def _container(self, result: dict[str, Any]) -> Container | None:
-        if self.harbour is None or "container" not in result:
-            return None
-        return Container(engine=self.harbour.engine.name, **result["container"])
-
-    def _epsilon(self, job: Job, result: dict[str, Any]) -> Epsilon | None:
+    def _epsilon(self, job: Job, result: Result) -> Epsilon | None:
         """Of the whole epochs that the figure stands for. None where batches are no Poisson samples."""
         cell, sampling = job.cell, self.protocol.sampling
         if sampling == "own":
             sampling = job.contestant.variant.own_sampling or "none"
-        if not cell.private or sampling != "poisson" or "epsilon_steps" not in result:
+        if not cell.private or sampling != "poisson" or result.epsilon_steps is None:
             return None
         if not accounting.available():
             return None
         rate = cell.batch_size / TASKS[cell.task].train_size
-        rdp, pld = accounting.epsilons(rate, self._sigma, result["epsilon_steps"], self.protocol.delta)
+        rdp, pld = accounting.epsilons(rate, self._sigma, result.epsilon_steps, self.protocol.delta)
         return Epsilon(
             delta=self.protocol.delta,
-            steps=result["epsilon_steps"],
+            steps=result.epsilon_steps,
             rdp=_finite(rdp),
             pld=_finite(pld),
-            own=_finite(result.get("epsilon_own")),
+            own=_finite(result.epsilon_own),
         )
 
 
-def open_harbour(device: str, **options: Any) -> Harbour:
-    """Imported only here: the SDK takes longer to import than the harness to start. Raises :class:`BadInput` where no
-    engine answers."""
-    from harness.environments.containers.session import Harbour
-
-    return Harbour(device, **options)
-
-
-def place_of(
-    isolation: str,
-    framework: Framework,
-    environment: dict[str, str],
-    say: Callable[[str], None],
-    module: str = WORKER,
-) -> InProcess | Venv | str:
-    """Where the framework's workers, ``module``, run; or why there is no such place."""
-    if isolation == "inprocess":
-        return InProcess(module)
-    try:
-        python = venv.ensure(framework, say).python
-    except venv.EnvironmentFault as fault:
-        say(f"{framework.name}: {fault}")
-        return str(fault)
-    return Venv(python, environment, module, framework.root)
-
-
 def undisturbed(
-    process: Callable[[], dict[str, Any]],
+    process: Callable[[], Result],
     repeats: int,
     is_timed: bool,
     name: str,
     progress: Progress,
-    clock: Callable[[], float | None] = speed_probe.seconds,
-) -> tuple[dict[str, Any], Load]:
+    clock: Callable[[], float | None],
+) -> tuple[Result, Load]:
     """(result, load) of one ``process``; a timed one that others disturbed is run again, up to ``repeats`` times.
+    One whose clock disagrees with the harness's is run again at least CLOCK_REPEATS times: a busy machine can keep
+    either clock waiting, but not every time.
     ``clock``: the speed probe's seconds, None where it would not show the speed of the worker's machine."""
-    for repeat in range(repeats + 1):
+    repeat = 0
+    while True:
         before = clock()
         result = process()
         after = clock()
-        share = result.get("foreign_share", 0.0)
+        share = result.foreign_share
         changed = math.exp(abs(math.log(after / before))) - 1.0 if before and after else 0.0
-        clocks = result.pop("clock_fault", None)
+        clocks = result.clock_fault
         disturbed = share > DISTURBED_SHARE or changed > DISTURBED_SPEED or clocks is not None
-        if not disturbed or not is_timed or result["state"] not in {"ok", "rejected"}:
+        if not disturbed or not is_timed or result.state not in {"ok", "rejected"}:
             break
+        most = max(repeats, CLOCK_REPEATS) if clocks is not None else repeats
         progress.say(
             f"{name}: disturbed (others took {share:.0%}, speed probe changed by {changed:.0%}"
             + (f", {clocks})" if clocks else ")")
-            + (", repeated" if repeat < repeats else "")
+            + (", repeated" if repeat < most else "")
         )
-    if clocks is not None and result["state"] == "ok" and result.get("harness_stopped"):
-        result |= isolation.failed("crashed", f"the harness was stopped while its clock ran: {clocks}.", True)
-    elif clocks is not None and result["state"] == "ok":
-        result |= {"state": "rejected", "reason": f"the clocks do not agree: {clocks}."}
+        if repeat >= most:
+            break
+        repeat += 1
+    if clocks is not None and result.state == "ok" and result.harness_stopped:
+        reason = f"the harness was stopped while its clock ran: {clocks}."
+        result = replace(result, state="crashed", reason=reason, interrupted=True)
+    elif clocks is not None and result.state == "ok":
+        result = replace(result, state="rejected", reason=f"the clocks do not agree: {clocks}.")
     load = Load(foreign_share=share, disturbed=disturbed, repeats=repeat, canary_before=before, canary_after=after)
     return result, load
 
@@ -737,17 +643,19 @@ ENDS_THE_RUN = (BadInput, OutOfTime)
 """What the user has to mend, or asked for; anything else that goes wrong around a process is that process's failure."""
 
 
-def unforeseen(error: Exception) -> dict[str, Any]:
+def _result_of(verdict: Verdict, state: State, reason: str | None) -> Result:
+    return Result(state, reason, versions=verdict.versions, log_tail=verdict.log_tail, machine=verdict.machine)
+
+
+def unforeseen(error: Exception) -> Result:
     """The result of a process whose answer the harness stumbled over."""
-    tail = "".join(traceback.format_exception(error))[-isolation.LOG_TAIL :]
-    return isolation.failed("crashed", f"what the process left could not be used ({_short(error)}).") | {
-        "log_tail": tail
-    }
+    tail = "".join(traceback.format_exception(error))[-LOG_TAIL:]
+    return Result("crashed", f"what the process left could not be used ({_short(error)}).", log_tail=tail)
 
 
-def killer(times: int) -> dict[str, Any]:
+def killer(times: int) -> Result:
     """The result of a process during which the run itself was killed again and again."""
-    return isolation.failed(
+    return Result(
         "crashed",
         f"the run was killed {times} times while this process was at work, which may be its doing; it is not started "
         "again in this run (--fresh forgets that).",
@@ -762,13 +670,13 @@ FULL_BELOW_BYTES = 64 * 2**20
 """Less free space than this, and a worker's word that the disk is full is believed: no weights are larger."""
 
 
-def check_disk(result: dict[str, Any], folder: RunFolder, name: str) -> None:
+def check_disk(result: Result, folder: RunFolder, name: str) -> None:
     """Raises :class:`BadInput` where a process failed because this machine's disk is full or the run's folder cannot be
     written any more; a contestant that only says so ends nobody's run."""
-    if result["state"] == "ok":
+    if result.state == "ok":
         return
     folder.check_writable()
-    if "No space left on device" not in str(result.get("reason")):
+    if "No space left on device" not in str(result.reason):
         return
     places = (folder.path, Path(tempfile.gettempdir()))
     if min(shutil.disk_usage(place).free for place in places) < FULL_BELOW_BYTES:
@@ -783,25 +691,6 @@ def watched_code() -> seal.Watched:
     watched = seal.Watched()
     watched.add(path for path in (ROOT / "harness").rglob("*") if path.suffix in {".py", ".toml"})
     return watched
-
-
-def check_threads(threads: int) -> None:
-    """Raises :class:`BadInput` for none, or for more threads than processors, which would not be pinned one to one."""
-    if threads < 1:
-        raise BadInput(f"--threads is {threads}: it must be at least 1.")
-    available = len(os.sched_getaffinity(0))
-    if threads > available:
-        raise BadInput(f"--threads is {threads}, but this process may use {available} processors; choose at most that.")
-
-
-def check_device(device: str) -> None:
-    """Raises :class:`BadInput` where the device is not there."""
-    if device == "cuda" and not machine.gpus():
-        raise BadInput(
-            "--device is cuda, but nvidia-smi sees no GPU on this machine; use --device cpu, or repair the driver."
-        )
-    if device not in {"cpu", "cuda"}:
-        raise BadInput(f"--device is {device!r}: choose cpu or cuda.")
 
 
 def ensure_data(name: str, synthetic: bool, say: Callable[[str], None]) -> Data:

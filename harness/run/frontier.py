@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from harness.environments.executor import Event, Limits, Place, Venv
+from harness.environments.backend import Backend
+from harness.environments.executor import AnyRequest, Event, Executor, Limits
+from harness.environments.unavailable import Unavailable
 from harness.errors import BadInput
 from harness.plan import e2e as plan
 from harness.plan.e2e import Job, Options
@@ -21,6 +23,7 @@ from harness.store.record import Accuracy, Cell, Gate, Load, Probe, Record
 from harness.tasks import TASKS
 from harness.worker import machine, memory
 from harness.worker.request import Request
+from harness.worker.result import Result
 
 PROTOCOL = "frontier"
 WORKER = "harness.worker.frontier"
@@ -79,21 +82,21 @@ _ENDINGS = {"oom": "", "ok": " at least; no larger size was tried"}
 
 
 class Budgeted:
-    """A place whose processes may grow by ``budget_bytes`` above their start-up, and are out of memory beyond."""
+    """An executor whose processes may grow by ``budget_bytes`` above their start-up, and are out of memory beyond."""
 
-    def __init__(self, place: Place, budget_bytes: int) -> None:
-        self.place = place
-        self.name, self.identity = place.name, place.identity
+    def __init__(self, executor: Executor, budget_bytes: int) -> None:
+        self.executor = executor
+        self.name, self.identity = executor.name, executor.identity
         self.budget_bytes = budget_bytes
 
-    def run(self, request: Request, limits: Limits, on_event: Callable[[Event], None]) -> Event:
+    def run(self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None]) -> Result:
         """The limit of the process is coarser than the budget (the kernel does not charge pages that libraries share),
         so the peak that the worker measured has the last word."""
-        result = self.place.run(request, replace(limits, growth_bytes=self.budget_bytes), on_event)
-        growth = result.get("memory", {}).get(memory.NOTION_WITH_COMPILE, 0)
-        if result["state"] == "ok" and growth > self.budget_bytes:
+        result = self.executor.run(request, replace(limits, growth_bytes=self.budget_bytes), on_event)
+        growth = result.memory.get(memory.NOTION_WITH_COMPILE, 0)
+        if result.state == "ok" and growth > self.budget_bytes:
             reason = f"peak growth {_mib(growth)} is above the budget of {_mib(self.budget_bytes)} above start-up."
-            return {**result, "state": "oom", "reason": reason}
+            return replace(result, state="oom", reason=reason)
         return result
 
 
@@ -116,8 +119,9 @@ class FrontierRun(Run):
         contestants: list[Contestant],
         folder: RunFolder,
         command: str,
+        backend: Backend,
     ) -> None:
-        super().__init__(options, contestants, folder, command)
+        super().__init__(options, contestants, folder, command, backend)
         check(search, budget_bytes, options.device)
         self.search = search
         self.budget_bytes = budget_bytes
@@ -208,12 +212,11 @@ class FrontierRun(Run):
     def description(self) -> dict[str, Any]:
         return {**super().description(), "search": asdict(self.search), "budget_bytes": self.budget_bytes}
 
-    def _place(self, contestant: Contestant, say: Callable[[str], None]) -> Place | str:
-        place = super()._place(contestant, say)
-        if not isinstance(place, Venv):
-            return place
-        place = Venv(place.python, place.environment, WORKER)
-        return place if self.budget_bytes is None else Budgeted(place, self.budget_bytes)
+    def _executor(self, contestant: Contestant, say: Callable[[str], None]) -> Executor | Unavailable:
+        executor = self.backend.executor(contestant, say, WORKER)
+        if isinstance(executor, Unavailable) or self.budget_bytes is None:
+            return executor
+        return Budgeted(executor, self.budget_bytes)
 
     def _request(self, job: Job) -> Request:
         return replace(super()._request(job), mode="probe", epochs=1, steps=None, snapshot=None, weights=None)
@@ -221,7 +224,7 @@ class FrontierRun(Run):
     def _record(
         self,
         job: Job,
-        result: dict[str, Any],
+        result: Result,
         started: Moment,
         gate: Gate | None = None,
         load: Load | None = None,
@@ -234,7 +237,7 @@ class FrontierRun(Run):
             stage="throughput" if job.round else "search",
             budget_bytes=self.budget_bytes,
             device_bytes=device_bytes() if self.options.device == "cuda" else None,
-            **result.get("probe", {}),
+            **(result.probe or {}),
         )
         return record.model_copy(update={"probe": probe})
 

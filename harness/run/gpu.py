@@ -17,8 +17,9 @@ import psutil
 
 from harness.analysis import accounting
 from harness.data import store as data_store
-from harness.environments import executor, unpinned
-from harness.environments.unpinned import Deadline, Found, OutOfTime
+from harness.environments import unpinned
+from harness.environments.executor import ToolFault
+from harness.environments.unpinned import Deadline, OutOfTime, UnpinnedBackend, UnpinnedEnvironment
 from harness.errors import BadInput
 from harness.gate import admission
 from harness.plan import e2e as plan
@@ -73,14 +74,15 @@ class GpuRun:
             )
         chosen = [] if choice.tasks == () else gpu_plan.contestants(choice)
         layered = [] if choice.layers == () else gpu_plan.layer_contestants(choice)
-        self.found = self._look(python, chosen, layered)
-        self.lacking = {n: m for n, m in self.found.missing.items() if m and n != THE_REFERENCE}
+        self.environment = _look(python, chosen, layered)
+        self.backend = UnpinnedBackend(self.environment, self.deadline, gpu_plan.LONGEST_SECONDS)
+        self.lacking = {n: m for n, m in self.environment.missing.items() if m and n != THE_REFERENCE}
         here = [c for c in chosen if c.framework.name not in self.lacking]
         layers_here = [c for c in layered if c.framework.name not in self.lacking]
         if not here and not layers_here:
             lacks = "; ".join(f"{name} needs {', '.join(what)}" for name, what in self.lacking.items())
             raise BadInput(f"{python} can import none of the chosen frameworks ({lacks}); give another by --python.")
-        if lacks_torch := self.found.missing[THE_REFERENCE]:
+        if lacks_torch := self.environment.missing[THE_REFERENCE]:
             raise BadInput(
                 f"{python} lacks {', '.join(lacks_torch)}, with which the float64 reference of every gate is computed; "
                 "give another by --python."
@@ -95,10 +97,10 @@ class GpuRun:
             self.synthetic = any(data_store.describe(name) is None for name in names)
             options = gpu_plan.options(choice, self.synthetic)
             jobs = plan.jobs(options, here)
-            self.e2e = Run(options, here, RunFolder(self.work / "e2e"), command, found=self.found)
+            self.e2e = Run(options, here, RunFolder(self.work / "e2e"), command, self.backend)
         if layers_here:
             folder = RunFolder(self.work / "layers")
-            self.layers = LayerRun(gpu_plan.layer_options(choice), layers_here, folder, command, found=self.found)
+            self.layers = LayerRun(gpu_plan.layer_options(choice), layers_here, folder, command, self.backend)
         self.tiers = gpu_plan.tiers(choice, options, jobs, self.layers.jobs if self.layers else [])
         self.records: dict[Key, Record] = {}
         self.lines: dict[Key, str] = {}
@@ -107,22 +109,15 @@ class GpuRun:
         is_cuda = choice.device == "cuda"
         self.slots = max(1, min(MOST_SIDE_BY_SIDE, cores // CORES_PER_PROCESS)) if is_cuda else 1
 
-    def _look(self, python: Path, chosen: Sequence[Contestant], layered: Sequence[LayerContestant]) -> Found:
-        files: dict[str, tuple[Path, ...]] = {THE_REFERENCE: unpinned.REFERENCES}
-        every: list[Contestant | LayerContestant] = [*chosen, *layered]
-        for c in every:
-            files[c.framework.name] = (*files.get(c.framework.name, ()), gpu_plan.first_file(c))
-        return unpinned.look(python, files, self.deadline, gpu_plan.LONGEST_SECONDS)
-
     def _devices(self) -> list[dict[str, object]]:
         """What the frameworks say of the device. Raises :class:`BadInput` where none sees one."""
-        names = [name for name in ("torch", "jax") if name in self.found.versions]
+        names = [name for name in ("torch", "jax") if name in self.environment.versions]
         with ThreadPoolExecutor(2) as pool:
-            said = list(pool.map(self.found.device, names))
+            said = list(pool.map(self.environment.device, names))
         if not any("device" in facts for facts in said):
             whys = "; ".join(f"{facts['framework']}: {facts.get('why_not') or 'built without CUDA'}" for facts in said)
             raise BadInput(
-                f"No framework of {self.found.python} sees a CUDA device ({whys}); give another by --python, or "
+                f"No framework of {self.environment.python} sees a CUDA device ({whys}); give another by --python, or "
                 "--device cpu."
             )
         return said
@@ -169,8 +164,8 @@ class GpuRun:
             self.e2e.peaks = self.e2e.measured_peaks()
 
     def _reference(self, task: str, progress: Progress) -> None:
-        with suppress(executor.ToolFault):  # the gate tries again, and says why not
-            admission.reference(task, progress.say, self.found.tool)
+        with suppress(ToolFault):  # the gate tries again, and says why not
+            admission.reference(task, progress.say, self.backend.run_tool)
 
     def _measure(self, tier: Tier, progress: Progress) -> None:
         pairs = {
@@ -214,7 +209,7 @@ class GpuRun:
 
     def _side_by_side(self, work: Sequence[Callable[[], object]], slots: int) -> None:
         """All of it; the first error is raised once what is under way has ended."""
-        self.found.side_by_side = slots > 1
+        self.backend.side_by_side = slots > 1
         pool = ThreadPoolExecutor(slots)
         try:
             futures: list[Future[object]] = [pool.submit(one) for one in work]
@@ -230,7 +225,7 @@ class GpuRun:
             raise
         finally:
             pool.shutdown(wait=True)
-            self.found.side_by_side = False
+            self.backend.side_by_side = False
 
     # ---- what it leaves
 
@@ -252,8 +247,8 @@ class GpuRun:
         threads = self.choice.threads or len(os.sched_getaffinity(0))
         where = Where(
             device=self.choice.device,
-            python=str(self.found.python),
-            versions=self.found.versions,
+            python=str(self.environment.python),
+            versions=self.environment.versions,
             pins=pins,
             lacking=self.lacking,
             devices=self.devices,
@@ -286,3 +281,12 @@ class GpuRun:
             cache.write_atomically(self.out / RECORDS, "".join(f"{line}\n" for line in lines).encode())
             cache.write_atomically(self.out / SUMMARY, (json.dumps(summary(outcome), indent=1) + "\n").encode())
             cache.write_atomically(self.out / TEXT, text(outcome).encode())
+
+
+def _look(python: Path, chosen: Sequence[Contestant], layered: Sequence[LayerContestant]) -> UnpinnedEnvironment:
+    """Return what ``python`` has of what the contestants and the references import."""
+    files: dict[str, tuple[Path, ...]] = {THE_REFERENCE: unpinned.REFERENCES}
+    every: list[Contestant | LayerContestant] = [*chosen, *layered]
+    for c in every:
+        files[c.framework.name] = (*files.get(c.framework.name, ()), gpu_plan.first_file(c))
+    return unpinned.look(python, files)

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from harness.environments import executor, memory_limit, venv
-from harness.environments.executor import InProcess, Limits, Venv
+from harness.environments.backend import Argument, Backend, Input, Output, RunTool, last_json
+from harness.environments.executor import Executor, ToolFault
+from harness.environments.unavailable import Unavailable
+from harness.environments.venv import EnvironmentFault
 from harness.errors import BadInput
 from harness.gate import admission
 from harness.layers import LAYERS
 from harness.plan import layers as layer_plan
 from harness.plan.layer_registry import LayerContestant
 from harness.plan.layers import LayerJob, LayerOptions
-from harness.plan.registry import frameworks
 from harness.run.e2e import (
     ENDS_THE_RUN,
     FINAL_STATES,
     Moment,
     Summary,
-    check_device,
     check_disk,
-    check_threads,
     killer,
-    place_of,
     undisturbed,
     unforeseen,
     watched_code,
@@ -38,9 +35,7 @@ from harness.store.folder import MOST_ATTEMPTS, RunFolder
 from harness.store.record import Block, Gate, GateCheck, LayerResult, Load, Record, Seeds, Source
 from harness.worker import machine
 from harness.worker.layer_request import LayerRequest
-
-if TYPE_CHECKING:
-    from harness.environments.unpinned import Found, FoundPlace
+from harness.worker.result import Result
 
 WORKER = "harness.worker.layers"
 REFERENCE = "frameworks._tools.layer_reference"
@@ -53,8 +48,7 @@ REFERENCE_SOURCES = (
 
 
 class LayerRun:
-    """One run folder's work. ``command`` reproduces it and goes into every record. ``found``: measure there, whatever
-    its versions, instead of where the pins are."""
+    """One run folder's work. ``command`` reproduces it and goes into every record. ``backend``: where it is done."""
 
     def __init__(
         self,
@@ -62,22 +56,20 @@ class LayerRun:
         contestants: list[LayerContestant],
         folder: RunFolder,
         command: str,
-        found: Found | None = None,
+        backend: Backend,
     ) -> None:
         self.options = options
-        self.found = found
+        self.backend = backend
         self.contestants = contestants
         self.folder = folder
         self.command = command
-        self.threads = options.threads or len(os.sched_getaffinity(0))
-        self.limits = Limits(options.memory_limit_bytes or memory_limit.default_limit(), options.timeout_seconds)
-        self.places: dict[str, InProcess | Venv | FoundPlace | str] = {}
+        each = backend.resources(options.device, options.threads, options.memory_limit_bytes, options.timeout_seconds)
+        self.threads, self.limits = each.threads, each.limits
+        self.executors: dict[str, Executor | Unavailable] = {}
         self.references: dict[str, Path] = {}
         self.reference_fault: str | None = None
         self.ended: dict[str, Record] = {}
         self.watched = watched_code()
-        check_device(options.device)
-        check_threads(self.threads)
         self.hashes = {c.name: self._hashes_of(c) for c in contestants}
         self.jobs = layer_plan.jobs(options, contestants)
         if not self.jobs:
@@ -88,6 +80,13 @@ class LayerRun:
 
     def execute(self, progress: Progress, fresh: bool = False) -> Summary:
         """Everything, or what is left of it. Ctrl-C or a kill at any moment loses at most the process under way."""
+        try:
+            self.backend.prepare(self.contestants, progress.say)
+            return self._execute(progress, fresh)
+        finally:
+            self.backend.close()
+
+    def _execute(self, progress: Progress, fresh: bool) -> Summary:
         with self.folder.open(self.description(), fresh):
             self.prepare(progress.say)
             states: dict[str, int] = {}
@@ -130,6 +129,7 @@ class LayerRun:
     def description(self) -> dict[str, Any]:
         """What all records of the folder have in common: options, code, machine. A resumed run must have the same."""
         return {
+            **self.backend.describe(),
             "options": asdict(self.options),
             "contestants": {name: {"layers": code, "lock": lock} for name, (code, lock) in self.hashes.items()},
             "harness": admission.sources_hash(REFERENCE_SOURCES),
@@ -144,27 +144,16 @@ class LayerRun:
 
     def _hashes_of(self, contestant: LayerContestant) -> tuple[str, str]:
         """Of the code and of the environment."""
-        lock = contestant.framework.lock_hash if self.found is None else self.found.identity
-        return contestant.code_hash, lock
-
-    def _place(self, c: LayerContestant, say: Callable[[str], None]) -> InProcess | Venv | FoundPlace | str:
-        if self.found is not None:
-            return self.found.place(c.framework, c.variant.environment, WORKER)
-        return place_of(self.options.isolation, c.framework, c.variant.environment, say, WORKER)
-
-    def _make_here(self, names: list[str], folder: Path, say: Callable[[str], None]) -> None:
-        assert self.found is not None
-        self.found.tool(REFERENCE, ["--layers", ",".join(names), "--out", str(folder)])
+        return contestant.code_hash, self.backend.environment_id(contestant.framework)
 
     def prepare(self, say: Callable[[str], None]) -> None:
         """Environments and references. Without one, its cells are ``unsupported`` (``crashed`` without a reference)."""
         for c in self.contestants:
-            self.places[c.name] = self._place(c, say)
+            self.executors[c.name] = self.backend.executor(c, say, WORKER)
         try:
-            make = _make_in_venv if self.found is None else self._make_here
-            self.references = ensure_references(self.options.layers, say, make)
+            self.references = ensure_references(self.options.layers, say, self.backend.run_tool)
             self.watched.add(self.references.values())
-        except (venv.EnvironmentFault, executor.ToolFault) as fault:
+        except (EnvironmentFault, ToolFault) as fault:
             self.reference_fault = f"the float64 references of the layers could not be made: {fault}"
             say(self.reference_fault)
 
@@ -174,8 +163,8 @@ class LayerRun:
         refusal = self._refusal(job)
         if refusal is not None:
             return self._record(job, refusal, started)
-        place = self.places[job.contestant.name]
-        assert not isinstance(place, str)
+        executor = self.executors[job.contestant.name]
+        assert not isinstance(executor, Unavailable)
         contestant = job.contestant
         self.watched.check()
         if self.hashes[contestant.name] != self._hashes_of(contestant):
@@ -184,62 +173,66 @@ class LayerRun:
             )
         request = self._request(job)
         result, load = undisturbed(
-            lambda: place.run(request, self.limits, progress.event),
+            lambda: executor.run(request, self.limits, progress.event),
             self.options.repeats,
             job.purpose == "time",
             job.cell.name,
             progress,
+            self.backend.speed_probe,
         )
         check_disk(result, self.folder, job.cell.name)
-        if request.left is not None and result["state"] == "ok":
-            result |= self._compare_last_pass(request, result, progress.say)
+        if request.left is not None and result.state == "ok":
+            result = self._compare_last_pass(request, result, progress.say)
         return self._record(job, result, started, load)
 
-    def _compare_last_pass(
-        self, request: LayerRequest, result: dict[str, Any], say: Callable[[str], None]
-    ) -> dict[str, Any]:
+    def _compare_last_pass(self, request: LayerRequest, result: Result, say: Callable[[str], None]) -> Result:
         """The check that the last timed pass left what is right on the measured batch."""
         assert request.left is not None
         left = Path(request.left)
         if not left.exists():
-            return {"state": "crashed", "reason": "the timed process left nothing of its last pass to compare."}
+            reason = "the timed process left nothing of its last pass to compare."
+            return replace(result, state="crashed", reason=reason)
         try:
-            measured = result["layer"]
+            measured = result.layer or {}
             last = (len(measured["pass_seconds"]) - 1) % measured["batches"]
             check = self.last_pass(request, last, say)
-        except (venv.EnvironmentFault, executor.ToolFault) as fault:
-            return {"state": "crashed", "reason": f"the float64 reference of the last pass could not be made: {fault}"}
+        except (EnvironmentFault, ToolFault) as fault:
+            reason = f"the float64 reference of the last pass could not be made: {fault}"
+            return replace(result, state="crashed", reason=reason)
         finally:
             left.unlink()
-        found: dict[str, Any] = {"checks": [*result.get("checks", []), check]}
-        if not check["passed"]:
-            reason = f"{check['check']}: error {check['error']}, limit {check['limit']} ({check['detail']})"
-            found |= {"state": "rejected", "reason": reason}
-        return found
+        result = replace(result, checks=[*result.checks, check])
+        if check["passed"]:
+            return result
+        reason = f"{check['check']}: error {check['error']}, limit {check['limit']} ({check['detail']})"
+        return replace(result, state="rejected", reason=reason)
 
     def last_pass(self, request: LayerRequest, number: int, say: Callable[[str], None]) -> dict[str, Any]:
         """What :mod:`frameworks._tools.layer_reference` says of it, which was over batch ``number``.
 
-        Raises :class:`env.EnvironmentFault` or :class:`isolation.ToolFault` where it cannot be asked.
+        Raises :class:`EnvironmentFault` or :class:`ToolFault` where it cannot be asked.
         """
-        arguments = ["--layers", request.layer, "--left", str(request.left), "--passes", request.passes]
+        assert request.left is not None
+        arguments: list[Argument] = ["--layers", request.layer, "--left", Input(Path(request.left))]
+        arguments += ["--passes", request.passes]
         arguments += ["--batch-size", str(request.batch_size), "--seed", str(request.seed), "--number", str(number)]
-        python = self.found.python if self.found is not None else venv.ensure(frameworks()["pytorch"], say).python
-        return executor.json_tool(python, REFERENCE, [*arguments, "--bound", repr(request.max_grad_norm)])
+        arguments += ["--bound", repr(request.max_grad_norm)]
+        return last_json(self.backend.run_tool(REFERENCE, arguments, say))
 
-    def _refusal(self, job: LayerJob) -> dict[str, Any] | None:
+    def _refusal(self, job: LayerJob) -> Result | None:
         """A result without a process: it cannot run, or an earlier process of this cell showed so."""
         assert job.cell.layer is not None
-        place = self.places[job.contestant.name]
+        executor = self.executors[job.contestant.name]
         reason = job.contestant.variant.why_unsupported(LAYERS[job.cell.layer])
-        if isinstance(place, str) or reason:
-            return {"state": "unsupported", "reason": place if isinstance(place, str) else reason}
+        if isinstance(executor, Unavailable):
+            return Result("unsupported", executor.reason)
+        if reason:
+            return Result("unsupported", reason)
         if self.reference_fault is not None:
-            return {"state": "crashed", "reason": self.reference_fault}
+            return Result("crashed", self.reference_fault)
         earlier = self.ended.get(job.cell.name)
         if earlier is not None:
-            result = {"state": earlier.state, "reason": earlier.reason}
-            return result | ({"layer": _predictions(earlier)} if earlier.layer is not None else {})
+            return Result(earlier.state, earlier.reason, layer=_predictions(earlier))
         return None
 
     def _request(self, job: LayerJob) -> LayerRequest:
@@ -272,21 +265,22 @@ class LayerRun:
         """The same for all contestants of a block; every round has its own."""
         return self.options.seed * 1000 + job.round
 
-    def _record(self, job: LayerJob, result: dict[str, Any], started: Moment, load: Load | None = None) -> Record:
+    def _record(self, job: LayerJob, result: Result, started: Moment, load: Load | None = None) -> Record:
         assert job.cell.layer is not None
         layer = LAYERS[job.cell.layer]
         commit, dirty = machine.commit()
         code_hash, lock_hash = self.hashes[job.contestant.name]
-        checks = [GateCheck.model_validate(check) for check in result.get("checks", [])]
+        checks = [GateCheck.model_validate(check) for check in result.checks]
         gate = Gate(passed=all(c.passed for c in checks), key=self._key(job), checks=checks) if checks else None
         seed = self._seed(job)
+        where = self.backend.describe_process(job.contestant.framework, result)
         return Record(
             purpose=job.purpose,
-            state=result["state"],
-            reason=result.get("reason"),
+            state=result.state,
+            reason=result.reason,
             cell=job.cell,
             key=self._key(job),
-            memory=result.get("memory", {}),
+            memory=result.memory,
             layer=LayerResult(
                 kind=layer.kind,
                 description=layer.description,
@@ -296,11 +290,13 @@ class LayerRun:
                 label_bytes=layer.label_bytes,
                 output_bytes=layer.output_bytes,
                 parameter_bytes=layer.parameter_bytes,
-                **result.get("layer", {}),
+                **(result.layer or {}),
             ),
             gate=gate,
-            versions=result.get("versions", {}),
-            machine={**machine.describe(), **machine.state(), "threads": self.threads},
+            versions=result.versions,
+            image=where.image,
+            container=where.container,
+            machine={**where.machine, "threads": self.threads},
             seeds=Seeds(initial=seed, batches=seed, noise=seed),
             block=Block(run=self.folder.id, round=job.round, order=job.order),
             source=Source(commit=commit, dirty=dirty, adapter_hash=code_hash, lock_hash=lock_hash),
@@ -308,27 +304,27 @@ class LayerRun:
             started=started.text,
             wall_seconds=started.seconds,
             command=self.command,
-            log_tail="" if result["state"] == "ok" else result.get("log_tail", ""),
-            interrupted=bool(result.get("interrupted")),
+            log_tail="" if result.state == "ok" else result.log_tail,
+            interrupted=result.interrupted,
             sequence=sequence.take(),
         )
 
 
-def _predictions(record: Record) -> dict[str, Any]:
-    assert record.layer is not None
+def _predictions(record: Record) -> dict[str, Any] | None:
+    if record.layer is None:
+        return None
     return {
         "predicted_seconds": record.layer.predicted_seconds,
         "predicted_bytes": record.layer.predicted_bytes,
     }
 
 
-Make = Callable[[list[str], Path, Callable[[str], None]], None]
+def ensure_references(names: tuple[str, ...], say: Callable[[str], None], run_tool: RunTool) -> dict[str, Path]:
+    """Return layer -> .npz of its float64 gradients, which ``run_tool`` computes once.
 
-
-def ensure_references(names: tuple[str, ...], say: Callable[[str], None], make: Make | None = None) -> dict[str, Path]:
-    """Layer -> .npz of its float64 gradients, computed once: by ``make``, or in the environment of plain PyTorch.
-
-    Raises :class:`env.EnvironmentFault` or :class:`isolation.ToolFault` where they cannot be made.
+    Raises:
+        EnvironmentFault: there is no environment with PyTorch.
+        ToolFault: they could not be computed.
     """
     folder = cache.folder("layer-references") / admission.sources_hash(REFERENCE_SOURCES)
     folder.mkdir(exist_ok=True)
@@ -336,13 +332,9 @@ def ensure_references(names: tuple[str, ...], say: Callable[[str], None], make: 
     with cache.locked(folder / ".lock"):
         missing = [name for name, path in paths.items() if not seal.holds(path, say)]
         if missing:
-            (make or _make_in_venv)(missing, folder, say)
+            say(f"References of {len(missing)} layers: float64, one example at a time")
+            output = Output(folder, tuple(paths[name].name for name in missing))
+            run_tool(REFERENCE, ["--layers", ",".join(missing), "--out", output], say)
             for name in missing:
                 seal.put(paths[name])
     return paths
-
-
-def _make_in_venv(names: list[str], folder: Path, say: Callable[[str], None]) -> None:
-    python = venv.ensure(frameworks()["pytorch"], say).python
-    say(f"References of {len(names)} layers: float64, one example at a time")
-    executor.run_tool(python, REFERENCE, ["--layers", ",".join(names), "--out", str(folder)])

@@ -18,12 +18,12 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from harness.errors import BadInput
 from harness.tasks import TASKS
+from harness.worker.result import State
 
 SCHEMA = 1
 # How the names of packed files end.
 PACKED = (".jsonl", ".jsonl.gz")
 
-State = Literal["ok", "rejected", "oom", "timeout", "crashed", "unsupported"]
 UNPINNED = "unpinned"
 """Isolation of a record whose versions nobody pinned: the environment was used as it was."""
 Purpose = Literal["time", "memory", "gate", "probe"]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from harness.worker.line import Remote
+from harness.worker.result import Result
 
 RESULTS = Path("/dpbench/results")
 CHUNK_BYTES = 2**20
@@ -58,7 +59,7 @@ def _measure(order: dict[str, Any], emit: Any, line: Remote) -> None:
     request = kind.from_json(order["request"])
     if request.device == "cuda" and not list(Path("/dev").glob("nvidia[0-9]*")):
         reason = "no GPU is in the container, though it was asked for: the engine's GPU runtime gave none."
-        emit({"event": "result", "state": "crashed", "reason": reason})
+        emit(Result("crashed", reason).as_event())
         return
     pin(request.threads)
     importlib.import_module(order["worker"]).run(request, emit, line)

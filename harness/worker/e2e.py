@@ -39,6 +39,7 @@ from harness.worker import sampling, sketch
 from harness.worker.clock import Batch, ForeignLoad, collector_paused, timed_epoch, timed_steps, timed_until
 from harness.worker.line import Line, Remote
 from harness.worker.request import Request
+from harness.worker.result import Result, of_error
 
 MINIMUM_STEPS = 4
 MOST_EPOCHS = 100
@@ -599,7 +600,7 @@ def measure_memory(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
     }
     if request.snapshot:
         save_weights(request.snapshot, dict(m.adapter.parameters()))
-    result = {"state": "ok", "memory": memory, "replayed_steps": len(batches)}
+    result: dict[str, Any] = {"state": "ok", "memory": memory}
     if request.sketches:
         moved = {name: value.astype(np.float64) - m.initial[name] for name, value in m.adapter.parameters().items()}
         result["sketch"] = sketch.of(moved)
@@ -702,23 +703,17 @@ MODES: dict[str, Callable[[Request, Emit, Line], dict[str, Any]]] = {
     "gate": run_gate,
 }
 
-OUT_OF_MEMORY = ("out of memory", "resource_exhausted", "can't allocate memory", "cannot allocate memory", "bad_alloc")
-
 
 def run(request: Request, emit: Emit, line: Line) -> None:
     """One measurement; whatever happens, the last event is a ``result``. ``line``: to the referee."""
     try:
-        result = MODES[request.mode](request, emit, line)
+        result = Result(**MODES[request.mode](request, emit, line))
     except Unsupported as error:
-        result = {"state": "unsupported", "reason": str(error)}
-    except MemoryError as error:
-        result = {"state": "oom", "reason": f"MemoryError: {error}"}
+        result = Result("unsupported", str(error))
     except Exception as error:
         traceback.print_exc()
-        text = f"{type(error).__name__}: {error}"
-        is_oom = any(mark in text.lower() for mark in OUT_OF_MEMORY)
-        result = {"state": "oom" if is_oom else "crashed", "reason": text[:2000]}
-    emit({"event": "result", **result, "versions": versions()})
+        result = of_error(error)
+    emit(replace(result, versions=versions()).as_event())
 
 
 def pin(threads: int) -> None:

@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -25,10 +24,11 @@ from harness.layer_contract import Bytes, LayerAdapter, LayerSetting, Unsupporte
 from harness.layers import LAYERS, Layer
 from harness.worker import sketch
 from harness.worker.clock import ForeignLoad, collector_paused
-from harness.worker.e2e import OUT_OF_MEMORY, Emit, die_with_parent, pin, save_weights, versions
+from harness.worker.e2e import Emit, die_with_parent, pin, save_weights, versions
 from harness.worker.gate import layers as layer_gate
 from harness.worker.layer_request import LayerRequest
 from harness.worker.line import Line
+from harness.worker.result import Result, of_error
 
 BATCHES_BYTES = 64 * 2**20
 MOST_BATCHES = 20
@@ -54,7 +54,6 @@ UNEXPLAINED_SHARE = 1e-3
 """By how much the parts of the memory may miss what is alive."""
 
 Create = Callable[[], LayerAdapter]
-Result = dict[str, Any]
 
 
 def load_create(folder: Path, variant: str) -> Create:
@@ -216,9 +215,9 @@ def measure_memory(create: Create, layer: Layer, request: LayerRequest) -> Resul
     """The parts of the memory of one batch."""
     parts, adapter = count_parts(create, layer, request, request.batch_size)
     shapes = layer_gate.batch_dimension(layer, setting_of(request, request.batch_size), adapter.gradient_shapes())
-    result: Result = {
-        "state": "ok",
-        "layer": {
+    result = Result(
+        "ok",
+        layer={
             "parts": {
                 "input": parts.input,
                 "labels": parts.labels,
@@ -232,11 +231,11 @@ def measure_memory(create: Create, layer: Layer, request: LayerRequest) -> Resul
             },
             "plan": dict(adapter.plan()),
         },
-        "memory": {f"{request.device}_peak_allocated": parts.peak},
-        "checks": [shapes],
-    }
+        memory={f"{request.device}_peak_allocated": parts.peak},
+        checks=[shapes],
+    )
     if reason := parts.fault or (None if shapes["passed"] else f"{shapes['check']}: {shapes['detail']}"):
-        result |= {"state": "rejected", "reason": reason}
+        return replace(result, state="rejected", reason=reason)
     return result
 
 
@@ -248,7 +247,7 @@ def measure_time(create: Create, layer: Layer, request: LayerRequest, emit: Emit
             create, layer, setting_of(request, request.batch_size), layer_gate.Reference(dict(file))
         )
     if refusal := _refusal(checks):
-        return {"state": "rejected", "reason": refusal, "checks": checks}
+        return Result("rejected", refusal, checks=checks)
     gc.collect()
     emit({"event": "phase", "phase": "warm-up"})
     count = batches_of(layer, request.batch_size)
@@ -275,23 +274,24 @@ def measure_time(create: Create, layer: Layer, request: LayerRequest, emit: Emit
     if request.left is not None:
         setting = setting_of(request, request.batch_size)
         save_weights(request.left, layer_gate.left_behind(setting, adapter.gradients()))
-    result: Result = {
-        "state": "ok",
-        "layer": {
+    result = Result(
+        "ok",
+        layer={
             "pass_seconds": seconds,
             "batches": count,
             "warm_up": warm_up,
             "stopped_by": "passes" if len(seconds) >= request.most_passes else "seconds",
             "plan": dict(adapter.plan()),
         },
-        "foreign_share": load.share if load.available >= SHARE_FROM else 0.0,
-        "checks": checks,
-    }
+        foreign_share=load.share if load.available >= SHARE_FROM else 0.0,
+        checks=checks,
+    )
     if request.sketches:
         del adapter
         gc.collect()
-        result["sketch"] = sketch.of(spread_batch(create, layer, request))
-    return result | ({"state": "rejected", "reason": refusal} if (refusal := _refusal(checks)) else {})
+        result = replace(result, sketch=sketch.of(spread_batch(create, layer, request)))
+    refusal = _refusal(checks)
+    return replace(result, state="rejected", reason=refusal) if refusal else result
 
 
 def spread_batch(create: Create, layer: Layer, request: LayerRequest) -> Mapping[str, np.ndarray]:
@@ -324,18 +324,18 @@ def measure(request: LayerRequest, emit: Emit) -> Result:
     layer = LAYERS[request.layer]
     emit({"event": "phase", "phase": "import"})
     create = load_create(Path(request.folder), request.variant)
-    predicted: Result = {}
+    predicted: dict[str, float] = {}
     if request.predicts and request.batch_size > PROBED_SIZES[1]:
         emit({"event": "phase", "phase": "prediction"})
         seconds, size = predict(create, layer, request)
         predicted = {"predicted_seconds": seconds, "predicted_bytes": size}
         if reason := too_large(request, seconds, size):
-            return {"state": "unsupported", "reason": reason, "layer": predicted}
+            return Result("unsupported", reason, layer=predicted)
     if request.mode == "memory":
         result = measure_memory(create, layer, request)
     else:
         result = measure_time(create, layer, request, emit)
-    return {**result, "layer": {**predicted, **result.get("layer", {})}}
+    return replace(result, layer={**predicted, **(result.layer or {})})
 
 
 def run(request: LayerRequest, emit: Emit, line: Line | None = None) -> None:
@@ -344,15 +344,11 @@ def run(request: LayerRequest, emit: Emit, line: Line | None = None) -> None:
         result = measure(request, emit)
     except (Unsupported, NotImplementedError) as error:
         traceback.print_exc()
-        result = {"state": "unsupported", "reason": str(error) or f"{type(error).__name__} without a message"}
-    except MemoryError as error:
-        result = {"state": "oom", "reason": f"MemoryError: {error}"}
+        result = Result("unsupported", str(error) or f"{type(error).__name__} without a message")
     except Exception as error:
         traceback.print_exc()
-        text = f"{type(error).__name__}: {error}"
-        is_oom = any(mark in text.lower() for mark in OUT_OF_MEMORY)
-        result = {"state": "oom" if is_oom else "crashed", "reason": text[:2000]}
-    emit({"event": "result", **result, "versions": versions()})
+        result = of_error(error)
+    emit(replace(result, versions=versions()).as_event())
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ import pytest
 
 from harness.environments import executor, memory_limit
 from harness.environments import venv as env
+from harness.environments.backend import last_json
 from harness.environments.executor import Limits, Venv
 from harness.gate import admission
 from harness.plan import registry
@@ -90,7 +91,9 @@ def venv(contestant: Contestant, task: str) -> Venv:
 def test_the_gate_says_what_is_expected_of_it(contestant: Contestant, task: str) -> None:
     bounds = Limits(memory_limit.default_limit(), 600.0)
     threads = len(os.sched_getaffinity(0))
-    verdict = admission.judge(contestant, task, venv(contestant, task), bounds, "cpu", threads, print)
+    verdict = admission.judge(
+        contestant, task, venv(contestant, task), bounds, "cpu", threads, print, env.VenvBackend().run_tool
+    )
     if verdict.state == "unsupported":
         assert verdict.reason
         pytest.skip(f"unsupported here: {verdict.reason}")
@@ -113,8 +116,8 @@ def probe(contestant: Contestant, task: str) -> dict[str, Any]:
         variant = contestant.variant
         arguments = [str(contestant.framework.folder), variant.name, task]
         arguments += ["private" if variant.private else "plain", "static" if variant.static_shapes else "any"]
-        PROBES[key] = executor.json_tool(
-            place.python, "tests.frameworks.probe", arguments, environment=place.environment
+        PROBES[key] = last_json(
+            executor.run_tool(place.python, "tests.frameworks.probe", arguments, environment=place.environment)
         )
     if "unsupported" in PROBES[key]:
         assert PROBES[key]["unsupported"].strip(), "a task is unsupported for a reason"

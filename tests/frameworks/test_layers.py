@@ -70,7 +70,7 @@ def python_of(contestant: LayerContestant) -> Path:
 def test_a_cell_is_right_and_its_memory_adds_up(contestant: LayerContestant, layer: str, passes: str) -> None:
     facts = LAYERS[layer]
     place = Venv(python_of(contestant), contestant.variant.environment, "harness.worker.layers")
-    references = layer_run.ensure_references((layer,), print)
+    references = layer_run.ensure_references((layer,), print, venv.VenvBackend().run_tool)
     for mode in ("time", "memory"):
         asked = LayerRequest(
             mode=mode,
@@ -92,11 +92,11 @@ def test_a_cell_is_right_and_its_memory_adds_up(contestant: LayerContestant, lay
             most_bytes=16 * 2**30,
         )
         result = place.run(asked, Limits(memory_limit.default_limit(), 600.0), lambda event: None)
-        if result["state"] == "unsupported" or contestant.variant.why_unsupported(facts):
-            pytest.skip(result["reason"])
-        assert result["state"] == "ok", result
-        assert all(check["passed"] for check in result["checks"])
-    parts = result["layer"]["parts"]
+        if result.state == "unsupported" or contestant.variant.why_unsupported(facts):
+            pytest.skip(str(result.reason))
+        assert result.state == "ok", result
+        assert all(check["passed"] for check in result.checks)
+    parts = result.layer["parts"]
     slack = 4096  # token ids may be half as wide, and a framework may add a few scalars
     assert parts["labels"] == BATCH * facts.label_bytes
     assert facts.parameter_bytes <= parts["module"] <= 2 * facts.parameter_bytes + slack

@@ -86,7 +86,9 @@ def compare(name: str, options: ComparisonOptions, folder: Path, console: Consol
         planted = Path(temporary, f"planted-{name}")
         plant(name, planted)
         base, head = sides.resolve("base", "."), sides.resolve("head", str(planted))
-    run = ComparisonRun(options, base, head, RunFolder(folder.resolve()), f"python -m tests.planted --fault {name}")
+    run = ComparisonRun.connected(
+        options, base, head, RunFolder(folder.resolve()), f"python -m tests.planted --fault {name}"
+    )
     with Progress(console, quiet=True) as progress:
         return run.execute(progress)
 

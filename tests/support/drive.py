@@ -5,7 +5,6 @@ Only for tests of the run loop; what the gate says of real contestants is tested
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -13,16 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 FAKES = Path(__file__).resolve().parent.parent / "fakes"
 os.environ["DPBENCH_FRAMEWORKS"] = str(FAKES)
 
-from harness import layers, report  # noqa: E402
+from harness import report  # noqa: E402
 from harness.analysis import accounting  # noqa: E402
 from harness.cli import main as cli  # noqa: E402
-from harness.environments import unpinned as found  # noqa: E402
-from harness.environments import venv  # noqa: E402
+from harness.environments import unpinned, venv  # noqa: E402
 from harness.gate import admission  # noqa: E402
 from harness.gate.admission import Verdict  # noqa: E402
 from harness.run import e2e as run  # noqa: E402
@@ -31,9 +27,9 @@ from harness.run import peaks  # noqa: E402
 from harness.store import cache  # noqa: E402
 from harness.store.record import Gate  # noqa: E402
 from harness.worker import machine  # noqa: E402
-from harness.worker.gate import layers as layer_gate  # noqa: E402
 from harness.worker.layer_request import LayerRequest  # noqa: E402
 from harness.worker.request import Request  # noqa: E402
+from tests.support import phantom_layer  # noqa: E402
 
 
 class _ThisPython(venv.Environment):
@@ -72,20 +68,8 @@ def _step_reference(itself: run.Run, request: Request, checked: Path, say: objec
 
 
 def _last_pass(itself: layer_run.LayerRun, request: LayerRequest, number: int, say: object) -> dict[str, Any]:
-    """The phantom's LayerNorm by its own formula, in float64."""
-    spec = importlib.util.spec_from_file_location("phantom_layers", Path(request.folder) / "layers.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    layer = layers.LAYERS[request.layer]
-    inputs, targets = layers.batch(layer, request.batch_size, layers.batch_seed(request.seed, number))
-    with np.load(str(request.left)) as left:
-        found = dict(left)
-    rows = found["rows"]
-    weights = {k: v.astype(np.float64) for k, v in layers.initial_parameters(layer, request.seed).items()}
-    truth = module.gradients(weights, inputs["x"][rows].astype(np.float64), targets[rows].astype(np.float64))
-    examples = ({name: value[row] for name, value in truth.items()} for row in range(len(rows)))
-    return layer_gate.last_pass(layer, request.passes, found, examples, request.max_grad_norm)
+    left, size, bound = Path(str(request.left)), request.batch_size, request.max_grad_norm
+    return phantom_layer.last_pass(request.layer, request.passes, left, size, request.seed, number, bound)
 
 
 def install() -> None:
@@ -96,15 +80,11 @@ def install() -> None:
     layer_run.LayerRun.last_pass = _last_pass
     layer_run.ensure_references = _layer_references
     admission.reference = lambda task, *rest: Path()
-    found.REFERENCES = ()
+    unpinned.REFERENCES = ()
     run.Run.step_reference = _step_reference
     if "DRIVE_WITH_GPU" in os.environ:
         machine.gpus = lambda: ["A device that is not there, 1000 MiB, 1.0"]
         machine._gpu_throttle = list
-    if "docker" in sys.argv:  # a gate that is not held needs no reference, which needs an image with torch
-        from harness.environments.containers.session import Harbour
-
-        Harbour.reference = lambda self, task, say: None
     peaks.measure = lambda threads: {"flops_per_second": 1e9 * threads, "bytes_per_second": 2e9}
     if "DRIVE_WITH_REPORT" not in os.environ:  # figures take longer than the fake cells
         report.write = lambda records, out, plots: []

@@ -10,8 +10,10 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +24,10 @@ import requests
 
 from harness.environments.containers import engine, images
 from harness.environments.containers.executor import Outcome
-from harness.environments.executor import InProcess, Limits
+from harness.environments.executor import OUTPUTS, InProcess, Limits
 from harness.environments.referee import Referee
 from harness.errors import BadInput
+from harness.worker.container_entrypoint import RESULTS
 from harness.worker.layer_request import LayerRequest
 from harness.worker.request import Request
 
@@ -192,12 +195,13 @@ def _make_base(on: Any) -> None:
 class PretendedEngine:
     """Has images, by name; its containers run in this process, with the paths that they would see translated back by
     their mounts. ``contained``: (image's digest, order, inside -> outside) of each. ``versions``: digest -> what the
-    worker finds installed."""
+    worker finds installed. ``tools``: module -> what takes its arguments and returns what it prints."""
 
     def __init__(self) -> None:
         self.images: dict[str, Any] = {}
         self.versions: dict[str, dict[str, str]] = {}
         self.contained: list[tuple[str, dict[str, Any], dict[str, str]]] = []
+        self.tools: dict[str, Callable[[list[str]], str]] = {}
         nothing = SimpleNamespace(list=lambda **asked: [])
         client = SimpleNamespace(images=SimpleNamespace(get=self._get), containers=nothing, volumes=nothing)
         facts = {"kind": "pretended", "version": "1", "id": "e", "cpus": 2, "memory_bytes": 2**30}
@@ -223,19 +227,26 @@ class PretendedEngine:
         outside = {mount["Target"]: mount["Source"] for mount in mounts}
         assert all(mount["ReadOnly"] for mount in mounts)
         self.contained.append((place.image.digest, order, outside))
-        data = json.loads(order["request"])
-        for field in ("folder", "reference"):
-            if data.get(field):
-                data[field] = _outside(data[field], outside)
-        kind = LayerRequest if order["worker"] == "harness.worker.layers" else Request
         outcome = Outcome()
-        referee = next((one for one in rest if isinstance(one, Referee)), None)
-        outcome.result = InProcess(order["worker"]).run(kind(**data), limits, lambda event: None, referee)
-        outcome.result["versions"] = self.versions[place.image.digest]
+        with tempfile.TemporaryDirectory() as results:
+            outside = {**outside, str(RESULTS): results}
+            if order["kind"] == "tool":
+                words = [_outside(word, outside) for word in order["arguments"]]
+                outcome.result = {"event": "result", "state": "ok", "output": self.tools[order["module"]](words)}
+            else:
+                data = json.loads(order["request"])
+                for field in ("folder", "reference", *OUTPUTS):
+                    if data.get(field):
+                        data[field] = _outside(data[field], outside)
+                kind = LayerRequest if order["worker"] == "harness.worker.layers" else Request
+                referee = next((one for one in rest if isinstance(one, Referee)), None)
+                result = InProcess(order["worker"]).run(kind(**data), limits, lambda event: None, referee)
+                outcome.result = replace(result, versions=self.versions[place.image.digest]).as_event()
+            outcome.files = {path.name: bytearray(path.read_bytes()) for path in Path(results).iterdir()}
         outcome.is_complete = True
         return outcome.settled({"ExitCode": 0}, limits)
 
 
 def _outside(path: str, mounts: dict[str, str]) -> str:
-    inside = max((one for one in mounts if path.startswith(one)), key=len)
-    return mounts[inside] + path.removeprefix(inside)
+    inside = max((one for one in mounts if path.startswith(one)), key=len, default=None)
+    return path if inside is None else mounts[inside] + path.removeprefix(inside)

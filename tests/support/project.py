@@ -77,7 +77,7 @@ class Project:
     def run(self, base: str, head: str, out: Path, **changes: object) -> ComparisonRun:
         both = sides.resolve("base", base, self.folder), sides.resolve("head", head, self.folder)
         options = ComparisonOptions(**{**PLAIN, **changes})
-        return ComparisonRun(options, *both, RunFolder(out), "a test")
+        return ComparisonRun.connected(options, *both, RunFolder(out), "a test")
 
 
 PLAIN: dict[str, object] = {

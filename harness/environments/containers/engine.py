@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from harness.environments.containers import seccomp
-from harness.environments.containers.ssh import CONNECTIONS, SCHEME, Tunnel, ssh_command
+from harness.environments.containers.ssh import CONNECTIONS, SCHEME, SshConnection, ssh_command
 from harness.errors import BadInput
 
 HOST = "DOCKER_HOST"
@@ -70,20 +70,20 @@ def connect() -> Engine:
     from docker.transport import UnixHTTPAdapter
 
     where = host()
-    tunnel = Tunnel(where) if where.startswith(SCHEME) else None
+    connection = SshConnection(where) if where.startswith(SCHEME) else None
     try:
         if where.startswith("tcp://"):
             _knock(where)
-        if tunnel is None:
+        if connection is None:
             client = docker.from_env(timeout=API_SECONDS)
         else:
-            client = docker.DockerClient(base_url=f"unix://{tunnel.socket}", timeout=API_SECONDS)
+            client = docker.DockerClient(base_url=f"unix://{connection.socket}", timeout=API_SECONDS)
             # One connection stays open for every address asked; the client's own option for fewer has no effect.
-            few = UnixHTTPAdapter(f"http+unix://{tunnel.socket}", API_SECONDS, CONNECTIONS)
+            few = UnixHTTPAdapter(f"http+unix://{connection.socket}", API_SECONDS, CONNECTIONS)
             client.api.mount("http+docker://", few)
         facts = _facts(client)
     except (DockerException, OSError, ValueError) as error:
-        complaint = tunnel.complaint() if tunnel is not None else ""
+        complaint = connection.complaint() if connection is not None else ""
         raise BadInput(_why_unreachable(where, error, complaint)) from None
     return Engine(client, where, not where.startswith(("unix://", "npipe://")), facts)
 

@@ -8,34 +8,32 @@ and so does everything else: an engine on another machine works as one on this.
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import os
 import signal
 import socket
-import tarfile
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, get_args
+from typing import Any, get_args
 
 from harness.data import store
 from harness.environments import validate
-from harness.environments.containers import engine, images
+from harness.environments.containers import engine
 from harness.environments.containers.engine import Engine, EngineGone
 from harness.environments.containers.images import Image
+from harness.environments.containers.mounts import Mounts
 from harness.environments.executor import (
     ENDLESS,
     FROM_OUTSIDE,
     GRACE_SECONDS,
     LOG_TAIL,
     LONGEST_LINE,
+    OUTPUTS,
     POLL_SECONDS,
-    WEIGHTS,
     WORKER,
     AnyRequest,
     Event,
@@ -49,9 +47,9 @@ from harness.environments.executor import (
 from harness.environments.referee import Referee
 from harness.errors import BadInput
 from harness.paths import ROOT
-from harness.store.record import State
 from harness.worker.container_entrypoint import ORPHANED, RESULTS
 from harness.worker.request import Request
+from harness.worker.result import Result, State
 
 INSIDE = Path("/dpbench")
 CODE = INSIDE / "code"
@@ -72,8 +70,8 @@ RETURN_SECONDS = 60.0
 
 
 class Docker:
-    """A place: every :meth:`run` is a container of its own, removed at the end. It runs the worker ``module`` with the
-    code of the tree ``root``."""
+    """An executor: every :meth:`run` is a container of its own, removed at the end. It runs the worker ``module`` with
+    the code of the tree ``root``."""
 
     name = "docker"
 
@@ -81,21 +79,21 @@ class Docker:
         self,
         on: Engine,
         image: Image,
-        luggage: Luggage,
+        mounts: Mounts,
         environment: Mapping[str, str] | None = None,
         module: str = WORKER,
         root: Path = ROOT,
     ) -> None:
         self.engine = on
         self.image = image
-        self.luggage = luggage
+        self.mounts = mounts
         self.environment = dict(environment or {})
         self.module = module
         self.root = root
         self.identity = image.digest
 
-    def run(self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None]) -> Event:
-        """The ``result`` event, always, with ``log_tail`` and ``container`` (what the record says of it).
+    def run(self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None]) -> Result:
+        """Return how it ended, always, with ``container``.
 
         An engine that goes away and comes back in between costs one repetition. Raises :class:`BadInput` where it does
         not come back: nothing is known about the cell then.
@@ -105,15 +103,14 @@ class Docker:
                 result = self._run(request, limits, on_event)
             except EngineGone as error:
                 self._wait_for_return()
-                result = failed("crashed", f"the container engine restarted during the measurement ({error}).")
-                result |= {"log_tail": "", "container": {"startup_seconds": None, "exit_code": None}}
+                why = f"the container engine restarted during the measurement ({error})."
                 continue
-            result["container"]["engine_restarts"] = restarts
-            return result
-        result["container"]["engine_restarts"] = 2
-        return result
+            return replace(result, container={**(result.container or {}), "engine_restarts": restarts})
+        return Result(
+            "crashed", why, container={"startup_seconds": None, "exit_code": None, "engine_restarts": restarts + 1}
+        )
 
-    def _run(self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None]) -> Event:
+    def _run(self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None]) -> Result:
         referee = None
         if isinstance(request, Request) and request.mode == "time":
             referee = Referee(request, room=REMOTE_SECONDS if self.engine.is_remote else LOCAL_SECONDS)
@@ -126,13 +123,12 @@ class Docker:
         }
         threads, is_cuda = request.threads, request.device == "cuda"
         outcome = self._contain(order, mounts, limits, threads, is_cuda, on_event, referee)
-        result = outcome.result
         files = {
             name.removesuffix(".npz"): bytes(content)
             for name, content in outcome.files.items()
             if name.removesuffix(".npz") in outputs
         }
-        result, kept = validate.examined(result, request, files, "the container")
+        result, kept = validate.examined(outcome.result, request, files, "the container")
         for name in kept:
             _write(outputs[name], files[name])
         return referee.judged(result) if referee else result
@@ -171,7 +167,7 @@ class Docker:
         if request.reference:
             changes["reference"] = str(INSIDE / "reference" / Path(request.reference).name)
             mounts.append(self._mount(Path(request.reference), str(INSIDE / "reference")))
-        for field in WEIGHTS:
+        for field in OUTPUTS:
             wanted = getattr(request, field, None)
             if wanted is not None:
                 outputs[field] = Path(wanted)
@@ -185,7 +181,7 @@ class Docker:
 
     def _mount(self, source: Path, inside: str) -> Any:
         with engine.errors():
-            return self.luggage.mount(source, inside, self.image)
+            return self.mounts.mount(source, inside, self.image)
 
     def _wait_for_return(self) -> None:
         """Raises :class:`BadInput` where the engine stays away."""
@@ -194,7 +190,7 @@ class Docker:
             with suppress(BadInput), engine.errors():
                 self.engine.client.ping()
                 engine.sweep(self.engine, mine=True)
-                self.luggage.forget()
+                self.mounts.forget()
                 return
             time.sleep(1.0)
         raise BadInput(
@@ -535,80 +531,3 @@ def _part_of_file(event: Event) -> tuple[str, bytes]:
     with suppress(KeyError, ValueError, TypeError):
         return str(event["name"]), base64.b64decode(event["data"])
     return "", b""
-
-
-class Luggage:
-    """What containers see of this machine: files and folders, read-only. By bind mount where the engine runs here, else
-    in volumes, each filled once and removed at the end of the run."""
-
-    def __init__(self, on: Engine) -> None:
-        self.engine = on
-        self._volumes: dict[tuple[Path, str], str] = {}
-        self._checked: set[Path] = set()
-
-    def mount(self, source: Path, inside: str, image: Image) -> Any:
-        """``source`` as the folder ``inside``; a file as ``inside``/its name. ``image``: any that the engine has."""
-        from docker.types import Mount
-
-        source = source.resolve()
-        if self.engine.is_remote:
-            return Mount(inside, self._volume(source, image), type="volume", read_only=True, no_copy=True)
-        if source not in self._checked:
-            _check_readable(source)
-            self._checked.add(source)
-        target = inside if source.is_dir() else f"{inside}/{source.name}"
-        return Mount(target, str(source), type="bind", read_only=True)
-
-    def _volume(self, source: Path, image: Image) -> str:
-        """The volume that holds ``source`` as it is now."""
-        files = sorted(_files(source))
-        stamp = hashlib.sha256(repr([(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files]).encode())
-        key = (source, stamp.hexdigest())
-        if key not in self._volumes:
-            client = self.engine.client
-            labels = engine.labels(LONGEST_RUN_SECONDS)
-            volume = client.volumes.create(f"dpbench-{os.getpid()}-{os.urandom(4).hex()}", labels=labels)
-            # A container that never runs is the only way in by the API.
-            carrier = client.containers.create(
-                image.digest, volumes={volume.name: {"bind": "/luggage", "mode": "rw"}}, labels=labels
-            )
-            try:
-                with tempfile.TemporaryFile() as archive:
-                    _pack(archive, source, files)
-                    archive.seek(0)
-                    carrier.put_archive("/luggage", archive)
-            finally:
-                engine.remove(carrier)
-            self._volumes[key] = volume.name
-        return self._volumes[key]
-
-    def forget(self) -> None:
-        """After a restart of the engine, and what was sent with it."""
-        self._volumes.clear()
-
-
-LONGEST_RUN_SECONDS = 7 * 24 * 3600.0
-
-
-def _files(source: Path) -> list[Path]:
-    if source.is_file():
-        return [source]
-    return [p for p in source.rglob("*") if p.is_file() and "__pycache__" not in p.parts and not p.name.startswith(".")]
-
-
-def _pack(archive: IO[bytes], source: Path, files: list[Path]) -> None:
-    parent = source.parent if source.is_file() else source
-    with tarfile.open(fileobj=archive, mode="w") as tar:
-        for path in files:
-            with path.open("rb") as content:
-                tar.addfile(images.entry(str(path.relative_to(parent)), path.stat().st_size), content)
-
-
-def _check_readable(source: Path) -> None:
-    """Raises :class:`BadInput`: a container runs as nobody, so that what is mounted has to be open to everybody."""
-    for path in [source, *_files(source)]:
-        needed = 0o005 if path.is_dir() else 0o004
-        if path.stat().st_mode & needed != needed:
-            raise BadInput(
-                f"{path} may be read by its owner only, and containers run as nobody; run `chmod -R o+rX {source}`."
-            )

@@ -58,7 +58,7 @@ def ssh_command(host: str) -> str:
     return " ".join(word for word in command(host)[:-1] if word not in {*OPTIONS, "--"})
 
 
-class Tunnel:
+class SshConnection:
     """Listens until this process ends. ``socket``: where; only this user may open it."""
 
     def __init__(self, host: str) -> None:

@@ -163,33 +163,35 @@ COMPARED_ROWS = 64
 
 
 def left_behind(setting: LayerSetting, gradients: Arrays) -> dict[str, np.ndarray]:
-    """Arrays for a file: what a pass left, of per-sample gradients some rows, drawn now."""
-    found = {f"gradient/{name}": value for name, value in gradients.items()}
-    rows = np.arange(setting.batch_size)
-    if setting.passes == "per_sample":
-        entropy = np.random.default_rng(secrets.randbits(64))
-        rows = np.sort(entropy.permutation(setting.batch_size)[:COMPARED_ROWS])
-        found = {name: value[rows] for name, value in found.items()}
-    return found | {"rows": rows}
+    """Arrays for a file: what a pass left, of per-sample gradients some rows, drawn now, as :func:`pack` makes them: of
+    a large embedding they would be gigabytes."""
+    if setting.passes != "per_sample":
+        return {f"gradient/{name}": value for name, value in gradients.items()}
+    entropy = np.random.default_rng(secrets.randbits(64))
+    rows = np.sort(entropy.permutation(setting.batch_size)[:COMPARED_ROWS])
+    return pack({name: value[rows] for name, value in gradients.items()}) | {"rows": rows}
 
 
 def last_pass(layer: Layer, passes: str, left: Arrays, examples: Iterable[Arrays], bound: float) -> Check:
     """What a timed pass left on the measured batch, against the float64 gradients of its ``examples``, one by one."""
-    found = {name: left[f"gradient/{name}"] for name in layer.parameters}
-    worst = 0.0
+    is_per_sample = passes == "per_sample"
+    kept = Reference(left)
+    worst, count = 0.0, 0
     sums: dict[str, np.ndarray] = {name: np.zeros(shape) for name, shape in layer.parameters.items()}
     for place, example in enumerate(examples):
+        count += 1
         flat = {name: value.reshape(-1) for name, value in example.items()}
-        if passes == "per_sample":
-            worst = max(worst, _relative({name: value[place] for name, value in found.items()}, flat))
+        if is_per_sample:
+            worst = max(worst, _relative(kept.example(place), flat))
             continue
         norm = math.sqrt(sum(float(value @ value) for value in flat.values()))
         factor = min(1.0, bound / norm) if passes == "clipped" and norm else 1.0
         for name, value in example.items():
             sums[name] += factor * value
-    if passes != "per_sample":
+    if not is_per_sample:
+        found = {name: left[f"gradient/{name}"] for name in layer.parameters}
         worst = _relative(found, {name: value.reshape(-1) for name, value in sums.items()})
-    detail = f"relative L2 error over {len(left['rows'])} examples of the measured batch"
+    detail = f"relative L2 error over {count} examples of the measured batch"
     return _line(LAST_PASS, worst, TOLERANCE, detail)
 
 

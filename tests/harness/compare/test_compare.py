@@ -22,6 +22,7 @@ from harness.compare import record as compare_record
 from harness.compare import report as compare_report
 from harness.compare.record import MemoryPair, Pair, Process
 from harness.compare.run import first_of
+from harness.environments.unavailable import Unavailable
 from harness.errors import BadInput
 from harness.gate import admission
 from harness.plan import registry
@@ -46,7 +47,7 @@ def apart(sides_cache, monkeypatch, reference) -> Iterator[None]:  # noqa: F811
     monkeypatch.setattr(layer_run, "ensure_references", lambda names, *rest: dict.fromkeys(names, reference))
     virtual_time.install(monkeypatch)
     # The canary's work is real, and takes no time on that clock.
-    monkeypatch.setattr("harness.run.e2e.undisturbed.__defaults__", (lambda: 0.01,))
+    monkeypatch.setattr("harness.environments.backend.speed_probe.seconds", lambda: 0.01)
     monkeypatch.setattr("harness.compare.run.LOOK_SECONDS", 0.001)
     # A worker collects garbage around its clock: of what the test run itself has loaded, that takes longest of all.
     gc.freeze()
@@ -163,12 +164,12 @@ def test_a_crash_on_one_side_is_no_verdict(project, tmp_path, fault, side):
 
 
 def test_a_side_that_cannot_be_installed_fails_at_once(project, tmp_path, monkeypatch):
-    def place(isolation: str, framework: Any, environment: Any, say: Any, module: str) -> Any:
-        installed.append(framework.folder)
-        return "not installable here: there is no such version"
+    def refuse(backend: Any, contestant: Any, *rest: Any) -> Unavailable:
+        installed.append(contestant.framework.folder)
+        return Unavailable("not installable here: there is no such version")
 
     installed: list[Path] = []
-    monkeypatch.setattr("harness.compare.run.place_of", place)
+    monkeypatch.setattr("harness.environments.in_process.InProcessBackend.executor", refuse)
     comparison = project.compare("HEAD", ".", tmp_path / "out")
     (cell,) = comparison.cells
     assert (cell.verdict, cell.pairs, cell.memory_processes, comparison.exit_code) == ("failed", [], None, 3)

@@ -105,12 +105,11 @@ def test_two_states_run_with_the_code_of_their_own(project, tmp_path, pretended)
     assert "both sides in one image" in compare_report.markdown(comparison)
 
 
-def test_a_task_asks_for_its_reference_and_its_gate_before_its_containers(project, tmp_path, pretended, monkeypatch):
+def test_a_task_asks_for_its_gate_before_its_containers(project, tmp_path, pretended, monkeypatch):
     asked: list[Any] = []
-    monkeypatch.setattr(admission, "reference", lambda task, say, make: asked.append(task))
 
-    def judge(contestant: Any, task: str, place: Any, *rest: Any) -> admission.Verdict:
-        asked.append(place.identity)
+    def judge(contestant: Any, task: str, executor: Any, *rest: Any) -> admission.Verdict:
+        asked.append((task, executor.identity))
         return admission.Verdict("ok", None, Gate(passed=True, key="k", checks=[]), {})
 
     monkeypatch.setattr("harness.compare.run.admission.judge", judge)
@@ -119,7 +118,7 @@ def test_a_task_asks_for_its_reference_and_its_gate_before_its_containers(projec
     comparison = project.compare(
         "image:fake:1", "image:fake:2", tmp_path / "out", isolation="docker", **chosen, max_rounds=5, batch_sizes=(64,)
     )
-    assert asked == ["logreg", digests[0], "logreg", digests[1]]
+    assert asked == [("logreg", digests[0]), ("logreg", digests[1])]
     assert comparison.cells[0].time.n == 5 and comparison.cells[0].name == "logreg/phantom-noop/64"
     assert {order["worker"] for _, order, _ in pretended.contained} == {"harness.worker.e2e"}
 

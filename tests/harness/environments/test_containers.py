@@ -20,6 +20,7 @@ from harness.compare import record as compare_record
 from harness.environments.containers import engine, images
 from harness.environments.containers import executor as container
 from harness.environments.containers.engine import Engine
+from harness.environments.containers.mounts import Mounts
 from harness.environments.executor import Limits
 from harness.environments.venv import EnvironmentFault
 from harness.errors import BadInput
@@ -289,10 +290,10 @@ def test_a_gpu_that_vanished_is_a_record_and_one_that_never_was_a_sentence(
         **settings,
         **seeds,
     )
-    result = container.Docker(on, image, container.Luggage(on)).run(request, Limits(2**30, 60.0), lambda event: None)
-    assert result["state"] == "crashed" and "no GPU" in result["reason"]
+    result = container.Docker(on, image, Mounts(on)).run(request, Limits(2**30, 60.0), lambda event: None)
+    assert result.state == "crashed" and "no GPU" in str(result.reason) and result.container is not None
     # Podman starts the container without one, and the container's own look finds that.
-    assert result["container"]["exit_code"] is (None if on.facts["kind"] == "docker" else 0)
+    assert result.container["exit_code"] is (None if on.facts["kind"] == "docker" else 0)
     assert [one for one in on.client.containers.list(all=True) if one.labels.get(engine.OWNER) == engine.owner()] == []
 
 

@@ -18,8 +18,9 @@ import docker.errors
 import psutil
 import pytest
 
-from harness.environments.containers import engine, session
+from harness.environments.containers import engine
 from harness.environments.containers import executor as container
+from harness.environments.containers.backend import ContainerBackend
 from harness.environments.executor import Inbox, Limits
 from harness.errors import BadInput
 from harness.plan.registry import ROOT
@@ -73,9 +74,9 @@ def test_what_a_run_refuses_and_what_doctor_warns_of(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(engine, "connect", lambda: connected(memory_limit=False, pids_limit=False))
     with pytest.raises(BadInput, match=r"cannot limit memory and processes \(cgroup v1\).*cgroup v2.*--isolation venv"):
-        session.Harbour("cpu")
+        ContainerBackend.connected("cpu")
     monkeypatch.setattr(engine, "connect", lambda: connected(cpuset=False))
-    assert engine.unlimited(session.Harbour("cpu").engine.facts) == ["processors"]
+    assert engine.unlimited(ContainerBackend.connected("cpu").engine.facts) == ["processors"]
 
 
 def test_our_own_system_calls_where_the_engine_takes_a_list() -> None:

@@ -18,6 +18,7 @@ from harness.environments.executor import Limits, Patience, Venv
 from harness.environments.memory_limit import MemoryLimit
 from harness.plan.registry import ROOT
 from harness.worker.request import Request
+from harness.worker.result import Result
 
 LIMITS = Limits(2**40, 120.0)
 
@@ -29,35 +30,35 @@ def request(how: str, note: str = "") -> Request:
     return Request(**{**facts, "variant": how, "task": note, "threads": 1, "device": "cpu", "mode": "memory"})
 
 
-def run(how: str, note: str = "", limits: Limits = LIMITS) -> dict[str, Any]:
+def run(how: str, note: str = "", limits: Limits = LIMITS) -> Result:
     place = Venv(Path(sys.executable), {}, "tests.support.rude_worker", ROOT)
     return place.run(request(how, note), limits, lambda event: None)
 
 
 def test_only_the_harness_says_that_a_process_was_interrupted():
-    assert run("finished") == {"event": "result", "state": "ok", "memory": {}, "log_tail": ""}
+    assert run("finished") == Result("ok")
 
 
 @pytest.mark.parametrize(("how", "from_outside"), [("SIGKILL", True), ("SIGTERM", True), ("SIGSEGV", False)])
 def test_a_process_that_somebody_killed_is_told_from_one_that_broke(how, from_outside):
     result = run(how)
-    assert result["state"] == "crashed" and f"was killed by {how} before it had a result" in result["reason"]
-    assert result.get("interrupted", False) is from_outside
+    assert result.state == "crashed" and f"was killed by {how} before it had a result" in str(result.reason)
+    assert result.interrupted is from_outside
 
 
 def test_a_line_without_an_end_is_a_crash_with_that_reason():
     result = run("endless")
-    assert result["state"] == "crashed" and "a line of more than 8 MiB without an end" in result["reason"]
+    assert result.state == "crashed" and "a line of more than 8 MiB without an end" in str(result.reason)
 
 
 def test_bytes_that_are_no_text_are_noise():
-    assert run("no text")["state"] == "ok"
+    assert run("no text").state == "ok"
 
 
 @pytest.mark.parametrize("how", ["silent", "chatter"])
 def test_neither_silence_nor_chatter_outlasts_the_time(how):
     result = run(how, limits=Limits(2**40, 0.5))
-    assert (result["state"], result["reason"]) == ("timeout", "no result within 0 s.")
+    assert (result.state, result.reason) == ("timeout", "no result within 0 s.")
 
 
 @pytest.mark.parametrize("has_group", [True, False])
@@ -65,7 +66,7 @@ def test_a_daemon_ends_with_its_cell(tmp_path, monkeypatch, has_group):
     if not has_group:
         monkeypatch.setattr("harness.environments.memory_limit._make_group", lambda limit: (None, "watchdog"))
     note = tmp_path / "pid"
-    assert run("daemon", str(note))["state"] == "ok"
+    assert run("daemon", str(note)).state == "ok"
     assert not psutil.pid_exists(int(note.read_text()))
 
 
@@ -102,7 +103,7 @@ def test_a_stop_longer_than_the_time_loses_nothing(tmp_path):
         "go = lambda event: None\n"
         "print('ready', flush=True)\n"
         "sys.stdin.readline()\n"
-        "print(place.run(request('finished'), Limits(2**40, 30.0), go)['state'], flush=True)\n"
+        "print(place.run(request('finished'), Limits(2**40, 30.0), go).state, flush=True)\n"
     )
     harness = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=-1, stdout=-1, text=True)
     assert harness.stdout is not None and harness.stdin is not None

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.environments.containers import engine
-from harness.environments.containers import ssh as tunnel
+from harness.environments.containers import engine, ssh
 from harness.errors import BadInput
 
 
@@ -21,7 +20,7 @@ def pretend(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
 
 def test_bytes_go_both_ways_and_each_end_can_be_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(tmp_path, monkeypatch, 'for last; do :; done; echo "$last"; exec cat')
-    through = tunnel.Tunnel("ssh://me@there:22")
+    through = ssh.SshConnection("ssh://me@there:22")
     assert through.socket.parent.stat().st_mode & 0o077 == 0
     for text in (b"first", b"second"):
         with socket.socket(socket.AF_UNIX) as one:
@@ -36,10 +35,10 @@ def test_bytes_go_both_ways_and_each_end_can_be_closed(tmp_path: Path, monkeypat
 
 
 def test_user_port_and_host_go_to_ssh_as_they_are() -> None:
-    words = tunnel.command("ssh://me@There.example:2222")
+    words = ssh.command("ssh://me@There.example:2222")
     assert words[words.index("-l") + 1] == "me" and words[words.index("-p") + 1] == "2222"
     assert words[words.index("--") + 1 :] == ["there.example", "docker system dial-stdio"]
-    assert "-l" not in tunnel.command("ssh://there") and "-p" not in tunnel.command("ssh://there/")
+    assert "-l" not in ssh.command("ssh://there") and "-p" not in ssh.command("ssh://there/")
 
 
 @pytest.mark.parametrize(
@@ -47,7 +46,7 @@ def test_user_port_and_host_go_to_ssh_as_they_are() -> None:
 )
 def test_another_form_is_refused_without_repeating_a_password(host: str) -> None:
     with pytest.raises(BadInput, match=r"ssh://\[user@\]host\[:port\]; write it so") as refusal:
-        tunnel.command(host)
+        ssh.command(host)
     assert "word" not in str(refusal.value)
 
 

@@ -13,6 +13,7 @@ from harness.environments import validate
 from harness.tasks import TASKS, initial_parameters
 from harness.worker.gate import checks as gate_checks
 from harness.worker.request import Request
+from harness.worker.result import Result
 
 TIMED = {"steps_per_epoch": 8, "steps_timed": 4, "epochs": 1, "extrapolated": True, "measured_seconds": [0.5]}
 TIME = {"state": "ok", "epoch_seconds": [1.0], "timed": TIMED, "epsilon_steps": 8, "versions": {"numpy": "2"}}
@@ -97,12 +98,12 @@ def test_a_gate_that_passed_has_made_every_check() -> None:
 def test_an_answer_that_is_none_leaves_no_weights() -> None:
     weights = packed(**initial_parameters(TASKS["logreg"], 3))
     asked = request("time")
-    assert validate.examined(TIME, asked, {"snapshot": weights}, "the worker") == (TIME, ["snapshot"])
+    assert validate.examined(TIME, asked, {"snapshot": weights}, "the worker") == (Result.of(TIME), ["snapshot"])
     result, kept = validate.examined({**TIME, "log_tail": "x"}, asked, {"snapshot": b"no"}, "the worker")
-    assert kept == [] and result["state"] == "crashed" and result["log_tail"] == "x"
-    assert "the worker sent what is no result (snapshot.npz: no archive" in result["reason"]
+    assert kept == [] and result.state == "crashed" and result.log_tail == "x"
+    assert "the worker sent what is no result (snapshot.npz: no archive" in str(result.reason)
     result, kept = validate.examined({**TIME, "epoch_seconds": [-1.0]}, asked, {"snapshot": weights}, "the container")
-    assert kept == [] and "the container sent what is no result (epoch_seconds.0" in result["reason"]
+    assert kept == [] and "the container sent what is no result (epoch_seconds.0" in str(result.reason)
 
 
 def packed(**arrays: Any) -> bytes:

@@ -16,6 +16,7 @@ import pytest
 from harness.analysis import frames
 from harness.environments import unpinned
 from harness.environments.executor import Limits
+from harness.environments.unavailable import Unavailable
 from harness.environments.unpinned import Deadline, OutOfTime
 from harness.errors import BadInput
 from harness.layers import LAYERS
@@ -139,22 +140,27 @@ def test_what_a_framework_needs_is_read_from_its_code(tmp_path):
     assert {"torch", "numpy", "scipy"} <= needed  # scipy by way of dpcore
     assert "opacus" not in needed and "lightning" not in needed and "json" not in needed
     (tmp_path / "adapter.py").write_text("import nobody_has_this.part\nimport numpy\n\ndef f():\n    import nor_this\n")
-    here = unpinned.look(Path(sys.executable), {"one": (tmp_path / "adapter.py",)}, Deadline(60.0), 60.0)
+    here = unpinned.look(Path(sys.executable), {"one": (tmp_path / "adapter.py",)})
     assert here.missing == {"one": ("nobody_has_this",)}
-    fake = replace(registry.load(PHANTOM), name="one")
-    assert here.place(fake, {}) == f"not installed in {sys.executable}: nobody_has_this."
+    framework = replace(registry.load(PHANTOM), name="one")
+    fake = registry.Contestant(framework, framework.variants[0])
+    backend = unpinned.UnpinnedBackend(here, Deadline(60.0), 60.0)
+    assert backend.executor(fake, print) == Unavailable(f"not installed in {sys.executable}: nobody_has_this.")
 
 
 def test_the_runs_time_and_a_process_own_time_are_two_things(reference):
-    def place(seconds: float, longest: float) -> Any:
-        here = unpinned.Found(Path(sys.executable), {}, {}, Deadline(seconds), longest)
-        return here.place(registry.load(PHANTOM), {}, "harness.worker.layers")
+    def executor(seconds: float, longest: float) -> Any:
+        here = unpinned.UnpinnedEnvironment(Path(sys.executable), {}, {})
+        framework = registry.load(PHANTOM)
+        phantom = registry.Contestant(framework, framework.variants[0])
+        backend = unpinned.UnpinnedBackend(here, Deadline(seconds), longest)
+        return backend.executor(phantom, print, "harness.worker.layers")
 
     asked = layer_request(reference, variant="exact", most_passes=10**9, seconds=1e9)
     limits = Limits(2**34, 100.0)
     with pytest.raises(OutOfTime):  # not the process is to blame: nothing to record
-        place(1.5, 100.0).run(asked, limits, lambda event: None)
-    assert place(100.0, 1.5).run(asked, limits, lambda event: None)["state"] == "timeout"
+        executor(1.5, 100.0).run(asked, limits, lambda event: None)
+    assert executor(100.0, 1.5).run(asked, limits, lambda event: None).state == "timeout"
 
 
 def test_the_most_important_comes_first_and_every_job_once():

@@ -25,6 +25,7 @@ from harness.store import record
 from harness.worker import layers as layer_worker
 from harness.worker.gate import layers as layer_gate
 from harness.worker.layer_request import LayerRequest
+from harness.worker.result import Result
 from tests.support import virtual_time
 
 ROOT = Path(__file__).parents[3]
@@ -79,11 +80,11 @@ def request(reference: Path, **changes: Any) -> LayerRequest:
     return replace(plain, **changes)
 
 
-def result_of(asked: LayerRequest) -> dict[str, Any]:
-    """The worker's last event."""
+def result_of(asked: LayerRequest) -> Result:
+    """What the worker's last event says."""
     events: list[dict[str, Any]] = []
     layer_worker.run(asked, events.append)
-    return events[-1]
+    return Result.of(events[-1])
 
 
 # ---- the instrument
@@ -99,7 +100,7 @@ def test_a_known_sleep_is_measured(reference, milliseconds):
         return made[-1]
 
     asked = request(reference, most_passes=10)
-    seconds = layer_worker.measure_time(create, LAYER, asked, lambda event: None)["layer"]["pass_seconds"]
+    seconds = layer_worker.measure_time(create, LAYER, asked, lambda event: None).layer["pass_seconds"]
     truth = made[-1].lasted[-len(seconds) :]
     assert min(truth) >= milliseconds / 1e3
     ratios = [measured / lasted for measured, lasted in zip(seconds, truth, strict=True)]
@@ -115,7 +116,7 @@ def test_known_bytes_are_counted_part_by_part(reference, mebibytes, passes):
         return adapter
 
     result = layer_worker.measure_memory(create, LAYER, request(reference, mode="memory", passes=passes))
-    parts = result["layer"]["parts"]
+    parts = result.layer["parts"]
     gradients = LAYER.parameter_bytes * (32 if passes == "per_sample" else 1)
     assert parts["input"] == 32 * LAYER.input_bytes
     assert parts["labels"] == 32 * LAYER.label_bytes
@@ -125,7 +126,7 @@ def test_known_bytes_are_counted_part_by_part(reference, mebibytes, passes):
     assert parts["peak"] == sum(parts[name] for name in ("input", "labels", "module", "gradients", "intermediate"))
     assert parts["baseline"] == FAKE.WORKSPACE  # what the BLAS library keeps is no part of the layer
     assert parts["unexplained"] == 0
-    assert result["state"] == "ok"
+    assert result.state == "ok"
 
 
 def test_events_give_level_and_peak():
@@ -135,16 +136,16 @@ def test_events_give_level_and_peak():
 
 def test_parts_that_do_not_add_up_are_void(reference):
     result = result_of(request(reference, mode="memory", variant="leaky"))
-    assert result["state"] == "rejected"
-    assert "the parts do not add up: 1048576 bytes more are alive" in result["reason"]
+    assert result.state == "rejected"
+    assert "the parts do not add up: 1048576 bytes more are alive" in str(result.reason)
 
 
 def test_a_cell_stops_by_passes_or_by_seconds_and_never_before_the_least(reference):
-    by_passes = result_of(request(reference, most_passes=7))["layer"]
+    by_passes = result_of(request(reference, most_passes=7)).layer
     assert len(by_passes["pass_seconds"]) == 7 and by_passes["stopped_by"] == "passes"
-    by_seconds = result_of(request(reference, variant="slow", batch_size=10, seconds=0.1, most_passes=10_000))["layer"]
+    by_seconds = result_of(request(reference, variant="slow", batch_size=10, seconds=0.1, most_passes=10_000)).layer
     assert 5 <= len(by_seconds["pass_seconds"]) <= 10 and by_seconds["stopped_by"] == "seconds"
-    least = result_of(request(reference, variant="slow", batch_size=10, seconds=1e-6))["layer"]
+    least = result_of(request(reference, variant="slow", batch_size=10, seconds=1e-6)).layer
     assert len(least["pass_seconds"]) == 5
     assert statistics.median(least["pass_seconds"]) >= 0.01
 
@@ -152,14 +153,14 @@ def test_a_cell_stops_by_passes_or_by_seconds_and_never_before_the_least(referen
 def test_what_is_predicted_to_be_too_large_is_not_tried(reference, monkeypatch):
     virtual_time.install(monkeypatch)
     hungry = result_of(request(reference, mode="memory", variant="hungry", predicts=True))
-    assert hungry["state"] == "unsupported"
-    assert hungry["reason"] == "predicted 32.0 GiB for a pass (limit 16 GiB)."
-    assert hungry["layer"]["predicted_bytes"] == pytest.approx(32 * 2**30, rel=1e-3)
+    assert hungry.state == "unsupported"
+    assert str(hungry.reason) == "predicted 32.0 GiB for a pass (limit 16 GiB)."
+    assert hungry.layer["predicted_bytes"] == pytest.approx(32 * 2**30, rel=1e-3)
     slow = result_of(request(reference, variant="slow", batch_size=2048, predicts=True, longest_pass=0.4))
-    assert slow["state"] == "unsupported" and "s for a pass (limit 0 s)" in slow["reason"]
-    assert slow["layer"]["predicted_seconds"] == pytest.approx(2.048, rel=0.2)
+    assert slow.state == "unsupported" and "s for a pass (limit 0 s)" in str(slow.reason)
+    assert slow.layer["predicted_seconds"] == pytest.approx(2.048, rel=0.2)
     small = result_of(request(reference, variant="hungry", predicts=True, batch_size=16))
-    assert small["state"] == "ok"  # only above the sizes that the prediction itself runs
+    assert small.state == "ok"  # only above the sizes that the prediction itself runs
 
 
 # ---- correctness
@@ -168,8 +169,8 @@ def test_what_is_predicted_to_be_too_large_is_not_tried(reference, monkeypatch):
 @pytest.mark.parametrize("passes", ["plain", "per_sample", "clipped"])
 def test_the_right_one_is_let_in(reference, passes):
     result = result_of(request(reference, passes=passes))
-    assert result["state"] == "ok", result
-    assert all(check["passed"] and check["error"] < 1e-5 for check in result["checks"])
+    assert result.state == "ok", result
+    assert all(check["passed"] and check["error"] < 1e-5 for check in result.checks)
 
 
 @pytest.mark.parametrize(
@@ -186,13 +187,13 @@ def test_the_right_one_is_let_in(reference, passes):
 )
 def test_wrong_ones_are_rejected_by_name(reference, variant, passes, check):
     result = result_of(request(reference, variant=variant, passes=passes))
-    assert result["state"] == "rejected"
-    assert result["reason"].startswith(check)
+    assert result.state == "rejected"
+    assert str(result.reason).startswith(check)
 
 
 def test_a_wrong_batch_dimension_voids_the_memory_too(reference):
     result = result_of(request(reference, mode="memory", variant="time-first", passes="per_sample"))
-    assert result["state"] == "rejected" and "batch-dimension" in result["reason"]
+    assert result.state == "rejected" and "batch-dimension" in str(result.reason)
 
 
 def test_the_reference_is_kept_sparse_and_comes_back_whole():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from harness.analysis import frames
 from harness.cli import main as cli
 from harness.data import store as data_store
+from harness.environments.backend import Argument, Output
 from harness.environments.executor import Limits
 from harness.errors import BadInput
 from harness.gate import admission
@@ -23,6 +25,7 @@ from harness.store import cache, read, seal, sequence
 from harness.store import folder as store
 from harness.store.folder import RunFolder
 from harness.store.record import parse
+from harness.worker.result import Result
 from tests.support import record_factory as factory
 
 PLAN = {"options": {"seed": 0}}
@@ -231,18 +234,21 @@ class Yes:
     def run(self, request, limits, on_event):
         self.runs += 1
         line = {"check": "update: all", "error": 0.0, "limit": 1.0, "passed": True}
-        return {"event": "result", "state": "ok", "checks": [line], "versions": {}}
+        return Result("ok", checks=[line])
 
 
 @pytest.fixture
 def gate(tmp_path: Path, monkeypatch):
     """Judges a contestant on a task in the place."""
     monkeypatch.setenv("DPBENCH_CACHE", str(tmp_path))
-    monkeypatch.setattr(admission, "reference", lambda task, say: tmp_path)
+    monkeypatch.setattr(admission, "reference", lambda task, say, run_tool: tmp_path)
     (contestant,) = registry.select(["pytorch-eager"])
 
+    def no_tool(*asked: object) -> str:
+        raise AssertionError(f"nothing is to be computed: {asked}")
+
     def decide(place: Yes, task: str = "logreg", say=lambda text: None):
-        return judge(contestant, task, place, Limits(2**30, 60.0), "cpu", 1, say)
+        return judge(contestant, task, place, Limits(2**30, 60.0), "cpu", 1, say, no_tool)
 
     return decide
 
@@ -290,9 +296,12 @@ def test_a_reference_is_what_was_sealed_or_made_anew(tmp_path: Path, monkeypatch
     monkeypatch.setenv("DPBENCH_CACHE", str(tmp_path))
     made: list[str] = []
 
-    def make(module: str, arguments: list[str]) -> None:
+    def make(module: str, arguments: Sequence[Argument], say: object) -> str:
         made.append(module)
-        Path(arguments[-1]).write_bytes(b"truth")
+        output = arguments[-1]
+        assert isinstance(output, Output)
+        output.path.write_bytes(b"truth")
+        return ""
 
     said: list[str] = []
 
