@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -377,12 +378,6 @@ def _unsupported(processes: Sequence[Process]) -> bool:
     return bool(processes) and all(process.state == "unsupported" for process in processes)
 
 
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else 0.5 * (ordered[middle - 1] + ordered[middle])
-
-
 def _stop(found: sequential.Finding, rule: Rule) -> str:
     if found.is_clear:
         if found.alert:
@@ -399,8 +394,8 @@ def time_of(pairs: Sequence[Pair], rule: Rule) -> Time | None:
         return None
     found = finding(pairs, rule)
     return Time(
-        base_seconds=_median([p.base.seconds or 0.0 for p in kept]),
-        head_seconds=_median([p.head.seconds or 0.0 for p in kept]),
+        base_seconds=median([p.base.seconds or 0.0 for p in kept]),
+        head_seconds=median([p.head.seconds or 0.0 for p in kept]),
         n=len(kept),
         set_aside=len(aside),
         disturbed_counted=sum(pair.disturbed for pair in kept),
