@@ -31,6 +31,8 @@ REFUSED = {
     "patches-worker": ("rejected", ("unchanged", "the clocks do not agree", "replay")),
     "memory-crash": ("crashed", ("its memory process, which is its untimed replay",)),
 }
+BY_CHANCE = {"until-halt"}
+"""Honest to the end where the halt is drawn so late that there is none."""
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +70,12 @@ def test_an_honest_one_is_timed_and_what_was_compared_is_named(cache: Path, tmp_
 
 @pytest.mark.slow
 def test_every_cheat_is_refused_for_its_reason(cache: Path, tmp_path: Path) -> None:
-    found = run(cache, tmp_path / "run", sorted(REFUSED))
+    left, found = set(REFUSED), {}
+    for attempt in range(4):
+        found |= run(cache, tmp_path / f"run{attempt}", sorted(left))
+        left = {name for name in BY_CHANCE if found[name].state == "ok"}
+        if not left:
+            break
     for name, (state, words) in REFUSED.items():
         reason = str(found[name].reason)
         assert (found[name].state, any(word in reason for word in words)) == (state, True), (name, reason)
