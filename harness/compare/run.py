@@ -51,8 +51,9 @@ from harness.plan import protocol as protocols
 from harness.plan.layer_registry import LayerContestant
 from harness.plan.registry import Contestant
 from harness.run import layers as layer_run
-from harness.run.e2e import ensure_data, undisturbed
+from harness.run.e2e import ensure_data
 from harness.run.progress import Progress
+from harness.run.session import undisturbed
 from harness.store import cache
 from harness.store.folder import RunFolder
 from harness.store.record import Cell, GateCheck, no_number

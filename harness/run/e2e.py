@@ -5,15 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 import shlex
-import shutil
 import sys
-import tempfile
-import time
-import traceback
 import zipfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +17,20 @@ import numpy as np
 from harness.analysis import accounting
 from harness.contract import NO_OWN_LOOP
 from harness.data import store
-from harness.environments.backend import Argument, Backend, Input, last_json
-from harness.environments.executor import LOG_TAIL, Executor, Limits, ToolFault
+from harness.environments.backend import Argument, Backend, Input, Say, last_json
+from harness.environments.executor import Executor, Limits, ToolFault
 from harness.environments.unavailable import Unavailable
-from harness.environments.unpinned import OutOfTime
 from harness.environments.venv import EnvironmentFault
-from harness.errors import BadInput
 from harness.gate import admission
 from harness.gate.admission import Verdict
-from harness.paths import ROOT
 from harness.plan import e2e as plan
 from harness.plan import protocol as protocols
 from harness.plan.e2e import Job, Options
 from harness.plan.registry import Contestant
 from harness.run import peaks
 from harness.run.progress import Progress
-from harness.store import seal, sequence
+from harness.run.session import ENDS_THE_RUN, Moment, Session, changed, killer, short, unforeseen
+from harness.store import sequence
 from harness.store.folder import MOST_ATTEMPTS, RunFolder
 from harness.store.record import (
     Accuracy,
@@ -60,13 +53,6 @@ from harness.worker.gate import cases as gate_cases
 from harness.worker.request import Request
 from harness.worker.result import Result, State
 
-DISTURBED_SHARE = 0.05
-CLOCK_REPEATS = 8
-"""Tries after the first before clocks that disagree reject a time. With four times as much work as processors, two
-tries at a stretch of 0.2 ms both disagreed in about 4 of 36 cells; an adapter that deceives does so each time."""
-DISTURBED_SPEED = 0.25
-"""A change of the speed probe's seconds from before to after a process by more than this means that the machine itself
-changed its speed; on a quiet machine it stays within a few per cent."""
 REPLAY_TOLERANCE = 1e-4
 """Relative distance of the timed from the replayed weights, over the distance travelled: kernels that sum in another
 order from run to run differ by a few float32 roundings, a skipped step or another noise by about 1."""
@@ -80,89 +66,33 @@ LONGEST_STEP = 1.01
 STEP_REFERENCE = "frameworks._tools.step_reference"
 EVALUATE = "frameworks._tools.evaluate"
 
-FINAL_STATES = {"rejected", "oom", "timeout", "unsupported"}
-"""States of a cell that another round cannot change: it is recorded again, not run again."""
 
-
-@dataclass
-class Summary:
-    """How many records of each state the run holds, and how many of them were measured before it. ``expected``: how
-    many of the rejected ones belong to a contestant that declares its fault."""
-
-    total: int
-    resumed: int
-    states: dict[str, int]
-    folder: Path
-    expected: int = 0
-
-
-class Run:
-    """One run folder's work. ``command`` reproduces it and goes into every record. ``backend``: where it is done."""
+class Run(Session[Options, Contestant, Job, Request]):
+    """Whole epochs of tasks: data, gates, times, the memory."""
 
     def __init__(
-        self,
-        options: Options,
-        contestants: list[Contestant],
-        folder: RunFolder,
-        command: str,
-        backend: Backend,
+        self, options: Options, contestants: list[Contestant], folder: RunFolder, command: str, backend: Backend
     ) -> None:
-        self.options = options
-        self.backend = backend
-        self.contestants = contestants
-        self.folder = folder
-        self.command = command
+        super().__init__(options, contestants, folder, command, backend)
+        self.jobs = plan.jobs(options, contestants)
         self.protocol = protocols.load(options.protocol)
-        each = backend.resources(options.device, options.threads, options.memory_limit_bytes, options.timeout_seconds)
-        self.threads, self.limits = each.threads, each.limits
-        self.executors: dict[str, Executor | Unavailable] = {}
         self.data: dict[str, Data] = {}
         self.verdicts: dict[tuple[str, str], Verdict] = {}
-        self.ended: dict[str, Record] = {}
         self.unreplayed: dict[str, Record] = {}
         self.peaks: dict[str, float] | None = None
-        self.watched = watched_code()
-        self.hashes = {c.name: self._hashes_of(c) for c in contestants}
         self.folder_hashes = {c.name: c.framework.folder_hash for c in contestants}
 
-    def execute(self, progress: Progress, fresh: bool = False) -> Summary:
-        """Everything, or what is left of it. Ctrl-C or a kill at any moment loses at most the process under way."""
-        try:
-            self.backend.prepare(self.contestants, progress.say)
-            return self._execute(progress, fresh)
-        finally:
-            self.backend.close()
+    def _begin(self, progress: Progress) -> None:
+        self.peaks = self.measured_peaks()
+        self.prepare(progress.say)
+        self._judge_all(progress)
 
-    def _execute(self, progress: Progress, fresh: bool) -> Summary:
-        jobs = plan.jobs(self.options, self.contestants)
-        with self.folder.open(self.description(), fresh):
-            self.peaks = self.measured_peaks()
-            self.prepare(progress.say)
-            self._judge_all(progress)
-            states: dict[str, int] = {}
-            resumed = expected = 0
-            progress.begin(len(jobs))
-            for job in jobs:
-                progress.doing(f"round {job.round + 1}/{self.options.rounds} · {job.cell.name} · {job.purpose}")
-                record, is_old = self.recorded(job, progress)
-                resumed += is_old
-                states[record.state] = states.get(record.state, 0) + 1
-                expected += record.state == "rejected" and bool(job.contestant.variant.why_rejected(job.cell.task))
-                progress.done(record.state)
-            return Summary(len(jobs), resumed, states, self.folder.path, expected)
+    def _stands(self, job: Job, record: Record) -> bool:
+        is_settled = super()._stands(job, record) and not self._is_refusal_of_the_past(job, record)
+        return is_settled and not self._lacks_its_replay(job, record)
 
-    def recorded(self, job: Job, progress: Progress) -> tuple[Record, bool]:
-        """The record of a job that :meth:`judged` has been asked about, and whether it was there already; measured and
-        written where it was not."""
-        name = self._record_name(job)
-        record = self.folder.read(name)
-        is_old = record is not None and not record.interrupted and not self._is_refusal_of_the_past(job, record)
-        if record is None or not is_old or self._lacks_its_replay(job, record):
-            is_old = False
-            record = self._measured(job, progress)
-            self.folder.write(name, record)
-        self._remember(job, record)
-        return record, is_old
+    def _is_expected(self, job: Job, record: Record) -> bool:
+        return record.state == "rejected" and bool(job.contestant.variant.why_rejected(job.cell.task))
 
     def _lacks_its_replay(self, job: Job, record: Record) -> bool:
         """Whether the weights that a memory process left for comparison are lost, and its cell is not timed yet."""
@@ -170,21 +100,6 @@ class Run:
             return False
         timed = replace(job, purpose="time")
         return not self._snapshot(job, "memory").exists() and self.folder.read(self._record_name(timed)) is None
-
-    def _measured(self, job: Job, progress: Progress) -> Record:
-        """A new record of the job, whatever the contestant does: what it makes of this process is a ``crashed`` record,
-        and never the end of a run that others are in."""
-        started = Moment()
-        with self.folder.attempt(job.name) as killed:
-            try:
-                if killed < MOST_ATTEMPTS:
-                    return self._measure(job, progress)
-                result = killer(killed)
-            except ENDS_THE_RUN:
-                raise
-            except Exception as error:
-                result = unforeseen(error)
-            return self._record(job, result, started, self._gate_of(job))
 
     def _gate_of(self, job: Job) -> Gate:
         """What the record of a measurement says of its gate, whose checks stand in a record of their own."""
@@ -206,14 +121,6 @@ class Run:
             "machine": machine.describe()["id"],
             "threads": self.threads,
         }
-
-    def _key(self, job: Job) -> str:
-        """Same key: same measurement of the same code in the same environment."""
-        parts = [*job.cell.model_dump(exclude_none=True).values(), *self.hashes[job.contestant.name]]
-        return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]
-
-    def _record_name(self, job: Job) -> str:
-        return f"{job.name}.{self._key(job)[:8]}.json"
 
     def _is_refusal_of_the_past(self, job: Job, record: Record) -> bool:
         """A record without a measurement, because its gate could not run or failed, though by now the gate passes."""
@@ -263,7 +170,7 @@ class Run:
         with self.folder.attempt(f"{task}.{contestant.name}.gate") as killed:
             try:
                 if killed < MOST_ATTEMPTS:
-                    self._check_unchanged(contestant)
+                    self._check_unchanged(contestant.name)
                     device, run_tool = self.options.device, self.backend.run_tool
                     return admission.judge(
                         contestant, task, executor, bounds, device, self.threads, say, run_tool, fresh
@@ -286,35 +193,20 @@ class Run:
         reason = verdict.reason or admission.failures(verdict.gate) or None
         return self._record(job, _result_of(verdict, state, reason), Moment(), verdict.gate)
 
-    def _measure(self, job: Job, progress: Progress) -> Record:
-        """One process, or the record of why there is none."""
-        started = Moment()
-        gate = self._gate_of(job)
-        refusal = self._refusal(job, self.verdicts[job.contestant.name, job.cell.task])
-        if refusal is not None:
-            return self._record(job, refusal, started, gate)
-        executor = self.executors[job.contestant.name]
-        assert not isinstance(executor, Unavailable)
-        request = self._request(job)
-        self._check_unchanged(job.contestant)
-        result, load = undisturbed(
-            lambda: executor.run(request, self.limits, progress.event),
-            self.options.repeats,
-            job.purpose == "time",
-            job.cell.name,
-            progress,
-            self.backend.speed_probe,
-        )
-        check_disk(result, self.folder, job.cell.name)
+    def _finished(self, job: Job, request: Request, result: Result, started: Moment, load: Load, say: Say) -> Record:
         if job.purpose == "time" and result.state == "ok":
             result = self._compare_with_replay(job, request, result)
         if request.checked is not None and result.state == "ok":
-            result = self._compare_with_reference(job, request, result, progress.say)
-        accuracy = self._evaluate(job, request, result, progress.say)
-        return self._record(job, result, started, gate, load, accuracy)
+            result = self._compare_with_reference(job, request, result, say)
+        accuracy = self._evaluate(job, request, result, say)
+        return self._record(job, result, started, self._gate_of(job), load, accuracy)
 
-    def _refusal(self, job: Job, verdict: Verdict) -> Result | None:
+    def _unmeasured(self, job: Job, result: Result, started: Moment) -> Record:
+        return self._record(job, result, started, self._gate_of(job))
+
+    def _refusal(self, job: Job) -> Result | None:
         """A result without a process: the gate failed, or an earlier process of this cell showed that it cannot run."""
+        verdict = self.verdicts[job.contestant.name, job.cell.task]
         if verdict.state != "ok":
             return _result_of(verdict, verdict.state, verdict.reason)
         if not verdict.gate.passed:
@@ -338,8 +230,8 @@ class Run:
     def _remember(self, job: Job, record: Record) -> None:
         if record.state != "ok" and job.purpose == "memory":
             self.unreplayed.setdefault(job.cell.name, record)
-        if record.state in FINAL_STATES and job.purpose == "time":
-            self.ended.setdefault(job.cell.name, record)
+        if job.purpose == "time":
+            super()._remember(job, record)
 
     def _request(self, job: Job) -> Request:
         options, cell = self.options, job.cell
@@ -418,7 +310,7 @@ class Run:
             initial = initial_parameters(TASKS[job.cell.task], request.initial_seed)
             error, rounding = _relative_distance(Path(request.snapshot), replayed, initial)
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as why:
-            reason = f"timed = replayed: the weights after the first timed steps cannot be read ({_short(why)})."
+            reason = f"timed = replayed: the weights after the first timed steps cannot be read ({short(why)})."
             return replace(result, state="rejected", reason=reason)
         is_own = self.protocol.sampling == "own"
         assert result.timed is not None
@@ -496,15 +388,10 @@ class Run:
             arguments += ["--deviation", repr(request.noise_multiplier * request.max_grad_norm)]
         return last_json(self.backend.run_tool(STEP_REFERENCE, arguments, say))
 
-    def _check_unchanged(self, contestant: Contestant) -> None:
-        """Raises :class:`BadInput` where the code is no longer what the gate has seen (rule V9), or the harness' own
-        code or the data are not what they were when the run began."""
-        self.watched.check()
-        hashes, folder = self.hashes[contestant.name], self.folder_hashes[contestant.name]
-        if hashes != self._hashes_of(contestant) or folder != contestant.framework.folder_hash:
-            raise BadInput(
-                f"The code or the pins of {contestant.name} changed during the run; start anew with --fresh."
-            )
+    def _check_unchanged(self, name: str) -> None:
+        super()._check_unchanged(name)
+        if self.folder_hashes[name] != self.by_name[name].framework.folder_hash:
+            raise changed(name)
 
     def _evaluate(self, job: Job, request: Request, result: Result, say: Callable[[str], None]) -> Accuracy | None:
         """Test accuracy after whole epochs, by one evaluator for all. Its failure does not void the times."""
@@ -586,111 +473,8 @@ class Run:
         )
 
 
-def undisturbed(
-    process: Callable[[], Result],
-    repeats: int,
-    is_timed: bool,
-    name: str,
-    progress: Progress,
-    clock: Callable[[], float | None],
-) -> tuple[Result, Load]:
-    """(result, load) of one ``process``; a timed one that others disturbed is run again, up to ``repeats`` times.
-    One whose clock disagrees with the harness's is run again at least CLOCK_REPEATS times: a busy machine can keep
-    either clock waiting, but not every time.
-    ``clock``: the speed probe's seconds, None where it would not show the speed of the worker's machine."""
-    repeat = 0
-    while True:
-        before = clock()
-        result = process()
-        after = clock()
-        share = result.foreign_share
-        changed = math.exp(abs(math.log(after / before))) - 1.0 if before and after else 0.0
-        clocks = result.clock_fault
-        disturbed = share > DISTURBED_SHARE or changed > DISTURBED_SPEED or clocks is not None
-        if not disturbed or not is_timed or result.state not in {"ok", "rejected"}:
-            break
-        most = max(repeats, CLOCK_REPEATS) if clocks is not None else repeats
-        progress.say(
-            f"{name}: disturbed (others took {share:.0%}, speed probe changed by {changed:.0%}"
-            + (f", {clocks})" if clocks else ")")
-            + (", repeated" if repeat < most else "")
-        )
-        if repeat >= most:
-            break
-        repeat += 1
-    if clocks is not None and result.state == "ok" and result.harness_stopped:
-        reason = f"the harness was stopped while its clock ran: {clocks}."
-        result = replace(result, state="crashed", reason=reason, interrupted=True)
-    elif clocks is not None and result.state == "ok":
-        result = replace(result, state="rejected", reason=f"the clocks do not agree: {clocks}.")
-    load = Load(foreign_share=share, disturbed=disturbed, repeats=repeat, canary_before=before, canary_after=after)
-    return result, load
-
-
-class Moment:
-    """Now: ``text`` by the wall clock, and the ``seconds`` since then by one that is never set."""
-
-    def __init__(self) -> None:
-        self.text = datetime.now(UTC).isoformat(timespec="seconds")
-        self._start = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._start
-
-
-ENDS_THE_RUN = (BadInput, OutOfTime)
-"""What the user has to mend, or asked for; anything else that goes wrong around a process is that process's failure."""
-
-
 def _result_of(verdict: Verdict, state: State, reason: str | None) -> Result:
     return Result(state, reason, versions=verdict.versions, log_tail=verdict.log_tail, machine=verdict.machine)
-
-
-def unforeseen(error: Exception) -> Result:
-    """The result of a process whose answer the harness stumbled over."""
-    tail = "".join(traceback.format_exception(error))[-LOG_TAIL:]
-    return Result("crashed", f"what the process left could not be used ({_short(error)}).", log_tail=tail)
-
-
-def killer(times: int) -> Result:
-    """The result of a process during which the run itself was killed again and again."""
-    return Result(
-        "crashed",
-        f"the run was killed {times} times while this process was at work, which may be its doing; it is not started "
-        "again in this run (--fresh forgets that).",
-    )
-
-
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:300]
-
-
-FULL_BELOW_BYTES = 64 * 2**20
-"""Less free space than this, and a worker's word that the disk is full is believed: no weights are larger."""
-
-
-def check_disk(result: Result, folder: RunFolder, name: str) -> None:
-    """Raises :class:`BadInput` where a process failed because this machine's disk is full or the run's folder cannot be
-    written any more; a contestant that only says so ends nobody's run."""
-    if result.state == "ok":
-        return
-    folder.check_writable()
-    if "No space left on device" not in str(result.reason):
-        return
-    places = (folder.path, Path(tempfile.gettempdir()))
-    if min(shutil.disk_usage(place).free for place in places) < FULL_BELOW_BYTES:
-        raise BadInput(
-            f"The disk is full (No space left on device, in the worker of {name}); free some space and "
-            "run the same command again: it goes on where it stopped."
-        )
-
-
-def watched_code() -> seal.Watched:
-    """The harness' own code and settings, in this tree: they measure whatever tree the contestants come from."""
-    watched = seal.Watched()
-    watched.add(path for path in (ROOT / "harness").rglob("*") if path.suffix in {".py", ".toml"})
-    return watched
 
 
 def ensure_data(name: str, synthetic: bool, say: Callable[[str], None]) -> Data:

@@ -16,8 +16,9 @@ from harness.errors import BadInput
 from harness.plan import e2e as plan
 from harness.plan.e2e import Job, Options
 from harness.plan.registry import Contestant
-from harness.run.e2e import Moment, Run, Summary
+from harness.run.e2e import Run
 from harness.run.progress import Progress
+from harness.run.session import Moment, Summary
 from harness.store.folder import RunFolder
 from harness.store.record import Accuracy, Cell, Gate, Load, Probe, Record
 from harness.tasks import TASKS
@@ -148,16 +149,11 @@ class FrontierRun(Run):
         def probe(contestant: Contestant, size: int, number: int, place: int) -> Record:
             cell = self._cell(contestant, task, size)
             job = Job(contestant, cell, number, place, "probe")
-            name = self._record_name(job)
-            record = self.folder.read(name)
-            if record is None or record.interrupted or self._is_refusal_of_the_past(job, record):
-                progress.doing(f"{task} · {contestant.name} · batch {size}")
-                record = self._measured(job, progress)
-                self.folder.write(name, record)
-            else:
-                counts["resumed"] += 1
+            progress.doing(f"{task} · {contestant.name} · batch {size}")
+            record, is_old = self.recorded(job, progress)
+            counts["resumed"] += is_old
             states[record.state] = states.get(record.state, 0) + 1
-            counts["expected"] += record.state == "rejected" and bool(contestant.variant.why_rejected(task))
+            counts["expected"] += self._is_expected(job, record)
             return record
 
         for place, contestant in enumerate(order):

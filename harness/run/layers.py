@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from harness.environments.backend import Argument, Backend, Input, Output, RunTool, last_json
-from harness.environments.executor import Executor, ToolFault
+from harness.environments.backend import Argument, Backend, Input, Output, RunTool, Say, last_json
+from harness.environments.executor import ToolFault
 from harness.environments.unavailable import Unavailable
 from harness.environments.venv import EnvironmentFault
 from harness.errors import BadInput
@@ -18,20 +17,10 @@ from harness.layers import LAYERS
 from harness.plan import layers as layer_plan
 from harness.plan.layer_registry import LayerContestant
 from harness.plan.layers import LayerJob, LayerOptions
-from harness.run.e2e import (
-    ENDS_THE_RUN,
-    FINAL_STATES,
-    Moment,
-    Summary,
-    check_disk,
-    killer,
-    undisturbed,
-    unforeseen,
-    watched_code,
-)
 from harness.run.progress import Progress
+from harness.run.session import Moment, Session
 from harness.store import cache, seal, sequence
-from harness.store.folder import MOST_ATTEMPTS, RunFolder
+from harness.store.folder import RunFolder
 from harness.store.record import Block, Gate, GateCheck, LayerResult, Load, Record, Seeds, Source
 from harness.worker import machine
 from harness.worker.layer_request import LayerRequest
@@ -47,8 +36,8 @@ REFERENCE_SOURCES = (
 )
 
 
-class LayerRun:
-    """One run folder's work. ``command`` reproduces it and goes into every record. ``backend``: where it is done."""
+class LayerRun(Session[LayerOptions, LayerContestant, LayerJob, LayerRequest]):
+    """Single layers: references, times, the memory."""
 
     def __init__(
         self,
@@ -58,73 +47,15 @@ class LayerRun:
         command: str,
         backend: Backend,
     ) -> None:
-        self.options = options
-        self.backend = backend
-        self.contestants = contestants
-        self.folder = folder
-        self.command = command
-        each = backend.resources(options.device, options.threads, options.memory_limit_bytes, options.timeout_seconds)
-        self.threads, self.limits = each.threads, each.limits
-        self.executors: dict[str, Executor | Unavailable] = {}
+        super().__init__(options, contestants, folder, command, backend)
         self.references: dict[str, Path] = {}
         self.reference_fault: str | None = None
-        self.ended: dict[str, Record] = {}
-        self.watched = watched_code()
-        self.hashes = {c.name: self._hashes_of(c) for c in contestants}
         self.jobs = layer_plan.jobs(options, contestants)
         if not self.jobs:
             raise BadInput(
                 "None of the chosen contestants makes any of the chosen passes over the chosen layers; leave out "
                 "--frameworks or --passes, or see docs/add-a-layer.md."
             )
-
-    def execute(self, progress: Progress, fresh: bool = False) -> Summary:
-        """Everything, or what is left of it. Ctrl-C or a kill at any moment loses at most the process under way."""
-        try:
-            self.backend.prepare(self.contestants, progress.say)
-            return self._execute(progress, fresh)
-        finally:
-            self.backend.close()
-
-    def _execute(self, progress: Progress, fresh: bool) -> Summary:
-        with self.folder.open(self.description(), fresh):
-            self.prepare(progress.say)
-            states: dict[str, int] = {}
-            resumed = 0
-            progress.begin(len(self.jobs))
-            for job in self.jobs:
-                progress.doing(f"round {job.round + 1}/{self.options.rounds} · {job.cell.name} · {job.purpose}")
-                record, is_old = self.recorded(job, progress)
-                resumed += is_old
-                states[record.state] = states.get(record.state, 0) + 1
-                progress.done(record.state)
-            return Summary(len(self.jobs), resumed, states, self.folder.path)
-
-    def recorded(self, job: LayerJob, progress: Progress) -> tuple[Record, bool]:
-        """The record of a job, and whether it was there already; measured and written where it was not."""
-        name = f"{job.name}.{self._key(job)[:8]}.json"
-        record = self.folder.read(name)
-        is_old = record is not None and not record.interrupted
-        if record is None or not is_old:
-            record = self._measured(job, progress)
-            self.folder.write(name, record)
-        if record.state in FINAL_STATES:
-            self.ended.setdefault(job.cell.name, record)
-        return record, is_old
-
-    def _measured(self, job: LayerJob, progress: Progress) -> Record:
-        """A new record of the job, whatever the contestant does: see :meth:`harness.run.e2e.Run._measured`."""
-        started = Moment()
-        with self.folder.attempt(job.name) as killed:
-            try:
-                if killed < MOST_ATTEMPTS:
-                    return self._measure(job, progress)
-                result = killer(killed)
-            except ENDS_THE_RUN:
-                raise
-            except Exception as error:
-                result = unforeseen(error)
-            return self._record(job, result, started)
 
     def description(self) -> dict[str, Any]:
         """What all records of the folder have in common: options, code, machine. A resumed run must have the same."""
@@ -136,11 +67,6 @@ class LayerRun:
             "machine": machine.describe()["id"],
             "threads": self.threads,
         }
-
-    def _key(self, job: LayerJob) -> str:
-        """Same key: same measurement of the same code in the same environment."""
-        parts = [*job.cell.model_dump(exclude_none=True).values(), *self.hashes[job.contestant.name]]
-        return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]
 
     def _hashes_of(self, contestant: LayerContestant) -> tuple[str, str]:
         """Of the code and of the environment."""
@@ -157,33 +83,18 @@ class LayerRun:
             self.reference_fault = f"the float64 references of the layers could not be made: {fault}"
             say(self.reference_fault)
 
-    def _measure(self, job: LayerJob, progress: Progress) -> Record:
-        """One process, or the record of why there is none."""
-        started = Moment()
-        refusal = self._refusal(job)
-        if refusal is not None:
-            return self._record(job, refusal, started)
-        executor = self.executors[job.contestant.name]
-        assert not isinstance(executor, Unavailable)
-        contestant = job.contestant
-        self.watched.check()
-        if self.hashes[contestant.name] != self._hashes_of(contestant):
-            raise BadInput(
-                f"The code or the pins of {contestant.name} changed during the run; start anew with --fresh."
-            )
-        request = self._request(job)
-        result, load = undisturbed(
-            lambda: executor.run(request, self.limits, progress.event),
-            self.options.repeats,
-            job.purpose == "time",
-            job.cell.name,
-            progress,
-            self.backend.speed_probe,
-        )
-        check_disk(result, self.folder, job.cell.name)
+    def _begin(self, progress: Progress) -> None:
+        self.prepare(progress.say)
+
+    def _finished(
+        self, job: LayerJob, request: LayerRequest, result: Result, started: Moment, load: Load, say: Say
+    ) -> Record:
         if request.left is not None and result.state == "ok":
-            result = self._compare_last_pass(request, result, progress.say)
+            result = self._compare_last_pass(request, result, say)
         return self._record(job, result, started, load)
+
+    def _unmeasured(self, job: LayerJob, result: Result, started: Moment) -> Record:
+        return self._record(job, result, started)
 
     def _compare_last_pass(self, request: LayerRequest, result: Result, say: Callable[[str], None]) -> Result:
         """The check that the last timed pass left what is right on the measured batch."""

@@ -1,0 +1,328 @@
+"""The loop that runs share: jobs in their order, a process for each, a record of each, made or found."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import shutil
+import tempfile
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from harness.environments.backend import Backend, Say
+from harness.environments.executor import LOG_TAIL, Executor
+from harness.environments.unavailable import Unavailable
+from harness.environments.unpinned import OutOfTime
+from harness.errors import BadInput
+from harness.paths import ROOT
+from harness.plan.e2e import Job, Options
+from harness.plan.layer_registry import LayerContestant
+from harness.plan.layers import LayerJob, LayerOptions
+from harness.plan.registry import Contestant
+from harness.run.progress import Progress
+from harness.store import seal
+from harness.store.folder import MOST_ATTEMPTS, RunFolder
+from harness.store.record import Load, Record
+from harness.worker.layer_request import LayerRequest
+from harness.worker.request import Request
+from harness.worker.result import Result
+
+DISTURBED_SHARE = 0.05
+CLOCK_REPEATS = 8
+"""Tries after the first before clocks that disagree reject a time. With four times as much work as processors, two
+tries at a stretch of 0.2 ms both disagreed in about 4 of 36 cells; an adapter that deceives does so each time."""
+DISTURBED_SPEED = 0.25
+"""A change of the speed probe's seconds from before to after a process by more than this means that the machine itself
+changed its speed; on a quiet machine it stays within a few per cent."""
+FINAL_STATES = {"rejected", "oom", "timeout", "unsupported"}
+"""States of a cell that another round cannot change: it is recorded again, not run again."""
+
+
+@dataclass
+class Summary:
+    """How many records of each state the run holds, and how many of them were measured before it. ``expected``: how
+    many of the rejected ones belong to a contestant that declares its fault."""
+
+    total: int
+    resumed: int
+    states: dict[str, int]
+    folder: Path
+    expected: int = 0
+
+
+AnOptions = TypeVar("AnOptions", Options, LayerOptions)
+AContestant = TypeVar("AContestant", Contestant, LayerContestant)
+AJob = TypeVar("AJob", Job, LayerJob)
+ARequest = TypeVar("ARequest", Request, LayerRequest)
+
+
+class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
+    """One run folder's work. ``command`` reproduces it and goes into every record. ``backend``: where it is done."""
+
+    options: AnOptions
+    contestants: list[AContestant]
+    jobs: Sequence[AJob]
+
+    def __init__(
+        self,
+        options: AnOptions,
+        contestants: list[AContestant],
+        folder: RunFolder,
+        command: str,
+        backend: Backend,
+    ) -> None:
+        self.options = options
+        self.contestants = contestants
+        self.folder = folder
+        self.command = command
+        self.backend = backend
+        each = backend.resources(options.device, options.threads, options.memory_limit_bytes, options.timeout_seconds)
+        self.threads, self.limits = each.threads, each.limits
+        self.executors: dict[str, Executor | Unavailable] = {}
+        self.ended: dict[str, Record] = {}
+        self.watched = watched_code()
+        self.by_name: dict[str, AContestant] = {c.name: c for c in contestants}
+        self.hashes = {c.name: self._hashes_of(c) for c in contestants}
+
+    # ---- what a kind of run has to say
+
+    @abstractmethod
+    def description(self) -> dict[str, Any]:
+        """What all records of the folder have in common: options, code, machine. A resumed run must have the same."""
+
+    @abstractmethod
+    def _begin(self, progress: Progress) -> None:
+        """Make what the jobs need, before the first of them."""
+
+    @abstractmethod
+    def _hashes_of(self, contestant: AContestant) -> tuple[str, str]:
+        """Of the code and of the environment."""
+
+    @abstractmethod
+    def _refusal(self, job: AJob) -> Result | None:
+        """A result without a process: it cannot run, or an earlier process of this cell showed so."""
+
+    @abstractmethod
+    def _request(self, job: AJob) -> ARequest:
+        """What the worker is asked for."""
+
+    @abstractmethod
+    def _finished(self, job: AJob, request: ARequest, result: Result, started: Moment, load: Load, say: Say) -> Record:
+        """The record of a process, after what is compared once it has ended."""
+
+    @abstractmethod
+    def _unmeasured(self, job: AJob, result: Result, started: Moment) -> Record:
+        """The record of a job without a process, or with one that broke."""
+
+    def _stands(self, job: AJob, record: Record) -> bool:
+        """Whether a record that is there already counts."""
+        return not record.interrupted
+
+    def _remember(self, job: AJob, record: Record) -> None:
+        """Keep what later jobs of the cell need to know."""
+        if record.state in FINAL_STATES:
+            self.ended.setdefault(job.cell.name, record)
+
+    def _is_expected(self, job: AJob, record: Record) -> bool:
+        """Whether it is the rejection that the contestant declares."""
+        return False
+
+    def _check_unchanged(self, name: str) -> None:
+        """Raises :class:`BadInput` where the contestant's code is no longer what the gate has seen (rule V9), or the
+        harness' own code or the data are not what they were when the run began."""
+        self.watched.check()
+        if self.hashes[name] != self._hashes_of(self.by_name[name]):
+            raise changed(name)
+
+    # ---- the loop
+
+    def execute(self, progress: Progress, fresh: bool = False) -> Summary:
+        """Everything, or what is left of it. Ctrl-C or a kill at any moment loses at most the process under way."""
+        try:
+            self.backend.prepare(self.contestants, progress.say)
+            with self.folder.open(self.description(), fresh):
+                self._begin(progress)
+                return self._measure_all(progress)
+        finally:
+            self.backend.close()
+
+    def _measure_all(self, progress: Progress) -> Summary:
+        states: dict[str, int] = {}
+        resumed = expected = 0
+        progress.begin(len(self.jobs))
+        for job in self.jobs:
+            progress.doing(f"round {job.round + 1}/{self.options.rounds} · {job.cell.name} · {job.purpose}")
+            record, is_old = self.recorded(job, progress)
+            resumed += is_old
+            states[record.state] = states.get(record.state, 0) + 1
+            expected += self._is_expected(job, record)
+            progress.done(record.state)
+        return Summary(len(self.jobs), resumed, states, self.folder.path, expected)
+
+    def recorded(self, job: AJob, progress: Progress) -> tuple[Record, bool]:
+        """The record of a job, and whether it was there already; measured and written where it was not."""
+        name = self._record_name(job)
+        record = self.folder.read(name)
+        is_old = record is not None and self._stands(job, record)
+        if record is None or not is_old:
+            record = self._measured(job, progress)
+            self.folder.write(name, record)
+        self._remember(job, record)
+        return record, is_old
+
+    def _key(self, job: AJob) -> str:
+        """Same key: same measurement of the same code in the same environment."""
+        parts = [*job.cell.model_dump(exclude_none=True).values(), *self.hashes[job.contestant.name]]
+        return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]
+
+    def _record_name(self, job: AJob) -> str:
+        return f"{job.name}.{self._key(job)[:8]}.json"
+
+    def _measured(self, job: AJob, progress: Progress) -> Record:
+        """A new record of the job, whatever the contestant does: what it makes of this process is a ``crashed`` record,
+        and never the end of a run that others are in."""
+        started = Moment()
+        with self.folder.attempt(job.name) as killed:
+            try:
+                if killed < MOST_ATTEMPTS:
+                    return self._measure(job, progress)
+                result = killer(killed)
+            except ENDS_THE_RUN:
+                raise
+            except Exception as error:
+                result = unforeseen(error)
+            return self._unmeasured(job, result, started)
+
+    def _measure(self, job: AJob, progress: Progress) -> Record:
+        """One process, or the record of why there is none."""
+        started = Moment()
+        refusal = self._refusal(job)
+        if refusal is not None:
+            return self._unmeasured(job, refusal, started)
+        executor = self.executors[job.contestant.name]
+        assert not isinstance(executor, Unavailable)
+        request = self._request(job)
+        self._check_unchanged(job.contestant.name)
+        result, load = undisturbed(
+            lambda: executor.run(request, self.limits, progress.event),
+            self.options.repeats,
+            job.purpose == "time",
+            job.cell.name,
+            progress,
+            self.backend.speed_probe,
+        )
+        check_disk(result, self.folder, job.cell.name)
+        return self._finished(job, request, result, started, load, progress.say)
+
+
+def undisturbed(
+    process: Callable[[], Result],
+    repeats: int,
+    is_timed: bool,
+    name: str,
+    progress: Progress,
+    clock: Callable[[], float | None],
+) -> tuple[Result, Load]:
+    """(result, load) of one ``process``; a timed one that others disturbed is run again, up to ``repeats`` times.
+    One whose clock disagrees with the harness's is run again at least CLOCK_REPEATS times: a busy machine can keep
+    either clock waiting, but not every time.
+    ``clock``: the speed probe's seconds, None where it would not show the speed of the worker's machine."""
+    repeat = 0
+    while True:
+        before = clock()
+        result = process()
+        after = clock()
+        share = result.foreign_share
+        changed = math.exp(abs(math.log(after / before))) - 1.0 if before and after else 0.0
+        clocks = result.clock_fault
+        disturbed = share > DISTURBED_SHARE or changed > DISTURBED_SPEED or clocks is not None
+        if not disturbed or not is_timed or result.state not in {"ok", "rejected"}:
+            break
+        most = max(repeats, CLOCK_REPEATS) if clocks is not None else repeats
+        progress.say(
+            f"{name}: disturbed (others took {share:.0%}, speed probe changed by {changed:.0%}"
+            + (f", {clocks})" if clocks else ")")
+            + (", repeated" if repeat < most else "")
+        )
+        if repeat >= most:
+            break
+        repeat += 1
+    if clocks is not None and result.state == "ok" and result.harness_stopped:
+        reason = f"the harness was stopped while its clock ran: {clocks}."
+        result = replace(result, state="crashed", reason=reason, interrupted=True)
+    elif clocks is not None and result.state == "ok":
+        result = replace(result, state="rejected", reason=f"the clocks do not agree: {clocks}.")
+    load = Load(foreign_share=share, disturbed=disturbed, repeats=repeat, canary_before=before, canary_after=after)
+    return result, load
+
+
+def changed(contestant: str) -> BadInput:
+    return BadInput(f"The code or the pins of {contestant} changed during the run; start anew with --fresh.")
+
+
+class Moment:
+    """Now: ``text`` by the wall clock, and the ``seconds`` since then by one that is never set."""
+
+    def __init__(self) -> None:
+        self.text = datetime.now(UTC).isoformat(timespec="seconds")
+        self._start = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._start
+
+
+ENDS_THE_RUN = (BadInput, OutOfTime)
+"""What the user has to mend, or asked for; anything else that goes wrong around a process is that process's failure."""
+
+
+def unforeseen(error: Exception) -> Result:
+    """The result of a process whose answer the harness stumbled over."""
+    tail = "".join(traceback.format_exception(error))[-LOG_TAIL:]
+    return Result("crashed", f"what the process left could not be used ({short(error)}).", log_tail=tail)
+
+
+def killer(times: int) -> Result:
+    """The result of a process during which the run itself was killed again and again."""
+    return Result(
+        "crashed",
+        f"the run was killed {times} times while this process was at work, which may be its doing; it is not started "
+        "again in this run (--fresh forgets that).",
+    )
+
+
+def short(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:300]
+
+
+FULL_BELOW_BYTES = 64 * 2**20
+"""Less free space than this, and a worker's word that the disk is full is believed: no weights are larger."""
+
+
+def check_disk(result: Result, folder: RunFolder, name: str) -> None:
+    """Raises :class:`BadInput` where a process failed because this machine's disk is full or the run's folder cannot be
+    written any more; a contestant that only says so ends nobody's run."""
+    if result.state == "ok":
+        return
+    folder.check_writable()
+    if "No space left on device" not in str(result.reason):
+        return
+    places = (folder.path, Path(tempfile.gettempdir()))
+    if min(shutil.disk_usage(place).free for place in places) < FULL_BELOW_BYTES:
+        raise BadInput(
+            f"The disk is full (No space left on device, in the worker of {name}); free some space and "
+            "run the same command again: it goes on where it stopped."
+        )
+
+
+def watched_code() -> seal.Watched:
+    """The harness' own code and settings, in this tree: they measure whatever tree the contestants come from."""
+    watched = seal.Watched()
+    watched.add(path for path in (ROOT / "harness").rglob("*") if path.suffix in {".py", ".toml"})
+    return watched
