@@ -50,7 +50,7 @@ def automatic_factors(norms: Tensor, max_grad_norm: float, stability: float = 0.
 
 
 SMALLEST_MAX_GRAD_NORM = 1e-8
-"""Loss of a squared norm in float32, because numbers below 1e-38 lose their digits, is up to 1e-24 where an example
+"""The loss of a squared norm in float32, where numbers below 1e-38 lose their digits, is up to 1e-24 where an example
 is not left to float64: 1e-8 of the square of this bound, far inside the margin. Beside a smaller one it is not."""
 
 

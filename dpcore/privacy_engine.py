@@ -87,7 +87,8 @@ class PrivacyEngine:
     ) -> Any:
         """Make a training script private: every ``optimizer.step()`` clips, adds noise, and is accounted for.
 
-        Train with what is returned as before. The update is (Σ clipped gradients + σ·C·N(0, I)) / expected_batch_size.
+        Train with what is returned as before. The update is (Σ clipped gradients + σ·C·N(0, I)) / expected_batch_size,
+        for a mean loss.
 
         Args:
             module: The ``torch.nn.Module`` to train, in training mode. A module in
@@ -112,7 +113,7 @@ class PrivacyEngine:
                 chance ``sample_rate``. Epsilon holds for such batches only; False keeps your loader, with a warning.
             clipping: "flat" clips the whole gradient at one bound; "per_layer" each parameter at its own; "adaptive"
                 moves the bound towards a quantile of the norms (``options`` are those of :class:`AdaClipDPOptimizer`);
-                "automatic" scales every gradient to the bound instead of cutting it there.
+                "automatic" scales every gradient to nearly the bound, shorter ones too.
             noise_generator: A ``torch.Generator`` that seeds the noise, for tests. Noise of a known seed protects
                 nothing.
             grad_sample_mode: Where gradients can be read between ``backward()`` and ``step()``. "bookkeeping" never
@@ -227,7 +228,7 @@ class PrivacyEngine:
                 chance ``sample_rate``. Epsilon holds for such batches only; False keeps your loader, with a warning.
             clipping: "flat" clips the whole gradient at one bound; "per_layer" each parameter at its own; "adaptive"
                 moves the bound towards a quantile of the norms (``options`` are those of :class:`AdaClipDPOptimizer`);
-                "automatic" scales every gradient to the bound instead of cutting it there.
+                "automatic" scales every gradient to nearly the bound, shorter ones too.
             noise_generator: A ``torch.Generator`` that seeds the noise, for tests. Noise of a known seed protects
                 nothing.
             grad_sample_mode: Where gradients can be read between ``backward()`` and ``step()``. "bookkeeping" never

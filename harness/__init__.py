@@ -1,4 +1,4 @@
-"""The instrument, which imports no ML framework. The stages, in the order of a run:
+"""The instrument, which imports no ML framework. These are its stages.
 
 plan -> environments -> gate -> run (which starts workers) -> store -> analysis -> report.
 

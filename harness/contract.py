@@ -25,10 +25,22 @@ NO_OWN_LOOP = "has no loop of its own, so there is nothing to run as shipped."
 
 @dataclass(frozen=True)
 class Setting:
-    """How a task is trained. Everything an adapter may depend on beyond the task itself.
+    """How a task is trained: everything an adapter may depend on beyond the task itself.
 
-    ``batch_size`` is the *expected* (nominal) batch size: the divisor of every update, private or not, whatever the
-    length of the index list handed to :meth:`Adapter.step`.
+    Attributes:
+        variant: the contestant's variant, from its ``framework.toml``.
+        private: whether updates are clipped and noised.
+        batch_size: the *expected* (nominal) batch size B, in examples: the divisor of every update, private or not,
+            whatever the length of the index list handed to :meth:`Adapter.step`.
+        dataset_size: training examples, N.
+        noise_multiplier: sigma, the noise's standard deviation over C.
+        max_grad_norm: C, the bound on one example's gradient norm.
+        learning_rate: lr, of plain SGD.
+        seed: of the noise.
+        device: ``cpu`` or ``cuda``.
+        threads: processor threads that the framework may use.
+        precision: of the arithmetic.
+        padded_sizes: the lengths of index lists that a variant with ``static_shapes`` may get, in examples.
     """
 
     variant: str
@@ -52,73 +64,104 @@ class Setting:
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak memory that the framework itself counts, in bytes by named notion, for instance ``cuda_peak_allocated``.
+    """Peak memory that the framework itself counts.
 
-    Empty on a CPU: there the worker measures the process's resident growth for every framework alike.
+    Attributes:
+        bytes_by_notion: bytes by the name of what was counted, for instance ``cuda_peak_allocated``. Empty on a CPU:
+            there the worker measures the process's resident growth for every framework alike.
     """
 
     bytes_by_notion: Mapping[str, int]
 
 
 class Adapter(ABC):
-    """One framework training one task. Never reads a clock; never draws its own batches, except in ``epoch``.
+    """One framework that trains one task. It never reads a clock and never draws its own batches, except in ``epoch``.
 
-    Life: ``build``, ``place``, then any number of ``step``; ``build`` may be called again at any time with the same
-    task and resets parameters, optimiser and noise stream to what (setting, initial) say, keeping compiled code and
-    placed data where they are still valid. The same (setting, initial, index lists) gives the same parameters.
+    Its life: ``build``, ``place``, then any number of ``step``. ``build`` may be called again at any time with the same
+    task; it then resets parameters, optimiser and noise stream to what (setting, initial) say, and may keep compiled
+    code and placed data where they are still valid. The same (setting, initial, index lists) gives the same parameters.
     """
 
     @abstractmethod
     def build(self, task: Task, setting: Setting, initial: Mapping[str, Array]) -> None:
-        """Untimed. Makes the model with the canonical float32 weights ``initial`` (as in ``task.parameters``).
+        """Make the model and its optimiser. Not timed.
 
-        Raises :class:`Unsupported` with a reason where the framework cannot train this task or setting.
+        Args:
+            task: the network, its loss and its data.
+            setting: how to train it.
+            initial: the weights to start from, float32, under the canonical names and shapes of ``task.parameters``.
+
+        Raises:
+            Unsupported: the framework cannot train this task or setting; the message is the reason.
         """
 
     @abstractmethod
     def place(self, x: Array, y: Array) -> None:
-        """Untimed. Puts the whole training set onto the device.
+        """Put the whole training set onto the device. Not timed.
 
-        ``x``: float32 [n, *task.input_shape] or int32 [n, tokens]; ``y``: int32 [n]. The arrays must not be written to.
+        Args:
+            x: float32 [n, *task.input_shape] or int32 [n, tokens]; must not be written to.
+            y: labels, int32 [n]; must not be written to.
         """
 
     @abstractmethod
     def step(self, indices: Array, mask: Array | None) -> None:
-        """The timed path: one update. May return before the device has finished; :meth:`synchronize` waits.
-
-        ``indices``: int64 [k] rows of the placed data. ``mask``: None, or bool [k] for variants that declare
-        ``static_shapes`` (then k is one of ``setting.padded_sizes``; rows whose mask is False are padding, point to row
-        0 and contribute nothing). k, or the number of True rows, may be zero: a private step then still adds its noise.
+        """Make one update. This is the timed path. It may return before the device has finished.
 
         Private: w <- w - lr/B * (sum_i min(1, C/|g_i|) g_i + sigma*C*N(0, I)). Not private: w <- w - lr/B * sum_i g_i.
         g_i is the gradient of example i's own loss over all trained parameters, B is ``setting.batch_size``.
+
+        Args:
+            indices: rows of the placed data, int64 [k]. k, or the number of True rows in ``mask``, may be zero: a
+                private step then still adds its noise.
+            mask: None, or bool [k] for variants that declare ``static_shapes``. Then k is one of
+                ``setting.padded_sizes``; rows whose mask is False are padding, point to row 0 and contribute nothing.
         """
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Returns when all the work of earlier steps is done."""
+        """Return when all the work of earlier steps is done."""
 
     @abstractmethod
     def parameters(self) -> Mapping[str, Array]:
-        """Current weights as float32 numpy copies under the canonical names and layouts."""
+        """Return the current weights.
+
+        Returns:
+            Float32 numpy copies under the canonical names and shapes of ``task.parameters``.
+        """
 
     def epoch(self, seed: int) -> int | None:
-        """Optional, only for protocol ``as_shipped``: one epoch by the library's own public loop, loader and sampler.
+        """Run one epoch by the library's own public loop, loader and sampler. Optional, for protocol ``as_shipped``.
 
         Called after ``build`` and ``place``, and timed as a whole. Like ``step`` it goes on from the current weights
         with the same sigma, C, learning rate and (expected) batch size, and may return before the device has finished.
-        The loader takes the training set from where its user would have it. ``seed`` fixes its order and its noise: the
-        same (build, seed) gives the same weights, unless the variant declares ``own_replays = false``.
+        The loader takes the training set from where its user would have it. How the loop samples is declared by the
+        variant's ``own_sampling``.
 
-        Returns how many updates were made, or None where the library does not say. How the loop samples stands in the
-        variant's ``own_sampling``. Raises :class:`Unsupported` where there is no such loop.
+        Args:
+            seed: fixes the loader's order and the noise: the same (build, seed) gives the same weights, unless the
+                variant declares ``own_replays = false``.
+
+        Returns:
+            How many updates were made, or None where the library does not say.
+
+        Raises:
+            Unsupported: there is no such loop.
         """
         raise Unsupported(NO_OWN_LOOP)
 
     def peak_memory(self) -> Memory:
-        """What the framework's own allocator counted since :meth:`build`; nothing on a CPU."""
+        """Return what the framework's own allocator counted since :meth:`build`; nothing on a CPU."""
         return Memory({})
 
     def epsilon(self, steps: int, delta: float) -> float | None:
-        """The library's own privacy accountant after ``steps`` steps of this setting; None where it has none."""
+        """Ask the library's own privacy accountant.
+
+        Args:
+            steps: steps of this setting.
+            delta: of (epsilon, delta)-DP.
+
+        Returns:
+            Epsilon after ``steps`` steps, or None where the library has no accountant.
+        """
         return None

@@ -1,4 +1,4 @@
-"""The contract of a layer's contestant: everything that ``frameworks/<name>/layers.py`` implements.
+"""The contract of a layer's contestant: what ``frameworks/<name>/layers.py`` implements.
 
 Standard library and numpy only: this module is imported inside every framework's environment.
 """
@@ -22,8 +22,17 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class LayerSetting:
-    """``passes``: ``plain`` (forward, backward, no DP), ``per_sample`` (backward leaves a gradient per example) or
-    ``clipped`` (backward and the sum of the clipped gradients)."""
+    """How a layer is run.
+
+    Attributes:
+        variant: the contestant's variant, from its ``layers.toml``.
+        passes: ``plain`` (forward, backward, no DP), ``per_sample`` (backward leaves a gradient per example) or
+            ``clipped`` (backward and the sum of the clipped gradients).
+        batch_size: examples, b.
+        max_grad_norm: C, the bound on one example's gradient norm.
+        device: ``cpu`` or ``cuda``.
+        threads: processor threads that the framework may use.
+    """
 
     variant: str
     passes: str
@@ -35,14 +44,26 @@ class LayerSetting:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Over a piece of work: bytes allocated less bytes freed at its end, and the highest above its start."""
+    """What a piece of work did to the memory.
+
+    Attributes:
+        delta: bytes allocated less bytes freed.
+        peak: the highest level above that at the start, in bytes.
+    """
 
     delta: int
     peak: int
 
 
 def of_events(sizes: Iterable[int]) -> Bytes:
-    """From allocations (> 0) and releases (< 0) in the order in which they happened."""
+    """Add up a trace of allocations.
+
+    Args:
+        sizes: bytes, in the order in which it happened: allocations > 0, releases < 0.
+
+    Returns:
+        The level at the end and the highest one.
+    """
     level = peak = 0
     for size in sizes:
         level += size
@@ -51,14 +72,23 @@ def of_events(sizes: Iterable[int]) -> Bytes:
 
 
 class CachingAllocator:
-    """The counters of CUDA's caching allocator, whose blocks are released long after its tensors: *allocated* counts
-    tensors, rounded up to 512 bytes. ``counters``: ``torch.cuda``, or what has the same three functions."""
+    """The counters of CUDA's caching allocator.
+
+    Its blocks are released long after its tensors; *allocated* counts tensors, rounded up to 512 bytes.
+    """
 
     def __init__(self, counters: Any, synchronize: Callable[[], None]) -> None:
+        """Take the counters.
+
+        Args:
+            counters: ``torch.cuda``, or what has the same three functions.
+            synchronize: returns when the device is at rest.
+        """
         self.counters = counters
         self.synchronize = synchronize
 
     def count(self, work: Callable[[], None]) -> Bytes:
+        """Do ``work`` and return what it did to the memory."""
         self.synchronize()
         before = self.allocated()
         self.counters.reset_peak_memory_stats()
@@ -67,14 +97,15 @@ class CachingAllocator:
         return Bytes(self.allocated() - before, self.counters.max_memory_allocated() - before)
 
     def allocated(self) -> int:
+        """Return the bytes of all tensors that are alive."""
         return int(self.counters.memory_allocated())
 
 
 class LayerAdapter(ABC):
-    """One framework's layer. Never reads a clock.
+    """One framework's layer. It never reads a clock.
 
-    Life: ``configure``, ``place_inputs``, ``place_labels``, ``build``, then any number of ``run``. Each of the first
-    four is called once; another batch size or bound gets another adapter.
+    Its life: ``configure``, ``place_inputs``, ``place_labels``, ``build``, then any number of ``run``. Each of the
+    first four is called once; another batch size or bound gets another adapter.
     """
 
     instrument: str
@@ -82,63 +113,89 @@ class LayerAdapter(ABC):
 
     @abstractmethod
     def configure(self, layer: Layer, setting: LayerSetting) -> None:
-        """Device, threads, float32 arithmetic; and one small matrix product with its gradient, so that a workspace
-        which the BLAS library keeps is there before bytes are counted.
+        """Set device, threads and float32 arithmetic.
 
-        Raises :class:`Unsupported` with the reason where there is no such layer or pass.
+        Make one small matrix product with its gradient, so that a workspace which the BLAS library keeps is there
+        before bytes are counted.
+
+        Args:
+            layer: the layer, as data.
+            setting: how to run it.
+
+        Raises:
+            Unsupported: there is no such layer or pass; the message is the reason.
         """
 
     @abstractmethod
     def place_inputs(self, batches: Sequence[Mapping[str, Array]]) -> None:
-        """The inputs of all batches onto the device, in the layout that the layer likes best; allocates nothing else.
+        """Put the inputs of all batches onto the device, in the layer's best layout. Allocate nothing else.
 
-        Each batch: inputs by name, [b, *shape], float32, or int64 token ids.
+        Args:
+            batches: for each batch the inputs by name, [b, *shape], float32, or int64 token ids.
         """
 
     @abstractmethod
     def place_labels(self, batches: Sequence[Array]) -> None:
-        """Targets [b, *layer.output] of all batches onto the device; allocates nothing else."""
+        """Put the targets of all batches onto the device. Allocate nothing else.
+
+        Args:
+            batches: for each batch [b, *layer.output].
+        """
 
     @abstractmethod
     def build(self, initial: Mapping[str, Array]) -> None:
-        """The layer with the canonical float32 weights ``initial``."""
+        """Make the layer.
+
+        Args:
+            initial: its weights, float32, under their canonical names and shapes.
+        """
 
     @abstractmethod
     def run(self, batch: int) -> None:
-        """The timed path, one pass over that batch: forget the last pass's gradients, forward, the sum of the examples'
-        own losses, backward, and what ``setting.passes`` says. May return before the device has finished.
+        """Make one pass. This is the timed path. It may return before the device has finished.
 
-        clipped: sum_i min(1, C/|g_i|) g_i, g_i over all parameters; C is ``setting.max_grad_norm``.
+        Forget the last pass's gradients, go forward, sum the examples' own losses, go backward, and do what
+        ``setting.passes`` says. clipped: sum_i min(1, C/|g_i|) g_i, g_i over all parameters; C is
+        ``setting.max_grad_norm``.
+
+        Args:
+            batch: the number of the batch among those that were placed.
         """
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Returns when all the work of earlier passes is done."""
+        """Return when all the work of earlier passes is done."""
 
     @abstractmethod
     def gradient_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of what :meth:`gradients` would return, without copying it."""
+        """Return the shapes of :meth:`gradients` without copying them."""
 
     @abstractmethod
     def gradients(self) -> Mapping[str, Array]:
-        """What the last pass left behind, by canonical name, as numpy copies: the sum [shape], or for ``per_sample``
-        [b, *shape]."""
+        """Return what the last pass left behind.
+
+        Returns:
+            Numpy copies by canonical name: the sum [shape], or for ``per_sample`` [b, *shape].
+        """
 
     @abstractmethod
     def count(self, work: Callable[[], None]) -> Bytes:
-        """Does ``work``, which allocates through this framework, and counts its bytes."""
+        """Do ``work``, which allocates through this framework, and count its bytes."""
 
     @abstractmethod
     def allocated(self) -> int:
-        """Bytes allocated now, by another way than adding up what :meth:`count` returned."""
+        """Return the bytes allocated now, by another way than adding up what :meth:`count` returned."""
 
     def plan(self) -> Mapping[str, int]:
-        """After a pass: what a framework that plans for itself says of it: ``micro_batch`` examples at once,
-        ``kept_bytes`` of per-sample gradients kept per example."""
+        """Return what a framework that plans for itself says of the last pass.
+
+        Returns:
+            ``micro_batch``: examples at once; ``kept_bytes``: of per-sample gradients kept per example.
+        """
         return {}
 
     def count_pass(self, batch: int) -> Bytes:
-        """:meth:`run` counted; for frameworks whose passes have to be counted in another way."""
+        """Count one :meth:`run`. Frameworks whose passes have to be counted in another way override it."""
 
         def work() -> None:
             self.run(batch)

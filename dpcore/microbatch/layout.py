@@ -82,13 +82,16 @@ class Layout:
             UnsupportedError: another thread is in the midst of a pass through the same model.
         """
         self._begin()
-        with ExitStack() as stack:
-            stack.callback(self._busy.clear)
-            for fallback in self.fallbacks.values():
-                stack.enter_context(Interception(tape, fallback))
-            stack.enter_context(packed_noted(tape, self.recurrent))
-            stack.enter_context(tape)
-            yield
+        try:
+            with ExitStack() as stack:
+                for fallback in self.fallbacks.values():
+                    stack.enter_context(Interception(tape, fallback))
+                if self.recurrent:
+                    stack.enter_context(packed_noted(tape, self.recurrent))
+                with tape:
+                    yield
+        finally:
+            self._busy.clear()
 
     def _begin(self) -> None:
         thread = threading.get_ident()

@@ -14,9 +14,9 @@ from harness.paths import LOCAL_RESULTS
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from harness.compare.candidates import Side
-    from harness.compare.record import Duel
-    from harness.compare.run import DuelOptions
+    from harness.compare.record import Comparison
+    from harness.compare.run import ComparisonOptions
+    from harness.compare.sides import Side
 
 FINDING, CELL_FAILED = 1, 3
 
@@ -72,7 +72,9 @@ def compare(
     ] = False,
     synthetic: Annotated[bool, typer.Option(help="Of tasks: synthetic twins of the data sets.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of orders, batches and weights.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Folder of duel.json; default results/local/compare/….")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of comparison.json; default results/local/compare/….")
+    ] = None,
     markdown: Annotated[Path | None, typer.Option(help="Also write the Markdown here.")] = None,
     repository: Repository = None,
     fresh: Fresh = False,
@@ -95,15 +97,15 @@ def compare(
         )
     from rich.console import Console
 
-    from harness.compare import candidates
     from harness.compare import report as compare_report
+    from harness.compare import sides
     from harness.paths import ROOT
     from harness.store.cache import check_replaceable, write_atomically
 
     if markdown is not None:
         check_replaceable(markdown)  # now, and not after an hour of measuring
     project = (repository or ROOT).resolve()
-    both = candidates.resolve("base", base, project), candidates.resolve("head", head, project)
+    both = sides.resolve("base", base, project), sides.resolve("head", head, project)
     options = _options(
         both,
         layers=layers,
@@ -126,34 +128,36 @@ def compare(
     )
     place = (out or LOCAL_RESULTS / "compare" / f"{both[0].slug}-{both[1].slug}").resolve()
     console = Console(stderr=as_json)
-    duel = _fight(options, both, place, fresh, console, as_json)
-    text = compare_report.markdown(duel)
-    for path in (place / "duel.md", *([markdown] if markdown else [])):
+    comparison = _run_pairs(options, both, place, fresh, console, as_json)
+    text = compare_report.markdown(comparison)
+    for path in (place / "comparison.md", *([markdown] if markdown else [])):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise BadInput(f"{path.parent} cannot be made ({error.strerror}); name another file.") from None
         write_atomically(path, text.encode())
     if as_json:
-        typer.echo(duel.to_json())
+        typer.echo(comparison.to_json())
     else:
-        for line in compare_report.terminal(duel):
+        for line in compare_report.terminal(comparison):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         console.print(
-            f"All of it: {place / 'duel.json'}; as a comment: {place / 'duel.md'}", markup=False, soft_wrap=True
+            f"All of it: {place / 'comparison.json'}; as a comment: {place / 'comparison.md'}",
+            markup=False,
+            soft_wrap=True,
         )
-    raise typer.Exit(duel.exit_code)
+    raise typer.Exit(comparison.exit_code)
 
 
-def _options(both: tuple[Side, Side], **asked: Any) -> DuelOptions:
+def _options(both: tuple[Side, Side], **asked: Any) -> ComparisonOptions:
     """Lists from text, and the defaults that depend on the sides."""
     from harness.cli.options import integers, names_of
-    from harness.compare import run as duel
+    from harness.compare import run as comparison
 
     names = {key: names_of(asked.pop(key)) for key in ("layers", "tasks", "frameworks", "passes")}
     sizes = integers(asked.pop("batch_sizes"), "--batch-sizes")
     if names["layers"] is None and names["tasks"] is None:
-        names["layers"] = duel.DEFAULT_LAYERS
+        names["layers"] = comparison.DEFAULT_LAYERS
     if names["frameworks"] is None:
         if any(side.image is not None for side in both):
             raise BadInput(
@@ -162,11 +166,11 @@ def _options(both: tuple[Side, Side], **asked: Any) -> DuelOptions:
             )
         users = dict.fromkeys(user for side in both for user in side.users)
         has_layers = names["layers"] is not None
-        names["frameworks"] = _contestants(both, list(users), has_layers) if users else duel.DEFAULT_CONTESTANTS
+        names["frameworks"] = _contestants(both, list(users), has_layers) if users else comparison.DEFAULT_CONTESTANTS
     given: dict[str, Any] = {key: value for key, value in names.items() if value is not None}
     if sizes:
         given["batch_sizes"] = sizes
-    return duel.DuelOptions(**given, **asked)
+    return comparison.ComparisonOptions(**given, **asked)
 
 
 def _contestants(both: tuple[Side, Side], users: list[str], has_layers: bool) -> tuple[str, ...]:
@@ -183,15 +187,15 @@ def _contestants(both: tuple[Side, Side], users: list[str], has_layers: bool) ->
     return tuple(user for user in users if user in names)
 
 
-def _fight(
-    options: DuelOptions, both: tuple[Side, Side], place: Path, fresh: bool, console: Console, quiet: bool
-) -> Duel:
-    from harness.compare.run import DuelRun
+def _run_pairs(
+    options: ComparisonOptions, both: tuple[Side, Side], place: Path, fresh: bool, console: Console, quiet: bool
+) -> Comparison:
+    from harness.compare.run import ComparisonRun
     from harness.run.e2e import command_line
     from harness.run.progress import watched
     from harness.store.folder import RunFolder
 
-    run = DuelRun.connected(options, *both, RunFolder(place), command_line())
+    run = ComparisonRun.connected(options, *both, RunFolder(place), command_line())
     return watched(lambda progress: run.execute(progress, fresh), place, console, quiet)
 
 
@@ -218,13 +222,13 @@ def bisect(
     from rich.console import Console
 
     from harness.analysis.sequential import FIRST_LOOK
-    from harness.compare import bisection, candidates
+    from harness.compare import bisection, sides
     from harness.paths import ROOT
 
     project = (repository or ROOT).resolve()
     chosen = parse_cell(cell)
     start, commits = bisection.commits_between(good, bad, project)
-    first = candidates.resolve("base", start, project)
+    first = sides.resolve("base", start, project)
     parent = (out or LOCAL_RESULTS / "bisect" / f"{start[:10]}-{commits[-1][:10]}" / cell.replace("/", ".")).resolve()
     console = Console(stderr=as_json)
     kinds: list[frozenset[str]] = []
@@ -232,7 +236,7 @@ def bisect(
 
     def judge(commit: str) -> bisection.Step:
         try:
-            both = first, candidates.resolve("head", commit, project)
+            both = first, sides.resolve("head", commit, project)
         except BadInput as fault:
             return bisection.Step(commit, "did not run", str(fault))
         looked_for = kinds[0] if kinds else every
@@ -249,7 +253,7 @@ def bisect(
             isolation=isolation,
             synthetic=synthetic,
         )
-        result = _fight(options, both, parent / commit[:10], fresh, console, as_json).cells[0]
+        result = _run_pairs(options, both, parent / commit[:10], fresh, console, as_json).cells[0]
         opinion, why = bisection.opinion_of(result, looked_for)
         if not kinds:
             kinds.append(frozenset(result.alerts))
@@ -266,16 +270,18 @@ def bisect(
 
 
 def _named(cell: str, culprit: Any, repository: Path) -> str:
-    from harness.compare.candidates import git
+    from harness.compare.sides import git
 
     if not culprit.commits:
         first = culprit.steps[0]
         return f"{cell}: {first.commit[:10]} is not proven to be worse than GOOD ({first.opinion}: {first.why})."
     titles = [f"{c[:10]} {git(repository, 'log', '-1', '--format=%s', c) or ''}".strip() for c in culprit.commits]
     if len(titles) == 1:
-        return f"{cell} became worse with {titles[0]} ({len(culprit.steps)} duels)."
+        return f"{cell} became worse with {titles[0]} ({len(culprit.steps)} comparisons)."
     silent = [f"{s.commit[:10]} {s.opinion}" for s in culprit.steps if s.opinion in ("ambiguous", "did not run")]
-    return f"{cell} became worse with one of {'; '.join(titles)}: {', '.join(silent)} ({len(culprit.steps)} duels)."
+    return (
+        f"{cell} became worse with one of {'; '.join(titles)}: {', '.join(silent)} ({len(culprit.steps)} comparisons)."
+    )
 
 
 def parse_cell(cell: str) -> dict[str, Any]:

@@ -131,9 +131,9 @@ def _noise_floor() -> Finding:
     half = len(values) // 2
     spread = statistics.stdev(values) / statistics.fmean(values)
     drift = statistics.median(values[half:]) / statistics.median(values[:half]) - 1.0
-    text = f"canary {statistics.median(values) * 1e3:.1f} ms, spread {spread:.1%}, second half {drift:+.1%}"
+    text = f"speed probe {statistics.median(values) * 1e3:.1f} ms, spread {spread:.1%}, second half {drift:+.1%}"
     state = "ok" if spread <= 0.05 else "warning"
-    return Finding("noise floor (canary)", state, text, "spread at most 5 %", "more rounds; a quieter machine")
+    return Finding("noise floor (speed probe)", state, text, "spread at most 5 %", "more rounds; a quieter machine")
 
 
 def _foreign() -> Finding:

@@ -81,7 +81,7 @@ def list_runs(folder: Folder = FOLDER, as_json: Json = False) -> None:
 def show(
     what: Annotated[str, typer.Argument(help="A cell (or a part of its name), or a run's file name (or a part).")],
     folder: Folder = FOLDER,
-    raw: Annotated[bool, typer.Option("--raw", help="Seconds as measured, not normalised by the canary.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Seconds as measured, not normalised by the speed probe.")] = False,
     as_json: Json = False,
 ) -> None:
     """One run as it is stored, or one cell over time with its steps, a part per machine."""

@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-# One thread for the harness's own arithmetic, before numpy is imported: the canary must not depend on the core count.
+# One thread for the harness's own arithmetic, before numpy is imported: the speed probe must not depend
+# on the core count.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import typer

@@ -1,5 +1,5 @@
 """Which commit made a cell worse: a search over the commits between a good and a bad one. The search is a pure function
-of what a judge says of single commits; the judge is a duel of the good commit against each of them."""
+of what a judge says of single commits; the judge is a comparison of the good commit against each of them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from harness.compare.candidates import commit_of, git
 from harness.compare.record import CellResult, memory_fault
+from harness.compare.sides import commit_of, git
 from harness.errors import BadInput
 
 Opinion = Literal["good", "bad", "ambiguous", "did not run"]

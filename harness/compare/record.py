@@ -1,6 +1,8 @@
-"""What a duel leaves behind: ``duel.json``, and one file per pair of processes from which it can be made again.
+"""What a comparison leaves behind: ``comparison.json``, and one file per pair of processes from which it can be made
+again.
 
-The conclusions are pure functions of the pairs, so that a resumed duel says the same as one that was never killed.
+The conclusions are pure functions of the pairs, so that a resumed comparison says the same as one that was never
+killed.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -202,7 +205,7 @@ class SideFacts(_Model):
     images: dict[str, Image] = Field(default_factory=dict)
 
 
-class Duel(_Model):
+class Comparison(_Model):
     """The whole. ``minutes``: of the processes, those of earlier calls that were resumed included. ``timed_cells``: how
     many cells share ``alpha``. ``engine``: of the containers, where there were any."""
 
@@ -247,13 +250,13 @@ class Duel(_Model):
         return self.model_dump_json(by_alias=True, indent=1)
 
 
-def read(path: Path) -> Duel:
-    """Raises :class:`BadInput` for what is no duel."""
+def read(path: Path) -> Comparison:
+    """Raises :class:`BadInput` for what is no comparison."""
     try:
-        return Duel.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        return Comparison.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:  # pydantic's error is a ValueError
         raise BadInput(
-            f"{path} is no duel.json ({type(error).__name__}); name one that `dpbench compare` wrote."
+            f"{path} is no comparison.json ({type(error).__name__}); name one that `dpbench compare` wrote."
         ) from None
 
 
@@ -375,12 +378,6 @@ def _unsupported(processes: Sequence[Process]) -> bool:
     return bool(processes) and all(process.state == "unsupported" for process in processes)
 
 
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else 0.5 * (ordered[middle - 1] + ordered[middle])
-
-
 def _stop(found: sequential.Finding, rule: Rule) -> str:
     if found.is_clear:
         if found.alert:
@@ -397,8 +394,8 @@ def time_of(pairs: Sequence[Pair], rule: Rule) -> Time | None:
         return None
     found = finding(pairs, rule)
     return Time(
-        base_seconds=_median([p.base.seconds or 0.0 for p in kept]),
-        head_seconds=_median([p.head.seconds or 0.0 for p in kept]),
+        base_seconds=median([p.base.seconds or 0.0 for p in kept]),
+        head_seconds=median([p.head.seconds or 0.0 for p in kept]),
         n=len(kept),
         set_aside=len(aside),
         disturbed_counted=sum(pair.disturbed for pair in kept),

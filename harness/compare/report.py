@@ -1,8 +1,8 @@
-"""A duel in words: the Markdown of a pull request's comment, and the lines of a terminal."""
+"""A comparison in words: the Markdown of a pull request's comment, and the lines of a terminal."""
 
 from __future__ import annotations
 
-from harness.compare.record import CellResult, Duel, SideFacts
+from harness.compare.record import CellResult, Comparison, SideFacts
 from harness.store.record import Image
 
 MARKER = "<!-- dpbench-compare -->"
@@ -14,24 +14,24 @@ MOST_CHANGES = 12
 WORST_FIRST = ("wrong", "slower", "failed", "ambiguous", "faster", "repaired", "equivalent", "not compared")
 
 
-def summary(duel: Duel) -> str:
+def summary(comparison: Comparison) -> str:
     """One sentence."""
-    found = sorted(duel.regressions, key=_rank)
+    found = sorted(comparison.regressions, key=_rank)
     if found:
         many = f"{len(found)} regressions" if len(found) > 1 else "A regression"
         said = "; ".join(f"{cell.name} {_what(cell)}" for cell in found[:3])
         more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
-        return f"{many} of {duel.head.title} against {duel.base.title}: {said}{more}."
-    if not any(cell.is_compared for cell in duel.cells):
-        late = "the time was up before any cell had enough pairs" if not duel.finished else "no cell ran"
-        return f"Nothing could be compared: {next((c.reason for c in duel.cells if c.reason), late)}"
-    compared = [cell for cell in duel.cells if cell.verdict not in ("failed", "not compared")]
+        return f"{many} of {comparison.head.title} against {comparison.base.title}: {said}{more}."
+    if not any(cell.is_compared for cell in comparison.cells):
+        late = "the time was up before any cell had enough pairs" if not comparison.finished else "no cell ran"
+        return f"Nothing could be compared: {next((c.reason for c in comparison.cells if c.reason), late)}"
+    compared = [cell for cell in comparison.cells if cell.verdict not in ("failed", "not compared")]
     text = f"No regression proven in {_count(len(compared), 'cell')}: {_tally(compared)}"
-    if missed := len(duel.failures):
+    if missed := len(comparison.failures):
         text += f"; {_count(missed, 'cell')} did not run"
-    if left := sum(cell.verdict == "not compared" for cell in duel.cells):
+    if left := sum(cell.verdict == "not compared" for cell in comparison.cells):
         text += f"; {_count(left, 'cell')} not compared"
-    if blind := sum(cell.lacks_memory for cell in duel.cells):
+    if blind := sum(cell.lacks_memory for cell in comparison.cells):
         text += f"; the memory of {_count(blind, 'cell')} was not compared"
     return f"{text}."
 
@@ -149,15 +149,15 @@ def _row(cell: CellResult) -> list[str]:
 COLUMNS = ("cell", "base", "head", "head over base", "verdict", "memory at the peak", "gate")
 
 
-def markdown(duel: Duel) -> str:
+def markdown(comparison: Comparison) -> str:
     """Of a pull request's comment."""
-    cells = sorted(duel.cells, key=_rank)
-    lines = [MARKER, f"**{summary(duel)}**", ""]
+    cells = sorted(comparison.cells, key=_rank)
+    lines = [MARKER, f"**{summary(comparison)}**", ""]
     lines += [f"| {' | '.join(COLUMNS)} |", f"|{'|'.join('---' for _ in COLUMNS)}|"]
     lines += [f"| {' | '.join(_escaped(text) for text in _row(cell))} |" for cell in cells]
     notes = [f"`{cell.name}`: {_short(cell.reason)}" for cell in cells if cell.reason]
-    notes += [f"What could not have been seen: {blind}" for blind in [blind_spot(duel)] if blind]
-    notes += conditions(duel)
+    notes += [f"What could not have been seen: {blind}" for blind in [blind_spot(comparison)] if blind]
+    notes += conditions(comparison)
     return "\n".join([*lines, "", *(f"- {note}" for note in notes), ""])
 
 
@@ -170,41 +170,45 @@ def _short(text: str, most: int = 400) -> str:
     return flat if len(flat) <= most else flat[:most] + " …"
 
 
-def blind_spot(duel: Duel) -> str:
+def blind_spot(comparison: Comparison) -> str:
     """The smallest slowdown that would have been found, cell by cell, worst last; and the cells without any figure."""
-    known = [(cell.time.smallest_effect, cell.name) for cell in duel.cells if cell.time and cell.time.smallest_effect]
+    known = [
+        (cell.time.smallest_effect, cell.name) for cell in comparison.cells if cell.time and cell.time.smallest_effect
+    ]
     said = []
     if known:
         low, high = min(known), max(known)
         text = f"with these pairs and their spread a slowdown of {low[0] * 100:.1f} %"
         text += f" ({low[1]}) to {high[0] * 100:.1f} % ({high[1]})" if len(known) > 1 else ""
         said.append(f"{text} would have raised an alert 4 times out of 5; smaller ones may be there.")
-    undecided = [cell.name for cell in duel.cells if cell.verdict == "ambiguous"]
+    undecided = [cell.name for cell in comparison.cells if cell.verdict == "ambiguous"]
     if undecided:
-        more = "--fresh --max-rounds" if duel.finished else "the same command with more --minutes"
+        more = "--fresh --max-rounds" if comparison.finished else "the same command with more --minutes"
         said.append(f"Undecided, which is not unchanged: {', '.join(undecided)}; more pairs ({more}) may decide.")
     return " ".join(said)
 
 
-def conditions(duel: Duel) -> list[str]:
+def conditions(comparison: Comparison) -> list[str]:
     """How it was measured, and with which error rate."""
-    pairs = sum(cell.time.n for cell in duel.cells if cell.time)
-    aside = sum(cell.time.set_aside for cell in duel.cells if cell.time)
-    noisy = sum(cell.time.disturbed_counted for cell in duel.cells if cell.time)
+    pairs = sum(cell.time.n for cell in comparison.cells if cell.time)
+    aside = sum(cell.time.set_aside for cell in comparison.cells if cell.time)
+    noisy = sum(cell.time.disturbed_counted for cell in comparison.cells if cell.time)
     disturbed = f"; {_count(aside, 'unevenly disturbed pair')} set aside whole" if aside else ""
     disturbed += f"; beside {noisy} of those that count, other work was running" if noisy else ""
     lines = [
-        f"base: {_side(duel.base)}; head: {_side(duel.head)}",
-        *differences(duel),
-        f"{_count(pairs, 'pair')} of fresh {'containers' if duel.isolation == 'docker' else 'processes'} in random "
+        f"base: {_side(comparison.base)}; head: {_side(comparison.head)}",
+        *differences(comparison),
+        f"{_count(pairs, 'pair')} of fresh "
+        f"{'containers' if comparison.isolation == 'docker' else 'processes'} in random "
         f"order on one machine "
-        f"({duel.machine.get('cpu', 'unknown')}, {_count(duel.threads, 'thread')}), "
-        f"{duel.minutes:.1f} minutes{disturbed}.",
-        f"An alert: slower beyond doubt and by an estimated {duel.threshold * 100:g} % or more, or memory grown, or "
+        f"({comparison.machine.get('cpu', 'unknown')}, {_count(comparison.threads, 'thread')}), "
+        f"{comparison.minutes:.1f} minutes{disturbed}.",
+        f"An alert: slower beyond doubt and by an estimated {comparison.threshold * 100:g} % or more, or "
+        "memory grown, or "
         "only head fails its check. If nothing had changed, the chance that any cell is called slower or faster is at "
-        f"most {duel.alpha * 100:g} %, all cells and looks together.",
+        f"most {comparison.alpha * 100:g} %, all cells and looks together.",
     ]
-    if not duel.finished:
+    if not comparison.finished:
         lines.append("The time was up before every cell was decided; the same command goes on from there.")
     return lines
 
@@ -215,9 +219,9 @@ def _side(side: SideFacts) -> str:
     return side.title
 
 
-def differences(duel: Duel) -> list[str]:
+def differences(comparison: Comparison) -> list[str]:
     """What the environments of both sides are, framework by framework: their images, and the packages that differ."""
-    base, head = duel.base, duel.head
+    base, head = comparison.base, comparison.head
     lines = []
     for name in sorted(base.images.keys() & head.images.keys()):
         was, now = base.images[name], head.images[name]
@@ -251,14 +255,14 @@ def _hash(digest: str) -> str:
     return digest.removeprefix("sha256:")[:12]
 
 
-def terminal(duel: Duel) -> list[str]:
+def terminal(comparison: Comparison) -> list[str]:
     """Plain lines."""
     lines = []
-    for cell in sorted(duel.cells, key=_rank):
+    for cell in sorted(comparison.cells, key=_rank):
         row = [text.replace("**", "").replace("`", "") for text in _row(cell)]
         lines.append(f"{row[0]}: {row[4]}; {row[3]}; base {row[1]}, head {row[2]}; memory {row[5]}; gate {row[6]}")
         if cell.reason:
             lines.append(f"  {_short(cell.reason)}")
-    if blind := blind_spot(duel):
+    if blind := blind_spot(comparison):
         lines.append(f"What could not have been seen: {blind}")
-    return [*lines, *(line.replace("`", "") for line in conditions(duel)), summary(duel)]
+    return [*lines, *(line.replace("`", "") for line in conditions(comparison)), summary(comparison)]

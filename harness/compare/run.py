@@ -20,11 +20,10 @@ import psutil
 
 from harness import layers as layer_data
 from harness.analysis.sequential import FIRST_LOOK, Rule
-from harness.compare.candidates import Side
 from harness.compare.record import (
     ROLES,
     CellResult,
-    Duel,
+    Comparison,
     MemoryPair,
     Pair,
     Process,
@@ -35,6 +34,7 @@ from harness.compare.record import (
     is_over,
     needs_second,
 )
+from harness.compare.sides import Side
 from harness.environments import memory_limit
 from harness.environments.backend import Backend, check_device, check_threads
 from harness.environments.choose import backend_of, check_isolation
@@ -87,7 +87,7 @@ Stored = TypeVar("Stored", Pair, MemoryPair)
 
 
 @dataclass(frozen=True)
-class DuelOptions:
+class ComparisonOptions:
     """What the user asks for. ``frameworks``: names as the other verbs take them. ``seconds``: timed, per process.
     ``minutes``: after which no new pair is begun; environments and data do not count. ``threads``: 1 unless asked,
     which leaves processors to the rest of the machine. ``first_alert``: a cell ends with its first alert; where memory
@@ -113,7 +113,7 @@ class DuelOptions:
     timeout_seconds: float = 300.0
 
 
-def check(options: DuelOptions) -> None:
+def check(options: ComparisonOptions) -> None:
     """Raises :class:`BadInput` with the value, the rule and the remedy."""
     if not 0.0 < options.threshold < 1.0:
         raise BadInput(f"--threshold is {options.threshold}: it is a fraction above 0 and below 1, for instance 0.05.")
@@ -144,7 +144,7 @@ def check(options: DuelOptions) -> None:
         raise BadInput("There is nothing to compare: --layers and --tasks name nothing.")
 
 
-def check_sides(options: DuelOptions, sides: dict[Role, Side]) -> None:
+def check_sides(options: ComparisonOptions, sides: dict[Role, Side]) -> None:
     """Raises :class:`BadInput` for a side that cannot run in isolation of that kind."""
     for role, side in sides.items():
         if side.image is not None and options.isolation != "docker":
@@ -166,7 +166,7 @@ def module_of(contestant: AnyContestant) -> str:
 
 
 @dataclass
-class Bout:
+class PairedCell:
     """One cell with both sides' contestants (None where a side lacks it), and what was measured so far. ``refusal``:
     why there is nothing to compare, or None; ``is_failure``: base has the cell and head does not,
     or a side's environment could not be made."""
@@ -196,7 +196,7 @@ class Bout:
         return self.name.replace("/", ".")
 
 
-def bouts(options: DuelOptions, roots: dict[Role, Path]) -> list[Bout]:
+def paired_cells(options: ComparisonOptions, roots: dict[Role, Path]) -> list[PairedCell]:
     """Every cell that the options name and at least one side has. Raises :class:`BadInput` where there is none."""
     found = [*_of_layers(options, roots), *_of_tasks(options, roots)]
     if not found:
@@ -206,11 +206,11 @@ def bouts(options: DuelOptions, roots: dict[Role, Path]) -> list[Bout]:
     return found
 
 
-def _of_layers(options: DuelOptions, roots: dict[Role, Path]) -> list[Bout]:
+def _of_layers(options: ComparisonOptions, roots: dict[Role, Path]) -> list[PairedCell]:
     if not options.layers:
         return []
     chosen = _both(options.frameworks, roots, lambda names, root: layer_registry.select(names, root=root))
-    made: list[Bout] = []
+    made: list[PairedCell] = []
     layer_options = layer_plan.preset("small", isolation=options.isolation, device=options.device)
     for layer in layer_data.select(options.layers):
         for size in options.batch_sizes:
@@ -227,17 +227,17 @@ def _of_layers(options: DuelOptions, roots: dict[Role, Path]) -> list[Bout]:
                         continue
                     one = next(c for c in having.values() if isinstance(c, LayerContestant))
                     cell = layer_plan.cell_of(layer_options, one, layer, passes, size)
-                    made.append(_bout(cell, {role: having.get(role) for role in ROLES}, faults))
+                    made.append(_paired_cell(cell, {role: having.get(role) for role in ROLES}, faults))
     return made
 
 
-def _of_tasks(options: DuelOptions, roots: dict[Role, Path]) -> list[Bout]:
+def _of_tasks(options: ComparisonOptions, roots: dict[Role, Path]) -> list[PairedCell]:
     if not options.tasks:
         return []
     task_options = plan.preset("smoke", isolation=options.isolation, device=options.device)
     chosen = _both(options.frameworks, roots, lambda names, root: registry.select(names, root=root))
     return [
-        _bout(
+        _paired_cell(
             plan.cell_of(task_options, next(c for c in sides.values() if isinstance(c, Contestant)), task, size),
             sides,
             faults,
@@ -285,7 +285,7 @@ def _complete(
     return faults
 
 
-def _bout(cell: Cell, sides: dict[Role, AnyContestant | None], faults: dict[Role, str]) -> Bout:
+def _paired_cell(cell: Cell, sides: dict[Role, AnyContestant | None], faults: dict[Role, str]) -> PairedCell:
     """``faults``: of :func:`_both`; a side with neither contestant nor fault has the variant, but not this layer or
     pass."""
     reasons = []
@@ -299,7 +299,7 @@ def _bout(cell: Cell, sides: dict[Role, AnyContestant | None], faults: dict[Role
             reasons.append(f"unsupported by {role}: {reason}")
     was = sides["base"]
     is_failure = sides["head"] is None and was is not None and not _unsupported(was, cell)
-    return Bout(cell, sides, "; ".join(reasons) or None, is_failure)
+    return PairedCell(cell, sides, "; ".join(reasons) or None, is_failure)
 
 
 def _unsupported(contestant: AnyContestant, cell: Cell) -> str | None:
@@ -311,7 +311,7 @@ def _unsupported(contestant: AnyContestant, cell: Cell) -> str | None:
 def first_of(seed: int, slug: str, number: int) -> tuple[Role, Role]:
     """The order inside a pair: random for every other one, reversed in the next, so that an effect of the order
     cancels."""
-    flip = random.Random(f"dpbench duel {seed} {slug} {number // 2}").random() < 0.5
+    flip = random.Random(f"dpbench comparison {seed} {slug} {number // 2}").random() < 0.5
     return ("base", "head") if flip == (number % 2 == 0) else ("head", "base")
 
 
@@ -334,12 +334,12 @@ def quietest(threads: int) -> Iterator[list[int]]:
         os.sched_setaffinity(0, allowed)
 
 
-class DuelRun:
-    """One folder's duel. ``command`` reproduces it. ``backends``: where each side runs."""
+class ComparisonRun:
+    """One folder's comparison. ``command`` reproduces it. ``backends``: where each side runs."""
 
     def __init__(
         self,
-        options: DuelOptions,
+        options: ComparisonOptions,
         base: Side,
         head: Side,
         folder: RunFolder,
@@ -351,8 +351,8 @@ class DuelRun:
         self.sides: dict[Role, Side] = {"base": base, "head": head}
         self.folder = folder
         self.command = command
-        self.bouts = bouts(options, {role: side.folder for role, side in self.sides.items()})
-        timed = sum(bout.refusal is None for bout in self.bouts)
+        self.paired_cells = paired_cells(options, {role: side.folder for role, side in self.sides.items()})
+        timed = sum(paired.refusal is None for paired in self.paired_cells)
         self.rule = Rule(options.alpha, max(1, timed), options.threshold, options.max_rounds)
         self.timed = timed
         self.limits = Limits(memory_limit.default_limit(), options.timeout_seconds)
@@ -362,8 +362,10 @@ class DuelRun:
         self.started = datetime.now(UTC).isoformat(timespec="seconds")
 
     @classmethod
-    def connected(cls, options: DuelOptions, base: Side, head: Side, folder: RunFolder, command: str) -> DuelRun:
-        """Return the duel where ``options.isolation`` says. Raises :class:`BadInput` where it cannot be held."""
+    def connected(
+        cls, options: ComparisonOptions, base: Side, head: Side, folder: RunFolder, command: str
+    ) -> ComparisonRun:
+        """Return the comparison where ``options.isolation`` says. Raises :class:`BadInput` where it cannot be held."""
         sides: dict[Role, Side] = {"base": base, "head": head}
         check(options)
         check_sides(options, sides)
@@ -372,7 +374,7 @@ class DuelRun:
         backends = {role: _backend_of(options, role, side) for role, side in sides.items()}
         return cls(options, base, head, folder, command, backends)
 
-    def execute(self, progress: Progress, fresh: bool = False) -> Duel:
+    def execute(self, progress: Progress, fresh: bool = False) -> Comparison:
         """Everything, or what is left of it. A kill at any moment loses at most the pair under way."""
         try:
             for role, backend in self.backends.items():
@@ -382,28 +384,28 @@ class DuelRun:
             for backend in self.backends.values():
                 backend.close()
 
-    def _running(self, role: Role) -> Iterator[tuple[Bout, AnyContestant]]:
+    def _running(self, role: Role) -> Iterator[tuple[PairedCell, AnyContestant]]:
         """The cells of both sides, each with the contestant of one."""
-        for bout in self.bouts:
-            contestant = bout.sides[role]
-            if bout.refusal is None and contestant is not None:
-                yield bout, contestant
+        for paired in self.paired_cells:
+            contestant = paired.sides[role]
+            if paired.refusal is None and contestant is not None:
+                yield paired, contestant
 
-    def _execute(self, progress: Progress, fresh: bool) -> Duel:
+    def _execute(self, progress: Progress, fresh: bool) -> Comparison:
         with self.folder.open(self._description(), fresh):
             self._prepare(progress.say)
             begun = time.monotonic()
-            progress.begin(len(self.bouts), "cells")
-            for bout in self.bouts:
-                self._open(bout, progress)
-            finished = self._fight(begun, progress)
-            duel = self._duel(finished)
-            cache.write_atomically(self.folder.path / "duel.json", duel.to_json().encode())
-            return duel
+            progress.begin(len(self.paired_cells), "cells")
+            for paired in self.paired_cells:
+                self._open(paired, progress)
+            finished = self._run_pairs(begun, progress)
+            comparison = self._comparison(finished)
+            cache.write_atomically(self.folder.path / "comparison.json", comparison.to_json().encode())
+            return comparison
 
     def _description(self) -> dict[str, Any]:
-        """What a resumed duel must have in common with its beginning; how long it may take is not among it. Images are
-        prepared by now."""
+        """What a resumed comparison must have in common with its beginning; how long it may take is not among it.
+        Images are prepared by now."""
         parts = {role: backend.describe() for role, backend in self.backends.items()}
         images = {role: part["images"] for role, part in parts.items() if "images" in part}
         options = {key: value for key, value in asdict(self.options).items() if key != "minutes"}
@@ -418,23 +420,23 @@ class DuelRun:
     def _prepare(self, say: Callable[[str], None]) -> None:
         """Environments, references, data."""
         self._prepare_executors(say)
-        names = tuple(dict.fromkeys(bout.cell.layer for bout in self.bouts if bout.cell.layer is not None))
+        names = tuple(dict.fromkeys(paired.cell.layer for paired in self.paired_cells if paired.cell.layer is not None))
         if names:
             try:
                 self.references = layer_run.ensure_references(names, say, self.backends["base"].run_tool)
             except (EnvironmentFault, ToolFault) as fault:
                 self.reference_fault = f"the float64 references of the layers could not be made: {fault}"
                 say(self.reference_fault)
-        for dataset in sorted({TASKS[bout.cell.task].dataset for bout in self.bouts if bout.cell.task}):
+        for dataset in sorted({TASKS[paired.cell.task].dataset for paired in self.paired_cells if paired.cell.task}):
             ensure_data(dataset, self.options.synthetic, say)
 
     def _prepare_executors(self, say: Callable[[str], None]) -> None:
-        for bout in self.bouts:
-            for role, contestant in bout.sides.items():
-                if bout.refusal is None and contestant is not None:
+        for paired in self.paired_cells:
+            for role, contestant in paired.sides.items():
+                if paired.refusal is None and contestant is not None:
                     executor = self._prepare_executor(role, contestant, say)
                     if isinstance(executor, Unavailable):  # and the other side is not even installed
-                        bout.refusal, bout.is_failure = f"{role} cannot run: {executor.reason}", True
+                        paired.refusal, paired.is_failure = f"{role} cannot run: {executor.reason}", True
 
     def _prepare_executor(
         self, role: Role, contestant: AnyContestant, say: Callable[[str], None]
@@ -453,64 +455,64 @@ class DuelRun:
 
     # ---- before the first pair
 
-    def _open(self, bout: Bout, progress: Progress) -> None:
+    def _open(self, paired: PairedCell, progress: Progress) -> None:
         """The gate of a task, the memory of both sides; closes a cell that cannot be timed."""
-        if bout.refusal is None and bout.cell.task:
-            bout.gates = {role: self._judge(bout, role, progress) for role in ROLES}
-            bout.is_closed = any(process.state != "ok" for process in bout.gates.values())
-            if not bout.is_closed:
-                bout.weights = self._weights(bout, progress)
-                bout.is_closed = bout.weights.differs or any(p.state != "ok" for p in bout.weights.processes)
-        if bout.refusal is None and not bout.is_closed and self.options.memory:
-            bout.memory = self._memory(bout, progress)
-        has_grown = has_proven_growth(bout.memory, bout.cell.kind == "layer")
-        if bout.refusal is not None or bout.is_closed or (self.options.first_alert and has_grown):
-            self._close(bout, progress)
+        if paired.refusal is None and paired.cell.task:
+            paired.gates = {role: self._judge(paired, role, progress) for role in ROLES}
+            paired.is_closed = any(process.state != "ok" for process in paired.gates.values())
+            if not paired.is_closed:
+                paired.weights = self._weights(paired, progress)
+                paired.is_closed = paired.weights.differs or any(p.state != "ok" for p in paired.weights.processes)
+        if paired.refusal is None and not paired.is_closed and self.options.memory:
+            paired.memory = self._memory(paired, progress)
+        has_grown = has_proven_growth(paired.memory, paired.cell.kind == "layer")
+        if paired.refusal is not None or paired.is_closed or (self.options.first_alert and has_grown):
+            self._close(paired, progress)
 
-    def _judge(self, bout: Bout, role: Role, progress: Progress) -> Process:
-        contestant = bout.sides[role]
+    def _judge(self, paired: PairedCell, role: Role, progress: Progress) -> Process:
+        contestant = paired.sides[role]
         assert isinstance(contestant, Contestant)
         executor = self._executor(role, contestant)
-        progress.doing(f"{bout.name} · gate of {role}")
+        progress.doing(f"{paired.name} · gate of {role}")
         bounds = Limits(self.limits.memory_bytes, min(admission.TIMEOUT_SECONDS, self.limits.timeout_seconds))
         options, run_tool = self.options, self.backends[role].run_tool
         verdict = admission.judge(
-            contestant, bout.cell.task, executor, bounds, options.device, options.threads, progress.say, run_tool
+            contestant, paired.cell.task, executor, bounds, options.device, options.threads, progress.say, run_tool
         )
         state = "rejected" if verdict.state == "ok" and not verdict.passed else verdict.state
         return Process.model_validate(
             {"state": state, "reason": verdict.reason, "checks": verdict.gate.checks, "log_tail": verdict.log_tail}
         )
 
-    def _memory(self, bout: Bout, progress: Progress) -> MemoryPair:
-        name = f"{bout.slug}.memory.json"
+    def _memory(self, paired: PairedCell, progress: Progress) -> MemoryPair:
+        name = f"{paired.slug}.memory.json"
         stored = self._stored(name, MemoryPair)
         if stored is not None:
             return stored
         pair = MemoryPair(base=[], head=[])
         for _ in range(2):
-            processes = {role: self._process(bout, role, "memory", 0, progress) for role in ROLES}
+            processes = {role: self._process(paired, role, "memory", 0, progress) for role in ROLES}
             pair = MemoryPair(base=[*pair.base, processes["base"]], head=[*pair.head, processes["head"]])
-            if bout.cell.kind != "layer" or not needs_second(pair):
+            if paired.cell.kind != "layer" or not needs_second(pair):
                 break
         self._store(name, pair.model_dump_json())
         return pair
 
-    def _weights(self, bout: Bout, progress: Progress) -> Pair:
+    def _weights(self, paired: PairedCell, progress: Progress) -> Pair:
         """The weights of either side after the first steps on the measured batch size, without noise, whose stream a
         newer version may draw in another order. Beside what the gate compares, these are real rows, and as many."""
-        name = f"{bout.slug}.weights.json"
+        name = f"{paired.slug}.weights.json"
         stored = self._stored(name, Pair)
         if stored is not None:
             return stored
-        order = first_of(self.options.seed, bout.slug, 0)
-        pair = self._both(bout, order, "weights", 0, [], progress)
+        order = first_of(self.options.seed, paired.slug, 0)
+        pair = self._both(paired, order, "weights", 0, [], progress)
         self._store(name, pair.model_dump_json())
         return pair
 
     def _both(
         self,
-        bout: Bout,
+        paired: PairedCell,
         order: tuple[Role, Role],
         purpose: Purpose,
         number: int,
@@ -518,12 +520,12 @@ class DuelRun:
         progress: Progress,
     ) -> Pair:
         """A process of either side, and how far what they leave behind lies apart."""
-        processes = {role: self._process(bout, role, purpose, number, progress) for role in order}
+        processes = {role: self._process(paired, role, purpose, number, progress) for role in order}
         base, head = processes["base"], processes["head"]
         apart = limit = None
         if base.sketch and head.sketch:
             apart = min(sketch.apart(base.sketch, head.sketch), ANOTHER)
-            limit = layer_gate.TOLERANCE if bout.cell.kind == "layer" else self._room(bout.cell, base.sketch)
+            limit = layer_gate.TOLERANCE if paired.cell.kind == "layer" else self._room(paired.cell, base.sketch)
         kept = {role: process.model_copy(update={"sketch": []}) for role, process in processes.items()}
         return Pair(
             number=number,
@@ -545,40 +547,40 @@ class DuelRun:
 
     # ---- pairs
 
-    def _fight(self, begun: float, progress: Progress) -> bool:
+    def _run_pairs(self, begun: float, progress: Progress) -> bool:
         """Pairs of all open cells in turn, in random order, until each is clear; whether all came to their end."""
         number = 0
-        while any(not bout.is_closed for bout in self.bouts):
-            left = [bout for bout in self.bouts if not bout.is_closed]
-            random.Random(f"dpbench duel {self.options.seed} {number}").shuffle(left)
-            for bout in left:
+        while any(not paired.is_closed for paired in self.paired_cells):
+            left = [paired for paired in self.paired_cells if not paired.is_closed]
+            random.Random(f"dpbench comparison {self.options.seed} {number}").shuffle(left)
+            for paired in left:
                 is_late = self.options.minutes is not None and time.monotonic() - begun > 60.0 * self.options.minutes
-                pair = self._pair(bout, number, progress, is_late)
+                pair = self._pair(paired, number, progress, is_late)
                 if pair is None:
                     return False
-                bout.pairs.append(pair)
-                if is_over(bout.pairs, self.rule):
-                    self._close(bout, progress)
+                paired.pairs.append(pair)
+                if is_over(paired.pairs, self.rule):
+                    self._close(paired, progress)
             number += 1
         return True
 
-    def _close(self, bout: Bout, progress: Progress) -> None:
-        bout.is_closed = True
-        progress.doing(bout.name)
-        progress.done(self._conclude(bout).verdict)
+    def _close(self, paired: PairedCell, progress: Progress) -> None:
+        paired.is_closed = True
+        progress.doing(paired.name)
+        progress.done(self._conclude(paired).verdict)
 
-    def _pair(self, bout: Bout, number: int, progress: Progress, only_stored: bool) -> Pair | None:
-        name = f"{bout.slug}.{number:03}.json"
+    def _pair(self, paired: PairedCell, number: int, progress: Progress, only_stored: bool) -> Pair | None:
+        name = f"{paired.slug}.{number:03}.json"
         stored = self._stored(name, Pair)
         if stored is not None:
             return stored
         if only_stored:
             return None
-        order = first_of(self.options.seed, bout.slug, number)
+        order = first_of(self.options.seed, paired.slug, number)
         with quietest(self.options.threads) as processors:
-            pair = self._both(bout, order, "time", number, processors, progress)
+            pair = self._both(paired, order, "time", number, processors, progress)
         if pair.is_uneven:
-            progress.say(f"{bout.name}: pair {number + 1} was unevenly disturbed by other work on this machine")
+            progress.say(f"{paired.name}: pair {number + 1} was unevenly disturbed by other work on this machine")
         self._store(name, pair.model_dump_json())
         return pair
 
@@ -602,23 +604,23 @@ class DuelRun:
 
     # ---- one process
 
-    def _process(self, bout: Bout, role: Role, purpose: Purpose, number: int, progress: Progress) -> Process:
+    def _process(self, paired: PairedCell, role: Role, purpose: Purpose, number: int, progress: Progress) -> Process:
         """A fresh process, never repeated by itself: a disturbed pair is repeated whole."""
-        contestant = bout.sides[role]
+        contestant = paired.sides[role]
         assert contestant is not None
         executor = self._executor(role, contestant)
         backend = self.backends[role]
-        if bout.cell.layer is not None and self.reference_fault is not None:
+        if paired.cell.layer is not None and self.reference_fault is not None:
             return Process(state="crashed", reason=self.reference_fault)
-        request = self._request(bout.cell, contestant, purpose, number)
-        progress.doing(f"{bout.name} · {'pair ' + str(number + 1) if purpose == 'time' else purpose} · {role}")
+        request = self._request(paired.cell, contestant, purpose, number)
+        progress.doing(f"{paired.name} · {'pair ' + str(number + 1) if purpose == 'time' else purpose} · {role}")
         began, started = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
         quiet = Progress(progress.console, quiet=True)
         result, load = undisturbed(
             lambda: executor.run(request, self.limits, progress.event),
             0,
             purpose == "time",
-            bout.name,
+            paired.name,
             quiet,
             backend.speed_probe,
         )
@@ -681,17 +683,27 @@ class DuelRun:
 
     # ---- what came of it
 
-    def _conclude(self, bout: Bout) -> CellResult:
-        kind: Literal["layer", "e2e"] = "layer" if bout.cell.kind == "layer" else "e2e"
+    def _conclude(self, paired: PairedCell) -> CellResult:
+        kind: Literal["layer", "e2e"] = "layer" if paired.cell.kind == "layer" else "e2e"
         return conclude(
-            bout.name, kind, bout.pairs, bout.memory, bout.gates, bout.refusal, self.rule, bout.is_failure, bout.weights
+            paired.name,
+            kind,
+            paired.pairs,
+            paired.memory,
+            paired.gates,
+            paired.refusal,
+            self.rule,
+            paired.is_failure,
+            paired.weights,
         )
 
-    def _duel(self, finished: bool) -> Duel:
-        cells = [self._conclude(bout) for bout in self.bouts]
-        processes = [p for bout in self.bouts for pair in bout.pairs for p in (pair.base, pair.head)]
-        processes += [p for bout in self.bouts if bout.memory for p in (*bout.memory.base, *bout.memory.head)]
-        return Duel(
+    def _comparison(self, finished: bool) -> Comparison:
+        cells = [self._conclude(paired) for paired in self.paired_cells]
+        processes = [p for paired in self.paired_cells for pair in paired.pairs for p in (pair.base, pair.head)]
+        processes += [
+            p for paired in self.paired_cells if paired.memory for p in (*paired.memory.base, *paired.memory.head)
+        ]
+        return Comparison(
             started=min((p.started for p in processes if p.started), default=self.started),
             command=self.command,
             base=self._facts("base"),
@@ -712,7 +724,7 @@ class DuelRun:
 
     def _facts(self, role: Role) -> SideFacts:
         side, backend = self.sides[role], self.backends[role]
-        contestants = [bout.sides[role] for bout in self.bouts]
+        contestants = [paired.sides[role] for paired in self.paired_cells]
         frameworks = {c.framework.name: c.framework for c in contestants if c is not None}
         images = {name: backend.describe_process(framework, None).image for name, framework in frameworks.items()}
         return SideFacts(
@@ -729,18 +741,19 @@ class DuelRun:
 
     def _versions(self, role: Role) -> dict[str, dict[str, str]]:
         found: dict[str, dict[str, str]] = {}
-        for bout in self.bouts:
-            for process in (getattr(pair, role) for pair in bout.pairs[:1]):
-                found.setdefault(bout.cell.framework, process.versions)
+        for paired in self.paired_cells:
+            for process in (getattr(pair, role) for pair in paired.pairs[:1]):
+                found.setdefault(paired.cell.framework, process.versions)
         return found
 
 
-def _backend_of(options: DuelOptions, role: Role, side: Side) -> Backend:
+def _backend_of(options: ComparisonOptions, role: Role, side: Side) -> Backend:
     """Where one side runs. Raises :class:`BadInput` where it cannot."""
     made = backend_of(options.isolation, options.device, otherwise=MEANT, named=side.image, option=f"--{role}")
     if made.remote_host is not None:
         raise BadInput(
-            f"The container engine is at {made.remote_host}: a duel pins its processes to the least busy processors of "
+            f"The container engine is at {made.remote_host}: a comparison pins its processes to the least busy "
+            "processors of "
             "this machine and knows no other's; name an engine of this machine by its socket, or use --isolation venv."
         )
     return made

@@ -266,8 +266,8 @@ def machines(history: History) -> list[MachineView]:
             short = f"{short}-{i}"
         taken.add(short)
         when = days_of(runs)
-        canaries = [(day, run.canary_seconds) for day, run in zip(when, runs, strict=True) if run.canary_seconds]
-        found.append(MachineView(key, label, short, runs, draw(canaries, when[0], when[-1]), runs[-1].time[:10]))
+        probes = [(day, run.canary_seconds) for day, run in zip(when, runs, strict=True) if run.canary_seconds]
+        found.append(MachineView(key, label, short, runs, draw(probes, when[0], when[-1]), runs[-1].time[:10]))
     return found
 
 

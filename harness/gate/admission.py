@@ -105,7 +105,7 @@ def reference(task: str, say: Callable[[str], None], run_tool: RunTool) -> Path:
     folder = cache.folder("references")
     path = folder / f"{task}-{sources_hash(REFERENCE_SOURCES)}.npz"
     with cache.locked(folder / f"{task}.lock"):
-        if not seal.holds(path):
+        if not seal.holds(path, say):
             say(f"Reference of {task}: float64, one example at a time")
             run_tool("frameworks._tools.reference", ["--task", task, "--out", Output(path)], say)
             seal.put(path)
@@ -129,7 +129,10 @@ def judge(
     folder = cache.folder("gate")
     path = folder / f"{key}.json"
     if path.exists() and not fresh:
-        return _remembered(path, key)
+        remembered = _remembered(path, key)
+        if remembered is not None:
+            return remembered
+        say(f"The remembered verdict {path} is damaged, or another hand has written it; the gate judges anew.")
     try:
         truth = reference(task, say, run_tool)
     except (EnvironmentFault, ToolFault) as fault:
@@ -174,21 +177,16 @@ def judge(
     return verdict
 
 
-def _remembered(path: Path, key: str) -> Verdict:
-    """The verdict in a file of the cache. Raises :class:`BadInput` where this harness has not written it, or not under
-    this key."""
+def _remembered(path: Path, key: str) -> Verdict | None:
+    """The verdict in a file of the cache; None where this harness has not written it, or not under this key."""
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
+        kept = json.loads(path.read_bytes())
         content: str = kept["result"]
-        is_ours = hmac.compare_digest(kept["seal"], seal.of(key, content.encode()))
+        if hmac.compare_digest(kept["seal"].encode(), seal.of(key, content.encode()).encode()):
+            return replace(_verdict(Result.from_json(content), key), cached=True, log_tail="")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        is_ours = False
-    if not is_ours:
-        raise BadInput(
-            f"The remembered verdict {path} is damaged, or another hand has written it; remove it, and the gate judges "
-            "anew."
-        )
-    return replace(_verdict(Result.from_json(content), key), cached=True, log_tail="")
+        pass
+    return None
 
 
 def _verdict(result: Result, key: str) -> Verdict:

@@ -31,7 +31,8 @@ from harness.history.series import Series
 
 Metric = Literal["state", "memory", "time"]
 SMALLEST = math.log(1.01)
-"""Steps of less are drawn but no events: nobody mends 1 %. Of exact bytes, those within the tolerance of a duel."""
+"""Steps of less are drawn but no events: nobody mends 1 %. Of exact bytes, those within the tolerance of a
+comparison."""
 RANK = {"rejected": 0, "ungated": 0, "crashed": 1, "oom": 2, "timeout": 3, "unsupported": 4}
 """Most severe first. ``rejected``: the update was wrong."""
 MOST_CELLS = 0.6
@@ -316,12 +317,13 @@ def _notes(
     low, high = max(c.before for c in group), min(c.after for c in group)
     notes = list(_versions(group, runs[low], runs[high]))
     for before, after, ratio in moved:
-        # Where only the canary moved, normalising makes a step of the other direction and of the same size.
+        # Where only the speed probe moved, normalising makes a step of the other direction and of the same size.
         against = all(c.step and math.log(c.step.ratio) / -math.log(ratio) <= 2 for c in group)
         opposite = all(c.step and (c.step.ratio > 1) != (ratio > 1) for c in group)
         if metric == "time" and against and opposite and max(before, low) < min(after, high):
             notes.append(
-                f"the canary itself became {_span(ratio, ratio)} {'slower' if ratio > 1 else 'faster'} here: look at "
+                f"the speed probe itself became {_span(ratio, ratio)} {'slower' if ratio > 1 else 'faster'} here: "
+                "look at "
                 "the raw seconds"
             )
     names = {c.series.cell.framework for c in group}

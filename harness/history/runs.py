@@ -6,7 +6,7 @@ both without asking. ``<machine>`` is made of all that the report's sections tel
 threads among them: machines cannot be mixed.
 
 A file holds what a series over time needs of every cell (state and reason, the seconds of every process, bytes, marks,
-gate, code), and the run's commit, canary and versions; the records themselves stay where they were.
+gate, code), and the run's commit, speed probe and versions; the records themselves stay where they were.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Run(_Model):
     @classmethod
     def _positive(cls, seconds: float | None) -> float | None:
         if seconds is not None and not 0 < seconds < math.inf:
-            raise ValueError("the canary takes a positive time")
+            raise ValueError("the speed probe takes a positive time")
         return seconds
 
     @cached_property
@@ -211,7 +211,7 @@ def _machine(record: Record, name: str | None) -> dict[str, Any]:
 
 def _run(records: Sequence[Record], machine: str | None, simulated: bool) -> Run:
     newest = max(records, key=lambda r: r.when)
-    canaries = [
+    probes = [
         seconds
         for r in records
         if r.load and not r.load.disturbed
@@ -224,7 +224,7 @@ def _run(records: Sequence[Record], machine: str | None, simulated: bool) -> Run
         commit=newest.source.commit,
         dirty=any(bool(r.source.dirty) for r in records) if newest.source.dirty is not None else None,
         machine=_machine(newest, machine),
-        canary_seconds=_rounded(median(canaries)) if canaries else None,
+        canary_seconds=_rounded(median(probes)) if probes else None,
         versions=_versions(records),
         simulated=simulated,
         cells=sorted([*_of_tasks(records), *_of_layers(records)], key=lambda c: c.series),

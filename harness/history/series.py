@@ -1,11 +1,11 @@
-"""Series over the runs of a history: one cell on one machine, normalised by the canary, with its steps.
+"""Series over the runs of a history: one cell on one machine, normalised by the speed probe, with its steps.
 
-**Normalised seconds** = seconds x (reference canary / the run's canary). The canary
+**Normalised seconds** = seconds x (reference speed probe / the run's speed probe). The speed probe
 (:mod:`harness.worker.speed_probe`) is a fixed
 piece of work of the processor that knows no framework, measured before and after every process; so where it takes 3 %
 longer the machine is 3 % slower, and a cell that also takes 3 % longer has not changed. The reference is the median
-canary of the machine's runs: a constant, which moves no ratio and no step. Cells on a GPU are not normalised: the
-canary says nothing of a GPU. Runs without a canary are taken as they are.
+speed probe of the machine's runs: a constant, which moves no ratio and no step. Cells on a GPU are not normalised: the
+speed probe says nothing of a GPU. Runs without a speed probe are taken as they are.
 
 What is vetoed (every process of the cell disturbed) is shown and counts in nothing.
 """
@@ -136,8 +136,8 @@ def move(series: Series, days: int) -> Move | None:
 
 
 def reference_canary(runs: Sequence[Run]) -> float | None:
-    canaries = [run.canary_seconds for run in runs if run.canary_seconds]
-    return median(canaries) if canaries else None
+    probes = [run.canary_seconds for run in runs if run.canary_seconds]
+    return median(probes) if probes else None
 
 
 def of_machine(key: str, runs: Sequence[Run]) -> list[Series]:

@@ -73,7 +73,8 @@ class Framework:
     hidden: bool = False
     core: bool = False
     root: Path = ROOT
-    """The tree that ``sources`` are relative to, and that its workers import from: another one for a side of a duel."""
+    """The tree that ``sources`` are relative to, and that its workers import from: another one for a side of a
+    comparison."""
 
     @property
     def requirements(self) -> Path:

@@ -241,7 +241,7 @@ def ensure_references(names: tuple[str, ...], say: Callable[[str], None], run_to
     folder.mkdir(exist_ok=True)
     paths = {name: folder / f"{name}.npz" for name in names}
     with cache.locked(folder / ".lock"):
-        missing = [name for name, path in paths.items() if not seal.holds(path)]
+        missing = [name for name, path in paths.items() if not seal.holds(path, say)]
         if missing:
             say(f"References of {len(missing)} layers: float64, one example at a time")
             output = Output(folder, tuple(paths[name].name for name in missing))

@@ -24,7 +24,7 @@ FOLDER = ".dpbench"
 LATEST = "latest"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 CANARY_CHANGED = 0.25
-"""As in a benchmark's run: a change of the canary's seconds by more means that the machine changed its speed."""
+"""As in a benchmark's run: a change of the speed probe's seconds by more means that the machine changed its speed."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ def describe(root: Path) -> dict[str, Any]:
 
 
 def canary_seconds() -> float | None:
-    """The canary's, in a process of its own with one thread: this one may have other ideas of threads. None where it
-    could not be run."""
+    """The speed probe's, in a process of its own with one thread: this one may have other ideas of threads. None
+    where it could not be run."""
     done = subprocess.run(
         [sys.executable, "-c", "from harness.worker import speed_probe; print(speed_probe.seconds())"],
         env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

@@ -29,8 +29,8 @@ def values(processes: Sequence[Process]) -> tuple[list[float], bool]:
 @dataclass(frozen=True)
 class Change:
     """A step now against then. ``result.ratio`` = seconds now / seconds then; None where it was not saved then.
-    ``clock``: seconds of the canary now over then. ``proven``: its ratio is at least that, with the error rate kept
-    over all steps of the comparison together and a slower machine taken off; None where nothing may be proven."""
+    ``clock``: seconds of the speed probe now over then. ``proven``: its ratio is at least that, with the error rate
+    kept over all steps of the comparison together and a slower machine taken off; None where nothing may be proven."""
 
     step: str
     result: Comparison | None
@@ -135,7 +135,7 @@ def _notes(
     )
     clock = next(iter(compared.values())).clock
     if abs(math.log(clock)) > math.log1p(stats.MARGIN):
-        yield f"The machine's own clockwork (canary) takes {clock:.2f} times as long as then."
+        yield f"The machine's own clockwork (speed probe) takes {clock:.2f} times as long as then."
     if then.restless:
         yield "The machine changed its speed during the saved run, so that it proves nothing."
 

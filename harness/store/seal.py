@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from harness.errors import BadInput
@@ -52,20 +52,16 @@ def put(path: Path) -> None:
     _sealed[path] = stamp(path)
 
 
-def holds(path: Path) -> bool:
-    """Whether the file is there with its seal; without one it may be the half of something, and is made anew.
-
-    Raises :class:`BadInput` where it is not what was sealed.
-    """
+def holds(path: Path, say: Callable[[str], None]) -> bool:
+    """Whether the file is there with its seal, as it was sealed. Without a seal it may be the half of something; one
+    that is not what was sealed is told of. Both are to be made anew."""
     if not path.exists() or not _beside(path).exists():
         return False
     now = stamp(path)
     if _sealed.get(path) != now:
-        if not hmac.compare_digest(_beside(path).read_text(errors="replace"), of(path.name, path.read_bytes())):
-            raise BadInput(
-                f"{path} is damaged, or another hand has written it: it is not what this harness made; remove it, and "
-                "the next run makes it anew."
-            )
+        if not hmac.compare_digest(_beside(path).read_bytes(), of(path.name, path.read_bytes()).encode()):
+            say(f"{path} is damaged, or another hand has written it; it is made anew.")
+            return False
         _sealed[path] = now
     return True
 

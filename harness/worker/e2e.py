@@ -277,7 +277,7 @@ def _stretch(
     return timed_until(adapter, part, is_stopped)
 
 
-def measure_time(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
+def measure_time(request: Request, emit: Emit, line: Line) -> dict[str, Any]:  # noqa: PLR0915  (one process, in its order)
     """Warm-up, then timed epochs. The clock stops twice more: after the first steps, so that their weights can be
     compared with an untimed replay in another process, and once where the referee says so, for the replay in this one.
     The batches are known only when everything is built, their order only when the clock of their stretch starts."""
@@ -363,7 +363,7 @@ def measure_time(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
 
 WINDOW_STEPS = 64
 WINDOW_BYTES = 32 * 2**20
-WINDOW_ROWS = 2048
+WINDOW_ROWS = 1024
 WINDOW_FLOPS = 2e10
 """So many consecutive steps of a replay are kept, as long as their weights, and the work to make them again one example
 at a time, stay below these. At least two."""

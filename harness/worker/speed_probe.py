@@ -1,5 +1,5 @@
-"""The canary: a fixed piece of work whose seconds say how fast the machine is right now. It has nothing to do with any
-framework, so a change in it is a change of the machine."""
+"""The speed probe: a fixed piece of work whose seconds say how fast the machine is right now. It has nothing to do
+with any framework, so a change in it is a change of the machine."""
 
 from __future__ import annotations
 

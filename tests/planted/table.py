@@ -1,4 +1,4 @@
-"""What came of the planted faults: counts of real duels, and curves by resampling their pairs."""
+"""What came of the planted faults: counts of real comparisons, and curves by resampling their pairs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from harness.analysis.sequential import Rule, follow
-from harness.compare.record import Duel, counted, most_set_aside
+from harness.compare.record import Comparison, counted, most_set_aside
 from tests.planted.faults import FAULTS
 
 EFFECTS = (0.0, 0.01, 0.02, 0.03, 0.05, 0.07, 0.10, 0.15)
@@ -20,12 +20,13 @@ FEWEST_PAIRS = 20
 
 @dataclass(frozen=True)
 class Tally:
-    """Real duels with one fault. ``false``: alerts of a kind that was not planted. ``called``: duels that call a cell
+    """Real comparisons with one fault. ``false``: alerts of a kind that was not planted. ``called``: comparisons
+    that call a cell
     slower or faster without any alert of time. ``unfinished``: a cell did not run or nothing was compared. ``minutes``
     and ``pairs``: median and largest."""
 
     fault: str
-    duels: int
+    comparisons: int
     caught: int
     missed: int
     false: int
@@ -37,46 +38,46 @@ class Tally:
     paired_sd: float | None
 
 
-def tally(fault: str, duels: Sequence[Duel]) -> Tally:
+def tally(fault: str, comparisons: Sequence[Comparison]) -> Tally:
     kind = FAULTS[fault].kind
-    raised = [{alert for cell in duel.cells for alert in cell.alerts} for duel in duels]
-    unfinished = [duel.exit_code == 3 for duel in duels]
+    raised = [{alert for cell in comparison.cells for alert in cell.alerts} for comparison in comparisons]
+    unfinished = [comparison.exit_code == 3 for comparison in comparisons]
     caught = sum(kind in alerts for alerts in raised)
-    times = [cell.time for duel in duels for cell in duel.cells if cell.time is not None]
+    times = [cell.time for comparison in comparisons for cell in comparison.cells if cell.time is not None]
     ratios = [time.ratio for time in times if time.ratio is not None]
     deviations = [time.paired_sd for time in times if time.paired_sd is not None]
-    pairs = [sum(len(cell.pairs) for cell in duel.cells) for duel in duels]
+    pairs = [sum(len(cell.pairs) for cell in comparison.cells) for comparison in comparisons]
     return Tally(
         fault=fault,
-        duels=len(duels),
+        comparisons=len(comparisons),
         caught=caught,
-        missed=len(duels) - caught - sum(unfinished) if kind is not None else 0,
+        missed=len(comparisons) - caught - sum(unfinished) if kind is not None else 0,
         false=sum(bool(alerts - {kind}) for alerts in raised),
-        called=sum(_is_only_called(duel) for duel in duels),
+        called=sum(_is_only_called(comparison) for comparison in comparisons),
         unfinished=sum(unfinished),
-        minutes=_middle_and_most([duel.minutes for duel in duels]),
+        minutes=_middle_and_most([comparison.minutes for comparison in comparisons]),
         pairs=_middle_and_most(pairs),
         estimate=float(np.median(ratios)) - 1.0 if ratios else None,
         paired_sd=float(np.median(deviations)) if deviations else None,
     )
 
 
-def _is_only_called(duel: Duel) -> bool:
-    return any(cell.verdict in ("slower", "faster") and "time" not in cell.alerts for cell in duel.cells)
+def _is_only_called(comparison: Comparison) -> bool:
+    return any(cell.verdict in ("slower", "faster") and "time" not in cell.alerts for cell in comparison.cells)
 
 
 def _middle_and_most(values: Sequence[float]) -> tuple[float, float]:
     return (float(np.median(values)), float(max(values))) if values else (0.0, 0.0)
 
 
-def recorded_ratios(duels: Sequence[Duel]) -> np.ndarray:
-    """log(head / base) of the pairs that counted, of duels in which nothing changed."""
+def recorded_ratios(comparisons: Sequence[Comparison]) -> np.ndarray:
+    """log(head / base) of the pairs that counted, of comparisons in which nothing changed."""
     return np.array(
         [
             ratio
-            for duel in duels
-            for cell in duel.cells
-            for pair in counted(cell.pairs, most_set_aside(duel.max_rounds))[0]
+            for comparison in comparisons
+            for cell in comparison.cells
+            for pair in counted(cell.pairs, most_set_aside(comparison.max_rounds))[0]
             if (ratio := pair.log_ratio) is not None
         ]
     )
@@ -104,7 +105,7 @@ def curve(ratios: np.ndarray, rule: Rule, seed: int = 0) -> list[dict[str, float
     return rows
 
 
-def summary(found: Mapping[str, Sequence[Duel]]) -> dict[str, Any]:
+def summary(found: Mapping[str, Sequence[Comparison]]) -> dict[str, Any]:
     """Everything that :func:`markdown` shows."""
     rows = [tally(fault, found[fault]) for fault in FAULTS if found.get(fault)]
     quiet = found.get("none", ())
@@ -115,7 +116,7 @@ def summary(found: Mapping[str, Sequence[Duel]]) -> dict[str, Any]:
         rule = Rule(first.alpha, first.timed_cells, first.threshold, first.max_rounds)
         simulated = {
             "recorded_pairs": len(ratios),
-            "recorded_duels": len(quiet),
+            "recorded_comparisons": len(quiet),
             "recorded_sd": float(np.std(ratios, ddof=1)),
             "cells": rule.cells,
             "threshold": rule.threshold,
@@ -126,9 +127,14 @@ def summary(found: Mapping[str, Sequence[Duel]]) -> dict[str, Any]:
 
 
 def markdown(said: Mapping[str, Any]) -> str:
-    lines = ["# Planted faults", "", "Real duels of clean dpcore (base) against dpcore with one fault (head).", ""]
+    lines = [
+        "# Planted faults",
+        "",
+        "Real comparisons of clean dpcore (base) against dpcore with one fault (head).",
+        "",
+    ]
     lines += [
-        "| planted | duels | caught | missed | other alerts | called, no alert | did not run | minutes (most) | "
+        "| planted | comparisons | caught | missed | other alerts | called, no alert | did not run | minutes (most) | "
         "pairs (most) | estimate |"
     ]
     lines += ["|---|---|---|---|---|---|---|---|---|---|"]
@@ -138,7 +144,7 @@ def markdown(said: Mapping[str, Any]) -> str:
             "–" if row["estimate"] is None else f"{row['estimate'] * 100:+.1f} % (sd {row['paired_sd'] * 100:.1f} %)"
         )
         caught = (str(row["caught"]), str(row["missed"])) if is_fault else ("–", "–")
-        cells = [f"{row['fault']}: {FAULTS[row['fault']].title}", str(row["duels"]), *caught, str(row["false"])]
+        cells = [f"{row['fault']}: {FAULTS[row['fault']].title}", str(row["comparisons"]), *caught, str(row["false"])]
         cells += [str(row["called"]), str(row["unfinished"]), f"{row['minutes'][0]:.1f} ({row['minutes'][1]:.1f})"]
         cells += [f"{row['pairs'][0]:.0f} ({row['pairs'][1]:.0f})", estimate]
         lines.append(f"| {' | '.join(cells)} |")
@@ -155,8 +161,8 @@ def markdown(said: Mapping[str, Any]) -> str:
         "## Simulated",
         "",
         f"**Not measured: simulated** by drawing from the {s['recorded_pairs']} recorded pairs of "
-        f"{s['recorded_duels']} duels in which nothing changed (paired sd {s['recorded_sd'] * 100:.1f} %), "
-        f"signs at random, {s['trials']} duels a row; threshold {s['threshold'] * 100:g} %, "
+        f"{s['recorded_comparisons']} comparisons in which nothing changed (paired sd {s['recorded_sd'] * 100:.1f} %), "
+        f"signs at random, {s['trials']} comparisons a row; threshold {s['threshold'] * 100:g} %, "
         f"cells a call: {s['cells']}. That noise comes in spells is lost by drawing.",
         "",
         "| true slowdown | alert | called slower or faster | called equivalent | pairs, mean |",

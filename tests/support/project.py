@@ -1,5 +1,5 @@
 """A small git repository of fake contestants, whose commits are slower, fatter, wrong or broken in known ways; and
-duels between them, in this process."""
+comparisons between them, in this process."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from harness.compare import candidates
-from harness.compare.record import Duel
-from harness.compare.run import DuelOptions, DuelRun
+from harness.compare import sides
+from harness.compare.record import Comparison
+from harness.compare.run import ComparisonOptions, ComparisonRun
 from harness.store.folder import RunFolder
 from tests.harness.run.test_layers import PHANTOM
 
@@ -65,7 +65,7 @@ class Project:
         self.git("commit", "-q", "--allow-empty", "-m", title)
         return self.git("rev-parse", "HEAD")
 
-    def fight(self, base: str, head: str, out: Path, **changes: object) -> Duel:
+    def compare(self, base: str, head: str, out: Path, **changes: object) -> Comparison:
         run = self.run(base, head, out, **changes)
         from rich.console import Console
 
@@ -74,10 +74,10 @@ class Project:
         with Progress(Console(quiet=True), quiet=True) as progress:
             return run.execute(progress)
 
-    def run(self, base: str, head: str, out: Path, **changes: object) -> DuelRun:
-        both = candidates.resolve("base", base, self.folder), candidates.resolve("head", head, self.folder)
-        options = DuelOptions(**{**PLAIN, **changes})
-        return DuelRun.connected(options, *both, RunFolder(out), "a test")
+    def run(self, base: str, head: str, out: Path, **changes: object) -> ComparisonRun:
+        both = sides.resolve("base", base, self.folder), sides.resolve("head", head, self.folder)
+        options = ComparisonOptions(**{**PLAIN, **changes})
+        return ComparisonRun.connected(options, *both, RunFolder(out), "a test")
 
 
 PLAIN: dict[str, object] = {

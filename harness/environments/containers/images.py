@@ -21,6 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
 from harness.environments.containers import engine, lockfile
 from harness.environments.containers.engine import Engine
 from harness.environments.containers.lockfile import Lock
@@ -409,8 +412,8 @@ def verify(framework: Framework, on: Engine, device: str = "cpu") -> Verdict:
     if status:
         raise EnvironmentFault(f"nothing could be read in the image {image.tag} (exit code {status}).")
     seen = json.loads(output)
-    installed = {lockfile.normalised(name): version.partition("+")[0] for name, version in seen["found"].items()}
-    locked = {pin.name: pin.version for pin in lock.pins}
+    installed = {canonicalize_name(name): version.partition("+")[0] for name, version in seen["found"].items()}
+    locked = {canonicalize_name(pin.name): pin.version for pin in lock.pins}
     faults = [f"{name} {installed.get(name, 'missing')} instead of {locked.get(name, 'nothing')}"
               for name in sorted(installed.keys() | locked.keys())
               if not _same_version(installed.get(name), locked.get(name))]  # fmt: skip
@@ -420,8 +423,6 @@ def verify(framework: Framework, on: Engine, device: str = "cpu") -> Verdict:
 
 
 def _same_version(installed: str | None, locked: str | None) -> bool:
-    from packaging.version import Version
-
     return installed is not None and locked is not None and Version(installed) == Version(locked)
 
 

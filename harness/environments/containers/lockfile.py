@@ -18,6 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from packaging.utils import canonicalize_name
+
 from harness.environments import venv
 from harness.environments.venv import EnvironmentFault, Say
 from harness.plan.registry import Framework, pins
@@ -55,11 +57,6 @@ class Lock:
         return hashlib.sha256("\n".join(map(str, self.pins)).encode()).hexdigest()
 
 
-def normalised(name: str) -> str:
-    """A distribution's name as registries compare it (PEP 503)."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
 def path_of(framework: Framework, device: str = "cpu") -> Path:
     """Where the framework's lock lies; a lock for CUDA is a file of its own, for the same pins mean other files."""
     return framework.folder / ("requirements.lock" if device == "cpu" else f"requirements-{device}.lock")
@@ -76,7 +73,7 @@ def parse(text: str) -> Lock:
         if match is None:
             raise ValueError(line[:80])
         hashes = re.findall(r"sha256:([0-9a-f]{64})", match[3])
-        found.append(Pin(normalised(match[1]), match[2], tuple(sorted(set(hashes)))))
+        found.append(Pin(canonicalize_name(match[1]), match[2], tuple(sorted(set(hashes)))))
     return Lock(tuple(sorted(found, key=lambda pin: pin.name)))
 
 
@@ -94,8 +91,8 @@ def load(framework: Framework, device: str = "cpu") -> Lock:
     locked = {pin.name: pin.version for pin in lock.pins}
     for line in _pinned(framework):
         name, _, version = line.partition("==")
-        if locked.get(normalised(name)) != version:
-            there = locked.get(normalised(name), "nothing")
+        if locked.get(canonicalize_name(name)) != version:
+            there = locked.get(canonicalize_name(name), "nothing")
             raise EnvironmentFault(f"{path.name} of {framework.name} says {there} where the pin is {line}; {again}")
     return lock
 
@@ -179,7 +176,7 @@ def name_and_version(file_name: str) -> tuple[str, str]:
     else:
         stem = next((file_name.removesuffix(s) for s in SOURCE_ARCHIVES if file_name.endswith(s)), file_name)
         name, _, version = stem.rpartition("-")
-    return normalised(name), version.partition("+")[0]
+    return canonicalize_name(name), version.partition("+")[0]
 
 
 def is_source(path: Path) -> bool:

@@ -47,10 +47,10 @@ def hardware(tables: Tables, section: Section) -> list[Grid]:
     loads = sorted(float(m["load_average"]) for m in machines if m.get("load_average") is not None)
     if loads:
         rows.append(("load average when a process started", f"median {np.median(loads):.2f}, highest {loads[-1]:.2f}"))
-    canary = [v for i in here.index if (load := tables.records[i].load) for v in [load.canary_before] if v]
-    if canary:
-        spread = max(canary) / min(canary) - 1
-        rows.append(("fixed work of the harness", f"median {np.median(canary) * 1e3:.1f} ms, range {spread:.0%}"))
+    probes = [v for i in here.index if (load := tables.records[i].load) for v in [load.canary_before] if v]
+    if probes:
+        spread = max(probes) / min(probes) - 1
+        rows.append(("fixed work of the harness", f"median {np.median(probes) * 1e3:.1f} ms, range {spread:.0%}"))
     peaks = _peaks(tables, section)
     if peaks:
         rows += [

@@ -107,14 +107,7 @@ def lines(record: Record, row: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield notion, f"{value / model.MEBIBYTE:.1f} MiB"
     if record.load:
         yield "load", _load(record)
-    if record.gate:
-        yield "gate", f"{'passed' if record.gate.passed else 'not passed'}, key {record.gate.key}"
-    for check in record.gate.checks if record.gate else ():
-        limits = (
-            "" if check.error is None or check.limit is None else f" error {check.error:.5g}, limit {check.limit:.5g}"
-        )
-        detail = f" ({check.detail})" if check.detail else ""
-        yield f"gate {check.check}", ("passed" if check.passed else "FAILED") + limits + detail
+    yield from _gate(record)
     if record.epsilon:
         e = record.epsilon
         rdp, pld, own = (model.MISSING if v is None else f"{v:.4g}" for v in (e.rdp, e.pld, e.own))
@@ -126,6 +119,24 @@ def lines(record: Record, row: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "data", f"{record.data.name}, {kind}, {record.data.origin}, sha256 {record.data.sha256[:12]}"
     if record.seeds:
         yield "seeds", f"weights {record.seeds.initial}, batches {record.seeds.batches}, noise {record.seeds.noise}"
+    yield from _provenance(record)
+    if record.log_tail:
+        yield "log", record.log_tail
+    yield "reproduce", record.command or "no command recorded"
+
+
+def _gate(record: Record) -> Iterator[tuple[str, str]]:
+    if record.gate:
+        yield "gate", f"{'passed' if record.gate.passed else 'not passed'}, key {record.gate.key}"
+    for check in record.gate.checks if record.gate else ():
+        limits = (
+            "" if check.error is None or check.limit is None else f" error {check.error:.5g}, limit {check.limit:.5g}"
+        )
+        detail = f" ({check.detail})" if check.detail else ""
+        yield f"gate {check.check}", ("passed" if check.passed else "FAILED") + limits + detail
+
+
+def _provenance(record: Record) -> Iterator[tuple[str, str]]:
     yield "machine", machine_label(record.machine)
     shown = [f"{name} {record.versions[name]}" for name in ("python", *SHOWN_PACKAGES) if name in record.versions]
     rest = len(record.versions) - len(shown)
@@ -144,9 +155,6 @@ def lines(record: Record, row: dict[str, Any]) -> Iterator[tuple[str, str]]:
     dirty = " with uncommitted changes" if source.dirty else ""
     yield "source", f"commit {source.commit}{dirty}, adapter {source.adapter_hash}, environment {source.lock_hash}"
     yield "key", record.key
-    if record.log_tail:
-        yield "log", record.log_tail
-    yield "reproduce", record.command or "no command recorded"
 
 
 def _layer(record: Record) -> Iterator[tuple[str, str]]:
@@ -191,9 +199,9 @@ def _timed(record: Record) -> str:
 def _load(record: Record) -> str:
     load = record.load
     assert load is not None
-    canary = [f"{c:.3g} s" for c in (load.canary_before, load.canary_after) if c is not None]
+    probes = [f"{c:.3g} s" for c in (load.canary_before, load.canary_after) if c is not None]
     return (
         f"other programs took {load.foreign_share:.1%} of the processors, {load.repeats} repeats"
         + (", disturbed" if load.disturbed else "")
-        + (f", canary before and after {' and '.join(canary)}" if canary else "")
+        + (f", speed probe before and after {' and '.join(probes)}" if probes else "")
     )

@@ -24,7 +24,7 @@ WHITE_FROM = 0.6
 
 
 @dataclass(frozen=True)
-class Square:
+class HeatmapCell:
     """``text`` with ``interval`` in small letters below it; ``factor`` sets the shade, None: there is no number."""
 
     text: str
@@ -32,14 +32,14 @@ class Square:
     interval: str = ""
 
 
-Squares = Mapping[tuple[str, int], Square]
+Squares = Mapping[tuple[str, int], HeatmapCell]
 
 
 def by_speed(names: Sequence[str], sizes: Sequence[int], squares: Squares) -> list[str]:
     """The fastest first, by the geometric mean of their factors; a missing number counts as the slowest shade."""
 
     def slowness(name: str) -> float:
-        found = [squares.get((name, size), Square("")).factor for size in sizes]
+        found = [squares.get((name, size), HeatmapCell("")).factor for size in sizes]
         return float(np.mean([np.log(SLOWEST if factor is None else factor) for factor in found]))
 
     return sorted(names, key=slowness)
@@ -56,7 +56,7 @@ def draw(axes: Axes, names: Sequence[str], sizes: Sequence[int], squares: Square
     colours = np.full((len(names), len(sizes), 4), EMPTY)
     for y, name in enumerate(names):
         for x, size in enumerate(sizes):
-            square = squares.get((name, size), Square("–"))
+            square = squares.get((name, size), HeatmapCell("–"))
             depth = None if square.factor is None else float(shade(square.factor))
             if depth is not None:
                 colours[y, x] = SHADES(0.9 * depth)

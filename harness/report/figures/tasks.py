@@ -25,7 +25,7 @@ from harness.analysis.frames import Tables
 from harness.analysis.naming import factor, machine_slug, number, slug
 from harness.report import model
 from harness.report.figures import heatmap
-from harness.report.figures.heatmap import Square
+from harness.report.figures.heatmap import HeatmapCell
 from harness.report.model import Picture, Section
 from harness.store.cache import check_replaceable
 
@@ -167,14 +167,14 @@ def _seconds_of_a_crowd(
     fastest = ok[ok.contestant.map(private)].groupby("batch_size")["median"].min()
     n = model.usual(ok.n)
     squares = {
-        (row.contestant, row.batch_size): Square(
+        (row.contestant, row.batch_size): HeatmapCell(
             number(row.median) + ("ᵈ" if row.disturbed else "") + ("ᶠ" if row.failed else ""),
             # Where nothing private was measured there is nothing to compare with.
             max(1.0, row.median / fastest.get(row.batch_size, float("inf"))),
             (f"[{number(row.low)}, {number(row.high)}]" if row.n > 1 else "") + (f" n={row.n}" if row.n != n else ""),
         )
         if row.state == "ok"
-        else Square(row.state)
+        else HeatmapCell(row.state)
         for row in group.itertuples()
     }
     sizes = sorted(group.batch_size.unique())
@@ -274,11 +274,13 @@ def _states(cells: pd.DataFrame, task: str, synthetic: bool) -> dict[tuple[str, 
     return {(row.contestant, row.batch_size): row.state for row in here.itertuples()}
 
 
-def _squares_of_ratios(group: pd.DataFrame, states: Mapping[tuple[str, int], str]) -> dict[tuple[str, int], Square]:
+def _squares_of_ratios(
+    group: pd.DataFrame, states: Mapping[tuple[str, int], str]
+) -> dict[tuple[str, int], HeatmapCell]:
     """Ratios with their intervals; in place of a ratio that lacks, why."""
-    missing = {place: Square("no pair" if state == "ok" else state) for place, state in states.items()}
+    missing = {place: HeatmapCell("no pair" if state == "ok" else state) for place, state in states.items()}
     return missing | {
-        (row.contestant, row.batch_size): Square(
+        (row.contestant, row.batch_size): HeatmapCell(
             factor(row.ratio) + ("ᵈ" if row.disturbed else ""),
             max(1.0, row.ratio),
             "" if pd.isna(row.low) else f"[{factor(row.low)}, {factor(row.high)}]",

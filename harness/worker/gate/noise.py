@@ -273,12 +273,13 @@ def independent_shifts(z: np.ndarray) -> Score:
     """One stream read twice, at any distance or backwards: the values of a step against themselves at every shift,
     forwards and reversed, summed over the steps; and every two of some steps at every shift.
 
-    Sums over cycles, so that every shift has as many products and the same variance.
+    Sums over cycles, so that every shift has as many products and the same variance. A few values at the end are left
+    out, so that the transforms are fast.
     """
-    n = z.shape[1]
+    n = _composite(z.shape[1])
     if n < SMALLEST_FOR_SHIFTS:
         return Score(0.0, normal_limit(1), f"{n} values a step are too few")
-    steps = z[-max(1, STREAM_VALUES // n) :].astype(np.float64)
+    steps = z[-max(1, STREAM_VALUES // n) :, :n].astype(np.float64)
     found = []
     for way, scores in zip(("shifted by", "reversed around"), _cyclic_scores(steps), strict=True):
         worst = int(np.argmax(scores))
@@ -293,6 +294,18 @@ def independent_shifts(z: np.ndarray) -> Score:
         found.append((float(scores[other, shift]), scores.size, where))
     value, _, where = max(found)
     return Score(value, normal_limit(sum(size for _, size, _ in found)), where)
+
+
+def _composite(n: int) -> int:
+    """The largest number up to n without a prime factor above 11."""
+    for candidate in range(n, 0, -1):
+        rest = candidate
+        for prime in (2, 3, 5, 7, 11):
+            while rest % prime == 0:
+                rest //= prime
+        if rest == 1:
+            return candidate
+    return 0
 
 
 def _cyclic_scores(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

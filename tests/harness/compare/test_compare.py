@@ -1,4 +1,4 @@
-"""Duels between commits of fake contestants: what is proven, what is not, and what a killed one leaves."""
+"""Comparisons between commits of fake contestants: what is proven, what is not, and what a killed one leaves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from harness.analysis.sequential import Rule
 from harness.cli import main as cli
 from harness.cli.main import app
-from harness.compare import bisection, candidates
+from harness.compare import bisection, sides
 from harness.compare import record as compare_record
 from harness.compare import report as compare_report
 from harness.compare.record import MemoryPair, Pair, Process
@@ -42,7 +42,7 @@ def sides_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def apart(sides_cache, monkeypatch, reference) -> Iterator[None]:  # noqa: F811
     monkeypatch.setenv("DPBENCH_CACHE", str(sides_cache))
     monkeypatch.setattr(
-        "harness.compare.candidates.compileall.compile_dir", lambda *tree, **how: True
+        "harness.compare.sides.compileall.compile_dir", lambda *tree, **how: True
     )  # it only saves workers time
     monkeypatch.setattr(layer_run, "ensure_references", lambda names, *rest: dict.fromkeys(names, reference))
     virtual_time.install(monkeypatch)
@@ -65,26 +65,26 @@ def project(tmp_path) -> Project:
 def test_a_slower_head_is_slower(project, tmp_path):
     base = project.git("rev-parse", "HEAD")
     project.commit("sleep-6ms")
-    duel = project.fight(base, "main", tmp_path / "out")
-    (cell,) = duel.cells
+    comparison = project.compare(base, "main", tmp_path / "out")
+    (cell,) = comparison.cells
     assert (cell.name, cell.verdict, cell.alerts) == ("layer-norm/phantom-exact/clipped/16", "slower", ["time"])
     assert 1.4 < cell.time.ratio < 4.0 and cell.time.low > 1.0
     assert cell.time.n < 8 and cell.time.stop.startswith("clear")  # it stopped early
     assert cell.gate == {"base": "passed", "head": "passed"}
     assert cell.memory.change == "same" and cell.memory.exact
-    assert duel.exit_code == 1
-    assert duel.base.commit == base and not duel.base.dirty
-    back = project.fight("main", base, tmp_path / "back")
+    assert comparison.exit_code == 1
+    assert comparison.base.commit == base and not comparison.base.dirty
+    back = project.compare("main", base, tmp_path / "back")
     assert back.cells[0].verdict == "faster" and back.exit_code == 0
 
 
 def test_equal_sides_are_no_finding_and_share_a_folder(project, tmp_path):
-    duel = project.fight("main", ".", tmp_path / "out")
-    assert duel.base.content == duel.head.content
+    comparison = project.compare("main", ".", tmp_path / "out")
+    assert comparison.base.content == comparison.head.content
     # A tiny difference may be found by chance (5 %); an alert may not.
-    assert duel.cells[0].alerts == [] and duel.cells[0].time.within_threshold and duel.exit_code == 0
-    stored = compare_record.read(tmp_path / "out" / "duel.json")
-    assert stored == duel
+    assert comparison.cells[0].alerts == [] and comparison.cells[0].time.within_threshold and comparison.exit_code == 0
+    stored = compare_record.read(tmp_path / "out" / "comparison.json")
+    assert stored == comparison
     for pair in stored.cells[0].pairs:
         assert pair.base.seconds > 0.003 and pair.head.passes >= 5
     firsts = [pair.order[0] for pair in stored.cells[0].pairs]
@@ -93,62 +93,62 @@ def test_equal_sides_are_no_finding_and_share_a_folder(project, tmp_path):
 
 def test_grown_memory_is_proven_by_a_second_process_and_shrunk_memory_is_told(project, tmp_path):
     project.commit("sleep-3ms", "buffer")
-    duel = project.fight("HEAD~1", "HEAD", tmp_path / "out")
-    (cell,) = duel.cells
-    assert cell.alerts == ["memory"] and duel.exit_code == 1
+    comparison = project.compare("HEAD~1", "HEAD", tmp_path / "out")
+    (cell,) = comparison.cells
+    assert cell.alerts == ["memory"] and comparison.exit_code == 1
     assert cell.memory.head - cell.memory.base == 2**20
     assert cell.memory.proven and len(cell.memory_processes.head) == 2
-    back = project.fight("HEAD", "HEAD~1", tmp_path / "back")
+    back = project.compare("HEAD", "HEAD~1", tmp_path / "back")
     assert back.cells[0].memory.change == "shrunk" and back.exit_code == 0
     assert "−1 MiB" in compare_report.markdown(back)
 
 
 def test_grown_memory_is_an_alert_without_any_clock(project, tmp_path):
     project.commit("sleep-3ms", "buffer")
-    duel = project.fight("HEAD~1", "HEAD", tmp_path / "out", first_alert=True)
-    (cell,) = duel.cells
-    assert (cell.alerts, cell.pairs, cell.memory.proven, duel.exit_code) == (["memory"], [], True, 1)
-    assert cell.reason == "no pair was timed" and "no pair was timed" in compare_report.markdown(duel)
+    comparison = project.compare("HEAD~1", "HEAD", tmp_path / "out", first_alert=True)
+    (cell,) = comparison.cells
+    assert (cell.alerts, cell.pairs, cell.memory.proven, comparison.exit_code) == (["memory"], [], True, 1)
+    assert cell.reason == "no pair was timed" and "no pair was timed" in compare_report.markdown(comparison)
 
 
 def test_a_gate_that_only_head_fails_is_wrong_and_said_first(project, tmp_path):
     project.commit("clip-bug")
-    duel = project.fight("HEAD~1", "HEAD", tmp_path / "out")
-    (cell,) = duel.cells
-    assert (cell.verdict, cell.alerts, duel.exit_code) == ("wrong", ["gate"], 1)
+    comparison = project.compare("HEAD~1", "HEAD", tmp_path / "out")
+    (cell,) = comparison.cells
+    assert (cell.verdict, cell.alerts, comparison.exit_code) == ("wrong", ["gate"], 1)
     assert cell.time is None and cell.gate["head"].startswith("failed: clipped-sum")
-    text = compare_report.markdown(duel).splitlines()
+    text = compare_report.markdown(comparison).splitlines()
     assert text[0] == compare_report.MARKER
     assert text[1].startswith("**A regression of") and "is wrong" in text[1]
-    repaired = project.fight("HEAD", "HEAD~1", tmp_path / "back")
+    repaired = project.compare("HEAD", "HEAD~1", tmp_path / "back")
     assert repaired.cells[0].verdict == "repaired" and repaired.exit_code == 0
 
 
 def test_a_fault_beyond_the_checked_examples_is_seen_on_the_measured_batch(project, tmp_path):
     project.commit("sleep-3ms", "late-clip-bug")
-    duel = project.fight("HEAD~1", "HEAD", tmp_path / "out")
-    (cell,) = duel.cells
+    comparison = project.compare("HEAD~1", "HEAD", tmp_path / "out")
+    (cell,) = comparison.cells
     assert cell.gate == {"base": "passed", "head": "passed"}, "the check has four examples"
-    assert (cell.verdict, cell.alerts, duel.exit_code) == ("wrong", ["gate"], 1)
+    assert (cell.verdict, cell.alerts, comparison.exit_code) == ("wrong", ["gate"], 1)
     assert "gradients of a batch of the measured size differ" in cell.reason and len(cell.pairs) == 1
     assert cell.pairs[0].differs and cell.pairs[0].apart > 1e-3 > cell.pairs[0].limit
-    assert "base and head do not compute the same" in compare_report.markdown(duel)
-    equal = project.fight("HEAD", "HEAD", tmp_path / "equal")
+    assert "base and head do not compute the same" in compare_report.markdown(comparison)
+    equal = project.compare("HEAD", "HEAD", tmp_path / "equal")
     assert all(pair.apart == 0.0 for pair in equal.cells[0].pairs)
 
 
 def test_a_corrupt_pair_is_named_and_an_interrupted_one_is_made_again(project, tmp_path):
     chosen: dict[str, Any] = {"max_rounds": 5, "memory": False}
-    project.fight("main", ".", tmp_path / "out", **chosen)
+    project.compare("main", ".", tmp_path / "out", **chosen)
     stored = tmp_path / "out" / "records" / "layer-norm.phantom-exact.clipped.16.000.json"
     whole = json.loads(stored.read_text())
     for content in (b"{", b"[]", b"\xff", b"[" * 100_000):
         stored.write_bytes(content)
         with pytest.raises(BadInput, match=r"000\.json is corrupt"):
-            project.fight("main", ".", tmp_path / "out", **chosen)
+            project.compare("main", ".", tmp_path / "out", **chosen)
     whole["head"] |= {"state": "crashed", "reason": "the worker was killed by SIGKILL", "interrupted": True}
     stored.write_text(json.dumps(whole))
-    (cell,) = project.fight("main", ".", tmp_path / "out", **chosen).cells
+    (cell,) = project.compare("main", ".", tmp_path / "out", **chosen).cells
     assert cell.pairs[0].head.state == "ok" and len(cell.pairs) == 5
 
 
@@ -157,10 +157,10 @@ def test_a_corrupt_pair_is_named_and_an_interrupted_one_is_made_again(project, t
 def test_a_crash_on_one_side_is_no_verdict(project, tmp_path, fault, side):
     project.commit(fault)
     refs = ("HEAD~1", "HEAD") if side == "head" else ("HEAD", "HEAD~1")
-    duel = project.fight(*refs, tmp_path / "out")
-    assert duel.cells[0].verdict == "failed" and duel.exit_code == 3
-    assert f"{side} did not run: crashed" in duel.cells[0].reason
-    assert len(duel.cells[0].pairs) == 1
+    comparison = project.compare(*refs, tmp_path / "out")
+    assert comparison.cells[0].verdict == "failed" and comparison.exit_code == 3
+    assert f"{side} did not run: crashed" in comparison.cells[0].reason
+    assert len(comparison.cells[0].pairs) == 1
 
 
 def test_a_side_that_cannot_be_installed_fails_at_once(project, tmp_path, monkeypatch):
@@ -170,9 +170,9 @@ def test_a_side_that_cannot_be_installed_fails_at_once(project, tmp_path, monkey
 
     installed: list[Path] = []
     monkeypatch.setattr("harness.environments.in_process.InProcessBackend.executor", refuse)
-    duel = project.fight("HEAD", ".", tmp_path / "out")
-    (cell,) = duel.cells
-    assert (cell.verdict, cell.pairs, cell.memory_processes, duel.exit_code) == ("failed", [], None, 3)
+    comparison = project.compare("HEAD", ".", tmp_path / "out")
+    (cell,) = comparison.cells
+    assert (cell.verdict, cell.pairs, cell.memory_processes, comparison.exit_code) == ("failed", [], None, 3)
     assert cell.reason == "base cannot run: not installable here: there is no such version"
     assert len(installed) == 1
 
@@ -181,14 +181,16 @@ def test_a_contestant_that_one_side_lacks_is_not_compared(project, tmp_path):
     toml = project.layers.with_name("layers.toml")
     toml.write_text(toml.read_text() + '[[variants]]\nname = "new"\ntitle = "t"\ncolumn = "dp"\npasses = ["clipped"]\n')
     project.commit("sleep-3ms")
-    duel = project.fight("HEAD~1", "HEAD", tmp_path / "out", frameworks=("phantom-new", "phantom-exact"))
-    assert duel.cells[0].verdict == "not compared" and duel.cells[1].time.n >= 5
-    assert duel.cells[0].reason.startswith("base has no such contestant: There is no layer contestant 'phantom-new'")
-    assert duel.timed_cells == 1 and duel.exit_code == 0
-    assert compare_report.summary(duel).endswith("; 1 cell not compared.")
-    alone = project.fight("HEAD~1", "HEAD", tmp_path / "alone", frameworks=("phantom-new",))
+    comparison = project.compare("HEAD~1", "HEAD", tmp_path / "out", frameworks=("phantom-new", "phantom-exact"))
+    assert comparison.cells[0].verdict == "not compared" and comparison.cells[1].time.n >= 5
+    assert comparison.cells[0].reason.startswith(
+        "base has no such contestant: There is no layer contestant 'phantom-new'"
+    )
+    assert comparison.timed_cells == 1 and comparison.exit_code == 0
+    assert compare_report.summary(comparison).endswith("; 1 cell not compared.")
+    alone = project.compare("HEAD~1", "HEAD", tmp_path / "alone", frameworks=("phantom-new",))
     assert alone.exit_code == 3  # nothing was compared
-    lost = project.fight("HEAD", "HEAD~1", tmp_path / "lost", frameworks=("phantom-new", "phantom-exact"))
+    lost = project.compare("HEAD", "HEAD~1", tmp_path / "lost", frameworks=("phantom-new", "phantom-exact"))
     assert lost.cells[0].verdict == "failed" and lost.cells[1].is_compared
     assert lost.cells[0].reason.startswith("head has no such contestant: There is no") and lost.exit_code == 3
 
@@ -196,9 +198,11 @@ def test_a_contestant_that_one_side_lacks_is_not_compared(project, tmp_path):
 def test_a_head_whose_description_cannot_be_read_fails_in_its_own_words(project, tmp_path):
     project.layers.with_name("framework.toml").write_text("name = ")
     project.commit("sleep-3ms")
-    duel = project.fight("HEAD~1", "HEAD", tmp_path / "out")
-    assert duel.cells[0].verdict == "failed" and duel.exit_code == 3
-    assert "head has no such contestant" in duel.cells[0].reason and "cannot be read" in duel.cells[0].reason
+    comparison = project.compare("HEAD~1", "HEAD", tmp_path / "out")
+    assert comparison.cells[0].verdict == "failed" and comparison.exit_code == 3
+    assert (
+        "head has no such contestant" in comparison.cells[0].reason and "cannot be read" in comparison.cells[0].reason
+    )
 
 
 def test_a_pass_that_head_no_longer_has_is_a_failure(project, tmp_path):
@@ -207,45 +211,45 @@ def test_a_pass_that_head_no_longer_has_is_a_failure(project, tmp_path):
     toml.write_text(plain.replace(', "clipped"', ""))
     assert toml.read_text() != plain
     project.commit("sleep-3ms")
-    duel = project.fight("HEAD~1", "HEAD", tmp_path / "out")
-    assert duel.cells[0].verdict == "failed" and "not with this layer and pass" in duel.cells[0].reason
+    comparison = project.compare("HEAD~1", "HEAD", tmp_path / "out")
+    assert comparison.cells[0].verdict == "failed" and "not with this layer and pass" in comparison.cells[0].reason
 
 
-def test_a_killed_duel_goes_on_from_its_pairs(project, tmp_path, monkeypatch):
+def test_a_killed_comparison_goes_on_from_its_pairs(project, tmp_path, monkeypatch):
     project.commit("sleep-6ms")
     out = tmp_path / "out"
     run = project.run("HEAD~1", "HEAD", out)
     measured: list[tuple[str, int]] = []
     real = type(run)._process
 
-    def process(self: Any, bout: Any, role: str, purpose: str, number: int, progress: Any) -> Process:
+    def process(self: Any, paired: Any, role: str, purpose: str, number: int, progress: Any) -> Process:
         measured.append((purpose, number))
         if len(measured) == 6:  # in the middle of the second pair
             raise KeyboardInterrupt
-        return real(self, bout, role, purpose, number, progress)
+        return real(self, paired, role, purpose, number, progress)
 
     monkeypatch.setattr(type(run), "_process", process)
     with pytest.raises(KeyboardInterrupt):
-        project.fight("HEAD~1", "HEAD", out)
+        project.compare("HEAD~1", "HEAD", out)
     kept = {path.name: path.read_bytes() for path in (out / "records").iterdir()}
     assert sorted(name.split(".")[-2] for name in kept) == ["000", "memory"]  # nothing of one side only
-    duel = project.fight("HEAD~1", "HEAD", out)
+    comparison = project.compare("HEAD~1", "HEAD", out)
     assert measured[6:8] == [("time", 1), ("time", 1)]
     assert {name: (out / "records" / name).read_bytes() for name in kept} == kept
-    assert duel.cells[0].alerts == ["time"]
+    assert comparison.cells[0].alerts == ["time"]
     again = len(measured)
-    assert project.fight("HEAD~1", "HEAD", out).cells == duel.cells
+    assert project.compare("HEAD~1", "HEAD", out).cells == comparison.cells
     assert len(measured) == again  # a finished one measures nothing
     with pytest.raises(BadInput, match="differs in"):
-        project.fight("HEAD", "HEAD~1", out)
+        project.compare("HEAD", "HEAD~1", out)
 
 
 def test_when_the_time_is_up_what_is_open_is_ambiguous(project, tmp_path):
-    duel = project.fight("main", ".", tmp_path / "out", minutes=1e-6)
-    assert not duel.finished and duel.exit_code == 3
-    assert duel.cells[0].verdict == "ambiguous"
-    assert compare_report.summary(duel).startswith("Nothing could be compared: ")
-    assert "The time was up" in compare_report.markdown(duel)
+    comparison = project.compare("main", ".", tmp_path / "out", minutes=1e-6)
+    assert not comparison.finished and comparison.exit_code == 3
+    assert comparison.cells[0].verdict == "ambiguous"
+    assert compare_report.summary(comparison).startswith("Nothing could be compared: ")
+    assert "The time was up" in compare_report.markdown(comparison)
 
 
 def test_the_minutes_begin_after_the_installations(project, tmp_path, monkeypatch):
@@ -254,9 +258,9 @@ def test_the_minutes_begin_after_the_installations(project, tmp_path, monkeypatc
     monkeypatch.setattr("harness.compare.run.time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(type(run), "_prepare", lambda self, say: clock.__setitem__(0, 3600.0))
     begun: list[float] = []
-    monkeypatch.setattr(type(run), "_open", lambda self, bout, progress: None)
-    monkeypatch.setattr(type(run), "_fight", lambda self, start, progress: begun.append(start) or True)
-    project.fight("main", ".", tmp_path / "out")
+    monkeypatch.setattr(type(run), "_open", lambda self, paired, progress: None)
+    monkeypatch.setattr(type(run), "_run_pairs", lambda self, start, progress: begun.append(start) or True)
+    project.compare("main", ".", tmp_path / "out")
     assert begun == [3600.0]
 
 
@@ -331,13 +335,13 @@ def test_a_small_growth_is_none_and_an_unconfirmed_one_is_no_alert():
     assert conclusion([pair(i, 1.0) for i in range(5)], grown).alerts == []
 
 
-def duel_of(*cells: compare_record.CellResult) -> compare_record.Duel:
+def comparison_of(*cells: compare_record.CellResult) -> compare_record.Comparison:
     side = compare_record.SideFacts(
         asked=".", title="", commit=None, dirty=None, content="", package=None, locks={}, versions={}
     )
     facts = {"base": side, "head": side, "alpha": 0.05, "threshold": 0.05, "max_rounds": 8, "timed_cells": len(cells)}
     how = {"isolation": "venv", "threads": 1, "seconds": 0.5, "machine": {}, "minutes": 1.0, "finished": True}
-    return compare_record.Duel.model_validate({"started": "", "command": "", **facts, **how, "cells": cells})
+    return compare_record.Comparison.model_validate({"started": "", "command": "", **facts, **how, "cells": cells})
 
 
 @pytest.mark.parametrize("first", [[], [2**21]])
@@ -348,12 +352,12 @@ def test_a_memory_process_that_died_is_no_equal_memory(first):
     equal = conclusion([pair(i, 1.0) for i in range(5)], memory)
     assert (equal.verdict, equal.alerts) == ("equivalent", [])
     assert equal.reason == "memory was not compared: head oom: it asked for 4 GiB"
-    assert duel_of(equal).exit_code == 3
-    assert "the memory of 1 cell was not compared" in compare_report.summary(duel_of(equal))
+    assert comparison_of(equal).exit_code == 3
+    assert "the memory of 1 cell was not compared" in compare_report.summary(comparison_of(equal))
     slower = conclusion([pair(i, 1.5 + 0.001 * i) for i in range(5)], memory)
-    assert slower.alerts == ["time"] and duel_of(slower).exit_code == 1
+    assert slower.alerts == ["time"] and comparison_of(slower).exit_code == 1
     whole = MemoryPair(base=memory.base, head=memory.base)
-    assert duel_of(conclusion([pair(i, 1.0) for i in range(5)], whole)).exit_code == 0
+    assert comparison_of(conclusion([pair(i, 1.0) for i in range(5)], whole)).exit_code == 0
     # A search for grown memory must not take it for good; one for a slowdown may.
     assert bisection.opinion_of(equal, frozenset({"memory"}))[0] == "ambiguous"
     assert bisection.opinion_of(equal, frozenset({"time"}))[0] == "good"
@@ -361,9 +365,9 @@ def test_a_memory_process_that_died_is_no_equal_memory(first):
 
 def test_too_few_pairs_for_an_interval_are_no_comparison():
     few = conclusion([pair(0, 1.0), pair(1, 1.1)])
-    assert few.verdict == "ambiguous" and duel_of(few).exit_code == 3
+    assert few.verdict == "ambiguous" and comparison_of(few).exit_code == 3
     noisy = conclusion([pair(i, (1.5, 0.6)[i % 2]) for i in range(8)])
-    assert noisy.verdict == "ambiguous" and duel_of(noisy).exit_code == 0
+    assert noisy.verdict == "ambiguous" and comparison_of(noisy).exit_code == 0
 
 
 def test_the_resident_set_of_a_task_is_shown_and_never_judged():
@@ -384,22 +388,22 @@ def test_a_wrong_cell_keeps_its_alert_beside_cells_that_did_not_run():
 
 
 def test_the_working_tree_is_taken_as_it_is(project):
-    before = candidates.resolve("head", ".", project.folder)
+    before = sides.resolve("head", ".", project.folder)
     project.write("sleep-6ms")
-    after = candidates.resolve("head", "WORKTREE", project.folder)
+    after = sides.resolve("head", "WORKTREE", project.folder)
     assert (before.dirty, after.dirty) == (False, True)
     assert before.content != after.content and len(before.content) == len(after.content)
     assert "0.006" in (after.folder / "frameworks" / "phantom" / "layers.py").read_text()
     assert (after.folder / "harness" / "worker" / "layers.py").exists()  # the running harness, on both sides
-    assert candidates.resolve("base", "main", project.folder).content == before.content
+    assert sides.resolve("base", "main", project.folder).content == before.content
 
 
 def test_a_version_replaces_every_pin_of_the_package_and_nothing_else(project):
     requirements = Path("frameworks") / "phantom" / "requirements.txt"
-    side = candidates.resolve("head", "Fake_Lib==2.1", project.folder)
+    side = sides.resolve("head", "Fake_Lib==2.1", project.folder)
     assert (side.folder / requirements).read_text() == "numpy==2.0.0\nFake_Lib==2.1\n"
     assert side.users == ("phantom",) and side.package == "Fake_Lib==2.1"
-    plain = candidates.resolve("base", ".", project.folder)
+    plain = sides.resolve("base", ".", project.folder)
     files = {
         path.relative_to(s.folder)
         for s in (side, plain)
@@ -413,9 +417,9 @@ def test_a_version_replaces_every_pin_of_the_package_and_nothing_else(project):
 def test_a_wheel_is_pinned_by_its_content(project, tmp_path):
     wheel = tmp_path / "fake_lib-3.0-py3-none-any.whl"
     wheel.write_bytes(b"one")
-    first = candidates.resolve("head", str(wheel), project.folder)
+    first = sides.resolve("head", str(wheel), project.folder)
     wheel.write_bytes(b"two")
-    second = candidates.resolve("head", str(wheel), project.folder)
+    second = sides.resolve("head", str(wheel), project.folder)
     assert first.package.startswith("fake-lib @ file://") and first.package != second.package
 
 
@@ -436,7 +440,7 @@ def test_bad_sides_are_one_sentence(project, asked, message):
         project.git("rm", "-rq", "--cached", "frameworks")
         project.git("commit", "-q", "-m", "older than the frameworks")
     with pytest.raises(BadInput, match=message):
-        candidates.resolve("head", asked, project.folder)
+        sides.resolve("head", asked, project.folder)
 
 
 # ---- the verb
@@ -456,9 +460,9 @@ def test_the_verb_writes_json_and_markdown_and_ends_with_the_verdict(project, tm
     assert done.exit_code == 1, done.output
     said = json.loads(done.stdout)
     assert said["cells"][0]["alerts"] == ["time"]
-    assert said == json.loads((tmp_path / "out" / "duel.json").read_text())
+    assert said == json.loads((tmp_path / "out" / "comparison.json").read_text())
     text = comment.read_text()
-    assert text == (tmp_path / "out" / "duel.md").read_text()
+    assert text == (tmp_path / "out" / "comparison.md").read_text()
     assert text.startswith(compare_report.MARKER) and "| `layer-norm/phantom-exact/clipped/64` |" in text
     assert "could not have been seen" in text
 
@@ -527,27 +531,27 @@ def test_a_task_is_judged_by_its_gate_before_it_is_timed(project, tmp_path, monk
     monkeypatch.setattr("harness.compare.run.admission.judge", judge)
     chosen: dict[str, Any] = {"layers": (), "tasks": ("logreg",), "frameworks": ("phantom-sleeper",), "synthetic": True}
     chosen["timeout_seconds"] = 123.0
-    duel = project.fight("HEAD~1", "HEAD", tmp_path / "out", **chosen, batch_sizes=(64,))
-    (cell,) = duel.cells
+    comparison = project.compare("HEAD~1", "HEAD", tmp_path / "out", **chosen, batch_sizes=(64,))
+    (cell,) = comparison.cells
     assert asked == ["base", "head"]
     assert (cell.name, cell.verdict, cell.alerts) == ("logreg/phantom-sleeper/64", "slower", ["time"]), cell.reason
     assert cell.memory is None or cell.memory.change == "not judged"
     assert cell.weights is not None and cell.weights.apart == 0.0 and not cell.weights.differs
     adapter.write_text(plain.replace("value += 1e-3", "value += 1.1e-3"))
     project.commit("sleep-3ms", title="a larger update, which the gate lets in here")
-    other = project.fight("HEAD~1", "HEAD", tmp_path / "other", **chosen, batch_sizes=(64,))
+    other = project.compare("HEAD~1", "HEAD", tmp_path / "other", **chosen, batch_sizes=(64,))
     assert other.cells[0].verdict == "wrong" and other.exit_code == 1 and other.cells[0].pairs == []
     assert "weights after the first steps without noise differ between them by 0." in other.cells[0].reason
     project.git("reset", "-q", "--hard", "HEAD~1")
     passes["head"] = False
-    wrong = project.fight("HEAD~1", "HEAD", tmp_path / "wrong", **chosen, batch_sizes=(64,))
+    wrong = project.compare("HEAD~1", "HEAD", tmp_path / "wrong", **chosen, batch_sizes=(64,))
     assert wrong.cells[0].verdict == "wrong" and wrong.exit_code == 1 and wrong.cells[0].pairs == []
     passes["base"] = False
-    neither = project.fight("HEAD~1", "HEAD", tmp_path / "neither", **chosen, batch_sizes=(64,))
+    neither = project.compare("HEAD~1", "HEAD", tmp_path / "neither", **chosen, batch_sizes=(64,))
     assert neither.cells[0].verdict == "not compared"
     # The gate's memory of verdicts must tell the sides apart.
     hashes = {
-        registry.frameworks(root=candidates.resolve("base", ref, project.folder).folder)["phantom"].adapter_hash
+        registry.frameworks(root=sides.resolve("base", ref, project.folder).folder)["phantom"].adapter_hash
         for ref in ("HEAD~1", "HEAD")
     }
     assert len(hashes) == 2

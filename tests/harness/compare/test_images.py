@@ -1,4 +1,5 @@
-"""Duels in containers of a pretended engine: two images of one code, two states of the code in their locked images."""
+"""Comparisons in containers of a pretended engine: two images of one code, two states of the code in their locked
+images."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from harness.cli.main import app
-from harness.compare import candidates
 from harness.compare import record as compare_record
 from harness.compare import report as compare_report
+from harness.compare import sides
 from harness.environments.containers import engine, images
 from harness.errors import BadInput
 from harness.gate import admission
@@ -56,11 +57,11 @@ def locked(project: Project) -> tuple[str, str]:
 def test_one_code_in_two_images(project, tmp_path, pretended):
     was = pretended.add("fake:was", 1, versions={"python": "3.11.2", "numpy": "2.0.0", "gone": "1"})
     now = pretended.add("fake:now", 2, locked(project)[1], versions={"python": "3.11.2", "numpy": "2.1.0"})
-    duel = project.fight("image:fake:was", f"image:{now}", tmp_path / "out", isolation="docker")
-    (cell,) = duel.cells
-    assert cell.alerts == [] and cell.time.n >= 5 and duel.exit_code == 0
+    comparison = project.compare("image:fake:was", f"image:{now}", tmp_path / "out", isolation="docker")
+    (cell,) = comparison.cells
+    assert cell.alerts == [] and cell.time.n >= 5 and comparison.exit_code == 0
     assert {digest for digest, _, _ in pretended.contained} == {was, now}
-    found = compare_record.read(tmp_path / "out" / "duel.json")
+    found = compare_record.read(tmp_path / "out" / "comparison.json")
     base, head = found.base.images["phantom"], found.head.images["phantom"]
     assert (base.tag, base.digest, base.matches_lock) == ("fake:was", was, False)
     assert (head.digest, head.matches_lock) == (now, True)
@@ -74,34 +75,34 @@ def test_one_code_in_two_images(project, tmp_path, pretended):
     assert "The code is the same on both sides" in text and "fresh containers" in text
 
 
-def test_a_resumed_duel_needs_the_same_images(project, tmp_path, pretended):
+def test_a_resumed_comparison_needs_the_same_images(project, tmp_path, pretended):
     for number, name in enumerate(("fake:was", "fake:now")):
         pretended.add(name, number)
     both = "image:fake:was", "image:fake:now"
-    first = project.fight(*both, tmp_path / "out", isolation="docker")
+    first = project.compare(*both, tmp_path / "out", isolation="docker")
     count = len(pretended.contained)
-    assert project.fight(*both, tmp_path / "out", isolation="docker").cells == first.cells
+    assert project.compare(*both, tmp_path / "out", isolation="docker").cells == first.cells
     assert len(pretended.contained) == count
     pretended.add("fake:now", 7)
     with pytest.raises(BadInput, match=r"differs in images\.head\.phantom"):
-        project.fight(*both, tmp_path / "out", isolation="docker")
+        project.compare(*both, tmp_path / "out", isolation="docker")
 
 
 def test_two_states_run_with_the_code_of_their_own(project, tmp_path, pretended):
     tag, lock = locked(project)
     digest = pretended.add(tag, 3, lock)
     project.commit("sleep-15ms")
-    duel = project.fight("HEAD~1", "HEAD", tmp_path / "out", isolation="docker")
-    assert duel.cells[0].alerts == ["time"] and duel.exit_code == 1
-    both = [candidates.resolve(role, ref, project.folder) for role, ref in (("base", "HEAD~1"), ("head", "HEAD"))]
+    comparison = project.compare("HEAD~1", "HEAD", tmp_path / "out", isolation="docker")
+    assert comparison.cells[0].alerts == ["time"] and comparison.exit_code == 1
+    both = [sides.resolve(role, ref, project.folder) for role, ref in (("base", "HEAD~1"), ("head", "HEAD"))]
     mounted = {outside["/dpbench/code/frameworks"] for _, _, outside in pretended.contained}
     assert mounted == {str(side.folder / "frameworks") for side in both}
     for _, order, outside in pretended.contained:
         assert json.loads(order["request"])["folder"] == "/dpbench/code/frameworks/phantom"
         assert outside["/dpbench/code/harness"] == outside["/dpbench/code/frameworks"].replace("frameworks", "harness")
-    assert duel.base.images["phantom"].digest == duel.head.images["phantom"].digest == digest
-    assert duel.base.images["phantom"].matches_lock
-    assert "both sides in one image" in compare_report.markdown(duel)
+    assert comparison.base.images["phantom"].digest == comparison.head.images["phantom"].digest == digest
+    assert comparison.base.images["phantom"].matches_lock
+    assert "both sides in one image" in compare_report.markdown(comparison)
 
 
 def test_a_task_asks_for_its_gate_before_its_containers(project, tmp_path, pretended, monkeypatch):
@@ -114,23 +115,23 @@ def test_a_task_asks_for_its_gate_before_its_containers(project, tmp_path, prete
     monkeypatch.setattr("harness.compare.run.admission.judge", judge)
     digests = [pretended.add(f"fake:{number}", number) for number in (1, 2)]
     chosen: dict[str, Any] = {"layers": (), "tasks": ("logreg",), "frameworks": ("phantom-noop",), "synthetic": True}
-    duel = project.fight(
+    comparison = project.compare(
         "image:fake:1", "image:fake:2", tmp_path / "out", isolation="docker", **chosen, max_rounds=5, batch_sizes=(64,)
     )
     assert asked == [("logreg", digests[0]), ("logreg", digests[1])]
-    assert duel.cells[0].time.n == 5 and duel.cells[0].name == "logreg/phantom-noop/64"
+    assert comparison.cells[0].time.n == 5 and comparison.cells[0].name == "logreg/phantom-noop/64"
     assert {order["worker"] for _, order, _ in pretended.contained} == {"harness.worker.e2e"}
 
 
 def test_a_state_whose_image_is_of_another_lock_is_refused(project, tmp_path, pretended):
     pretended.add(locked(project)[0], 3, "f" * 64)
     with pytest.raises(BadInput, match=r"built from another lock.*name it as a side \(image:TAG\)"):
-        project.fight("main", ".", tmp_path / "out", isolation="docker")
+        project.compare("main", ".", tmp_path / "out", isolation="docker")
 
 
 def test_an_engine_elsewhere_is_refused(project, tmp_path, pretended):
     pretended.on = replace(pretended.on, is_remote=True, host="tcp://other:1")
-    with pytest.raises(BadInput, match=r"tcp://other:1: a duel pins .* --isolation venv"):
+    with pytest.raises(BadInput, match=r"tcp://other:1: a comparison pins .* --isolation venv"):
         project.run("main", ".", tmp_path / "out", isolation="docker")
 
 

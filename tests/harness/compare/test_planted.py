@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from harness.analysis.sequential import Rule
-from harness.compare.record import Duel, Pair, Process, SideFacts, conclude
+from harness.compare.record import Comparison, Pair, Process, SideFacts, conclude
 from harness.plan.registry import ROOT
 from tests.planted import table
 from tests.planted.__main__ import stored
@@ -18,7 +18,7 @@ from tests.planted.faults import FAULTS, plant
 RULE = Rule(rounds=20)
 
 
-def duel(ratios: list[float], **head: object) -> Duel:
+def comparison(ratios: list[float], **head: object) -> Comparison:
     pairs = [
         Pair(
             number=number,
@@ -29,7 +29,7 @@ def duel(ratios: list[float], **head: object) -> Duel:
         for number, ratio in enumerate(ratios)
     ]
     side = SideFacts(asked=".", title="", commit=None, dirty=None, content="", package=None, locks={}, versions={})
-    return Duel(
+    return Comparison(
         started="",
         command="",
         base=side,
@@ -64,21 +64,22 @@ def test_a_planted_tree_differs_by_its_fault_and_still_parses(name, tmp_path):
 def test_caught_missed_and_false_ones_are_counted():
     slower, equal = [1.1, 1.11, 1.1, 1.09, 1.1], [1.0, 1.001, 0.999, 1.0, 1.002]
     found = table.tally(
-        "slow-10", [duel(slower), duel(slower), duel(equal), duel([1.0], state="crashed", seconds=None)]
+        "slow-10",
+        [comparison(slower), comparison(slower), comparison(equal), comparison([1.0], state="crashed", seconds=None)],
     )
-    assert (found.duels, found.caught, found.missed, found.false, found.unfinished) == (4, 2, 1, 0, 1)
+    assert (found.comparisons, found.caught, found.missed, found.false, found.unfinished) == (4, 2, 1, 0, 1)
     assert found.minutes == pytest.approx((0.5, 0.5))
-    quiet = table.tally("none", [duel(equal), duel(slower)])
+    quiet = table.tally("none", [comparison(equal), comparison(slower)])
     assert (quiet.caught, quiet.missed, quiet.false) == (0, 0, 1)
-    called = table.tally("none", [duel(equal), duel([1.03, 1.031, 1.03, 1.029, 1.03])])
+    called = table.tally("none", [comparison(equal), comparison([1.03, 1.031, 1.03, 1.029, 1.03])])
     assert (called.called, called.false, quiet.called) == (1, 0, 0)
-    other = table.tally("memory", [duel(slower)])
+    other = table.tally("memory", [comparison(slower)])
     assert (other.caught, other.missed, other.false) == (0, 1, 1)
 
 
 def test_curves_come_from_the_recorded_pairs_and_say_that_they_are_simulated():
     rng = np.random.default_rng(0)
-    quiet = [duel(list(np.exp(0.03 * rng.standard_normal(8)))) for _ in range(10)]
+    quiet = [comparison(list(np.exp(0.03 * rng.standard_normal(8)))) for _ in range(10)]
     said = table.summary({"none": quiet})
     assert said["simulated"]["recorded_pairs"] == 80
     alerts = {row["effect"]: row["alert"] for row in said["simulated"]["curve"]}
@@ -93,7 +94,7 @@ def test_curves_come_from_the_recorded_pairs_and_say_that_they_are_simulated():
     assert few["simulated"] is None and "No curves yet" in table.markdown(few)
 
 
-def test_the_committed_table_is_what_its_duels_give():
+def test_the_committed_table_is_what_its_comparisons_give():
     folder = ROOT / "results" / "comparisons" / "alerts-2026-11-20"
     written = json.loads((folder / "alerts.json").read_text())
     said = table.summary(stored(folder))

@@ -414,15 +414,15 @@ def test_two_images_and_two_states_are_compared_in_containers(
     project.commit("sleep-3ms")
     project.commit("sleep-3ms", "buffer")
     cells.environment["DRIVE_LAYER_REFERENCE"] = str(reference)
-    out = tmp_path / "duel"
+    out = tmp_path / "comparison"
     few = ["--batch-sizes", "64", "--threads", "1", "--seconds", "0.1", "--max-rounds", "5", "--out", str(out)]
 
-    def compare(base: str, head: str, *chosen: str) -> compare_record.Duel:
+    def compare(base: str, head: str, *chosen: str) -> compare_record.Comparison:
         both = ["--base", base, "--head", head, "--repository", str(project.folder), "--isolation", "docker"]
         command = [sys.executable, str(DRIVE), "compare", *both, *chosen, *few, "--synthetic", "--fresh"]
         done = subprocess.run(command, env=cells.environment, capture_output=True, text=True, timeout=900)
-        assert (out / "duel.json").exists(), done.stdout + done.stderr
-        return compare_record.read(out / "duel.json")
+        assert (out / "comparison.json").exists(), done.stdout + done.stderr
+        return compare_record.read(out / "comparison.json")
 
     both = f"image:{was.id}", "image:dpbench/changed:test"
     try:

@@ -31,6 +31,8 @@ REFUSED = {
     "patches-worker": ("rejected", ("unchanged", "the clocks do not agree", "replay")),
     "memory-crash": ("crashed", ("its memory process, which is its untimed replay",)),
 }
+BY_CHANCE = {"until-halt"}
+"""Honest to the end where the halt is drawn so late that there is none."""
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +58,10 @@ def test_an_honest_one_is_timed_and_what_was_compared_is_named(cache: Path, tmp_
         assert one.state == "ok", one.reason
         assert one.timed is not None and one.timed.compared is not None
         compared = one.timed.compared
-        assert 0 <= compared.step < compared.steps <= one.timed.steps_timed * one.timed.epochs
+        assert compared.all_steps == one.timed.steps_timed * one.timed.epochs
+        assert 0 <= compared.step < compared.all_steps and 0 < compared.steps <= compared.all_steps
         assert compared.update_error < 1e-4 and compared.replay_error == 0.0
-        assert len(compared.noise_scores) == 8 and compared.compared_steps >= 32
+        assert len(compared.noise_scores) == 8 and compared.compared_steps >= 16
         assert compared.end_error == 0.0 and compared.longest_step is not None and 0 < compared.longest_step < 1
         assert len(one.timed.referee_seconds) == len(one.timed.part_seconds) >= 2
     peeked = (tmp_path / "found.txt").read_text().split()
@@ -67,7 +70,12 @@ def test_an_honest_one_is_timed_and_what_was_compared_is_named(cache: Path, tmp_
 
 @pytest.mark.slow
 def test_every_cheat_is_refused_for_its_reason(cache: Path, tmp_path: Path) -> None:
-    found = run(cache, tmp_path / "run", sorted(REFUSED))
+    left, found = set(REFUSED), {}
+    for attempt in range(4):
+        found |= run(cache, tmp_path / f"run{attempt}", sorted(left))
+        left = {name for name in BY_CHANCE if found[name].state == "ok"}
+        if not left:
+            break
     for name, (state, words) in REFUSED.items():
         reason = str(found[name].reason)
         assert (found[name].state, any(word in reason for word in words)) == (state, True), (name, reason)

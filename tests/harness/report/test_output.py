@@ -145,10 +145,10 @@ def test_as_many_as_there_are_colours_are_lines():
 
 
 def test_the_darker_the_slower():
-    from harness.report.figures.heatmap import Square, draw
+    from harness.report.figures.heatmap import HeatmapCell, draw
 
     axes = Figure().add_subplot()
-    draw(axes, ["a"], [16, 64, 256], {("a", 16): Square("1", 1.0), ("a", 64): Square("4", 4.0)})
+    draw(axes, ["a"], [16, 64, 256], {("a", 16): HeatmapCell("1", 1.0), ("a", 64): HeatmapCell("4", 4.0)})
     quick, slow, missing = axes.images[0].get_array()[0, :, :3].sum(axis=1)
     assert slow < quick
     assert missing > slow

@@ -142,7 +142,7 @@ def work():
     monkeypatch.setenv("CANARY", "0.0125")
     excused = launch(suite, "--dpbench-compare", "before", "--dpbench-fail", "5%", "--dpbench-processes", "5")
     assert excused.ret == 0
-    excused.stdout.fnmatch_lines(["The machine's own clockwork (canary) takes 1.25 times as long as then."])
+    excused.stdout.fnmatch_lines(["The machine's own clockwork (speed probe) takes 1.25 times as long as then."])
 
 
 @pytest.mark.slow

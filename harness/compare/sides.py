@@ -1,4 +1,5 @@
-"""The two sides of a duel: what the user names becomes a folder with ``frameworks/`` and ``dpcore/`` of that state
+"""The two sides of a comparison: what the user names becomes a folder with ``frameworks/`` and ``dpcore/`` of that
+state
 under the running ``harness/``, so that one instrument measures both. Folders are named by their content: all names have
 the same length, and equal sides share one. A container image is a side, too: the working tree, run in that image."""
 
@@ -20,6 +21,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+from packaging.version import InvalidVersion
+
 from harness.errors import BadInput
 from harness.paths import INSTALLED, ROOT
 from harness.plan.registry import pins
@@ -34,7 +38,6 @@ IMAGE = "image:"
 PIN_FILES = ("requirements.txt", "requirements-no-deps.txt")
 UNUSED_DAYS = 14
 _VERSION = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)==([A-Za-z0-9][A-Za-z0-9.!+_-]*)")
-_WHEEL = re.compile(r"([A-Za-z0-9_.]+)-([A-Za-z0-9_.!+]+)(-[^-]+)?-[^-]+-[^-]+-[^-]+\.whl")
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Side:
 def resolve(role: Role, asked: str, repository: Path = ROOT) -> Side:
     """A git ref of ``repository``, ``.`` or ``WORKTREE`` (its files as they are), another folder with ``frameworks/``,
     ``NAME==VERSION``, the path of a wheel, or ``image:TAG_OR_DIGEST``, which is looked up on the engine only when the
-    duel begins. Raises :class:`BadInput` for anything else."""
+    comparison begins. Raises :class:`BadInput` for anything else."""
     if asked.startswith(IMAGE):
         return _of_image(role, asked, repository)
     if asked.endswith(".whl"):
@@ -161,12 +164,14 @@ def _of_pin(role: Role, asked: str, name: str, line: str, repository: Path) -> S
 
 def _of_wheel(role: Role, asked: str, repository: Path) -> Side:
     path = Path(asked).resolve()
-    match = _WHEEL.fullmatch(path.name)
-    if match is None or not path.is_file():
+    try:
+        name, version, *_ = parse_wheel_filename(path.name)
+    except (InvalidWheelFilename, InvalidVersion):
+        name = None
+    if name is None or not path.is_file():
         raise BadInput(f"--{role} is {asked!r}: there is no such file, or its name is not that of a wheel.")
-    name = match[1].replace("_", "-")
-    if _plain(name) == CORE:
-        return _of_core_wheel(role, asked, path, match[2], repository)
+    if name == CORE:
+        return _of_core_wheel(role, asked, path, str(version), repository)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return _of_pin(role, asked, name, f"{name} @ {path.as_uri()}#sha256={digest}", repository)
 
@@ -189,17 +194,16 @@ def _repin(frameworks: Path, name: str, line: str) -> tuple[str, ...]:
     """Names of the frameworks in which a pin of ``name`` was replaced."""
     users = set()
     for file in (path for kind in PIN_FILES for path in sorted(frameworks.glob(f"*/{kind}"))):
-        old = {pin for pin in pins(file) if _plain(re.split(r"[\[=@ ;<>~!]", pin, maxsplit=1)[0]) == _plain(name)}
+        old = {
+            pin
+            for pin in pins(file)
+            if canonicalize_name(re.split(r"[\[=@ ;<>~!]", pin, maxsplit=1)[0]) == canonicalize_name(name)
+        }
         if old:
             lines = [line if text.strip() in old else text for text in file.read_text().splitlines()]
             file.write_text("\n".join(lines) + "\n")
             users.add(file.parent.name)
     return tuple(sorted(users))
-
-
-def _plain(name: str) -> str:
-    """As package indexes compare names."""
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 # ---- folders
