@@ -52,7 +52,7 @@ class Audit:
     def violated(self) -> bool:
         """True where the mechanism leaks more than the accountant says.
 
-        It is so by mistake with probability 1 - confidence at most.
+        False alarms occur with probability at most 1 - confidence.
         """
         return self.epsilon_lower > self.epsilon
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from dpcore.numerics.rounding import unit
 
 OWN_UNITS = 16.0
-"""Unit roundoffs that every example's contribution is given for what is rounded once, whatever its size: the root of
+"""Safety margin on the bound, in unit roundoffs, for what is rounded once, whatever an example's size: the root of
 the squared norm, the bound and the divisor as float32 numbers, the quotient and its product with the divisor (6), and
 up to three products between a factor and what is added to the sum. Twelve would do."""
 
@@ -50,7 +50,8 @@ def automatic_factors(norms: Tensor, max_grad_norm: float, stability: float = 0.
 
 
 SMALLEST_MAX_GRAD_NORM = 1e-8
-"""The loss of a squared norm in float32, where numbers below 1e-38 lose their digits, is up to 1e-24 where an example
+"""Below this C the loss of a squared norm in float32 could exceed the margin. That loss, where numbers below 1e-38
+lose their digits, is up to 1e-24 where an example
 is not left to float64: 1e-8 of the square of this bound, far inside the margin. Beside a smaller one it is not."""
 
 

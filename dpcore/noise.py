@@ -65,7 +65,7 @@ class GaussianNoise:
 
     @property
     def may_come_first(self) -> bool:
-        """True where the noise may come before the sums: where :meth:`add_` does not look at what it adds to."""
+        """True if noise can be written before the sums are added, because it does not depend on them."""
         return type(self).add_ is GaussianNoise.add_
 
     def fill_(self, target: Tensor, std: float, step: int) -> Tensor:

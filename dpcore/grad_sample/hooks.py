@@ -283,7 +283,7 @@ class AbstractGradSampleHooks:
         self._last = []
 
     def own(self, param: Parameter) -> None:
-        """Note that ``param.grad`` is what it should be; a later change will be noticed."""
+        """Record that ``param.grad`` is ours; a later change will be noticed."""
         assert param.grad is not None
         self._own[param] = (param.grad, param.grad._version)
 

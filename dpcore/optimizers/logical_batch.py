@@ -46,8 +46,8 @@ class LogicalBatch:
     def hand_out(self, rows: int, goes_on: bool) -> None:
         """Announce a piece of ``rows`` examples, which is on its way to the next :meth:`add_piece`.
 
-        One that is handed out before the one before it was added takes that one's flag away: pieces of different
-        batches would be added up as one batch. :meth:`add_piece` then refuses.
+        If the previous piece was not added yet, forget that it continues: otherwise pieces of different batches would
+        be added up as one batch. :meth:`add_piece` then refuses.
         """
         if self._waiting and (self.goes_on or goes_on):
             self._overtaken = True

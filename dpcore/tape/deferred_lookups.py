@@ -36,7 +36,8 @@ _SHAPES = {
 
 
 class SeenOtherwise(Exception):
-    """A gradient has reached a placeholder: something used it unseen. The lookup is no longer put off."""
+    """A placeholder was used other than by pooling, so that a gradient has reached it. The lookup is no longer
+    deferred."""
 
 
 @dataclass

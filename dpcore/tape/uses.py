@@ -42,7 +42,7 @@ class Recorder(Protocol):
 
 
 class Use:
-    """One application of one or more parameters; a rule file per kind of layer subclasses this.
+    """One recorded call of a layer: its inputs and, after backward, its output's gradient. Every rule subclasses this.
 
     After the backward pass ``grad`` is the gradient at the output, None where the loss does not depend on it. All
     tensors are batch first. ``params`` are the trained parameters that this application contributes to.

@@ -20,7 +20,7 @@ def create(variant: str) -> Adapter:
 
 
 class PrivateTransformers(TorchAdapter):
-    """Never run where it was written (NOTES.md): the commit could not be reached."""
+    """UNTESTED: the pinned commit could not be fetched (NOTES.md)."""
 
     memory_format = torch.contiguous_format
 

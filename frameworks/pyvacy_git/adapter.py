@@ -20,7 +20,7 @@ def create(variant: str) -> Adapter:
 
 
 class PyvacyGit(TorchAdapter):
-    """Never run where it was written (NOTES.md): the commit could not be reached."""
+    """UNTESTED: the pinned commit could not be fetched (NOTES.md)."""
 
     def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
         if not setting.private:

@@ -106,7 +106,7 @@ WINDOW = 21
 FAR, FAR_OUT = 1.0, 5.0
 LEVELS = np.arange(-8.0, 8.5, 0.5)
 APART = 1.0
-"""Of the two levels of a false step, at least, in standard deviations."""
+"""Smallest distance of the two levels of a simulated false step, in standard deviations."""
 LEAST_EXPONENT = 0.01
 GRID = 8
 RENEWED = 0.1

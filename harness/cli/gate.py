@@ -29,7 +29,7 @@ from harness.worker.gate.checks import FINDING
 
 MUTANTS = "mutants"
 EXACT = f"{MUTANTS}-exact"
-"""Their variants that begin so are right: they show that the others fail for their fault alone."""
+"""Prefix of the correct variants among the mutants: they show that the others fail for their fault alone."""
 NARROW = {"adapter", "task", "error", "limit", "verdict"}
 WIDTH = 150
 """Columns of a table that goes to a file."""
@@ -126,7 +126,7 @@ class Judged:
 
     @property
     def as_expected(self) -> bool:
-        """What cannot run here is nobody's fault."""
+        """Return whether the verdict is the expected one; ``unsupported`` counts as expected."""
         return self.word in {"unsupported", "rejected" if self.known_fault else "passed"}
 
 

@@ -15,8 +15,6 @@ from harness.paths import LOCAL_RESULTS
 if TYPE_CHECKING:
     from harness.report.chapters.compare import Line
 
-"""Where runs leave their records unless told otherwise."""
-
 Places = Annotated[
     list[Path] | None,
     typer.Argument(

@@ -274,7 +274,8 @@ def counted(pairs: Sequence[Pair], most_set_aside: int) -> tuple[list[Pair], lis
 
 
 def most_set_aside(rounds: int) -> int:
-    """One side alone beside other work takes up to several times as long: a single such pair hides what ten show."""
+    """Return how many uneven pairs may be left out, at most. A side that ran beside other work can take several
+    times as long, and a single such pair hides what ten show."""
     return max(2, rounds // 2)
 
 

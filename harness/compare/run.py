@@ -75,8 +75,8 @@ LOOK_SECONDS = 0.2
 NOTIONS = ("cpu_peak_allocated", "cuda_peak_allocated", resident.NOTION)
 """Counted by the framework's allocator in a layer; of a task, the growth of the resident set."""
 
-ANOTHER = 1e6
-"""In the place of an infinite distance, which JSON cannot carry."""
+INFINITE_DISTANCE = 1e6
+"""Stands for an infinite distance, which JSON cannot carry."""
 WEIGHTS_TOLERANCE = 1e-3
 WEIGHTS_STEPS = worker.REPLAYED_STEPS + worker.SETTLING_STEPS
 MEANT = "name it as a side (image:TAG) if it is the one that is meant"
@@ -524,7 +524,7 @@ class ComparisonRun:
         base, head = processes["base"], processes["head"]
         apart = limit = None
         if base.sketch and head.sketch:
-            apart = min(sketch.apart(base.sketch, head.sketch), ANOTHER)
+            apart = min(sketch.apart(base.sketch, head.sketch), INFINITE_DISTANCE)
             limit = layer_gate.TOLERANCE if paired.cell.kind == "layer" else self._room(paired.cell, base.sketch)
         kept = {role: process.model_copy(update={"sketch": []}) for role, process in processes.items()}
         return Pair(

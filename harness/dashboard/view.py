@@ -47,7 +47,7 @@ class MachineView:
     label: str
     short: str
     runs: tuple[Run, ...]
-    canary: str
+    speed_probe: str
     last: str
 
     @property

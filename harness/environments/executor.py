@@ -54,7 +54,8 @@ FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT}
 
 @dataclass(frozen=True)
 class Limits:
-    """``growth_bytes``: from the worker's ``start-up`` event on the limit is what it says is resident, and so much."""
+    """Limits of one process: bytes and seconds. After the worker's ``start-up`` event the memory limit becomes its
+    resident bytes + ``growth_bytes``."""
 
     memory_bytes: int
     timeout_seconds: float

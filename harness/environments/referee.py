@@ -48,7 +48,8 @@ referee, who draws the same."""
 
 @dataclass
 class Referee:
-    """Of one timed process. ``say`` sends it a message. ``attend``, or ``hear``, which returns its answer, must be
+    """The harness's side of one timed process: it keeps the seed, starts and stops each stretch, and times it.
+    ``say`` sends the worker a message. ``attend``, or ``hear``, which returns its answer, must be
     called as soon as an event arrives."""
 
     request: Request
@@ -89,7 +90,7 @@ class Referee:
         return here + (_waited(f"{self.pid}/task/{self.pid}") if self.pid is not None else 0.0)
 
     def attend(self, event: Mapping[str, Any]) -> None:
-        """Nonsense is no question; who asks it waits in vain for an answer."""
+        """Answer a worker's event. A malformed one is ignored, so that the worker times out."""
         with suppress(KeyError, TypeError, ValueError, OverflowError):
             answer = self.hear(event)
             if answer is not None:

@@ -171,7 +171,7 @@ def look(python: Path, files: dict[str, tuple[Path, ...]]) -> UnpinnedEnvironmen
 
 
 def ask(python: Path, module: str, arguments: list[str]) -> dict[str, Any]:
-    """The JSON object on the last line that ``python -m module`` prints. Raises :class:`isolation.ToolFault`."""
+    """The JSON object on the last line that ``python -m module`` prints. Raises :class:`ToolFault`."""
     return last_json(executor.run_tool(python, module, arguments, PROBE_SECONDS, {**search_path(), **JAX_GROWS}))
 
 

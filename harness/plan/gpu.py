@@ -92,7 +92,7 @@ def first_file(contestant: Contestant | LayerContestant) -> Path:
 
 
 def options(choice: Choice, synthetic: bool) -> Options:
-    """Of the end-to-end part. Raises :class:`BadInput`."""
+    """Return the end-to-end options of the short GPU run. Raises :class:`BadInput`."""
     made = plan.preset(
         "smoke",
         tasks=TASKS if choice.tasks is None else choice.tasks,

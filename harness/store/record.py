@@ -28,8 +28,8 @@ UNPINNED = "unpinned"
 """Isolation of a record whose versions nobody pinned: the environment was used as it was."""
 Purpose = Literal["time", "memory", "gate", "probe"]
 Passes = Literal["plain", "per_sample", "clipped"]
-"""Over a layer. ``plain``: forward and backward without DP. ``per_sample``: the paper's, forward and backward with
-per-sample gradients left behind. ``clipped``: the honest one, with clipping to a sum."""
+"""What a timed pass of a layer computes. ``plain``: forward and backward without DP. ``per_sample``: the paper's,
+forward and backward with per-sample gradients left behind. ``clipped``: the honest one, with clipping to a sum."""
 Column = Literal["module", "own_module", "dp"]
 """The columns of the paper's layer tables: plain module, the DP library's own module without DP, with DP."""
 

@@ -1,4 +1,4 @@
-"""The one clock of the instrument, and what disturbs it. Standard library only."""
+"""The clock of the end-to-end tasks, and what disturbs it. Standard library only."""
 
 from __future__ import annotations
 

@@ -101,13 +101,14 @@ def epoch_batches(request: Request, setting: Setting, epoch: int, steps: int) ->
 
 
 def order_of(seed: int, epoch: int, done: int) -> int:
-    """What the order of an epoch's batches from ``done`` on follows from; told when their clock starts."""
+    """Return the shuffling seed of an epoch's batches from ``done`` on; the worker learns it when their clock
+    starts."""
     return int.from_bytes(hashlib.sha256(f"{seed} {epoch} {done}".encode()).digest()[:8])
 
 
 def in_order(request: Request, batches: list[Batch], order: int) -> list[Batch]:
-    """The batches of a stretch in the order in which they are taken: what is read between two stretches can make no
-    use of those that come. Under a protocol whose order is known anyway, as they are."""
+    """Shuffle a stretch's batches by ``order``, so that an adapter cannot know the next batches while its weights are
+    read. Under a protocol whose order is known anyway they stay as they are."""
     if request.sampling != "poisson":
         return batches
     return [batches[i] for i in np.random.default_rng(order).permutation(len(batches)).tolist()]

@@ -32,10 +32,10 @@ from harness.worker.result import Result, of_error
 
 BATCHES_BYTES = 64 * 2**20
 MOST_BATCHES = 20
-LEAST_BATCHES = 2
-"""Whoever serves the gradients of the pass before is found out by those of another batch."""
 """Passes go over that many different random batches in turn, fewer where inputs and targets are large: a pass should
 find its data where a training step would, not in the cache of the last pass."""
+LEAST_BATCHES = 2
+"""An adapter that returns the gradients of the pass before is found out by those of another batch."""
 
 WARM_UP_PASSES = 3
 WARM_UP_SECONDS = 0.05
