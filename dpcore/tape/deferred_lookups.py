@@ -37,7 +37,8 @@ _SHAPES = {
 
 class SeenOtherwise(Exception):
     """A placeholder was used other than by pooling, so that a gradient has reached it. The lookup is no longer
-    deferred."""
+    deferred.
+    """
 
 
 @dataclass
