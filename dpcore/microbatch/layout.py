@@ -21,7 +21,7 @@ from dpcore.errors import NoRuleError, UnsupportedError
 from dpcore.rerun.snapshot import preserved
 from dpcore.rules.recurrent import packed_noted
 from dpcore.rules.vmap import Fallback, Interception, ModuleUse, owner
-from dpcore.tape.tape import Tape
+from dpcore.tape.tape import IN_ROWS, Tape
 from dpcore.tree import flatten, unflatten
 
 
@@ -56,7 +56,7 @@ class Layout:
     """Knowledge of a model's insides.
 
     ``fallbacks``: modules, by name, to record as a whole. ``recurrent``: its recurrent layers. For every parameter that
-    was used, the dimensions, 0 or 1 (or -1: none), in which its layer sees the batch: by themselves the lengths cannot
+    was used, the dimensions, 0 or 1 (or IN_ROWS, or -1: none), in which its layer sees the batch: by themselves the lengths cannot
     tell, where a batch has as many examples as time steps.
     """
 
@@ -112,12 +112,13 @@ class Layout:
                 )
 
     def dim(self, key: tuple[Parameter, str], tape: Tape, x: Tensor, features: int) -> int:
-        """Return the batch dimension of x, a tensor met by a parameter: 0, 1 or -1 (none).
+        """Return the batch dimension of x, a tensor met by a parameter: 0, 1, IN_ROWS or -1 (none).
 
         While probing, it is found by its length.
         """
         known = self._dims.setdefault(key, set())
-        fits = [d for d in (0, 1) if (d == 0 or x.dim() > d + features) and x.shape[d : d + 1] == (tape.batch_size,)]
+        fits = [IN_ROWS] if tape.in_rows(x) else []
+        fits += [d for d in (0, 1) if (d == 0 or x.dim() > d + features) and x.shape[d : d + 1] == (tape.batch_size,)]
         if self._probing:
             found = fits[0] if fits else -1
             known.add(found)

@@ -75,11 +75,8 @@ def call(model: Any, x: Any) -> Any:
     return model(**x) if isinstance(x, dict) else model(x)
 
 
-def loop(architecture: Architecture, double: bool, bound: float | None = None) -> Truth:
-    """One example at a time by torch alone, in float64 or in the model's own precision; C is the median norm."""
-    model, batch = architecture.model(), architecture.batch()
-    if double:
-        model, batch = model.double(), batch.double()
+def loop(architecture: Architecture, model: nn.Module, batch: Batch, bound: float | None = None) -> Truth:
+    """One example at a time by torch alone; C is the median norm."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     each = []
     for i in range(len(batch.y)):
@@ -93,10 +90,10 @@ def loop(architecture: Architecture, double: bool, bound: float | None = None) -
     return Truth({name: sum(f * g[name] for f, g in zip(factors, each, strict=True)) for name in trained}, bound)
 
 
-def by_engine(architecture: Architecture, batch: Batch, bound: float) -> tuple[dict[str, Tensor], Engine]:
+def by_engine(architecture: Architecture, model: nn.Module, batch: Batch, bound: float) -> tuple[dict[str, Tensor], Engine]:
     """(the clipped sum, the engine)."""
     engine = Engine(
-        architecture.model(),
+        model,
         lambda outputs, y: architecture.losses(architecture.scores(outputs), y),
         max_grad_norm=bound,
     )
@@ -116,9 +113,11 @@ class _Criterion(nn.Module):
         return losses if self.reduction == "none" else losses.mean()
 
 
-def by_loop(architecture: Architecture, batch: Batch, bound: float, mode: str | None) -> dict[str, Tensor]:
+def by_loop(
+    architecture: Architecture, model: nn.Module, batch: Batch, bound: float, mode: str | None
+) -> dict[str, Tensor]:
     """The gradient that one step of the private loop releases; ``mode`` None: the two lines as they are."""
-    model, criterion = architecture.model(), _Criterion(architecture.losses)
+    criterion = _Criterion(architecture.losses)
     made = PrivacyEngine(seed=1).make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
@@ -141,7 +140,7 @@ def by_loop(architecture: Architecture, batch: Batch, bound: float, mode: str | 
 
 def outcome(architecture: Architecture, expected: Truth, mode: str) -> tuple[Outcome, Engine | None]:
     """What comes of an architecture in a mode."""
-    batch, engine = architecture.batch(), None
+    model, batch, engine = architecture.model(), architecture.batch(), None
     kind, _, half = mode.partition(", ")
     most = 0.0
     with (
@@ -152,11 +151,11 @@ def outcome(architecture: Architecture, expected: Truth, mode: str) -> tuple[Out
         warnings.simplefilter("ignore")
         try:
             if kind == "Engine":
-                sums, engine = by_engine(architecture, batch, expected.bound)
+                sums, engine = by_engine(architecture, model, batch, expected.bound)
                 if half:
                     most = max(contribution(engine, batch, i) for i in range(len(batch.y))) / expected.bound
             else:
-                sums = by_loop(architecture, batch, expected.bound, None if kind == "two lines" else kind)
+                sums = by_loop(architecture, model, batch, expected.bound, None if kind == "two lines" else kind)
         except Exception as error:  # whatever it is, it is an outcome
             return _failed(error), None
     error = relative_error(sums, expected.clipped)
@@ -181,10 +180,11 @@ def _failed(error: Exception) -> Outcome:
 
 def row(architecture: Architecture, modes: Sequence[str] = MODES) -> Row:
     """All of an architecture's outcomes."""
-    expected, outcomes, fallbacks = loop(architecture, double=True), {}, ()
-    own = loop(architecture, double=False, bound=expected.bound)
+    model, batch = architecture.model(), architecture.batch()
+    expected, outcomes, fallbacks = loop(architecture, architecture.model().double(), batch.double()), {}, ()
+    own = loop(architecture, model, batch, expected.bound)
     with torch.autocast("cpu", torch.bfloat16):
-        half = loop(architecture, double=False, bound=expected.bound)
+        half = loop(architecture, model, batch, expected.bound)
     for mode in modes:
         outcomes[mode], engine = outcome(architecture, expected, mode)
         if engine is not None and mode == "Engine":
