@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from dpcore.errors import UnsupportedError
+from dpcore.errors import NoRuleError, UnsupportedError
 from dpcore.rules.linear import wide
 from dpcore.rules.normalization import bound_arguments
 from dpcore.tape.tape import IN_ROWS, Tape, batch_first
@@ -108,15 +108,19 @@ def broadcast(tape: Tape, tensor: Tensor, shape: Sequence[int], batch_dim: int) 
     """``tensor.expand(shape)``, recorded where the tensor is trained; its dimension ``batch_dim`` must be a
     repetition.
     """
+    if tape.trains(tensor) and (0 if batch_dim == IN_ROWS else batch_dim) not in _repeated(tensor, shape):
+        raise NoRuleError(
+            f"What is computed from {tape.parameters[tape.root(tensor)]} has shape {tuple(tensor.shape)} and is used at "
+            f"shape {tuple(shape)}, not as the same for every example.",
+            (tape.root(tensor),),
+        )
     output = tape.constant(tensor).expand(*shape)
     return _record(tape, BroadcastUse(tensor), tensor, output, batch_dim) if tape.trains(tensor) else output
 
 
 def _batch_of(tape: Tape, x: Tensor, output: Tensor, param: Parameter, kind: str) -> int | None:
     """The dimension of an elementwise ``output`` that is the batch, along which ``param`` is repeated; None if none."""
-    place = tape.rows.of(x)
-    if place is not None and x.dim() == output.dim():
-        tape.rows.put(output, *place)
+    tape.rows.copy(x, output)
     batch_dim = tape.batch_dim(output, (param,), 0, kind)
     return batch_dim if (0 if batch_dim == IN_ROWS else batch_dim) in _repeated(param, output.shape) else None
 
@@ -200,6 +204,8 @@ def _expand(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
         return func(*args, **kwargs)
     output = func(tensor.detach(), *args[1:], **kwargs)
     shape = output.shape
+    if func is Tensor.repeat and output.dim() == tensor.dim() and shape[1:] == tensor.shape[1:] and len(tensor) > 1:
+        return _tile(tape, func, args, kwargs, output)
     repeated = _repeated(tensor, shape)
     new = len(shape) - tensor.dim()
     tiled = any(d >= new and shape[d] not in (1, tensor.shape[d - new]) for d in range(len(shape)) if d not in repeated)
@@ -215,6 +221,57 @@ def _expand(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     return _record(tape, BroadcastUse(tensor), tensor, output, candidates[0])
 
 
+@handles(torch.where, Tensor.where, torch.masked_fill, Tensor.masked_fill, derives=True)
+def _choose(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A batch here and a parameter there: every example has its own copy of the parameter."""
+    params = [a for a in args if tape.trains(a)]
+    if not params:
+        return func(*args, **kwargs)
+    shape = torch.broadcast_shapes(*(a.shape for a in args if isinstance(a, Tensor)))
+    others = [a for a in args if isinstance(a, Tensor) and not tape.trains(a)]
+    result = torch.empty((), device=params[0].device).expand(shape)
+    for other in others:
+        tape.rows.copy(other, result)
+    batch_dim = tape.batch_dim(result, params[:1], 0, "choice")
+    if batch_dim < 0:
+        return func(*args, **kwargs)
+    return func(*(broadcast(tape, a, shape, batch_dim) if tape.trains(a) else a for a in args), **kwargs)
+
+
+@handles(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, derives=True)
+def _product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Matrices of a parameter of three or more dimensions times those of a batch: every example has its own copy."""
+    if len(args) != 2 or kwargs or tape.trains(args[0]) == tape.trains(args[1]):
+        return func(*args, **kwargs)
+    param, x = args if tape.trains(args[0]) else args[::-1]
+    if not isinstance(x, Tensor) or x.dim() < 3 or param.dim() < 2 or param.dim() > x.dim():
+        return func(*args, **kwargs)
+    batch_dim = tape.batch_dim(x, (param,), 2, "factors")
+    place = 0 if batch_dim == IN_ROWS else batch_dim
+    shape = (*torch.broadcast_shapes(x.shape[:-2], param.shape[:-2]), *param.shape[-2:])
+    if batch_dim < 0 or place >= x.dim() - 2 or place not in _repeated(param, shape):
+        return func(*args, **kwargs)
+    copies = broadcast(tape, param, shape, batch_dim)
+    return torch.matmul(*(copies if a is param else a for a in args))
+
+
+def _tile(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+    """[n, ...] repeated to [B * n, ...]."""
+    param = args[0]
+    by_copy = output.view(-1, *param.shape)
+    if tape.batch_dim(by_copy, (param,), 0, "copies") != 0:
+        return func(*args, **kwargs)
+    use = BroadcastUse(param)
+
+    def receive(grad: Tensor | None) -> None:
+        use.grad = None if grad is None else grad.reshape(-1, *param.shape)
+
+    tape.uses.append(use)
+    output = tape.attach(output, receive)
+    tape.rows.put(output, 0, len(param))
+    return output
+
+
 @handles(F.scaled_dot_product_attention)
 def _attention_bias(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """A mask of attention that holds trained biases, the same for every example."""
@@ -224,7 +281,8 @@ def _attention_bias(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...],
     call = bound_arguments(_signature, args, kwargs)
     query, key = call["query"], call["key"]
     shape = (*query.shape[:-1], key.shape[-2])
-    batch_dim = tape.require_batch(query, (mask,), 2)
+    batch_dim = tape.batch_dim(query, (mask,), 2, "attention")
+    tape.check_batch(query, (mask,), max(batch_dim, 0))
     call["attn_mask"] = broadcast(tape, mask, shape, batch_dim)
     return func(**call)
 

@@ -94,6 +94,7 @@ def _layer_norm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwa
         return func(*args, **kwargs)
     x = call["input"]
     normalised = func(**call)
+    tape.rows.copy(x, normalised)
     kept = tuple(range(x.dim() - len(call["normalized_shape"]), x.dim()))
     return _affine(tape, normalised, weight, bias, kept, time_first=True)
 
@@ -107,7 +108,7 @@ def _channel_norm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], k
     return _affine(tape, func(**call), weight, bias, (1,))
 
 
-@handles(F.batch_norm)
+@handles(F.batch_norm, derives=True)
 def _batch_norm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     call = bound_arguments(func, args, kwargs)
     if not call["training"]:

@@ -29,6 +29,8 @@ from dpcore.tape.uses import DERIVING, HANDLERS, REWRITES, Use, handles
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 FindBatch = Callable[[tuple[Parameter, str], "Tape", Tensor, int], int]
 """``find_batch((parameter, kind of tensor), tape, tensor, features)``: the dimension that is the batch, or -1."""
+BESIDE = "beside "
+"""Kinds of tensors that parameters meet in functions: "beside add"."""
 IN_ROWS = 2
 """In the place of a dimension: the first one holds several rows for each example, [B * k, ...]."""
 
@@ -202,7 +204,7 @@ class Tape(TorchFunctionMode):
                 continue
             if self.probing and self.batch_size in other.shape[2:]:
                 raise self._no_batch(other, (root,), 0)
-            if self.batch_dim(other, (root,), 0, f"beside {func.__name__}") >= 0:
+            if self.batch_dim(other, (root,), 0, BESIDE + func.__name__) >= 0:
                 return False
         return True
 

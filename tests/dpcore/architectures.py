@@ -255,7 +255,7 @@ def _pictures() -> Iterator[Architecture]:
     nfnet = {"depths": (1, 1), "channels": (16, 16), "stem_chs": 8, "group_size": 8, "attn_layer": "se", "attn_kwargs": {}}
 
     def create(kind: str, **options: Any) -> Callable[[], nn.Module]:
-        return lambda: timm.create_model(kind, num_classes=CLASSES, **options)
+        return lambda: timm.create_model(kind, num_classes=CLASSES, drop_path_rate=0.0, **options)
 
     models = {
         "vit_tiny": create("vit_tiny_patch16_224", **small),
