@@ -8,9 +8,11 @@ BASE ?= origin/main
 HEAD ?= .
 VENV := .venv
 TORCH := .venvs/torch
+MODELS := .venvs/models
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 TORCH_READY := $(TORCH)/ready
+MODELS_READY := $(MODELS)/ready
 PIP := -m pip install --disable-pip-version-check --quiet
 
 # RUN: a run's folder or packed file, for `make history`.
@@ -20,7 +22,7 @@ RUN ?= results/local/$(PRESET)
 FOUND ?= $(shell command -v python3)
 OUT ?= results/local/gpu
 
-.PHONY: help bench-e2e bench-layers bench-frontier bench-gpu compare findings prove-alerts prove-exactness images report history dashboard gate test lint test-harness test-dpcore test-frameworks test-containers test-wheel conformance mutants compare-wheel comment history-check history-publish ready test-slow doctor clean
+.PHONY: help bench-e2e bench-layers bench-frontier bench-gpu compare findings prove-alerts prove-exactness images report history dashboard gate test lint test-harness test-dpcore test-frameworks test-models test-containers test-wheel conformance mutants compare-wheel comment history-check history-publish ready test-slow doctor clean
 
 help:  ## this list
 	@echo "For you:"; awk -F ':.*  ## ' '/^[a-z0-9-]+:.*  ## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -109,6 +111,10 @@ test-frameworks: $(READY)  ##ci every framework's default: gate, conformance, a 
 conformance: $(READY)  ## every framework's default against the contract, the gate included
 	$(BIN)/pytest -q tests/frameworks -m "frameworks and (not slow or conformance)" $(ARGS)
 
+test-models: $(MODELS_READY)  ## dpcore on models of transformers, PEFT and timm beside float64: docs/models.md
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 DPCORE_NATIVE=0 $(MODELS)/bin/python -m tests.dpcore.models
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(MODELS)/bin/pytest -q tests/dpcore/test_models.py -p no:cacheprovider
+
 mutants: $(READY)  ## the deliberately wrong adapters: the gate must reject each
 	$(BIN)/dpbench gate --mutants $(ARGS)
 
@@ -151,6 +157,12 @@ $(TORCH_READY): tests/requirements-torch.txt
 	@echo "==> Setting up the test environment with torch in $(TORCH)"
 	$(PYTHON) -m venv $(TORCH)
 	$(TORCH)/bin/python $(PIP) -r tests/requirements-torch.txt
+	@touch $@
+
+$(MODELS_READY): tests/requirements-models.txt tests/requirements-torch.txt
+	@echo "==> Setting up the environment with transformers, PEFT and timm in $(MODELS)"
+	$(PYTHON) -m venv $(MODELS)
+	$(MODELS)/bin/python $(PIP) -r tests/requirements-models.txt
 	@touch $@
 
 clean:  ## removes the virtual environments of this folder; results stay

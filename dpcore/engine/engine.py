@@ -16,7 +16,7 @@ from dpcore.engine.uncompiled import refuse_compiled, uncompiled
 from dpcore.errors import PrivacyError
 from dpcore.example_isolation.check import IsolationCheck
 from dpcore.microbatch.accumulator import Accumulator, Factors
-from dpcore.microbatch.layout import Layout, copies, probe_sizes
+from dpcore.microbatch.layout import Layout, copies, is_mask, probe_sizes
 from dpcore.microbatch.planner import MicroBatches, choose, micro_batches
 from dpcore.noise import GaussianNoise
 from dpcore.rules.custom import custom_fallbacks
@@ -200,6 +200,10 @@ class Engine:
                 self.accumulator.names,
                 lambda count: _call(self.model, copies(x, batch_size, count)),
                 probe_sizes(x, batch_size, self.model),
+                [
+                    lambda count, padded=padded: _call(self.model, copies(x, batch_size, count, padded))
+                    for padded in ((True, False) if any(map(is_mask, _tensors(x))) else ())
+                ],
             )
         if self._graphs is not None:
             self._layout.refuse_unrepeatable()

@@ -22,7 +22,7 @@ from dpcore.example_isolation.check import IsolationCheck
 from dpcore.grad_sample.backward_pass import Iteration, owner_of, set_owner
 from dpcore.microbatch import ragged
 from dpcore.microbatch.accumulator import weighted_sum
-from dpcore.microbatch.layout import Layout, probe_sizes
+from dpcore.microbatch.layout import Layout, is_mask, probe_sizes
 from dpcore.microbatch.planner import choose
 from dpcore.rules.custom import custom_fallbacks
 from dpcore.rules.vmap import is_replayed
@@ -236,15 +236,18 @@ class AbstractGradSampleHooks:
         if not new:
             return
 
-        def run(count: int) -> Any:
-            few_args, few_kwargs = ragged.copies(self._module, (args, kwargs), batch_size, count)
+        def run(count: int, padded: bool | None = None) -> Any:
+            few_args, few_kwargs = ragged.copies(self._module, (args, kwargs), batch_size, count, padded)
             return call(*few_args, **few_kwargs)
 
-        self._layout.learn(self._names, run, probe_sizes((args, kwargs), batch_size, self._module))
+        masked = any(map(is_mask, flatten((args, kwargs))[0]))
+        variants = [functools.partial(run, padded=padded) for padded in ((True, False) if masked else ())]
+        self._layout.learn(self._names, run, probe_sizes((args, kwargs), batch_size, self._module), variants)
         self._kinds.add(kind)
-        if self._layout.fallbacks and sharded:
+        without = [*self._layout.fallbacks, *sorted(self._layout.derived)]
+        if without and sharded:
             raise UnsupportedError(
-                f"{', '.join(self._layout.fallbacks)} has no rule and would be run again example by example, for which "
+                f"{', '.join(without)} has no rule and would be run again example by example, for which "
                 "its parameters are no longer whole; with fully_shard every trained layer must be of a kind with a "
                 "rule. Use DifferentiallyPrivateDistributedDataParallel instead."
             )

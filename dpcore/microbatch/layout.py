@@ -21,24 +21,34 @@ from dpcore.errors import NoRuleError, UnsupportedError
 from dpcore.rerun.snapshot import preserved
 from dpcore.rules.recurrent import packed_noted
 from dpcore.rules.vmap import Fallback, Interception, ModuleUse, owner
-from dpcore.tape.tape import Tape
+from dpcore.tape.tape import BESIDE, IN_ROWS, Tape
 from dpcore.tree import flatten, unflatten
 
 
-def copies(value: Any, batch_size: int, count: int) -> Any:
+def copies(value: Any, batch_size: int, count: int, padded: bool | None = None) -> Any:
     """``count`` copies of the first example of a batch: of every tensor whose first dimension is ``batch_size``; zeros
     where the batch is empty.
+
+    ``padded``: whether masks (integers or booleans [B, T] that are 0 or 1) are to hide the last position or none.
+    Models take another way where nothing is padded.
     """
     leaves, structure = flatten(value)
-    return unflatten(
-        structure,
-        [
-            (leaf[:1] if batch_size else leaf.new_zeros(1, *leaf.shape[1:])).expand(count, *leaf.shape[1:]).contiguous()
-            if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == batch_size
-            else leaf
-            for leaf in leaves
-        ],
-    )
+    copied = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == batch_size:
+            one = leaf[:1] if batch_size else leaf.new_zeros(1, *leaf.shape[1:])
+            if padded is not None and is_mask(leaf):
+                one = torch.ones_like(one)
+                one[:, -1] = int(not padded)
+            leaf = one.expand(count, *leaf.shape[1:]).contiguous()
+        copied.append(leaf)
+    return unflatten(structure, copied)
+
+
+def is_mask(leaf: Any) -> bool:
+    """Return whether this is a mask of positions: [B, T], T > 1, of zeros and ones."""
+    whole = isinstance(leaf, Tensor) and leaf.dim() == 2 and leaf.shape[1] > 1 and not leaf.is_floating_point()
+    return whole and not leaf.is_complex() and bool(((leaf == 0) | (leaf == 1)).all())
 
 
 def probe_sizes(value: Any, batch_size: int, model: nn.Module) -> tuple[int, int]:
@@ -52,11 +62,15 @@ def probe_sizes(value: Any, batch_size: int, model: nn.Module) -> tuple[int, int
     return next(free), next(free)
 
 
+VARIED_KINDS = 3
+"""Kinds of batches for which a model is also probed with padding and without."""
+
+
 class Layout:
     """Knowledge of a model's insides.
 
     ``fallbacks``: modules, by name, to record as a whole. ``recurrent``: its recurrent layers. For every parameter that
-    was used, the dimensions, 0 or 1 (or -1: none), in which its layer sees the batch: by themselves the lengths cannot
+    was used, the dimensions, 0 or 1 (or IN_ROWS, or the shapes of tensors without a batch), in which its layer sees the batch: by themselves the lengths cannot
     tell, where a batch has as many examples as time steps.
     """
 
@@ -66,7 +80,11 @@ class Layout:
         self.recurrent = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
         self.averaged: dict[Parameter, bool] = {}
         """Embeddings: whether nothing but one mean or sum over the positions sees their vectors."""
-        self._dims: dict[tuple[Parameter, str], set[int]] = {}
+        self._dims: dict[tuple[Parameter, str], set[int | torch.Size]] = {}
+        self.derived: set[str] = set()
+        """Parameters from which a tensor is computed before any example comes in."""
+        self.learnt = 0
+        """Kinds of batches that were learnt about."""
         self._probing = False
         self._busy: dict[str, int] = {}
 
@@ -112,17 +130,24 @@ class Layout:
                 )
 
     def dim(self, key: tuple[Parameter, str], tape: Tape, x: Tensor, features: int) -> int:
-        """Return the batch dimension of x, a tensor met by a parameter: 0, 1 or -1 (none).
+        """Return the batch dimension of x, a tensor met by a parameter: 0, 1, IN_ROWS or -1 (none).
 
         While probing, it is found by its length.
         """
         known = self._dims.setdefault(key, set())
-        fits = [d for d in (0, 1) if (d == 0 or x.dim() > d + features) and x.shape[d : d + 1] == (tape.batch_size,)]
+        fits = [IN_ROWS] if tape.in_rows(x) else []
+        fits += [d for d in (0, 1) if (d == 0 or x.dim() > d + features) and x.shape[d : d + 1] == (tape.batch_size,)]
         if self._probing:
-            found = fits[0] if fits else -1
-            known.add(found)
-            return found
-        possible = [d for d in fits if d in known] + ([-1] if -1 in known else [])
+            known.add(fits[0] if fits else x.shape)
+            return fits[0] if fits else -1
+        if not known and key[1].startswith(BESIDE) and tape.batch_size in x.shape:
+            raise NoRuleError(
+                f"{tape.parameters[key[0]]} met a tensor of shape {tuple(x.shape)} in a part of the model that did not "
+                "run when the model was first looked at, so it is not known whether that tensor holds a batch; let the "
+                "model take the same way whatever its inputs hold.",
+                key[:1],
+            )
+        possible = [d for d in fits if d in known] + ([-1] if x.shape in known else [])
         if len(possible) > 1:
             raise NoRuleError(
                 f"{tape.name(key[:1])} is used on inputs that have the batch in different places, and shape "
@@ -131,11 +156,28 @@ class Layout:
             )
         return possible[0] if possible else -1
 
-    def learn(self, names: dict[Parameter, str], run: Callable[[int], Any], counts: Sequence[int]) -> None:
-        """Finds out about one kind of batch; ``run(count)`` calls the model on that many examples.
+    def learn(
+        self,
+        names: dict[Parameter, str],
+        run: Callable[[int], Any],
+        counts: Sequence[int],
+        variants: Sequence[Callable[[int], Any]] = (),
+    ) -> None:
+        """Finds out about one kind of batch; ``run(count)`` calls the model on that many examples, and so does each of
+        ``variants`` on examples that may lead it another way.
 
         UnsupportedError where even the whole model does not keep its batch first. Random state is left as it was.
         """
+        self._learn(names, run, counts)
+        self.learnt += 1
+        for variant in variants if self.learnt <= VARIED_KINDS else ():
+            try:
+                self._learn(names, variant, counts)
+            except Exception:  # inputs of ours, that the model may well refuse; those of the user were accepted
+                continue
+
+    def _learn(self, names: dict[Parameter, str], run: Callable[[int], Any], counts: Sequence[int]) -> None:
+        """One probe after the other, until every module without a rule is known."""
         modules = dict(self.model.named_modules())
         with preserved(self.model):
             while True:
@@ -161,6 +203,7 @@ class Layout:
         tape.probing = True
         with torch.enable_grad(), self.recording(tape):
             output = run(count)
+        self.derived |= {names[root] for derivation in tape.stands.values() for root in derivation.roots}
         for use in tape.uses:
             if isinstance(use, ModuleUse):
                 # What has the batch's length here and in the real batch has the batch first.

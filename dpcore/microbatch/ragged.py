@@ -37,7 +37,7 @@ def batch_size(model: nn.Module, value: Any) -> int:
     return len(leaves[bags[1]]) - bags[2] if bags else batch_length(value)
 
 
-def copies(model: nn.Module, value: Any, batch_size: int, count: int) -> Any:
+def copies(model: nn.Module, value: Any, batch_size: int, count: int, padded: bool | None = None) -> Any:
     """``count`` copies of one example of the batch, as :func:`dpcore.microbatch.layout.copies`."""
     leaves, structure = _leaves(value)
     bags = _bags(model, leaves)
@@ -48,7 +48,7 @@ def copies(model: nn.Module, value: Any, batch_size: int, count: int) -> Any:
         elif bags and isinstance(leaf, Tensor) and leaf.dim() == 1 and len(leaf) == len(leaves[bags[0]]):
             copied.append(leaf[: _first_length(leaves, bags)].repeat(count))
         else:
-            copied.append(layout.copies(leaf, batch_size, count))
+            copied.append(layout.copies(leaf, batch_size, count, padded))
     if bags:
         offsets = leaves[bags[1]]
         step = len(copied[bags[0]]) // count

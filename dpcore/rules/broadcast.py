@@ -1,7 +1,7 @@
-"""Rules for a parameter that every example gets as it is: expanded or repeated to the batch, or added to a batch.
+"""Rules for a parameter that every example gets as it is: expanded or repeated to the batch, added to it, or its factor.
 
-Learned initial states, class tokens, learned queries, tables of positions. Per example the gradient is that of its own
-copy.
+Learned initial states, class tokens, learned queries, tables of positions, biases of attention; the scales of an RMS
+norm written by hand. Per example the gradient is that of its own copy.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn import functional as F
 
-from dpcore.errors import UnsupportedError
+from dpcore.errors import NoRuleError, UnsupportedError
 from dpcore.rules.linear import wide
-from dpcore.tape.tape import Tape
-from dpcore.tape.uses import Use, handles
+from dpcore.rules.normalization import bound_arguments
+from dpcore.tape.tape import IN_ROWS, Tape, batch_first
+from dpcore.tape.uses import Saved, Use, handles, rewrites
 
 
 class BroadcastUse(Use):
@@ -41,14 +43,55 @@ class BroadcastUse(Use):
         return 0 if self.grad is None else self.grad.nbytes
 
 
+class FactorUse(Use):
+    """A parameter as a factor of x [B, ...], along whose dimensions ``summed`` it is repeated; the output gradient has
+    the shape of their product, batch first.
+    """
+
+    def __init__(self, name: str, x: Tensor, param: Parameter, summed: tuple[int, ...]) -> None:
+        self.name = name
+        self.params = (param,)
+        self.summed = summed
+        self._x = Saved(x)
+
+    def grad_sample(self, param: Parameter) -> Tensor:
+        assert self.grad is not None
+        product = wide(self.grad) * wide(self._x.get(self.name).detach())
+        product = product.sum(self.summed, keepdim=True) if self.summed else product
+        return product.reshape(-1, *param.shape)
+
+    def ghost_is_cheaper(self, param: Parameter) -> bool:
+        return False
+
+    def rows(self, index: Tensor, dtype: torch.dtype) -> FactorUse:
+        x = self._x.get(self.name).detach().index_select(0, index).to(dtype)
+        use = FactorUse(self.name, x, self.params[0], self.summed)
+        use.grad = None if self.grad is None else self.grad.index_select(0, index).to(dtype)
+        return use
+
+    def stash_bytes(self) -> int:
+        return self._x.tensor.nbytes + (0 if self.grad is None else self.grad.nbytes)
+
+
+def _summed(tensor: Tensor, shape: Sequence[int], batch_dim: int) -> tuple[int, ...]:
+    """Dimensions of a batch-first [B, ...] along which ``tensor`` is repeated, where ``shape`` has its batch in
+    ``batch_dim``.
+    """
+    repeated = _repeated(tensor, shape)
+    if batch_dim == IN_ROWS:
+        return tuple(d + 1 for d in repeated)
+    return tuple(d + (d < batch_dim) for d in repeated if d != batch_dim)
+
+
 def _record(tape: Tape, use: Use, source: Tensor, output: Tensor, batch_dim: int) -> Tensor:
     """Records ``use`` of ``source``, which was repeated to the shape of ``output`` along ``batch_dim`` and others."""
-    others = [d for d in _repeated(source, output.shape) if d != batch_dim]
+    summed, size = _summed(source, output.shape, batch_dim), tape.batch_size
 
     def receive(grad: Tensor | None) -> None:
         if grad is not None:
-            grad = grad.sum(others, keepdim=True) if others else grad
-            grad = grad.movedim(batch_dim, 0).reshape(-1, *source.shape)
+            grad = grad.movedim(batch_dim, 0) if batch_dim != IN_ROWS else batch_first(grad, batch_dim, size)
+            grad = grad.sum(summed, keepdim=True) if summed else grad
+            grad = grad.reshape(-1, *source.shape)
         use.grad = grad
 
     tape.uses.append(use)
@@ -65,30 +108,93 @@ def broadcast(tape: Tape, tensor: Tensor, shape: Sequence[int], batch_dim: int) 
     """``tensor.expand(shape)``, recorded where the tensor is trained; its dimension ``batch_dim`` must be a
     repetition.
     """
+    if tape.trains(tensor) and (0 if batch_dim == IN_ROWS else batch_dim) not in _repeated(tensor, shape):
+        raise NoRuleError(
+            f"What is computed from {tape.parameters[tape.root(tensor)]} has shape {tuple(tensor.shape)} and is used at "
+            f"shape {tuple(shape)}, not as the same for every example.",
+            (tape.root(tensor),),
+        )
     output = tape.constant(tensor).expand(*shape)
     return _record(tape, BroadcastUse(tensor), tensor, output, batch_dim) if tape.trains(tensor) else output
 
 
-@handles(torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
+def _batch_of(tape: Tape, x: Tensor, output: Tensor, param: Parameter, kind: str) -> int | None:
+    """The dimension of an elementwise ``output`` that is the batch, along which ``param`` is repeated; None if none."""
+    tape.rows.copy(x, output)
+    batch_dim = tape.batch_dim(output, (param,), 0, kind)
+    return batch_dim if (0 if batch_dim == IN_ROWS else batch_dim) in _repeated(param, output.shape) else None
+
+
+def _with_parameter(tape: Tape, args: tuple[Any, ...]) -> tuple[Tensor, Parameter] | None:
+    """(batch, parameter) of two operands."""
+    for x, param in (args, args[::-1]) if len(args) == 2 else ():
+        if tape.trains(param) and isinstance(x, Tensor) and not tape.trains(x):
+            return x, param
+    return None
+
+
+@handles(torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, Tensor.add_, derives=True)
 def _add(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A batch plus a parameter, or plus what a layer made of ids without a batch."""
-    if len(args) == 2 and not kwargs:
-        for x, other in (args, args[::-1]):
-            source = _source(tape, other)
-            if source is not None and isinstance(x, Tensor) and _source(tape, x) is None:
-                param, use = source
-                output = func(*(a.detach() if a is other else a for a in args))
-                batch_dim = tape.batch_dim(output, (param,), 0, "sum")
-                if batch_dim in _repeated(other, output.shape):
-                    return _record(tape, use(), other, output, batch_dim)
-    return func(*args, **kwargs)
+    found = None if kwargs else _with_parameter(tape, args)
+    if found is None or (func in (Tensor.__iadd__, Tensor.add_) and found[1] is args[0]):
+        return func(*args, **kwargs)
+    x, param = found
+    output = func(*(a.detach() if a is param else a for a in args))
+    batch_dim = _batch_of(tape, x, output, param, "sum")
+    if batch_dim is None:
+        return func(*args) if output is not x else _in_place(tape, param)
+    derivation = tape.stands.get(param)
+    use = BroadcastUse(param)
+    if derivation is not None and derivation.added is not None:
+        return _record(tape, derivation.added(), param, output, batch_dim)
+    return _record(tape, use, param, output, batch_dim)
 
 
-def _source(tape: Tape, tensor: Any) -> tuple[Parameter, Callable[[], Use]] | None:
-    if tape.trains(tensor):
-        return tensor, lambda: BroadcastUse(tensor)
-    shared = tape.shared.get(id(tensor))
-    return None if shared is None else shared[1:]
+def _in_place(tape: Tape, param: Parameter) -> Any:
+    raise UnsupportedError(
+        f"{tape.parameters[tape.root(param)]} is added or multiplied in place to something whose batch is not its first "
+        "dimension; make that operation out-of-place."
+    )
+
+
+@handles(torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__, Tensor.mul_, derives=True)
+def _multiply(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A batch times a parameter: a scale."""
+    found = None if kwargs else _with_parameter(tape, args)
+    if found is None or (func in (Tensor.__imul__, Tensor.mul_) and found[1] is args[0]):
+        return func(*args, **kwargs)
+    x, param = found
+    # What is changed in place is kept as it was.
+    kept = x.detach().clone() if func in (Tensor.__imul__, Tensor.mul_) else x
+    output = func(*(a.detach() if a is param else a for a in args))
+    batch_dim = _batch_of(tape, x, output, param, "product")
+    if batch_dim is None:
+        return func(*args) if output is not x else _in_place(tape, param)
+    rows = batch_first(kept.expand(output.shape), batch_dim, tape.batch_size)
+    use = FactorUse(tape.name((param,)), rows, param, _summed(param, output.shape, batch_dim))
+    return tape.record(use, output, batch_dim)
+
+
+@rewrites(torch.sub, Tensor.sub, Tensor.__sub__)
+def _subtract(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Batch - parameter and parameter - batch as sums."""
+    if len(args) != 2 or kwargs or not all(isinstance(a, Tensor) for a in args):
+        return None
+    return tape.call(torch.add, args[0], tape.call(torch.neg, args[1]))
+
+
+@rewrites(Tensor.__rsub__)
+def _subtract_from(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _subtract(tape, func, args[::-1], kwargs)
+
+
+@rewrites(torch.div, Tensor.div, Tensor.__truediv__)
+def _divide(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Batch / parameter as a product."""
+    if len(args) != 2 or kwargs or not all(isinstance(a, Tensor) for a in args):
+        return None
+    return tape.call(torch.mul, args[0], tape.call(torch.reciprocal, args[1]))
 
 
 @handles(Tensor.expand, Tensor.expand_as, Tensor.repeat, torch.broadcast_to, Tensor.broadcast_to)
@@ -98,6 +204,8 @@ def _expand(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
         return func(*args, **kwargs)
     output = func(tensor.detach(), *args[1:], **kwargs)
     shape = output.shape
+    if func is Tensor.repeat and output.dim() == tensor.dim() and shape[1:] == tensor.shape[1:] and len(tensor) > 1:
+        return _tile(tape, func, args, kwargs, output)
     repeated = _repeated(tensor, shape)
     new = len(shape) - tensor.dim()
     tiled = any(d >= new and shape[d] not in (1, tensor.shape[d - new]) for d in range(len(shape)) if d not in repeated)
@@ -107,7 +215,86 @@ def _expand(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
         return func(*args, **kwargs)
     if len(candidates) > 1 and tape.batch_size > 1:
         raise UnsupportedError(
-            f"{tape.parameters[tensor]} is expanded to shape {tuple(shape)}, where more than one dimension could be "
-            f"the batch of {tape.batch_size} examples; expand it to the batch alone first, then further."
+            f"{tape.parameters[tape.root(tensor)]} is expanded to shape {tuple(shape)}, where more than one dimension "
+            f"could be the batch of {tape.batch_size} examples; expand it to the batch alone first, then further."
         )
     return _record(tape, BroadcastUse(tensor), tensor, output, candidates[0])
+
+
+@handles(torch.where, Tensor.where, torch.masked_fill, Tensor.masked_fill, derives=True)
+def _choose(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A batch here and a parameter there: every example has its own copy of the parameter."""
+    params = [a for a in args if tape.trains(a)]
+    if not params:
+        return func(*args, **kwargs)
+    shape = torch.broadcast_shapes(*(a.shape for a in args if isinstance(a, Tensor)))
+    others = [a for a in args if isinstance(a, Tensor) and not tape.trains(a)]
+    result = torch.empty((), device=params[0].device).expand(shape)
+    for other in others:
+        tape.rows.copy(other, result)
+    batch_dim = tape.batch_dim(result, params[:1], 0, "choice")
+    if batch_dim < 0:
+        return func(*args, **kwargs)
+    return func(*(broadcast(tape, a, shape, batch_dim) if tape.trains(a) else a for a in args), **kwargs)
+
+
+@handles(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, derives=True)
+def _product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Matrices of a parameter of three or more dimensions times those of a batch: every example has its own copy."""
+    if len(args) != 2 or kwargs or tape.trains(args[0]) == tape.trains(args[1]):
+        return func(*args, **kwargs)
+    param, x = args if tape.trains(args[0]) else args[::-1]
+    if not isinstance(x, Tensor) or x.dim() < 3 or param.dim() < 2 or param.dim() > x.dim():
+        return func(*args, **kwargs)
+    batch_dim = tape.batch_dim(x, (param,), 2, "factors")
+    place = 0 if batch_dim == IN_ROWS else batch_dim
+    shape = (*torch.broadcast_shapes(x.shape[:-2], param.shape[:-2]), *param.shape[-2:])
+    if batch_dim < 0 or place >= x.dim() - 2 or place not in _repeated(param, shape):
+        return func(*args, **kwargs)
+    copies = broadcast(tape, param, shape, batch_dim)
+    return torch.matmul(*(copies if a is param else a for a in args))
+
+
+def _tile(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+    """[n, ...] repeated to [B * n, ...]."""
+    param = args[0]
+    by_copy = output.view(-1, *param.shape)
+    if tape.batch_dim(by_copy, (param,), 0, "copies") != 0:
+        return func(*args, **kwargs)
+    use = BroadcastUse(param)
+
+    def receive(grad: Tensor | None) -> None:
+        use.grad = None if grad is None else grad.reshape(-1, *param.shape)
+
+    tape.uses.append(use)
+    output = tape.attach(output, receive)
+    tape.rows.put(output, 0, len(param))
+    return output
+
+
+@handles(F.scaled_dot_product_attention)
+def _attention_bias(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """A mask of attention that holds trained biases, the same for every example."""
+    mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+    if not tape.trains(mask):
+        return func(*args, **kwargs)
+    call = bound_arguments(_signature, args, kwargs)
+    query, key = call["query"], call["key"]
+    shape = (*query.shape[:-1], key.shape[-2])
+    batch_dim = tape.batch_dim(query, (mask,), 2, "attention")
+    tape.check_batch(query, (mask,), max(batch_dim, 0))
+    call["attn_mask"] = broadcast(tape, mask, shape, batch_dim)
+    return func(**call)
+
+
+def _signature(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Any = None,
+    enable_gqa: bool = False,
+) -> None:
+    """The arguments of a function that does not tell them itself."""

@@ -19,10 +19,10 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from dpcore import native
-from dpcore.errors import UnsupportedError
+from dpcore.errors import NoRuleError, UnsupportedError
 from dpcore.numerics.rounding import SquaredNorm, squares, unit
 from dpcore.rules.linear import wide
-from dpcore.tape.tape import Tape
+from dpcore.tape.tape import Tape, batch_first
 from dpcore.tape.uses import Saved, Use, handles
 
 try:
@@ -313,14 +313,15 @@ def _embedding(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwar
         if padding_idx is not None and padding_idx < 0:
             padding_idx += len(weight)
         if batch_dim < 0:
-            output = func(input, weight.detach(), padding_idx)
+            if weight in tape.stands:
+                raise NoRuleError(f"{name} looks up a table that is itself computed from parameters.", (weight,))
 
             # The same ids for every example, as those of positions.
             def repeated() -> EmbeddingUse:
                 return EmbeddingUse(name, input.expand(tape.batch_size, *input.shape), weight, padding_idx)
 
-            return tape.share(output, weight, repeated)
-        ids = input.transpose(0, 1) if batch_dim else input
+            return tape.derive(func, (input, weight, padding_idx), {}, added=repeated)
+        ids = batch_first(input, batch_dim, tape.batch_size)
         use = EmbeddingUse(name, ids, weight, padding_idx)
 
         def form() -> Tensor:

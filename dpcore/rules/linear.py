@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from dpcore import native
 from dpcore.numerics.rounding import SquaredNorm, gamma, gram, gram_roundings, squares
 from dpcore.rules.products import products
-from dpcore.tape.tape import Tape
-from dpcore.tape.uses import Saved, Use, handles
+from dpcore.tape.tape import IN_ROWS, Tape, batch_first
+from dpcore.tape.uses import Saved, Use, handles, rewrites
 
 # A float of memory traffic costs about as much as this many FLOPs on a CPU core (50 GFLOP/s beside 10 GB/s, three
 # passes over the kept gradient: written, squared, summed).
@@ -172,16 +172,45 @@ class ContractionUse(Use):
         return inputs + (0 if self.grad is None else self.grad.nbytes)
 
 
-@handles(F.linear)
+@handles(F.linear, derives=True)
 def _linear(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     def call(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        inputs = {w: input for w in (weight,) if tape.trains(w)}
+        weights = tuple(w for w in (weight,) if tape.trains(w))
         biases = tuple(b for b in (bias,) if tape.trains(b))
-        params = (*inputs, *biases)
+        params = (*weights, *biases)
         if not params:
             return func(input, weight, bias)
-        time_major = tape.require_batch(input, params) == 1
+        batch_dim = tape.require_batch(input, params)
         output = func(input, tape.constant(weight), tape.constant(bias))
-        return tape.record(ContractionUse(tape.name(params), inputs, biases, time_major), output)
+        if batch_dim == IN_ROWS:
+            of_rows = dict.fromkeys(weights, batch_first(input, batch_dim, tape.batch_size))
+            return tape.record(ContractionUse(tape.name(params), of_rows, biases), output, batch_dim)
+        use = ContractionUse(tape.name(params), dict.fromkeys(weights, input), biases, batch_dim == 1)
+        return tape.record(use, output)
 
     return call(*args, **kwargs)
+
+
+@rewrites(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm)
+def _matmul(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """X @ W and W @ x with a weight of two dimensions are linear maps of x."""
+    if len(args) != 2 or kwargs or not all(isinstance(a, Tensor) for a in args):
+        return None
+    left, right = args[::-1] if func is Tensor.__rmatmul__ else args
+    if tape.is_source(right) and right.dim() == 2 and left.dim() >= 2 and not tape.is_source(left):
+        return tape.call(F.linear, left, tape.call(Tensor.t, right))
+    if tape.is_source(left) and left.dim() == 2 and right.dim() >= 3 and not tape.is_source(right):
+        return tape.call(F.linear, right.transpose(-1, -2), left).transpose(-1, -2)
+    return None
+
+
+@rewrites(torch.addmm, Tensor.addmm)
+def _addmm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Bias + x @ W."""
+    if len(args) != 3 or kwargs:
+        return None
+    bias, x, weight = args
+    sources = tape.is_source(bias) or not bias.requires_grad, tape.is_source(weight) or not weight.requires_grad
+    if bias.dim() != 1 or not all(sources) or tape.is_source(x):
+        return None
+    return tape.call(F.linear, x, tape.call(Tensor.t, weight), bias)

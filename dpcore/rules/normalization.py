@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from dpcore.errors import UnsupportedError
 from dpcore.rules.linear import wide
-from dpcore.tape.tape import Tape
+from dpcore.tape.tape import IN_ROWS, Tape, batch_first
 from dpcore.tape.uses import Saved, Use, handles
 
 
@@ -69,7 +69,9 @@ def _affine(
         output = output * tape.constant(weight).view(*weight.shape, *[1] * trailing)
     if bias is not None:
         output = output + tape.constant(bias).view(*bias.shape, *[1] * trailing)
-    x = x.transpose(0, 1) if batch_dim else x
+    if batch_dim == IN_ROWS:
+        kept = tuple(d + 1 for d in kept)
+    x = batch_first(x, batch_dim, tape.batch_size)
     return tape.record(AffineUse(tape.name(params), x, trained_weight, trained_bias, kept), output, batch_dim)
 
 
@@ -84,7 +86,7 @@ def bound_arguments(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     return dict(bound.arguments)
 
 
-@handles(F.layer_norm, F.rms_norm)
+@handles(F.layer_norm, F.rms_norm, derives=True)
 def _layer_norm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     call = bound_arguments(func, args, kwargs)
     weight, bias = call.pop("weight"), call.pop("bias", None)
@@ -92,6 +94,7 @@ def _layer_norm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwa
         return func(*args, **kwargs)
     x = call["input"]
     normalised = func(**call)
+    tape.rows.copy(x, normalised)
     kept = tuple(range(x.dim() - len(call["normalized_shape"]), x.dim()))
     return _affine(tape, normalised, weight, bias, kept, time_first=True)
 
@@ -105,7 +108,7 @@ def _channel_norm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], k
     return _affine(tape, func(**call), weight, bias, (1,))
 
 
-@handles(F.batch_norm)
+@handles(F.batch_norm, derives=True)
 def _batch_norm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     call = bound_arguments(func, args, kwargs)
     if not call["training"]:

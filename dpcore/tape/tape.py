@@ -22,11 +22,17 @@ from torch.overrides import TorchFunctionMode
 from dpcore.errors import NoRuleError, UnsupportedError
 from dpcore.tape.checkpointing import CHECKPOINTING
 from dpcore.tape.deferred_lookups import Lookups
-from dpcore.tape.uses import HANDLERS, Use, handles
+from dpcore.tape.derived import Derivation, ThroughUse
+from dpcore.tape.rows import Rows
+from dpcore.tape.uses import DERIVING, HANDLERS, REWRITES, Use, handles
 
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 FindBatch = Callable[[tuple[Parameter, str], "Tape", Tensor, int], int]
 """``find_batch((parameter, kind of tensor), tape, tensor, features)``: the dimension that is the batch, or -1."""
+BESIDE = "beside "
+"""Kinds of tensors that parameters meet in functions: "beside add"."""
+IN_ROWS = 2
+"""In the place of a dimension: the first one holds several rows for each example, [B * k, ...]."""
 
 
 class _Attach(torch.autograd.Function):
@@ -85,14 +91,18 @@ class Tape(TorchFunctionMode):
         self._find_batch = find_batch
         self.averaged = {} if averaged is None else averaged
         self.probing = False
-        self.shared: dict[int, tuple[Tensor, Parameter, Callable[[], Use]]] = {}
+        self.stands: dict[Parameter, Derivation] = {}
+        """Stand-ins for what is computed from parameters alone."""
+        self._derived: dict[int, Derivation] = {}
+        self._stand_of: dict[int, Parameter] = {}
+        self.rows = Rows(batch_size)
         self.packed: PackedSequence | None = None
         """Sequences that a recurrent layer is working on: the function that it calls is not told their order."""
         self.lookups = Lookups()
         self.channels_last = any(_is_channels_last(p) for p in parameters)
         self.parameters = parameters
         self.batch_size = batch_size
-        self.uses: list[Use] = []
+        self.uses: list[Use] = _Uses(self.stands)
         self._edges: list[GradientEdge] = []
         self.forbidden: list[tuple[GradientEdge, Callable[[Tensor | None], None]]] = []
         self._targets: list[Callable[[Tensor | None], None]] = []
@@ -123,13 +133,123 @@ class Tape(TorchFunctionMode):
                 return pooled
             args, kwargs = self.lookups.formed(self, func, args, kwargs)
         handler = HANDLERS.get(func)
+        sources = self._sources(args, kwargs) if handler is None or func in DERIVING or self._derived else ()
+        result = self._computed(func, handler, args, kwargs, sources)
+        if not sources or not self._is_derived(result):
+            self.rows.follow(func, args, kwargs, result)
+        return result
+
+    def _computed(
+        self,
+        func: Callable[..., Any],
+        handler: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        sources: Sequence[Parameter | Derivation],
+    ) -> Any:
+        """The result of a call, in which ``sources`` are parameters and what comes from them alone."""
+        if not sources or not torch.is_grad_enabled():
+            return func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
+        if (handler is None or func in DERIVING) and self._without_batch(func, args, kwargs, sources):
+            return self.derive(func, args, kwargs, sources)
+        rewrite = REWRITES.get(func)
+        if rewrite is not None:
+            rewritten = rewrite(self, func, args, kwargs)
+            if rewritten is not None:
+                return rewritten
         if handler is None:
             return func(*args, **kwargs)
+        if any(isinstance(source, Derivation) for source in sources):
+            args, kwargs = self._with_stands(args), {name: self._with_stands(value) for name, value in kwargs.items()}
         return handler(self, func, args, kwargs)
 
+    def call(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The result of a function as if the model had called it."""
+        return self.__torch_function__(func, (), args, kwargs)
+
+    # ---- what is computed from parameters alone
+
+    def _is_derived(self, value: Any) -> bool:
+        return id(value) in self._derived
+
+    def _sources(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Parameter | Derivation]:
+        """The trained parameters among the arguments, and what comes from trained parameters alone."""
+        found: list[Parameter | Derivation] = []
+        for value in _tensors_in(args, kwargs):
+            derivation = self._derived.get(id(value))
+            if derivation is not None:
+                found.append(derivation)
+            elif self.trains(value):
+                found.append(value)
+        return found
+
+    def is_source(self, value: Any) -> bool:
+        """Return whether this is a trained parameter, or comes from trained parameters alone."""
+        return self.trains(value) or self._is_derived(value)
+
+    def _without_batch(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        sources: Sequence[Parameter | Derivation],
+    ) -> bool:
+        """Return whether no argument has a batch, so that the result comes from parameters and constants alone."""
+        others = [v for v in _tensors_in(args, kwargs) if not self.is_source(v)]
+        root = sources[0].roots[0] if isinstance(sources[0], Derivation) else sources[0]
+        for other in others:
+            if other.requires_grad or self.rows.of(other) is not None:
+                return False
+            if not other.dim():
+                continue
+            if self.probing and self.batch_size in other.shape[2:]:
+                raise self._no_batch(other, (root,), 0)
+            if self.batch_dim(other, (root,), 0, BESIDE + func.__name__) >= 0:
+                return False
+        return True
+
+    def derive(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        sources: Sequence[Parameter | Derivation] | None = None,
+        added: Callable[[], Use] | None = None,
+    ) -> Any:
+        """The result of a call without a batch, remembered as what comes from parameters alone.
+
+        ``added``: makes the use where the result is added to a batch.
+        """
+        sources = self._sources(args, kwargs) if sources is None else sources
+        result = func(*args, **kwargs)
+        for tensor in _tensors_in((result,), {}):
+            if tensor.requires_grad and not self.trains(tensor) and tensor.grad_fn is not None:
+                self._derived[id(tensor)] = Derivation.of(func, tensor, sources, added)
+                self._stand_of.pop(id(tensor), None)
+        return result
+
+    def _with_stands(self, value: Any) -> Any:
+        """Arguments with stand-ins in the place of what comes from parameters alone."""
+        if isinstance(value, list | tuple) and type(value) in (list, tuple):
+            return type(value)(self._with_stands(part) for part in value)
+        derivation = self._derived.get(id(value))
+        if derivation is None:
+            return value
+        stand = self._stand_of.get(id(value))
+        if stand is None:
+            stand = self._stand_of[id(value)] = derivation.stand(self.parameters[derivation.roots[0]])
+            self.stands[stand] = derivation
+            self.guards.append(stand)
+        return stand
+
+    def root(self, param: Parameter) -> Parameter:
+        """The parameter itself, or the first one that a stand-in comes from."""
+        derivation = self.stands.get(param)
+        return param if derivation is None else derivation.roots[0]
+
     def trains(self, tensor: Any) -> TypeGuard[Parameter]:
-        """Return whether this is one of the trained parameters."""
-        return isinstance(tensor, Parameter) and tensor in self.parameters
+        """Return whether this is one of the trained parameters, or stands for what comes from them alone."""
+        return isinstance(tensor, Parameter) and (tensor in self.parameters or tensor in self.stands)
 
     def constant(self, tensor: MaybeTensor) -> MaybeTensor:
         """A trained parameter as a constant of the graph; anything else as it is."""
@@ -163,8 +283,9 @@ class Tape(TorchFunctionMode):
         self.uses.append(use)
 
         def set_grad(grad: Tensor | None) -> None:
-            use.grad = grad.transpose(0, 1) if batch_dim and grad is not None else grad
+            use.grad = grad if grad is None else batch_first(grad, batch_dim, size)
 
+        size = self.batch_size
         return self.attach(output, set_grad)
 
     def _hook(self, target: Callable[[Tensor | None], None]) -> Callable[[Tensor | None], None]:
@@ -239,11 +360,12 @@ class Tape(TorchFunctionMode):
 
     def name(self, params: Sequence[Parameter]) -> str:
         """The layer's name in messages: the first parameter's, without its last part."""
-        return self.parameters[params[0]].rpartition(".")[0] or self.parameters[params[0]]
+        name = self.parameters[self.root(params[0])]
+        return name.rpartition(".")[0] or name
 
     def check_batch(self, x: Tensor, params: Sequence[Parameter], dim: int = 0) -> None:
         """UnsupportedError unless dimension ``dim`` of an input is the batch."""
-        if x.dim() <= dim or x.shape[dim] != self.batch_size:
+        if dim != IN_ROWS and (x.dim() <= dim or x.shape[dim] != self.batch_size):
             raise self._no_batch(x, params, dim)
 
     def _no_batch(self, x: Tensor, params: Sequence[Parameter], dim: int) -> NoRuleError:
@@ -254,14 +376,20 @@ class Tape(TorchFunctionMode):
         )
 
     def batch_dim(self, x: Tensor, params: Sequence[Parameter], features: int = 1, use: str = "input") -> int:
-        """Return which dimension of an input is the batch: 0, 1 or -1 (none).
+        """Return which dimension of an input is the batch: 0, 1, IN_ROWS or -1 (none).
 
         It is 1 where the layer of ``params`` works on time-first sequences [T, B, ...] with ``features`` dimensions at
         the end. ``use`` tells apart different kinds of tensors that meet the same parameter.
         """
         if self._find_batch is None:
-            return 0 if x.dim() and len(x) == self.batch_size else -1
-        return self._find_batch((params[0], use), self, x, features)
+            in_rows = IN_ROWS if self.in_rows(x) else -1
+            return 0 if x.dim() and len(x) == self.batch_size else in_rows
+        return self._find_batch((self.root(params[0]), use), self, x, features)
+
+    def in_rows(self, x: Tensor) -> bool:
+        """Return whether the first dimension of a tensor is known to hold several rows for each example."""
+        place = self.rows.of(x)
+        return place is not None and place[0] == 0
 
     def require_batch(self, x: Tensor, params: Sequence[Parameter], features: int = 1) -> int:
         """Return :meth:`batch_dim`; NoRuleError where there is no batch."""
@@ -269,13 +397,34 @@ class Tape(TorchFunctionMode):
         self.check_batch(x, params, max(dim, 0))
         return dim
 
-    def share(self, tensor: Tensor, param: Parameter, use: Callable[[], Use]) -> Tensor:
-        """A tensor without batch that comes from ``param``: sums with batched tensors are recorded, with the new use's
-        gradient [B, *shape]; any other use of it is refused. Returns the tensor to use.
-        """
-        tensor = self.forbid(tensor, (param,))
-        self.shared[id(tensor)] = (tensor, param, use)
-        return tensor
+
+class _Uses(list[Use]):
+    """The uses of a pass; those of stand-ins become uses of the parameters behind them."""
+
+    def __init__(self, stands: dict[Parameter, Derivation]) -> None:
+        super().__init__()
+        self._stands = stands
+
+    def append(self, use: Use) -> None:
+        super().append(ThroughUse(use, self._stands) if any(p in self._stands for p in use.params) else use)
+
+
+def batch_first(tensor: Tensor, dim: int, batch_size: int) -> Tensor:
+    """A tensor with the batch in ``dim`` (0, 1 or IN_ROWS) as [B, ...]."""
+    if dim == IN_ROWS:
+        return tensor.reshape(batch_size, -1, *tensor.shape[1:])
+    return tensor.transpose(0, 1) if dim else tensor
+
+
+def _tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors among arguments, also those in a list or tuple."""
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += [part for part in value if isinstance(part, Tensor)]
+    return found
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

@@ -18,12 +18,33 @@ Handler = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], A
 HANDLERS: dict[Callable[..., Any], Handler] = {}
 
 
-def handles(*functions: Callable[..., Any]) -> Callable[[Handler], Handler]:
-    """Decorator: the handler for calls of these torch functions while a tape is active."""
+DERIVING: set[Callable[..., Any]] = set()
+"""Functions with a rule that is not asked where no argument has a batch: the result then comes from parameters alone."""
+REWRITES: dict[Callable[..., Any], Handler] = {}
+"""``rewrite(tape, function, args, kwargs)``: the same by a function that has a rule, or None."""
+
+
+def handles(*functions: Callable[..., Any], derives: bool = False) -> Callable[[Handler], Handler]:
+    """Decorator: the handler for calls of these torch functions while a tape is active.
+
+    ``derives``: not for calls without a batch.
+    """
 
     def register(handler: Handler) -> Handler:
         for function in functions:
             HANDLERS[function] = handler
+        if derives:
+            DERIVING.update(functions)
+        return handler
+
+    return register
+
+
+def rewrites(*functions: Callable[..., Any]) -> Callable[[Handler], Handler]:
+    """Decorator: another spelling for calls of these torch functions with a parameter and a batch."""
+
+    def register(handler: Handler) -> Handler:
+        REWRITES.update(dict.fromkeys(functions, handler))
         return handler
 
     return register

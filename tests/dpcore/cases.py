@@ -1339,14 +1339,7 @@ add(
 
 def main() -> None:
     """Runs all cases and writes docs/cases.md."""
-    from tests.dpcore.library_cases import library_cases
-
-    text = [HEAD, *section("Torch alone", CASES)]
-    libraries = library_cases()
-    if libraries:
-        text += section("transformers, PEFT and timm", libraries)
-    else:
-        text += ["", "## transformers, PEFT and timm", "", "Not run: transformers cannot be imported here."]
+    text = [HEAD, *section(CASES)]
     Path("docs/cases.md").write_text("\n".join(text) + "\n")
     print("\n".join(text))
 
@@ -1360,10 +1353,11 @@ Made by `tests/dpcore/cases.py` (`python -m`, from the root). Every case is trai
 * *refused*: one of dpcore's sentences. An honest case may be refused; it is marked.
 * *unseen*: a leak that privacy.md lists among what remains unseen.
 
-Expected "right or refused" are uses of weights and loops whose numbers might be wrong."""
+Expected "right or refused" are uses of weights and loops whose numbers might be wrong. Models of transformers, PEFT and
+timm: [models.md](models.md)."""
 
 
-def section(title: str, cases: list[Case]) -> list[str]:
+def section(cases: list[Case]) -> list[str]:
     """A table of these cases with its totals."""
     rows, totals, refused = [], collections.Counter[str](), 0
     for case in cases:
@@ -1376,7 +1370,7 @@ def section(title: str, cases: list[Case]) -> list[str]:
         rows.append(f"| {case.name} | {case.expected} | {what} | {line[:200]} |")
         print(rows[-1], flush=True)
     counts = ", ".join(f"{totals[what]} {what}" for what in ("right", "refused", "unseen", "wrong", "crash"))
-    head = ["", f"## {title}", "", f"{len(cases)} cases: {counts}. Honest cases refused: {refused}.", ""]
+    head = ["", f"{len(cases)} cases: {counts}. Honest cases refused: {refused}.", ""]
     return [*head, "| case | expected | outcome | |", "|---|---|---|---|", *rows]
 
 

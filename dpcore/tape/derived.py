@@ -1,0 +1,162 @@
+"""Tensors computed from trained parameters and constants alone, before any example comes in.
+
+A transposed weight, one plus a scale, a standardised kernel, a table of biases read at fixed places, positions that
+went through a layer. Such a tensor keeps its graph back to the parameters. Where it meets a batch, a rule sees a
+stand-in for it, as if it were a parameter; what the rule finds for each example is then pulled back to the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from dpcore.errors import NoRuleError, UnsupportedError
+from dpcore.numerics.rounding import SquaredNorm
+from dpcore.tape.uses import Use
+
+_REORDERING = {
+    getattr(space, name)
+    for space in (torch, Tensor)
+    for name in (
+        *("t", "transpose", "permute", "reshape", "view", "flatten", "unflatten", "unsqueeze", "squeeze"),
+        *("movedim", "swapaxes", "adjoint", "contiguous", "view_as", "reshape_as"),
+    )
+    if hasattr(space, name)
+} | {Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
+"""Functions whose result holds every number of their input once: a gradient keeps its norm on the way back."""
+
+
+class Derivation:
+    """A tensor that comes from the parameters ``roots``, and the ``stand`` that rules see in its place.
+
+    ``keeps_norm``: it is its root with the numbers in another order. ``added``: makes the use where it is added to a
+    batch, if there is a better one than that of any tensor.
+    """
+
+    def __init__(
+        self, tensor: Tensor, roots: tuple[Parameter, ...], keeps_norm: bool, added: Callable[[], Use] | None
+    ) -> None:
+        self.tensor = tensor
+        self.roots = roots
+        self.keeps_norm = keeps_norm
+        self.added = added
+
+    @classmethod
+    def of(
+        cls,
+        func: Callable[..., Any],
+        tensor: Tensor,
+        sources: Sequence[Parameter | Derivation],
+        added: Callable[[], Use] | None = None,
+    ) -> Derivation:
+        """``tensor``, which ``func`` has made of ``sources``."""
+        roots = [root for source in sources for root in (source.roots if isinstance(source, Derivation) else (source,))]
+        whole = len(sources) == 1 and (not isinstance(sources[0], Derivation) or sources[0].keeps_norm)
+        return cls(tensor, tuple(dict.fromkeys(roots)), whole and func in _REORDERING, added)
+
+    def stand(self, name: str) -> Parameter:
+        """A leaf with the tensor's values, which no gradient may reach: rules take it out of the graph."""
+        stand = Parameter(self.tensor.detach())
+        roots = self.roots
+
+        def refuse(grad: Tensor) -> None:
+            raise NoRuleError(
+                f"What is computed from {name} meets the examples in an operation that dpcore has no rule for; wrap "
+                "that operation in a module of its own, or freeze the parameter with requires_grad_(False).",
+                roots,
+            )
+
+        stand.register_hook(refuse)
+        return stand
+
+    def pull(self, root: Parameter, grad: Tensor) -> Tensor:
+        """The gradient at ``root`` for one at the tensor."""
+        return self._pull(root, grad, False).to(grad.dtype)
+
+    def pull_samples(self, root: Parameter, grads: Tensor) -> Tensor:
+        """[B, *root.shape] for gradients [B, *shape] at the tensor."""
+        if not len(grads):
+            return grads.new_zeros((0, *root.shape))
+        try:
+            found = self._pull(root, grads, True)
+        except UnsupportedError:
+            raise
+        except RuntimeError:  # an operation that torch cannot take for many gradients at once
+            found = torch.stack([self._pull(root, grad, False) for grad in grads])
+        return found.to(grads.dtype)
+
+    def _pull(self, root: Parameter, grad: Tensor, many: bool) -> Tensor:
+        try:
+            (found,) = torch.autograd.grad(
+                self.tensor,
+                root,
+                grad.to(self.tensor.dtype),
+                retain_graph=True,
+                allow_unused=True,
+                is_grads_batched=many,
+            )
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise UnsupportedError(
+                "A parameter, or what is computed from it alone, was changed in place between the forward pass and the "
+                "optimizer's step, so gradients by example can no longer be computed; change it after the step."
+            ) from error
+        return grad.new_zeros((*grad.shape[:1], *root.shape) if many else root.shape) if found is None else found
+
+
+class ThroughUse(Use):
+    """A use of stand-ins as one of the parameters that they come from."""
+
+    def __init__(self, use: Use, stands: dict[Parameter, Derivation]) -> None:
+        self.use = use
+        self.stands = {p: stands[p] for p in use.params if p in stands}
+        own = [p for p in use.params if p not in stands]
+        roots = [root for derivation in self.stands.values() for root in derivation.roots]
+        self.params = tuple(dict.fromkeys([*own, *roots]))
+        self.sequential = use.sequential
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """That of the use."""
+        return self.use.grad
+
+    def _of(self, root: Parameter) -> list[tuple[Parameter, Derivation | None]]:
+        """What of the use leads to ``root``: itself (None), and stand-ins."""
+        found = [(p, d) for p, d in self.stands.items() if any(r is root for r in d.roots)]
+        return [*([(root, None)] if any(p is root for p in self.use.params) else []), *found]
+
+    def norm_sq(self, param: Parameter) -> SquaredNorm:
+        ((inner, _),) = self._of(param)
+        return self.use.norm_sq(inner)
+
+    def grad_sample(self, param: Parameter) -> Tensor:
+        parts = []
+        for inner, derivation in self._of(param):
+            grads = self.use.grad_sample(inner)
+            parts.append(grads if derivation is None else derivation.pull_samples(param, grads))
+        return sum(parts[1:], parts[0])
+
+    def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
+        ((inner, derivation),) = self._of(param)
+        if derivation is None:
+            self.use.add_clipped_sum(inner, factors, out)
+            return
+        total = torch.zeros(inner.shape, dtype=out.dtype, device=out.device)
+        self.use.add_clipped_sum(inner, factors, total)
+        out += derivation.pull(param, total)
+
+    def ghost_is_cheaper(self, param: Parameter) -> bool:
+        of = self._of(param)
+        alone = len(of) == 1 and (of[0][1] is None or of[0][1].keeps_norm)
+        return alone and self.use.ghost_is_cheaper(of[0][0])
+
+    def rows(self, index: Tensor, dtype: torch.dtype) -> ThroughUse:
+        return ThroughUse(self.use.rows(index, dtype), self.stands)
+
+    def stash_bytes(self) -> int:
+        return self.use.stash_bytes()

@@ -1,0 +1,278 @@
+"""The matrix of architectures: clipped sums of transformers, PEFT and timm models beside the float64 loop over examples.
+
+``python -m tests.dpcore.models`` runs it and writes docs/models.md; ``--json FILE`` keeps the figures. It needs
+tests/requirements-models.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import dpcore
+from dpcore import Engine, PrivacyEngine
+from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.example_isolation import check as isolation
+from dpcore.reference import clip_factor, norm
+from tests.dpcore.architectures import Architecture, Batch, architectures
+from tests.dpcore.comparison import relative_error
+
+ERROR, HALF_ERROR = 1e-5, 1e-2
+CONTRIBUTION = 1.0 + 1e-6
+MODES = ("Engine", "two lines", "hooks", "ghost", "Engine, bf16", "two lines, bf16")
+NO_RULE = ": no rule"
+
+
+@dataclass(frozen=True)
+class Truth:
+    """A loop over the examples, one at a time: its clipped sum, and the C that it was clipped to."""
+
+    clipped: dict[str, Tensor]
+    bound: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``what``: right, refused, wrong or crash. ``error``: relative to the float64 loop. ``most``: the largest
+    contribution of an example over C (bf16 by the engine). ``sentence``: of a refusal or a crash.
+    """
+
+    what: str
+    error: float = 0.0
+    most: float = 0.0
+    sentence: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One architecture: its outcome in every mode, and the modules that are run again for want of a rule."""
+
+    name: str
+    library: str
+    outcomes: dict[str, Outcome]
+    fallbacks: tuple[str, ...]
+    ordinary: tuple[float, float]
+    """Errors of torch's own loop over the examples, in float32 and under bfloat16 autocast."""
+
+
+def call(model: Any, x: Any) -> Any:
+    """The model's outputs."""
+    return model(**x) if isinstance(x, dict) else model(x)
+
+
+def loop(architecture: Architecture, model: nn.Module, batch: Batch, bound: float | None = None) -> Truth:
+    """One example at a time by torch alone; C is the median norm."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    each = []
+    for i in range(len(batch.y)):
+        one = batch.example(i)
+        loss = architecture.losses(architecture.scores(call(model, one.x)), one.y).sum()
+        found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True, materialize_grads=True)
+        each.append({name: g.double() for name, g in zip(trained, found, strict=True)})
+    norms = torch.stack([norm(gradients) for gradients in each])
+    bound = float(norms.median()) if bound is None else bound
+    factors = [clip_factor(n, bound) for n in norms]
+    return Truth({name: sum(f * g[name] for f, g in zip(factors, each, strict=True)) for name in trained}, bound)
+
+
+def by_engine(architecture: Architecture, model: nn.Module, batch: Batch, bound: float) -> tuple[dict[str, Tensor], Engine]:
+    """(the clipped sum, the engine)."""
+    engine = Engine(
+        model,
+        lambda outputs, y: architecture.losses(architecture.scores(outputs), y),
+        max_grad_norm=bound,
+    )
+    sums = engine.clipped_sum(batch.x, batch.y).sums
+    return {name: value.clone() for name, value in sums.items()}, engine
+
+
+class _Criterion(nn.Module):
+    """An architecture's losses as a criterion with a reduction."""
+
+    def __init__(self, losses: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.losses, self.reduction = losses, "mean"
+
+    def forward(self, scores: Tensor, y: Tensor) -> Tensor:
+        losses = self.losses(scores, y)
+        return losses if self.reduction == "none" else losses.mean()
+
+
+def by_loop(
+    architecture: Architecture, model: nn.Module, batch: Batch, bound: float, mode: str | None
+) -> dict[str, Tensor]:
+    """The gradient that one step of the private loop releases; ``mode`` None: the two lines as they are."""
+    criterion = _Criterion(architecture.losses)
+    made = PrivacyEngine(seed=1).make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        data_loader=DataLoader(range(len(batch.y)), batch_size=len(batch.y), collate_fn=lambda rows: batch),
+        noise_multiplier=0.0,
+        max_grad_norm=bound,
+        sample_rate=1.0,
+        expected_batch_size=1,
+        criterion=criterion,
+        **({} if mode is None else {"grad_sample_mode": mode}),
+    )
+    private, optimizer, *middle, loader = made
+    criterion = middle[0] if middle else criterion
+    for given in loader:
+        optimizer.zero_grad()
+        criterion(architecture.scores(call(private, given.x)), given.y).backward()
+        optimizer.step()
+    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def outcome(architecture: Architecture, expected: Truth, mode: str) -> tuple[Outcome, Engine | None]:
+    """What comes of an architecture in a mode."""
+    model, batch, engine = architecture.model(), architecture.batch(), None
+    kind, _, half = mode.partition(", ")
+    most = 0.0
+    with (
+        warnings.catch_warnings(),
+        mock.patch.object(isolation, "random", SimpleNamespace(Random=lambda: random.Random(7))),
+        torch.autocast("cpu", torch.bfloat16) if half else nullcontext(),
+    ):
+        warnings.simplefilter("ignore")
+        try:
+            if kind == "Engine":
+                sums, engine = by_engine(architecture, model, batch, expected.bound)
+                if half:
+                    most = max(contribution(engine, batch, i) for i in range(len(batch.y))) / expected.bound
+            else:
+                sums = by_loop(architecture, model, batch, expected.bound, None if kind == "two lines" else kind)
+        except Exception as error:  # whatever it is, it is an outcome
+            return _failed(error), None
+    error = relative_error(sums, expected.clipped)
+    bad = not error <= (HALF_ERROR if half else ERROR) or not most <= CONTRIBUTION
+    return Outcome("wrong" if bad else "right", error, most), engine
+
+
+def contribution(engine: Engine, batch: Batch, i: int) -> float:
+    """The norm of what example i adds to the sum, the others being there and masked."""
+    mask = torch.arange(len(batch.y)) == i
+    sums = engine.clipped_sum(batch.x, batch.y, mask).sums
+    return float(norm({name: value.double() for name, value in sums.items()}))
+
+
+def _failed(error: Exception) -> Outcome:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    own = Path(frame.filename).is_relative_to(Path(dpcore.__file__).parent)
+    refused = isinstance(error, PrivacyError | UnsupportedError) or (own and isinstance(error, ValueError))
+    line = f"{'' if refused else type(error).__name__ + ': '}{error}".split("\n")[0]
+    return Outcome("refused" if refused else "crash", sentence=line)
+
+
+def row(architecture: Architecture, modes: Sequence[str] = MODES) -> Row:
+    """All of an architecture's outcomes."""
+    model, batch = architecture.model(), architecture.batch()
+    expected, outcomes, fallbacks = loop(architecture, architecture.model().double(), batch.double()), {}, ()
+    own = loop(architecture, model, batch, expected.bound)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = loop(architecture, model, batch, expected.bound)
+    for mode in modes:
+        outcomes[mode], engine = outcome(architecture, expected, mode)
+        if engine is not None and mode == "Engine":
+            lines = [line for line in engine.explain().splitlines() if NO_RULE in line]
+            fallbacks = tuple(line.partition(NO_RULE)[0] for line in lines)
+    ordinary = tuple(relative_error(found.clipped, expected.clipped) for found in (own, half))
+    return Row(architecture.name, architecture.library, outcomes, fallbacks, ordinary)
+
+
+HEAD = f"""# Architectures
+
+Made by `python -m tests.dpcore.models` (or `make test-models`), from the root. Small random weights, texts of different
+lengths, no dropout; what is compared is the clipped sum without noise, clipped to the median norm.
+
+* A figure is the relative error beside a loop over the examples in float64. *right*: at most {ERROR:.0e}; under
+  bfloat16 autocast at most {HALF_ERROR:.0e}, and no example adds more than C (1 + 1e-6).
+* *Engine*, *two lines* (`make_private`), *hooks* and *ghost* are the modes of [dpcore.md](dpcore.md).
+* *loop*: the same loop over the examples by torch alone in float32, and under bfloat16 autocast: what the precision
+  itself leaves.
+* *most*: the largest norm of what one example adds to the sum under bfloat16 autocast, over C.
+* *fallbacks*: modules that are run again by example, because dpcore has no rule for what they do with a parameter.
+"""
+
+
+def document(rows: Sequence[Row], versions: str) -> str:
+    """The table as a page."""
+    names = ["loop", *MODES[:4], "loop, bf16", MODES[4], "most", MODES[5]]
+    lines = [HEAD, versions, "", summary(rows), ""]
+    lines += [f"| | {' | '.join(names)} | fallbacks |", "|---" * (len(names) + 2) + "|"]
+    for each in rows:
+        cells = [_cell(each.outcomes[mode]) for mode in MODES]
+        half = each.outcomes[MODES[4]]
+        cells.insert(5, f"{half.most:.7f}" if half.most else "")
+        cells.insert(4, f"{each.ordinary[1]:.1e}")
+        cells.insert(0, f"{each.ordinary[0]:.1e}")
+        fallbacks = f"{len(each.fallbacks)}: {', '.join(each.fallbacks)}" if each.fallbacks else "0"
+        lines.append(f"| {each.name} | {' | '.join(cells)} | {fallbacks} |")
+    sentences = [
+        f"* {each.name}, {mode}: {found.sentence}"
+        for each in rows
+        for mode, found in each.outcomes.items()
+        if found.sentence
+    ]
+    return "\n".join([*lines, *(["", "Sentences:", "", *sentences] if sentences else [])]) + "\n"
+
+
+def _cell(found: Outcome) -> str:
+    if found.what in ("refused", "crash"):
+        return found.what
+    return f"{found.error:.1e}" + (" **wrong**" if found.what == "wrong" else "")
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """How many are right, refused, wrong or crash, by mode; and how many have fallbacks."""
+    lines = []
+    for mode in MODES:
+        counts = Counter(each.outcomes[mode].what for each in rows)
+        lines.append(f"* {mode}: " + ", ".join(f"{counts[what]} {what}" for what in ("right", "refused", "wrong", "crash")))
+    several = [each for each in rows if each.fallbacks]
+    count = sum(len(each.fallbacks) for each in several)
+    return "\n".join([*lines, f"* fallbacks: {count} in {len(several)} of {len(rows)} architectures"])
+
+
+def main() -> None:
+    """Runs the matrix and writes docs/models.md."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="where the figures go, too")
+    parser.add_argument("--only", default="", help="architectures whose name contains this; nothing is written then")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for architecture in architectures():
+        if given.only.lower() in architecture.name.lower():
+            rows.append(row(architecture))
+            print(rows[-1].name, {m: (_cell(o), o.sentence[:300]) for m, o in rows[-1].outcomes.items()}, flush=True)
+            print("   ", [f"{e:.1e}" for e in rows[-1].ordinary], f"{rows[-1].outcomes[MODES[4]].most:.7f}", len(rows[-1].fallbacks), rows[-1].fallbacks, flush=True)
+    print(summary(rows))
+    if given.json:
+        given.json.write_text(json.dumps([asdict(each) for each in rows], indent=1))
+    if not given.only:
+        import peft
+        import timm
+        import transformers
+
+        libraries = (torch, transformers, peft, timm)
+        versions = ", ".join(f"{library.__name__} {library.__version__}" for library in libraries)
+        Path("docs/models.md").write_text(document(rows, f"With {versions}."))
+
+
+if __name__ == "__main__":
+    main()
