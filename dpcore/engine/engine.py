@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -196,19 +197,21 @@ class Engine:
         """Before a batch: finds what has no rule, and whether examples are kept apart, where either is due."""
         self._largest[kind] = max(batch_size, self._largest.get(kind, 0))
         if batch_size and kind not in self._planned:
+            masked = any(map(is_mask, _tensors(x)))
             self._layout.learn(
                 self.accumulator.names,
-                lambda count: _call(self.model, copies(x, batch_size, count)),
+                functools.partial(self._probe, x, batch_size, None),
                 probe_sizes(x, batch_size, self.model),
-                [
-                    lambda count, padded=padded: _call(self.model, copies(x, batch_size, count, padded))
-                    for padded in ((True, False) if any(map(is_mask, _tensors(x))) else ())
-                ],
+                [functools.partial(self._probe, x, batch_size, p) for p in (True, False)] if masked else [],
             )
         if self._graphs is not None:
             self._layout.refuse_unrepeatable()
         if self.isolation.due(kind, batch_size):
             self.isolation.check(kind, self._losses, (x, y), batch_size, losses=True)
+
+    def _probe(self, x: Any, batch_size: int, padded: bool | None, count: int) -> Any:
+        """The outputs for copies of an example."""
+        return _call(self.model, copies(x, batch_size, count, padded))
 
     def _pieces(self, kind: Kind, batch_size: int, filled: bool) -> Iterator[tuple[slice, int]]:
         """The schedule of a batch: (rows, length of the compiled graph that they go through, 0: eagerly).

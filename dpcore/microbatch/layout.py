@@ -62,6 +62,13 @@ def probe_sizes(value: Any, batch_size: int, model: nn.Module) -> tuple[int, int
     return next(free), next(free)
 
 
+def _shape_beside(x: Tensor, dim: int) -> torch.Size:
+    """The shape of a tensor without its batch, which is in ``dim``: 0, 1, IN_ROWS or -1 (none)."""
+    if dim < 0:
+        return x.shape
+    return x.shape[1:] if dim in (0, IN_ROWS) else x.shape[:1] + x.shape[2:]
+
+
 VARIED_KINDS = 3
 """Kinds of batches for which a model is also probed with padding and without."""
 
@@ -70,8 +77,8 @@ class Layout:
     """Knowledge of a model's insides.
 
     ``fallbacks``: modules, by name, to record as a whole. ``recurrent``: its recurrent layers. For every parameter that
-    was used, the dimensions, 0 or 1 (or IN_ROWS, or the shapes of tensors without a batch), in which its layer sees the batch: by themselves the lengths cannot
-    tell, where a batch has as many examples as time steps.
+    was used, the dimensions, 0 or 1 (or IN_ROWS, or the shapes of tensors without a batch), in which its layer sees the
+    batch: by themselves the lengths cannot tell, where a batch has as many examples as time steps.
     """
 
     def __init__(self, model: nn.Module, fallbacks: dict[str, Fallback]) -> None:
@@ -81,6 +88,8 @@ class Layout:
         self.averaged: dict[Parameter, bool] = {}
         """Embeddings: whether nothing but one mean or sum over the positions sees their vectors."""
         self._dims: dict[tuple[Parameter, str], set[int | torch.Size]] = {}
+        self._shapes: set[tuple[Parameter, str, int, torch.Size]] = set()
+        """With what shapes beside the batch."""
         self.derived: set[str] = set()
         """Parameters from which a tensor is computed before any example comes in."""
         self.learnt = 0
@@ -138,8 +147,10 @@ class Layout:
         fits = [IN_ROWS] if tape.in_rows(x) else []
         fits += [d for d in (0, 1) if (d == 0 or x.dim() > d + features) and x.shape[d : d + 1] == (tape.batch_size,)]
         if self._probing:
-            known.add(fits[0] if fits else x.shape)
-            return fits[0] if fits else -1
+            found = fits[0] if fits else -1
+            known.add(found if fits else x.shape)
+            self._shapes.add((*key, found, _shape_beside(x, found)))
+            return found
         if not known and key[1].startswith(BESIDE) and tape.batch_size in x.shape:
             raise NoRuleError(
                 f"{tape.parameters[key[0]]} met a tensor of shape {tuple(x.shape)} in a part of the model that did not "
@@ -148,6 +159,8 @@ class Layout:
                 key[:1],
             )
         possible = [d for d in fits if d in known] + ([-1] if x.shape in known else [])
+        if len(possible) > 1:
+            possible = [d for d in possible if (*key, d, _shape_beside(x, d)) in self._shapes] or possible
         if len(possible) > 1:
             raise NoRuleError(
                 f"{tape.name(key[:1])} is used on inputs that have the batch in different places, and shape "

@@ -1,4 +1,4 @@
-"""Rules for a parameter that every example gets as it is: expanded or repeated to the batch, added to it, or its factor.
+"""Rules for a parameter that every example gets as it is: expanded to the batch, added to it, or its factor.
 
 Learned initial states, class tokens, learned queries, tables of positions, biases of attention; the scales of an RMS
 norm written by hand. Per example the gradient is that of its own copy.
@@ -110,8 +110,8 @@ def broadcast(tape: Tape, tensor: Tensor, shape: Sequence[int], batch_dim: int) 
     """
     if tape.trains(tensor) and (0 if batch_dim == IN_ROWS else batch_dim) not in _repeated(tensor, shape):
         raise NoRuleError(
-            f"What is computed from {tape.parameters[tape.root(tensor)]} has shape {tuple(tensor.shape)} and is used at "
-            f"shape {tuple(shape)}, not as the same for every example.",
+            f"What is computed from {tape.parameters[tape.root(tensor)]} has shape {tuple(tensor.shape)} and is used "
+            f"at shape {tuple(shape)}, not as the same for every example.",
             (tape.root(tensor),),
         )
     output = tape.constant(tensor).expand(*shape)
@@ -153,8 +153,8 @@ def _add(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 def _in_place(tape: Tape, param: Parameter) -> Any:
     raise UnsupportedError(
-        f"{tape.parameters[tape.root(param)]} is added or multiplied in place to something whose batch is not its first "
-        "dimension; make that operation out-of-place."
+        f"{tape.parameters[tape.root(param)]} changes in place something whose batch is not its first dimension; "
+        "make that operation out-of-place."
     )
 
 
@@ -255,7 +255,9 @@ def _product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs
     return torch.matmul(*(copies if a is param else a for a in args))
 
 
-def _tile(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+def _tile(
+    tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+) -> Tensor:
     """[n, ...] repeated to [B * n, ...]."""
     param = args[0]
     by_copy = output.view(-1, *param.shape)

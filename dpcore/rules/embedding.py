@@ -339,7 +339,7 @@ def _embedding(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwar
     return call(*args, **kwargs)
 
 
-@handles(torch.mean, Tensor.mean)
+@handles(torch.mean, Tensor.mean, derives=True)
 def _mean(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """A mean over dimensions as a sum and a division, so that its gradient is one vector expanded along them (stride 0)
     and not a copy per position; embedding rules above make use of that.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,19 +23,16 @@ def _named(*names: str) -> set[Callable[..., Any]]:
 
 
 _RESHAPES = _named("reshape", "view", "flatten", "unflatten", "view_as", "reshape_as")
-_ELEMENTWISE = (
-    _named(
-        *("add", "sub", "mul", "div", "neg", "exp", "pow", "sqrt", "rsqrt", "square", "abs", "clamp", "where", "rsub"),
-        *("relu", "gelu", "silu", "sigmoid", "tanh", "softplus", "mish", "elu", "leaky_relu", "hardswish", "dropout"),
-        *("contiguous", "clone", "to", "type_as", "float", "double", "half", "bfloat16", "masked_fill", "detach"),
-        *("add_", "mul_", "sub_", "div_", "masked_fill_", "type"),
-        *(f"__{kind}{name}__" for name in ("add", "sub", "mul", "truediv") for kind in ("", "r", "i")),
-        *("__neg__", "__pow__"),
-    )
-    | {F.linear, F.layer_norm, F.rms_norm}
-)
+_ELEMENTWISE = _named(
+    *("add", "sub", "mul", "div", "neg", "exp", "pow", "sqrt", "rsqrt", "square", "abs", "clamp", "where", "rsub"),
+    *("relu", "gelu", "silu", "sigmoid", "tanh", "softplus", "mish", "elu", "leaky_relu", "hardswish", "dropout"),
+    *("contiguous", "clone", "to", "type_as", "float", "double", "half", "bfloat16", "masked_fill", "detach"),
+    *("add_", "mul_", "sub_", "div_", "masked_fill_", "type"),
+    *(f"__{kind}{name}__" for name in ("add", "sub", "mul", "truediv") for kind in ("", "r", "i")),
+    *("__neg__", "__pow__"),
+) | {F.linear, F.layer_norm, F.rms_norm}
 """Functions of which every row of the result comes from the same row of each argument with as many dimensions."""
-_ALONG = _named("softmax", "log_softmax", "mean", "sum", "chunk", "split", "cat", "roll", "norm", "amax")
+_ALONG = _named("softmax", "log_softmax", "mean", "sum", "chunk", "split", "cat", "amax")
 """Such functions unless they work along the dimension of the rows, which they get as ``dim`` or ``dims``."""
 _PERMUTES = _named("permute", "transpose", "swapaxes", "mT") | {Tensor.mT.__get__}  # type: ignore[attr-defined]
 _PRODUCTS = _named("matmul", "bmm", "__matmul__")
@@ -75,7 +73,7 @@ class Rows:
             place = self.of(tensor)
             if place is not None:
                 for out in _tensors(result):
-                    dim = _place(func, args, kwargs, tensor, place[0], out)
+                    dim = _place(_Step(func, args, kwargs, tensor, place[0], out))
                     if dim is not None and out.shape[dim : dim + 1] == tensor.shape[place[0] : place[0] + 1]:
                         self.put(out, dim, place[1])
                 return
@@ -102,32 +100,79 @@ def _tensors(value: Any) -> Iterable[Tensor]:
             yield from _tensors(part)
 
 
-def _place(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor, dim: int, out: Tensor
-) -> int | None:
-    """The dimension of ``out`` that has the rows of ``tensor``'s dimension ``dim``; None where that is not known."""
-    dims = tensor.dim()
-    if func in _ELEMENTWISE:
-        return dim if out.dim() == dims else None
-    if func in _PERMUTES:
-        order = _order(func, args, kwargs, dims)
-        return order.index(dim) if order is not None else None
-    if func in _PRODUCTS:
-        return dim if args[0] is tensor and out.dim() == dims and dim < dims - (1 if dims == 2 else 2) else None
-    if func is F.scaled_dot_product_attention:
-        return dim if out.dim() == dims and dim < dims - 2 else None
-    if func in _ALONG:
-        along = kwargs.get("dim", kwargs.get("dims", args[-1] if len(args) > 1 else None))
-        over = (along,) if isinstance(along, int) else along if isinstance(along, list | tuple) else None
-        if over is None or not all(isinstance(d, int) for d in over) or any(d % dims == dim for d in over):
-            return None
-        return dim if out.dim() == dims else None if any(d % dims < dim for d in over) else dim
-    if func in (torch.unbind, Tensor.unbind) and out.dim() == dims - 1:
-        along = (kwargs.get("dim", args[1] if len(args) > 1 else 0)) % dims
-        return None if along == dim else dim - (along < dim)
-    if func is Tensor.__getitem__:
-        return _indexed(args[1], dims, dim, out)
-    return None
+@dataclass(frozen=True)
+class _Step:
+    """A call of ``func`` that makes ``out`` of ``tensor``, whose dimension ``dim`` holds the rows."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensor: Tensor
+    dim: int
+    out: Tensor
+
+
+def _place(step: _Step) -> int | None:
+    """The dimension of the result that has the rows; None where that is not known."""
+    found = next((place for functions, place in _PLACES if step.func in functions), None)
+    return None if found is None else found(step)
+
+
+def _same(step: _Step) -> int | None:
+    return step.dim if step.out.dim() == step.tensor.dim() else None
+
+
+def _permuted(step: _Step) -> int | None:
+    order = _order(step.func, step.args, step.kwargs, step.tensor.dim())
+    return None if order is None else order.index(step.dim)
+
+
+def _left_factor(step: _Step) -> int | None:
+    """Rows of the first operand: those of one matrix, or a dimension along which there are many."""
+    dims = step.tensor.dim()
+    rows = step.dim < dims - (1 if dims == 2 else 2)
+    return _same(step) if rows and step.args[0] is step.tensor else None
+
+
+def _of_attention(step: _Step) -> int | None:
+    return _same(step) if step.dim < step.tensor.dim() - 2 else None
+
+
+def _beside(step: _Step) -> int | None:
+    """A function along other dimensions, which may be gone."""
+    dims, args, kwargs = step.tensor.dim(), step.args, step.kwargs
+    along = kwargs.get("dim", kwargs.get("dims", args[-1] if len(args) > 1 else None))
+    over = (along,) if isinstance(along, int) else along if isinstance(along, list | tuple) else ()
+    if not over or not all(isinstance(d, int) for d in over) or any(d % dims == step.dim for d in over):
+        return None
+    gone = any(d % dims < step.dim for d in over) and step.out.dim() != dims
+    return None if gone else step.dim
+
+
+def _unbound(step: _Step) -> int | None:
+    along = step.kwargs.get("dim", step.args[1] if len(step.args) > 1 else 0) % step.tensor.dim()
+    return None if along == step.dim else step.dim - (along < step.dim)
+
+
+def _indexed(step: _Step) -> int | None:
+    """After ``[number]``, ``[:, slice]`` and the like."""
+    index, dim = step.args[1], step.dim
+    if isinstance(index, int):
+        return dim - 1 if dim else None
+    parts = index if isinstance(index, tuple) else (index,)
+    plain = len(parts) > dim and all(isinstance(part, slice) for part in parts)
+    return _same(step) if plain and all(part == slice(None) for part in parts[: dim + 1]) else None
+
+
+_PLACES: tuple[tuple[set[Any], Callable[[_Step], int | None]], ...] = (
+    (_ELEMENTWISE, _same),
+    (_PERMUTES, _permuted),
+    (_PRODUCTS, _left_factor),
+    ({F.scaled_dot_product_attention}, _of_attention),
+    (_ALONG, _beside),
+    ({torch.unbind, Tensor.unbind}, _unbound),
+    ({Tensor.__getitem__}, _indexed),
+)
 
 
 def _order(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dims: int) -> list[int] | None:
@@ -141,13 +186,3 @@ def _order(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     one, other = (d % dims for d in given) if len(given) == 2 else (dims - 2, dims - 1)
     order[one], order[other] = other, one
     return order
-
-
-def _indexed(index: Any, dims: int, dim: int, out: Tensor) -> int | None:
-    """After ``[number, ...]``, ``[:, ..., slice]`` and the like."""
-    parts = index if isinstance(index, tuple) else (index,)
-    if isinstance(parts[0], int) and len(parts) == 1:
-        return dim - 1 if dim else None
-    whole = all(part == slice(None) for part in parts[: dim + 1] if not isinstance(part, Tensor))
-    plain = all(isinstance(part, slice) for part in parts)
-    return dim if plain and whole and len(parts) > dim and out.dim() == dims else None

@@ -19,7 +19,7 @@ HANDLERS: dict[Callable[..., Any], Handler] = {}
 
 
 DERIVING: set[Callable[..., Any]] = set()
-"""Functions with a rule that is not asked where no argument has a batch: the result then comes from parameters alone."""
+"""Functions with a rule that is not asked where no argument has a batch: the result comes from parameters alone."""
 REWRITES: dict[Callable[..., Any], Handler] = {}
 """``rewrite(tape, function, args, kwargs)``: the same by a function that has a rule, or None."""
 

@@ -233,8 +233,8 @@ def _stirred(model: nn.Module) -> nn.Module:
 
 
 def _make_torchvision_importable() -> None:
-    """Beside a CPU build of torch, the compiled part of torchvision cannot be loaded. Nothing here needs it; but timm and
-    transformers import the rest, which asks for two operators by name.
+    """Beside a CPU build of torch, the compiled part of torchvision cannot be loaded. Nothing here needs it; but what
+    timm and transformers import of it asks for two operators by name.
     """
     try:
         import torchvision  # noqa: F401
@@ -252,7 +252,14 @@ def _pictures() -> Iterator[Architecture]:
     small = {"img_size": 32, "depth": 2, "embed_dim": 12, "num_heads": 3}
     swin = {"img_size": 32, "window_size": 4, "depths": (2, 1), "num_heads": (2, 4), "embed_dim": 8}
     mixer = {"img_size": 32, "patch_size": 16, "num_blocks": 2, "embed_dim": 12, "num_classes": CLASSES}
-    nfnet = {"depths": (1, 1), "channels": (16, 16), "stem_chs": 8, "group_size": 8, "attn_layer": "se", "attn_kwargs": {}}
+    nfnet = {
+        "depths": (1, 1),
+        "channels": (16, 16),
+        "stem_chs": 8,
+        "group_size": 8,
+        "attn_layer": "se",
+        "attn_kwargs": {},
+    }
 
     def create(kind: str, **options: Any) -> Callable[[], nn.Module]:
         return lambda: timm.create_model(kind, num_classes=CLASSES, drop_path_rate=0.0, **options)

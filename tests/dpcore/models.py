@@ -1,4 +1,4 @@
-"""The matrix of architectures: clipped sums of transformers, PEFT and timm models beside the float64 loop over examples.
+"""The matrix of architectures: clipped sums of transformers, PEFT and timm models beside a float64 loop over examples.
 
 ``python -m tests.dpcore.models`` runs it and writes docs/models.md; ``--json FILE`` keeps the figures. It needs
 tests/requirements-models.txt.
@@ -12,9 +12,9 @@ import random
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +33,7 @@ from tests.dpcore.architectures import Architecture, Batch, architectures
 from tests.dpcore.comparison import relative_error
 
 ERROR, HALF_ERROR = 1e-5, 1e-2
+LOWERED = 1e-4
 CONTRIBUTION = 1.0 + 1e-6
 MODES = ("Engine", "two lines", "hooks", "ghost", "Engine, bf16", "two lines, bf16")
 NO_RULE = ": no rule"
@@ -44,16 +45,24 @@ class Truth:
 
     clipped: dict[str, Tensor]
     bound: float
+    each: list[dict[str, Tensor]]
+    factors: list[float]
+
+    def at(self, factors: Tensor) -> dict[str, Tensor]:
+        """The sum at other clip factors [B]."""
+        return _sum(self.each, factors.double())
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """``what``: right, refused, wrong or crash. ``error``: relative to the float64 loop. ``most``: the largest
-    contribution of an example over C (bf16 by the engine). ``sentence``: of a refusal or a crash.
+    """``what``: right, refused, wrong or crash. ``error``: relative to the float64 loop; in float32 ``apart``, the same
+    to the loop's sum at the factors that the engine used. ``most``: the largest contribution of an example over C (bf16
+    by the engine). ``sentence``: of a refusal or a crash.
     """
 
     what: str
     error: float = 0.0
+    apart: float = 0.0
     most: float = 0.0
     sentence: str = ""
 
@@ -66,6 +75,8 @@ class Row:
     library: str
     outcomes: dict[str, Outcome]
     fallbacks: tuple[str, ...]
+    lowered: float
+    """By how much of itself the engine's clip factor of an example is below the true one, at most."""
     ordinary: tuple[float, float]
     """Errors of torch's own loop over the examples, in float32 and under bfloat16 autocast."""
 
@@ -87,18 +98,24 @@ def loop(architecture: Architecture, model: nn.Module, batch: Batch, bound: floa
     norms = torch.stack([norm(gradients) for gradients in each])
     bound = float(norms.median()) if bound is None else bound
     factors = [clip_factor(n, bound) for n in norms]
-    return Truth({name: sum(f * g[name] for f, g in zip(factors, each, strict=True)) for name in trained}, bound)
+    return Truth(_sum(each, factors), bound, each, factors)
 
 
-def by_engine(architecture: Architecture, model: nn.Module, batch: Batch, bound: float) -> tuple[dict[str, Tensor], Engine]:
-    """(the clipped sum, the engine)."""
+def _sum(each: Sequence[dict[str, Tensor]], factors: Iterable[Any]) -> dict[str, Tensor]:
+    return {name: sum(f * g[name] for f, g in zip(factors, each, strict=True)) for name in each[0]}
+
+
+def by_engine(
+    architecture: Architecture, model: nn.Module, batch: Batch, bound: float
+) -> tuple[dict[str, Tensor], Tensor, Engine]:
+    """(the clipped sum, the clip factors, the engine)."""
     engine = Engine(
         model,
         lambda outputs, y: architecture.losses(architecture.scores(outputs), y),
         max_grad_norm=bound,
     )
-    sums = engine.clipped_sum(batch.x, batch.y).sums
-    return {name: value.clone() for name, value in sums.items()}, engine
+    result = engine.clipped_sum(batch.x, batch.y)
+    return {name: value.clone() for name, value in result.sums.items()}, result.factors, engine
 
 
 class _Criterion(nn.Module):
@@ -138,8 +155,13 @@ def by_loop(
     return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
-def outcome(architecture: Architecture, expected: Truth, mode: str) -> tuple[Outcome, Engine | None]:
-    """What comes of an architecture in a mode."""
+def outcome(
+    architecture: Architecture, expected: Truth, mode: str, factors: Tensor | None, ordinary: float
+) -> tuple[Outcome, Tensor | None, Engine | None]:
+    """What comes of an architecture in a mode, and from an engine its factors; ``factors``: those of the first mode.
+
+    ``ordinary``: the error of torch's own loop under bfloat16 autocast.
+    """
     model, batch, engine = architecture.model(), architecture.batch(), None
     kind, _, half = mode.partition(", ")
     most = 0.0
@@ -151,16 +173,20 @@ def outcome(architecture: Architecture, expected: Truth, mode: str) -> tuple[Out
         warnings.simplefilter("ignore")
         try:
             if kind == "Engine":
-                sums, engine = by_engine(architecture, model, batch, expected.bound)
+                sums, used, engine = by_engine(architecture, model, batch, expected.bound)
+                factors = factors if half else used
                 if half:
                     most = max(contribution(engine, batch, i) for i in range(len(batch.y))) / expected.bound
             else:
                 sums = by_loop(architecture, model, batch, expected.bound, None if kind == "two lines" else kind)
         except Exception as error:  # whatever it is, it is an outcome
-            return _failed(error), None
-    error = relative_error(sums, expected.clipped)
-    bad = not error <= (HALF_ERROR if half else ERROR) or not most <= CONTRIBUTION
-    return Outcome("wrong" if bad else "right", error, most), engine
+            return _failed(error), None, None
+    error = apart = relative_error(sums, expected.clipped)
+    if factors is not None and not half:
+        apart = relative_error(sums, expected.at(factors))
+    limit = max(HALF_ERROR, 2 * ordinary) if half else ERROR
+    bad = not apart <= limit or not most <= CONTRIBUTION
+    return Outcome("wrong" if bad else "right", error, apart, most), factors, engine
 
 
 def contribution(engine: Engine, batch: Batch, i: int) -> float:
@@ -181,17 +207,23 @@ def _failed(error: Exception) -> Outcome:
 def row(architecture: Architecture, modes: Sequence[str] = MODES) -> Row:
     """All of an architecture's outcomes."""
     model, batch = architecture.model(), architecture.batch()
-    expected, outcomes, fallbacks = loop(architecture, architecture.model().double(), batch.double()), {}, ()
+    expected, outcomes = loop(architecture, architecture.model().double(), batch.double()), {}
     own = loop(architecture, model, batch, expected.bound)
     with torch.autocast("cpu", torch.bfloat16):
         half = loop(architecture, model, batch, expected.bound)
+    ordinary = relative_error(own.clipped, expected.clipped), relative_error(half.clipped, expected.clipped)
+    fallbacks: tuple[str, ...] = ()
+    factors, lowered = None, 0.0
     for mode in modes:
-        outcomes[mode], engine = outcome(architecture, expected, mode)
+        outcomes[mode], factors, engine = outcome(architecture, expected, mode, factors, ordinary[1])
         if engine is not None and mode == "Engine":
             lines = [line for line in engine.explain().splitlines() if NO_RULE in line]
             fallbacks = tuple(line.partition(NO_RULE)[0] for line in lines)
-    ordinary = tuple(relative_error(found.clipped, expected.clipped) for found in (own, half))
-    return Row(architecture.name, architecture.library, outcomes, fallbacks, ordinary)
+            lowered = float((1.0 - factors.double() / torch.tensor(expected.factors)).max())
+            above = float((factors.double() / torch.tensor(expected.factors)).max())
+            if not above <= CONTRIBUTION or not lowered <= LOWERED:
+                outcomes[mode] = replace(outcomes[mode], what="wrong")
+    return Row(architecture.name, architecture.library, outcomes, fallbacks, lowered, ordinary)
 
 
 HEAD = f"""# Architectures
@@ -199,8 +231,12 @@ HEAD = f"""# Architectures
 Made by `python -m tests.dpcore.models` (or `make test-models`), from the root. Small random weights, texts of different
 lengths, no dropout; what is compared is the clipped sum without noise, clipped to the median norm.
 
-* A figure is the relative error beside a loop over the examples in float64. *right*: at most {ERROR:.0e}; under
-  bfloat16 autocast at most {HALF_ERROR:.0e}, and no example adds more than C (1 + 1e-6).
+* A figure is the relative error beside a loop over the examples in float64.
+* *lowered*: clip factors are below the true ones by what rounding may hide of a norm, so that no example exceeds C;
+  this is by how much, at most. It is a part of the errors in float32.
+* *right* in float32: at most {ERROR:.0e} beside the loop's sum at the factors that were used, none of them above the
+  true one or more than {LOWERED:.0e} below it. Under bfloat16 autocast: at most {HALF_ERROR:.0e}, or twice what
+  torch's own loop has there, and no example adds more than C (1 + 1e-6).
 * *Engine*, *two lines* (`make_private`), *hooks* and *ghost* are the modes of [dpcore.md](dpcore.md).
 * *loop*: the same loop over the examples by torch alone in float32, and under bfloat16 autocast: what the precision
   itself leaves.
@@ -211,7 +247,7 @@ lengths, no dropout; what is compared is the clipped sum without noise, clipped 
 
 def document(rows: Sequence[Row], versions: str) -> str:
     """The table as a page."""
-    names = ["loop", *MODES[:4], "loop, bf16", MODES[4], "most", MODES[5]]
+    names = ["lowered", "loop", *MODES[:4], "loop, bf16", MODES[4], "most", MODES[5]]
     lines = [HEAD, versions, "", summary(rows), ""]
     lines += [f"| | {' | '.join(names)} | fallbacks |", "|---" * (len(names) + 2) + "|"]
     for each in rows:
@@ -219,7 +255,7 @@ def document(rows: Sequence[Row], versions: str) -> str:
         half = each.outcomes[MODES[4]]
         cells.insert(5, f"{half.most:.7f}" if half.most else "")
         cells.insert(4, f"{each.ordinary[1]:.1e}")
-        cells.insert(0, f"{each.ordinary[0]:.1e}")
+        cells = [f"{each.lowered:.1e}", f"{each.ordinary[0]:.1e}", *cells]
         fallbacks = f"{len(each.fallbacks)}: {', '.join(each.fallbacks)}" if each.fallbacks else "0"
         lines.append(f"| {each.name} | {' | '.join(cells)} | {fallbacks} |")
     sentences = [
@@ -242,7 +278,9 @@ def summary(rows: Sequence[Row]) -> str:
     lines = []
     for mode in MODES:
         counts = Counter(each.outcomes[mode].what for each in rows)
-        lines.append(f"* {mode}: " + ", ".join(f"{counts[what]} {what}" for what in ("right", "refused", "wrong", "crash")))
+        lines.append(
+            f"* {mode}: " + ", ".join(f"{counts[what]} {what}" for what in ("right", "refused", "wrong", "crash"))
+        )
     several = [each for each in rows if each.fallbacks]
     count = sum(len(each.fallbacks) for each in several)
     return "\n".join([*lines, f"* fallbacks: {count} in {len(several)} of {len(rows)} architectures"])
@@ -260,7 +298,14 @@ def main() -> None:
         if given.only.lower() in architecture.name.lower():
             rows.append(row(architecture))
             print(rows[-1].name, {m: (_cell(o), o.sentence[:300]) for m, o in rows[-1].outcomes.items()}, flush=True)
-            print("   ", [f"{e:.1e}" for e in rows[-1].ordinary], f"{rows[-1].outcomes[MODES[4]].most:.7f}", len(rows[-1].fallbacks), rows[-1].fallbacks, flush=True)
+            print(
+                "   ",
+                [f"{e:.1e}" for e in rows[-1].ordinary],
+                f"{rows[-1].outcomes[MODES[4]].most:.7f}",
+                len(rows[-1].fallbacks),
+                rows[-1].fallbacks,
+                flush=True,
+            )
     print(summary(rows))
     if given.json:
         given.json.write_text(json.dumps([asdict(each) for each in rows], indent=1))
