@@ -21,6 +21,7 @@ from dpcore.errors import NoRuleError, UnsupportedError
 from dpcore.rerun.snapshot import preserved
 from dpcore.rules.recurrent import packed_noted
 from dpcore.rules.vmap import Fallback, Interception, ModuleUse, owner
+from dpcore.tape.derived import ThroughUse
 from dpcore.tape.tape import BESIDE, IN_ROWS, Tape
 from dpcore.tree import flatten, unflatten
 
@@ -216,8 +217,9 @@ class Layout:
         tape.probing = True
         with torch.enable_grad(), self.recording(tape):
             output = run(count)
-        self.derived |= {names[root] for derivation in tape.stands.values() for root in derivation.roots}
         for use in tape.uses:
+            if isinstance(use, ThroughUse):
+                self.derived |= {names[root] for derivation in use.stands.values() for root in derivation.roots}
             if isinstance(use, ModuleUse):
                 # What has the batch's length here and in the real batch has the batch first.
                 fallback = next(f for f in self.fallbacks.values() if f.module is use.module)

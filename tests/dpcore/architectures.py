@@ -124,7 +124,7 @@ def logits_of(outputs: Any) -> Tensor:
 
 def architectures() -> list[Architecture]:
     """All of them; ImportError where a library is missing."""
-    _make_torchvision_importable()
+    make_torchvision_importable()
     return [*_transformers(), *_adapters(), *_pictures()]
 
 
@@ -232,7 +232,7 @@ def _stirred(model: nn.Module) -> nn.Module:
     return model
 
 
-def _make_torchvision_importable() -> None:
+def make_torchvision_importable() -> None:
     """Beside a CPU build of torch, the compiled part of torchvision cannot be loaded. Nothing here needs it; but what
     timm and transformers import of it asks for two operators by name.
     """

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.py"))
+TUTORIALS = sorted(path for path in (ROOT / "docs" / "tutorials").glob("*.py") if path.stem != "private_lora")
+"""Those that need nothing but torch; test_models.py runs the other one."""
 EXAMPLES = ("imdb_lstm", "transformer_lora", "accuracy_beside_opacus")
 
 

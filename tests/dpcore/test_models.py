@@ -3,11 +3,15 @@
 Only where these libraries are: ``make test-models``.
 """
 
+import runpy
+import sys
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("transformers", reason="needs tests/requirements-models.txt")
 
-from tests.dpcore.architectures import architectures
+from tests.dpcore.architectures import architectures, make_torchvision_importable
 from tests.dpcore.models import MODES, row
 
 
@@ -16,3 +20,12 @@ def test_architecture(architecture):
     found = row(architecture)
     assert {mode: found.outcomes[mode].what for mode in MODES} == dict.fromkeys(MODES, "right"), found
     assert not found.fallbacks
+
+
+def test_the_tutorial_on_adapters(monkeypatch, capsys):
+    make_torchvision_importable()
+    script = Path(__file__).parents[2] / "docs" / "tutorials" / "private_lora.py"
+    monkeypatch.setattr(sys, "argv", [str(script), "--smoke", "--seed", "1"])
+    runpy.run_path(str(script), run_name="__main__")
+    output = capsys.readouterr().out
+    assert "synthetic data" in output and "epsilon" in output

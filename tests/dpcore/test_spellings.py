@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dpcore
-from dpcore import Engine, clipped_sum
+from dpcore import Engine, clipped_sum, reference
 from dpcore.reference import norm
-from tests.dpcore.comparison import check, check_private, has_rules, odd_loss
+from tests.dpcore.comparison import check, check_private, has_rules, odd_loss, relative_error
 
 STEPS, WIDTH = 5, 8
 
@@ -182,3 +182,16 @@ def test_a_way_that_only_padded_batches_take_is_known():
     for name, total in result.sums.items():
         torch.testing.assert_close(total, sum(g[name] for g in each))
     torch.testing.assert_close(result.norms, torch.stack([norm(g) for g in each]))
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_compiled_graphs_follow_the_weights(name):
+    """What is computed from parameters alone is computed in the graph, too."""
+    model, x, y = made(name, torch.float64), torch.randn(4, STEPS, 3, dtype=torch.float64), torch.arange(4) % 3
+    engine = Engine(model, odd_loss, max_grad_norm=0.1, compile="aot_eager")
+    for _ in range(3):
+        truth = reference.clipped_sum(model, odd_loss, x, y, 0.1).clipped
+        assert relative_error(engine.clipped_sum(x, y).sums, truth) < 1e-10
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.9)
