@@ -244,10 +244,15 @@ class AbstractGradSampleHooks:
         variants = [functools.partial(run, padded=padded) for padded in ((True, False) if masked else ())]
         self._layout.learn(self._names, run, probe_sizes((args, kwargs), batch_size, self._module), variants)
         self._kinds.add(kind)
-        without = [*self._layout.fallbacks, *sorted(self._layout.derived)]
-        if without and sharded:
+        if self._layout.derived and sharded:
             raise UnsupportedError(
-                f"{', '.join(without)} has no rule and would be run again example by example, for which "
+                f"{', '.join(sorted(self._layout.derived))} is used by way of what the model computes from it alone (a "
+                "transposed or scaled weight, say), for which it is no longer whole; with fully_shard layers must use "
+                "their parameters as they are. Use DifferentiallyPrivateDistributedDataParallel instead."
+            )
+        if self._layout.fallbacks and sharded:
+            raise UnsupportedError(
+                f"{', '.join(self._layout.fallbacks)} has no rule and would be run again example by example, for which "
                 "its parameters are no longer whole; with fully_shard every trained layer must be of a kind with a "
                 "rule. Use DifferentiallyPrivateDistributedDataParallel instead."
             )

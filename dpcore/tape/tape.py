@@ -197,16 +197,18 @@ class Tape(TorchFunctionMode):
         """Return whether no argument has a batch, so that the result comes from parameters and constants alone."""
         others = [v for v in _tensors_in(args, kwargs) if not self.is_source(v)]
         root = sources[0].roots[0] if isinstance(sources[0], Derivation) else sources[0]
+        without = True
         for other in others:
-            if other.requires_grad or self.rows.of(other) is not None:
-                return False
-            if not other.dim():
+            surely = other.requires_grad or self.rows.of(other) is not None
+            if (surely and not self.probing) or not other.dim():
+                without = without and not surely
                 continue
-            if self.probing and self.batch_size in other.shape[2:]:
+            if self.probing and not surely and self.batch_size in other.shape[2:]:
                 raise self._no_batch(other, (root,), 0)
-            if self.batch_dim(other, (root,), 0, BESIDE + func.__name__) >= 0:
-                return False
-        return True
+            # Also where it is known now: the same call may get data without a gradient in another pass.
+            batched = self.batch_dim(other, (root,), 0, BESIDE + func.__name__) >= 0
+            without = without and not (surely or batched)
+        return without
 
     def derive(
         self,

@@ -55,6 +55,7 @@ WATCHED = (
     "dpcore.rules.embedding._pool",
     "dpcore.rules.embedding_bag.EmbeddingBagUse.add_clipped_sum",
     "dpcore.rules.vmap.ModuleUse._all",
+    "dpcore.rules.broadcast.FactorUse.grad_sample",
     "dpcore.rules.normalization.AffineUse.grad_sample",
     "dpcore.rules.recurrent_loops._lstm_loop",
     "dpcore.native.add_by_token",
@@ -173,14 +174,17 @@ class WeightedBag(nn.Module):
 
 
 class OwnScale(nn.Module):
-    """A layer without a rule."""
+    """A scale, by a product, which has a rule, or by a function that has none."""
 
-    def __init__(self, features: int) -> None:
+    def __init__(self, features: int, by_rule: bool) -> None:
         super().__init__()
+        self.by_rule = by_rule
         self.scale = nn.Parameter(torch.randn(features))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x * self.scale).sin()
+        if self.by_rule:
+            return (x * self.scale).sin()
+        return torch.addcmul(torch.zeros_like(x), x, self.scale).sin()
 
 
 def _alike(degree: float | None, positions: int, *shape: int) -> Tensor:
@@ -305,8 +309,8 @@ def _layer_norm() -> nn.Module:
     return nn.LayerNorm(6)
 
 
-def _own_scale() -> nn.Module:
-    return OwnScale(5)
+def _own_scale(by_rule: bool) -> nn.Module:
+    return OwnScale(5, by_rule)
 
 
 # ---- the paths
@@ -455,8 +459,16 @@ PATHS = (
         recorded=True,
     ),
     Path(
+        "a scale by hand",
+        lambda d: _annihilated(functools.partial(_own_scale, by_rule=True), d, 6, 5),
+        {"scale": KEEP},
+        ("FactorUse.grad_sample",),
+        formed=True,
+        recorded=True,
+    ),
+    Path(
         "no rule, vmap",
-        lambda d: _annihilated(_own_scale, d, 6, 5),
+        lambda d: _annihilated(functools.partial(_own_scale, by_rule=False), d, 6, 5),
         {"scale": KEEP, "the whole model": "no rule, by vmap"},
         ("ModuleUse._all",),
         formed=True,

@@ -186,7 +186,7 @@ def check_sharded(folder: Path) -> Any:
     found["local"] = [(p.numel(), p.to_local().numel(), p.grad.to_local().numel()) for p in inner.parameters()]
 
     class Triangular(nn.Module):
-        """Uses its parameter in a way that no rule knows."""
+        """Uses its parameter by way of what it computes from it alone."""
 
         def __init__(self) -> None:
             super().__init__()
