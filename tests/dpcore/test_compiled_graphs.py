@@ -69,7 +69,7 @@ MODELS = {
     "embedding": (lambda: nn.Embedding(7, 3, padding_idx=2), lambda b: torch.randint(0, 7, (b, 6))),
     "embedding, averaged": (lambda: Averaged(7, 3), lambda b: torch.randint(0, 7, (b, 6))),
     "used twice": (lambda: Reused(nn.Linear(4, 3)), lambda b: torch.randn(b, 4, 4)),
-    "no rule": (lambda: nn.Sequential(OwnScale(4), nn.Linear(4, 2)), lambda b: torch.randn(b, 4)),
+    "no rule": (lambda: nn.Sequential(OwnScale(4, by_rule=False), nn.Linear(4, 2)), lambda b: torch.randn(b, 4)),
 }
 
 
