@@ -147,7 +147,8 @@ def test_a_damaged_packed_file_is_one_sentence(tmp_path: Path, damage) -> None:
 @pytest.mark.parametrize("page", list(pages.pages()), ids=lambda p: p.name)
 def test_tables_of_pages_are_what_the_records_give(page: Path) -> None:
     text = page.read_text()
-    assert pages.BLOCK.search(text), "no generated table"
+    said = "No records exist" in " ".join(text.split())  # then every figure is typed, and the page says so
+    assert pages.BLOCK.search(text) or said, "no generated table"
     assert pages.fill(text) == text, "run `make findings`"
 
 
