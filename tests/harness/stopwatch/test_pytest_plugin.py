@@ -18,7 +18,7 @@ import pytest
 
 from harness import pytest_plugin as plugin
 from harness.analysis import stats
-from harness.run import e2e as run
+from harness.run import session
 from harness.stopwatch import measure as watch
 from harness.worker import layers as layer_worker
 
@@ -421,7 +421,7 @@ def test_it_is_announced_to_pytest() -> None:
 
 def test_its_rules_are_those_of_the_benchmark() -> None:
     assert plugin.FOR_A_VERDICT == stats.VERDICT_ROUNDS
-    assert watch.DISTURBED_SHARE == run.DISTURBED_SHARE
+    assert watch.DISTURBED_SHARE == session.DISTURBED_SHARE
     assert watch.SHARE_FROM == layer_worker.SHARE_FROM
 
 
