@@ -1,5 +1,7 @@
 """dpcore: exact DP-SGD for PyTorch at nearly the price of ordinary training."""
 
+from dpcore.budget import BudgetError
+from dpcore.data_loader import DPDataLoader
 from dpcore.engine.engine import ClippedSum, Engine
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.functional import clipped_sum
@@ -10,7 +12,9 @@ from dpcore.privacy_engine import PrivacyEngine
 __version__ = "0.1.0"
 
 __all__ = [
+    "BudgetError",
     "ClippedSum",
+    "DPDataLoader",
     "Engine",
     "GaussianNoise",
     "GradSampleModule",

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
+from dpcore.arguments import check_number
+from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.loading.checks import check_whole
 from dpcore.loading.counting_loader import CountingDataLoader
 from dpcore.loading.ledger import Source
@@ -129,7 +130,8 @@ class DPDataLoader(CountingDataLoader):
 
         Args:
             loader: A torch loader over its whole data set; a DPDataLoader is returned as it is.
-            sample_rate: The chance of each example to be in a batch. None: 1 / len(loader), with a warning.
+            sample_rate: The chance of each example to be in a batch. None: 1 / len(loader),
+                which tells how many examples there are.
             seed: Makes the batches reproducible; None draws a secret one.
             secure: Whether to draw from the operating system's cryptographic generator.
             distributed: Whether every rank draws its own part of each batch.
@@ -162,11 +164,6 @@ class DPDataLoader(CountingDataLoader):
         check_whole(loader, distributed)
         if sample_rate is None:
             sample_rate = 1 / len(loader)
-            warn_caller(
-                f"The sample rate {sample_rate:.6g} is derived from the number of examples, which is then no "
-                f"secret; pass "
-                "sample_rate= to keep it one.",
-            )
         return cls(
             loader.dataset,
             sample_rate=sample_rate,
@@ -182,6 +179,13 @@ class DPDataLoader(CountingDataLoader):
             multiprocessing_context=loader.multiprocessing_context,
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
+        )
+
+    def __repr__(self) -> str:
+        size = len(self.dataset)  # type: ignore[arg-type]
+        return (
+            f"{type(self).__name__}({size} examples, sample_rate={self.sample_rate:.6g}: about "
+            f"{size * self.sample_rate:.4g} a batch, {len(self)} batches a round, {self.handed_out} handed out)"
         )
 
     def __iter__(self) -> Any:
@@ -212,8 +216,7 @@ class DPDataLoader(CountingDataLoader):
         ValueError within a round, whose batches may be drawn ahead of the loop at the old rate, and where it is not a
         probability.
         """
-        if not 0.0 < sample_rate <= 1.0:
-            raise ValueError(f"sample_rate is {sample_rate}; it must lie in (0, 1].")
+        sample_rate = check_number("sample_rate", sample_rate, lambda q: 0.0 < q <= 1.0, "it must lie in (0, 1]")
         if sample_rate == self.sample_rate:
             return
         if self._rounds:
@@ -221,7 +224,7 @@ class DPDataLoader(CountingDataLoader):
         sampler = self.sampler_state
         if sampler.steps == steps_per_epoch(self.sample_rate):
             sampler.steps = steps_per_epoch(sample_rate)
-        sampler.sample_rate = float(sample_rate)
+        sampler.sample_rate = sample_rate
 
     @property
     def sampler_state(self) -> UniformWithReplacementSampler:

@@ -9,19 +9,37 @@ from typing import Any
 
 
 def warn_caller(message: str) -> None:
-    """A warning at the first line outside of dpcore (its examples count as outside)."""
+    """A warning at the first line outside of dpcore (its examples count as outside) and of torch's backward pass."""
     level, frame = 3, sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
         name = frame.f_globals.get("__name__", "")
-        if not name.startswith("dpcore.") or name.startswith("dpcore.examples"):
+        if not name.startswith(("dpcore.", "torch.")) or name.startswith("dpcore.examples"):
             break
         level += 1
     warnings.warn(message, stacklevel=level)
 
 
-class UnsupportedError(NotImplementedError):
-    """dpcore cannot compute this exactly; the message says what, why and what to do instead."""
+TRAINERS = {"transformers": "DPTrainer", "lightning": "DPLightningDataModule", "accelerate": "prepare"}
+"""Libraries that build loaders of their own, and what of dpcore's module of the same name works with each."""
+
+
+def trainer_hint() -> str:
+    """Return the recipe for the training library in use, where there is one."""
+    name = next((name for name in TRAINERS if name in sys.modules), None)
+    if name is None:
+        return ""
+    return (
+        f" If {name} runs the loop: it puts loaders of its own in the place of the private one; use "
+        f"dpcore.{name}.{TRAINERS[name]}."
+    )
+
+
+class UnsupportedError(NotImplementedError, ValueError):
+    """dpcore cannot compute this exactly; the message says what, why and what to do instead.
+
+    A ValueError too, because scripts written for Opacus catch that.
+    """
 
 
 class NoRuleError(UnsupportedError):
@@ -32,8 +50,8 @@ class NoRuleError(UnsupportedError):
         self.params = params
 
 
-class PrivacyError(RuntimeError):
+class PrivacyError(RuntimeError, ValueError):
     """Going on would release something that the accountant does not know of.
 
-    The message says what would have leaked.
+    The message says what would have leaked. A ValueError too, because scripts written for Opacus catch that.
     """

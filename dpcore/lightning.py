@@ -24,8 +24,9 @@ except ImportError as error:
 class DPLightningDataModule(lightning.LightningDataModule):
     """``datamodule`` with Poisson batches for training; everything else is its own.
 
-    ``sample_rate``: the public rate; without it 1 / len(train_dataloader()), with a warning. ``generator`` seeds the
-    batches. For one process: the Trainer's distributed strategies average unclipped gradients.
+    ``sample_rate``: the public rate; without it 1 / len(train_dataloader()). ``generator`` seeds the batches.
+    ``poisson_sampling`` False: the loader of ``datamodule``, for comparisons; pass the same to ``make_private``. For
+    one process: the Trainer's distributed strategies average unclipped gradients.
     """
 
     def __init__(
@@ -34,12 +35,14 @@ class DPLightningDataModule(lightning.LightningDataModule):
         generator: torch.Generator | None = None,
         *,
         sample_rate: float | None = None,
+        poisson_sampling: bool = True,
     ) -> None:
         super().__init__()
+        self.poisson_sampling = poisson_sampling
         self.datamodule = datamodule
         self.sample_rate = sample_rate
         self.seed = None if generator is None else int(torch.randint(2**62, (), generator=generator))
-        self._train: DPDataLoader | None = None
+        self._train: Any = None
 
     def prepare_data(self) -> None:
         self.datamodule.prepare_data()
@@ -50,16 +53,23 @@ class DPLightningDataModule(lightning.LightningDataModule):
                 f"The Trainer has {self.trainer.world_size} processes, and its strategies average unclipped gradients; "
                 "use devices=1, or a loop of your own with DifferentiallyPrivateDistributedDataParallel."
             )
+        if self.trainer is not None and self.trainer.accumulate_grad_batches != 1:
+            raise UnsupportedError(
+                f"accumulate_grad_batches is {self.trainer.accumulate_grad_batches}: the Trainer would divide the loss "
+                "by it before gradients are clipped. Leave it out, and let the train loader have the whole batch size."
+            )
         self.datamodule.setup(stage)  # type: ignore[arg-type]
 
     def teardown(self, stage: str | None = None) -> None:  # type: ignore[override]
         self.datamodule.teardown(stage)  # type: ignore[arg-type]
 
-    def train_dataloader(self) -> DPDataLoader:
+    def train_dataloader(self) -> Any:
         """The same loader at every call, so that its stream of batches goes on and is never begun anew."""
         if self._train is None:
-            loader = self.datamodule.train_dataloader()
-            self._train = DPDataLoader.from_data_loader(loader, sample_rate=self.sample_rate, seed=self.seed)
+            self._train = self.datamodule.train_dataloader()
+            if self.poisson_sampling:
+                rate, seed = self.sample_rate, self.seed
+                self._train = DPDataLoader.from_data_loader(self._train, sample_rate=rate, seed=seed)
         return self._train
 
     def val_dataloader(self) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import inspect
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dpcore.accountants import create_accountant, get_noise_multiplier
+from dpcore.accountants.accountant import count
+from dpcore.accountants.utils import customary_delta
+from dpcore.arguments import check_number, did_you_mean
 from dpcore.budget import Budget, BudgetError
 from dpcore.checkpoint import Checkpoint, PrivateState, RandomState, named_schedulers
 from dpcore.clipping import automatic_factors, check_max_grad_norm
@@ -31,6 +35,8 @@ from dpcore.loading.ledger import Ledger
 from dpcore.loading.uniform_sampler import steps_per_epoch
 from dpcore.noise import GaussianNoise, SecureNoise
 from dpcore.optimizers import DPOptimizer, get_optimizer_class
+from dpcore.optimizers.optimizer import NOISE_RULE
+from dpcore.utils.batch_memory_manager import PiecewiseLoader, check_pieces, whole_batches
 from dpcore.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping, check_criterion
 from dpcore.validators import ModuleValidator
 
@@ -83,6 +89,7 @@ class PrivacyEngine:
         expected_batch_size: float | None = None,
         check_batches: bool = True,
         check_isolation: bool = True,
+        max_physical_batch_size: int | str | None = None,
         **options: Any,
     ) -> Any:
         """Make a training script private: every ``optimizer.step()`` clips, adds noise, and is accounted for.
@@ -124,15 +131,19 @@ class PrivacyEngine:
                 end with their ``cleanup()``.
             rand_on_empty: Accepted for compatibility and ignored, with a warning: an empty batch stays one and is a
                 step of noise alone.
-            sample_rate: q, the chance of an example to be in a batch; a public number. None: 1 / len(data_loader), with
-                a warning, because it tells how many examples there are.
+            sample_rate: q, the chance of an example to be in a batch; a public number. None: 1 / len(data_loader),
+                which takes the number of examples to be public.
             expected_batch_size: The public divisor of every update of a mean loss, of all ranks together. None: sample
-                rate × number of examples, with a warning. Never the batch's own length, which depends on the data.
+                rate × number of examples, with a warning where ``sample_rate`` was given. Never the batch's own length,
+                which depends on the data.
             check_batches: Whether each step must use an unused batch of the returned loader, every example in one row.
                 Pass False only where your own batches are drawn at the accounted rate.
             check_isolation: Whether experiments on the first batches of every kind, and on rare random ones later, look
                 for examples that reach each other's gradients (:mod:`dpcore.example_isolation.check`). Clipping bounds
                 nothing where they do.
+            max_physical_batch_size: The most examples of a batch that the returned loader hands out at once; "auto"
+                plans them by time and memory. ``step()`` then updates once per batch, at its last piece. None: whole
+                batches. See :class:`dpcore.utils.batch_memory_manager.BatchMemoryManager`.
             **options: Further arguments of the optimiser's class for ``clipping``.
 
         Returns:
@@ -160,8 +171,11 @@ class PrivacyEngine:
             check_isolation=check_isolation,
             options=options,
         )
+        _check_unprepared(module, optimizer, data_loader)
         module, optimizer, ranks = _trainable(module, optimizer, settings)
-        self._check_inputs(module, optimizer, criterion, settings, rand_on_empty)
+        self._check_inputs(module, optimizer, criterion, settings, rand_on_empty, ranks)
+        if max_physical_batch_size is not None:
+            check_pieces(max_physical_batch_size, batch_first, ranks)
         rate_is_given = sample_rate is not None or isinstance(data_loader, DPDataLoader)
         data_loader, rate = self._private_loader(data_loader, settings, ranks)
         divisor = _divisor(data_loader, settings, rate, rate_is_given)
@@ -172,6 +186,8 @@ class PrivacyEngine:
         private = self._private_optimizer(optimizer, recorded, settings, divisor, seed, ranks)
         self._attach_accounting(private, data_loader, settings, rate)
         self._made += 1
+        if max_physical_batch_size is not None:
+            data_loader = PiecewiseLoader(data_loader, max_physical_batch_size, private)  # type: ignore[assignment]
         if grad_sample_mode != "ghost":
             return recorded, private, data_loader
         criterion = nn.CrossEntropyLoss(reduction=loss_reduction) if criterion is None else criterion
@@ -237,8 +253,8 @@ class PrivacyEngine:
                 from the loop. The update is the same in all of them.
             wrap_model: Whether the module is returned in a wrapper. False records it where it is and returns the hooks;
                 end with their ``cleanup()``.
-            sample_rate: q, the chance of an example to be in a batch; a public number. None: 1 / len(data_loader), with
-                a warning.
+            sample_rate: q, the chance of an example to be in a batch; a public number. None: 1 / len(data_loader),
+                which takes the number of examples to be public.
             enforce_budget: Whether a step that would exceed the budget is refused.
             **options: Further arguments of :meth:`make_private`.
 
@@ -288,6 +304,8 @@ class PrivacyEngine:
             assert self.budget is not None
             # Calibration found that these steps fit; only beyond them need epsilon be computed at every step.
             self.budget.planned = (noise_multiplier, rate, math.ceil(epochs * steps_per_epoch(rate) * (1 - 1e-12)))
+        else:
+            self._check_delta(target_delta)
         return private
 
     # ---- the budget
@@ -305,8 +323,11 @@ class PrivacyEngine:
         if epsilon is None:
             self.budget = None
             return
-        if delta is None or not (epsilon > 0.0 and 0.0 < delta < 1.0):
-            raise ValueError(f"The budget is epsilon {epsilon} at delta {delta}; need epsilon > 0 and 0 < delta < 1.")
+        need = f"the budget is epsilon {epsilon} at delta {delta}; need epsilon > 0 and 0 < delta < 1"
+        check_number("epsilon", epsilon, lambda e: e > 0.0, need)
+        check_number("delta", delta, lambda d: 0.0 < d < 1.0, need)
+        assert delta is not None
+        self._check_delta(delta)
         self.budget = Budget(epsilon, delta)
 
     def within_budget(self, optimizer: DPOptimizer) -> bool:
@@ -338,7 +359,7 @@ class PrivacyEngine:
         if self.budget is None:
             return None
         after = copy.deepcopy(self.accountant)
-        after.step(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps)
+        count(after, noise_multiplier, sample_rate, steps)
         if self.budget.covers(after.history):
             return None
         spent = after.get_epsilon(self.budget.delta)
@@ -356,7 +377,28 @@ class PrivacyEngine:
             Epsilon for neighbouring data sets that differ by one example added or removed. 0 before the first step;
                 infinity where a step had no noise.
         """
+        self._check_delta(delta)
         return self.accountant.get_epsilon(delta)
+
+    def _check_delta(self, delta: float) -> None:
+        """Warn where a promise at ``delta`` allows to publish a person."""
+        examples = self._examples()
+        if examples is not None and delta > 1 / examples:
+            warn_caller(
+                f"delta is {delta:g}, above 1 / {examples} (the number of examples): a mechanism that publishes one "
+                f"example whole may keep such a promise. Use {customary_delta(examples):g} or less.",
+            )
+
+    def _examples(self) -> int | None:
+        return len(self._dataset) if hasattr(self._dataset, "__len__") else None
+
+    def __repr__(self) -> str:
+        delta = self.budget.delta if self.budget else customary_delta(self._examples() or 10**5 - 1)
+        parts = [f"accountant={self.accountant!r}", f"epsilon={self.accountant.get_epsilon(delta):.4g} at {delta=:g}"]
+        if self.budget:
+            parts.append(f"budget={self.budget.epsilon:g}")
+        parts += ["secure_mode=True"] if self.secure_mode else []
+        return f"{type(self).__name__}({', '.join(parts)})"
 
     def save_checkpoint(
         self,
@@ -393,6 +435,7 @@ class PrivacyEngine:
         """
         if optimizer is not None and data_loader is None:
             data_loader = optimizer.data_loader
+        data_loader = whole_batches(data_loader)
         schedulers = named_schedulers(noise_scheduler, grad_clip_scheduler)
         checkpoint = Checkpoint(
             module=module.state_dict(**(module_state_dict_kwargs or {})),
@@ -441,6 +484,7 @@ class PrivacyEngine:
             PrivacyError: the run was saved under other settings, or this engine has counted steps that the file does
                 not know of.
         """
+        data_loader = whole_batches(data_loader)
         ranks = None if optimizer is None else optimizer.ranks
         checkpoint = Checkpoint.load(path, ranks, {"weights_only": True} | (torch_load_kwargs or {}))
         checkpoint.check_continues(self.accountant)
@@ -478,13 +522,20 @@ class PrivacyEngine:
     # ---- the steps of make_private
 
     def _check_inputs(
-        self, module: nn.Module, optimizer: Optimizer, criterion: Any, settings: _Settings, rand_on_empty: bool
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        criterion: Any,
+        settings: _Settings,
+        rand_on_empty: bool,
+        ranks: Ranks | None,
     ) -> None:
         """Refuses what cannot be trained privately, before anything is changed."""
         ModuleValidator.validate(module, strict=True)
         if not module.training:
             raise ValueError("The module is in evaluation mode; call module.train() before make_private.")
-        settings.check_clipping()
+        settings.check_numbers()
+        settings.check_clipping(ranks is not None)
         _check_parameters(module, optimizer)
         if criterion is not None:
             check_criterion(criterion, settings.loss_reduction)
@@ -628,11 +679,33 @@ class _Settings:
     check_isolation: bool
     options: Mapping[str, Any]
 
-    def check_clipping(self) -> None:
-        """ValueError where the bounds are not of the kind that the way of clipping takes."""
-        get_optimizer_class(self.clipping, False)
-        if isinstance(self.max_grad_norm, str):
+    def check_numbers(self) -> None:
+        """ValueError where a number is none, or out of its range."""
+        check_number("noise_multiplier", self.noise_multiplier, lambda sigma: sigma >= 0.0, NOISE_RULE)
+        if self.sample_rate is not None:
+            check_number("sample_rate", self.sample_rate, lambda q: 0.0 < q <= 1.0, "it must lie in (0, 1]")
+        if self.expected_batch_size is not None:
+            rule = "it must be a positive, public number"
+            check_number("expected_batch_size", self.expected_batch_size, lambda size: size > 0.0, rule)
+        if not isinstance(self.max_grad_norm, Sequence) or isinstance(self.max_grad_norm, str):
             check_max_grad_norm(self.max_grad_norm)
+
+    def check_clipping(self, distributed: bool) -> None:
+        """Refuse options and bounds that the way of clipping does not take.
+
+        Raises:
+            TypeError: there is no such option.
+            ValueError: there is no such way of clipping, or it takes bounds of another kind.
+        """
+        kind = get_optimizer_class(self.clipping, distributed)
+        own = {p for c in kind.__mro__ for p in inspect.signature(c).parameters if issubclass(c, DPOptimizer)}
+        arguments = {*inspect.signature(PrivacyEngine.make_private).parameters} - {"self", "options"}
+        for name in self.options:
+            if name not in own - {"options"}:
+                raise TypeError(
+                    f"make_private() takes no argument {name!r} with clipping={self.clipping!r}."
+                    f"{did_you_mean(name, own | arguments)}"
+                )
         if (self.clipping == "per_layer") != isinstance(self.max_grad_norm, Sequence):
             raise ValueError(
                 f"clipping={self.clipping!r} with max_grad_norm={self.max_grad_norm}: per_layer takes a list of "
@@ -693,14 +766,18 @@ def _ordinary_loader(
 
 
 def _divisor(data_loader: DataLoader[Any], settings: _Settings, rate: float, rate_is_given: bool) -> float:
-    """The number by which every update is divided; with a warning where it tells how many examples there are."""
+    """The number by which every update is divided.
+
+    With a warning where it tells how many examples there are, and the rate was chosen so that it does not.
+    """
     if settings.expected_batch_size is not None:
         return settings.expected_batch_size
     divisor: float = len(data_loader.dataset) * rate  # type: ignore[arg-type]
     if rate_is_given:
         warn_caller(
-            f"The divisor {divisor:.6g} is derived from the number of examples, which is then no "
-            "secret; pass expected_batch_size= to keep it one.",
+            f"expected_batch_size was not given, so every update is divided by {divisor:.6g}, the sample rate times "
+            f"the number of examples, which tells how many there are. Pass expected_batch_size={divisor:.6g} if that "
+            "may be known, and another public number if not.",
         )
     return divisor
 
@@ -737,10 +814,22 @@ def _check_types(module: Any, optimizer: Any) -> None:
         )
 
 
+def _check_unprepared(*given: Any) -> None:
+    """Refuse what accelerate has wrapped already."""
+    for value in given:
+        if type(value).__module__.startswith("accelerate."):
+            raise UnsupportedError(
+                f"The {type(value).__name__} was made by accelerate's prepare(), which must come behind make_private. "
+                "Call dpcore.accelerate.prepare(accelerator, engine, module=..., optimizer=..., data_loader=..., ...) "
+                "in the place of both."
+            )
+
+
 def _check_length(data_loader: Any, *given: float | None) -> None:
     """Refuse a data set without a length where a number is to be derived from it."""
     if None in given and not hasattr(data_loader.dataset, "__len__"):
         raise ValueError(
             f"The data set, of type {type(data_loader.dataset).__name__}, has no length from which the sample rate and "
-            "the divisor could be derived; pass sample_rate= and expected_batch_size=."
+            "the divisor could be derived; pass sample_rate= and expected_batch_size=. (Poisson sampling needs a "
+            "map-style data set, with __len__ and __getitem__.)"
         )

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
+from dpcore.arguments import check_number
+from dpcore.errors import UnsupportedError
+
 History = list[tuple[float, float, int]]
+DELTA_RULE = "it must lie in (0, 1), and well below 1 / (number of examples)"
 
 
 class IAccountant(ABC):
@@ -16,11 +21,15 @@ class IAccountant(ABC):
 
     ``history``: (noise multiplier, sample rate, steps) of consecutive steps; equal neighbours are counted together.
     ``failure_probability``: the sum over all steps, see :meth:`add_failure_probability`.
+
+    One of your own defines :meth:`mechanism`, and ``_epsilon(history, delta)`` or, as in Opacus, ``step``,
+    ``get_epsilon`` and ``__len__``; its ``step`` need not take ``steps``.
     """
+
+    failure_probability = 0.0
 
     def __init__(self) -> None:
         self.history: History = []
-        self.failure_probability = 0.0
 
     def step(self, *, noise_multiplier: float, sample_rate: float, steps: int = 1) -> None:
         """Count steps of the Poisson-subsampled Gaussian mechanism.
@@ -33,10 +42,10 @@ class IAccountant(ABC):
         Raises:
             ValueError: a number is out of its range.
         """
-        if not noise_multiplier >= 0.0:
-            raise ValueError(f"noise_multiplier is {noise_multiplier}; it must be at least 0.")
-        if not 0.0 <= sample_rate <= 1.0:
-            raise ValueError(f"sample_rate is {sample_rate}; it is a probability, so it must lie in [0, 1].")
+        check_number("noise_multiplier", noise_multiplier, lambda sigma: sigma >= 0.0, "it must be at least 0")
+        check_number(
+            "sample_rate", sample_rate, lambda q: 0.0 <= q <= 1.0, "it is a probability, so it must lie in [0, 1]"
+        )
         if self.history and self.history[-1][:2] == (noise_multiplier, sample_rate):
             steps += self.history.pop()[2]
         self.history.append((noise_multiplier, sample_rate, steps))
@@ -54,8 +63,7 @@ class IAccountant(ABC):
         Raises:
             ValueError: delta is not in (0, 1).
         """
-        if not 0.0 < delta < 1.0:
-            raise ValueError(f"delta is {delta}; it must lie in (0, 1), and well below 1 / (number of examples).")
+        check_number("delta", delta, lambda d: 0.0 < d < 1.0, DELTA_RULE)
         released = [entry for entry in self.history if entry[1] > 0.0 and entry[2] > 0]
         if not released:
             return 0.0
@@ -72,6 +80,11 @@ class IAccountant(ABC):
         most the sum F of all such chances. The worse of the two directions is Q(S) <= e^ε P'(S) + δ' <= e^ε P(S) + e^ε
         F + δ', so ε holds at δ = δ' + e^ε F.
         """
+        if type(self).get_epsilon is not IAccountant.get_epsilon:
+            raise UnsupportedError(
+                f"{type(self).__name__} has a get_epsilon of its own, which charges no failure probability, so its "
+                "epsilon would be too small. Define _epsilon(history, delta) in its place."
+            )
         if not 0.0 <= probability <= 1.0:
             raise ValueError(f"A failure probability of {probability} is none; it must lie in [0, 1].")
         self.failure_probability += probability
@@ -88,9 +101,14 @@ class IAccountant(ABC):
             epsilon = needed + 1e-6
         return math.inf
 
-    @abstractmethod
+    def __repr__(self) -> str:
+        steps = ", ".join(f"{count} at noise {noise:.6g}, rate {rate:.6g}" for noise, rate, count in self.history[-4:])
+        earlier = "..., " if len(self.history) > 4 else ""
+        return f"{type(self).__name__}({len(self)} steps: {earlier}{steps or 'none yet'})"
+
     def _epsilon(self, history: History, delta: float, **options: Any) -> float:
         """The epsilon of a non-empty history with positive noise multipliers and sample rates."""
+        raise NotImplementedError(f"{type(self).__name__} defines neither get_epsilon nor _epsilon.")
 
     @classmethod
     @abstractmethod
@@ -110,7 +128,7 @@ class IAccountant(ABC):
 
         def hook(optimizer: Any) -> None:
             k = optimizer.accumulated_iterations
-            self.step(noise_multiplier=optimizer.noise_multiplier / k**0.5, sample_rate=sample_rate, steps=k)
+            count(self, optimizer.noise_multiplier / k**0.5, sample_rate, k)
 
         return hook
 
@@ -137,3 +155,13 @@ class IAccountant(ABC):
             )
         self.history = [(float(noise), float(rate), int(steps)) for noise, rate, steps in state_dict["history"]]
         self.failure_probability = float(state_dict.get("failure_probability", 0.0))
+
+
+def count(accountant: IAccountant, noise_multiplier: float, sample_rate: float, steps: int) -> None:
+    """Count ``steps`` equal steps, one by one where the accountant's own ``step`` takes no number of steps."""
+    given: dict[str, Any] = {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate}
+    if "steps" in inspect.signature(accountant.step).parameters:
+        accountant.step(**given, steps=steps)
+        return
+    for _ in range(steps):
+        accountant.step(**given)

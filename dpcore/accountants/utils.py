@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from dpcore.accountants.accountant import DELTA_RULE, count
 from dpcore.accountants.registry import create_accountant
+from dpcore.arguments import check_number
 
 LARGEST_SIGMA = 1e6
 
@@ -41,27 +43,31 @@ def get_noise_multiplier(
     Raises:
         ValueError: a number is out of its range, or the budget cannot be met.
     """
-    steps = _steps(target_epsilon, sample_rate, epochs, steps)
+    check_number("target_epsilon", target_epsilon, lambda e: e > 0.0, "it must be above 0")
+    check_number("target_delta", target_delta, lambda d: 0.0 < d < 1.0, DELTA_RULE)
+    steps = count_steps(sample_rate, epochs, steps)
 
     def epsilon(sigma: float) -> float:
         judge = create_accountant(accountant)
-        judge.step(noise_multiplier=sigma, sample_rate=sample_rate, steps=steps)
+        count(judge, sigma, sample_rate, steps)
         return judge.get_epsilon(target_delta, **kwargs)
 
     return _smallest(epsilon, target_epsilon, sigma_tolerance)
 
 
-def _steps(target_epsilon: float, sample_rate: float, epochs: float | None, steps: int | None) -> int:
-    """The number of steps to calibrate for; ValueError where a number is out of its range."""
+def count_steps(sample_rate: float, epochs: float | None = None, steps: int | None = None) -> int:
+    """Return ``steps``, or the number of steps of ``epochs`` rounds of ceil(1 / sample_rate) each.
+
+    Raises:
+        ValueError: not exactly one of the two is given, or a number is out of its range.
+    """
     if (steps is None) == (epochs is None):
         raise ValueError("Give exactly one of steps and epochs.")
-    if not target_epsilon > 0.0:
-        raise ValueError(f"target_epsilon is {target_epsilon}; it must be above 0.")
-    if not 0.0 < sample_rate <= 1.0:
-        raise ValueError(f"sample_rate is {sample_rate}; it must lie in (0, 1].")
-    for name, count in (("epochs", epochs), ("steps", steps)):
-        if count is not None and not count > 0:
-            raise ValueError(f"{name} is {count}; it must be above 0, or there is nothing to add noise to.")
+    check_number("sample_rate", sample_rate, lambda q: 0.0 < q <= 1.0, "it must lie in (0, 1]")
+    for name, value in (("epochs", epochs), ("steps", steps)):
+        if value is not None:
+            rule = "it must be above 0, or there is nothing to add noise to"
+            check_number(name, value, lambda n: 0.0 < n < math.inf, rule)
     if steps is None:
         assert epochs is not None
         # A round of the loader has a whole number of steps: five rounds at q = 0.3 are 20 steps, not ceil(16.7). The
@@ -69,6 +75,11 @@ def _steps(target_epsilon: float, sample_rate: float, epochs: float | None, step
         round_steps = math.ceil(1 / sample_rate * (1 - 1e-12))
         return math.ceil(epochs * round_steps * (1 - 1e-12))
     return steps
+
+
+def customary_delta(examples: int) -> float:
+    """Return the largest power of ten below 1 / ``examples``, for instance 1e-5 for 60,000."""
+    return float(f"1e-{len(str(examples))}")
 
 
 def _smallest(epsilon: Callable[[float], float], target_epsilon: float, tolerance: float) -> float:

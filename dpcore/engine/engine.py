@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dpcore import native
+from dpcore.arguments import check_number
 from dpcore.clipping import clip_factors
 from dpcore.engine.uncompiled import refuse_compiled, uncompiled
 from dpcore.errors import PrivacyError
@@ -103,11 +104,13 @@ class Engine:
         self._modules = tuple(model.modules())
         self._structure = _structure(model)
         self.loss_fn = loss_fn
-        self.noise_multiplier = float(noise_multiplier)
+        rule = "it must be a number, at least 0, for instance 1.1"
+        self.noise_multiplier = check_number("noise_multiplier", noise_multiplier, lambda s: s >= 0.0, rule)
         self.expected_batch_size = expected_batch_size
         self.optimizer = optimizer
         self.noise = GaussianNoise() if noise is None else noise
         self.steps = 0
+        self._batch_size = 0  # of the batch under way, which is cut into pieces
         self.parameters: dict[str, Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.accumulator = Accumulator(self.parameters, max_grad_norm, factors)
         if physical_batch_size is not None and physical_batch_size < 1:
@@ -121,6 +124,15 @@ class Engine:
             self.isolation.switch_off()
         self._plan: list[tuple[str, str]] = []
         self._compile_by("inductor" if compile is True else compile or None)
+
+    def __repr__(self) -> str:
+        bounds = self.accumulator.bounds
+        optimizer = None if self.optimizer is None else type(self.optimizer).__name__
+        return (
+            f"{type(self).__name__}({type(self.model).__name__}, {len(self.parameters)} trained parameters, "
+            f"max_grad_norm={bounds[0] if len(bounds) == 1 else bounds}, noise_multiplier={self.noise_multiplier:.6g}, "
+            f"expected_batch_size={self.expected_batch_size}, optimizer={optimizer}, steps={self.steps})"
+        )
 
     def _compile_by(self, backend: str | None) -> None:
         self._graphs: Graphs | None = None
@@ -166,7 +178,7 @@ class Engine:
 
     def _add_clipped_sum(self, x: Any, y: Any, mask: Tensor | None, scale: float) -> ClippedSum:
         """The clipped sum times ``scale``, added to what the buffer holds."""
-        batch_size = _length(x)
+        batch_size = self._batch_size = _length(x)
         _check_mask(mask, batch_size)
         kind = self._kind(x)
         self._prepare(kind, x, y, batch_size)
@@ -310,7 +322,7 @@ class Engine:
         with torch.no_grad():
             norms, factors = self.accumulator.add(tape.uses, batch_size, mask, scale)
         if kind not in self._planned:
-            choices = choose(tape.uses)
+            choices = choose(tape.uses, turns=self._graphs is None)
             self._plan = [(self.accumulator.names[c.param], c.method) for c in choices]
             self._planned[kind] = micro_batches(choices, tape.uses, batch_size, self.accumulator.device)
         return norms, factors, losses.detach()
@@ -422,9 +434,11 @@ class Engine:
     def _check_losses(self, losses: Any, batch_size: int) -> None:
         if not isinstance(losses, Tensor) or losses.shape != (batch_size,):
             shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            piece = f"a piece of {batch_size} examples of " if batch_size != self._batch_size else ""
             raise PrivacyError(
-                f"The loss has shape {shape} for {batch_size} examples; it must be one loss per example, so use "
-                'reduction="none" (a mean would mix the examples before clipping and leak them).'
+                f"loss_fn returned a loss of shape {shape} for {piece}your batch of {self._batch_size} examples; it "
+                f'must return one loss per example, of shape ({batch_size},) here, so use reduction="none" (a mean '
+                "would mix the examples before clipping and leak them)."
             )
 
     def explain(self) -> str:
@@ -440,7 +454,7 @@ class Engine:
             sizes = self._graphs.sizes
             lines.append("pass: one compiled graph for each physical batch size")
         lines.append(f"physical batch size: {', '.join(map(str, sizes)) or 'not planned yet'}")
-        return "\n".join([*lines, f"compiled kernels: {'in use' if native.available() else native.REMEDY}"])
+        return "\n".join([*lines, f"compiled kernels: {native.description()}"])
 
 
 def _check_mask(mask: Tensor | None, batch_size: int) -> None:

@@ -34,7 +34,7 @@ from torch.nn import Parameter
 from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
 from dpcore.example_isolation.rows import enlarged, half_of_rows, has_rows, replace_rows, without_graph
 from dpcore.microbatch import ragged
-from dpcore.microbatch.accumulator import weighted_sum
+from dpcore.microbatch.accumulator import example_gradient, weighted_sum
 from dpcore.microbatch.layout import Layout
 from dpcore.microbatch.planner import Choice, choose
 from dpcore.rerun.side_effects import left_behind, tensors_in
@@ -56,6 +56,8 @@ ALWAYS = 24
 """Number of checks of new kinds that are always made; later ones while checks are at most RATE of all passes."""
 RATE = 1.0 / 1024
 """How often a later batch is checked. A check is at most four passes over its examples, and what they leave behind."""
+LARGE_BYTES = 32 * 2**20
+"""Layers' inputs of a check's examples beyond which a graph is made anew rather than kept: one more forward pass."""
 ROUNDING, HALF_ROUNDING = 1e-3, 0.05
 """Relative change of a squared norm that is taken for rounding: another example's length may choose another kernel."""
 CANCELLATION = 1e-5
@@ -301,31 +303,28 @@ class _Trial:
             PrivacyError: that gradient reaches another example.
         """
         found: Measurements = {}
+        spent = False
 
         def look_alone(tape: Tape, outputs: list[Tensor]) -> None:
-            if alone is not None:
-                self._check_alone(tape, outputs, alone)
+            nonlocal spent
+            spent = alone is not None and self._check_alone(tape, outputs, alone)
 
         def look_at_all(tape: Tape, outputs: list[Tensor]) -> None:
-            shapes = [output.shape for output in outputs]
-            if self.shapes is None:
-                self.shapes = shapes
-            weights = self._all_weights(outputs, shapes, excluded if changed else None, dropped)
-            if weights is None:
-                return
-            tape.pull(outputs, weights, keep=False)
-            with _without_autocast(self.check.names):
-                for choice in choose(tape.uses):
-                    found[choice.param] = self._measured(choice, excluded, dropped)
-                for k, (output, weight) in enumerate(zip(outputs, weights, strict=True)):
-                    dims = self._batch_dims(self.shapes[k])
-                    if len(dims) == 1:
-                        rows, theirs = (t.movedim(dims[0], 0) for t in (output, weight))
-                        found[k] = self._values(rows, theirs, excluded, dropped)
+            weights = self._all_weights(outputs, excluded if changed else None, dropped)
+            if weights is not None:
+                tape.pull(outputs, weights, keep=False)
+                found.update(self._found(tape, outputs, weights, excluded, dropped))
+
+        def look_both_ways(tape: Tape, outputs: list[Tensor]) -> None:
+            look_alone(tape, outputs)
+            if not spent:
+                look_at_all(tape, outputs)
 
         if not self.check.compiled:
             try:
-                self._pass(batch, dropped, look_alone, look_at_all)
+                self._pass(batch, dropped, look_both_ways)
+                if spent:
+                    self._pass(batch, dropped, look_at_all)
                 return found
             except RuntimeError as error:
                 if "donated buffers" not in str(error):
@@ -335,14 +334,29 @@ class _Trial:
         self._pass(batch, dropped, look_at_all)
         return found
 
-    def _all_weights(
-        self, outputs: list[Tensor], shapes: list[torch.Size], larger: Tensor | None, dropped: int
-    ) -> list[Tensor] | None:
+    def _found(
+        self, tape: Tape, outputs: list[Tensor], weights: list[Tensor], excluded: Tensor, dropped: int
+    ) -> Measurements:
+        """The measurements of a pass whose gradients are there."""
+        found: Measurements = {}
+        assert self.shapes is not None
+        with _without_autocast(self.check.names):
+            for choice in choose(tape.uses):
+                found[choice.param] = self._measured(choice, excluded, dropped)
+            for k, (output, weight) in enumerate(zip(outputs, weights, strict=True)):
+                dims = self._batch_dims(self.shapes[k])
+                if len(dims) == 1:
+                    rows, theirs = (t.movedim(dims[0], 0) for t in (output, weight))
+                    found[k] = self._values(rows, theirs, excluded, dropped)
+        return found
+
+    def _all_weights(self, outputs: list[Tensor], larger: Tensor | None, dropped: int) -> list[Tensor] | None:
         """Gradients at the outputs: the same for the same example whatever is ``dropped``; None where the shapes are
         not those of the first pass.
         """
-        assert self.shapes is not None
-        if len(shapes) != len(self.shapes):
+        if self.shapes is None:
+            self.shapes = [output.shape for output in outputs]
+        if len(outputs) != len(self.shapes):
             return None
         weights = []
         for output, first in zip(outputs, self.shapes, strict=True):
@@ -395,10 +409,14 @@ class _Trial:
     def _values(self, output: Tensor, weight: Tensor, excluded: Tensor, dropped: int) -> _Measured:
         """Return the values of the rows of an output that are not excluded."""
         kept = self._kept(excluded, dropped, output.device)
-        rows = wide(output.detach()[kept]).flatten(1) if output.dim() > 1 else wide(output.detach()[kept]).unsqueeze(1)
-        norms_sq = rows.abs().square().sum(1)
-        projection = float((rows * weight[kept].reshape(rows.shape)).real.sum())
-        return _Measured(norms_sq, norms_sq, projection, rows.shape[1])
+        norms_sq, projection = wide(output.detach()[:1]).abs().new_zeros(len(output)), 0.0
+        # One after the other: the logits of a language model are as large as all the rest together.
+        for i in kept.nonzero().flatten().tolist():
+            row = wide(output[i].detach())
+            norms_sq[i] = row.abs().square().sum()
+            projection += float((row * weight[i]).real.sum())
+        numbers = output[:1].numel()
+        return _Measured(norms_sq[kept], norms_sq[kept], projection, numbers)
 
     def _measured(self, choice: Choice, excluded: Tensor, dropped: int) -> _Measured:
         norms_sq, scale = _norms_sq(choice)
@@ -411,12 +429,16 @@ class _Trial:
         direction = torch.randn(total.shape, generator=numbers).to(total.device, dtype)
         return _Measured(norms_sq[kept], scale[kept], float((total * direction).sum()))
 
-    def _check_alone(self, tape: Tape, outputs: list[Tensor], row: int) -> None:
-        """Experiment 1. An output with the batch's length in two dimensions may have its examples in either."""
+    def _check_alone(self, tape: Tape, outputs: list[Tensor], row: int) -> bool:
+        """Experiment 1; return whether the graph is spent, which is not kept for another look where it is large.
+
+        An output with the batch's length in two dimensions may have its examples in either.
+        """
         dims = [(o, [d for d in (0, 1) if o.shape[d : d + 1] == (self.batch_size,)]) for o in outputs]
         by_row = [(output, fits) for output, fits in dims if fits]
         reached: Parameter | None = None
         possible = max((len(fits) for _, fits in by_row), default=0)
+        large = sum(use.stash_bytes() for use in tape.uses) > LARGE_BYTES
         for last in range(0 if self.check.compiled and possible > 1 else possible):
             weights = []
             for output, fits in by_row:
@@ -424,10 +446,11 @@ class _Trial:
                 weight = torch.zeros_like(output)
                 weight.select(dim, row).copy_(_weights(output).select(dim, row))
                 weights.append(weight)
-            tape.pull([output for output, _ in by_row], weights, keep=not self.check.compiled)
+            spent = large and last + 1 == possible
+            tape.pull([output for output, _ in by_row], weights, keep=not (spent or self.check.compiled))
             found = self._reaches_others(tape, row)
             if found is None:
-                return
+                return spent
             reached = found if reached is None else reached
         if reached is not None:
             what = "loss" if self.losses else "output"
@@ -435,6 +458,7 @@ class _Trial:
                 f"The {what} of one example has a gradient at {self.check.names[reached]} in the rows of other "
                 f"examples: the model mixes the examples of a batch. {REMEDY}"
             )
+        return False
 
     def _reaches_others(self, tape: Tape, row: int) -> Parameter | None:
         with _without_autocast(self.check.names):
@@ -452,6 +476,12 @@ def _norms_sq(choice: Choice) -> tuple[Tensor, Tensor]:
     if choice.method == "ghost":
         found = choice.uses[0].norm_sq(choice.param)
         return found.value.detach().clone(), found.value if found.scale is None else found.scale
+    if choice.method == "turn":
+        grad = choice.uses[0].grad
+        assert grad is not None
+        examples = range(len(grad))
+        norms_sq = torch.stack([example_gradient(choice, i).square().sum() for i in examples])
+        return norms_sq, norms_sq
     first, *more = (use.grad_sample(choice.param) for use in choice.uses)
     norms_sq = wide(sum(more, first)).unsqueeze(-1).flatten(1).square().sum(1)
     return norms_sq, norms_sq
@@ -519,4 +549,4 @@ def _change(before: _Measured | None, after: _Measured | None, rounding: float, 
 def _weights(output: Tensor) -> Tensor:
     """Fixed weights of an output's elements, none of them zero and hardly any two alike."""
     n = torch.arange(output.numel(), device=output.device, dtype=torch.float32)
-    return (1.0 + 0.5 * torch.sin(1.7 * n)).reshape(output.shape).to(output.dtype)
+    return n.mul_(1.7).sin_().mul_(0.5).add_(1.0).reshape(output.shape).to(output.dtype)

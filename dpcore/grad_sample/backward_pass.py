@@ -59,6 +59,7 @@ class _Rest(Use):
         self.use = use
         self.given = given
         self.grad = use.grad
+        self.sparse = use.sparse
         self.params = tuple(p for p in use.params if p not in given)
 
     def norm_sq(self, param: Parameter) -> SquaredNorm:
@@ -66,6 +67,15 @@ class _Rest(Use):
 
     def grad_sample(self, param: Parameter) -> Tensor:
         return self.use.grad_sample(param)
+
+    def takes_turns(self, param: Parameter) -> bool:
+        return self.use.takes_turns(param)
+
+    def example(self, param: Parameter, i: int) -> Tensor:
+        return self.use.example(param, i)
+
+    def add_example(self, param: Parameter, i: int, out: Tensor) -> None:
+        self.use.add_example(param, i, out)
 
     def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
         self.use.add_clipped_sum(param, factors, out)

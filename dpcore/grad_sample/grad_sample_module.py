@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn import Parameter
 
+from dpcore.errors import warn_caller
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks, GradSampleHooksNoOp
 
 
@@ -14,6 +18,16 @@ class AbstractGradSampleModule(AbstractGradSampleHooks, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self._module, args, kwargs)
+
+    def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
+        """The module's parameters; a warning where torch asks for them to clip ordinary gradients, which are None."""
+        asking = sys._getframe(1).f_code.co_name
+        if asking in ("clip_grad_norm_", "clip_grad_value_") and self._iterations and not self.ordinary_grad:
+            warn_caller(
+                f"{asking} does nothing between backward() and the private optimizer's step(): there is no ordinary "
+                "gradient, and step() clips every example's own to max_grad_norm. Leave the call out."
+            )
+        yield from super().parameters(recurse)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears ``p.grad`` and ``p.grad_sample``."""

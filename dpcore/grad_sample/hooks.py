@@ -17,9 +17,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dpcore.distributed import Ranks
 from dpcore.engine.uncompiled import refuse_compiled
-from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
 from dpcore.example_isolation.check import IsolationCheck
 from dpcore.grad_sample.backward_pass import Iteration, owner_of, set_owner
+from dpcore.grad_sample.loss_reduction import reduction_of
 from dpcore.microbatch import ragged
 from dpcore.microbatch.accumulator import weighted_sum
 from dpcore.microbatch.layout import Layout, is_mask, probe_sizes
@@ -51,6 +52,8 @@ class AbstractGradSampleHooks:
     _module: nn.Module
     max_grad_norm: float | None = None
     """The bound that the fast-clipping classes were given; the optimiser's must be the same."""
+    _reduction_seen = False
+    """True once a loss was looked at."""
     _made = False
     """True once all attributes have their first values."""
 
@@ -99,7 +102,7 @@ class AbstractGradSampleHooks:
         for name, norm in self._batch_norms.items():
             # Without gradients, too: the pass would put the batch's statistics into buffers, without noise.
             if mixes_examples(norm):
-                raise batch_norm_error(name, norm)
+                raise batch_norm_error(f"Module {name!r}", norm)
         if not (self._module.training and torch.is_grad_enabled() and self.hooks_enabled):
             return call(*args, **kwargs)
         if torch.compiler.is_compiling():
@@ -121,8 +124,24 @@ class AbstractGradSampleHooks:
             output = call(*args, **kwargs)
         if batch_size == 0:
             # Nothing may flow back from an empty batch, yet it is a step.
-            self._iterations.append(Iteration([], 0))
+            self.record_empty_batch()
+        if not self._reduction_seen and isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(functools.partial(self._see_reduction, output.detach()))
         return output
+
+    def _see_reduction(self, outputs: Tensor, gradient: Tensor) -> None:
+        """Warn once where the first loss shows that it is reduced otherwise than ``loss_reduction`` says."""
+        if self._reduction_seen or not outputs.dim() or len(outputs) < 2:
+            return
+        self._reduction_seen = True
+        reduction = reduction_of(outputs, gradient)
+        if reduction not in (None, self.loss_reduction):
+            wrong = "large" if reduction == "sum" else "small"
+            warn_caller(
+                f"The loss is the {reduction} over the batch, and loss_reduction is {self.loss_reduction!r}: every "
+                f"gradient is too {wrong} by the batch's length before it is clipped. Pass "
+                f"loss_reduction={reduction!r}, or reduce the loss by its {self.loss_reduction}.",
+            )
 
     def _run_empty(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an empty batch, from which nothing flows back to the parameters and which yet is a step.
@@ -258,6 +277,10 @@ class AbstractGradSampleHooks:
             )
 
     # ---- what the optimiser takes
+
+    def record_empty_batch(self) -> None:
+        """Make an empty batch a step without running the module, which may not take one."""
+        self._iterations.append(Iteration([], 0))
 
     def take(self) -> Iterator[tuple[list[Use], int]]:
         """Yield (uses, batch size) of every backward pass since the last call, and forget them.

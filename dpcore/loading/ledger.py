@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from dpcore.errors import PrivacyError
+from dpcore.errors import PrivacyError, trainer_hint
 
 Source = float | None
 """A Poisson loader's sample rate; None for loaders without Poisson sampling."""
@@ -61,7 +61,7 @@ class Ledger:
                 "was not used: the data came from elsewhere, or a batch was used twice (by two optimizers of one "
                 "engine, say). The accountant counts on a fresh batch at every step and would understate what leaks. "
                 "Iterate over the loader that make_private returned, one batch per step, or pass check_batches=False "
-                "if your own batches are drawn at the accounted rate."
+                f"if your own batches are drawn at the accounted rate.{trainer_hint()}"
             )
         found = _run_of(unused, sum(sizes), len(sizes))
         if found is None:

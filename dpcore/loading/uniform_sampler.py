@@ -5,11 +5,15 @@ from __future__ import annotations
 import random
 import secrets
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from scipy.stats import binom
 from torch.utils.data import Sampler
+
+from dpcore.arguments import check_number
 
 MANY_STEPS = 1 - 1e-12
 
@@ -32,6 +36,7 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         seed: Up to 128 bits; None draws a secret one.
         steps: Batches a round; None: ceil(1 / sample_rate).
         secure: Whether to draw from the operating system's cryptographic generator instead of a seed.
+        generator: Draws the seed, in place of ``seed``.
 
     Raises:
         ValueError: there is no example, or the rate is not in (0, 1].
@@ -45,13 +50,15 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         seed: int | None = None,
         steps: int | None = None,
         secure: bool = False,
+        generator: torch.Generator | None = None,
     ) -> None:
+        if generator is not None:
+            seed = int(torch.randint(2**62, (), generator=generator))
         if num_samples <= 0:
             raise ValueError(f"num_samples is {num_samples}; there must be at least one example.")
-        if not 0.0 < sample_rate <= 1.0:
-            raise ValueError(f"sample_rate is {sample_rate}; it must lie in (0, 1].")
+        sample_rate = check_number("sample_rate", sample_rate, lambda q: 0.0 < q <= 1.0, "it must lie in (0, 1]")
         self.num_samples = int(num_samples)
-        self.sample_rate = float(sample_rate)
+        self.sample_rate = sample_rate
         self.steps = steps_per_epoch(sample_rate) if steps is None else int(steps)
         self.seed = secrets.randbits(128) if seed is None else int(seed)
         self.secure = secure
@@ -87,6 +94,9 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         size = int(generator.binomial(count, self.sample_rate))
         return generator.choice(count, size, replace=False).tolist()
 
+    def set_epoch(self, epoch: int) -> None:
+        """Accepted for compatibility and ignored: every list is drawn afresh."""
+
     def state_dict(self) -> dict[str, str]:
         """Return seed, number of batches drawn and of those left in the round, as decimal strings.
 
@@ -114,8 +124,11 @@ class DistributedUniformWithReplacementSampler(UniformWithReplacementSampler):
         seed: The same on all ranks; None draws a secret one.
         steps: Batches a round; None: ceil(1 / sample_rate).
         secure: Whether to draw from the operating system's cryptographic generator instead of a seed.
+        generator: Draws the seed, in place of ``seed``.
         rank: This process; the process group's where not given.
         num_replicas: How many ranks there are; the process group's where not given.
+        shuffle: Accepted for compatibility and ignored, as ``shuffle_seed`` is: who owns an example is no matter.
+        shuffle_seed: Accepted for compatibility and ignored.
 
     Raises:
         ValueError: a number is out of its range.
@@ -129,10 +142,14 @@ class DistributedUniformWithReplacementSampler(UniformWithReplacementSampler):
         seed: int | None = None,
         steps: int | None = None,
         secure: bool = False,
+        generator: torch.Generator | None = None,
         rank: int | None = None,
         num_replicas: int | None = None,
+        shuffle: bool = True,
+        shuffle_seed: int = 0,
     ) -> None:
-        super().__init__(num_samples=total_size, sample_rate=sample_rate, seed=seed, steps=steps, secure=secure)
+        drawn: dict[str, Any] = {"sample_rate": sample_rate, "seed": seed, "generator": generator}
+        super().__init__(num_samples=total_size, steps=steps, secure=secure, **drawn)
         self.rank = dist.get_rank() if rank is None else rank
         self.num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
         if not 0 <= self.rank < self.num_replicas:

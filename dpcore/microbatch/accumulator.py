@@ -72,6 +72,11 @@ class _Measured:
         """[groups, m]."""
         return self.norms_sq.sqrt()
 
+    def example(self, i: int) -> _Measured:
+        """Return what was measured of example i, to which more can be added; its norms lie in these."""
+        scales = None if self.scales is None else self.scales[:, i : i + 1]
+        return _Measured(self.norms_sq[:, i : i + 1], {}, scales, self.error, self.scaled_error)
+
     def upper_norms(self) -> Tensor:
         """[groups, m], not below the true ones but for ``error``."""
         if self.scales is None:
@@ -167,6 +172,8 @@ class Accumulator:
         [groups, batch_size].
         """
         choices = self._choose(uses)
+        if any(choice.method == "turn" for choice in choices):
+            return self._add_in_turn(uses, choices, batch_size, mask, scale)
         measured = self._measure(choices, batch_size)
         if not self._any_doubtful(measured):
             norms = measured.norms
@@ -184,10 +191,60 @@ class Accumulator:
             norms[:, good] = measured.norms
             factors[:, good] = self._factors(measured, part_mask)
             self._add(part, measured.kept, factors[:, good], scale)
+        self._add_doubtful(uses, doubtful, mask, scale, norms, factors)
+        return norms, factors
+
+    def _add_in_turn(
+        self, uses: Sequence[Use], choices: Sequence[Choice], batch_size: int, mask: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """:meth:`add` where some gradients are too large to be formed for all examples at once.
+
+        They come last, example by example: with their squares an example's norm is complete, and they are added to the
+        sums at its factor before the next example's are formed.
+        """
+        in_turn = [choice for choice in choices if choice.method == "turn"]
+        others = [choice for choice in choices if choice.method != "turn"]
+        measured = self._measure(others, batch_size)
+        factors = torch.zeros_like(measured.norms_sq)
+        doubtful = torch.zeros(batch_size, dtype=torch.bool, device=self.device)
+        with full_precision():
+            for i in range(batch_size):
+                one, formed = measured.example(i), []
+                for choice in in_turn:
+                    flat = self._in_memory(choice.param, example_gradient(choice, i))
+                    found = squares(flat.unsqueeze(0))
+                    group = self._group[choice.param]
+                    one.norms_sq[group] += found.value
+                    one.note(found, group)
+                    formed.append((self._segments[choice.param], flat, group))
+                if self._any_doubtful(one):
+                    doubtful[i] = True
+                    continue
+                factors[:, i : i + 1] = self._factors(one, None if mask is None else mask[i : i + 1])
+                of = (factors[:, i] * scale).tolist()
+                for segment, flat, group in formed:
+                    if of[group] > 0:
+                        segment.add_(flat, alpha=of[group])
+        norms = measured.norms
+        if not bool(doubtful.any()):
+            self._add(others, measured.kept, factors, scale)
+            return norms, factors
+        good = (~doubtful).nonzero().squeeze(1)
+        if len(good):
+            # Not at a factor of zero beside the good ones: zero times infinity is none.
+            wanted = {choice.param for choice in others}
+            part = [c for c in self._choose([use.rows(good, self.dtype) for use in uses]) if c.param in wanted]
+            self._add(part, {p: kept[good] for p, kept in measured.kept.items()}, factors[:, good], scale)
+        self._add_doubtful(uses, doubtful, mask, scale, norms, factors)
+        return norms, factors
+
+    def _add_doubtful(
+        self, uses: Sequence[Use], doubtful: Tensor, mask: Tensor | None, scale: float, norms: Tensor, factors: Tensor
+    ) -> None:
+        """Adds the ``doubtful`` examples [m], each by itself, and fills in their norms and factors."""
         for i in doubtful.nonzero():
             singles = [use.rows(i, torch.float64) for use in uses]
             norms[:, i], factors[:, i] = self._add_singly(singles, mask, i, scale)
-        return norms, factors
 
     @_without_autocast
     def clipped(
@@ -199,16 +256,20 @@ class Accumulator:
         Returns the sums as a new flat tensor, norms and factors [groups, m], and whether any example is doubtful, which
         makes all the rest worthless.
         """
-        choices = self._choose(uses)
+        choices = self._choose(uses, turns=False)
         measured = self._measure(choices, len(mask))
         factors = self._factors(measured, mask, bounds)
         flat = torch.zeros_like(self.flat)
         self._add(choices, measured.kept, factors, 1.0, self._views(flat))
         return flat, measured.norms, factors, self._doubtful(measured).any()
 
-    def _choose(self, uses: Sequence[Use]) -> list[Choice]:
+    def _choose(self, uses: Sequence[Use], turns: bool = True) -> list[Choice]:
         """The choices for the parameters of the sums; others may be recorded too, and are not released."""
-        return [choice for choice in choose(uses) if choice.param in self._group]
+        return [choice for choice in choose(uses, turns) if choice.param in self._group]
+
+    def _in_memory(self, param: Parameter, grad: Tensor) -> Tensor:
+        """[n]: the numbers of a gradient in the order of the parameter's memory."""
+        return grad.permute(self._order[param]).reshape(-1)
 
     def _measure(self, choices: Sequence[Choice], batch_size: int) -> _Measured:
         """The norms of ``batch_size`` examples, and the gradients that were formed for them."""
@@ -313,8 +374,9 @@ class Accumulator:
 
 def weighted_sum(choice: Choice, weights: Tensor, out: Tensor) -> None:
     """Out += Σ_i weights[i] * gradient of example i, for one parameter and weights [B]."""
-    if choice.method == "ghost":
-        choice.uses[0].add_clipped_sum(choice.param, weights, out)
+    if choice.method != "keep":
+        for use in choice.uses:
+            use.add_clipped_sum(choice.param, weights, out)
     else:
         out += torch.tensordot(weights, _kept(choice).to(weights.dtype), dims=1)
 
@@ -324,4 +386,13 @@ def _kept(choice: Choice) -> Tensor:
     total = wide(choice.uses[0].grad_sample(choice.param))
     for use in choice.uses[1:]:
         total = total + use.grad_sample(choice.param)
+    return total
+
+
+def example_gradient(choice: Choice, i: int) -> Tensor:
+    """[*param.shape]: the gradient of example i over all uses of a parameter."""
+    first, *more = sorted(choice.uses, key=lambda use: use.sparse)
+    total = first.example(choice.param, i)
+    for use in more:
+        use.add_example(choice.param, i, total)
     return total

@@ -13,7 +13,10 @@ from dpcore.tape.uses import Use
 # What a micro-batch leaves behind should still be in the last-level cache when its norms and sums are taken. Every
 # piece costs some 0.5 ms of operator starts whatever its size, so smaller pieces that fit a smaller cache were slower.
 CPU_STASH_BYTES = 32 * 2**20
+# Unless an example is as much work as several hundred starts are: then pieces of that many bytes are large enough.
 CPU_FEWEST_EXAMPLES = 16
+CPU_LARGE_STASH_BYTES = 96 * 2**20
+CPU_FEWEST_LARGE_EXAMPLES = 4
 CPU_FEWEST_IN_A_LOOP = 64
 # An example holds more than in ordinary training, up to about twice as much: beside the layers' inputs their outputs'
 # gradients and the rules' temporaries. A third of a batch at once needs no more than ordinary training of all of it;
@@ -27,10 +30,17 @@ CPU_LEAST_STASH_IN_PARAMETERS = 64
 CUDA_FREE_FRACTION = 0.25
 
 
+# A gradient of fewer numbers is written and read in less time than it takes to start the operators of one more example.
+FEWEST_IN_TURN = 2**15
+
+
 @dataclass(frozen=True)
 class Choice:
-    """How one parameter's contribution is computed: ``ghost`` (norm without per-sample gradients, then a weighted
-    contraction) or ``keep`` (per-sample gradients, formed once and used for both).
+    """How one parameter's contribution is computed.
+
+    ``ghost``: the norm without per-sample gradients, then a weighted contraction. ``keep``: per-sample gradients,
+    formed once for all examples and used for both. ``turn``: the same for one example after the other, when the norms
+    of all parameters that are not formed in turn are known: formed, squared, added.
     """
 
     param: Parameter
@@ -38,21 +48,25 @@ class Choice:
     method: str
 
 
-def choose(uses: Sequence[Use]) -> list[Choice]:
+def choose(uses: Sequence[Use], turns: bool = True) -> list[Choice]:
     """One choice per parameter that was used.
 
     A parameter used more than once has cross terms between its uses, which only its per-sample gradient contains: it is
-    kept.
+    formed. ``turns`` False: where a loop over the examples cannot be (a graph of any values).
     """
     by_param: dict[Parameter, list[Use]] = {}
     for use in uses:
         if use.grad is not None:
             for param in use.params:
                 by_param.setdefault(param, []).append(use)
-    return [
-        Choice(param, tuple(of), "ghost" if len(of) == 1 and of[0].ghost_is_cheaper(param) else "keep")
-        for param, of in by_param.items()
-    ]
+    return [Choice(param, tuple(of), _method(param, of, turns)) for param, of in by_param.items()]
+
+
+def _method(param: Parameter, uses: Sequence[Use], turns: bool) -> str:
+    if len(uses) == 1 and uses[0].ghost_is_cheaper(param):
+        return "ghost"
+    large = param.numel() >= FEWEST_IN_TURN
+    return "turn" if turns and large and all(use.takes_turns(param) for use in uses) else "keep"
 
 
 def stash_bytes(choices: Sequence[Choice], uses: Sequence[Use], batch_size: int) -> float:
@@ -88,7 +102,9 @@ def micro_batches(
         free, _ = torch.cuda.mem_get_info(device)
         most = max(1, int(CUDA_FREE_FRACTION * free / per_example))
         return MicroBatches(most, most)
-    fewest = CPU_FEWEST_IN_A_LOOP if any(use.sequential for use in uses) else CPU_FEWEST_EXAMPLES
+    several = int(CPU_LARGE_STASH_BYTES / per_example)
+    fewest = min(CPU_FEWEST_EXAMPLES, max(CPU_FEWEST_LARGE_EXAMPLES, several))
+    fewest = CPU_FEWEST_IN_A_LOOP if any(use.sequential for use in uses) else fewest
     parameters = sum(choice.param.nbytes for choice in choices)
     worthwhile = max(CPU_LEAST_STASH_BYTES, CPU_LEAST_STASH_IN_PARAMETERS * parameters)
     most, least = (max(fewest, int(stash / per_example)) for stash in (CPU_STASH_BYTES, worthwhile))

@@ -1,20 +1,14 @@
 """The optional compiled part: C++ kernels for what torch's operators do badly on a CPU.
 
-Nothing is compiled unless asked: ``python -m dpcore.native`` (or :func:`build`) compiles the sources of this folder for
-this very processor into the user's cache, from where later processes load them. Without it, or with the environment
-variable ``DPCORE_NATIVE=0``, every rule runs its pure torch twin, which computes the same.
+A binary wheel brings them, for several instruction sets; the best one that the processor has is loaded at first use
+and checked against torch. Where there is no such wheel, ``python -m dpcore.native`` (or :func:`build`) compiles the
+sources of this folder into the user's cache. Without either, or with ``DPCORE_NATIVE=0``, every rule runs its pure
+torch twin, which computes the same.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,68 +17,49 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
-HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread")
-COMPILERS = ("c++", "g++", "clang++")
+from dpcore.native.compiling import COMPILERS, NativeBuildError, compile_library, compiler
+from dpcore.native.levels import levels_here
+from dpcore.native.library import SWITCH, allowed, compiled_path, kernels
+
+__all__ = ["COMPILERS", "SWITCH", "NativeBuildError", "available", "build", "description", "disabled", "path", "reload"]
+
 REMEDY = "not in use (python -m dpcore.native compiles them, where there is a C++ compiler)"
 
 
-class NativeBuildError(RuntimeError):
-    """The compiled part could not be built; the pure torch path remains."""
-
-
-def _processor() -> str:
-    """Return what ``-march=native`` depends on.
-
-    A library for another processor may hold instructions that this one lacks.
-    """
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
-
-
 def path() -> Path:
-    """Where the library of these sources, flags and this processor lies, or would lie."""
-    digest = hashlib.sha256("\0".join([*FLAGS, platform.machine(), _processor()]).encode())
-    for source in (*HEADERS, *SOURCES):
-        digest.update(source.read_bytes())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "dpcore" / f"native-{digest.hexdigest()[:16]}.so"
+    """Return where the library lies, or would lie, that is compiled here for the best instruction set that is allowed.
+
+    Raises:
+        NativeBuildError: there are no kernels for this processor, or the environment forbids them.
+    """
+    levels = allowed() or levels_here()
+    if not levels:
+        raise NativeBuildError("Kernels run on Linux on x86-64-v2 and later and on armv8-a; this is neither.")
+    return compiled_path(levels[0])
 
 
 def build() -> Path:
-    """Compiles the library unless it is there, and returns its path. Raises NativeBuildError without a C++ compiler."""
+    """Compile the library unless it is there, and return its path.
+
+    Raises:
+        NativeBuildError: there is no C++ compiler, it failed, or there are no kernels for this processor.
+    """
     target = path()
     if not target.exists():
-        compiler = os.environ.get("CXX") or next((c for c in COMPILERS if shutil.which(c)), None)
-        if compiler is None:
-            raise NativeBuildError(f"No C++ compiler ({', '.join(COMPILERS)}) was found; install one, or set CXX.")
-        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            made = Path(folder) / target.name
-            command = [*compiler.split(), *FLAGS, "-o", str(made), *map(str, SOURCES)]
-            result = subprocess.run(command, capture_output=True, text=True)
-            if result.returncode:
-                raise NativeBuildError(f"{' '.join(command)} failed:\n{result.stderr[-2000:]}")
-            os.replace(made, target)
+        compile_library(target, (allowed() or levels_here())[0].name, compiler())
     reload()
     return target
 
 
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    if os.environ.get("DPCORE_NATIVE") == "0":
-        return None
-    built = path()
-    return ctypes.CDLL(str(built)) if built.exists() else None
-
-
 def reload() -> None:
-    """Looks for the library again, after a build or a change of the environment."""
-    _library.cache_clear()
+    """Look for the library again, after a build or a change of the environment."""
+    kernels.cache_clear()
+
+
+def description() -> str:
+    """Return whether kernels are in use and for which instruction set, or how to get them."""
+    found = kernels()
+    return REMEDY if found is None or _switched_off else f"in use ({found.level.name})"
 
 
 _switched_off = False
@@ -92,7 +67,7 @@ _switched_off = False
 
 def available() -> bool:
     """Return whether the compiled part is in use."""
-    return _library() is not None and not _switched_off
+    return kernels() is not None and not _switched_off
 
 
 @contextmanager
@@ -112,8 +87,11 @@ def serves(*tensors: Tensor) -> bool:
     They must be float32 on a CPU, outside of tracing, with memory of their own that holds their values (not their
     negatives, as that of ``z.conj().imag`` does).
     """
+    # First what no kernel may run in: the first look for a library draws random numbers to check it.
     return (
-        available()
+        not torch.compiler.is_compiling()
+        and not torch._C._functorch.maybe_current_level()
+        and available()
         and all(
             t.dtype == torch.float32
             and t.device.type == "cpu"
@@ -122,8 +100,6 @@ def serves(*tensors: Tensor) -> bool:
             and not t._is_zerotensor()
             for t in tensors
         )
-        and not torch.compiler.is_compiling()
-        and not torch._C._functorch.maybe_current_level()
     )
 
 
@@ -136,13 +112,13 @@ def serves_graph(*tensors: Tensor) -> bool:
 
 def _call(name: str, tensors: Sequence[Tensor], sizes: Sequence[int], *numbers: float, strided: int = 0) -> None:
     """``strided``: so many tensors at the beginning may have any strides, which are among the sizes."""
-    library = _library()
-    assert library is not None
+    found = kernels()
+    assert found is not None
     for tensor in tensors[strided:]:
         if not tensor.is_contiguous():
             raise ValueError(f"{name} got a tensor of strides {tensor.stride()} for shape {tuple(tensor.shape)}.")
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in tensors]
-    getattr(library, name)(*pointers, *(ctypes.c_int64(s) for s in sizes), *map(ctypes.c_double, numbers))
+    getattr(found.library, name)(*pointers, *(ctypes.c_int64(s) for s in sizes), *map(ctypes.c_double, numbers))
 
 
 def lstm_forward(z: Tensor, weight: Tensor, gates: Tensor, h: Tensor, c: Tensor, tanh_c: Tensor, reverse: bool) -> None:

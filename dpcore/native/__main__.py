@@ -1,4 +1,4 @@
-"""``python -m dpcore.native``: compiles the optional part and says where it is."""
+"""``python -m dpcore.native``: compiles the kernels into the user's cache and says where they are."""
 
 import sys
 

@@ -37,8 +37,9 @@ static inline V select(I mask, V yes, V no) { return (V)(((I)yes & mask) | ((I)n
 
 // Natural logarithm of 0 < x <= 1: x = 2^k m with m in [sqrt(1/2), sqrt(2)), log m = 2 atanh(s), s = (m - 1) / (m + 1).
 static inline V logarithm(V x) {
-    const I k = ((I)x - 0x3f3504f3) >> 23;
-    const V m = (V)((I)x - (k << 23)), s = (m - 1.0f) / (m + 1.0f), q = s * s;
+    // Unsigned, for lanes beside the values hold anything, and signed numbers must not overflow.
+    const I k = (I)((U)x - 0x3f3504f3u) >> 23;
+    const V m = (V)((U)x - ((U)k << 23)), s = (m - 1.0f) / (m + 1.0f), q = s * s;
     V p = q * (2.0f / 11) + (2.0f / 9);
     p = p * q + (2.0f / 7);
     p = p * q + (2.0f / 5);
@@ -72,7 +73,7 @@ static void transform(Buffer& buffer, int64_t groups) {
         const V radius = root(-2.0f * logarithm(1.0f - *first));
         // The angle in quarter turns: the nearest whole number of them, and a rest r of at most an eighth turn.
         const V quarters = *second * 4.0f, shift = all(12582912.0f), moved = quarters + shift;
-        const I turn = (I)moved - (I)shift;
+        const I turn = (I)((U)moved - (U)shift);
         const V r = (quarters - (moved - shift)) * 1.57079632679489662f, q = r * r;
         V sine = q * (1.0f / 362880) - (1.0f / 5040);
         sine = sine * q + (1.0f / 120);
@@ -82,9 +83,10 @@ static void transform(Buffer& buffer, int64_t groups) {
         cosine = cosine * q - (1.0f / 720);
         cosine = cosine * q + (1.0f / 24);
         cosine = cosine * q * q - 0.5f * q + 1.0f;
-        const I odd = -(turn & 1), sign_cosine = ((turn + 1) & 2) << 30, sign_sine = (turn & 2) << 30;
-        *first = radius * (V)((I)select(odd, sine, cosine) ^ sign_cosine);
-        *second = radius * (V)((I)select(odd, cosine, sine) ^ sign_sine);
+        const I odd = -(turn & 1);
+        const U sign_cosine = (((U)turn + 1u) & 2u) << 30, sign_sine = ((U)turn & 2u) << 30;
+        *first = radius * (V)((U)select(odd, sine, cosine) ^ sign_cosine);
+        *second = radius * (V)((U)select(odd, cosine, sine) ^ sign_sine);
     }
 }
 

@@ -15,7 +15,11 @@
 constexpr int W = 16;
 constexpr int ACCUMULATORS = 24;  // of 32 registers
 #else
+#if defined(__AVX__)
 constexpr int W = 8;
+#else
+constexpr int W = 4;  // SSE and NEON
+#endif
 constexpr int ACCUMULATORS = 12;  // of 16 registers
 #endif
 
@@ -26,6 +30,7 @@ constexpr int ROWS = ACCUMULATORS / PANEL;
 typedef float V __attribute__((vector_size(W * 4)));
 typedef float Unaligned __attribute__((vector_size(W * 4), aligned(4), may_alias));
 typedef int32_t I __attribute__((vector_size(W * 4)));
+typedef uint32_t U __attribute__((vector_size(W * 4)));
 
 // Minus zero, not plus: x + 0 is not x for x = -0, so the compiler would have to add.
 static inline V all(float x) { return x - V{}; }

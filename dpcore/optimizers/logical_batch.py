@@ -41,6 +41,7 @@ class LogicalBatch:
         """True while the sum holds pieces of a batch that goes on."""
         self._rows = 0  # of its pieces so far
         self._bounds: tuple[float, ...] | None = None  # at which the sum was clipped
+        self._noise_multiplier: float | None = None  # in force at its first piece
         self._drawn = 0  # how many batches the loader had handed out at the last piece
 
     def hand_out(self, rows: int, goes_on: bool) -> None:
@@ -54,13 +55,14 @@ class LogicalBatch:
         self._waiting = rows
         self.goes_on = goes_on
 
-    def begin(self) -> None:
+    def begin(self, noise_multiplier: float) -> None:
         """Prepare the sum for a piece.
 
         Raises:
-            PrivacyError: the bounds are not those of the batch's earlier pieces.
+            PrivacyError: bounds or noise are not those of the batch's earlier pieces.
         """
         self.check_bounds()
+        self._check_noise(noise_multiplier)
         if not self.batches and not self.unfinished:
             self.accumulator.follow()
 
@@ -73,6 +75,16 @@ class LogicalBatch:
                 "steps, so call a schedule's step() once per logical batch and not once per piece."
             )
         self._bounds = self.accumulator.bounds
+
+    def _check_noise(self, noise_multiplier: float) -> None:
+        """Refuse noise by the number of pieces: it would tell how long the batch is, which the accountant ignores."""
+        if self._noise_multiplier not in (None, noise_multiplier):
+            raise PrivacyError(
+                f"noise_multiplier was changed from {self._noise_multiplier:.6g} to {noise_multiplier:.6g} within a "
+                "logical batch: the noise would depend on the batch's length, which is private. Change it between "
+                "optimizer steps, so call a schedule's step() once per logical batch and not once per piece."
+            )
+        self._noise_multiplier = noise_multiplier
 
     def add_piece(self, sizes: Sequence[int], ledger: Ledger | None, drawn: int) -> None:
         """Count a piece that was added to the sum.

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from dpcore.arguments import check_number
 from dpcore.clipping import clip_factors
 from dpcore.distributed import Ranks, fingerprint
 from dpcore.errors import PrivacyError, UnsupportedError
@@ -18,10 +19,12 @@ from dpcore.grad_sample.backward_pass import owner_of
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.loading.ledger import Ledger
 from dpcore.microbatch.accumulator import Accumulator, Factors
+from dpcore.microbatch.planner import MicroBatches, choose, micro_batches
 from dpcore.noise import GaussianNoise, SecureNoise
 from dpcore.optimizers.logical_batch import LogicalBatch
 from dpcore.optimizers.wrapper import OptimizerWrapper
 
+NOISE_RULE = "it must be a number, at least 0, for instance 1.1 (make_private_with_epsilon finds it for a budget)"
 StepHook = Callable[["DPOptimizer"], None]
 _CLAIMED: weakref.WeakKeyDictionary[AbstractGradSampleHooks, weakref.ref[DPOptimizer]] = weakref.WeakKeyDictionary()
 """Recorder of gradients -> the optimiser that takes them."""
@@ -69,8 +72,7 @@ class DPOptimizer(OptimizerWrapper):
         factors: Factors = clip_factors,
         ranks: Ranks | None = None,
     ) -> None:
-        if not noise_multiplier >= 0.0:
-            raise ValueError(f"noise_multiplier is {noise_multiplier}; it must be at least 0.")
+        check_number("noise_multiplier", noise_multiplier, lambda sigma: sigma >= 0.0, NOISE_RULE)
         if isinstance(optimizer, DPOptimizer):
             raise PrivacyError("The optimizer is private already; a second one around it would add its noise twice.")
         module = _recorder(optimizer) if module is None else module
@@ -79,11 +81,9 @@ class DPOptimizer(OptimizerWrapper):
                 f"loss_reduction is {loss_reduction!r} here and {module.loss_reduction!r} in the module; gradients "
                 "would be scaled by the batch's length in one place only. Give both the reduction of your loss."
             )
-        if module.loss_reduction == "mean" and not (expected_batch_size and expected_batch_size > 0):
-            raise ValueError(
-                f"expected_batch_size is {expected_batch_size}; with loss_reduction='mean' the update needs a "
-                "positive, public divisor."
-            )
+        if module.loss_reduction == "mean":
+            rule = "with loss_reduction='mean' the update needs a positive, public divisor"
+            check_number("expected_batch_size", expected_batch_size, lambda size: size > 0.0, rule)
         if module.max_grad_norm not in (None, max_grad_norm):
             raise ValueError(
                 f"max_grad_norm is {max_grad_norm} here and {module.max_grad_norm} in the module; give both the same."
@@ -107,6 +107,9 @@ class DPOptimizer(OptimizerWrapper):
         self.step_guards: list[StepHook] = []
         self.ledger: Ledger | None = None
         self.data_loader: Any = None
+        self.plans_pieces = False
+        """Whether every piece of a batch leaves a plan of how to cut more of its kind."""
+        self.piece_plan: MicroBatches | None = None
         self.nonfinite = 0
         self.logical_batch = LogicalBatch(self.accumulator)
         _claim(module, self)
@@ -191,7 +194,10 @@ class DPOptimizer(OptimizerWrapper):
         self.original_optimizer.load_state_dict(state_dict)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.original_optimizer!r})"
+        return (
+            f"{type(self).__name__}(noise_multiplier={self.noise_multiplier:.6g}, max_grad_norm={self.max_grad_norm}, "
+            f"expected_batch_size={self.expected_batch_size}, steps={self.steps}, {self.original_optimizer!r})"
+        )
 
     # ---- the private gradient
 
@@ -224,6 +230,11 @@ class DPOptimizer(OptimizerWrapper):
         It is 1, unless gradients are accumulated without virtual steps.
         """
         return max(1, self.logical_batch.batches)
+
+    @property
+    def batch_goes_on(self) -> bool:
+        """True after the ``step()`` of a piece whose batch goes on: nothing was updated, and a schedule has to wait."""
+        return self.logical_batch.unfinished
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """Make the next ``step()`` clip and accumulate only: it gets a physical piece of a larger logical batch.
@@ -285,7 +296,7 @@ class DPOptimizer(OptimizerWrapper):
     def _clip_and_accumulate(self) -> None:
         self._check_unchanged()
         self._check_no_ordinary_gradient()
-        self.logical_batch.begin()
+        self.logical_batch.begin(self.noise_multiplier)
         sizes = self._add_backward_passes()
         self.logical_batch.add_piece(sizes, self.ledger, getattr(self.data_loader, "handed_out", 0))
         for param, summed in self.accumulator.sums.items():
@@ -298,6 +309,8 @@ class DPOptimizer(OptimizerWrapper):
         for uses, batch_size in self.module.take():
             sizes.append(batch_size)
             if batch_size:
+                if self.plans_pieces:
+                    self.piece_plan = micro_batches(choose(uses), uses, batch_size, self.accumulator.device)
                 norms, _ = self.accumulator.add(uses, batch_size)
                 self.nonfinite += int((~norms.isfinite()).any(0).sum())
                 self._observe(norms)

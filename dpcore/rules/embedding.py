@@ -83,6 +83,8 @@ class TokenCounts:
 class EmbeddingUse(Use):
     """Token ids [B, ...], weight [V, d], output gradient [B, ..., d]; rows of ``padding_idx`` are not trained."""
 
+    sparse = True
+
     def __init__(self, name: str, ids: Tensor, weight: Parameter, padding_idx: int | None) -> None:
         self.name = name
         self.params = (weight,)
@@ -176,6 +178,23 @@ class EmbeddingUse(Use):
         out = torch.zeros((len(ids) * v, d), dtype=g.dtype, device=g.device)
         rows = ids + torch.arange(0, len(out), v, device=ids.device).unsqueeze(1)
         return add_rows(out, rows, g).view(len(ids), v, d)
+
+    def takes_turns(self, param: Parameter) -> bool:
+        return True
+
+    def example(self, param: Parameter, i: int) -> Tensor:
+        assert self.grad is not None
+        out = torch.zeros(param.shape, dtype=wide(self.grad[:0]).dtype, device=self.grad.device)
+        self.add_example(param, i, out)
+        return out
+
+    def add_example(self, param: Parameter, i: int, out: Tensor) -> None:
+        assert self.grad is not None
+        ids = self.ids()[i].reshape(-1).long()
+        g = wide(self.grad[i]).reshape(len(ids), -1)
+        if self.padding_idx is not None:
+            g = g.masked_fill((ids == self.padding_idx).unsqueeze(-1), 0.0)
+        add_rows(out, ids, g)
 
     def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
         pooled = self._pooled()
@@ -316,9 +335,12 @@ def _embedding(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwar
             if weight in tape.stands:
                 raise NoRuleError(f"{name} looks up a table that is itself computed from parameters.", (weight,))
 
-            # The same ids for every example, as those of positions.
+            # The same ids for every example, as those of positions. The tape keeps this function, which must not keep
+            # the tape: all activations would wait for Python's collector.
+            batch_size = tape.batch_size
+
             def repeated() -> EmbeddingUse:
-                return EmbeddingUse(name, input.expand(tape.batch_size, *input.shape), weight, padding_idx)
+                return EmbeddingUse(name, input.expand(batch_size, *input.shape), weight, padding_idx)
 
             return tape.derive(func, (input, weight, padding_idx), {}, added=repeated)
         ids = batch_first(input, batch_dim, tape.batch_size)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from dpcore import native
 from dpcore.numerics.rounding import SquaredNorm, gamma, gram, gram_roundings, squares
-from dpcore.rules.products import products
+from dpcore.rules.products import linear, prefers_onednn, product, products
 from dpcore.tape.tape import IN_ROWS, Tape, batch_first
 from dpcore.tape.uses import Saved, Use, handles, rewrites
 
@@ -135,6 +135,23 @@ class ContractionUse(Use):
             made = self._products = self.grad, self.grad._version, of
         return made[2].pop(param)
 
+    def takes_turns(self, param: Parameter) -> bool:
+        assert self.grad is not None
+        return param in self._inputs and self.grad.dim() > 2 and not self.time_major
+
+    def example(self, param: Parameter, i: int) -> Tensor:
+        assert self.grad is not None
+        batch = 1 if self.time_major else 0
+        tensors = self._inputs[param].get(self.name), self.grad.detach()
+        x, g = (wide(t.select(batch, i)).flatten(0, -2) for t in tensors)
+        turned = param.stride(0) == 1 and param.stride(1) > 1
+        left, right = (x, g) if turned else (g, x)
+        if native.serves(left, right):
+            (found,) = native.contraction_grad_sample(left.unsqueeze(0), right.unsqueeze(0))
+        else:
+            found = product(left.t(), right.t())
+        return found.t() if turned else found
+
     def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
         g = self._g()
         if param not in self._inputs:
@@ -146,7 +163,11 @@ class ContractionUse(Use):
             x = x * factors
         else:
             g = g * factors
-        out.addmm_(g.reshape(-1, g.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
+        left, right = g.reshape(-1, g.shape[-1]).t(), x.reshape(-1, x.shape[-1])
+        if prefers_onednn(left, 2.0 * left.numel() * right.shape[1]):
+            out += product(left, right.t())
+        else:
+            out.addmm_(left, right)
 
     def ghost_is_cheaper(self, param: Parameter) -> bool:
         assert self.grad is not None
@@ -181,7 +202,7 @@ def _linear(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
         if not params:
             return func(input, weight, bias)
         batch_dim = tape.require_batch(input, params)
-        output = func(input, tape.constant(weight), tape.constant(bias))
+        output = linear(input, tape.constant(weight), tape.constant(bias))
         if batch_dim == IN_ROWS:
             of_rows = dict.fromkeys(weights, batch_first(input, batch_dim, tape.batch_size))
             return tape.record(ContractionUse(tape.name(params), of_rows, biases), output, batch_dim)

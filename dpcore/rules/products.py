@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
 
 from dpcore.numerics.precision import is_lowered
 
@@ -47,17 +49,17 @@ def prefers_onednn(a: Tensor, flops: float) -> bool:
     )
 
 
-def _onednn(a: Tensor, b: Tensor) -> Tensor:
+def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     # Operands with any other strides would fall to a reference kernel a thousand times slower.
     b = b if b.is_contiguous() or b.t().is_contiguous() else b.contiguous()
-    return torch.ops.mkldnn._linear_pointwise(a.contiguous(), b, None, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise(a.contiguous(), b, bias, "none", [], "")
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """A bᵀ, [m, n], for a [m, k] and b [n, k]."""
+def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A bᵀ + bias, [m, n], for a [m, k], b [n, k] and bias [n]."""
     if prefers_onednn(a, 2.0 * a.numel() * b.shape[0]):
-        return _onednn(a, b)
-    return a @ b.t()
+        return _onednn(a, b, bias)
+    return torch.nn.functional.linear(a, b, bias)
 
 
 def products(a: Tensor, *others: Tensor) -> list[Tensor]:
@@ -94,14 +96,27 @@ class Projection(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(weight)
-        z = product(x.reshape(-1, x.shape[-1]), weight)
-        if bias is not None:
-            z += bias
+        z = product(x.reshape(-1, x.shape[-1]), weight, bias)
         return z.view(*x.shape[:-1], len(weight))
 
     @staticmethod
+    @once_differentiable  # a second derivative would be wrong without a word
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         (weight,) = ctx.saved_tensors
         if not ctx.needs_input_grad[0]:
             return None, None, None
         return product(grad.reshape(-1, grad.shape[-1]), weight.t()).view(*grad.shape[:-1], weight.shape[1]), None, None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear, by the faster library where weight and bias get no gradient."""
+    constants = (weight, bias) if bias is not None else (weight,)
+    if (
+        all(type(t) in (Tensor, Parameter) and t.dtype == torch.float32 and not t.requires_grad for t in constants)
+        and weight.dim() == 2
+        and prefers_onednn(x, 2.0 * x.numel() * len(weight))
+        and not torch.is_autocast_enabled("cpu")
+        and torch._C._functorch.maybe_current_level() is None
+    ):
+        return Projection.apply(x, weight, bias)  # type: ignore[no-any-return]
+    return torch.nn.functional.linear(x, weight, bias)

@@ -9,6 +9,11 @@ from typing import Any
 
 import torch.utils.checkpoint
 
+GENERATOR = "_checkpoint_without_reentrant_generator"
+"""The function that checkpoint() looks up where it is not reentrant; torch 2.14 has put another one behind it."""
+if hasattr(torch.utils.checkpoint, f"{GENERATOR}_impl"):
+    GENERATOR += "_impl"
+
 
 class _Checkpointing:
     """Functions under torch.utils.checkpoint are run once and keep their activations, on threads with an open tape.
@@ -33,9 +38,9 @@ class _Checkpointing:
             self._open += 1
             if self._open == 1:
                 self._reentrant = module.CheckpointFunction
-                self._generator = module._checkpoint_without_reentrant_generator
+                self._generator = getattr(module, GENERATOR)
                 module.CheckpointFunction = _Reentrant(self._reentrant)
-                module._checkpoint_without_reentrant_generator = functools.partial(_generator, self._generator)
+                setattr(module, GENERATOR, functools.partial(_generator, self._generator))
 
     def __exit__(self, *exception: Any) -> None:
         module: Any = torch.utils.checkpoint
@@ -44,7 +49,7 @@ class _Checkpointing:
             self._open -= 1
             if not self._open:
                 module.CheckpointFunction = self._reentrant
-                module._checkpoint_without_reentrant_generator = self._generator
+                setattr(module, GENERATOR, self._generator)
 
     @property
     def depth(self) -> int:

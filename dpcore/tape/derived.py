@@ -118,7 +118,7 @@ class ThroughUse(Use):
         own = [p for p in use.params if p not in stands]
         roots = [root for derivation in self.stands.values() for root in derivation.roots]
         self.params = tuple(dict.fromkeys([*own, *roots]))
-        self.sequential = use.sequential
+        self.sequential, self.sparse = use.sequential, use.sparse
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
@@ -141,14 +141,27 @@ class ThroughUse(Use):
             parts.append(grads if derivation is None else derivation.pull_samples(param, grads))
         return sum(parts[1:], parts[0])
 
+    def takes_turns(self, param: Parameter) -> bool:
+        return all((d is None or d.keeps_norm) and self.use.takes_turns(p) for p, d in self._of(param))
+
+    def example(self, param: Parameter, i: int) -> Tensor:
+        total: Tensor | None = None
+        for inner, derivation in self._of(param):
+            found = self.use.example(inner, i)
+            found = found if derivation is None else derivation.pull(param, found)
+            total = found if total is None else total.add_(found)
+        assert total is not None
+        return total
+
     def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
-        ((inner, derivation),) = self._of(param)
-        if derivation is None:
-            self.use.add_clipped_sum(inner, factors, out)
-            return
-        total = torch.zeros(inner.shape, dtype=out.dtype, device=out.device)
-        self.use.add_clipped_sum(inner, factors, total)
-        out += derivation.pull(param, total)
+        for inner, derivation in self._of(param):
+            if derivation is None:
+                self.use.add_clipped_sum(inner, factors, out)
+                continue
+            # In memory as the stand-in is: turned round, it then lies as the parameter does.
+            total = torch.zeros_like(inner, dtype=out.dtype, requires_grad=False)
+            self.use.add_clipped_sum(inner, factors, total)
+            out += derivation.pull(param, total)
 
     def ghost_is_cheaper(self, param: Parameter) -> bool:
         of = self._of(param)

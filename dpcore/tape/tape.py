@@ -347,6 +347,8 @@ class Tape(TorchFunctionMode):
         """Fills in every use's gradient from any ``outputs`` with ``weights`` of their shapes; ``keep``: the graph."""
         if not outputs or not self._edges:
             return
+        for target in self._targets:
+            target(None)  # what an earlier call left need not wait for its successor
         grads = torch.autograd.grad(outputs, self._edges, weights, retain_graph=keep, allow_unused=True)
         for target, grad in zip(self._targets, grads, strict=True):
             target(grad)

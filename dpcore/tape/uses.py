@@ -74,6 +74,9 @@ class Use:
     sequential: bool = False
     """True where its forward pass is a loop of many small operations, which wants many examples at a time."""
 
+    sparse: bool = False
+    """True where most of an example's gradient is zero, so that :meth:`add_example` costs next to nothing."""
+
     def norm_sq(self, param: Parameter) -> SquaredNorm:
         """Squared norms [B] of the per-sample gradients without forming them, with a bound of what rounding hides."""
         raise NotImplementedError
@@ -81,6 +84,20 @@ class Use:
     def grad_sample(self, param: Parameter) -> Tensor:
         """[B, *param.shape] per-sample gradients."""
         raise NotImplementedError
+
+    def takes_turns(self, param: Parameter) -> bool:
+        """Return whether :meth:`example` forms one example's gradient as fast as :meth:`grad_sample` forms its part of
+        all of them.
+        """
+        return False
+
+    def example(self, param: Parameter, i: int) -> Tensor:
+        """[*param.shape], in float32 or better: the gradient of example i, in memory of its own."""
+        raise NotImplementedError
+
+    def add_example(self, param: Parameter, i: int, out: Tensor) -> None:
+        """Out += gradient of example i."""
+        out += self.example(param, i)
 
     def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
         """Out += sum_i factors[i] * gradient of example i; ``out`` has the parameter's shape."""

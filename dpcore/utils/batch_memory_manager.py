@@ -10,9 +10,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dpcore.data_loader import DPDataLoader
+from dpcore.distributed import Ranks
 from dpcore.errors import UnsupportedError
+from dpcore.microbatch.planner import MicroBatches
 from dpcore.optimizers.optimizer import DPOptimizer
-from dpcore.tree import batch_length
+from dpcore.tree import batch_length, flatten
+
+AUTO = "auto"
 
 
 def cut(batch: Any, rows: slice) -> Any:
@@ -28,32 +32,82 @@ def cut(batch: Any, rows: slice) -> Any:
     return batch
 
 
-class PiecewiseLoader:
-    """Iterates over pieces of a loader's batches; the optimiser is told with each piece whether its batch goes on."""
+FIRST_PIECE = 16
+"""Examples of a kind that is not known yet: what they leave behind is what the next pieces are planned by, and the
+experiments on mixing take as many."""
 
-    def __init__(self, loader: DataLoader[Any], max_physical_batch_size: int, optimizer: DPOptimizer) -> None:
+
+class PiecewiseLoader:
+    """Iterates over pieces of a loader's batches; the optimiser is told with each piece whether its batch goes on.
+
+    ``max_physical_batch_size`` "auto": pieces of the size at which a step takes the least time and memory, planned by
+    what the first ones leave behind.
+    """
+
+    def __init__(self, loader: DataLoader[Any], max_physical_batch_size: int | str, optimizer: DPOptimizer) -> None:
         self.loader = loader
         self.size = max_physical_batch_size
         self.optimizer = optimizer
+        self._plans: dict[Any, MicroBatches] = {}
+        optimizer.plans_pieces = max_physical_batch_size == AUTO
 
     def __iter__(self) -> Iterator[Any]:
         # A loop that was left within a batch must not add its pieces to another batch's.
         self.optimizer.discard()
         for batch in self.loader:
-            length = batch_length(batch)
-            pieces = max(1, -(-length // self.size))
-            ranks = self.optimizer.ranks
-            if ranks is not None and ranks.sharded:
-                # Every pass gathers parameters from all ranks: those with fewer examples take part with empty pieces.
-                pieces = ranks.largest(pieces)
-            for k in range(pieces):
-                # The flag travels with the piece: it is set when the piece is handed out, and for that piece only.
-                rows = slice(k * length // pieces, (k + 1) * length // pieces)
-                self.optimizer.hand_out(rows.stop - rows.start, k + 1 < pieces)
-                yield cut(batch, rows)
+            yield from self._planned_pieces(batch) if isinstance(self.size, str) else self._pieces(batch, self.size)
+
+    def _planned_pieces(self, batch: Any) -> Iterator[Any]:
+        kind = tuple((leaf.shape[1:], leaf.dtype) for leaf in flatten(batch)[0] if isinstance(leaf, Tensor))
+        length, start = batch_length(batch), 0
+        settings = _settings(self.optimizer)
+        while True:
+            rest = length - start
+            plan = self._plans.get(kind)
+            pieces = -(-rest // (plan.size(length) if plan else FIRST_PIECE))
+            stop = start + -(-rest // max(pieces, 1))
+            self.optimizer.hand_out(stop - start, stop < length)
+            yield cut(batch, slice(start, stop))
+            if plan is None and self.optimizer.piece_plan is not None:
+                self._plans[kind] = self.optimizer.piece_plan
+            start = stop
+            if start >= length:
+                return
+            self._check_settings(settings)
+
+    def _check_settings(self, before: Any) -> None:
+        """UnsupportedError where a schedule counts pieces: it would run ahead, by a number that nobody has chosen."""
+        if _settings(self.optimizer) != before:
+            raise UnsupportedError(
+                "The optimizer's settings (its learning rate, say) were changed within a batch, which "
+                "max_physical_batch_size hands out in pieces: a schedule that is stepped for every piece runs ahead, "
+                "and tells how many pieces there were, which depends on the private length of the batch. Step it once "
+                "per batch: if not optimizer.batch_goes_on: scheduler.step()."
+            )
+
+    def _pieces(self, batch: Any, size: int) -> Iterator[Any]:
+        length = batch_length(batch)
+        pieces = max(1, -(-length // size))
+        ranks = self.optimizer.ranks
+        if ranks is not None and ranks.sharded:
+            # Every pass gathers parameters from all ranks: those with fewer examples take part with empty pieces.
+            pieces = ranks.largest(pieces)
+        settings = _settings(self.optimizer)
+        for k in range(pieces):
+            if k:
+                self._check_settings(settings)
+            # The flag travels with the piece: it is set when the piece is handed out, and for that piece only.
+            rows = slice(k * length // pieces, (k + 1) * length // pieces)
+            self.optimizer.hand_out(rows.stop - rows.start, k + 1 < pieces)
+            yield cut(batch, rows)
 
     def __len__(self) -> int:
-        """The number of pieces to expect, for progress bars; the batches' lengths are random."""
+        """The number of pieces to expect, for progress bars; the batches' lengths are random.
+
+        With "auto" the number of batches: how often a schedule is stepped.
+        """
+        if isinstance(self.size, str):
+            return len(self.loader)
         whole = self.loader.batch_size
         if isinstance(self.loader, DPDataLoader):
             whole = self.loader.sample_rate * len(self.loader.dataset)  # type: ignore[arg-type]
@@ -74,28 +128,26 @@ class BatchMemoryManager:
 
     Args:
         data_loader: The loader that make_private returned.
-        max_physical_batch_size: The most examples of a piece, at least 1.
+        max_physical_batch_size: The most examples of a piece, at least 1; or "auto", which plans the pieces by time
+            and memory. A schedule of the learning rate is then stepped once per batch (``optimizer.batch_goes_on`` is
+            False), and is refused where it is stepped for every piece.
         optimizer: The optimizer that make_private returned.
 
     Raises:
         ValueError: the size is below 1.
         TypeError: the optimizer is not private.
-        UnsupportedError: the module's inputs are time first.
+        UnsupportedError: the module's inputs are time first, or "auto" with a sharded module.
     """
 
-    def __init__(self, *, data_loader: DataLoader[Any], max_physical_batch_size: int, optimizer: DPOptimizer) -> None:
-        if max_physical_batch_size < 1:
-            raise ValueError(f"max_physical_batch_size is {max_physical_batch_size}; it must be at least 1.")
+    def __init__(
+        self, *, data_loader: DataLoader[Any], max_physical_batch_size: int | str, optimizer: DPOptimizer
+    ) -> None:
         if not isinstance(optimizer, DPOptimizer):
             raise TypeError(
                 f"optimizer is of type {type(optimizer).__name__}, which would step on every piece; pass the "
                 "optimizer that make_private returned."
             )
-        if not optimizer.module.batch_first:
-            raise UnsupportedError(
-                "With batch_first=False a batch may be time-first, and pieces would be cut from its time steps: every "
-                "piece would hold all examples, each clipped once per piece. Build the module batch first."
-            )
+        check_pieces(max_physical_batch_size, optimizer.module.batch_first, optimizer.ranks)
         self.loader = PiecewiseLoader(data_loader, max_physical_batch_size, optimizer)
 
     def __enter__(self) -> PiecewiseLoader:
@@ -103,3 +155,31 @@ class BatchMemoryManager:
 
     def __exit__(self, *exception: Any) -> None:
         self.loader.optimizer.discard()
+        self.loader.optimizer.plans_pieces = False
+
+
+def whole_batches(loader: Any) -> Any:
+    """Return the loader of which ``loader`` hands out pieces, or ``loader`` itself: what a checkpoint has to hold."""
+    return loader.loader if isinstance(loader, PiecewiseLoader) else loader
+
+
+def check_pieces(size: int | str, batch_first: bool, ranks: Ranks | None) -> None:
+    """ValueError or UnsupportedError where batches cannot be cut into pieces of ``size``, a number or "auto"."""
+    number = isinstance(size, int) and not isinstance(size, bool)
+    if not (size >= 1 if number else size == AUTO):  # type: ignore[operator]
+        raise ValueError(f"max_physical_batch_size is {size!r}; it must be at least 1, or {AUTO!r}.")
+    if not batch_first:
+        raise UnsupportedError(
+            "With batch_first=False a batch may be time-first, and pieces would be cut from its time steps: every "
+            "piece would hold all examples, each clipped once per piece. Build the module batch first."
+        )
+    if not number and ranks is not None and ranks.sharded:
+        raise UnsupportedError(
+            "With fully_shard all ranks must cut their batches into as many pieces, which each would plan for itself; "
+            "give max_physical_batch_size as a number."
+        )
+
+
+def _settings(optimizer: DPOptimizer) -> list[dict[str, Any]]:
+    """Return what a schedule may change."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]

@@ -10,6 +10,7 @@ from torch import nn
 from dpcore.errors import UnsupportedError
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+FIX = "from dpcore.validators import ModuleValidator; model = ModuleValidator.fix(model)"
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
@@ -24,11 +25,11 @@ def mixes_examples(norm: nn.Module) -> bool:
 
 
 def batch_norm_error(where: str, norm: nn.Module) -> UnsupportedError:
-    """Return the error about the batch norm ``norm``, which stands at ``where``."""
+    """Return the error about the batch norm ``norm``; ``where``: the beginning of its sentence."""
     return UnsupportedError(
-        f"{where} is a {type(norm).__name__}, which normalises an example by the others of its batch; use GroupNorm "
-        "(ModuleValidator.fix does). One with the statistics of public data may stay where it is put into evaluation "
-        "mode by its eval() after every train() of the module."
+        f"{where} is a {type(norm).__name__}, which normalises an example by the others of its batch. Put GroupNorm in "
+        f"its place before the optimizer is built: {FIX}. One with the statistics of public data may stay where it is "
+        "put into evaluation mode by its eval() after every train() of the module."
     )
 
 
@@ -44,16 +45,15 @@ class ModuleValidator:
         """One error per offending submodule, naming it, the reason and the remedy; raised at once where ``strict``."""
         errors = []
         for name, child in module.named_modules():
-            where = name or type(module).__name__
+            where = f"Module {name!r}" if name else "The module"
             if isinstance(child, _BATCH_NORMS):
                 if not module.training or mixes_examples(child):
                     errors.append(batch_norm_error(where, child))
             elif isinstance(child, _INSTANCE_NORMS) and child.track_running_stats:
                 errors.append(
                     UnsupportedError(
-                        f"{where} keeps running statistics of the examples without noise; set "
-                        f"track_running_stats=False "
-                        "(ModuleValidator.fix does)."
+                        f"{where} is an {type(child).__name__} that keeps running statistics of the examples without "
+                        f"noise. Set track_running_stats=False, as this does: {FIX}."
                     )
                 )
         if strict and errors:

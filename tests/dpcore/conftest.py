@@ -2,4 +2,12 @@
 
 import os
 
+import pytest
+
 os.environ["DPCORE_NATIVE"] = "0"
+
+
+@pytest.fixture(scope="session")
+def kernel_cache(tmp_path_factory):
+    """A cache that the kernels are compiled into once."""
+    return tmp_path_factory.mktemp("cache")

@@ -46,6 +46,8 @@ a rest of their own size, and a ghost norm is still trusted: its rounding error 
 WATCHED = (
     "dpcore.rules.linear.gram_norm_sq",
     "dpcore.rules.linear.products",
+    "dpcore.rules.linear.ContractionUse.example",
+    "dpcore.rules.embedding.EmbeddingUse.add_example",
     "dpcore.rules.products._onednn",
     "dpcore.rules.convolution.gram_norm_sq",
     "dpcore.rules.convolution.ConvolutionUse._unfolded",
@@ -151,6 +153,17 @@ class Reused(nn.Module):
         return torch.cat([self.layer(first), self.layer(second)], 1)
 
 
+class Tied(nn.Module):
+    """A table that is the output layer too."""
+
+    def __init__(self, tokens: int, size: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(tokens, size)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.linear(self.table(ids).sin(), self.table.weight)
+
+
 class Averaged(nn.Module):
     """Ids [B, T] -> the mean of their vectors [B, d]."""
 
@@ -235,6 +248,10 @@ def _vectors(degree: float | None) -> Batch:
     return Batch(nn.Embedding(9, 24), torch.cat([ids, ids], 1), _opposite(degree, 16, 24))
 
 
+def _tied(degree: float | None) -> Batch:
+    return Batch(Tied(2100, 16), torch.randint(0, 40, (EXAMPLES, 6)), torch.randn(EXAMPLES, 6, 2100))
+
+
 def _averaged(degree: float | None) -> Batch:
     return Batch(Averaged(9, 24), torch.randint(0, 9, (EXAMPLES, 16)), torch.randn(EXAMPLES, 24))
 
@@ -315,7 +332,7 @@ def _own_scale(by_rule: bool) -> nn.Module:
 
 # ---- the paths
 
-KEEP, GHOST = "keep", "ghost"
+KEEP, GHOST, TURN = "keep", "ghost", "turn"
 LAYER = {"weight": GHOST, "bias": KEEP}
 KEPT_LAYER = {"weight": KEEP, "bias": KEEP}
 UNFOLD = "ConvolutionUse._unfolded"
@@ -362,9 +379,32 @@ PATHS = (
         "linear, kept, compiled",
         lambda d: _linear(d, 128, 128, 128),
         KEPT_LAYER,
-        ("native.contraction_grad_sample",),
+        ("native.contraction_grad_sample", "products._onednn"),
         compiled=True,
         formed=True,
+    ),
+    Path(
+        "linear, in turn",
+        lambda d: _linear(d, 64, 160, 224),
+        {"weight": TURN, "bias": KEEP},
+        ("ContractionUse.example", "products._onednn"),
+        formed=True,
+    ),
+    Path(
+        "linear, in turn, compiled",
+        lambda d: _linear(d, 64, 160, 224),
+        {"weight": TURN, "bias": KEEP},
+        ("ContractionUse.example", "native.contraction_grad_sample", "products._onednn"),
+        compiled=True,
+        formed=True,
+    ),
+    Path(
+        "table that is the output layer too, in turn, masked",
+        _tied,
+        {"table.weight": TURN},
+        ("ContractionUse.example", "EmbeddingUse.add_example"),
+        cancels=False,
+        masked=True,
     ),
     Path("linear, used twice", _reused, {f"layer.{n}": KEEP for n in KEPT_LAYER}, ("linear.products",), formed=True),
     Path("convolution, ghost norm", lambda d: _convolution(d, 4), LAYER, GRAM),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -563,6 +564,12 @@ def _by_backward(backward):
     return derive
 
 
+SEEN = pytest.mark.skipif(
+    "torch_function" not in inspect.getsource(torch.autograd.backward),
+    reason="this torch does not show calls of torch.autograd.backward to anybody (docs/dpcore.md, What is refused)",
+)
+
+
 def _by_forward_mode(f, x):
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(f(forward_ad.make_dual(x, torch.ones_like(x))))
@@ -573,8 +580,8 @@ def _by_forward_mode(f, x):
     [
         _by_autograd(create_graph=True),
         _by_backward(lambda out: out.backward(create_graph=True)),
-        _by_backward(lambda out: torch.autograd.backward(out, create_graph=True)),
-        _by_backward(lambda out: torch.autograd.backward(out, None, None, True)),
+        pytest.param(_by_backward(lambda out: torch.autograd.backward(out, create_graph=True)), marks=SEEN),
+        pytest.param(_by_backward(lambda out: torch.autograd.backward(out, None, None, True)), marks=SEEN),
         lambda f, x: (f(x), torch.func.grad(lambda v: f(v).sum())(x)),
         lambda f, x: (f(x), torch.func.vmap(torch.func.grad(lambda v: f(v).sum()))(x)),
         lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),)),

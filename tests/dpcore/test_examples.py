@@ -25,10 +25,35 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("script", TUTORIALS, ids=lambda p: p.stem)
-def test_a_tutorial_runs_and_says_that_its_data_are_synthetic(script: Path) -> None:
-    output = run(str(script), "--smoke", "--seed", "1")
+NOTEBOOK = """
+import re, sys
+script = sys.argv[1]
+sys.argv = ["ipykernel_launcher.py", "-f", "kernel.json"]
+for cell in re.split(r"(?m)^(?=# %%)", open(script).read()):
+    exec(compile(cell, script, "exec"))
+"""
+"""Runs a tutorial as a notebook does: cell by cell, with a kernel's arguments and no file of its own."""
+CHANCE = {"mnist_cnn": 0.1, "cifar10_cnn": 0.1, "imdb_embedding": 0.5, "imdb_lstm": 0.5}
+
+
+LONG = {"mnist_cnn", "imdb_lstm"}
+"""Half a minute each; the others are made alike."""
+
+
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(p, id=p.stem, marks=[pytest.mark.slow] if p.stem in LONG else []) for p in TUTORIALS],
+)
+def test_a_tutorial_runs_cell_by_cell_and_ends_with_something_learnt(script: Path) -> None:
+    output = run("-c", NOTEBOOK, str(script))
     assert "synthetic data" in output and "epsilon" in output
+    if script.stem in CHANCE:
+        assert float(re.findall(r"test accuracy ([\d.]+)", output)[-1]) > CHANCE[script.stem] + 0.25
+
+
+def test_a_tutorial_is_a_script_with_options() -> None:
+    output = run(str(ROOT / "docs" / "tutorials" / "imdb_embedding.py"), "--smoke", "--seed", "1", "--epochs", "1")
+    assert "epoch 1: epsilon" in output and "epoch 2" not in output
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

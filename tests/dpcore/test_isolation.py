@@ -341,3 +341,18 @@ def test_sorted_and_packed_sequences_are_no_mixing():
     x, lengths = torch.randn(8, 9, 3), torch.tensor([9, 9, 7, 6, 6, 5, 2, 1])
     for _ in range(5):
         engine_for(Packed()).privatize((x, lengths), torch.arange(8) % 3)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda z: z - z.mean(0), lambda z: z.roll(1, 0), lambda z: z / z.detach().norm()], ids=range(3)
+)
+def test_experiments_that_keep_no_graph_find_the_same(function, monkeypatch):
+    """As on models whose graph is too large to be kept for a second look."""
+    monkeypatch.setattr(isolation, "LARGE_BYTES", -1)
+    x, y = torch.randn(6, 6), torch.arange(6) % 3
+    with pytest.raises(PrivacyError, match="other examples"):
+        for _ in range(isolation.BATCHES):
+            Engine(Between(function), lambda out, y: F.cross_entropy(out, y, reduction="none")).clipped_sum(x, y)
+    honest = Engine(Between(torch.tanh), lambda out, y: F.cross_entropy(out, y, reduction="none"))
+    for _ in range(isolation.BATCHES):
+        honest.clipped_sum(x, y)

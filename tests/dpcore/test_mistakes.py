@@ -118,7 +118,7 @@ def test_a_frozen_batch_norm_in_evaluation_mode_stays():
         model[1].requires_grad_(False)
         return model
 
-    with pytest.raises(UnsupportedError, match=r"1 is a BatchNorm1d.*eval\(\) after every train\(\)"):
+    with pytest.raises(UnsupportedError, match=r"Module '1' is a BatchNorm1d.*eval\(\) after every train\(\)"):
         make(build())
     inner = build()
     inner[1].eval()
@@ -133,7 +133,7 @@ def test_a_frozen_batch_norm_in_evaluation_mode_stays():
             torch.testing.assert_close(param.grad * 10, expected[name])
     model.train()
     for context in (torch.enable_grad(), torch.no_grad()):
-        with context, pytest.raises(UnsupportedError, match="1 is a BatchNorm1d"):
+        with context, pytest.raises(UnsupportedError, match="Module '1' is a BatchNorm1d"):
             model(x)
     assert torch.equal(inner[1].running_mean, statistics)
     inner[1].eval()
@@ -241,7 +241,7 @@ def test_the_number_of_pieces_is_that_of_a_progress_bar(poisson):
 def test_warnings_point_at_the_script():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _plan()
+        _plan(sample_rate=0.1)
     assert caught and all(w.filename == __file__ for w in caught)
 
 

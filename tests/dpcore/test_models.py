@@ -3,6 +3,7 @@
 Only where these libraries are: ``make test-models``.
 """
 
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -29,3 +30,5 @@ def test_the_tutorial_on_adapters(monkeypatch, capsys):
     runpy.run_path(str(script), run_name="__main__")
     output = capsys.readouterr().out
     assert "synthetic data" in output and "epsilon" in output
+    before, *_, by_loop, by_trainer = map(float, re.findall(r"([\d.]+) of the tokens right", output))
+    assert before < 0.1 and by_loop > 0.5 and by_trainer > 0.3

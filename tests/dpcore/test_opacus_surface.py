@@ -85,14 +85,9 @@ EXCEPTIONS = {
     },
 }
 ARGUMENTS = {
-    ("data_loader", "DPDataLoader", "generator"): "batches come from a seed or the operating system",
     ("data_loader", "DPDataLoader", "drop_last"): "has no meaning for Poisson batches",
     ("data_loader", "DPDataLoader", "batch_first"): "an empty batch is cut from a real one",
     ("data_loader", "DPDataLoader", "rand_on_empty"): "a random example would leak; see make_private",
-    ("utils.uniform_sampler", "UniformWithReplacementSampler", "generator"): "batches come from a seed",
-    ("utils.uniform_sampler", "DistributedUniformWithReplacementSampler", "generator"): "batches come from a seed",
-    ("utils.uniform_sampler", "DistributedUniformWithReplacementSampler", "shuffle"): "ranks own fixed shares",
-    ("utils.uniform_sampler", "DistributedUniformWithReplacementSampler", "shuffle_seed"): "ranks own fixed shares",
     ("utils.per_sample_gradients_utils", "compute_microbatch_grad_sample", "chunk_method"): INTERNAL,
     ("accountants", "RDPAccountant", "alphas"): "the orders are searched",
 }

@@ -359,14 +359,13 @@ def test_what_would_leak_is_refused():
         _private(clipping="per_layer")
 
 
-def test_deriving_public_numbers_from_private_data_is_warned_of():
-    with pytest.warns(UserWarning, match="derived from the number of examples"):
-        _private(sample_rate=None, expected_batch_size=None)
-    with pytest.warns(UserWarning, match="divisor"):
+def test_a_divisor_that_tells_what_the_rate_hides_is_warned_of():
+    with pytest.warns(UserWarning, match="expected_batch_size was not given.*tells how many there are"):
         _private(expected_batch_size=None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _private()
+        _private(sample_rate=None, expected_batch_size=None)
 
 
 def test_the_validator_finds_and_fixes():

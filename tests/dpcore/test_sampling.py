@@ -134,8 +134,7 @@ def test_only_map_style_data_can_be_sampled():
         DPDataLoader(Stream(), sample_rate=0.5)
     loader = DPDataLoader(Named(), sample_rate=0.5)
     assert DPDataLoader.from_data_loader(loader) is loader
-    with pytest.warns(UserWarning, match="derived"):
-        assert DPDataLoader.from_data_loader(DataLoader(Named(), batch_size=2)).sample_rate == 1 / 3
+    assert DPDataLoader.from_data_loader(DataLoader(Named(), batch_size=2)).sample_rate == 1 / 3
 
 
 def test_a_sampler_of_the_users_is_not_silently_replaced():

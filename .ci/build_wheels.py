@@ -1,0 +1,146 @@
+"""Builds dpcore's wheels and its source archive for a release, from nothing but Python: `make wheels`.
+
+The compiler is clang as the package ziglang has it, pinned here: it compiles for any Linux from glibc 2.28 on and for
+processors that this machine is not, and its bytes do not depend on the machine. Everything is built twice; the bytes
+must be the same. Written beside the wheels: SHA256SUMS, and a bill of materials (CycloneDX).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ("build==1.6.1", "setuptools==84.2.1", "ziglang==0.17.1", "auditwheel==6.8.2", "twine==7.0.0")
+GLIBC = "2.28"
+PLATFORMS = {machine: f"manylinux_{GLIBC.replace('.', '_')}_{machine}" for machine in ("x86_64", "aarch64")}
+
+
+def main() -> None:
+    """Build, compare, check and describe."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "dist")
+    out = parser.parse_args().out.resolve()
+    with tempfile.TemporaryDirectory() as folder:
+        python = tools(Path(folder) / "tools")
+        first, second = Path(folder) / "first", Path(folder) / "second"
+        for target in (first, second):
+            build_all(python, Path(folder) / f"source-{target.name}", target)
+        differing = [path.name for path in first.iterdir() if path.read_bytes() != (second / path.name).read_bytes()]
+        if differing:
+            sys.exit(f"Two builds differ: {', '.join(differing)}.")
+        print("Two builds have the same bytes.")
+        check(python, first)
+        out.mkdir(parents=True, exist_ok=True)
+        for path in sorted(first.iterdir()):
+            shutil.copy(path, out / path.name)
+    describe(out)
+    for path in sorted(out.iterdir()):
+        print(f"{path.stat().st_size:>9,} {path.name}")
+
+
+def tools(folder: Path) -> Path:
+    """Return the Python of a new environment with the pinned tools."""
+    print("==> the tools:", ", ".join(TOOLS), flush=True)
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *TOOLS], check=True)
+    return python
+
+
+def build_all(python: Path, source: Path, target: Path) -> None:
+    """Build the source archive, the pure wheel, and a wheel with kernels per machine."""
+    archive = subprocess.run(["git", "archive", "HEAD:dpcore"], cwd=ROOT, capture_output=True, check=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        files.extractall(source, filter="data")
+    when = subprocess.run(["git", "log", "-1", "--format=%ct"], cwd=ROOT, capture_output=True, check=True).stdout
+    common = {**os.environ, "SOURCE_DATE_EPOCH": when.decode().strip(), "PYTHONHASHSEED": "0"}
+    frontend = [str(python), "-m", "build", "--no-isolation", "--outdir", str(target)]
+    print("==> source archive and pure wheel", flush=True)
+    run([*frontend, "--sdist", str(source)], common)
+    for archive in target.glob("*.tar.gz"):
+        without_times(archive, int(common["SOURCE_DATE_EPOCH"]))
+    run([*frontend, "--wheel", str(source)], common | {"DPCORE_KERNELS": "none"})
+    for machine, platform in PLATFORMS.items():
+        print(f"==> {platform}", flush=True)
+        shutil.rmtree(source / "build", ignore_errors=True)
+        compiler = f"{python} -m ziglang c++ -target {machine}-linux-gnu.{GLIBC}"
+        chosen = {"DPCORE_KERNELS": machine, "DPCORE_PLATFORM": platform, "CXX": compiler}
+        run([*frontend, "--wheel", str(source)], common | chosen)
+
+
+def without_times(path: Path, when: int) -> None:
+    """Write a source archive anew with one time for everything: setuptools takes the files' and the build's."""
+    with tarfile.open(path) as archive:
+        members = [(member, archive.extractfile(member)) for member in archive.getmembers()]
+        contents = [(member, file.read() if file else None) for member, file in members]
+    with gzip.GzipFile(path, "wb", mtime=when) as packed, tarfile.open(fileobj=packed, mode="w") as archive:
+        for member, content in sorted(contents, key=lambda pair: pair[0].name):
+            member.mtime, member.uid, member.gid, member.uname, member.gname = when, 0, 0, "", ""
+            member.pax_headers = {}  # they hold the time with its fractions
+            archive.addfile(member, None if content is None else io.BytesIO(content))
+
+
+def run(command: list[str], environment: dict[str, str]) -> None:
+    """Run a build; on failure show what it said, and exit."""
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+
+
+def check(python: Path, folder: Path) -> None:
+    """Ask auditwheel whether the platform tags are true, and twine whether the metadata can be shown."""
+    for machine in PLATFORMS:
+        (wheel,) = folder.glob(f"*{machine}.whl")
+        command = [str(python), "-m", "auditwheel", "show", str(wheel)]
+        said = " ".join(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+        print(said)
+        consistent = re.search(r'consistent with the following platform tag: "manylinux_2_(\d+)_', said)
+        if consistent is None or int(consistent[1]) > int(GLIBC.split(".")[1]):
+            sys.exit(f"{wheel.name} is not what its tag says.")
+    subprocess.run([python, "-m", "twine", "check", "--strict", *sorted(folder.iterdir())], check=True)
+
+
+def describe(out: Path) -> None:
+    """Write SHA256SUMS and the SBOM."""
+    files = sorted(path for path in out.iterdir() if path.suffix in {".whl", ".gz"})
+    sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    (out / "SHA256SUMS").write_text("".join(f"{digest}  {name}\n" for name, digest in sums.items()))
+    command = ["git", "rev-parse", "HEAD"]
+    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    tools_used = [{"type": "application", "name": name, "version": version} for name, version in map(split, TOOLS)]
+    parts = [{"type": "file", "name": n, "hashes": [{"alg": "SHA-256", "content": s}]} for n, s in sums.items()]
+    bill = {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {
+            "component": {"type": "library", "name": "dpcore", "licenses": [{"license": {"id": "Apache-2.0"}}]},
+            "tools": {"components": tools_used},
+            "properties": [{"name": "commit", "value": commit}],
+        },
+        "components": parts,
+    }
+    (out / "dpcore.cdx.json").write_text(json.dumps(bill, indent=1) + "\n")
+
+
+def split(pin: str) -> tuple[str, str]:
+    """Return name and version of a pin."""
+    name, _, version = pin.partition("==")
+    return name, version
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Which library of kernels is in use: the one in the wheel or one compiled here, for the best instruction set."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import stat
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+from dpcore.native import compiling, levels, self_check
+from dpcore.native.levels import Level
+
+SWITCH = "DPCORE_NATIVE"
+"""Environment variable: ``0`` forbids kernels, the name of a level (``x86-64-v3``) those above it."""
+
+PACKAGED = Path(__file__).parent / "libraries"
+"""Where a wheel carries its libraries."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """A library that was loaded, and its instruction set."""
+
+    level: Level
+    library: ctypes.CDLL
+
+
+def allowed() -> tuple[Level, ...]:
+    """Return the levels that this processor has and that the environment allows, the best first.
+
+    Raises:
+        ValueError: the environment names a level that does not exist.
+    """
+    asked = os.environ.get(SWITCH, "")
+    here = levels.levels_here()
+    if asked == "0":
+        return ()
+    if asked in ("", "1"):
+        return here
+    names = [level.name for level in levels.LEVELS]
+    if asked not in names:
+        raise ValueError(f"{SWITCH} is {asked!r}: say 0, or the highest instruction set of {', '.join(names)}.")
+    above = names[: names.index(asked)]
+    return tuple(level for level in here if level.name not in above)
+
+
+def compiled_path(level: Level) -> Path:
+    """Return where the library lies, or would lie, that is compiled here for ``level``."""
+    digest = hashlib.sha256("\0".join([*compiling.FLAGS, repr(compiling.EXACT), level.name]).encode())
+    for source in (*compiling.HEADERS, *compiling.SOURCES):
+        digest.update(source.read_bytes())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "dpcore" / f"native-{digest.hexdigest()[:16]}-{level.file_name}"
+
+
+@functools.cache
+def kernels() -> Kernels | None:
+    """Return the kernels in use; None where there are none, or they failed their check."""
+    for level in allowed():
+        for path in (PACKAGED / level.file_name, compiled_path(level)):
+            if path.exists():
+                return _checked(level, path)
+    return None
+
+
+def _checked(level: Level, path: Path) -> Kernels | None:
+    """Load the library, and give it up with a warning where it computes something else than torch does."""
+    try:
+        fault = _may_be_forged(path)
+        if fault is None:
+            library = ctypes.CDLL(str(path))
+            fault = self_check.fault(library)
+    except OSError as error:
+        fault = str(error)
+    if fault is None:
+        return Kernels(level, library)
+    warnings.warn(
+        f"dpcore's compiled kernels are switched off: {fault} ({path}). The pure torch path computes the same, more "
+        "slowly. Please report this with the name of your processor.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return None
+
+
+def _may_be_forged(path: Path) -> str | None:
+    """Return why somebody else may have put the library there: code runs as soon as it is loaded."""
+    if path.parent == PACKAGED:
+        return None  # where the package lies, its Python files could be replaced, too
+    for place in (path, path.parent):
+        facts = place.stat()
+        if facts.st_uid not in (0, os.geteuid()) or facts.st_mode & stat.S_IWOTH:
+            return f"{place} is another user's, or every user may write to it"
+    return None

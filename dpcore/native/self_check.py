@@ -1,0 +1,124 @@
+"""Whether a library of kernels computes on this processor what torch computes: a few milliseconds when it is loaded.
+
+The sizes fill whole vectors and parts of them, at every width. What is checked here are the compiler and the processor;
+the kernels' own tests compare every shape with float64.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+TOLERANCE = 1e-4
+"""Largest difference over the largest value: sums of float32 in another order differ by some 1e-6."""
+
+Call = Callable[..., None]
+
+
+def fault(library: ctypes.CDLL) -> str | None:
+    """Return which kernel of the library is wrong; None where all are right."""
+
+    def call(name: str, tensors: Sequence[Tensor], *sizes: int, numbers: Sequence[float] = ()) -> None:
+        pointers = [ctypes.c_void_p(t.data_ptr()) for t in tensors]
+        getattr(library, name)(*pointers, *map(ctypes.c_int64, sizes), *map(ctypes.c_double, numbers))
+
+    # Not the user's generator, default type or device; and no graph, mode or hook of theirs.
+    with torch.random.fork_rng([]), torch.no_grad(), torch.device("cpu"), torch._C._DisableTorchDispatch():
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            torch.manual_seed(0)
+            for name, found, true in _pairs(call):
+                scale = float(true.abs().max())
+                if not float((found - true).abs().max()) <= TOLERANCE * scale:
+                    return f"{name} is wrong on this processor"
+        except (AttributeError, RuntimeError) as error:  # a kernel is missing, or the check cannot run here
+            return str(error)
+        finally:
+            torch.set_default_dtype(before)
+    return None
+
+
+def _pairs(call: Call) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(kernel, what it computes, what torch computes) of every kernel."""
+    yield _contraction(call)
+    yield _convolution(call)
+    yield from _tokens(call)
+    yield _normals(call)
+    yield from _lstm(call)
+
+
+def _contraction(call: Call) -> tuple[str, Tensor, Tensor]:
+    g, x = torch.randn(2, 5, 21), torch.randn(2, 5, 37)
+    out = torch.full((2, 21, 37), float("nan"))
+    call("dpcore_contraction_grad_sample", (g, x, out), 2, 5, 21, 37, 105, 21, 185, 37, 1)
+    return "contraction", out, torch.einsum("btd,btp->bdp", g, x)
+
+
+def _convolution(call: Call) -> tuple[str, Tensor, Tensor]:
+    x, g = torch.randn(2, 6, 7, 5), torch.randn(2, 6, 7, 19)
+    out = torch.full((2, 19, 3, 3, 5), float("nan"))
+    call("dpcore_conv2d_grad_sample", (x, g, out), 2, 6, 7, 5, 19, 3, 3, 1, 1, 1, 1, 6, 7, 1)
+    padded = torch.nn.functional.pad(x, (0, 0, 1, 1, 1, 1))
+    windows = padded.unfold(1, 3, 1).unfold(2, 3, 1)  # [B, oh, ow, c, kh, kw]
+    return "convolution", out, torch.einsum("bhwd,bhwckl->bdklc", g, windows)
+
+
+def _tokens(call: Call) -> Iterator[tuple[str, Tensor, Tensor]]:
+    ids = torch.tensor([[3, 1, 3, 0], [2, 2, 2, 5]])
+    tokens, counts = torch.zeros(8, dtype=torch.int32), torch.zeros(8)
+    starts, squares = torch.zeros(3, dtype=torch.int32), torch.zeros(2)
+    call("dpcore_count_tokens", (ids, tokens, counts, starts, squares), 2, 4, 6, 0)  # token 0 does not count
+    yield "count_tokens", squares, torch.tensor([5.0, 10.0])
+    vectors, out = torch.randn(2, 19), torch.zeros(6, 19)
+    call("dpcore_add_by_token", (tokens, counts, starts, vectors, out), 2, 6, 19, 1)
+    one_hot = torch.nn.functional.one_hot(ids, 6).sum(1).float()
+    one_hot[:, 0] = 0.0
+    yield "add_by_token", out, one_hot.T @ vectors
+
+
+def _normals(call: Call) -> tuple[str, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    true = torch.randn(1000, generator=generator)
+    # The words of the twister before its first block, from its seed (Matsumoto and Nishimura, 1998).
+    words = [7]
+    for k in range(1, 624):
+        words.append((1812433253 * (words[-1] ^ (words[-1] >> 30)) + k) & 0xFFFFFFFF)
+    state = torch.tensor(words, dtype=torch.int64).to(torch.int32)
+    found = torch.zeros(1000)
+    call("dpcore_add_normals", (state, found), 1000, numbers=(1.0,))
+    return "add_normals", found, true
+
+
+def _lstm(call: Call) -> Iterator[tuple[str, Tensor, Tensor]]:
+    steps, batch, hidden = 3, 5, 19
+    z, weight = torch.randn(steps, batch, 4 * hidden), torch.randn(4 * hidden, hidden)
+    h, c = torch.zeros(steps + 1, batch, hidden), torch.zeros(steps + 1, batch, hidden)
+    gates, tanh_c = torch.empty_like(z), torch.empty(steps, batch, hidden)
+    call("dpcore_lstm_forward", (z, weight, gates, h, c, tanh_c), steps, batch, hidden, 0, 1)
+    state, cell = torch.zeros(batch, hidden), torch.zeros(batch, hidden)
+    states, kept = [], []
+    for t in range(steps):
+        i, f, g, o = (z[t] + state @ weight.T).chunk(4, 1)
+        i, f, g, o, before = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid(), cell
+        cell = f * cell + i * g
+        state = o * cell.tanh()
+        states.append(state)
+        kept.append((i, f, g, o, before, cell.tanh()))
+    yield "lstm_forward", h[1:], torch.stack(states)
+    # By hand, for the first use of autograd in a process takes half a second.
+    grad = torch.randn(steps, batch, hidden)
+    true, grad_h, grad_c = torch.empty_like(z), torch.zeros(batch, hidden), torch.zeros(batch, hidden)
+    for t in reversed(range(steps)):
+        i, f, g, o, before, tanh = kept[t]
+        grad_h = grad_h + grad[t]
+        grad_c = grad_c + grad_h * o * (1 - tanh**2)
+        parts = (grad_c * g * i * (1 - i), grad_c * before * f * (1 - f), grad_c * i * (1 - g**2))
+        true[t] = torch.cat((*parts, grad_h * tanh * o * (1 - o)), 1)
+        grad_h, grad_c = true[t] @ weight, grad_c * f
+    delta, dh, dc = torch.empty_like(z), torch.zeros(batch, hidden), torch.zeros(batch, hidden)
+    call("dpcore_lstm_backward", (gates, c, tanh_c, weight, grad, delta, dh, dc), steps, batch, hidden, 0, 1)
+    yield "lstm_backward", delta, true

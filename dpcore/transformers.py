@@ -1,0 +1,289 @@
+"""transformers: a Trainer whose steps are private. Needs the package ``transformers`` (and ``accelerate``, as it does).
+
+``DPTrainer`` stands in the place of ``transformers.Trainer``. ``DPTrainerMixin`` makes another Trainer private, TRL's
+``SFTTrainer`` for instance::
+
+    class DPSFTTrainer(DPTrainerMixin, SFTTrainer): ...
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, RandomSampler
+
+from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.grad_sample.hooks import AbstractGradSampleHooks
+from dpcore.optimizers import DPOptimizer
+from dpcore.privacy_engine import PrivacyEngine
+from dpcore.tree import batch_length
+from dpcore.utils.batch_memory_manager import cut
+
+try:
+    from accelerate.data_loader import SeedableRandomSampler
+
+    import transformers
+except ImportError as error:
+    raise ImportError("dpcore.transformers needs transformers; install it with: pip install transformers") from error
+
+STATE = "privacy.pt"
+"""The file of accountant, noise and batches in each of the Trainer's checkpoints."""
+IGNORED = -100
+
+
+class DPTrainerMixin:
+    """A Trainer's training loop, made private; evaluation, logging and checkpoints are the Trainer's own.
+
+    A logical batch is a Poisson sample of ``per_device_train_batch_size * gradient_accumulation_steps`` examples on
+    average. It goes through the model in pieces of ``per_device_train_batch_size`` examples at most, and is one step of
+    the optimizer, the schedule and the accountant. The loss of an example is the mean over its own positions
+    (:meth:`per_example_losses`), because a mean over a batch's tokens would let one example's length scale the others.
+
+    What is logged, the training loss above all, is computed from the data without noise: it is for the curator's eyes.
+
+    Args:
+        *args: The Trainer's arguments.
+        engine: Keeps the budget; ``engine.get_epsilon(delta)`` reads it.
+        privacy: The arguments of :meth:`PrivacyEngine.make_private`, or, where it has "target_epsilon", those of
+            :meth:`PrivacyEngine.make_private_with_epsilon`; "epochs" are then those of the training arguments.
+        **kwargs: The Trainer's arguments.
+
+    Raises:
+        UnsupportedError: the training arguments ask for what cannot be done privately.
+    """
+
+    def __init__(self, *args: Any, engine: PrivacyEngine, privacy: Mapping[str, Any], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        trainer: Any = self
+        _check(trainer.args, kwargs.get("compute_loss_func"))
+        self.engine = engine
+        self.privacy = dict(privacy)
+        self._hooks: AbstractGradSampleHooks | None = None
+        self._private_optimizer: DPOptimizer | None = None
+        self._private_loader: Any = None
+        # The loop sees logical batches, of which each is one step; gradients are clipped by example and nowhere else;
+        # the loader goes on by itself where a checkpoint was written.
+        self._pieces = trainer.args.gradient_accumulation_steps
+        trainer.args = copy.copy(trainer.args)
+        trainer.args.gradient_accumulation_steps = 1
+        trainer.args.max_grad_norm = 0.0
+        trainer.args.ignore_data_skip = True
+
+    # ---- what the Trainer asks for
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """The private loader, the same at every call; the optimizer is made private with it."""
+        if self._private_loader is None:
+            self._make_private(super().get_train_dataloader())  # type: ignore[misc]
+        loader: DataLoader[Any] = self._private_loader
+        return loader
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward pass of one logical batch; the optimizer's step for its last piece is the Trainer's."""
+        trainer: Any = self
+        assert self._private_optimizer is not None and self._hooks is not None
+        model.train()
+        inputs = trainer._prepare_inputs(inputs)
+        total, rows = torch.zeros((), device=trainer.args.device), batch_length(inputs)
+        pieces = max(1, math.ceil(rows / trainer.args.per_device_train_batch_size))
+        for k in range(pieces):
+            if k:
+                self._private_optimizer.step()  # only adds the piece before this one
+            part = slice(k * rows // pieces, (k + 1) * rows // pieces)
+            self._private_optimizer.hand_out(part.stop - part.start, k + 1 < pieces)
+            if not rows:
+                self._hooks.record_empty_batch()
+                break
+            with trainer.compute_loss_context_manager():
+                loss = trainer.compute_loss(model, cut(inputs, part))
+            trainer.accelerator.backward(loss)
+            total += loss.detach() * (part.stop - part.start) / rows
+        return total
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The mean of the examples' own losses in training, the Trainer's loss in evaluation."""
+        trainer: Any = self
+        if not model.training:
+            return super().compute_loss(model, inputs, return_outputs=return_outputs)  # type: ignore[misc]
+        labels = dict(inputs).get("labels")
+        given = {name: value for name, value in inputs.items() if name != "labels"}
+        base = trainer.accelerator.unwrap_model(model)
+        if base.config.is_encoder_decoder and "decoder_input_ids" not in given and labels is not None:
+            given["decoder_input_ids"] = base.prepare_decoder_input_ids_from_labels(labels=labels)
+        outputs = model(**given)
+        loss = self.per_example_losses(base, outputs, labels).mean()
+        return (loss, outputs) if return_outputs else loss
+
+    def per_example_losses(self, model: Any, outputs: Any, labels: Tensor | None) -> Tensor:
+        """Return [B] losses, each of one example's own outputs and labels; override it for a loss of your own.
+
+        Args:
+            model: The model, without what accelerate has put around it.
+            outputs: What it returned for inputs without labels.
+            labels: [B] classes or [B, ...] numbers for sequence classification; [B, T] tokens else, -100 where none.
+
+        Raises:
+            UnsupportedError: the model's loss is not known.
+        """
+        kind = task_of(model)
+        if labels is None or kind is None:
+            raise UnsupportedError(
+                f"The loss of a {type(_base(model)).__name__} is not known example by example (causal, masked and "
+                "sequence-to-sequence language models, and classifiers of sequences and tokens are): override "
+                "per_example_losses(model, outputs, labels) of the Trainer, to return one loss per example, [B]."
+            )
+        logits = outputs.logits.float() if outputs.logits.dtype in (torch.float16, torch.bfloat16) else outputs.logits
+        if kind == "sequence classification":
+            return _classification_losses(logits, labels)
+        counted = labels
+        if kind == "causal":
+            logits, labels = logits[:, :-1], labels[:, 1:]
+            # The Trainer divides by the number of all labels where it does not know that a loss leaves out the first.
+            trainer: Any = self
+            if not trainer.model_accepts_loss_kwargs or getattr(trainer, "_loss_shifts_labels", False):
+                counted = labels
+        losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
+        return losses.sum(1) / (counted != IGNORED).sum(1).clamp(min=1)
+
+    # ---- checkpoints
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Beside the Trainer's files, what was spent, and where noise and batches stand."""
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        self.engine.save_checkpoint(path=str(Path(output_dir) / STATE), **self._parts())
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if checkpoint is None:
+            return
+        path = Path(checkpoint) / STATE
+        if not path.exists():
+            raise PrivacyError(
+                f"{checkpoint} holds no {STATE}, so it does not say what its steps have spent, and the budget would be "
+                "counted anew. Resume from a checkpoint that a DPTrainer wrote."
+            )
+        self.engine.load_checkpoint(path=str(path), **self._parts())
+
+    def _parts(self) -> dict[str, Any]:
+        # The Trainer keeps the weights.
+        return {"module": nn.Module(), "optimizer": self._private_optimizer, "data_loader": self._private_loader}
+
+    # ---- how it is made private
+
+    def _make_private(self, loader: DataLoader[Any]) -> None:
+        """Make the optimizer private, together with a loader of whole logical batches over the data of ``loader``."""
+        trainer: Any = self
+        trainer.create_optimizer()
+        size = trainer.args.per_device_train_batch_size * self._pieces
+        privacy = {"wrap_model": False, **self.privacy}
+        whole: DataLoader[Any] = DataLoader(
+            loader.dataset,
+            batch_size=size,
+            sampler=_sampler(loader),  # refused where Poisson sampling would draw what it leaves out
+            collate_fn=loader.collate_fn,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+            drop_last=trainer.args.dataloader_drop_last and not privacy.get("poisson_sampling", True),
+        )
+        make: Any = self.engine.make_private
+        if "target_epsilon" in privacy:
+            make = self.engine.make_private_with_epsilon
+            privacy.setdefault("epochs", self._epochs(len(whole)))
+        self._hooks, self._private_optimizer, self._private_loader = make(
+            module=trainer.model.train(), optimizer=trainer.optimizer, data_loader=whole, **privacy
+        )
+        trainer.optimizer = self._private_optimizer
+
+    def _epochs(self, steps: int) -> float:
+        """Rounds of ``steps`` steps that the training arguments ask for."""
+        arguments: Any = self.args  # type: ignore[attr-defined]
+        return arguments.max_steps / steps if arguments.max_steps > 0 else arguments.num_train_epochs
+
+
+class DPTrainer(DPTrainerMixin, transformers.Trainer):
+    """``transformers.Trainer`` whose steps are private; see :class:`DPTrainerMixin`."""
+
+
+def _sampler(loader: DataLoader[Any]) -> Any:
+    """Return what draws the examples of a loader that accelerate has prepared, of which ``loader.sampler`` is none."""
+    drawn: Any = getattr(loader.batch_sampler, "sampler", loader.batch_sampler)
+    # accelerate puts one of its own in the place of torch's.
+    ours = isinstance(drawn, SeedableRandomSampler)
+    return RandomSampler(drawn.data_source, replacement=drawn.replacement) if ours else drawn
+
+
+def task_of(model: Any) -> str | None:
+    """The model's task, by its class: "causal", "aligned", "sequence classification", or None where it is another."""
+    base = _base(model)
+    name = type(base).__name__
+    if name.endswith("ForSequenceClassification"):
+        return "sequence classification"
+    if name.endswith(("ForCausalLM", "LMHeadModel")):
+        return "causal"
+    seq2seq = name.endswith("ForConditionalGeneration") and base.config.is_encoder_decoder
+    return "aligned" if seq2seq or name.endswith(("ForMaskedLM", "ForTokenClassification")) else None
+
+
+def _base(model: Any) -> Any:
+    """The model inside of PEFT's adapters."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _classification_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """[B]: cross-entropies of classes, squared errors of one number, binary cross-entropies of several."""
+    if not labels.is_floating_point():
+        return F.cross_entropy(logits, labels, reduction="none")
+    if logits.shape[1:] in ((), (1,)):
+        return F.mse_loss(logits.reshape(len(logits)), labels.reshape(len(labels)), reduction="none")
+    return F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(1)
+
+
+def _check(args: Any, loss: Any) -> None:
+    """Refuse training arguments under which examples would be mixed, or their gradients scaled or averaged unclipped.
+
+    Raises:
+        UnsupportedError: with the argument, the reason and the remedy.
+    """
+    refused = [
+        (
+            args.world_size > 1 or args.n_gpu > 1,
+            f"{args.world_size} processes with {args.n_gpu} GPUs would average gradients before they are clipped; use "
+            "one, or a loop of your own with DifferentiallyPrivateDistributedDataParallel.",
+        ),
+        (
+            args.fp16,
+            "fp16=True multiplies the loss, so gradients would be clipped at their scaled size; use bf16=True.",
+        ),
+        (
+            getattr(args, "packing", False) or getattr(args, "padding_free", False),
+            "packing and padding_free put several examples into one row, to be clipped as one; leave them out.",
+        ),
+        (
+            bool(args.label_smoothing_factor) or loss is not None,
+            "label_smoothing_factor and compute_loss_func average over a batch's tokens, which mixes the examples; "
+            "leave them out, and override per_example_losses for a loss of your own.",
+        ),
+        (
+            args.auto_find_batch_size,
+            "auto_find_batch_size begins anew with a part of the budget spent; choose per_device_train_batch_size.",
+        ),
+        (
+            getattr(args, "train_sampling_strategy", "") in ("group_by_length", "batch_rebalance"),
+            "train_sampling_strategy chooses a batch's examples by what is in them; leave it to Poisson sampling.",
+        ),
+    ]
+    for asked, reason in refused:
+        if asked:
+            raise UnsupportedError(reason)
+
+
+__all__ = ["DPTrainer", "DPTrainerMixin", "task_of"]

@@ -1,0 +1,109 @@
+"""The kernels on what nobody plans for: nothing at all, unaligned memory, huge values, NaN. `make fuzz-kernels` drives
+these and the tests of test_native.py with many more examples, compiled with AddressSanitizer and UBSan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpcore import native
+from tests.dpcore.test_native import library, pytestmark  # noqa: F401
+
+VALUES = st.sampled_from(["normal", "huge", "tiny", "nan", "inf"])
+WILD = {"huge": 3e38, "tiny": 1e-45, "nan": float("nan"), "inf": float("inf")}
+
+
+def tensor(shape, values, offset, seed):
+    """A tensor whose memory begins ``offset`` floats after an aligned place, some of its values as ``values`` says."""
+    generator = torch.Generator().manual_seed(seed)
+    size = 1
+    for length in shape:
+        size *= length
+    flat = torch.randn(size + offset, generator=generator)[offset:]
+    if values in WILD and size:
+        flat[torch.randint(0, size, (1 + size // 7,), generator=generator)] = WILD[values]
+    return flat.view(shape)
+
+
+def same(found, true, values):
+    """Finite values agree, and NaN is where it belongs; of sums of huge values only the shape can be told."""
+    assert found.shape == true.shape
+    if values in ("normal", "tiny"):
+        torch.testing.assert_close(found, true, rtol=1e-4, atol=1e-4)
+    elif values == "nan":
+        assert torch.equal(found.isnan(), true.isnan())
+
+
+@given(st.integers(0, 4), st.integers(0, 140), st.integers(1, 70), st.integers(1, 70), VALUES, st.integers(0, 3))
+@settings(max_examples=25)
+def test_contractions(batch, positions, rows, columns, values, offset):
+    g, x = tensor((batch, positions, rows), values, offset, 1), tensor((batch, positions, columns), "normal", offset, 2)
+    same(native.contraction_grad_sample(g, x), torch.einsum("btd,btp->bdp", g, x), values)
+
+
+@given(
+    st.tuples(*[st.integers(1, n) for n in (3, 9, 9, 9, 40, 3, 3, 2, 2)]),
+    st.integers(0, 1),
+    VALUES,
+    st.integers(0, 3),
+)
+@settings(max_examples=25)
+def test_convolutions(sizes, padding, values, offset):
+    batch, height, width, channels, out_channels, kh, kw, sh, sw = sizes
+    kh, kw = min(kh, height), min(kw, width)
+    x = tensor((batch, channels, height, width), "normal", offset, 1)
+    oh, ow = (height + 2 * padding - kh) // sh + 1, (width + 2 * padding - kw) // sw + 1
+    g = tensor((batch, out_channels, oh, ow), values, offset, 2)
+    padded = torch.nn.functional.pad(x, (padding,) * 4)
+    windows = padded.unfold(2, kh, sh).unfold(3, kw, sw)[:, :, :oh, :ow]
+    true = torch.einsum("bdhw,bchwkl->bdckl", g, windows)
+    same(native.conv2d_grad_sample(x, g, (kh, kw), (sh, sw), (padding, padding)), true, values)
+
+
+@given(st.integers(0, 5), st.integers(1, 40), st.integers(1, 9), st.integers(1, 40), VALUES, st.integers(0, 3))
+@settings(max_examples=25)
+def test_tokens(batch, length, rows, width, values, offset):
+    ids = torch.randint(0, rows, (batch, length), generator=torch.Generator().manual_seed(length))
+    tokens, counts, starts, _ = native.count_tokens(ids, rows, None)
+    vectors = tensor((batch, width), values, offset, 3)
+    out = torch.zeros(rows * width + offset)[offset:].view(rows, width)
+    native.add_by_token(out, tokens, counts, starts, vectors)
+    one_hot = torch.nn.functional.one_hot(ids, rows).sum(1).float() if batch else torch.zeros(0, rows)
+    if values in ("normal", "tiny"):
+        torch.testing.assert_close(out, one_hot.T @ vectors, rtol=1e-4, atol=1e-4)
+
+
+@given(st.integers(16, 2000), st.integers(0, 3), st.sampled_from([0.0, 1.0, 3e38]))
+@settings(max_examples=25)
+def test_noise(size, offset, deviation):
+    words = bytes(range(256)) * 9 + bytes(4 * 624 - 9 * 256)
+    memory = torch.zeros(size + offset + 8)
+    target = memory[offset : offset + size]
+    native.add_normals(target, deviation, words)
+    assert not memory[:offset].any() and not memory[offset + size :].any(), "nothing beside the target is written"
+    assert bool(target.any()) == bool(deviation)
+
+
+@given(st.integers(1, 5), st.integers(0, 9), st.integers(1, 40), VALUES, st.integers(0, 3), st.booleans())
+@settings(max_examples=25)
+def test_lstm_loops(steps, batch, hidden, values, offset, reverse):
+    z, weight = tensor((steps, batch, 4 * hidden), values, offset, 1), tensor((4 * hidden, hidden), "normal", 0, 2)
+    h, c = (torch.zeros(steps + 1, batch, hidden) for _ in range(2))
+    gates, tanh_c = torch.empty(steps, batch, 4 * hidden), torch.empty(steps, batch, hidden)
+    native.lstm_forward(z, weight, gates, h, c, tanh_c, reverse)
+    grad, last = tensor((steps, batch, hidden), "normal", offset, 3), torch.zeros(batch, hidden)
+    delta = torch.empty_like(gates)
+    dh, dc = native.lstm_backward(gates, c, tanh_c, weight, grad, last, delta, reverse)
+    if values != "nan":
+        assert gates.isfinite().all() and (gates.abs() <= 1.0).all(), "gates saturate"
+    elif batch:
+        assert gates.isnan().any() and delta.isnan().any(), "a NaN is not lost"
+    assert dh.shape == dc.shape == (batch, hidden)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4)])
+def test_nothing_is_nothing(shape):
+    g, x = torch.zeros(shape), torch.zeros(shape)
+    assert not native.contraction_grad_sample(g, x).any()

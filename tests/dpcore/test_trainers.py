@@ -1,0 +1,323 @@
+"""Trainers of transformers, TRL and accelerate: without noise and clipping they end where the library's own run ends.
+
+20 steps of four accumulated batches each, the same batches in both. Everything is float64, so that what differs is not
+rounding, which Adam enlarges.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, SequentialSampler, SubsetRandomSampler, TensorDataset
+
+from dpcore import BudgetError, PrivacyEngine, PrivacyError, UnsupportedError
+from tests.dpcore.architectures import make_torchvision_importable
+
+if importlib.util.find_spec("torchvision"):
+    make_torchvision_importable()
+
+WITHOUT = {"noise_multiplier": 0.0, "max_grad_norm": 1e6, "poisson_sampling": False}
+STEPS, PIECES, ROWS, TOKENS, WORDS = 20, 4, 2, 6, 32
+EXAMPLES = STEPS * PIECES * ROWS
+
+
+def difference(start: dict, ordinary: nn.Module, private: nn.Module) -> float:
+    """How far apart the two ended, over how far they went."""
+
+    def norm(values) -> float:
+        return torch.stack([v.square().sum() for v in values]).sum().sqrt().item()
+
+    mine, theirs = private.state_dict(), ordinary.state_dict()
+    moved = norm(theirs[name] - start[name] for name in start)
+    assert moved > 1e-3
+    return norm(theirs[name] - mine[name] for name in start) / moved
+
+
+def state(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items() if value.is_floating_point()}
+
+
+# ---- transformers
+
+
+class Texts(Dataset):
+    def __init__(self, classes: int = 0) -> None:
+        self.ids = torch.randint(0, WORDS, (EXAMPLES, TOKENS), generator=torch.Generator().manual_seed(0))
+        self.classes = classes
+
+    def __len__(self) -> int:
+        return EXAMPLES
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[i], "labels": self.ids[i, 0] % self.classes if self.classes else self.ids[i]}
+
+
+class InOrder:
+    """A fixed sampler, the same for both runs."""
+
+    def _get_train_sampler(self, *given):
+        return SequentialSampler(self.train_dataset)
+
+
+def arguments(folder, kind=None, **options):
+    transformers = pytest.importorskip("transformers")
+    settings = {
+        "per_device_train_batch_size": ROWS,
+        "gradient_accumulation_steps": PIECES,
+        "num_train_epochs": 1,
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.0,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return (kind or transformers.TrainingArguments)(str(folder), **(settings | options))
+
+
+def language_model(name: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    common = {"vocab_size": WORDS, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if name == "gpt2":
+        sizes = {"n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2}
+        rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**common, **sizes, **rates))
+    elif name == "bert":
+        rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 3}
+        config = transformers.BertConfig(**common, **small, **rates, max_position_embeddings=8)
+        model = transformers.BertForSequenceClassification(config)
+    else:
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**common, **small, max_position_embeddings=8))
+    if name == "lora":
+        peft = pytest.importorskip("peft")
+        lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, lora)
+    return model.double()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw_torch"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "lora", "bert"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_without_noise_ends_where_transformers_own_does(name, optimizer, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from dpcore.transformers import DPTrainer
+
+    # The loss of BERT's classifiers is the mean over a piece, which this Trainer would add up where it is not told.
+    ordinary = type("Ordinary", (InOrder, transformers.Trainer), {"loss_is_scaled_for_ga": name != "bert"})
+    private = type("Private", (InOrder, DPTrainer), {})
+    model, data = language_model(name), Texts(3 if name == "bert" else 0)
+    start, twin = state(model), copy.deepcopy(model)
+    ordinary(model=model, args=arguments(tmp_path, optim=optimizer), train_dataset=data).train()
+    engine, options = PrivacyEngine(), arguments(tmp_path, optim=optimizer)
+    private(model=twin, args=options, train_dataset=data, engine=engine, privacy=WITHOUT).train()
+    assert len(engine.accountant) == STEPS and options.gradient_accumulation_steps == PIECES
+    assert difference(start, model, twin) < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_keeps_its_budget_through_a_resume(tmp_path):
+    pytest.importorskip("transformers")
+    from dpcore.transformers import STATE, DPTrainer
+
+    def trainer(folder, **options):
+        engine = PrivacyEngine(seed=1)
+        privacy = {"target_epsilon": 3.0, "target_delta": 1e-3, "max_grad_norm": 1.0, "epochs": 1}
+        options = arguments(folder, save_strategy="steps", save_steps=7, save_total_limit=9, **options)
+        model = language_model("lora")
+        return engine, DPTrainer(model=model, args=options, train_dataset=Texts(), engine=engine, privacy=privacy)
+
+    whole, run = trainer(tmp_path / "whole")
+    run.train()
+    assert len(whole.accountant) == STEPS and 2.9 < whole.get_epsilon(1e-3) <= 3.0
+    checkpoint = tmp_path / "whole" / "checkpoint-7"
+    resumed, again = trainer(tmp_path / "again")
+    again.train(resume_from_checkpoint=str(checkpoint))
+    assert resumed.accountant.history == whole.accountant.history
+    first, second = state(run.model), state(again.model)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    (checkpoint / STATE).unlink()
+    with pytest.raises(PrivacyError, match="budget would be counted anew"):
+        trainer(tmp_path / "blind")[1].train(resume_from_checkpoint=str(checkpoint))
+    beyond, longer = trainer(tmp_path / "longer", max_steps=STEPS + 1)
+    with pytest.raises(BudgetError):
+        longer.train()
+    assert len(beyond.accountant) == STEPS
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_empty_batch_of_a_trainer_is_a_step(tmp_path):
+    pytest.importorskip("transformers")
+    from dpcore.transformers import DPTrainer
+
+    engine = PrivacyEngine(seed=1)
+    privacy = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "sample_rate": 1e-6, "expected_batch_size": 8}
+    options = arguments(tmp_path, max_steps=3)
+    model = language_model("gpt2")
+    start = state(model)
+    DPTrainer(model=model, args=options, train_dataset=Texts(), engine=engine, privacy=privacy).train()
+    assert len(engine.accountant) == 3
+    assert all(not torch.equal(start[name], value) for name, value in state(model).items())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_refuses_what_would_mix_examples(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from dpcore.transformers import DPTrainer
+
+    def trainer(model=None, **options):
+        model = model or language_model("gpt2")
+        options = arguments(tmp_path, **options)
+        return DPTrainer(model=model, args=options, train_dataset=Texts(), engine=PrivacyEngine(), privacy=WITHOUT)
+
+    with pytest.raises(UnsupportedError, match="label_smoothing_factor"):
+        trainer(label_smoothing_factor=0.1)
+    with pytest.raises(UnsupportedError, match="train_sampling_strategy"):
+        trainer(train_sampling_strategy="group_by_length")
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    with pytest.raises(UnsupportedError, match=r"LlamaForQuestionAnswering.*override per_example_losses"):
+        trainer(transformers.LlamaForQuestionAnswering(config)).train()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_refuses_a_sampler_that_leaves_examples_out(tmp_path):
+    pytest.importorskip("transformers")
+    from dpcore.transformers import DPTrainer
+
+    class OfSome(DPTrainer):
+        def _get_train_sampler(self, *given):
+            return SubsetRandomSampler(range(3))
+
+    privacy = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
+    options = {"args": arguments(tmp_path), "train_dataset": Texts(), "engine": PrivacyEngine(), "privacy": privacy}
+    with pytest.raises(UnsupportedError, match="SubsetRandomSampler would be replaced by Poisson sampling"):
+        OfSome(model=language_model("gpt2"), **options).train()
+
+
+# ---- TRL
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trls_trainer_without_noise_ends_where_its_own_does(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    import tokenizers
+    import transformers
+
+    from dpcore.transformers import DPTrainerMixin
+
+    words = [f"w{i}" for i in range(WORDS - 3)]
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *words])}
+    split = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    split.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=split, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    texts = [" ".join(words[int(i) % len(words)] for i in row) for row in Texts().ids]
+    data = datasets.Dataset.from_dict({"text": texts})
+    model = language_model("llama")
+    start, twin = state(model), copy.deepcopy(model)
+    options = {"bf16": False, "gradient_checkpointing": False, "max_length": 8, "optim": "sgd"}
+
+    def given(trained):
+        folder = arguments(tmp_path, trl.SFTConfig, **options)
+        return {"model": trained, "args": folder, "train_dataset": data, "processing_class": tokenizer}
+
+    type("Ordinary", (InOrder, trl.SFTTrainer), {})(**given(model)).train()
+    private = type("Private", (InOrder, DPTrainerMixin, trl.SFTTrainer), {})
+    private(**given(twin), engine=PrivacyEngine(), privacy=WITHOUT).train()
+    assert difference(start, model, twin) < 1e-6
+    with pytest.raises(UnsupportedError, match="packing"):
+        options["packing"] = True
+        private(**given(copy.deepcopy(twin)), engine=PrivacyEngine(), privacy=WITHOUT)
+
+
+# ---- accelerate
+
+
+def numbers() -> TensorDataset:
+    torch.manual_seed(0)
+    return TensorDataset(torch.randn(EXAMPLES, 6, dtype=torch.float64), torch.arange(EXAMPLES) % 3)
+
+
+def parts(module: nn.Module):
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    return module, optimizer, DataLoader(numbers(), batch_size=ROWS)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def loop(accelerator, model, optimizer, loader) -> float:
+    """One round with a schedule; returns the last learning rate."""
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5))
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return scheduler.get_last_lr()[0]
+
+
+def test_an_accelerators_loop_without_noise_ends_where_its_own_does():
+    accelerate = pytest.importorskip("accelerate")
+    from dpcore.accelerate import prepare
+
+    model = network()
+    start, twin = state(model), copy.deepcopy(model)
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=PIECES, cpu=True)
+    rate = loop(accelerator, *accelerator.prepare(*parts(model)))
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=PIECES, cpu=True)
+    engine = PrivacyEngine()
+    module, optimizer, loader = parts(twin)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        private = prepare(accelerator, engine, module=module, optimizer=optimizer, data_loader=loader, **WITHOUT)
+    assert loop(accelerator, *private) == rate == 0.01 * 0.5**4
+    assert len(engine.accountant) == STEPS
+    assert difference(start, model, twin) < 1e-12
+
+
+def test_a_private_loop_of_an_accelerator_spends_its_budget_and_no_more():
+    accelerate = pytest.importorskip("accelerate")
+    from dpcore.accelerate import prepare
+
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=PIECES, cpu=True)
+    engine = PrivacyEngine(seed=1)
+    budget = {"target_epsilon": 3.0, "target_delta": 1e-3, "epochs": 1, "max_grad_norm": 1.0}
+    module, optimizer, loader = parts(network())
+    private = prepare(accelerator, engine, module=module, optimizer=optimizer, data_loader=loader, **budget)
+    loop(accelerator, *private)
+    assert len(engine.accountant) == STEPS and 2.9 < engine.get_epsilon(1e-3) <= 3.0
+    with pytest.raises(BudgetError):
+        loop(accelerator, *private)
+
+
+@pytest.mark.parametrize("first", ["make_private", "prepare"])
+def test_accelerates_own_prepare_is_told_the_recipe(first):
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    engine, given = PrivacyEngine(), parts(network())
+
+    def make_private(module, optimizer, loader):
+        return engine.make_private(
+            module=module, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+        )
+
+    with pytest.raises((PrivacyError, UnsupportedError), match=r"dpcore\.accelerate\.prepare|dpcore\.transformers"):
+        if first == "make_private":
+            loop(accelerator, *accelerator.prepare(*make_private(*given)))
+        else:
+            make_private(*accelerator.prepare(*given))

@@ -1,0 +1,537 @@
+"""Measures what a private step costs beside an ordinary one, on transformers: ``python -m
+tests.dpcore.transformers_cost``.
+
+Every contestant has a process of its own, which makes a step when it is told to; the steps of a cell's contestants
+alternate (A B C A B C ...), one thread each, so that what else the machine does hits all of them. Records go to
+results/transformers-cost, and docs/models-cost.md is written from them. It needs tests/requirements-models.txt and, for
+the contestants named after it, Opacus.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
+
+ROOT = Path(__file__).parents[2]
+RECORDS = ROOT / "results" / "transformers-cost"
+PAGE = ROOT / "docs" / "models-cost.md"
+SIZES = (16, 64)
+WARM_UP = 3
+C, NOISE_MULTIPLIER, RATE = 1.0, 1.0, 0.01
+VOCABULARY, LENGTH, WIDTH, LAYERS, HEADS, CLASSES = 16_000, 128, 256, 4, 4, 10
+
+Step = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Task:
+    """``make()`` builds the model; ``batch(n)`` gives inputs and targets; ``losses(outputs, y)`` are [B]."""
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[int], tuple[Tensor, Tensor]]
+    losses: Callable[[Any, Tensor], Tensor]
+
+
+# ---- models
+
+
+def _gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    sizes = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "vocab_size": VOCABULARY, "n_positions": LENGTH}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **none, use_cache=False))
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "intermediate_size": 688}
+    more = {"num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, "use_cache": False}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **more))
+
+
+def _bert() -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "vocab_size": VOCABULARY}
+    more = {"intermediate_size": 4 * WIDTH, "max_position_embeddings": LENGTH, "num_labels": CLASSES}
+    none = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    return BertForSequenceClassification(BertConfig(**sizes, **more, **none))
+
+
+def _vit() -> nn.Module:
+    import timm
+
+    return timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=CLASSES)
+
+
+def _lora() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=8, lora_alpha=16, target_modules=["c_attn"], lora_dropout=0.0, fan_in_fan_out=True)
+    return get_peft_model(_gpt2(), config)
+
+
+class _Block(nn.Module):
+    """A wide residual block with group norms, before their convolutions."""
+
+    def __init__(self, inside: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.GroupNorm(16, inside), nn.GroupNorm(16, out)
+        self.conv1 = nn.Conv2d(inside, out, 3, stride, 1, bias=False)
+        self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
+        self.short = nn.Conv2d(inside, out, 1, stride, bias=False) if inside != out else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = F.relu(self.norm1(x))
+        way = x if self.short is None else self.short(z)
+        return way + self.conv2(F.relu(self.norm2(self.conv1(z))))
+
+
+def _wrn() -> nn.Module:
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, 1, 1, bias=False)]
+    widths = (16, 64, 128, 256)
+    for k in range(3):
+        layers += [_Block(widths[k], widths[k + 1], 1 if k == 0 else 2), _Block(widths[k + 1], widths[k + 1], 1)]
+    last = (nn.GroupNorm(16, 256), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, CLASSES))
+    return nn.Sequential(*layers, *last)
+
+
+def _next_words(outputs: Any, ids: Tensor) -> Tensor:
+    """[B] means over an example's own words."""
+    targets = F.pad(ids[:, 1:], (0, 1), value=-100)
+    losses = F.cross_entropy(outputs.logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return losses.view_as(ids).sum(1) / (ids.shape[1] - 1)
+
+
+def _label(outputs: Any, y: Tensor) -> Tensor:
+    return F.cross_entropy(getattr(outputs, "logits", outputs), y, reduction="none")
+
+
+def _words(n: int) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(VOCABULARY, (n, LENGTH), generator=torch.Generator().manual_seed(1))
+    return ids, ids
+
+
+def _texts(n: int) -> tuple[Tensor, Tensor]:
+    return _words(n)[0], torch.arange(n) % CLASSES
+
+
+def _pictures(side: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+    numbers = torch.Generator().manual_seed(1)
+    return lambda n: (torch.randn(n, 3, side, side, generator=numbers), torch.arange(n) % CLASSES)
+
+
+TASKS = {
+    "gpt2": Task(_gpt2, _words, _next_words),
+    "llama": Task(_llama, _words, _next_words),
+    "bert": Task(_bert, _texts, _label),
+    "vit": Task(_vit, _pictures(64), _label),
+    "wrn": Task(_wrn, _pictures(32), _label),
+    "gpt2-lora": Task(_lora, _words, _next_words),
+}
+
+
+# ---- contestants: each makes one step, with noise and update
+
+
+class _Criterion(nn.Module):
+    """A task's losses as a criterion with a reduction."""
+
+    def __init__(self, losses: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.losses, self.reduction = losses, "mean"
+
+    def forward(self, outputs: Any, y: Tensor) -> Tensor:
+        losses = self.losses(outputs, y)
+        return losses if self.reduction == "none" else losses.mean()
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
+
+
+def ordinary(task: Task, model: nn.Module, x: Tensor, y: Tensor) -> Step:
+    optimizer = _sgd(model)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        task.losses(model(x), y).mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def engine(task: Task, model: nn.Module, x: Tensor, y: Tensor) -> Step:
+    from dpcore import Engine
+
+    made = Engine(
+        model,
+        task.losses,
+        max_grad_norm=C,
+        noise_multiplier=NOISE_MULTIPLIER,
+        expected_batch_size=len(x),
+        optimizer=_sgd(model),
+    )
+    return lambda: made.step(x, y) and None
+
+
+def _loop(library: Any, task: Task, model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> Step:
+    criterion = _Criterion(task.losses)
+    if options.get("grad_sample_mode") == "ghost":
+        options["criterion"] = criterion
+    private, optimizer, *middle, loader = library.PrivacyEngine().make_private(
+        module=model,
+        optimizer=_sgd(model),
+        data_loader=DataLoader(range(len(x)), batch_size=len(x), collate_fn=lambda rows: (x, y)),
+        noise_multiplier=NOISE_MULTIPLIER,
+        max_grad_norm=C,
+        poisson_sampling=False,
+        **options,
+    )
+    criterion = middle[0] if middle else criterion
+
+    def step() -> None:
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            criterion(private(inputs), targets).backward()
+            optimizer.step()
+
+    return step
+
+
+def two_lines(task: Task, model: nn.Module, x: Tensor, y: Tensor) -> Step:
+    import dpcore
+
+    return _loop(dpcore, task, model, x, y)
+
+
+def two_lines_auto(task: Task, model: nn.Module, x: Tensor, y: Tensor) -> Step:
+    import dpcore
+
+    return _loop(dpcore, task, model, x, y, max_physical_batch_size="auto")
+
+
+class _WithPositions(nn.Module):
+    """A text model that is given a position and a segment for every word of every example.
+
+    Who trains it with Opacus does so: Opacus takes the first dimension of an embedding's input for the batch, and by
+    default positions are [1, T].
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Any:
+        more = {"position_ids": torch.arange(ids.shape[1]).repeat(len(ids), 1)}
+        if self.model.config.model_type == "bert":
+            more["token_type_ids"] = torch.zeros_like(ids)
+        return self.model(ids, **more)
+
+
+def _for_opacus(model: nn.Module) -> nn.Module:
+    is_text = getattr(getattr(model, "config", None), "model_type", "") in ("bert", "gpt2")
+    return _WithPositions(model) if is_text else model
+
+
+def opacus_hooks(task: Task, model: nn.Module, x: Tensor, y: Tensor) -> Step:
+    import opacus
+
+    return _loop(opacus, task, _for_opacus(model), x, y)
+
+
+def opacus_ghost(task: Task, model: nn.Module, x: Tensor, y: Tensor) -> Step:
+    import opacus
+
+    return _loop(opacus, task, _for_opacus(model), x, y, grad_sample_mode="ghost")
+
+
+def torch_func(task: Task, model: nn.Module, x: Tensor, y: Tensor) -> Step:
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = _sgd(model)
+
+    def loss(params: dict[str, Tensor], one: Tensor, target: Tensor) -> Tensor:
+        outputs = torch.func.functional_call(model, params, (one.unsqueeze(0),), tie_weights=True)
+        return task.losses(outputs, target.unsqueeze(0)).sum()
+
+    by_example = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0), randomness="different")
+
+    def step() -> None:
+        grads = by_example({name: p.detach() for name, p in trained.items()}, x, y)
+        norms = torch.stack([g.flatten(1).norm(dim=1) for g in grads.values()]).norm(dim=0)
+        factors = (C / norms).clamp(max=1.0)
+        for name, p in trained.items():
+            total = torch.einsum("b,b...->...", factors, grads.pop(name))
+            p.grad = (total + NOISE_MULTIPLIER * C * torch.randn_like(total)) / len(x)
+        optimizer.step()
+
+    return step
+
+
+PURE = {"DPCORE_NATIVE": "0"}
+CONTESTANTS: dict[str, tuple[Callable[[Task, nn.Module, Tensor, Tensor], Step], dict[str, str]]] = {
+    "ordinary": (ordinary, {}),
+    "engine": (engine, {}),
+    "engine-pure": (engine, PURE),
+    "two-lines": (two_lines, {}),
+    "two-lines-pure": (two_lines, PURE),
+    "two-lines-auto": (two_lines_auto, {}),
+    "opacus-hooks": (opacus_hooks, {}),
+    "opacus-ghost": (opacus_ghost, {}),
+    "torch-func": (torch_func, {}),
+}
+"""How each makes its step, and its environment: dpcore runs with its compiled kernels, or purely by torch."""
+
+
+# ---- one contestant's process
+
+
+def _status(key: str) -> float:
+    """MB of this process by a key of /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key)) / 1024
+
+
+def _linear_flops(x: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
+    flops = 2 * weight[0]
+    for size in x:
+        flops *= size
+    return flops
+
+
+def _flops(step: Step) -> int:
+    """Count the FLOPs of one step, of products and convolutions."""
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.mkldnn._linear_pointwise: _linear_flops})
+    with counter:
+        step()
+    return counter.get_total_flops()
+
+
+def work(name: str, size: int, contestant: str) -> None:
+    """Makes a step for every line that comes in, and answers with what it took."""
+    answers, sys.stdout = sys.stdout, sys.stderr
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    task = TASKS[name]
+    step: Step | None = None
+    base = 0.0
+    for line in sys.stdin:
+        answer: dict[str, Any] = {}
+        try:
+            if step is None:
+                model = task.make().train()
+                step = CONTESTANTS[contestant][0](task, model, *task.batch(size))
+                base = _status("VmRSS")
+            if line.strip() == "flops":
+                answer["flops"] = _flops(step)
+            else:
+                Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from the current resident set
+                wall, cpu = time.perf_counter(), time.process_time()
+                step()
+                answer |= {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+                answer["peak"] = _status("VmHWM") - base
+        except Exception as error:  # whatever it is, it is an outcome
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            answer["error"] = f"{type(error).__name__}: {error} ({Path(frame.filename).name})".replace("\n", " ")[:300]
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+class Process:
+    """A contestant's process."""
+
+    def __init__(self, name: str, size: int, contestant: str) -> None:
+        command = [sys.executable, "-m", __spec__.name, "--work", name, str(size), contestant]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **CONTESTANTS[contestant][1]}
+        self.name = contestant
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+        )
+        self.answers: list[dict[str, Any]] = []
+
+    @property
+    def error(self) -> str:
+        """Why it cannot go on, or nothing."""
+        return self.answers[-1].get("error", "") if self.answers else ""
+
+    def ask(self, what: str) -> dict[str, Any]:
+        """Its answer, by the kind of work: "step" or "flops"."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(what + "\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        found: dict[str, Any] = json.loads(answer) if answer else {"error": "its process ended (out of memory?)"}
+        if what == "step" or "error" in found:
+            self.answers.append(found)
+        return found
+
+    def end(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
+def measure(name: str, size: int, contestants: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
+    """One record per contestant of a cell."""
+    processes = [Process(name, size, contestant) for contestant in contestants]
+    flops: dict[str, int | None] = {}
+    try:
+        for _ in range(WARM_UP + rounds):
+            for process in processes:
+                if not process.error:
+                    process.ask("step")
+        for process in processes:
+            if not process.error:
+                flops[process.name] = process.ask("flops").get("flops")
+    finally:
+        for process in processes:
+            process.end()
+    for process in processes:
+        steps = [a for a in process.answers if "error" not in a]
+        record = {"model": name, "size": size, "contestant": process.name, "steps": steps, "error": process.error}
+        yield {**record, "flops": flops.get(process.name)}
+
+
+# ---- the page
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A contestant's figures over those of ordinary training: medians of the rounds' ratios, their range, and peaks.
+
+    ``first``: the peak of the first batches, on which dpcore makes its experiments.
+    """
+
+    cpu: float
+    low: float
+    high: float
+    wall: float
+    peak: float
+    megabytes: float
+    first: float
+    flops: float | None
+
+
+def cell(record: dict[str, Any], base: dict[str, Any]) -> Cell:
+    """The ratios of two records' steps, round by round."""
+    pairs = list(zip(record["steps"][WARM_UP:], base["steps"][WARM_UP:], strict=True))
+    cpu, wall = ([mine[key] / its[key] for mine, its in pairs] for key in ("cpu", "wall"))
+    peak, its_peak = (max(step["peak"] for step in r["steps"][WARM_UP:]) for r in (record, base))
+    first, its_first = (max(step["peak"] for step in r["steps"][:WARM_UP]) for r in (record, base))
+    flops = record["flops"] / base["flops"] if record["flops"] and base["flops"] else None
+    medians = statistics.median(cpu), min(cpu), max(cpu), statistics.median(wall)
+    return Cell(*medians, peak / its_peak, peak, first / its_first, flops)
+
+
+HEAD = f"""# What a private step costs on transformers
+
+Made by `python -m tests.dpcore.transformers_cost`, from the root, from the records in
+[results/transformers-cost](../results/transformers-cost). Whole steps in float32, one thread: {LAYERS} layers, width
+{WIDTH}, {LENGTH} words of {VOCABULARY:,} (`gpt2` has a tied head, `bert` and the pictures {CLASSES} classes; `vit` is
+timm's vit_tiny at 64 pixels, `wrn` a WRN-16-4 with group norms at 32, `gpt2-lora` PEFT's LoRA of rank 8 on `c_attn`).
+
+* *time*: processor time of a step over that of ordinary training in the same round, median [range]; *wall*: the same by
+  the clock. Every contestant has its own process, and they take turns step by step.
+* *peak*: resident memory above that before the first step, over ordinary training's; in MB. *first*: that of the
+  first three batches, in which dpcore's experiments on mixing take 16 examples at once, and keep their graph.
+* *FLOPs*: of products and convolutions by torch's counter, over ordinary training's; dpcore's compiled kernels and
+  functions under torch.func are not counted.
+* *engine* and *two-lines* are dpcore's `Engine` and `make_private`, with its compiled kernels; *pure*: without;
+  *auto*: with `max_physical_batch_size="auto"`. Opacus is given positions and segments for every example, without
+  which its text models stop with an error.
+"""
+
+
+def page(records: Sequence[dict[str, Any]]) -> str:
+    """The records of one or more runs as a table."""
+    lines = [HEAD, *(record["what"] for record in records if "what" in record), ""]
+    lines += [
+        "| model | batch | contestant | time | wall | peak | MB | first | FLOPs |",
+        "|:--|--:|:--|:--|--:|--:|--:|--:|--:|",
+    ]
+    bases: dict[tuple[str, int], dict[str, Any]] = {}
+    for record in records:
+        if "what" in record:
+            bases = {}  # contestants took turns within a run only
+            continue
+        if record["contestant"] == "ordinary":
+            bases[record["model"], record["size"]] = record
+        base = bases[record["model"], record["size"]]
+        head = f"| {record['model']} | {record['size']} | {record['contestant']} |"
+        if record["error"]:
+            lines.append(f"{head} {record['error'].replace('|', '/')} | | | | | |")
+            continue
+        c = cell(record, base)
+        flops = "" if c.flops is None else f"{c.flops:.2f}"
+        lines.append(
+            f"{head} {c.cpu:.2f} [{c.low:.2f}, {c.high:.2f}] | {c.wall:.2f} | {c.peak:.2f} | {c.megabytes:.0f} "
+            f"| {c.first:.2f} | {flops} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES))
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--records", type=Path, help="where to write them; without, only a table is printed")
+    parser.add_argument("--page", nargs="+", type=Path, help="write the page from these records, and end")
+    parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work(options.work[0], int(options.work[1]), options.work[2])
+        return
+    if options.page:
+        runs = [gzip.decompress(path.read_bytes()).decode() for path in options.page]
+        PAGE.write_text(page([json.loads(line) for run in runs for line in run.splitlines()]))
+        return
+    names = ("torch", "transformers", "peft", "timm", "opacus")
+    versions = ", ".join(f"{n} {importlib.metadata.version(n)}" for n in names if n != "opacus" or _has(n))
+    what = f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {versions}, {options.rounds} rounds."
+    records: list[dict[str, Any]] = [{"what": what}]
+    contestants = list(dict.fromkeys(["ordinary", *options.contestants]))
+    for name in options.models:
+        for size in options.sizes:
+            records += measure(name, size, contestants, options.rounds)
+            print("\n".join(page(records).splitlines()[-len(contestants) :]), flush=True)
+            if options.records:
+                lines = "".join(json.dumps(record) + "\n" for record in records)
+                options.records.write_bytes(gzip.compress(lines.encode(), mtime=0))
+
+
+def _has(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()
