@@ -22,7 +22,7 @@ RUN ?= results/local/$(PRESET)
 FOUND ?= $(shell command -v python3)
 OUT ?= results/local/gpu
 
-.PHONY: help bench-e2e bench-layers bench-frontier bench-gpu compare findings prove-alerts prove-exactness images report history dashboard gate test lint test-harness test-dpcore test-frameworks test-models test-containers test-wheel conformance mutants compare-wheel comment history-check history-publish ready test-slow doctor clean
+.PHONY: help bench-e2e bench-layers bench-frontier bench-gpu compare findings prove-alerts prove-exactness images report history dashboard gate test lint test-harness test-dpcore test-frameworks test-models test-versions test-containers test-wheel conformance mutants compare-wheel comment history-check history-publish ready wheels publish-wheels fuzz-kernels test-slow doctor clean
 
 help:  ## this list
 	@echo "For you:"; awk -F ':.*  ## ' '/^[a-z0-9-]+:.*  ## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -111,9 +111,12 @@ test-frameworks: $(READY)  ##ci every framework's default: gate, conformance, a 
 conformance: $(READY)  ## every framework's default against the contract, the gate included
 	$(BIN)/pytest -q tests/frameworks -m "frameworks and (not slow or conformance)" $(ARGS)
 
-test-models: $(MODELS_READY)  ## dpcore on models of transformers, PEFT and timm beside float64: docs/models.md
+test-models: $(MODELS_READY)  ## dpcore on models and trainers of transformers, PEFT, timm, accelerate, TRL: docs/models.md
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 DPCORE_NATIVE=0 $(MODELS)/bin/python -m tests.dpcore.models
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(MODELS)/bin/pytest -q tests/dpcore/test_models.py -p no:cacheprovider
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(MODELS)/bin/pytest -q tests/dpcore/test_models.py tests/dpcore/test_trainers.py -p no:cacheprovider
+
+test-versions:  ## a part of dpcore's tests on torch 2.6 to the newest, Python 3.11 to 3.13; ARGS="--torch 2.6.0"
+	$(PYTHON) -m tests.dpcore.versions $(ARGS)
 
 mutants: $(READY)  ## the deliberately wrong adapters: the gate must reject each
 	$(BIN)/dpbench gate --mutants $(ARGS)
@@ -136,6 +139,22 @@ history-publish: $(READY)  ##ci commits and pushes new files of results/history;
 
 ready: $(READY)  ##ci the harness's own environment and nothing else: before a step that holds a token
 	@$(BIN)/dpbench --help >/dev/null
+
+wheels: $(READY)  ## dpcore's wheels and source archive for a release, built twice and compared: dist/
+	$(BIN)/python .ci/build_wheels.py $(ARGS)
+
+publish-wheels:  ##ci attests and publishes dist/: a release's job, which has an identity and no password
+	cd dist && sha256sum --check SHA256SUMS
+	$(PYTHON) -m venv .venvs/publish
+	.venvs/publish/bin/python $(PIP) twine==7.0.0 pypi-attestations==0.0.30
+	.venvs/publish/bin/python -m pypi_attestations sign dist/*.whl dist/*.tar.gz
+	.venvs/publish/bin/python -m twine upload --attestations dist/*.whl dist/*.tar.gz dist/*.attestation
+
+fuzz-kernels: $(TORCH_READY)  ## dpcore's kernels against their pure twins under AddressSanitizer and UBSan
+	OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so.6)" \
+	  CXX="g++ -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer" \
+	  $(TORCH)/bin/pytest -q tests/dpcore/test_kernel_fuzz.py tests/dpcore/test_native.py --hypothesis-profile=explore \
+	  -p no:cacheprovider -k "not compiled_graphs and not without_a_compiler" $(ARGS)
 
 test-wheel: $(READY)  ##ci the wheel of dpbench, installed outside of the checkout: what it holds, and the preset smoke
 	$(BIN)/pytest -q tests/harness/test_wheel.py

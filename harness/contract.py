@@ -67,11 +67,11 @@ class Memory:
     """Peak memory that the framework itself counts.
 
     Attributes:
-        bytes_by_notion: bytes by the name of what was counted, for instance ``cuda_peak_allocated``. Empty on a CPU:
+        bytes_by_metric: bytes by the name of what was counted, for instance ``cuda_peak_allocated``. Empty on a CPU:
             there the worker measures the process's resident growth for every framework alike.
     """
 
-    bytes_by_notion: Mapping[str, int]
+    bytes_by_metric: Mapping[str, int]
 
 
 class Adapter(ABC):

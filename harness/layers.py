@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from harness.errors import BadInput
+from harness.errors import BadInput, did_you_mean
 
 FLOAT_BYTES = 4
 TOKEN_BYTES = 8
@@ -65,7 +65,7 @@ class Layer:
 
     @property
     def input_bytes(self) -> int:
-        """Of one example, all inputs together."""
+        """Bytes of one example, all inputs together."""
         return sum(i.bytes for i in self.inputs)
 
     @property
@@ -229,7 +229,10 @@ def select(names: Iterable[str]) -> tuple[str, ...]:
         elif name in LAYERS:
             chosen.append(name)
         else:
-            raise BadInput(f"There is no layer {name!r}; choose from {', '.join(LAYERS)}, or a set: {', '.join(SETS)}.")
+            raise BadInput(
+                f"There is no layer {name!r}{did_you_mean(name, [*LAYERS, *SETS])}; choose from {', '.join(LAYERS)}, "
+                f"or a set: {', '.join(SETS)}."
+            )
     return tuple(dict.fromkeys(chosen))
 
 
@@ -250,7 +253,7 @@ def initial_parameters(layer: Layer, seed: int) -> dict[str, np.ndarray]:
 
 
 def batch_seed(seed: int, number: int) -> int:
-    """Of a process's batch of that number."""
+    """Return the seed of a process's batch of that number."""
     return 1000 * seed + number
 
 

@@ -347,7 +347,7 @@ def _count(config: pytest.Config, option: str) -> int | None:
 
 
 def _percentage(text: str | None) -> float | None:
-    """As a fraction."""
+    """Return the percentage as a fraction."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text)

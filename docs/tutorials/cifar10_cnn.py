@@ -1,14 +1,13 @@
 """Tutorial 2: large batches in small memory, schedules and clipping rules, on CIFAR-10.
 
+    python docs/tutorials/cifar10_cnn.py                  # seconds, on synthetic images; or cell by cell, as a notebook
     python docs/tutorials/cifar10_cnn.py --data FOLDER    # genuine images; minutes an epoch
-    python docs/tutorials/cifar10_cnn.py --smoke          # seconds, synthetic
 
 You will learn: why private training wants large batches, how a logical batch is cut into physical pieces without
 changing the result, how to let noise and clipping norm follow a schedule, and how to see that both are accounted for.
 """
 
 # %% [1] The noise of a step is divided by the batch size, so large batches drown it; they need not fit into memory.
-import argparse
 import time
 
 import torch
@@ -21,12 +20,10 @@ from dpcore.examples import data
 from dpcore.schedulers import ExponentialNoise
 from dpcore.utils.batch_memory_manager import BatchMemoryManager
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-data.add_arguments(parser)
-parser.add_argument("--epochs", type=int, default=1)
-options = parser.parse_args()
-images = data.load("cifar10", options.data)
-batch_size, physical = (1024, 128) if options.data else (64, 16)
+options = data.tutorial_options(epochs=2)
+images = data.load("cifar10", options.data, data.TUTORIAL_EXAMPLES // 2)
+batch_size, physical = (1024, 128) if options.data else (256, 64)
+print(f"{len(images.train)} images ({images.label} data)")
 DELTA = 1e-5
 
 
@@ -58,17 +55,21 @@ start = time.perf_counter()
 for epoch in range(1, options.epochs + 1):
     pieces = 0
     with BatchMemoryManager(data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer) as cut:
-        for x, y in cut:
+        for x, y in data.progress(cut):
             pieces += 1
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
-    # %% [4] The schedule moves once an epoch; the accountant saw each step with the noise that it really had.
+    # The schedule moves once an epoch; the accountant sees each step with the noise that it really has.
     schedule.step()
     print(
         f"epoch {epoch}: {len(loader)} steps in {pieces} pieces, epsilon {engine.get_epsilon(DELTA):.3f}, "
         f"next noise multiplier {optimizer.noise_multiplier:.4f}, "
         f"test accuracy {data.accuracy(model, images.test):.4f}, {time.perf_counter() - start:.1f} s "
-        f"({images.label} data)"
+        f"({images.label} data)",
+        flush=True,
     )
-assert pieces >= len(loader)
+
+# %% [4] Pieces are no steps: noise is added, and a step is counted, once for each logical batch.
+print(engine)
+assert pieces > len(loader) and len(engine.accountant) == options.epochs * len(loader)

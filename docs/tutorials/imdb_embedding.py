@@ -1,14 +1,13 @@
 """Tutorial 3: the engine without the loop: clipped sums, norms and one call per step, on IMDb reviews.
 
+    python docs/tutorials/imdb_embedding.py                   # seconds, synthetic; or cell by cell, as a notebook
     python docs/tutorials/imdb_embedding.py --data FOLDER     # genuine reviews
-    python docs/tutorials/imdb_embedding.py --smoke           # seconds, synthetic
 
 You will learn: what DP-SGD computes, by looking at it; the fastest way to train (`Engine`); how to sample yourself; and
 how to account for it.
 """
 
 # %% [1] Words to vectors, their mean, two classes.
-import argparse
 import time
 
 import torch
@@ -20,13 +19,11 @@ from dpcore.accountants import PRVAccountant
 from dpcore.examples import data
 from dpcore.utils.uniform_sampler import UniformWithReplacementSampler
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-data.add_arguments(parser)
-parser.add_argument("--epochs", type=int, default=3)
-options = parser.parse_args()
-reviews = data.load("imdb", options.data)
+options = data.tutorial_options(epochs=5)
+reviews = data.load("imdb", options.data, data.TUTORIAL_EXAMPLES)
 x, y = reviews.train.tensors
-batch_size = 512 if options.data else 32
+batch_size = 512 if options.data else 256
+print(f"{len(x)} reviews ({reviews.label} data)")
 
 
 class Words(nn.Module):
@@ -81,8 +78,10 @@ for epoch in range(1, options.epochs + 1):
     print(
         f"epoch {epoch}: epsilon {accountant.get_epsilon(DELTA):.3f}, "
         f"test accuracy {data.accuracy(model, reviews.test):.4f}, "
-        f"{time.perf_counter() - start:.1f} s ({reviews.label} data)"
+        f"{time.perf_counter() - start:.1f} s ({reviews.label} data)",
+        flush=True,
     )
 
-# %% [5] What was chosen for this model on this machine.
+# %% [5] The engine, and what was chosen for this model on this machine.
+print(engine)
 print(engine.explain())

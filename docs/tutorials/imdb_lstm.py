@@ -1,14 +1,13 @@
 """Tutorial 4: recurrent networks, checkpoints that continue bit for bit, and the check before you trust a model.
 
+    python docs/tutorials/imdb_lstm.py                    # seconds, synthetic; or cell by cell, as a notebook
     python docs/tutorials/imdb_lstm.py --data FOLDER      # genuine reviews; a part of an epoch
-    python docs/tutorials/imdb_lstm.py --smoke            # seconds, synthetic
 
 You will learn: that `nn.LSTM` needs no replacement; how to test by experiment that a model keeps its examples apart;
 how to stop and resume without using a noise value twice; and what happens when something is wrong.
 """
 
 # %% [1] An embedding, an LSTM, the mean over time.
-import argparse
 import tempfile
 from pathlib import Path
 
@@ -21,12 +20,10 @@ from dpcore import PrivacyEngine, PrivacyError
 from dpcore.examples import data
 from dpcore.validators import ModuleValidator, check_isolation
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-data.add_arguments(parser)
-parser.add_argument("--steps", type=int, default=6, help="in all, half of them after the resume")
-options = parser.parse_args()
-reviews = data.load("imdb", options.data)
-batch_size = 128 if options.data else 16
+options = data.tutorial_options(steps=16)  # in all, half of them after the resume
+reviews = data.load("imdb", options.data, data.TUTORIAL_EXAMPLES // 2)
+batch_size = 128
+print(f"{len(reviews.train)} reviews ({reviews.label} data)")
 SEED = 5 if options.seed is None else options.seed  # seeded, so that two runs can be compared
 
 
@@ -75,24 +72,26 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader
         optimizer.step()
 
 
-half = options.steps // 2
-with tempfile.TemporaryDirectory() as folder:
-    path = Path(folder) / "checkpoint.pt"
-    engine, model, optimizer, loader = start()
-    train(model, optimizer, loader, half)
-    engine.save_checkpoint(path=path, module=model, optimizer=optimizer, data_loader=loader)
-    train(model, optimizer, loader, half)
-    uninterrupted = [p.detach().clone() for p in model.parameters()]
+folder = tempfile.TemporaryDirectory()
+path, half = Path(folder.name) / "checkpoint.pt", options.steps // 2
+engine, model, optimizer, loader = start()
+train(model, optimizer, loader, half)
+engine.save_checkpoint(path=path, module=model, optimizer=optimizer, data_loader=loader)
+train(model, optimizer, loader, half)
+uninterrupted = [p.detach().clone() for p in model.parameters()]
+print(f"after {options.steps} steps: {engine}, test accuracy {data.accuracy(model, reviews.test):.4f}")
 
-    # %% [4] Weights, optimiser, accountant, noise and sampler continue: the same parameters to the last bit.
-    engine, model, optimizer, loader = start()
-    engine.load_checkpoint(path=path, module=model, optimizer=optimizer, data_loader=loader)
-    train(model, optimizer, loader, half)
+# %% [4] Weights, optimiser, accountant, noise and sampler continue: the same parameters to the last bit.
+engine, model, optimizer, loader = start()
+engine.load_checkpoint(path=path, module=model, optimizer=optimizer, data_loader=loader)
+train(model, optimizer, loader, half)
 same = all(torch.equal(a, b) for a, b in zip(uninterrupted, model.parameters(), strict=True))
 print(
-    f"resumed run equals the uninterrupted one: {same}; epsilon {engine.get_epsilon(1e-5):.3f} ({reviews.label} data)"
+    f"resumed run equals the uninterrupted one: {same}; epsilon {engine.get_epsilon(1e-4):.3f}, "
+    f"test accuracy {data.accuracy(model, reviews.test):.4f} ({reviews.label} data)"
 )
 assert same
+folder.cleanup()
 
 # %% [5] Mistakes stop the run and say what would have leaked.
 try:

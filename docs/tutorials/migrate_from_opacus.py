@@ -1,6 +1,6 @@
 """Tutorial 5: an Opacus script becomes a dpcore script by its imports.
 
-    python docs/tutorials/migrate_from_opacus.py --smoke          # seconds, synthetic; compares if opacus is installed
+    python docs/tutorials/migrate_from_opacus.py                  # seconds, synthetic; or cell by cell, as a notebook
     python docs/tutorials/migrate_from_opacus.py --data FOLDER    # genuine MNIST
 
 You will learn: which lines change (the imports), that the same update comes out, what to change next to gain what
@@ -16,7 +16,6 @@ docs/migration.md.
 #     from dpcore import PrivacyEngine
 #     from dpcore.utils.batch_memory_manager import BatchMemoryManager
 #     from dpcore.validators import ModuleValidator
-import argparse
 import importlib
 import importlib.util
 import warnings
@@ -29,12 +28,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from dpcore import PrivacyError
 from dpcore.examples import data
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-data.add_arguments(parser)
-options = parser.parse_args()
+options = data.tutorial_options()
 digits = data.load("mnist", options.data)
 few = TensorDataset(*digits.train[:256])
-warnings.simplefilter("ignore")  # Opacus warns of many things; so does dpcore, of the derived sample rate
+print("opacus is", "installed: both are run" if importlib.util.find_spec("opacus") else "not installed: dpcore alone")
+warnings.simplefilter("ignore")  # Opacus warns of many things; so does dpcore, of fixed batches
 
 
 def train(library: str, **settings: Any) -> tuple[list[torch.Tensor], float]:
@@ -78,7 +76,7 @@ if importlib.util.find_spec("opacus"):
     _, same = train("dpcore", noise_multiplier=1.0)
     print(f"epsilon of the same steps, RDP: opacus {epsilon:.4f}, dpcore {same:.4f}")
 
-# %% [3] Next: say the public numbers. Otherwise they are derived from the length of your data, with a warning.
+# %% [3] Next: say the public numbers. Otherwise they are derived from the length of your data, as if it were public.
 _, epsilon = train("dpcore", noise_multiplier=1.0, sample_rate=0.25, expected_batch_size=64)
 print(f"epsilon {epsilon:.4f} with public numbers ({digits.label} data)")
 

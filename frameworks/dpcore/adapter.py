@@ -17,7 +17,7 @@ from harness.tasks import Task
 
 
 def create(variant: str) -> Adapter:
-    """``engine``: pure torch, as the wheel installs. ``native``: with the kernels that ``python -m dpcore.native``
+    """``engine``: pure torch, as a wheel without kernels has it. ``native``: with the kernels, which ``dpcore.native``
     compiles. ``compiled``: with these, and the pass as graphs compiled by torch.compile."""
     return Dpcore(kernels=variant != "engine", graphs=variant == "compiled")
 

@@ -7,8 +7,10 @@ of the table* is a task on genuine or on synthetic data; a *cell* is one contest
 from __future__ import annotations
 
 import csv
+import math
+import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,17 +38,28 @@ UNGATED_REASON = (
     "no passed admission gate with this adapter source and environment lock stands in the record, so its time does not "
     "count; measure it again with the gate on"
 )
-PUBLISHED_LABEL = "published in 2021, NVIDIA A100 40 GB"
+PAPER = (
+    "Yousefpour et al. 2021, Opacus: User-Friendly Differential Privacy Library in PyTorch, arXiv:2109.12298, whose "
+    "end-to-end benchmark goes back to Subramani, Vadivelu and Kamath 2021, arXiv:2010.09063"
+)
+"""The paper whose tables are in results/paper, and whose benchmark is rebuilt here."""
+PUBLISHED_LABEL = "published by Yousefpour et al. 2021, NVIDIA A100 40 GB"
 
 
 @dataclass(frozen=True)
 class Tables:
-    """Everything a report shows, as frames; ``records[i]`` is row ``i`` of ``raw``."""
+    """Everything a report shows, as frames; ``records[i]`` is row ``i`` of ``raw``.
+
+    ``order``: all contestants, the fastest first; inside of each block of the table every frame has its own such order.
+    ``ratios``: over the faster of PyTorch's contestants without DP; ``paper_ratios``: over the one that stands for the
+    paper's row, whichever is faster.
+    """
 
     records: Sequence[Record]
     raw: pd.DataFrame
     cells: pd.DataFrame
     ratios: pd.DataFrame
+    paper_ratios: pd.DataFrame
     overheads: pd.DataFrame
     compile: pd.DataFrame
     memory: pd.DataFrame
@@ -58,6 +71,11 @@ class Tables:
     published: pd.DataFrame
     order: tuple[str, ...]
     rows: Mapping[str, str]
+    titles: Mapping[str, str]
+
+    def title(self, contestant: str) -> str:
+        """The contestant's name for readers; where none is declared, the name that commands take."""
+        return self.titles.get(contestant, contestant)
 
 
 def build(
@@ -76,33 +94,34 @@ def build(
     rows = naming.paper_rows() if rows is None else rows
     twins = naming.twins() if twins is None else twins
     raw = tidy(records)
-    order = tuple(naming.ordered(zip(raw.framework, raw.contestant, strict=True), rows))
-    position = {name: i for i, name in enumerate(order)}
+    all_cells = cells(raw)
+    order, rank = _by_speed(all_cells, raw)
     task_order = {name: i for i, name in enumerate(TASKS)}
 
     def arranged(frame: pd.DataFrame) -> pd.DataFrame:
         if frame.empty:
             return frame
-        keys = [c for c in [*CELL, "notion"] if c in frame.columns]
-
-        def key(column: pd.Series) -> pd.Series:
-            if column.name == "contestant":
-                return column.map(position)
-            if column.name == "task":
-                return column.map(lambda name: task_order.get(name, len(task_order)))
-            return column
-
-        return frame.sort_values(keys, key=key, kind="stable").reset_index(drop=True)
+        columns = [c for c in (*PLACE, "contestant") if c in frame.columns]
+        places = frame[columns].itertuples(index=False, name=None)
+        last = len(order)
+        keys = frame[[c for c in (*PLACE, "batch_size", "metric") if c in frame.columns]].assign(
+            task=frame.task.map(lambda name: task_order.get(name, len(task_order))),
+            speed=[rank.get(place, last) if len(place) > len(PLACE) else order.index(place[-1]) for place in places],
+        )
+        by = [c for c in (*PLACE, "speed", "batch_size", "metric") if c in keys.columns]
+        return frame.loc[keys.sort_values(by, kind="stable").index].reset_index(drop=True)
 
     current = raw[~raw.superseded]
-    all_cells = arranged(cells(raw))
+    all_cells = arranged(all_cells)
+    base = baseline(raw, rows)
     compiling = arranged(_medians(current[current.purpose == "time"], "compile_seconds"))
     return Tables(
         records=records,
         raw=raw,
         cells=all_cells,
-        ratios=arranged(ratios(current, baseline(raw, rows))),
-        overheads=arranged(overheads(current, compiling, baseline(raw, rows), twins)),
+        ratios=arranged(ratios(current, plain_contestants(raw))),
+        paper_ratios=arranged(ratios(current, [base] if base else [])),
+        overheads=arranged(overheads(current, compiling, base, twins)),
         compile=compiling,
         memory=arranged(memory(current, records)),
         gate=arranged(gate(current, records)),
@@ -113,7 +132,33 @@ def build(
         published=published(),
         order=order,
         rows=rows,
+        titles=naming.titles(),
     )
+
+
+def _by_speed(all_cells: pd.DataFrame, raw: pd.DataFrame) -> tuple[tuple[str, ...], Mapping[tuple[Any, ...], int]]:
+    """(all contestants, the fastest first; (place, contestant) -> its rank in that place).
+
+    Slowness is the geometric mean, over what was measured, of the time over that of the fastest at the same batch size.
+    Who has no time comes last, by name.
+    """
+    slowness: dict[tuple[Any, ...], list[float]] = {}
+    overall: dict[str, list[float]] = {name: [] for name in sorted(raw.contestant.unique())}
+    ok = all_cells[all_cells.state == "ok"]
+    logs = np.log(ok["median"] / ok.groupby([*PLACE, "batch_size"])["median"].transform("min"))
+    for place, value in zip(ok[[*PLACE, "contestant"]].itertuples(index=False, name=None), logs, strict=True):
+        slowness.setdefault(place, []).append(value)
+        overall[place[-1]].append(value)
+    order = tuple(sorted(overall, key=lambda name: _mean(overall[name])))
+    ranked = sorted(slowness, key=lambda place: _mean(slowness[place]))
+    return order, {place: i for i, place in enumerate(ranked)} | {
+        place: len(ranked) + order.index(place[-1])
+        for place in set(raw[[*PLACE, "contestant"]].itertuples(index=False, name=None)) - slowness.keys()
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.inf
 
 
 def tidy(records: Sequence[Record]) -> pd.DataFrame:
@@ -364,34 +409,72 @@ def log_ratios_of(sides: Sides, a: str, b: str) -> tuple[np.ndarray, int, bool]:
     return found, len(both) - len(used), use_all
 
 
-def ratios(current: pd.DataFrame, base: str | None) -> pd.DataFrame:
-    """Seconds of every contestant over seconds of the baseline, paired in blocks, with a 95 % interval."""
+def plain_contestants(raw: pd.DataFrame) -> list[str]:
+    """PyTorch without DP, in every way that was measured: eager, compiled."""
+    return sorted(raw.contestant[~raw.private & (raw.framework == naming.BASELINE_FRAMEWORK)].unique())
+
+
+def medians_of(sides: Sides) -> dict[str, float]:
+    """Contestant -> median of its seconds."""
+    return {name: statistics.median(seconds for seconds, _ in side.values()) for name, side in sides.items()}
+
+
+def against_fastest(
+    sides: Sides, medians: Mapping[str, float], candidates: Iterable[str], contestant: str
+) -> dict[str, Any] | None:
+    """A contestant's seconds over those of the candidate with the smallest median; None where none shares a round.
+
+    ``low`` and ``high`` are for the truly fastest one, see :func:`harness.analysis.stats.against_fastest`.
+    """
+    met = [c for c in candidates if not sides[c].keys().isdisjoint(sides[contestant])]
+    if not met:
+        return None
+    other = min(met, key=medians.__getitem__)
+    result, left_out, disturbed = paired_sides(sides, other, contestant)
+    assert result is not None
+    low, high = stats.against_fastest([log_ratios_of(sides, c, contestant)[0] for c in met])
+    bounded = result.n >= stats.INTERVAL_ROUNDS
+    return {
+        "other": other,
+        "ratio": result.ratio,
+        # Chosen by its median, the one shown may stand outside of what the means say.
+        "low": min(result.ratio, math.exp(low)) if bounded else math.nan,
+        "high": max(result.ratio, math.exp(high)) if bounded else math.nan,
+        "candidates": len(met),
+        "n": result.n,
+        "left_out": left_out,
+        "disturbed": int(disturbed),
+    }
+
+
+def ratios(current: pd.DataFrame, bases: Sequence[str]) -> pd.DataFrame:
+    """Seconds of every contestant over seconds of the baseline, paired in blocks, with a 95 % interval.
+
+    The ``baseline`` of a batch size is that of the ``bases`` with the smallest median there.
+    """
     rows = []
     ok = current[(current.purpose == "time") & (current.state == "ok") & current.seconds.notna()]
     private = dict(zip(current.contestant, current.private, strict=True))
     for place, group in ok.groupby([*PLACE, "batch_size"], sort=False):
         sides = by_block(group)
+        medians = medians_of(sides)
+        known = [b for b in bases if b in sides]
+        base = min(known, key=medians.__getitem__, default=None)
         extrapolated = set(group.contestant[group.extrapolated])
         for contestant in sides:
             if base is None or contestant == base:
                 continue
-            result, left_out, disturbed = paired_sides(sides, base, contestant)
-            if result is None:
+            # The other plain ones stand beside the fastest of them, and not beside themselves.
+            candidates = [base] if contestant in known else known
+            shares = not sides[base].keys().isdisjoint(sides[contestant])
+            found = against_fastest(sides, medians, candidates, contestant) if shares else None
+            if found is None:
                 continue
             rows.append(
                 dict(zip([*PLACE, "batch_size"], place, strict=True))
-                | {
-                    "contestant": contestant,
-                    "private": bool(private[contestant]),
-                    "baseline": base,
-                    "ratio": result.ratio,
-                    "low": result.low,
-                    "high": result.high,
-                    "n": result.n,
-                    "left_out": left_out,
-                    "disturbed": int(disturbed),
-                    "extrapolated": not extrapolated.isdisjoint((base, contestant)),
-                }
+                | {"contestant": contestant, "private": bool(private[contestant]), "baseline": found.pop("other")}
+                | found
+                | {"extrapolated": not extrapolated.isdisjoint((base, contestant))}
             )
     return pd.DataFrame(rows)
 
@@ -445,20 +528,20 @@ def overheads(
 
 
 def memory(current: pd.DataFrame, records: Sequence[Record]) -> pd.DataFrame:
-    """Peak memory in bytes by notion, from processes that measure nothing else."""
+    """Peak memory in bytes by metric, from processes that measure nothing else."""
     here = current[(current.purpose == "memory") & (current.state == "ok")]
     rows = [
-        {**{c: here.at[i, c] for c in CELL}, "notion": notion, "bytes": value}
-        for i in here.index
-        for notion, value in records[i].memory.items()
+        {**place, "metric": metric, "bytes": value}
+        for i, place in zip(here.index, here[CELL].to_dict("records"), strict=True)
+        for metric, value in records[i].memory.items()
     ]
     if not rows:
         return pd.DataFrame()
     frame = pd.DataFrame(rows)
     return pd.DataFrame(
         [
-            dict(zip([*CELL, "notion"], place, strict=True)) | _median(group.bytes.tolist())
-            for place, group in frame.groupby([*CELL, "notion"], sort=False)
+            dict(zip([*CELL, "metric"], place, strict=True)) | _median(group.bytes.tolist())
+            for place, group in frame.groupby([*CELL, "metric"], sort=False)
         ]
     )
 
@@ -506,8 +589,8 @@ def accuracy(current: pd.DataFrame, records: Sequence[Record]) -> pd.DataFrame:
     """Test accuracy after the record's steps: median and range over processes."""
     here = current[current.state == "ok"]
     rows = [
-        {**{c: here.at[i, c] for c in CELL}, "after_steps": a.after_steps, "test": a.test}
-        for i in here.index
+        {**place, "after_steps": a.after_steps, "test": a.test}
+        for i, place in zip(here.index, here[CELL].to_dict("records"), strict=True)
         if (a := records[i].accuracy) is not None
     ]
     if not rows:

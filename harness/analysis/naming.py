@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import calendar
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from harness.plan.registry import Framework, frameworks
@@ -27,21 +29,12 @@ def twins(known: Mapping[str, Framework] | None = None) -> dict[str, str]:
     return {f"{f.name}-{v.name}": v.twin for f in known.values() for v in f.variants if v.twin}
 
 
-def ordered(contestants: Iterable[tuple[str, str]], rows: Mapping[str, str]) -> list[str]:
-    """Contestants, given as (framework, contestant), in order of the paper, then all others by name.
-
-    A framework's variants stay together; the one that stands for the paper's row comes first.
-    """
-    pairs = set(contestants)
-    rank = {row: i for i, row in enumerate(PAPER_ORDER)}
-    frameworks_rank: dict[str, int] = {}
-    for framework, contestant in pairs:
-        here = rank.get(rows.get(contestant, ""), len(rank))
-        frameworks_rank[framework] = min(here, frameworks_rank.get(framework, len(rank)))
-    return [
-        contestant
-        for _, _, _, contestant in sorted((frameworks_rank[f], f, rows.get(c) not in rank, c) for f, c in pairs)
-    ]
+def titles(known: Mapping[str, Framework] | None = None) -> dict[str, str]:
+    """Contestant -> its title, as the framework's folder declares it. A title that two of them share is left out."""
+    known = frameworks() if known is None else known
+    found = {f"{f.name}-{v.name}": v.title for f in known.values() for v in f.variants}
+    shared = {title for title, count in Counter(found.values()).items() if count > 1}
+    return {name: title for name, title in found.items() if title not in shared}
 
 
 def machine_label(machine: Mapping[str, Any]) -> str:
@@ -64,6 +57,21 @@ def machine_slug(label: str) -> str:
     return label.rpartition("[")[2].rstrip("]")
 
 
+def where(label: str, days: Sequence[str]) -> str:
+    """Return what a reader wants to know of a measurement first: ``AMD EPYC, 1 thread, 20 Nov 2026``.
+
+    Args:
+        label: A :func:`machine_label`.
+        days: Days of the measurement, as YYYY-MM-DD, in order.
+    """
+    hardware, _, identity = label.partition(" [")
+    processor, *rest = hardware.split(", ")
+    gpus = [part for part in rest if not re.fullmatch(r"\d+ (cores|GiB)", part)]
+    threads = re.findall(r"\d+ threads?", identity)
+    dates = [f"{int(d[8:10])} {calendar.month_abbr[int(d[5:7])]} {d[:4]}" for d in dict.fromkeys((days[0], days[-1]))]
+    return ", ".join([processor, *gpus, *threads, " to ".join(dates)])
+
+
 def slug(*parts: str) -> str:
     """Parts as one file name: lower case, digits and hyphens, parts separated by ``_``."""
     return "_".join(re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-") for part in parts if part)
@@ -80,5 +88,5 @@ def number(value: float) -> str:
 
 
 def factor(value: float) -> str:
-    """A ratio with as many digits as an interval of some per cent deserves: 2.31, 12.4, 153."""
-    return f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"
+    """A ratio with as many digits as an interval of some per cent deserves, and never 0.00: 0.00249, 0.56, 153."""
+    return f"{value:.2f}" if 0.1 <= abs(float(f"{value:.3g}")) < 10 else number(value)

@@ -32,6 +32,8 @@ from scipy import special
 CONFIDENCE = 0.95
 MARGIN = 0.05
 """Relative difference that nobody cares about: +-5 %."""
+INTERVAL_ROUNDS = 3
+"""Fewer paired rounds or processes give no interval: Student's of two is thirteen standard errors wide."""
 VERDICT_ROUNDS = 5
 """Fewer paired rounds give an interval, never a verdict."""
 
@@ -67,7 +69,8 @@ def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> 
     number below it is binomial(n, 1/2), and [x(j), x(n+1-j)] (the j-th smallest and j-th largest) misses the median
     only if fewer than j lie on one side: coverage(j) = 1 - 2 P(Bin(n, 1/2) <= j - 1). The largest j with
     coverage(j) >= confidence is taken. For n < 6 not even j = 1 reaches 95 % (coverage 1 - 2^(1-n)): then the whole
-    range is given, with its true coverage, and callers must call it a range.
+    range is given, with its true coverage, and callers must call it a range. Under ``INTERVAL_ROUNDS`` values both ends
+    are NaN: two values bound nothing (their range holds the median of every second pair).
 
     Raises ValueError for no value.
     """
@@ -80,9 +83,8 @@ def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> 
         return float(1.0 - 2.0 * special.bdtr(j - 1, n, 0.5))
 
     j = max((j for j in range(1, n // 2 + 1) if coverage(j) >= confidence), default=1)
-    return MedianInterval(
-        float(np.median(ordered)), float(ordered[j - 1]), float(ordered[n - j]), n, max(0.0, coverage(j))
-    )
+    low, high = (ordered[j - 1], ordered[n - j]) if n >= INTERVAL_ROUNDS else (math.nan, math.nan)
+    return MedianInterval(float(np.median(ordered)), float(low), float(high), n, max(0.0, coverage(j)))
 
 
 def paired_log_ratios(a: Mapping[Hashable, float], b: Mapping[Hashable, float]) -> np.ndarray:
@@ -94,10 +96,10 @@ def paired_log_ratios(a: Mapping[Hashable, float], b: Mapping[Hashable, float]) 
 class Comparison:
     """Contestant a against contestant b. ``ratio`` = seconds of b / seconds of a: above 1, a is the faster one.
 
-    ``low`` and ``high`` bound the ratio with 95 % confidence (NaN for one pair). ``verdict`` is about a; None under
-    ``VERDICT_ROUNDS`` pairs. ``within_margin``: the equivalence test holds too, so a difference that was found is
-    smaller than the margin. ``not_slower``: a is at most ``margin`` slower, with 95 % confidence; None where there is
-    no verdict.
+    ``low`` and ``high`` bound the ratio with 95 % confidence (NaN under ``INTERVAL_ROUNDS`` pairs). ``verdict`` is
+    about a; None under ``VERDICT_ROUNDS`` pairs. ``within_margin``: the equivalence test holds too, so a difference
+    that was found is smaller than the margin. ``not_slower``: a is at most ``margin`` slower, with 95 % confidence;
+    None where there is no verdict.
     """
 
     ratio: float
@@ -129,8 +131,8 @@ def compare(log_ratios: Sequence[float] | np.ndarray, margin: float = MARGIN) ->
     if margin <= 0:
         raise ValueError(f"The margin of equivalence must be positive, got {margin}.")
     mean = float(np.mean(x))
-    if x.size == 1:
-        return Comparison(math.exp(mean), math.nan, math.nan, 1, None, False, None, margin)
+    if x.size < INTERVAL_ROUNDS:
+        return Comparison(math.exp(mean), math.nan, math.nan, x.size, None, False, None, margin)
     low, high = t_interval(x, CONFIDENCE)
     inner_low, inner_high = t_interval(x, 1 - 2 * (1 - CONFIDENCE))
     limit = math.log1p(margin)
@@ -163,10 +165,10 @@ def against_fastest(log_ratios: Sequence[np.ndarray], confidence: float = CONFID
 
     So with one other it is Student's interval, and with several it covers theta with at least ``confidence``, however
     the noise of the others differs. The price is at the lower end: with 12 others and 3 rounds it lies 15 standard
-    errors away where Student's lies 4; more rounds are what helps. An other with one round has no interval of its own
-    and is left out; (NaN, NaN) where all are.
+    errors away where Student's lies 4; more rounds are what helps. An other with fewer than ``INTERVAL_ROUNDS`` has no
+    interval of its own and is left out; (NaN, NaN) where all are.
     """
-    several = [x for x in log_ratios if x.size > 1]
+    several = [x for x in log_ratios if x.size >= INTERVAL_ROUNDS]
     if not several:
         return math.nan, math.nan
     tail = (1.0 - confidence) / 2
@@ -191,8 +193,8 @@ def compare_unpaired(
         raise ValueError(f"The margin of equivalence must be positive, got {margin}.")
     x, y = np.log(np.asarray(a, dtype=float)), np.log(np.asarray(b, dtype=float))
     ratio, n = math.exp(float(np.mean(y) - np.mean(x))), min(x.size, y.size)
-    if n == 1:
-        return Comparison(ratio, math.nan, math.nan, 1, None, False, None, margin)
+    if n < INTERVAL_ROUNDS:
+        return Comparison(ratio, math.nan, math.nan, n, None, False, None, margin)
     low, high = welch_interval(x, y, confidence)
     inner_low, inner_high = welch_interval(x, y, 1 - 2 * (1 - CONFIDENCE))
     limit = math.log1p(margin)

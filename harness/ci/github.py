@@ -1,4 +1,4 @@
-"""The forge (where pull requests live): one comment that is renewed, and the commit of the history's new runs."""
+"""GitHub, or what speaks its interface: one comment that is renewed, and the commit of the history's new runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from harness.errors import BadInput
 
 LONGEST_COMMENT = 60_000
-"""Characters; the forge takes 65536."""
+"""Characters; GitHub takes 65536."""
 MARKER = "<!-- dpbench-{name} -->"
 """First line of the comment ``name``; :mod:`harness.compare.report` writes the same above its Markdown."""
 BOT = "github-actions[bot]"
@@ -31,7 +31,7 @@ class Forbidden(Exception):
 
 
 @dataclass(frozen=True)
-class Forge:
+class GitHubClient:
     """``url`` of the REST interface, ``repository`` as ``owner/name``."""
 
     url: str
@@ -39,7 +39,7 @@ class Forge:
     token: str
 
     @classmethod
-    def of_the_job(cls, repository: str) -> Forge:
+    def of_the_job(cls, repository: str) -> GitHubClient:
         """As the runner describes it to every job. Raises :class:`BadInput` outside of one."""
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
             raise BadInput(f"The repository {repository!r} is not of the form owner/name.")
@@ -62,14 +62,14 @@ class Forge:
         except urllib.error.HTTPError as error:
             if error.code in (401, 403, 404):
                 raise Forbidden(f"{method} {path}: {error.code} {error.reason}") from None
-            raise BadInput(f"The forge answered {error.code} {error.reason} to {method} {path}; try again.") from None
+            raise BadInput(f"GitHub answered {error.code} {error.reason} to {method} {path}; try again.") from None
         except urllib.error.URLError as error:
-            raise BadInput(f"The forge at {self.url} cannot be reached ({error.reason}); try again.") from None
+            raise BadInput(f"GitHub at {self.url} cannot be reached ({error.reason}); try again.") from None
         except TimeoutError:  # connected, then silent: urllib leaves that one as it is
-            raise BadInput(f"The forge at {self.url} gave no answer to {method} {path} in time; try again.") from None
+            raise BadInput(f"GitHub at {self.url} gave no answer to {method} {path} in time; try again.") from None
 
 
-def comment(forge: Forge, pull_request: int, text: str, name: str) -> str:
+def comment(client: GitHubClient, pull_request: int, text: str, name: str) -> str:
     """Writes ``text`` as the comment ``name`` of the pull request, over its former one if there is one; returns
     ``created`` or ``renewed``. Raises :class:`Forbidden` where the token may not.
     """
@@ -77,7 +77,7 @@ def comment(forge: Forge, pull_request: int, text: str, name: str) -> str:
     body = marker + "\n" + _harmless(text.removeprefix(marker).lstrip("\n"))
     page, found = 1, None
     while found is None:
-        some = forge.ask("GET", f"issues/{pull_request}/comments?per_page=100&page={page}")
+        some = client.ask("GET", f"issues/{pull_request}/comments?per_page=100&page={page}")
         # Only the bot's own: a person may quote the marker.
         mine = [c for c in some if c["body"].startswith(marker) and c["user"]["login"] == BOT]
         found = mine[0]["id"] if mine else None
@@ -85,9 +85,9 @@ def comment(forge: Forge, pull_request: int, text: str, name: str) -> str:
             break
         page += 1
     if found is None:
-        forge.ask("POST", f"issues/{pull_request}/comments", {"body": body})
+        client.ask("POST", f"issues/{pull_request}/comments", {"body": body})
         return "created"
-    forge.ask("PATCH", f"issues/comments/{found}", {"body": body})
+    client.ask("PATCH", f"issues/comments/{found}", {"body": body})
     return "renewed"
 
 
@@ -99,7 +99,7 @@ def _harmless(text: str) -> str:
     return text
 
 
-def publish_history(root: Path, by: str, branch: str, forge: Forge | None) -> str:
+def publish_history(root: Path, by: str, branch: str, client: GitHubClient | None) -> str:
     """Commits the new files of the history and pushes them to ``branch`` (``by`` = ``commit``) or opens a pull request
     against it (``pull-request``); returns what was done.
 
@@ -117,7 +117,7 @@ def publish_history(root: Path, by: str, branch: str, forge: Forge | None) -> st
     title = f"History: {len(status)} {'run' if len(status) == 1 else 'runs'} of {datetime.now(UTC):%Y-%m-%d}"
     _git(root, "-c", "user.name=dpbench", "-c", f"user.email={BOT}@users.noreply.github.com", "commit", "-qm", title)
     if by == "pull-request":
-        return _open(root, branch, title, forge)
+        return _open(root, branch, title, client)
     for attempt in range(PUSHES):
         try:
             _git(root, "push", "--quiet", "origin", f"HEAD:refs/heads/{branch}")
@@ -130,13 +130,13 @@ def publish_history(root: Path, by: str, branch: str, forge: Forge | None) -> st
     raise AssertionError("unreachable")
 
 
-def _open(root: Path, branch: str, title: str, forge: Forge | None) -> str:
-    if forge is None:
-        raise BadInput("A pull request needs the forge: name the repository.")
+def _open(root: Path, branch: str, title: str, client: GitHubClient | None) -> str:
+    if client is None:
+        raise BadInput("A pull request needs GitHub: name the repository.")
     topic = f"history/{datetime.now(UTC):%Y%m%d-%H%M%S}"
     _git(root, "push", "--quiet", "origin", f"HEAD:refs/heads/{topic}")
     try:
-        answer = forge.ask("POST", "pulls", {"title": title, "head": topic, "base": branch, "body": "New runs only."})
+        answer = client.ask("POST", "pulls", {"title": title, "head": topic, "base": branch, "body": "New runs only."})
     except Forbidden as error:
         raise BadInput(
             f"The pull request of {topic} could not be opened ({error}); allow the job pull-requests: write, and the "

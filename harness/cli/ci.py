@@ -80,7 +80,7 @@ def comment(
     except OSError as error:
         raise BadInput(f"{file} cannot be read ({error.strerror}); name the Markdown that compare wrote.") from None
     try:
-        done = github.comment(github.Forge.of_the_job(repository), pull_request, text, name)
+        done = github.comment(github.GitHubClient.of_the_job(repository), pull_request, text, name)
     except github.Forbidden as error:
         wheel_check.append_summary(text)
         done = f"not allowed ({error}): written to the job's page instead"
@@ -97,6 +97,6 @@ def publish(
     """Commits the new runs of results/history and pushes them. A file that exists is never changed."""
     from harness.ci import github
 
-    place = github.Forge.of_the_job(repository) if repository and by == "pull-request" else None
+    place = github.GitHubClient.of_the_job(repository) if repository and by == "pull-request" else None
     done = github.publish_history(Path(), by or "commit", branch or "main", place)
     typer.echo(json.dumps({"done": done}) if as_json else done)

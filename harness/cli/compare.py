@@ -35,9 +35,7 @@ Fresh = Annotated[bool, typer.Option("--fresh/--resume", help="Start anew, or go
 
 
 def compare(
-    a: Annotated[
-        str | None, typer.Argument(help="Contestant in stored records, for instance dpcore-book-keeping.")
-    ] = None,
+    a: Annotated[str | None, typer.Argument(help="Contestant in stored records, for instance dpcore-engine.")] = None,
     b: Annotated[str | None, typer.Argument(help="Contestant to compare it with.")] = None,
     folder: Annotated[Path, typer.Option("--in", help="Of A and B: folder (or file) with records.")] = LOCAL_RESULTS,
     base: Annotated[

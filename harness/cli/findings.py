@@ -12,7 +12,7 @@ def findings(
         bool, typer.Option("--check", help="Write nothing; end with 1 where a table is out of date.")
     ] = False,
 ) -> None:
-    """Write the tables of README and results/findings anew from the committed records."""
+    """Write the tables and the figure of README and results/findings anew from the committed records."""
     from harness.published import index, pages
     from harness.store.cache import write_atomically
 
@@ -20,12 +20,13 @@ def findings(
     stale = False
     for page in pages.pages():
         before = page.read_text(encoding="utf-8")
-        after = pages.fill(before)
-        if after == before:
-            continue
-        stale = True
-        if not check:
-            write_atomically(page, after.encode())
-        typer.echo(f"{page}: {'out of date' if check else 'written'}")
+        for path, content in {page: pages.fill(before).encode(), **pages.pictures(before)}.items():
+            if path.exists() and path.read_bytes() == content:
+                continue
+            stale = True
+            if not check:
+                path.parent.mkdir(exist_ok=True)
+                write_atomically(path, content)
+            typer.echo(f"{path}: {'out of date' if check else 'written'}")
     if check and stale:
         raise typer.Exit(1)

@@ -16,7 +16,7 @@ from harness.environments.backend import check_device, check_threads
 from harness.environments.executor import Limits
 from harness.environments.unavailable import Unavailable
 from harness.environments.venv import VenvBackend
-from harness.errors import BadInput
+from harness.errors import BadInput, did_you_mean
 from harness.gate import admission
 from harness.gate.admission import Verdict
 from harness.gate.sampling import sampler_checks
@@ -61,7 +61,7 @@ def judge_all(
         raise BadInput(f"--{what} names nothing: leave it out, or name at least one.")
     for task in tasks or ():
         if task not in TASKS:
-            raise BadInput(f"There is no task {task!r}; choose from {', '.join(TASKS)}.")
+            raise BadInput(f"There is no task {task!r}{did_you_mean(task, TASKS)}; choose from {', '.join(TASKS)}.")
     if mutants and INSTALLED:
         raise BadInput("--mutants judges adapters of dpbench's tests; run it in a checkout of dpbench.")
     contestants = registry.select([f"{MUTANTS}:all"] if mutants else frameworks, hidden=mutants)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from textwrap import wrap
 from typing import Any
 
 from harness.layers import SETS
@@ -118,7 +120,8 @@ def layer_contestants() -> list[dict[str, Any]]:
     ]
 
 
-def show_all(as_json: bool) -> None:
+def show_all(details: bool, as_json: bool) -> None:
+    """Print everything that has a name: in a terminal of 80 columns, or with ``details`` all columns."""
     parts = {
         "tasks": tasks(),
         "frameworks": variants(),
@@ -130,5 +133,44 @@ def show_all(as_json: bool) -> None:
     if as_json:
         print(json.dumps(parts, indent=1))
         return
-    for title, rows in parts.items():
-        table(title.capitalize().replace("_", " "), rows, False)
+    if details:
+        for title, rows in parts.items():
+            table(title.capitalize().replace("_", " "), rows, False)
+        return
+    for line in short(parts):
+        print(line)
+
+
+def short(parts: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
+    """One line for each thing that has a name, of at most 80 characters."""
+    yield "Tasks"
+    for task in TASKS.values():
+        size = f"{task.train_size:>6,} examples, {task.parameter_count:>9,} parameters"
+        yield f"  {task.name:<15} {size}"
+    yield "\nFrameworks (*: default variant; c: also in core, the set of the short presets)"
+    for row in parts["frameworks"]:
+        mark = "c" if row["core"] else "*" if row["default"] else " "
+        name = f"{row['framework']}-{row['variant']}"
+        yield shorten(f"{mark} {name:<27}", row["title"])
+    yield "\nProtocols"
+    for row in parts["protocols"]:
+        yield shorten(f"  {row['protocol']:<16}", row["title"])
+    yield "\nPresets"
+    for row in parts["presets"]:
+        what = f"{row['rounds']} rounds of {row['frameworks']}, batch {row['batch_sizes']}"
+        yield shorten(f"  {row['preset']:<8}", what)
+    yield "\nLayers"
+    for name, members in SETS.items():
+        yield from wrap(", ".join(layer.name for layer in members), 80, initial_indent=f"  {name:<8}", **_HANGING)
+    names = dict.fromkeys(row["contestant"] for row in parts["layer_contestants"])
+    yield from wrap(", ".join(names), 80, initial_indent="  by      ", **_HANGING)
+    yield "\nMore of each: dpbench list --details, dpbench list --json"
+
+
+_HANGING: dict[str, Any] = {"subsequent_indent": 10 * " ", "break_on_hyphens": False}
+
+
+def shorten(start: str, text: str) -> str:
+    """``start`` and as much of ``text`` as fits 80 columns."""
+    room = 79 - len(start)
+    return f"{start} {text if len(text) <= room else text[: room - 1] + '…'}"

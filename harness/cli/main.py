@@ -18,123 +18,62 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import typer
 
-from harness.cli.options import BAD_INPUT, FINDING, AnyImage, Json, Names, exit_code, integers, names_of
+from harness.cli.options import BAD_INPUT, FINDING, Device, Json, Names, Threads, names_of
 from harness.errors import BadInput
-from harness.paths import LOCAL_RESULTS
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+DISTRIBUTION = "dpsgd-bench"
+"""On the package index ``dpbench`` is somebody else's."""
+
+ORDER = (
+    *("run", "report", "compare", "bisect", "explain", "gate", "list", "data", "env", "image", "history", "dashboard"),
+    *("new-framework", "doctor", "pack", "findings", "ci"),
+)
+"""The verbs of the help in their order: what most people want comes first."""
+
+
+class Verbs(typer.core.TyperGroup):
+    """The verbs in their order."""
+
+    def list_commands(self, context: Any) -> list[str]:
+        return sorted(super().list_commands(context), key=ORDER.index)
+
+
+app = typer.Typer(cls=Verbs, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 run_app = typer.Typer(no_args_is_help=True, help="Measure: plan, isolate, gate, time, store.")
-env_app = typer.Typer(no_args_is_help=True, help="Environments of the frameworks: list, make, remove.")
 app.add_typer(run_app, name="run")
-app.add_typer(env_app, name="env")
 
 READER_LEFT = 141
 
 
-@run_app.command("e2e")
-def run_e2e(
-    preset: Annotated[str, typer.Option(help="smoke, quick, full or paper.")] = "quick",
-    tasks: Annotated[str | None, typer.Option(help="Comma-separated task names.")] = None,
-    frameworks: Names = None,
-    batch_sizes: Annotated[str | None, typer.Option(help="Comma-separated expected batch sizes.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Processes per cell, in randomised paired blocks.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Timed epochs per process.")] = None,
-    subset: Annotated[
-        float | None, typer.Option(help="Fraction of an epoch; the figures are then extrapolated.")
-    ] = None,
-    budget_seconds: Annotated[float | None, typer.Option(help="Time about so long; extrapolated to the epoch.")] = None,
-    memory: Annotated[bool, typer.Option(help="Also measure peak memory, in a process of its own.")] = True,
-    time: Annotated[bool, typer.Option(help="Without it, peak memory alone: nothing is timed.")] = True,
-    protocol: Annotated[str, typer.Option(help="verified, paper or as_shipped.")] = "verified",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    isolation: Annotated[str, typer.Option(help="venv, docker, or inprocess (tests only).")] = "venv",
-    threads: Annotated[int | None, typer.Option(help="Threads and pinned cores per process; default all.")] = None,
-    sigma: Annotated[float | None, typer.Option(help="Another noise multiplier than the protocol's.")] = None,
-    repeats: Annotated[int | None, typer.Option(help="How often a disturbed measurement is made again.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of plan, batches, weights and noise.")] = 0,
-    timeout: Annotated[float | None, typer.Option(help="Seconds after which a process is stopped.")] = None,
-    memory_limit: Annotated[float | None, typer.Option(help="GiB per process; default 90 % of what is free.")] = None,
-    synthetic: Annotated[
-        bool, typer.Option(help="Use the synthetic twins of the data sets; marked everywhere.")
+def _version(is_asked: bool) -> None:
+    if is_asked:
+        from importlib.metadata import version
+
+        print(f"dpbench {version(DISTRIBUTION)}")
+        raise typer.Exit
+
+
+@app.callback()
+def options_of_all(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_version, is_eager=True)
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Run folder; default results/local/PRESET.")] = None,
-    any_image: AnyImage = False,
-    fresh: Annotated[
-        bool, typer.Option("--fresh/--resume", help="Start anew, or go on where the run stopped.")
-    ] = False,
-    as_json: Json = False,
 ) -> None:
-    """Median seconds per epoch and peak memory of every framework, task and batch size."""
-    from rich.console import Console
-
-    from harness import report
-    from harness.environments import memory_limit as limits
-    from harness.environments.choose import backend_of, check_isolation
-    from harness.plan import e2e as plan
-    from harness.plan import registry
-    from harness.run.e2e import Run, command_line
-    from harness.run.progress import watched
-    from harness.store.folder import RunFolder
-    from harness.store.read import load
-
-    check_isolation(isolation)
-    options = plan.preset(
-        preset,
-        tasks=names_of(tasks),
-        frameworks=names_of(frameworks),
-        batch_sizes=integers(batch_sizes, "--batch-sizes"),
-        rounds=rounds,
-        epochs=epochs,
-        subset=subset,
-        budget_seconds=budget_seconds,
-        memory=memory,
-        time=time,
-        protocol=protocol,
-        device=device,
-        isolation=isolation,
-        threads=threads,
-        sigma=sigma,
-        repeats=repeats,
-        seed=seed,
-        timeout_seconds=timeout,
-        memory_limit_bytes=limits.from_gibibytes(memory_limit, "--memory-limit"),
-        synthetic=synthetic,
-    )
-    contestants = registry.select(options.frameworks)
-    folder = RunFolder((out or LOCAL_RESULTS / preset).resolve())
-    console = Console(stderr=as_json)
-    backend = backend_of(isolation, device, any_image=any_image)
-    run = Run(options, contestants, folder, command_line(), backend)
-    summary = watched(lambda progress: run.execute(progress, fresh), folder.path, console, as_json)
-    paths = report.write(folder.path, folder.path / "report", folder.path / "report" / "plots")
-    if as_json:
-        written = [str(path) for path in paths]
-        print(
-            json.dumps(
-                {"folder": str(folder.path), "states": summary.states, "resumed": summary.resumed, "written": written}
-            )
-        )
-    else:
-        report.show(load(folder.path, left_out=lambda fault: console.print(fault, markup=False)), console)
-        console.print(
-            f"Records: {folder.records} ({summary.total}, {summary.resumed} of them from before)", markup=False
-        )
-        console.print(f"Report:  {folder.path / 'report'}", markup=False)
-    raise typer.Exit(exit_code(summary.states, summary.expected))
+    """Measure what differentially private training costs: seconds and memory of DP-SGD frameworks that are right."""
 
 
-@app.command()
+@app.command(short_help="Judges frameworks, without timing them.")
 def gate(
     frameworks: Names = None,
     tasks: Annotated[
-        str | None, typer.Option(help="Comma-separated task names; default the four of the paper.")
+        str | None, typer.Option(help="Comma-separated task names; default the four of the paper.", metavar="NAMES")
     ] = None,
     mutants: Annotated[
         bool, typer.Option(help="Judge the deliberately wrong adapters: each must be rejected.")
     ] = False,
     fresh: Annotated[bool, typer.Option(help="Judge again even where nothing has changed.")] = False,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(help="Threads and pinned cores per process.")] = None,
+    device: Device = "cpu",
+    threads: Threads = None,
     every_check: Annotated[bool, typer.Option("--all-checks", help="A row per check, not only one.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -149,7 +88,7 @@ def gate(
     )
 
 
-@app.command("new-framework")
+@app.command("new-framework", short_help="Writes the folder of a new contestant.")
 def new_framework(
     name: Annotated[str, typer.Argument(help="Lower-case letters, digits and underscores.")],
     folder: Annotated[
@@ -175,15 +114,18 @@ def new_framework(
     print(f"Next: fill in step, then `dpbench gate --frameworks {name} --tasks logreg`; see docs/add-a-framework.md.")
 
 
-@app.command("list")
-def list_all(as_json: Json = False) -> None:
+@app.command("list", short_help="Names of tasks, frameworks, presets and layers.")
+def list_all(
+    details: Annotated[bool, typer.Option("--details", "-v", help="All columns; wants a wide terminal.")] = False,
+    as_json: Json = False,
+) -> None:
     """Tasks, frameworks with their variants, protocols and presets."""
     from harness.cli.listing import show_all
 
-    show_all(as_json)
+    show_all(details, as_json)
 
 
-@app.command()
+@app.command(short_help="Checks the instrument and this machine.")
 def doctor(as_json: Json = False) -> None:
     """Checks the instrument itself: known sleeps, known bytes, clock, noise floor, machine, engines."""
     from harness.cli.doctor import examine
@@ -191,7 +133,7 @@ def doctor(as_json: Json = False) -> None:
     raise typer.Exit(0 if examine(as_json) else FINDING)
 
 
-@app.command()
+@app.command(short_help="Packs a run's records into one file.")
 def pack(
     folder: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
     target: Annotated[Path, typer.Argument(help="The .jsonl.gz (or .jsonl) file to write.")],
@@ -204,88 +146,37 @@ def pack(
     print(json.dumps({"records": count, "target": str(target)}) if as_json else f"{count} records in {target}")
 
 
-@env_app.command("list")
-def env_list(as_json: Json = False) -> None:
-    """The environments that exist, with their sizes."""
-    from harness.cli import listing
-    from harness.environments import venv
-
-    rows = [
-        {"lock": e.lock_hash, "made_for": ", ".join(e.frameworks), "mib": e.size_bytes // 2**20, "seconds": e.seconds}
-        for e in venv.existing()
-    ]
-    listing.table("Environments", rows, as_json)
-
-
-@env_app.command("make")
-def env_make(
-    names: Annotated[list[str] | None, typer.Argument(help="Frameworks; default all.")] = None, as_json: Json = False
-) -> None:
-    """Builds environments ahead of a run."""
-    from harness.cli import listing
-    from harness.environments import venv
-    from harness.plan import registry
-
-    say = (lambda text: None) if as_json else print
-    rows: list[dict[str, Any]] = []
-    for framework in {c.framework.name: c.framework for c in registry.select(names or None)}.values():
-        try:
-            made = venv.ensure(framework, say)
-            rows.append({"framework": framework.name, "state": "ready", "where": str(made.folder)})
-        except venv.EnvironmentFault as fault:
-            rows.append({"framework": framework.name, "state": "unsupported", "where": str(fault)})
-    listing.table("Environments", rows, as_json)
-
-
-@env_app.command("rm")
-def env_rm(
-    names: Annotated[list[str] | None, typer.Argument(help="Frameworks.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All environments.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Removes environments; the next run builds them anew."""
-    from harness.cli import listing
-    from harness.environments import venv
-    from harness.plan import registry
-
-    if not names and not everything:
-        raise BadInput("env rm was given no framework: name one, or say --all.")
-    locks = None if everything else {c.framework.lock_hash for c in registry.select(names)}
-    rows = []
-    for environment in venv.existing():
-        if locks is None or environment.lock_hash in locks:
-            venv.remove(environment)
-            rows.append({"lock": environment.lock_hash, "removed": str(environment.folder)})
-    listing.table("Removed environments", rows, as_json)
-
-
 def _mount() -> None:
     """Verbs that live beside what they show."""
     from harness.cli.ci import app as ci_app
     from harness.cli.compare import bisect, compare
     from harness.cli.dashboard import dashboard
     from harness.cli.data import app as data_app
+    from harness.cli.env import app as env_app
     from harness.cli.findings import findings
     from harness.cli.history import app as history_app
     from harness.cli.image import app as image_app
     from harness.cli.report import explain, report
+    from harness.cli.run_e2e import e2e
     from harness.cli.run_frontier import frontier
     from harness.cli.run_gpu import gpu
     from harness.cli.run_layers import layers
 
-    run_app.command()(frontier)
-    run_app.command()(layers)
-    run_app.command()(gpu)
+    run_app.command(short_help="Whole training: seconds per epoch, peak memory.")(e2e)
+    run_app.command(short_help="Single layers: time and memory.")(layers)
+    run_app.command(short_help="The largest physical batch in a memory budget.")(frontier)
+    run_app.command(short_help="A GPU in under 9 minutes, offline.")(gpu)
     app.add_typer(ci_app, name="ci", hidden=True)
-    app.add_typer(data_app, name="data")
-    app.add_typer(image_app, name="image")
-    app.add_typer(history_app, name="history")
-    app.command()(dashboard)
-    app.command()(report)
-    app.command()(findings)
-    app.command()(compare)
-    app.command()(bisect)
-    app.command()(explain)
+    app.add_typer(env_app, name="env", short_help="Environments of the frameworks.")
+    app.add_typer(data_app, name="data", short_help="The data sets.")
+    app.add_typer(image_app, name="image", short_help="Container images of the frameworks.")
+    app.add_typer(history_app, name="history", short_help="Runs over time, and lasting changes.")
+    app.command(short_help="Makes the site over the history.")(dashboard)
+    app.command(short_help="Makes tables and figures from records.")(report)
+    app.command(short_help="Writes README's and the findings' tables anew.")(findings)
+    app.command(short_help="Two contestants, or two states of the code.")(compare)
+    app.command(short_help="Names the commit that made a cell worse.")(bisect)
+    app.command(short_help="From a number back to its processes.")(explain)
 
 
 _mount()

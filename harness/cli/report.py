@@ -76,7 +76,7 @@ def _refuse(faults: list[str]) -> None:
 
 
 def compare(
-    a: Annotated[str, typer.Argument(help="Contestant, for instance dpcore-book-keeping; a unique part suffices.")],
+    a: Annotated[str, typer.Argument(help="Contestant, for instance dpcore-engine; a unique part suffices.")],
     b: Annotated[str, typer.Argument(help="Contestant to compare it with.")],
     folder: In = LOCAL_RESULTS,
     as_json: Json = False,

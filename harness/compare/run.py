@@ -72,7 +72,7 @@ DEFAULT_CONTESTANTS = ("dpcore-engine",)
 LAYER_WORKER = "harness.worker.layers"
 SINGLE_PASSES = 100_000
 LOOK_SECONDS = 0.2
-NOTIONS = ("cpu_peak_allocated", "cuda_peak_allocated", resident.NOTION)
+METRICS = ("cpu_peak_allocated", "cuda_peak_allocated", resident.GROWTH)
 """Counted by the framework's allocator in a layer; of a task, the growth of the resident set."""
 
 INFINITE_DISTANCE = 1e6
@@ -404,8 +404,8 @@ class ComparisonRun:
             return comparison
 
     def _description(self) -> dict[str, Any]:
-        """What a resumed comparison must have in common with its beginning; how long it may take is not among it.
-        Images are prepared by now."""
+        """Return what a resumed comparison must have in common with its beginning; how long it may take is not among
+        it. Images are prepared by now."""
         parts = {role: backend.describe() for role, backend in self.backends.items()}
         images = {role: part["images"] for role, part in parts.items() if "images" in part}
         options = {key: value for key, value in asdict(self.options).items() if key != "minutes"}
@@ -441,7 +441,7 @@ class ComparisonRun:
     def _prepare_executor(
         self, role: Role, contestant: AnyContestant, say: Callable[[str], None]
     ) -> Executor | Unavailable:
-        """Where it runs, or why it cannot."""
+        """Return where it runs, or why it cannot."""
         module = module_of(contestant)
         key = role, module, contestant.name
         if key not in self.executors:
@@ -538,8 +538,8 @@ class ComparisonRun:
         )
 
     def _room(self, cell: Cell, moved: list[float]) -> float:
-        """How far the weights of a task may lie apart, over the way travelled: sums in another order, and one float32
-        rounding of every weight in every step."""
+        """Return how far the weights of a task may lie apart, over the way travelled: sums in another order, and one
+        float32 rounding of every weight in every step."""
         start = initial_parameters(TASKS[cell.task], self.options.seed * 1000)
         rounding = math.sqrt(sum(float(np.sum(np.spacing(np.abs(w)).astype(np.float64) ** 2)) for w in start.values()))
         travelled = float(np.linalg.norm(moved))
@@ -585,8 +585,8 @@ class ComparisonRun:
         return pair
 
     def _stored(self, name: str, kind: type[Stored]) -> Stored | None:
-        """What an earlier call left under this name; None where it left nothing, or a process of it was interrupted by
-        somebody. Raises :class:`BadInput`, naming it, where it is corrupt."""
+        """Return what an earlier call left under this name; None where it left nothing, or a process of it was
+        interrupted by somebody. Raises :class:`BadInput`, naming it, where it is corrupt."""
         path = self.folder.records / name
         try:
             found = kind.model_validate(json.loads(path.read_text(encoding="utf-8"), parse_constant=no_number))
@@ -760,7 +760,7 @@ def _backend_of(options: ComparisonOptions, role: Role, side: Side) -> Backend:
 
 
 def _process(result: Result, with_versions: bool) -> Process:
-    """What is kept of a worker's result: of the passes, their median and spread."""
+    """Return what is kept of a worker's result: of the passes, their median and spread."""
     seconds = (result.layer or {}).get("pass_seconds") or result.epoch_seconds
     low, middle, high = (float(q) for q in np.quantile(seconds, (0.1, 0.5, 0.9))) if seconds else (None, None, None)
     memory = result.memory
@@ -771,7 +771,7 @@ def _process(result: Result, with_versions: bool) -> Process:
         passes=len(seconds),
         low=low,
         high=high,
-        bytes=next((memory[notion] for notion in NOTIONS if notion in memory), None),
+        bytes=next((memory[metric] for metric in METRICS if metric in memory), None),
         checks=[GateCheck.model_validate(line) for line in result.checks],
         versions=result.versions if with_versions else {},
         log_tail="" if result.state == "ok" else result.log_tail,

@@ -59,7 +59,7 @@ class Side:
 
     @property
     def slug(self) -> str:
-        """For the name of a folder."""
+        """Return the name as a part of a folder's name."""
         return self.content + (f"-{re.sub(r'[^A-Za-z0-9.]+', '-', self.image)[-40:]}" if self.image else "")
 
     @property

@@ -279,7 +279,7 @@ def _measured(
     outlier = float(rng.exponential(0.15)) if rng.random() < 0.02 else 0.0
     common = cell.log_factor[day] + rng.normal(0, cell.noise) + outlier + (0.2 if disturbed else 0.0)
     values = [float(f"{cell.seconds * drift * math.exp(common + e):.6g}") for e in rng.normal(0, 0.004, 3)]
-    notion = "cuda_peak_allocated" if device == "cuda" else "cpu_peak_allocated"
+    memory_metric = "cuda_peak_allocated" if device == "cuda" else "cpu_peak_allocated"
     return CellResult.model_construct(
         **{
             **_DEFAULTS,
@@ -287,7 +287,7 @@ def _measured(
             "state": "ok",
             "seconds": values,
             "disturbed": [disturbed] * 3,
-            "memory": {notion: int(cell.bytes * math.exp(cell.log_bytes[day])) // 4 * 4},
+            "memory": {memory_metric: int(cell.bytes * math.exp(cell.log_bytes[day])) // 4 * 4},
         }
     )
 

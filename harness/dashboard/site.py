@@ -20,10 +20,9 @@ from harness.history import events as events_of
 from harness.history import series as series_of
 from harness.history.events import Event
 from harness.history.runs import History
+from harness.store.folder import SITE
 
 WEB = Path(__file__).parent / "web"
-MARKER = "dpbench-dashboard.json"
-"""A folder that holds it is one of ours and may be replaced."""
 RECENT_EVENTS = 10
 OPEN_CELLS = 4
 """A page with no more cells shows all charts at once."""
@@ -34,7 +33,7 @@ def write(history: History, out: Path, options: Options) -> dict[str, Any]:
 
     Raises :class:`BadInput` where ``out`` holds something else, or cannot be written.
     """
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / MARKER).exists())):
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / SITE).exists())):
         raise BadInput(f"{out} holds something that is no dashboard; choose an empty folder by --out.")
     files, shown = pages(history, options)
     part, old = (out.with_name(f".{out.name}.{os.getpid()}.{what}") for what in ("part", "old"))
@@ -142,7 +141,7 @@ def pages(history: History, options: Options) -> tuple[dict[str, bytes], dict[st
         "faults": list(history.faults),
         "files": sorted(files),
     }
-    files[MARKER] = (json.dumps(shown, indent=1, ensure_ascii=False) + "\n").encode()
+    files[SITE] = (json.dumps(shown, indent=1, ensure_ascii=False) + "\n").encode()
     return files, shown
 
 

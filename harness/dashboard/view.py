@@ -349,7 +349,7 @@ def _cell_data(v: CellView, machine: int) -> dict[str, Any]:
         data["states"] = bad
     if s.counted:
         data["bytes"] = _changes([p.bytes or 0 for p in s.points])
-        data["notion"] = s.notion
+        data["memory_metric"] = s.memory_metric
         data["memory"] = _found(s, "memory", 1.0)
     return data
 

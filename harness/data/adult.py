@@ -79,7 +79,8 @@ def content(train: Sequence[Row], test: Sequence[Row]) -> Content:
 
 
 def _mean_and_deviation(values: Sequence[int]) -> tuple[float, float]:
-    """From exact integer sums, so that the bytes of the arrays are the same on every machine. 1 for a constant."""
+    """Return mean and standard deviation, from exact integer sums, so that the bytes of the arrays are the same on
+    every machine. 1 for a constant."""
     n, total, squares = len(values), sum(values), sum(value * value for value in values)
     return total / n, math.sqrt(n * squares - total * total) / n or 1.0
 

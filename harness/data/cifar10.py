@@ -35,7 +35,7 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 def _encode(text: str | bytes, encoding: str | bytes) -> bytes:
-    """How pickle protocol 2 spells bytes."""
+    """Return the bytes as pickle protocol 2 spells them."""
     if isinstance(text, bytes):
         return text
     return text.encode(encoding.decode() if isinstance(encoding, bytes) else encoding)
@@ -49,7 +49,7 @@ def _member(archive: tarfile.TarFile, name: str) -> bytes:
 
 
 def read_official(paths: Mapping[str, Path]) -> Content:
-    """From cifar-10-python.tar.gz: rows of 3,072 bytes, already channel by channel."""
+    """Read cifar-10-python.tar.gz: rows of 3,072 bytes, already channel by channel."""
     images, labels = {}, {}
     with tarfile.open(paths[OFFICIAL.file]) as archive:
         for batch in (*TRAIN_BATCHES, TEST_BATCH):
@@ -61,7 +61,7 @@ def read_official(paths: Mapping[str, Path]) -> Content:
 
 
 def read_npm(paths: Mapping[str, Path]) -> Content:
-    """From six lossless pictures with a row of 1,024 RGB pixels per image, and labels as JSON."""
+    """Read six lossless pictures with a row of 1,024 RGB pixels per image, and labels as JSON."""
     from PIL import Image  # only the fetching machine needs it
 
     images = {}

@@ -89,7 +89,7 @@ def _canonical(review: Review) -> tuple[bytes, int]:
 
 
 def read_official(paths: Mapping[str, Path]) -> Content:
-    """From aclImdb_v1.tar.gz: a text file per review in train/pos, train/neg, test/pos, test/neg."""
+    """Read aclImdb_v1.tar.gz: a text file per review in train/pos, train/neg, test/pos, test/neg."""
     labels = {"pos": 1, "neg": 0}
     splits: dict[str, list[Review]] = {"train": [], "test": []}
     with tarfile.open(paths[OFFICIAL.file]) as archive:
@@ -105,7 +105,7 @@ def read_official(paths: Mapping[str, Path]) -> Content:
 
 
 def read_packages(paths: Mapping[str, Path]) -> Content:
-    """From two packages: one holds all 50,000 reviews without the split, the other the 25,000 of the training split.
+    """Read two packages: one holds all 50,000 reviews without the split, the other the 25,000 of the training split.
 
     The test split is what remains when the training reviews are taken away one by one (a multiset difference: some
     reviews occur twice, also across the splits).

@@ -52,7 +52,7 @@ def cache_folder() -> Path:
 
 
 def folder(name: str, synthetic: bool = False) -> Path:
-    """Where data set ``name`` lives, whether it is there or not. BadInput for an unknown name."""
+    """Return where data set ``name`` lives, whether it is there or not. BadInput for an unknown name."""
     if name not in NAMES:
         raise BadInput(f"Unknown data set {name!r}: choose one of {', '.join(NAMES)}.")
     return cache_folder() / "data" / (f"{name}-synthetic" if synthetic else name)

@@ -378,7 +378,7 @@ class ToolFault(Exception):
     """A helper process failed; the message holds the tail of its error output."""
 
 
-def mortal(command: list[str]) -> list[str]:
+def dying_with_parent(command: list[str]) -> list[str]:
     """The command, killed by Linux when this process dies (PR_SET_PDEATHSIG outlives exec): an orphaned installer would
     write into the folder that the next run cleans up."""
     code = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
@@ -398,7 +398,7 @@ def run_tool(
     """
     try:
         done = subprocess.run(
-            mortal([str(python), "-m", module, *arguments]),
+            dying_with_parent([str(python), "-m", module, *arguments]),
             cwd=ROOT,
             env=worker_environment(os.cpu_count() or 1, environment or {}),
             stdin=subprocess.DEVNULL,

@@ -103,7 +103,7 @@ def _empty(group: Path) -> None:
 
 
 def _kills(group: Path) -> int:
-    """How often the kernel's out-of-memory killer struck inside the group."""
+    """Return how often the kernel's out-of-memory killer struck inside the group."""
     for name in ("memory.events", "memory.oom_control"):
         with contextlib.suppress(OSError):
             for line in (group / name).read_text().splitlines():

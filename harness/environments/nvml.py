@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-NOTION = "nvml_process_peak"
+METRIC = "nvml_process_peak"
 """The highest of what was seen, a look every tenth of a second: all pools and the CUDA context included."""
 
 
@@ -43,5 +43,5 @@ class Watch:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes by notion, or nothing where the process was never seen."""
-        return {NOTION: self._peak} if self._peak else {}
+        """Bytes by metric, or nothing where the process was never seen."""
+        return {METRIC: self._peak} if self._peak else {}

@@ -2,10 +2,10 @@
 
 A timed worker gets the seed of its batches after its last ``build``, is let go by the referee, who takes the time from
 then until the worker says that it has finished, and is stopped once at a moment drawn at random. With the word to start
-the worker learns in which order the batches of the stretch come. The worker's seconds
-must agree with the referee's. The referee's can only be longer: by the way of two messages through a pipe, and by what
-its own thread and the worker's had to wait for a processor meanwhile, which the kernel counts. The two readings of the
-weights after a stretch are timed in the same way.
+the worker learns in which order the batches of the stretch come. The worker's seconds must agree with the referee's,
+and its process tree may use no more processors than it was given. The referee's can only be longer: by the way of two
+messages through a pipe, and by what its own thread and the worker's had to wait for a processor meanwhile, which the
+kernel counts. The two readings of the weights after a stretch are timed in the same way, and the pause that follows.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from harness.environments.processors import tree_processors, tree_seconds
 from harness.tasks import TASKS
 from harness.worker.e2e import (
     DEFERRED_SECONDS,
@@ -44,6 +45,13 @@ PREPARATION_SECONDS = 0.5
 PREPARATION_FACTOR = 3.0
 """Between the seed of the batches and the first ``go`` a worker draws its index lists: so long may it take beside the
 referee, who draws the same."""
+PAUSE_SECONDS = 0.25
+"""Between the second reading of the weights and the next ``go`` a worker collects garbage and may save the weights."""
+PROCESSOR_SHARE = 0.02
+PROCESSOR_SECONDS = 0.05
+TICK_SECONDS = 0.01
+"""Processor time that the process tree may use beyond threads times seconds: the kernel counts it in ticks, twice
+in every stretch."""
 
 
 @dataclass
@@ -68,6 +76,9 @@ class Referee:
     second_reads: list[tuple[float, float]] = field(default_factory=list)
     """(seconds, room) of each reading of the weights after a stretch."""
 
+    pauses: list[tuple[float, float]] = field(default_factory=list)
+    """(seconds, room) from each second reading to the next ``go``."""
+
     faults: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -77,6 +88,10 @@ class Referee:
         self._told_seed: tuple[float, float] | None = None
         self._went: tuple[float, float] | None = None
         self._read_from: tuple[float, float] | None = None
+        self._paused_from: tuple[float, float] | None = None
+        self._used_before = (0.0, 0.0)
+        self._used = (0.0, 0.0)
+        self._processors: set[int] = set()
         self._timer: threading.Timer | None = None
         self._left: float | None = None
 
@@ -117,11 +132,13 @@ class Referee:
                 return {"batch_seed": self.request.batch_seed}
             case "go":
                 self._look_at_preparation(now)
+                self._look_at_pause(now, waited)
                 expected = event.get("stop_within")
                 if expected is not None:
                     self._stop_within(float(expected))
                 order = order_of(self.request.order_seed, int(event["epoch"]), int(event["done"]))
                 self._read_from = None
+                self._used_before = self._use()
                 self._went = (time.monotonic(), self._waited())
                 return {"go": True, "order": order}
         return {}
@@ -140,6 +157,16 @@ class Referee:
             took, limit = now - since, self._preparation_limit() + WAITING_FACTOR * (self._waited() - waited)
             if took > limit:
                 self.faults.append(f"{took:.3f} s went by between the batches and the clock (limit {limit:.3f} s)")
+
+    def _look_at_pause(self, now: float, waited: float) -> None:
+        if self._paused_from is not None:
+            start, waited_before = self._paused_from
+            self.pauses.append((now - start, self.room + WAITING_FACTOR * (waited - waited_before)))
+            self._paused_from = None
+
+    def _use(self) -> tuple[float, float]:
+        """(seconds of the clock, of all processors by the worker and what it started)."""
+        return time.monotonic(), tree_seconds(self.pid) if self.pid is not None else 0.0
 
     def _preparation_limit(self) -> float:
         return PREPARATION_SECONDS + PREPARATION_FACTOR * self._own_seconds
@@ -170,6 +197,10 @@ class Referee:
         self.seconds.append(now - start)
         self.allowances.append(waited - waited_before)
         self._read_from = now, waited
+        if self.pid is not None:
+            self._processors |= tree_processors(self.pid)
+        (clock, used), (clock_before, used_before) = self._use(), self._used_before
+        self._used = self._used[0] + clock - clock_before, self._used[1] + used - used_before
 
     def _read(self, now: float, waited: float) -> None:
         """The first of two readings after a stretch, or the second."""
@@ -182,6 +213,7 @@ class Referee:
         else:
             self.second_reads.append((now - start, room))
             self._read_from = None
+            self._paused_from = now, waited
 
     def close(self) -> None:
         if self._timer is not None:
@@ -192,7 +224,8 @@ class Referee:
         if result.state != "ok" or result.timed is None:
             return result
         stated = [float(s) for s in result.timed.get("part_seconds", [])]
-        faults = [*self.faults, *self._disagreements(stated), *self._slow_reads()]
+        faults = [*self.faults, *self._disagreements(stated), *self._slow_reads(), *self._long_pauses()]
+        faults += self._too_many_processors()
         timed = {**result.timed, "referee_seconds": self.seconds}
         return replace(result, timed=timed, clock_fault="; ".join(faults) or None)
 
@@ -227,6 +260,25 @@ class Referee:
         if _is_beyond(each) or _is_beyond(extra):
             shown = ", ".join(f"{one:.4f} and {two:.4f} s" for _, (one, _), (two, _) in both[:3])
             return [f"the readings of the weights took {shown} by the harness's clock (limit {longest:.4f} s each)"]
+        return []
+
+    def _long_pauses(self) -> list[str]:
+        limit = PAUSE_SECONDS + 2 * TASKS[self.request.task].weight_bytes / READ_BYTES_PER_SECOND
+        if self.pauses and _is_beyond([seconds - room - limit for seconds, room in self.pauses]):
+            longest = max(seconds for seconds, _ in self.pauses)
+            return [
+                f"{longest:.3f} s went by between a reading of the weights and the next start (limit {limit:.3f} s)"
+            ]
+        return []
+
+    def _too_many_processors(self) -> list[str]:
+        clock, used = self._used
+        threads = self.request.threads
+        room = PROCESSOR_SHARE * threads * clock + PROCESSOR_SECONDS + TICK_SECONDS * len(self.seconds)
+        if len(self._processors) > threads:
+            return [f"its processes may use {len(self._processors)} processors, and were given {threads}"]
+        if used > threads * clock + room:
+            return [f"its processes used {used:.2f} s of processors in {clock:.2f} s on {threads} threads"]
         return []
 
 

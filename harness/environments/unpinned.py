@@ -72,12 +72,12 @@ class UnpinnedEnvironment:
 
     @property
     def identity(self) -> str:
-        """Of the versions, in the place of the hash of a lock."""
+        """A hash of the versions, in the place of the hash of a lock."""
         text = "\n".join(f"{name}=={version}" for name, version in self.versions.items())
         return f"{UNPINNED}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
     def device(self, name: str) -> dict[str, Any]:
-        """What ``torch`` or ``jax`` says of the CUDA device: ``device`` is missing where it sees none."""
+        """Return what ``torch`` or ``jax`` says of the CUDA device: ``device`` is missing where it sees none."""
         try:
             return {"framework": name, **ask(self.python, "frameworks._tools.devices", [name])}
         except executor.ToolFault as fault:
@@ -132,7 +132,8 @@ class UnpinnedExecutor:
         self._beside = Venv(python, {**environment, **paths, **JAX_GROWS}, module)
 
     def run(self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None]) -> Result:
-        """As every executor. Raises :class:`OutOfTime` where not the process but the run took too long."""
+        """Run a process as every executor does. Raises :class:`OutOfTime` where not the process but the run took too
+        long."""
         deadline = self.backend.deadline
         deadline.check()
         own = min(limits.timeout_seconds, self.backend.longest_seconds)
@@ -150,7 +151,7 @@ def search_path() -> dict[str, str]:
 
 
 def look(python: Path, files: dict[str, tuple[Path, ...]]) -> UnpinnedEnvironment:
-    """What ``python`` has for each framework, by name with the ``files`` that its workers import.
+    """Return what ``python`` has for each framework, by name with the ``files`` that its workers import.
 
     Raises :class:`BadInput` where it is no Python that runs.
     """

@@ -178,7 +178,8 @@ def examined(
 
 
 def _fault_of_file(name: str, content: bytes, request: Request | LayerRequest) -> str | None:
-    """What a layer's pass left is looked at by the tool that compares it; here it is an archive of arrays."""
+    """Return what is wrong with the file. What a layer's pass left is looked at by the tool that compares it; here it
+    is an archive of arrays."""
     if isinstance(request, LayerRequest):
         return _arrays(content, LARGEST_WEIGHTS)[1]
     look = fault_of_replay if name == "checked" else fault_of_weights

@@ -114,7 +114,7 @@ def _build(framework: Framework, folder: Path, say: Say) -> Environment:
     with log.open("w") as output:
         for command in commands:
             done = subprocess.run(
-                executor.mortal(command),
+                executor.dying_with_parent(command),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

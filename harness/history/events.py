@@ -105,7 +105,8 @@ class Event:
 
     @property
     def red(self) -> bool:
-        """What no noise explains: a wrong update, a cell that stopped working, memory that grew."""
+        """Whether it is something that no noise explains: a wrong update, a cell that stopped working, memory that
+        grew."""
         return self.open and (self.metric == "memory" or (self.metric == "state" and self.severity[0] < 4))
 
     @property
@@ -276,7 +277,7 @@ def _grouped(changes: Iterable[Change]) -> list[tuple[Change, ...]]:
 
 
 def _alike(a: Change, b: Change) -> bool:
-    """Of one framework, or so near in size that one cause may be behind both."""
+    """Return whether two events are of one framework, or so near in size that one cause may be behind both."""
     sizes = sorted((_size(a), _size(b)))
     return a.series.cell.framework == b.series.cell.framework or sizes[1] <= 1.25 * sizes[0]
 
@@ -313,7 +314,7 @@ def _machine_steps(key: str, runs: Sequence[Run]) -> tuple[tuple[int, int, float
 def _notes(
     group: Sequence[Change], runs: Sequence[Run], metric: str, cells: int, moved: Iterable[tuple[int, int, float]]
 ) -> tuple[str, ...]:
-    """What else changed in the event's range."""
+    """Return notes on what else changed in the event's range."""
     low, high = max(c.before for c in group), min(c.after for c in group)
     notes = list(_versions(group, runs[low], runs[high]))
     for before, after, ratio in moved:

@@ -49,7 +49,7 @@ class _Model(BaseModel):
 class CellResult(_Model):
     """One cell of one run. ``subject``: the task or the layer. ``seconds``: one value per process that was timed (of an
     epoch, or of a pass over a layer), ``disturbed`` which of them other programs or the machine disturbed. ``memory``:
-    bytes by notion, the median over processes. ``code``: hashes of the adapter's source and of the environment's lock.
+    bytes by metric, the median over processes. ``code``: hashes of the adapter's source and of the environment's lock.
     ``failures``: how many processes failed beside those that count, by state."""
 
     name: str
@@ -257,13 +257,14 @@ def _memory(records: Iterable[Record]) -> dict[str, int]:
     values: dict[str, list[int]] = {}
     for r in records:
         if r.purpose == "memory" and r.state == "ok":
-            for notion, count in r.memory.items():
-                values.setdefault(notion, []).append(count)
-    return {notion: int(median(counts)) for notion, counts in sorted(values.items())}
+            for memory_metric, count in r.memory.items():
+                values.setdefault(memory_metric, []).append(count)
+    return {memory_metric: int(median(counts)) for memory_metric, counts in sorted(values.items())}
 
 
 def _of_tasks(records: Sequence[Record]) -> list[CellResult]:
-    """As the report's main table has them: a contestant stopped before its clock has its state at every batch size."""
+    """Return the cells of tasks as the report's main table has them: a contestant stopped before its clock has its
+    state at every batch size."""
     from harness.analysis import frames
 
     kept = [r for r in records if r.cell.kind == "e2e"]
@@ -431,7 +432,7 @@ class History:
 
 
 def of(runs: Iterable[Run], faults: Sequence[str] = ()) -> History:
-    """In order of time. Where two files hold one run of one machine the first by its id counts."""
+    """Return the runs in order of time. Where two files hold one run of one machine the first by its id counts."""
     kept: dict[tuple[str, str], Run] = {}
     said = list(faults)
     for run in sorted(runs, key=lambda r: (r.moment, r.id)):

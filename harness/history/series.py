@@ -24,8 +24,8 @@ from harness.analysis.change_points import Found, Step
 from harness.history.runs import CellResult, History, Run
 
 EXACT = ("cpu_peak_allocated", "cuda_peak_allocated")
-"""Notions of memory that count bytes; they do not jitter."""
-NOTIONS = (*EXACT, "peak_resident_growth", "nvml_process_peak")
+"""Metrics of memory that count bytes; they do not jitter."""
+MEMORY_METRICS = (*EXACT, "peak_resident_growth", "nvml_process_peak")
 """Those that have a series: the first that a cell has."""
 
 
@@ -53,17 +53,17 @@ class Series:
     name: str
     runs: tuple[Run, ...]
     points: tuple[Point, ...]
-    notion: str | None
+    memory_metric: str | None
     normalises: bool
 
     @property
     def cell(self) -> CellResult:
-        """As of the newest run that holds it."""
+        """The cell as of the newest run that holds it."""
         return self.points[-1].cell
 
     @cached_property
     def timed(self) -> tuple[Point, ...]:
-        """What the statistics see."""
+        """The points that the statistics see."""
         return tuple(p for p in self.points if p.normalised is not None and not p.vetoed)
 
     @cached_property
@@ -79,7 +79,7 @@ class Series:
     def memory(self) -> Found:
         """Indices of its steps are those of ``counted``."""
         values = [p.bytes for p in self.counted if p.bytes is not None]
-        if self.notion in EXACT or not values:
+        if self.memory_metric in EXACT or not values:
             found = change_points.exact(values)
             # Bytes that keep going back to what they were are not exact after all; those that only grow are, however
             # often: a further step must not take back what was published of the earlier ones.
@@ -90,7 +90,7 @@ class Series:
         return change_points.find([max(1, v) for v in values])
 
     def found(self, metric: str) -> tuple[Found, tuple[Point, ...]]:
-        """Of ``time`` or ``memory``: what was found, and the points that its indices count."""
+        """Return what was found of ``time`` or ``memory``, and the points that its indices count."""
         return (self.time, self.timed) if metric == "time" else (self.memory, self.counted)
 
     def changes(self, metric: str) -> Iterator[tuple[Step, int, int, int]]:
@@ -144,24 +144,29 @@ def of_machine(key: str, runs: Sequence[Run]) -> list[Series]:
     """All series of one machine, by name."""
     reference = reference_canary(runs)
     points: dict[str, list[Point]] = {}
-    notions: dict[str, str] = {}
+    memory_metrics: dict[str, str] = {}
     for run in runs:
         for cell in run.cells:
-            notion = next((n for n in NOTIONS if n in cell.memory), None)
-            if notion is not None:
-                known = notions.setdefault(cell.series, notion)
-                if NOTIONS.index(notion) < NOTIONS.index(known):
-                    notions[cell.series] = notion
+            memory_metric = next((n for n in MEMORY_METRICS if n in cell.memory), None)
+            if memory_metric is not None:
+                known = memory_metrics.setdefault(cell.series, memory_metric)
+                if MEMORY_METRICS.index(memory_metric) < MEMORY_METRICS.index(known):
+                    memory_metrics[cell.series] = memory_metric
     for i, run in enumerate(runs):
         factor = reference / run.canary_seconds if reference and run.canary_seconds else 1.0
         for cell in run.cells:
             value = cell.value if cell.state == "ok" else None
             scaled = None if value is None else value * (factor if cell.device == "cpu" else 1.0)
-            count = cell.memory.get(notions.get(cell.series, "")) if cell.state == "ok" else None
+            count = cell.memory.get(memory_metrics.get(cell.series, "")) if cell.state == "ok" else None
             points.setdefault(cell.series, []).append(Point(i, cell, value, scaled, cell.vetoed, count))
     return [
         Series(
-            key, name, tuple(runs), tuple(p), notions.get(name), p[-1].cell.device == "cpu" and reference is not None
+            key,
+            name,
+            tuple(runs),
+            tuple(p),
+            memory_metrics.get(name),
+            p[-1].cell.device == "cpu" and reference is not None,
         )
         for name, p in sorted(points.items())
     ]

@@ -77,7 +77,8 @@ def contestants(choice: Choice) -> list[Contestant]:
 
 
 def layer_contestants(choice: Choice) -> list[LayerContestant]:
-    """Of the chosen frameworks: those among LAYER_CONTESTANTS, or the core ones of a framework that has none there."""
+    """Return the contestants of the chosen frameworks: those among LAYER_CONTESTANTS, or the core ones of a framework
+    that has none there."""
     chosen = {c.framework.name for c in contestants(choice)}
     every = layer_registry.contestants()
     usual = [c for name in LAYER_CONTESTANTS for c in every if c.name == name and c.framework.name in chosen]
@@ -86,7 +87,7 @@ def layer_contestants(choice: Choice) -> list[LayerContestant]:
 
 
 def first_file(contestant: Contestant | LayerContestant) -> Path:
-    """What its workers import first."""
+    """Return the file that its workers import first."""
     name = "layers.py" if isinstance(contestant, LayerContestant) else "adapter.py"
     return contestant.framework.folder / name
 
@@ -111,7 +112,7 @@ def options(choice: Choice, synthetic: bool) -> Options:
 
 
 def layer_options(choice: Choice) -> LayerOptions:
-    """Of the part about single layers, at the first of the batch sizes. Raises :class:`BadInput`."""
+    """Return the options of the part about single layers, at the first of the batch sizes. Raises :class:`BadInput`."""
     made = layer_plan.preset(
         "smoke",
         layers=LAYERS if choice.layers is None else choice.layers,

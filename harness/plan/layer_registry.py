@@ -37,7 +37,7 @@ class LayerVariant:
     environment: dict[str, str] = field(default_factory=dict)
 
     def has(self, layer: Layer) -> bool:
-        """Whether there is such a cell at all."""
+        """Return whether there is such a cell at all."""
         return not self.kinds or layer.kind in self.kinds
 
     def why_unsupported(self, layer: Layer) -> str | None:
@@ -59,7 +59,7 @@ class LayerContestant:
 
     @property
     def code_hash(self) -> str:
-        """Of all code inside this repository that its times depend on."""
+        """A hash of all code inside this repository that its times depend on."""
         roots = [self.framework.folder / "layers.py", self.framework.folder / "layers.toml"]
         roots += [self.framework.root / source for source in (*COMMON_SOURCES, *self.sources)]
         digest = hashlib.sha256()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from harness import layers
-from harness.errors import BadInput
+from harness.errors import BadInput, did_you_mean
 from harness.layers import LAYERS
 from harness.plan import protocol as protocols
 from harness.plan.e2e import check_seed
@@ -127,7 +127,7 @@ def preset(name: str, **changes: Any) -> LayerOptions:
     Raises :class:`BadInput` for whatever cannot be measured.
     """
     if name not in PRESETS:
-        raise BadInput(f"There is no preset {name!r}; choose one of {', '.join(PRESETS)}.")
+        raise BadInput(f"There is no preset {name!r}{did_you_mean(name, PRESETS)}; choose one of {', '.join(PRESETS)}.")
     base = PRESETS[name]
     named = changes.pop("layers", None)
     chosen = base.layers if named is None else layers.select(named)

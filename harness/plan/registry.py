@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness.errors import BadInput
+from harness.errors import BadInput, did_you_mean
 from harness.paths import ROOT
 
 EXTRA_FOLDERS = "DPBENCH_FRAMEWORKS"
 """Environment variable: more folders of framework folders, separated like PATH."""
 
 
+FILE = "framework.toml"
 LAYER_FILES = ("layers.py", "layers.toml")
 """Of a framework's folder: they belong to the layer benchmark and have a hash of their own."""
 
 OWN_SAMPLING = ("poisson", "shuffled", "fixed")
 EVERY_TASK = "every-task"
+
+MARKERS = "osD^v<>PXdhpH8*"
+"""Shapes of points that a framework may have in figures, by their letters in matplotlib."""
+LOOK = re.compile(rb"^(colour|marker) *=.*\n", re.MULTILINE)
+"""Lines of framework.toml that no time depends on: a new colour does not make older measurements outdated."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,8 @@ class Variant:
 @dataclass(frozen=True)
 class Framework:
     """One folder. ``sources``: other files and folders (relative to the repository) that a time depends on. ``core``:
-    among the few contestants of the short presets."""
+    among the few contestants of the short presets. ``colour`` (``#RRGGBB``) and ``marker`` (one of MARKERS): how it
+    looks in every figure; the variants differ by the fill of the marker and the style of the line."""
 
     name: str
     title: str
@@ -72,6 +80,8 @@ class Framework:
     sources: tuple[str, ...] = ()
     hidden: bool = False
     core: bool = False
+    colour: str = "#6E6E6E"
+    marker: str = "o"
     root: Path = ROOT
     """The tree that ``sources`` are relative to, and that its workers import from: another one for a side of a
     comparison."""
@@ -101,7 +111,10 @@ class Framework:
         apart = {self.folder / name for name in LAYER_FILES}
         digest = hashlib.sha256()
         for path in sorted({p for root in roots for p in code_files(root)} - apart):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+            content = path.read_bytes()
+            if path.name == FILE:
+                content = LOOK.sub(b"", content)
+            digest.update(path.name.encode() + b"\0" + content + b"\0")
         return digest.hexdigest()[:12]
 
     @property
@@ -140,7 +153,7 @@ def code_files(root: Path) -> Iterable[Path]:
 
 def load(folder: Path, root: Path = ROOT) -> Framework:
     """Reads one ``framework.toml``; a mistake in it is the user's."""
-    path = folder / "framework.toml"
+    path = folder / FILE
     try:
         data = tomllib.loads(path.read_text())
         variants = tuple(Variant(**v) for v in data.pop("variants"))
@@ -148,6 +161,10 @@ def load(folder: Path, root: Path = ROOT) -> Framework:
         framework = Framework(folder=folder, variants=variants, root=root, **data)
     except (tomllib.TOMLDecodeError, TypeError, KeyError) as error:
         raise BadInput(f"{path} cannot be read ({error}); compare it with frameworks/pytorch/framework.toml.") from None
+    if not re.fullmatch("#[0-9A-Fa-f]{6}", str(framework.colour)):
+        raise BadInput(f"{path} has colour {framework.colour!r}; write it as #RRGGBB, for instance #0072B2.")
+    if framework.marker not in tuple(MARKERS):
+        raise BadInput(f"{path} has marker {framework.marker!r}; choose one of {' '.join(MARKERS)}.")
     for variant in variants:
         if variant.own_sampling not in (None, *OWN_SAMPLING):
             raise BadInput(
@@ -212,7 +229,9 @@ def _expand(name: str, known: dict[str, Framework]) -> list[Contestant]:
         for variant in framework.variants:
             if f"{framework.name}-{variant.name}" == name:
                 return [Contestant(framework, variant)]
+    variants = [f"{framework.name}-{variant.name}" for framework in known.values() for variant in framework.variants]
+    meant = did_you_mean(name, [*known, *variants, "core", "defaults"])
     raise BadInput(
-        f"There is no framework {name!r}; choose from {', '.join(known)} (a variant as opacus-ghost), "
+        f"There is no framework {name!r}{meant}; choose from {', '.join(known)} (a variant as opacus-ghost), "
         "core, defaults or all."
     )

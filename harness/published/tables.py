@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import cache
@@ -35,12 +36,8 @@ def ratios(entries: Sequence[Entry], sizes: Sequence[int] = ()) -> str:
         entries: Runs whose records are read; those without end-to-end times add nothing.
         sizes: Batch sizes to show; all if empty.
     """
-    found = [fastest_peer.frame(tables) for entry in sorted(entries, key=_age) if (tables := _tables(entry.file))]
-    rows = pd.concat([f for f in found if len(f)], ignore_index=True)
-    rows = rows[rows.contestant.str.startswith(f"{LIBRARY}-") & (rows.protocol == "verified-v1")]
-    if sizes:
-        rows = rows[rows.batch_size.isin(sizes)]
-    rows = rows.drop_duplicates(["task", "batch_size", "contestant", "against"], keep="last")
+    rows = against(entries, sizes)
+    rows = rows[rows.contestant.str.startswith(f"{LIBRARY}-")]
     shown = {(row.task, row.batch_size, row.contestant, row.against): _ratio(row) for row in rows.itertuples()}
     order = list(TASKS)
     cells = sorted({key[:3] for key in shown}, key=lambda key: (order.index(key[0]), *key[1:]))
@@ -54,9 +51,27 @@ def ratios(entries: Sequence[Entry], sizes: Sequence[int] = ()) -> str:
     return "\n".join(lines)
 
 
+def against(entries: Sequence[Entry], sizes: Sequence[int] = ()) -> pd.DataFrame:
+    """Return every private contestant's time over that of the fastest peer and of PyTorch without DP.
+
+    The rows are those of :func:`harness.report.chapters.fastest_peer.frame`, in the order of the tasks. A ratio is
+    taken within one run; where several runs hold a cell, the newest one counts.
+
+    Args:
+        entries: Runs whose records are read; those without end-to-end times add nothing.
+        sizes: Batch sizes to keep; all if empty.
+    """
+    found = [fastest_peer.frame(tables) for entry in sorted(entries, key=_age) if (tables := _tables(entry.file))]
+    rows = pd.concat([f for f in found if len(f)], ignore_index=True)
+    rows = rows[(rows.protocol == "verified-v1") & (rows.batch_size.isin(sizes) if sizes else True)]
+    rows = rows.drop_duplicates(["task", "batch_size", "contestant", "against"], keep="last")
+    return rows.sort_values("task", key=lambda column: column.map(list(TASKS).index), kind="stable")
+
+
 def _ratio(row: Any) -> str:
     few = "" if row.n == 5 else f" n={row.n}"
-    return f"{factor(row.ratio)}{doubts(row)} [{factor(row.low)}, {factor(row.high)}] {row.other}{few}"
+    bounds = "" if math.isnan(row.low) else f" [{factor(row.low)}, {factor(row.high)}]"
+    return f"{factor(row.ratio)}{doubts(row)}{bounds} {row.other}{few}"
 
 
 def grids(entries: Sequence[Entry], title: str) -> str:

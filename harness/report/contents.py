@@ -73,29 +73,39 @@ def _of_section(tables: Tables, section: Section, numbers: Mapping[str, pd.DataF
     pictures = task_figures.pictures(tables, section) | memory_figure.pictures(tables, section)
     when = model.provenance(tables, section)
 
-    def chapter(title: str, grids: Iterable[Grid], **frames: pd.DataFrame) -> Chapter:
-        """``frames``: by the stem of the CSV file, with _ for -."""
+    def chapter(
+        title: str, grids: Iterable[Grid], brief: Iterable[Grid] | None = None, **frames: pd.DataFrame
+    ) -> Chapter:
+        """``frames``: by the stem of the CSV file, with _ for -. ``brief``: what the Markdown page shows of it."""
         of_here = {stem.replace("_", "-"): section.of(frame) for stem, frame in frames.items()}
         shown = tuple(picture for stem in of_here for picture in pictures.get(stem, ()))
-        own = {
-            task_figures.file_name(stem, section, here): LATEX[stem](tables, section)
+        named = {
+            task_figures.file_name(name, tables, section, here): make
             for stem, here in of_here.items()
-            if stem in LATEX and len(here)
+            for name, make in (LATEX.get(stem, {}) if len(here) else {}).items()
+            if name != "main" or (here.state == "ok").any()
         }
-        return Chapter(title, section, tuple(grids), shown, of_here, when, own, interactive=True)
+        own = {f"tab-{label}": make(tables, section, label) for label, make in named.items()}
+        short = None if brief is None else tuple(brief)
+        return Chapter(title, section, tuple(grids), shown, of_here, when, own, interactive=True, brief=short)
 
     yield chapter(
-        "Seconds per epoch", task_tables.seconds_and_published(tables, section), seconds_per_epoch=tables.cells
+        "Seconds per epoch",
+        task_tables.seconds_and_published(tables, section),
+        task_tables.seconds(tables, section),
+        seconds_per_epoch=tables.cells,
     )
     yield chapter(
         "Relative to PyTorch without DP", task_tables.ratios(tables, section), relative_to_pytorch=tables.ratios
     )
+    peers = tuple(fastest_peer.grids(numbers["fastest-peer"], section))
     yield Chapter(
         "Against the fastest peer",
         section,
-        tuple(fastest_peer.grids(numbers["fastest-peer"], section)),
+        peers,
         frames={"fastest-peer": section.of(numbers["fastest-peer"])},
         when=when,
+        brief=tuple(grid for grid in peers if grid.title.endswith(fastest_peer.TITLES[fastest_peer.PEER])),
     )
     yield Chapter(
         "Cumulative seconds",
@@ -104,28 +114,33 @@ def _of_section(tables: Tables, section: Section, numbers: Mapping[str, pd.DataF
         tuple(pictures["cumulative-seconds"]),
         {"cumulative-seconds": section.of(numbers["cumulative-seconds"])},
         when,
+        brief=(),
     )
-    yield chapter("Framework, DP, compile", task_tables.overheads(tables, section), overheads=tables.overheads)
+    yield chapter("Framework, DP, compile", task_tables.overheads(tables, section), (), overheads=tables.overheads)
     yield Chapter(
         "The paper against these measurements",
         section,
         tuple(task_tables.against_the_paper(tables, section)),
         frames={stem: section.of(numbers[stem]) for stem in numbers if stem.startswith("paper-")},
         when=when,
+        brief=(),
     )
     starting, reached, bound = (section.of(numbers[k]) for k in ("start-up", "seconds-to-accuracy", "physical-floor"))
     yield chapter(
         "Start-up",
         [*costs.start_up_grids(starting), *task_tables.compile_seconds(tables, section)],
+        (),
         start_up=starting,
         compile_seconds=tables.compile,
     )
-    yield chapter("Seconds to accuracy and ε", costs.goals_grids(reached), seconds_to_accuracy=reached)
-    yield chapter("Physical floor", costs.floor_grids(tables, section, bound), physical_floor=bound)
-    of_memory = chapter("Peak memory", task_tables.memory(tables, section), peak_memory=tables.memory)
+    yield chapter("Seconds to accuracy and ε", costs.goals_grids(reached), (), seconds_to_accuracy=reached)
+    yield chapter("Physical floor", costs.floor_grids(tables, section, bound), (), physical_floor=bound)
+    memory = task_tables.memory(tables, section)
+    # What the kernel counted comes first; other instruments stand on the page and in the CSV file.
+    of_memory = chapter("Peak memory", memory, task_tables.first_metric(tables, memory), peak_memory=tables.memory)
     yield replace(of_memory, interactive=False)  # the page's own charts are of seconds
-    yield chapter("Privacy", task_tables.privacy(tables, section), privacy=tables.privacy)
-    yield chapter("Accuracy", task_tables.accuracy(tables, section), accuracy=tables.accuracy)
+    yield chapter("Privacy", task_tables.privacy(tables, section), (), privacy=tables.privacy)
+    yield chapter("Accuracy", task_tables.accuracy(tables, section), (), accuracy=tables.accuracy)
     yield chapter("Failures and rejections", costs.failures(tables, section))
     yield chapter("Coverage", task_tables.coverage(tables, section), coverage=tables.coverage)
     yield Chapter(
@@ -135,10 +150,14 @@ def _of_section(tables: Tables, section: Section, numbers: Mapping[str, pd.DataF
         frames={"gate": section.of(tables.gate)},
         when=when,
         printed=False,
+        brief=tuple(task_tables.gate_summary(tables, section)),
     )
     yield chapter("Hardware", costs.hardware(tables, section))
     yield chapter("Versions", task_tables.versions(tables, section), versions=tables.versions)
 
 
-LATEX = {"seconds-per-epoch": latex.seconds, "relative-to-pytorch": latex.ratios}
-"""Layouts of their own, by the stem of the numbers."""
+LATEX: Mapping[str, Mapping[str, Callable[[Tables, Section, str], str]]] = {
+    "seconds-per-epoch": {"main": latex.main, "seconds-per-epoch": latex.seconds},
+    "relative-to-pytorch": {"relative-to-pytorch": latex.ratios},
+}
+"""Layouts of their own, by the stem of the numbers and the name of the table."""

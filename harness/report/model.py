@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from harness.analysis import stats
 from harness.analysis.frames import SECTION, Tables
+from harness.analysis.naming import machine_slug, number, slug, where
 from harness.store.record import Record
 from harness.tasks import TASKS
 
@@ -64,11 +67,13 @@ class Section:
 @dataclass(frozen=True)
 class Picture:
     """A figure for print. ``stem``: name of its files, without a suffix and unique in a report; ``title``: what it
-    shows, in words, for those who cannot see it. The figure carries its own legend and provenance."""
+    shows, in words, for those who cannot see it; ``provenance``: machine, rules, days and code, for captions and for
+    the metadata of its files. The figure carries its own legend."""
 
     stem: str
     title: str
     draw: Callable[[], Figure]
+    provenance: str
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,8 @@ class Chapter:
     are appended to each other. ``when``: day and commit, for captions. ``latex``: a layout of its own (for ``\\input``)
     instead of the one that is made of ``grids``, by the stem of its file. ``printed``: False where the grids are too
     long for LaTeX. ``in_terminal``: whether ``dpbench report`` prints the grids too.
-    ``interactive``: whether the HTML page draws its figures anew, so that it does not hold the pictures.
+    ``interactive``: whether the HTML page draws its figures anew, so that it does not hold the pictures. ``brief``: the
+    grids of the Markdown page, where it does not take all of them; none: it only names the chapter.
     """
 
     title: str
@@ -93,10 +99,65 @@ class Chapter:
     printed: bool = True
     in_terminal: bool = False
     interactive: bool = False
+    brief: tuple[Grid, ...] | None = None
 
 
 def sections(tables: Tables) -> list[Section]:
-    return [Section(*key) for key in sorted(set(tables.raw[SECTION].itertuples(index=False, name=None)))]
+    """All sections of the end-to-end records: first the one with the most undisturbed times."""
+    raw = tables.raw
+    return sections_of(raw, (raw.purpose == "time") & (raw.state == "ok") & ~raw.disturbed & ~raw.superseded)
+
+
+def sections_of(raw: pd.DataFrame, counts: pd.Series | None = None) -> list[Section]:
+    """All sections of a frame: first the one with the most rows that ``counts`` marks (default: all), then by name."""
+    sound = raw if counts is None else raw[counts]
+    times = sound.groupby(SECTION).size()
+    keys = sorted(set(raw[SECTION].itertuples(index=False, name=None)))
+    return [Section(*key) for key in sorted(keys, key=lambda key: -int(times.get(key, 0)))]
+
+
+def section_names(sections: Sequence[Section]) -> dict[Section, str]:
+    """Return what tells each section from the first one, for file names: nothing for the first, the parts that differ
+    for others, and their number where even these are the same."""
+    found: dict[Section, str] = {}
+    for section in sections:
+        main = sections[0]
+        parts = [getattr(section, c) for c in SECTION[1:] if getattr(section, c) != getattr(main, c)]
+        if section.machine != main.machine:
+            parts.append(machine_slug(section.machine))
+        name = slug("-".join(parts))
+        found[section] = f"{name}-{len(found)}" if name in found.values() else name
+    return found
+
+
+def readable(section: Section, here: pd.DataFrame) -> str:
+    """Machine, threads and days of a section as a reader wants them. ``here``: its processes."""
+    return where(section.machine, sorted(str(started)[:10] for started in here.started))
+
+
+def baselines(ratios: pd.DataFrame) -> str:
+    """Name what the ratios are over; where it is not always the same, which for which task and batch sizes."""
+    if ratios.baseline.nunique() == 1:
+        return str(ratios.baseline.iloc[0])
+    several = ratios.task.nunique() > 1
+    places: dict[str, list[str]] = {}
+    for task, group in ratios.groupby("task", sort=False):
+        for name, mine in group.groupby("baseline"):
+            sizes = " ".join(str(size) for size in sorted(mine.batch_size.unique()))
+            of_task = [str(task)] if several else []
+            places.setdefault(str(name), []).append(
+                " ".join(of_task if group.baseline.nunique() == 1 else [*of_task, f"at {sizes}"])
+            )
+    return "the faster of " + " and ".join(f"{name} ({', '.join(at)})" for name, at in places.items())
+
+
+def rounds_note(n: pd.Series, brackets: str) -> str:
+    """Say what a ratio is the mean of, and what ``brackets`` or bars mean."""
+    most, least = int(n.max()), int(n.min())
+    fewer = f" (down to {least} where pairs were disturbed or are missing)" if least < most else ""
+    if most < stats.INTERVAL_ROUNDS:
+        return f"mean of n = {count(most, 'paired round', 'paired rounds')}, too few for an interval."
+    return f"mean of {most} paired rounds{fewer}; {brackets}: 95 % interval (Student's t on log-ratios), from n = 3 on."
 
 
 def blocks(frame: pd.DataFrame) -> Iterator[tuple[str, bool, pd.DataFrame]]:
@@ -149,10 +210,16 @@ def doubt_notes(frame: pd.DataFrame) -> list[str]:
     ]
 
 
+def interval(low: float, high: float) -> str:
+    """Bounds in brackets behind their number; nothing where there are none."""
+    return "" if math.isnan(low) else f" [{number(low)}, {number(high)}]"
+
+
 def spread_note(n: int, unless: str = "unless shown") -> str:
     """What the brackets are."""
-    if n == 1:
-        return f"n = 1 process per cell {unless}: no spread, another process may lie elsewhere."
+    if n < stats.INTERVAL_ROUNDS:
+        many = count(n, "process", "processes")
+        return f"n = {many} per cell {unless}: too few for an interval, another process may lie elsewhere."
     if n < 6:
         return f"n = {n} processes per cell {unless}; [lowest, highest] process (under 6 there is no 95 % interval)."
     return (
@@ -170,7 +237,7 @@ def count(n: int, singular: str, plural: str) -> str:
     return f"{n} {singular if n == 1 else plural}"
 
 
-NOTIONS = {
+METRICS = {
     "peak_resident_growth": "peak resident memory of the process above the loaded data and model",
     "resident_kept_after_warm_up": "how much of that was there before the first steady step",
     "peak_resident_growth_with_compile": "peak with the warm-up and its compilation",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pandas as pd
@@ -11,9 +11,10 @@ import pandas as pd
 from harness.analysis import naming
 from harness.errors import BadInput
 from harness.report import contents as chapters
+from harness.report import model
 from harness.report.figures import tasks as task_figures
 from harness.report.formats import latex, markdown, page
-from harness.report.model import Chapter, Report
+from harness.report.model import Chapter, Picture, Report, Section
 from harness.store import read
 from harness.store.cache import write_atomically
 
@@ -26,7 +27,7 @@ def write(records_folder: Path, out: Path, plots: Path) -> list[Path]:
 
 
 def write_report(report: Report, out: Path, plots: Path) -> list[Path]:
-    """Writes everything; files that carry synthetic or extrapolated figures say so in their names."""
+    """Writes everything; files that carry synthetic figures say so in their names."""
     for folder in (out, plots):
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -34,7 +35,9 @@ def write_report(report: Report, out: Path, plots: Path) -> list[Path]:
             raise BadInput(f"The folder {folder} cannot be made ({error.strerror}); choose another.") from None
     try:
         drawn = task_figures.draw((picture for chapter in report.chapters for picture in chapter.pictures), plots)
-        written = texts(report, [os.path.relpath(path, out) for path in drawn if path.suffix == ".pdf"])
+        shown = {picture.stem: picture for chapter in report.chapters for picture in chapter.pictures}
+        pdfs = {os.path.relpath(path, out): shown[path.stem] for path in drawn if path.suffix == ".pdf"}
+        written = texts(report, pdfs)
         written["report.html"] = page.page(report, {path.stem: path for path in drawn if path.suffix == ".png"})
         for name, text in written.items():
             write_atomically(out / name, text.encode())
@@ -45,16 +48,19 @@ def write_report(report: Report, out: Path, plots: Path) -> list[Path]:
     return [*(out / name for name in written), *drawn]
 
 
-def texts(report: Report, pictures: list[str]) -> dict[str, str]:
-    """File name -> content of all tables; ``pictures``: paths of the PDFs that ``report.tex`` shows."""
+def texts(report: Report, pictures: Mapping[str, Picture]) -> dict[str, str]:
+    """File name -> content of all tables; ``pictures``: path of each PDF that ``report.tex`` shows -> what it is."""
     synthetic = report.tables is not None and bool(report.tables.raw.synthetic.any())
-    texts = {f"{naming.slug('report', 'synthetic' if synthetic else '')}.md": markdown.page(report.chapters)}
+    texts = {f"{naming.slug('report', 'synthetic' if synthetic else '')}.md": markdown.page(report)}
     for kind, frame in frames(report.chapters).items():
-        texts[f"{naming.slug(kind, *_flags(frame))}.csv"] = frame.to_csv(index=False)
-    inputs = [name for chapter in report.chapters for name in latex_files(chapter)]
-    for chapter in report.chapters:
-        texts |= {f"{name}.tex": text for name, text in latex_files(chapter).items()}
-    floating = {name for name in inputs if r"\begin{table}" in texts[f"{name}.tex"]}
+        texts[f"{naming.slug(kind, 'synthetic' if _is_synthetic(frame) else '')}.csv"] = frame.to_csv(index=False)
+    names = model.section_names([*dict.fromkeys(c.section for c in report.chapters if c.section)])
+    files = [latex_files(chapter, names) for chapter in report.chapters]
+    inputs = [name for own in files for name in own]
+    for own in files:
+        texts |= {f"{name}.tex": text for name, text in own.items()}
+    texts[latex.BIBLIOGRAPHY.name] = latex.BIBLIOGRAPHY.read_text()
+    floating = {name for name in inputs if r"\begin{table" in texts[f"{name}.tex"]}
     texts["report.tex"] = latex.document(inputs, pictures, floating)
     return texts
 
@@ -69,17 +75,14 @@ def frames(chapters: Iterable[Chapter]) -> dict[str, pd.DataFrame]:
     return {stem: pd.concat(found, ignore_index=True) for stem, found in parts.items()}
 
 
-def latex_files(chapter: Chapter) -> dict[str, str]:
-    """Stem of the file -> tables for ``\\input``."""
+def latex_files(chapter: Chapter, names: Mapping[Section, str]) -> dict[str, str]:
+    """Stem of the file -> tables for ``\\input``. ``names``: what tells a section from the others in file names."""
     if chapter.latex or not chapter.grids or not chapter.printed:
         return dict(chapter.latex)
-    section = chapter.section
-    where = (
-        [section.protocol, section.device, section.isolation, naming.machine_slug(section.machine)] if section else []
-    )
-    marked = sorted({flag for frame in chapter.frames.values() for flag in _flags(frame)})
-    return {naming.slug(chapter.title, *where, *marked): latex.chapter(chapter)}
+    marked = ["synthetic"] if any(map(_is_synthetic, chapter.frames.values())) else []
+    label = naming.slug(chapter.title, names[chapter.section] if chapter.section else "", *marked)
+    return {f"tab-{label}": latex.chapter(chapter, label)}
 
 
-def _flags(frame: pd.DataFrame) -> list[str]:
-    return [f for f in ("extrapolated", "synthetic") if f in frame.columns and frame[f].any()]
+def _is_synthetic(frame: pd.DataFrame) -> bool:
+    return "synthetic" in frame.columns and bool(frame.synthetic.any())

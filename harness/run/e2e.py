@@ -28,6 +28,7 @@ from harness.plan import protocol as protocols
 from harness.plan.e2e import Job, Options
 from harness.plan.registry import Contestant
 from harness.run import peaks
+from harness.run.job_text import outcome_of
 from harness.run.progress import Progress
 from harness.run.session import ENDS_THE_RUN, Moment, Session, changed, killer, short, unforeseen
 from harness.store import sequence
@@ -102,17 +103,19 @@ class Run(Session[Options, Contestant, Job, Request]):
         return not self._snapshot(job, "memory").exists() and self.folder.read(self._record_name(timed)) is None
 
     def _gate_of(self, job: Job) -> Gate:
-        """What the record of a measurement says of its gate, whose checks stand in a record of their own."""
+        """Return what the record of a measurement says of its gate, whose checks stand in a record of their own."""
         verdict = self.verdicts[job.contestant.name, job.cell.task]
         return Gate(passed=verdict.passed, key=verdict.gate.key, checks=[])
 
     def measured_peaks(self) -> dict[str, float] | None:
-        """Of this machine's processors; None where contestants run on a GPU or on another machine."""
+        """Measure the peak rates of this machine's processors; None where contestants run on a GPU or on another
+        machine."""
         is_here = self.options.device == "cpu" and self.backend.remote_host is None
         return peaks.measure(self.threads) if is_here else None
 
     def description(self) -> dict[str, Any]:
-        """What all records of the folder have in common: options, code, machine. A resumed run must have the same."""
+        """Return what all records of the folder have in common: options, code, machine. A resumed run must have the
+        same."""
         return {
             **self.backend.describe(),
             "options": asdict(self.options),
@@ -143,7 +146,8 @@ class Run(Session[Options, Contestant, Job, Request]):
         progress.begin(len(pairs), "gate")
         for contestant, task in pairs:
             progress.doing(f"gate · {task} · {contestant.name}")
-            progress.done(self.judged(contestant, task, progress.say).state)
+            record = self.judged(contestant, task, progress.say)
+            progress.done("passed" if record.state == "ok" else outcome_of(record))
 
     def judged(self, contestant: Contestant, task: str, say: Callable[[str], None], fresh: bool = False) -> Record:
         """The record of the gate's verdict, which is written and remembered. ``fresh``: forget an earlier verdict."""
@@ -273,7 +277,7 @@ class Run(Session[Options, Contestant, Job, Request]):
         )
 
     def _hashes_of(self, contestant: Contestant) -> tuple[str, str]:
-        """Of the code and of the environment."""
+        """Return the hashes of the code and of the environment."""
         return contestant.framework.adapter_hash, self.backend.environment_id(contestant.framework)
 
     @property
@@ -375,7 +379,7 @@ class Run(Session[Options, Contestant, Job, Request]):
         return replace(result, state="rejected", reason="; ".join(faults)) if faults else result
 
     def step_reference(self, request: Request, checked: Path, say: Callable[[str], None]) -> dict[str, Any]:
-        """What :mod:`frameworks._tools.step_reference` says of the step.
+        """Return what :mod:`frameworks._tools.step_reference` says of the step.
 
         Raises :class:`EnvironmentFault` or :class:`ToolFault` where it cannot be asked.
         """
@@ -454,7 +458,7 @@ class Run(Session[Options, Contestant, Job, Request]):
         )
 
     def _epsilon(self, job: Job, result: Result) -> Epsilon | None:
-        """Of the whole epochs that the figure stands for. None where batches are no Poisson samples."""
+        """Return ε of the whole epochs that the figure stands for. None where batches are no Poisson samples."""
         cell, sampling = job.cell, self.protocol.sampling
         if sampling == "own":
             sampling = job.contestant.variant.own_sampling or "none"

@@ -94,7 +94,7 @@ class Budgeted:
         """The limit of the process is coarser than the budget (the kernel does not charge pages that libraries share),
         so the peak that the worker measured has the last word."""
         result = self.executor.run(request, replace(limits, growth_bytes=self.budget_bytes), on_event)
-        growth = result.memory.get(memory.NOTION_WITH_COMPILE, 0)
+        growth = result.memory.get(memory.GROWTH_WITH_COMPILE, 0)
         if result.state == "ok" and growth > self.budget_bytes:
             reason = f"peak growth {_mib(growth)} is above the budget of {_mib(self.budget_bytes)} above start-up."
             return replace(result, state="oom", reason=reason)
@@ -240,7 +240,7 @@ class FrontierRun(Run):
 
 
 def fit_of(record: Record) -> Fit:
-    """What a probe's record, ``ok`` or ``oom``, says of its size."""
+    """Return what a probe's record, ``ok`` or ``oom``, says of its size."""
     seconds = record.probe.step_seconds if record.probe else []
     return Fit(record.state == "ok", min(seconds, default=0.0))
 

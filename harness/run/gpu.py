@@ -33,6 +33,7 @@ from harness.plan.registry import Contestant
 from harness.run.e2e import Run
 from harness.run.gpu_summary import Key, Outcome, key_of, summary, text
 from harness.run.gpu_summary import Place as Where
+from harness.run.job_text import outcome_of, title_of
 from harness.run.layers import LayerRun
 from harness.run.progress import Progress
 from harness.store import cache, record
@@ -110,7 +111,7 @@ class GpuRun:
         self.slots = max(1, min(MOST_SIDE_BY_SIDE, cores // CORES_PER_PROCESS)) if is_cuda else 1
 
     def _devices(self) -> list[dict[str, object]]:
-        """What the frameworks say of the device. Raises :class:`BadInput` where none sees one."""
+        """Return what the frameworks say of the device. Raises :class:`BadInput` where none sees one."""
         names = [name for name in ("torch", "jax") if name in self.environment.versions]
         with ThreadPoolExecutor(2) as pool:
             said = list(pool.map(self.environment.device, names))
@@ -202,8 +203,8 @@ class GpuRun:
             made, is_old = self.e2e.recorded(job, progress)
         self._keep(made)
         with self.lock:
-            progress.doing(f"{job.cell.name} · {job.purpose}")
-            progress.done(made.state)
+            progress.doing(f"{title_of(job)}, {job.purpose}")
+            progress.done(outcome_of(made), counts=False)
         if not is_old:
             self._write()
 

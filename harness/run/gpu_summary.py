@@ -14,7 +14,7 @@ from harness.store.record import Cell, Record
 BASELINE = "pytorch-eager"
 NOT_BEGUN = "not begun"
 MEMORY = ("cuda_peak_allocated", "cpu_peak_allocated", "jax_peak_in_use", "cuda_peak_in_use", "peak_resident_growth")
-"""The first of these notions that a record has is shown."""
+"""The first of these metrics that a record has is shown."""
 
 Key = tuple[str, str, int]
 """(cell, purpose, round) of a record or of a job."""
@@ -57,13 +57,13 @@ class Outcome:
 
     @property
     def expected_rejections(self) -> int:
-        """How many of the rejected records are known findings."""
+        """Number of the rejected records that are known findings."""
         rejected = [r for r in self.records.values() if r.state == "rejected"]
         return sum((r.cell.task, r.cell.contestant) in self.declared for r in rejected)
 
     @property
     def states(self) -> dict[str, int]:
-        """How many records of each state, the gate's included."""
+        """Number of records of each state, the gate's included."""
         found: dict[str, int] = {}
         for one in self.records.values():
             found[one.state] = found.get(one.state, 0) + 1
@@ -190,8 +190,8 @@ def _ending(timed: Sequence[Record], memory: Record | None) -> dict[str, Any]:
 
 def _memory(record: Record | None) -> dict[str, Any]:
     found = record.memory if record is not None and record.state == "ok" else {}
-    notion = next((name for name in MEMORY if name in found), None)
-    return {"memory_bytes": found[notion] if notion else None, "memory_notion": notion}
+    metric = next((name for name in MEMORY if name in found), None)
+    return {"memory_bytes": found[metric] if metric else None, "memory_metric": metric}
 
 
 def _with_ratio(rows: list[dict[str, Any]], value: str, block: tuple[str, ...]) -> list[dict[str, Any]]:

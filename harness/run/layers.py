@@ -58,7 +58,8 @@ class LayerRun(Session[LayerOptions, LayerContestant, LayerJob, LayerRequest]):
             )
 
     def description(self) -> dict[str, Any]:
-        """What all records of the folder have in common: options, code, machine. A resumed run must have the same."""
+        """Return what all records of the folder have in common: options, code, machine. A resumed run must have the
+        same."""
         return {
             **self.backend.describe(),
             "options": asdict(self.options),
@@ -69,7 +70,7 @@ class LayerRun(Session[LayerOptions, LayerContestant, LayerJob, LayerRequest]):
         }
 
     def _hashes_of(self, contestant: LayerContestant) -> tuple[str, str]:
-        """Of the code and of the environment."""
+        """Return the hashes of the code and of the environment."""
         return contestant.code_hash, self.backend.environment_id(contestant.framework)
 
     def prepare(self, say: Callable[[str], None]) -> None:
@@ -119,7 +120,7 @@ class LayerRun(Session[LayerOptions, LayerContestant, LayerJob, LayerRequest]):
         return replace(result, state="rejected", reason=reason)
 
     def last_pass(self, request: LayerRequest, number: int, say: Callable[[str], None]) -> dict[str, Any]:
-        """What :mod:`frameworks._tools.layer_reference` says of it, which was over batch ``number``.
+        """Return what :mod:`frameworks._tools.layer_reference` says of it, which was over batch ``number``.
 
         Raises :class:`EnvironmentFault` or :class:`ToolFault` where it cannot be asked.
         """

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -12,8 +13,10 @@ from typing import Any, TypeVar
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
+
+from harness.run.remaining import Key, Remaining, about, clock
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -31,16 +34,18 @@ class Progress:
     def __init__(self, console: Console, quiet: bool = False) -> None:
         self.console = console
         self.quiet = quiet
-        self._counts: dict[str, int] = {}
         self._text = ""
         self._done = 0
-        self._total = 0
+        self._keys: Sequence[Key] = ()
+        self._remaining = Remaining()
+        self._began = self._piece_began = time.monotonic()
         self._bar = Bar(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            # Ours and not rich's, which counts what was there already and looks at the last half minute only.
+            TextColumn("{task.fields[left]}"),
             # What a contestant says is no markup of ours.
             TextColumn("{task.fields[now]}", markup=False),
             console=console,
@@ -58,15 +63,18 @@ class Progress:
     ) -> None:
         self._bar.stop()
 
-    def begin(self, total: int, title: str = "measure") -> None:
-        """A new bar of ``total`` pieces."""
+    def begin(self, pieces: int | Sequence[Key], title: str = "measure") -> None:
+        """Start a new bar. ``pieces``: how many there are, or the key of each, so that the time left can be told."""
         if self._task is not None:
             self._bar.remove_task(self._task)
-        self._task = self._bar.add_task(title, total=total, now="")
-        self._total, self._done, self._counts = total, 0, {}
+        self._keys = [()] * pieces if isinstance(pieces, int) else pieces
+        self._task = self._bar.add_task(title, total=len(self._keys), now="", left="")
+        self._done, self._remaining = 0, Remaining()
+        self._began = self._piece_began = time.monotonic()
 
     def doing(self, text: str) -> None:
         self._text = text
+        self._piece_began = time.monotonic()
         self._bar.update(self._task, now=text)
 
     def event(self, event: dict[str, Any]) -> None:
@@ -76,26 +84,35 @@ class Progress:
             said = "".join(letter for letter in said if letter.isprintable())[:LONGEST_WORD]
             self._bar.update(self._task, now=f"{self._text} · {said}")
 
-    def done(self, state: str) -> None:
+    def done(self, outcome: str, counts: bool = True) -> None:
+        """A piece has ended. ``outcome``: its result in few words; ``counts``: whether its time tells of others, which
+        it does not where it was measured before, or beside others."""
+        now = time.monotonic()
+        if counts:
+            self._remaining.add(self._keys[self._done], now - self._piece_began)
         self._done += 1
-        self._counts[state] = self._counts.get(state, 0) + 1
-        self._bar.update(self._task, advance=1)
+        seconds = self._remaining.seconds(self._keys[self._done :])
+        left = "" if not seconds else f"{about(seconds)} left"
+        self._bar.update(self._task, advance=1, left=left)
         if not self.quiet and not self.console.is_terminal:
-            self.console.print(f"[{self._done}/{self._total}] {self._text}: {state}", markup=False, soft_wrap=True)
+            number = f"{self._done:>{len(str(len(self._keys)))}}/{len(self._keys)}"
+            tail = f" ({clock(now - self._began)}{', ' + left if left else ''})"
+            self.say(f"[{number}] {self._text}: {outcome}{tail}")
 
     def say(self, text: str) -> None:
         if not self.quiet:
-            self.console.print(text, markup=False, soft_wrap=True)
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def watched(execute: Callable[[Progress], Outcome], folder: Path, console: Console, quiet: bool) -> Outcome:
-    """What ``execute`` returns, with its progress shown; after Ctrl-C, or where somebody asks this process to end, the
-    sentence how to go on, and the exit."""
+    """Return what ``execute`` returns, with its progress shown; after Ctrl-C, or where somebody asks this process to
+    end, the sentence how to go on, and the exit."""
     try:
         with _ended_in_order(), Progress(console, quiet=quiet) as progress:
             return execute(progress)
     except KeyboardInterrupt as how:
-        console.print(f"Stopped. What was measured is in {folder}; the same command goes on from there.", markup=False)
+        sentence = f"Stopped. What was measured is in {folder}; the same command goes on from there."
+        console.print(sentence, markup=False, highlight=False)
         raise typer.Exit(how.args[0] if how.args else INTERRUPTED) from None
 
 

@@ -25,6 +25,7 @@ from harness.plan.e2e import Job, Options
 from harness.plan.layer_registry import LayerContestant
 from harness.plan.layers import LayerJob, LayerOptions
 from harness.plan.registry import Contestant
+from harness.run.job_text import key_of, outcome_of, title_of
 from harness.run.progress import Progress
 from harness.store import seal
 from harness.store.folder import MOST_ATTEMPTS, RunFolder
@@ -94,7 +95,8 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
 
     @abstractmethod
     def description(self) -> dict[str, Any]:
-        """What all records of the folder have in common: options, code, machine. A resumed run must have the same."""
+        """Return what all records of the folder have in common: options, code, machine. A resumed run must have the
+        same."""
 
     @abstractmethod
     def _begin(self, progress: Progress) -> None:
@@ -102,7 +104,7 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
 
     @abstractmethod
     def _hashes_of(self, contestant: AContestant) -> tuple[str, str]:
-        """Of the code and of the environment."""
+        """Return the hashes of the code and of the environment."""
 
     @abstractmethod
     def _refusal(self, job: AJob) -> Result | None:
@@ -110,7 +112,7 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
 
     @abstractmethod
     def _request(self, job: AJob) -> ARequest:
-        """What the worker is asked for."""
+        """Return what the worker is asked for."""
 
     @abstractmethod
     def _finished(self, job: AJob, request: ARequest, result: Result, started: Moment, load: Load, say: Say) -> Record:
@@ -155,14 +157,15 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
     def _measure_all(self, progress: Progress) -> Summary:
         states: dict[str, int] = {}
         resumed = expected = 0
-        progress.begin(len(self.jobs))
+        progress.begin([key_of(job) for job in self.jobs])
+        rounds = 1 + max((job.round for job in self.jobs), default=0)
         for job in self.jobs:
-            progress.doing(f"round {job.round + 1}/{self.options.rounds} · {job.cell.name} · {job.purpose}")
+            progress.doing(f"{title_of(job)}, {job.purpose}, round {job.round + 1}/{rounds}")
             record, is_old = self.recorded(job, progress)
             resumed += is_old
             states[record.state] = states.get(record.state, 0) + 1
             expected += self._is_expected(job, record)
-            progress.done(record.state)
+            progress.done(outcome_of(record), counts=not is_old)
         return Summary(len(self.jobs), resumed, states, self.folder.path, expected)
 
     def recorded(self, job: AJob, progress: Progress) -> tuple[Record, bool]:

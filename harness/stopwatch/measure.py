@@ -50,7 +50,7 @@ Action = Callable[[], Any]
 class Process:
     """What one process contributes. ``seconds``: per call, one figure a round of ``calls`` calls; ``foreign_share``: of
     the processors that it may use, taken by others meanwhile (0 where the time was too short to tell); ``observed``: a
-    tracer, profiler or coverage tool was at work; ``memory``: bytes by named notion."""
+    tracer, profiler or coverage tool was at work; ``memory``: bytes by named metric."""
 
     seconds: tuple[float, ...]
     calls: int
@@ -159,7 +159,7 @@ def _rounds(timed: Callable[[int], float], calls: int, rounds: int | None) -> li
 
 
 def _peaks(subject: _Subject, setup: Action | None) -> dict[str, int]:
-    """Bytes by notion, each from a call of its own that no clock watches: counting slows a call down."""
+    """Bytes by metric, each from a call of its own that no clock watches: counting slows a call down."""
 
     def call() -> None:
         subject.step(None, None)
@@ -186,10 +186,10 @@ def _peaks(subject: _Subject, setup: Action | None) -> dict[str, int]:
         resident.settle()
         before = resident.now()
         resident.reset_peak()
-    except OSError:  # no Linux, or a sandbox that forbids it: this notion cannot be had
+    except OSError:  # no Linux, or a sandbox that forbids it: this metric cannot be had
         return found
     call()
-    found[resident.NOTION] = max(0, resident.peak() - before)
+    found[resident.GROWTH] = max(0, resident.peak() - before)
     return found
 
 

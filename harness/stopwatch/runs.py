@@ -81,7 +81,7 @@ def check_name(name: str, option: str) -> None:
 
 
 def folder(root: Path) -> Path:
-    """Of this machine's runs."""
+    """Return the folder of this machine's runs."""
     return root / FOLDER / str(machine.describe()["id"])
 
 
@@ -125,7 +125,7 @@ def save(root: Path, run: StepRun) -> Path:
 
 
 def describe(root: Path) -> dict[str, Any]:
-    """What besides the steps a run should say: the machine, the commit of the user's checkout, versions."""
+    """Return what besides the steps a run should say: the machine, the commit of the user's checkout, versions."""
     return {"machine": dict(machine.describe()), "commit": _commit(root), "versions": _versions()}
 
 
@@ -145,7 +145,7 @@ def canary_seconds() -> float | None:
 
 
 def _commit(root: Path) -> str | None:
-    """With ``-dirty`` where tracked files differ from it."""
+    """Return the commit, with ``-dirty`` where tracked files differ from it."""
     try:
         done = subprocess.run(
             ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"],
@@ -158,6 +158,7 @@ def _commit(root: Path) -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    """Of Python and of every installed distribution: whose change is the reason is not known beforehand."""
+    """Return the versions of Python and of every installed distribution: whose change is the reason is not known
+    beforehand."""
     installed = {d.name: d.version for d in metadata.distributions() if d.name}
     return {"python": platform.python_version(), **dict(sorted(installed.items()))}

@@ -11,7 +11,7 @@ from harness.analysis import stats
 from harness.analysis.stats import VERDICT_ROUNDS, Comparison
 from harness.stopwatch.measure import TRACED, Process
 from harness.stopwatch.runs import StepRun
-from harness.worker.memory import NOTION
+from harness.worker.memory import GROWTH
 
 DISTURBED = "ᵈ"
 OBSERVED = "ᵒ"
@@ -73,10 +73,10 @@ def lines(now: Steps, compared: Sequence[Change], then: StepRun | None) -> Itera
     """The table, worst first: the slowest against then, else the slowest."""
     by_name = {change.step: change for change in compared}
     order = list(by_name) or sorted(now, key=lambda name: -statistics.median(values(now[name])[0]))
-    with_memory = sorted({notion for found in now.values() for p in found for notion in p.memory})
+    with_memory = sorted({metric for found in now.values() for p in found for metric in p.memory})
     several = any(len(found) > 1 for found in now.values())
     header = ["step", "median", "of processes" if several else "of rounds", "processes", "rounds × calls"]
-    header += [{TRACED: "traced peak", NOTION: "resident peak"}.get(notion, notion) for notion in with_memory]
+    header += [{TRACED: "traced peak", GROWTH: "resident peak"}.get(metric, metric) for metric in with_memory]
     header += ["now/then", "95 %", "verdict"] if then else []
     rows = [header]
     for name in order:
@@ -87,11 +87,11 @@ def lines(now: Steps, compared: Sequence[Change], then: StepRun | None) -> Itera
         row = [
             name,
             duration(spread.median) + marks,
-            f"{duration(spread.low)} … {duration(spread.high)}",
+            "" if math.isnan(spread.low) else f"{duration(spread.low)} … {duration(spread.high)}",
             str(len(found)),
             f"{len(found[0].seconds)} × {found[0].calls}",
         ]
-        row += [size(max((p.memory.get(notion, 0) for p in found), default=0)) for notion in with_memory]
+        row += [size(max((p.memory.get(metric, 0) for p in found), default=0)) for metric in with_memory]
         if then:
             row += _compared(by_name[name])
         rows.append(row)
@@ -110,7 +110,7 @@ def _compared(change: Change) -> list[str]:
 
 
 def _notes(
-    now: Steps, compared: Mapping[str, Change], then: StepRun | None, several: bool, notions: Sequence[str]
+    now: Steps, compared: Mapping[str, Change], then: StepRun | None, several: bool, metrics: Sequence[str]
 ) -> Iterator[str]:
     everything = [p for found in now.values() for p in found]
     if not several:
@@ -124,7 +124,7 @@ def _notes(
         yield f"{DISTURBED} disturbed: meanwhile other programs took processor time."
     if any(p.observed for p in everything):
         yield f"{OBSERVED} observed: coverage, a debugger or a profiler slowed the step down (--no-cov)."
-    if notions:
+    if metrics:
         yield "traced peak: Python's and numpy's blocks, by tracemalloc; resident peak: the whole process; per call."
     if then is None:
         return

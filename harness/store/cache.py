@@ -97,5 +97,5 @@ def locked(path: Path, busy: str | None = None) -> Iterator[None]:
 
 
 def _option(path: Path) -> str:
-    """How the user chooses another place for ``path``."""
+    """Return how the user chooses another place for ``path``."""
     return "DPBENCH_CACHE" if path.is_relative_to(cache_folder().resolve()) else "--out"

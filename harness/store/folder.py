@@ -18,6 +18,8 @@ from harness.store import cache, record
 from harness.store.record import Record
 
 PLAN = "plan.json"
+SITE = "dpbench-dashboard.json"
+"""A folder that holds it is a dashboard, which may be replaced as a whole."""
 MOST_ATTEMPTS = 3
 """A process that was under way each time when its run was killed gets no more: it may be what kills the run."""
 

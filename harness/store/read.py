@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from harness.errors import BadInput
 from harness.store import record
-from harness.store.folder import PLAN, misnamed
+from harness.store.folder import PLAN, SITE, misnamed
 from harness.store.record import Record
 
 SUMMARY = "summary.json"
@@ -23,7 +24,8 @@ def load(*places: Path, left_out: Tell | None = None) -> list[Record]:
     files somewhere below it, in order of their paths.
 
     Of a run's folder (one that holds a ``plan.json``) only its ``records/`` count: what ``--fresh`` has set aside does
-    not. Hidden files are left out: a record is hidden until it is complete (written under a hidden name, then renamed).
+    not. A dashboard and a comparison, which may lie among the runs, hold no records and are passed over. Hidden files
+    are left out: a record is hidden until it is complete (written under a hidden name, then renamed).
     If a file vanishes between listing and reading, the folder is read once more. A record that is there both as a file
     of its own and in a packed ``.jsonl``, or in several places, counts once.
 
@@ -82,7 +84,18 @@ def _files(place: Path) -> Iterator[Path]:
         return
     for folder, folders, names in os.walk(place):
         in_run = PLAN in names
+        if SITE in names or (in_run and _is_comparison(Path(folder, PLAN))):
+            folders.clear()
+            continue
         folders[:] = [name for name in folders if (name == "records" if in_run else not name.startswith("."))]
         for name in [] if in_run else names:
             if name.endswith((".json", *record.PACKED)) and not name.startswith(".") and name != SUMMARY:
                 yield Path(folder, name)
+
+
+def _is_comparison(plan: Path) -> bool:
+    """Whether a plan is that of ``dpbench compare``, whose pairs of processes are no records."""
+    try:
+        return "sides" in json.loads(plan.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False

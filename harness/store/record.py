@@ -73,7 +73,7 @@ class Cell(_Model):
 
     @property
     def name(self) -> str:
-        """What ``dpbench explain`` takes."""
+        """The name that ``dpbench explain`` takes."""
         what = (self.task, self.contestant) if self.layer is None else (self.layer, self.contestant, self.passes or "")
         return "/".join((*what, str(self.batch_size), self.protocol, self.device, self.isolation))
 
@@ -426,7 +426,7 @@ def parse(text: str, origin: str) -> Record:
 
 
 def no_number(text: str) -> float:
-    """For ``parse_constant`` of ``json.loads``: raises ValueError for NaN and the infinities."""
+    """Refuse a constant, as ``parse_constant`` of ``json.loads``: raises ValueError for NaN and the infinities."""
     raise ValueError(f"{text} is no JSON number")
 
 
@@ -443,7 +443,7 @@ def read(path: Path) -> list[Record]:
 
 
 def texts(path: Path) -> list[tuple[str, str]]:
-    """What :func:`read` parses: each record's text, and where it stands. Raises as it does."""
+    """Return what :func:`read` parses: each record's text, and where it stands. Raises as it does."""
     try:
         content = path.read_bytes()
         text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode()

@@ -75,8 +75,8 @@ def _beside(path: Path) -> Path:
 
 
 def stamp(path: Path) -> Stamp:
-    """What the file system says of a file. Its last number, the time of the last change of any kind, is set by the
-    kernel alone."""
+    """Return what the file system says of a file. Its last number, the time of the last change of any kind, is set by
+    the kernel alone."""
     facts = path.stat()
     return (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
 

@@ -90,7 +90,8 @@ def _read_or_end() -> str:
 
 
 def _send_results(events: TextIO) -> None:
-    """By the same stream, because what lies in memory (a limited file system) is gone when the container has ended."""
+    """Send the results by the same stream, because what lies in memory (a limited file system) is gone when the
+    container has ended."""
     for path in sorted(RESULTS.glob("*")):
         if path.is_symlink() or not path.is_file():
             continue

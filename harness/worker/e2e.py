@@ -25,6 +25,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -120,9 +121,11 @@ def timed_batches(request: Request, setting: Setting, steps: int, epochs: int, h
     found: list[Batch] = []
     for epoch in range(epochs):
         batches = epoch_batches(request, setting, epoch, steps)
-        starts = [0 if epoch else REPLAYED_STEPS] + ([halt % steps] if epoch == halt // steps and halt % steps else [])
+        starts = [0, *([REPLAYED_STEPS] if epoch == 0 else [])]
+        starts += [halt % steps] if epoch == halt // steps and halt % steps else []
         for done in starts:
-            batches[done:] = in_order(request, batches[done:], order_of(request.order_seed, epoch, done))
+            end = REPLAYED_STEPS if epoch == done == 0 else steps
+            batches[done:end] = in_order(request, batches[done:end], order_of(request.order_seed, epoch, done))
         found += batches
     return found
 
@@ -267,14 +270,13 @@ class Stretches:
 
 def _stretch(
     adapter: Adapter,
-    request: Request | None,
+    request: Request,
     part: list[Batch],
     is_stopped: Callable[[], bool] | None,
     order: int,
 ) -> tuple[float, int]:
-    """(seconds, steps made) of a stretch. ``part`` is put into its order, where there is a request."""
-    if request is not None:
-        part[:] = in_order(request, part, order)
+    """(seconds, steps made) of a stretch. ``part`` is put into its order."""
+    part[:] = in_order(request, part, order)
     return timed_until(adapter, part, is_stopped)
 
 
@@ -313,7 +315,7 @@ def measure_time(request: Request, emit: Emit, line: Line) -> dict[str, Any]:  #
             if not is_first and not halted:
                 expected = timed.seconds[0] / REPLAYED_STEPS * (steps * count - made_in_all)
                 stop = line.is_stopped
-            work = functools.partial(_stretch, m.adapter, None if is_first else request, part, stop)
+            work = functools.partial(_stretch, m.adapter, request, part, stop)
             seconds, made = timed.time(work, epoch, done, expected)
             batches[done : done + len(part)] = part
             measured[-1] += seconds
@@ -554,8 +556,8 @@ def measure_own_memory(request: Request, emit: Emit) -> dict[str, Any]:
     peak = resident.peak()
     resident.settle()
     memory = {
-        **m.adapter.peak_memory().bytes_by_notion,
-        resident.NOTION_WITH_COMPILE: max(0, peak - min(loaded, resident.now())),
+        **m.adapter.peak_memory().bytes_by_metric,
+        resident.GROWTH_WITH_COMPILE: max(0, peak - min(loaded, resident.now())),
     }
     if request.snapshot:
         save_weights(request.snapshot, dict(m.adapter.parameters()))
@@ -572,6 +574,7 @@ def measure_memory(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
     m = Measurement(request, emit)
     m.place()
     batches = epoch_batches(request, m.setting, 0, min(REPLAYED_STEPS, m.steps(None)))
+    batches = in_order(request, batches, order_of(request.order_seed, 0, 0))
     if request.is_partial:
         settling = warm_up_batch(request, m.setting, request.batch_size)
         batches = [settling] * SETTLING_STEPS + batches
@@ -593,11 +596,11 @@ def measure_memory(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
         m.adapter.synchronize()
     peak = resident.peak()
     memory = {
-        **m.adapter.peak_memory().bytes_by_notion,
+        **m.adapter.peak_memory().bytes_by_metric,
         # Last: the harness's own figures are nobody else's to give.
-        resident.NOTION: max(0, peak - loaded),
-        resident.NOTION_WITH_COMPILE: max(0, peak - loaded, peak_of_warm_up - loaded),
-        resident.NOTION_KEPT: max(0, kept - loaded),
+        resident.GROWTH: max(0, peak - loaded),
+        resident.GROWTH_WITH_COMPILE: max(0, peak - loaded, peak_of_warm_up - loaded),
+        resident.KEPT_AFTER_WARM_UP: max(0, kept - loaded),
     }
     if request.snapshot:
         save_weights(request.snapshot, dict(m.adapter.parameters()))
@@ -718,10 +721,14 @@ def run(request: Request, emit: Emit, line: Line) -> None:
 
 
 def pin(threads: int) -> None:
-    """Only ``threads`` of the processors that this process may use. Before any framework starts its pools."""
+    """Only ``threads`` of the processors that this process may use, for those threads, too, that numpy's BLAS has
+    started. Before any framework starts its pools."""
     if hasattr(os, "sched_setaffinity"):
-        allowed = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, allowed[:threads])
+        allowed = sorted(os.sched_getaffinity(0))[:threads]
+        os.sched_setaffinity(0, allowed)
+        for thread in Path("/proc/self/task").glob("*"):
+            with suppress(OSError):  # it has ended meanwhile
+                os.sched_setaffinity(int(thread.name), allowed)
 
 
 def die_with_parent() -> None:

@@ -44,7 +44,7 @@ def probe(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
     weights = m.adapter.parameters()
     result = {
         "state": "ok",
-        "memory": {**m.adapter.peak_memory().bytes_by_notion, memory.NOTION_WITH_COMPILE: growth},
+        "memory": {**m.adapter.peak_memory().bytes_by_metric, memory.GROWTH_WITH_COMPILE: growth},
         "probe": {"start_up_bytes": start_up, "first_step_seconds": first, "step_seconds": seconds},
         "foreign_share": load.share,
     }

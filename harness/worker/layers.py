@@ -295,8 +295,8 @@ def measure_time(create: Create, layer: Layer, request: LayerRequest, emit: Emit
 
 
 def spread_batch(create: Create, layer: Layer, request: LayerRequest) -> Mapping[str, np.ndarray]:
-    """What a pass leaves behind of a batch as large as the measured one, whose norms are spread as those of the checked
-    batch: at its clipping bound about half of the examples are clipped, wherever in the batch they stand."""
+    """Return what a pass leaves behind of a batch as large as the measured one, whose norms are spread as those of the
+    checked batch: at its clipping bound about half of the examples are clipped, wherever in the batch they stand."""
     inputs, targets = layers.batch(layer, request.batch_size, 1000 * request.seed)
     scale = layer_gate.spread(request.batch_size).reshape(-1, *(1 for _ in layer.output))
     with np.load(request.reference) as file:

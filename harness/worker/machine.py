@@ -32,7 +32,7 @@ def describe() -> dict[str, Any]:
 
 
 def state() -> dict[str, Any]:
-    """What changes from minute to minute: load and clock."""
+    """Return what changes from minute to minute: load and clock."""
     clocks = [float(line.split(":")[1]) for line in _read("/proc/cpuinfo").splitlines() if line.startswith("cpu MHz")]
     return {
         "gpu_throttle": _gpu_throttle(),

@@ -10,14 +10,14 @@ import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-NOTION = "peak_resident_growth"
+GROWTH = "peak_resident_growth"
 """Highest resident set during the steps, less the resident set with model and data loaded, before any step."""
 
-NOTION_KEPT = "resident_kept_after_warm_up"
+KEPT_AFTER_WARM_UP = "resident_kept_after_warm_up"
 """How much of that growth was already there before the first steady step: compiled code, buffers, what an allocator
 keeps. The growth of the steps themselves is the difference."""
 
-NOTION_WITH_COMPILE = "peak_resident_growth_with_compile"
+GROWTH_WITH_COMPILE = "peak_resident_growth_with_compile"
 """The same, with the warm-up (and so compilation) inside."""
 
 

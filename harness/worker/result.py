@@ -25,7 +25,7 @@ class Result:
         timed: what was timed, as :class:`harness.store.record.Timed`.
         foreign_share: share of the processors that other processes took inside the clock.
         epsilon_steps: steps of the whole epochs that the figure stands for; ``epsilon_own``: the library's own ε.
-        memory: bytes by notion.
+        memory: bytes by metric.
         probe: of the memory frontier, as :class:`harness.store.record.Probe`.
         layer: of a layer, as :class:`harness.store.record.LayerResult`.
         checks: lines of the gate, as :class:`harness.store.record.GateCheck`.

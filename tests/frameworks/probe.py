@@ -105,7 +105,7 @@ class Probe:
         }
 
     def memory(self) -> dict[str, int]:
-        return dict(self.adapter.peak_memory().bytes_by_notion)
+        return dict(self.adapter.peak_memory().bytes_by_metric)
 
     def own_loop(self) -> dict[str, Any]:
         """An epoch of the library's own loop, twice from the start, or why there is none: after an epoch with another

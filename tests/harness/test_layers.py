@@ -98,7 +98,7 @@ def test_arrays_have_the_shapes_and_bytes_that_are_declared(layer):
 
 def test_select_takes_layers_and_sets():
     assert layers.select(["linear", "sweep", "linear"]) == ("linear", *(layer.name for layer in SWEEP))
-    with pytest.raises(BadInput, match=r"There is no layer 'conv4d'; choose from conv, .*paper, today, sweep"):
+    with pytest.raises(BadInput, match=r"'conv4d' \(did you mean conv\?\); choose from conv, .*paper, today, sweep"):
         layers.select(["conv4d"])
 
 

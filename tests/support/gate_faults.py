@@ -5,22 +5,29 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
 from harness.contract import Setting
 from harness.tasks import Task
-from tests.support.gate_numpy import Exact, Values, total
+from tests.support.gate_numpy import Exact, Values, gradients, norm, total
 
 PIECE = 64
 SHIFTS = "noise: independent at all shifts"
 STEPS = "noise: independent steps"
 SPREAD = "noise: standard deviation sigma C / B"
 LARGE_NOISE = "noise: on a large batch"
-LATE = "update: 40 steps"
+REAL_NOISE = "noise: on real batches"
+FINE = "noise: fine enough"
+LATE = "update: many steps"
 LARGE = "update: large batch"
 PLACES = "update: some clipped"
+SIZES = "update: sizes"
+ALIKE = "noise: no coordinates alike"
+SECOND = "passed²"
 
 
 class Counting(Exact):
@@ -283,15 +290,179 @@ class ForgetsRowZero(Exact):
         super().step(indices[indices > 0], None)
 
 
+class BiasLikeAColumn(Exact):
+    """A bias gets the noise of one column of its layer's weights."""
+
+    def normal(self, shape: tuple[int, ...]) -> np.ndarray:
+        if len(shape) == 1:
+            return self.matrix[:, 3]
+        self.matrix = super().normal(shape)
+        return self.matrix
+
+
+class NoiseFollowsTheBatch(Exact):
+    """Noise times :meth:`factor` of the batch."""
+
+    def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
+        rows = indices if mask is None else indices[mask]
+        self.times = self.factor(rows) if len(rows) else 1.0
+        super().step(indices, mask)
+
+    def clipped_norms(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(norms before, after) clipping, over C."""
+        each = zip(self.x[rows], self.y[rows], strict=True)
+        norms = np.array([norm(gradients(self.task, self.weights, x, int(y))) for x, y in each])
+        norms /= self.setting.max_grad_norm
+        return norms, np.minimum(norms, 1.0)
+
+    def factor(self, rows: np.ndarray) -> float:
+        raise NotImplementedError
+
+    def normal(self, shape: tuple[int, ...]) -> np.ndarray:
+        return self.times * super().normal(shape)
+
+
+class NoiseByTheLargestNorm(NoiseFollowsTheBatch):
+    def factor(self, rows: np.ndarray) -> float:
+        return float(self.clipped_norms(rows)[1].max()) or 1.0
+
+
+class NoiseByTheMeanFactor(NoiseFollowsTheBatch):
+    def factor(self, rows: np.ndarray) -> float:
+        before, after = self.clipped_norms(rows)
+        return float((after / np.maximum(before, 1e-30)).mean()) if before.any() else 1.0
+
+
+class NoiseOverTheLargerCount(NoiseFollowsTheBatch):
+    def factor(self, rows: np.ndarray) -> float:
+        return self.setting.batch_size / max(len(rows), self.setting.batch_size)
+
+
+class NoNoiseAtTheEndOfAnEpoch(Counting):
+    def normal(self, shape: tuple[int, ...]) -> np.ndarray:
+        drawn = super().normal(shape)
+        epoch = -(-self.setting.dataset_size // self.setting.batch_size)
+        return np.zeros(shape) if self.count % epoch == 0 else drawn
+
+
+class StaleEvery64th(Counting):
+    """Every 64th gradient is of the weights one step before."""
+
+    def build(self, task: Task, setting: Setting, initial: Values) -> None:
+        super().build(task, setting, initial)
+        self.before = self.weights
+
+    def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
+        now, late = self.weights, self.before
+        self.before = dict(now)
+        if self.count % 64 == 63:
+            self.weights = dict(late)
+            super().step(indices, mask)
+            self.weights = {n: (now[n] + (self.weights[n] - late[n])).astype(np.float32) for n in now}
+        else:
+            super().step(indices, mask)
+
+
+class DropsTheLastOf32(Exact):
+    def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
+        rows = indices if mask is None else indices[mask]
+        super().step(rows[:31] if len(rows) == 32 else rows, None)
+
+
+class CountsThreePaddings(Exact):
+    """Takes the padding for examples where there are three rows of it."""
+
+    def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
+        assert mask is not None
+        super().step(indices, None if (~mask).sum() == 3 else mask)
+
+
+class NoiseInHalfPrecision(Exact):
+    def normal(self, shape: tuple[int, ...]) -> np.ndarray:
+        return super().normal(shape).astype(np.float16).astype(np.float64)
+
+
+class NoiseFromQuantiles(Exact):
+    """The normal quantiles of 16 random bits."""
+
+    table = np.array([NormalDist().inv_cdf((i + 0.5) / 2**16) for i in range(2**16)])
+
+    def normal(self, shape: tuple[int, ...]) -> np.ndarray:
+        return self.table[self.rng.integers(2**16, size=shape)]
+
+
+class NoiseFromShortUniforms(Exact):
+    """Box and Muller's noise from uniforms of 16 bits: none beyond 4.71."""
+
+    def normal(self, shape: tuple[int, ...]) -> np.ndarray:
+        one, other = self.rng.integers(1, 2**16 + 1, size=(2, *shape)) / 2**16
+        return np.sqrt(-2 * np.log(one)) * np.cos(2 * math.pi * other)
+
+
+class BiasTenPerCentSmall(Exact):
+    def normal(self, shape: tuple[int, ...]) -> np.ndarray:
+        return (0.9 if len(shape) == 1 else 1.0) * super().normal(shape)
+
+
+class NoiseRepeatsEveryEpoch(Counting):
+    def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
+        epoch = -(-self.setting.dataset_size // self.setting.batch_size)
+        self.rng = np.random.default_rng([self.setting.seed, self.count % epoch])
+        super().step(indices, mask)
+
+
+class LastBatchOfAnEpochLeftOut(Counting):
+    """Its noise is added, its gradient is not."""
+
+    def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
+        epoch = -(-self.setting.dataset_size // self.setting.batch_size)
+        is_last = self.count % epoch == epoch - 1
+        rows = indices if mask is None else indices[mask]
+        super().step(rows[:0] if is_last else rows, None)
+
+
+class BiasKeepsItsNoise(Counting):
+    """The noise of a bias is drawn anew in every second step only."""
+
+    def build(self, task: Task, setting: Setting, initial: Values) -> None:
+        super().build(task, setting, initial)
+        self.kept: dict[tuple[int, ...], np.ndarray] = {}
+
+    def normal(self, shape: tuple[int, ...]) -> np.ndarray:
+        drawn = super().normal(shape)
+        if len(shape) == 1 and self.count % 2 == 0 and shape in self.kept:
+            return self.kept[shape]
+        self.kept[shape] = drawn
+        return drawn
+
+
+class NoiseByTheClippedShare(NoiseFollowsTheBatch):
+    """Less noise the fewer examples were clipped."""
+
+    def factor(self, rows: np.ndarray) -> float:
+        return 0.8 + 0.2 * float((self.clipped_norms(rows)[0] > 1).mean())
+
+
+class BiasLikeTheMeanOfColumns(BiasLikeAColumn):
+    """A bias gets the sum of four columns' noise, halved: the right deviation, and nothing of its own."""
+
+    def normal(self, shape: tuple[int, ...]) -> np.ndarray:
+        if len(shape) == 1:
+            return self.matrix[:, :4].sum(1) / 2
+        return super().normal(shape)
+
+
 @dataclass(frozen=True)
 class Fault:
-    """``before``: what the gate of October said of it. ``check``: what rejects it now. ``only``: with right updates."""
+    """``before``: what an earlier gate said of it, that of 2026-11-22 or a later one (see the footnotes). ``check``:
+    what rejects it now. ``static``: in an adapter whose batches are padded."""
 
     what: str
     mutant: type[Exact]
     check: str
     task: str = "logreg"
     before: str = "passed"
+    static: bool = False
 
 
 FAULTS = (
@@ -328,6 +499,24 @@ FAULTS = (
     Fault("wrong beyond row 511", WrongFarDown, PLACES),
     Fault("last row of the data forgotten", ForgetsTheLastRow, PLACES, before="not tried"),
     Fault("row 0 taken for padding", ForgetsRowZero, PLACES, before="not tried"),
+    Fault("a bias gets the noise of one column of its weights", BiasLikeAColumn, ALIKE, before=SECOND),
+    Fault("the same, in a larger network", BiasLikeAColumn, ALIKE, "ffnn", SECOND),
+    Fault("noise times the largest clipped norm of the batch", NoiseByTheLargestNorm, REAL_NOISE, before=SECOND),
+    Fault("noise divided by the larger of n and B", NoiseOverTheLargerCount, REAL_NOISE, before=SECOND),
+    Fault("noise times the mean clip factor", NoiseByTheMeanFactor, REAL_NOISE, before=SECOND),
+    Fault("noise of a bias is 10 % too small", BiasTenPerCentSmall, SPREAD, before=SECOND),
+    Fault("the last step of each epoch has no noise", NoNoiseAtTheEndOfAnEpoch, SPREAD, before=SECOND),
+    Fault("every 64th gradient is of the weights before", StaleEvery64th, LATE, before=SECOND),
+    Fault("the last row of 32 is dropped", DropsTheLastOf32, SIZES, before=SECOND),
+    Fault("three rows of padding are taken for examples", CountsThreePaddings, SIZES, before=SECOND, static=True),
+    Fault("noise drawn in float16", NoiseInHalfPrecision, FINE, before=SECOND),
+    Fault("normal quantiles of 16 random bits", NoiseFromQuantiles, FINE, before=SECOND),
+    Fault("noise repeats itself every epoch", NoiseRepeatsEveryEpoch, STEPS, before="not tried"),
+    Fault("the last batch of each epoch has no gradient", LastBatchOfAnEpochLeftOut, LATE, before="not tried"),
+    Fault("the noise of a bias stays for two steps", BiasKeepsItsNoise, STEPS, before="not tried"),
+    Fault("less noise the fewer examples are clipped", NoiseByTheClippedShare, REAL_NOISE, before="not tried"),
+    Fault("a bias gets the noise of four columns, halved", BiasLikeTheMeanOfColumns, ALIKE, before="not tried"),
+    Fault("noise from uniforms of 16 bits, none beyond 4.71", NoiseFromShortUniforms, "noise: tails", "ffnn", SECOND),
 )
 
 

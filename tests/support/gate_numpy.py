@@ -217,7 +217,7 @@ class SlowToRead(Exact):
     """Reading takes long, every time: slow, and honest."""
 
     def parameters(self) -> Values:
-        time.sleep(0.01)
+        time.sleep(0.001)
         return super().parameters()
 
 

@@ -1,6 +1,6 @@
-"""The gate on deliberately wrong adapters, by an interpreter with torch: ``python -m tests.support.mutant_gates OUT``.
+"""The gate on wrong adapters, by an interpreter with torch: ``python -m tests.support.mutant_gates OUT NAME ...``.
 
-Writes {variant: checks}, every mutant on the smallest task that has what it spoils.
+Writes {variant: checks}, every named mutant on the smallest task that has what it spoils.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from harness.contract import Setting
 from harness.plan import registry
 from harness.tasks import TASKS
 from harness.worker.gate.checks import run_gate
-from tests.mutants.adapter import VARIANTS, create
+from tests.mutants.adapter import create
 
 TASK = {"embedding-off": "imdb-embedding", "drops-recurrent": "imdb-lstm"}
 ORDINARY_TASK = "mnist-cnn"
 BUDGET = {"steps": 500, "delta": 1e-5, "rdp": 0.525, "pld": 0.094}
 
 
-def main(out: Path) -> None:
+def main(out: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     known = {}
     found = {}
     framework = registry.load(registry.ROOT / "tests" / "mutants")
-    for name in VARIANTS:
+    for name in names:
         variant = framework.variant(name)
         task = TASKS[TASK.get(name, ORDINARY_TASK)]
         if task.name not in known:
@@ -51,4 +51,4 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -188,7 +188,7 @@
     const y = (v) => TOP + (1 - (v - low) / (high - low)) * (HEIGHT - TOP - BOTTOM);
     const r = (v) => Math.round(v * 10) / 10;
     const svg = shape("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, tabindex: 0, role: "img" });
-    const what = metric === "memory" ? `memory, ${cell.notion}` : cell.fixed ? "seconds as measured (a GPU's are not normalised)" : raw ? "raw seconds" : "normalised seconds";
+    const what = metric === "memory" ? `memory, ${cell.memory_metric}` : cell.fixed ? "seconds as measured (a GPU's are not normalised)" : raw ? "raw seconds" : "normalised seconds";
     svg.setAttribute("aria-label", `${details.id}: ${what}, ${good.length} runs, ${found.steps.length} steps. Arrow keys read single runs.`);
     svg.style.height = `${HEIGHT}px`;
     const unit = metric === "memory" ? (high > 2 ** 31 ? 2 ** 30 : 2 ** 20) : 1;

@@ -54,12 +54,12 @@ class Engine:
 
     @property
     def name(self) -> str:
-        """For records: kind and version."""
+        """Return the engine's kind and version, for records."""
         return f"{self.facts['kind']} {self.facts['version']}"
 
 
 def host() -> str:
-    """What ``DOCKER_HOST`` says, else Docker's usual socket."""
+    """Return what ``DOCKER_HOST`` says, else Docker's usual socket."""
     return os.environ.get(HOST) or "unix:///var/run/docker.sock"
 
 
@@ -146,14 +146,15 @@ def run_once(on: Engine, digest: str, code: str, **more: Any) -> tuple[int, byte
 
 
 def security(on: Engine) -> list[str]:
-    """For every container: no privileges to gain, and where the engine takes one, our own list of system calls
-    (Podman's service takes none by this way, and has its own)."""
+    """Return options for every container: no privileges to gain, and where the engine takes one, our own list of system
+    calls (Podman's service takes none by this way, and has its own)."""
     options = ["no-new-privileges:true"]
     return [*options, f"seccomp={seccomp.profile()}"] if on.facts.get("seccomp") else options
 
 
 def ulimits() -> list[Any]:
-    """For every container, because an engine's own default may lie above what it may set (Podman as a service does)."""
+    """Return limits for every container, because an engine's own default may lie above what it may set (Podman as a
+    service does)."""
     from docker.types import Ulimit
 
     return [Ulimit(name=name, soft=number, hard=number) for name, number in RESOURCES.items()]
@@ -205,7 +206,7 @@ def elsewhere(than: str) -> list[str]:
 
 
 def unlimited(facts: Mapping[str, Any]) -> list[str]:
-    """What the engine cannot limit, though it would start a container that asks for it."""
+    """Return what the engine cannot limit, though it would start a container that asks for it."""
     names = {"memory_limit": "memory", "pids_limit": "processes", "cpuset": "processors"}
     return [name for fact, name in names.items() if not facts.get(fact, True)]
 
@@ -228,7 +229,7 @@ def owner() -> str:
 
 
 def labels(seconds: float) -> dict[str, str]:
-    """Of what this process makes and must have removed ``seconds`` from now."""
+    """Return the labels of what this process makes and must have removed ``seconds`` from now."""
     return {OWNER: owner(), DEADLINE: str(int(time.time() + seconds))}
 
 

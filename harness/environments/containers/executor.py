@@ -329,7 +329,7 @@ def inside_environment(threads: int, extra: Mapping[str, str]) -> dict[str, str]
 
 
 def _end_state(container: Any) -> dict[str, Any]:
-    """How it ended; ended by force where its streams are over and it is not."""
+    """Return how it ended; ended by force where its streams are over and it is not."""
     import docker.errors
 
     deadline = time.monotonic() + STOP_SECONDS
@@ -414,8 +414,8 @@ class Outcome:
         self.is_complete = False
 
     def settled(self, state: Mapping[str, Any], limits: Limits, says_oom: bool = True) -> Outcome:
-        """With the engine's word on how it ended. ``says_oom``: whether it can be counted on to say that the memory
-        limit did it (Podman on cgroup v1 cannot)."""
+        """Return the result with the engine's word on how it ended. ``says_oom``: whether it can be counted on to say
+        that the memory limit did it (Podman on cgroup v1 cannot)."""
         code = int(state.get("ExitCode", 0))
         is_oom = bool(state.get("OOMKilled"))
         if not self.result:
@@ -512,7 +512,7 @@ MALFORMED = "the container sent a result without a state that there is."
 
 
 def _without_gpu(why: str) -> Outcome:
-    """Of a container that the engine did not start."""
+    """Return the result of a container that the engine did not start."""
     outcome = Outcome()
     outcome.result = failed("crashed", f"the engine gave the container no GPU: {why}")
     outcome.settled({}, Limits(0, 0.0))
@@ -527,7 +527,8 @@ def _last_line(log: bytes) -> str:
 
 
 def _part_of_file(event: Event) -> tuple[str, bytes]:
-    """What comes out of a container is the contestant's word: nonsense is an empty file, not an error of ours."""
+    """Parse a part of a file. What comes out of a container is the contestant's word: nonsense is an empty file, not an
+    error of ours."""
     with suppress(KeyError, ValueError, TypeError):
         return str(event["name"]), base64.b64decode(event["data"])
     return "", b""

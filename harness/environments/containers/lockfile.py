@@ -53,12 +53,13 @@ class Lock:
 
     @property
     def sha256(self) -> str:
-        """Of what it says, whatever its comments."""
+        """Return the hash of what the lock says, whatever its comments."""
         return hashlib.sha256("\n".join(map(str, self.pins)).encode()).hexdigest()
 
 
 def path_of(framework: Framework, device: str = "cpu") -> Path:
-    """Where the framework's lock lies; a lock for CUDA is a file of its own, for the same pins mean other files."""
+    """Return where the framework's lock lies; a lock for CUDA is a file of its own, for the same pins mean other
+    files."""
     return framework.folder / ("requirements.lock" if device == "cpu" else f"requirements-{device}.lock")
 
 
@@ -170,7 +171,8 @@ def _in_wheelhouse(pin: Pin) -> Path | None:
 
 
 def name_and_version(file_name: str) -> tuple[str, str]:
-    """Of a wheel or a source archive, without the version's local part (``2.13.0+cpu`` is a build of 2.13.0)."""
+    """Return name and version of a wheel or a source archive, without the version's local part (``2.13.0+cpu`` is a
+    build of 2.13.0)."""
     if file_name.endswith(".whl"):
         name, version = file_name.split("-")[:2]
     else:

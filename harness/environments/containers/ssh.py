@@ -38,7 +38,8 @@ COMPLAINT = 2000
 
 
 def command(host: str) -> list[str]:
-    """What reaches the engine of ``ssh://[user@]host[:port]``. Raises :class:`BadInput` for another form."""
+    """Return the command that reaches the engine of ``ssh://[user@]host[:port]``. Raises :class:`BadInput` for another
+    form."""
     try:
         url = urlsplit(host)
         name, port = url.hostname, url.port
@@ -54,7 +55,7 @@ def command(host: str) -> list[str]:
 
 
 def ssh_command(host: str) -> str:
-    """What a user would type to get there."""
+    """Return the command that a user would type to get there."""
     return " ".join(word for word in command(host)[:-1] if word not in {*OPTIONS, "--"})
 
 
@@ -92,7 +93,7 @@ class SshConnection:
                     self._processes = [one for one in self._processes if one.poll() is None] + [process]
 
     def complaint(self) -> str:
-        """What ssh said last, on one line; empty where it said nothing."""
+        """Return what ssh said last, on one line; empty where it said nothing."""
         with suppress(OSError, ValueError):
             text = (self._folder / "log").read_bytes()[-COMPLAINT:].decode(errors="replace")
             return " ".join(text.split())

@@ -250,7 +250,9 @@ def goals(tables: Tables) -> pd.DataFrame:
     below its accuracy."""
     rows = []
     current = tables.raw[~tables.raw.superseded & (tables.raw.state == "ok") & tables.raw.seconds.notna()]
-    for i in current.index:
+    columns = [*CELL, "private", "seconds", "extrapolated", "disturbed"]
+    # Plain dictionaries: reading single places of a frame takes most of the time of a large report.
+    for i, row in zip(current.index, current[columns].to_dict("records"), strict=True):
         r = tables.records[i]
         if r.accuracy is None or r.timed is None:
             continue
@@ -258,28 +260,26 @@ def goals(tables: Tables) -> pd.DataFrame:
         start = 0.0 if r.compile_seconds is None else r.compile_seconds
         rows.append(
             {
-                **{c: current.at[i, c] for c in CELL},
-                "private": current.at[i, "private"],
+                **{c: row[c] for c in (*CELL, "private", "extrapolated", "disturbed")},
                 "after_steps": r.accuracy.after_steps,
                 "epochs": epochs,
                 "test": r.accuracy.test,
-                "seconds": start + epochs * current.at[i, "seconds"],
+                "seconds": start + epochs * row["seconds"],
                 "start_seconds": start,
                 "epsilon": math.nan if r.epsilon is None or r.epsilon.pld is None else r.epsilon.pld,
                 "delta": math.nan if r.epsilon is None else r.epsilon.delta,
-                "extrapolated": current.at[i, "extrapolated"],
-                "disturbed": current.at[i, "disturbed"],
             }
         )
     if not rows:
         return pd.DataFrame()
     out = []
     for place, group in pd.DataFrame(rows).groupby([*CELL, "private", "after_steps"], sort=False):
-        middle = group[["epochs", "test", "seconds", "start_seconds", "epsilon", "delta"]].median()
+        averaged = ("epochs", "test", "seconds", "start_seconds", "epsilon", "delta")
+        middle = {c: float(group[c].median()) for c in averaged}
         out.append(
             {
                 **dict(zip([*CELL, "private", "after_steps"], place, strict=True)),
-                **middle.to_dict(),
+                **middle,
                 "low": group.seconds.min(),
                 "high": group.seconds.max(),
                 "n": len(group),
@@ -346,7 +346,7 @@ def _guessing(task: str, target: float) -> list[str]:
 
 
 def _range(r: Any) -> str:
-    return f" [{number(r.low)}, {number(r.high)}]" if r.n > 1 else ""
+    return model.interval(r.low, r.high)
 
 
 def floor(tables: Tables) -> pd.DataFrame:

@@ -82,7 +82,7 @@ def summary(tables: Tables, name: str) -> Iterator[str]:
     for row in tables.cells[tables.cells.cell == name].itertuples():
         value = row.state
         if row.state == "ok":
-            value = f"median {number(row.median)} s [{number(row.low)}, {number(row.high)}], n = {row.n}"
+            value = f"median {number(row.median)} s{model.interval(row.low, row.high)}, n = {row.n}"
             value += f" {model.marks(row)}" if model.marks(row) else ""
         yield f"{row.machine}: {value}" + (f" ({row.failures}: {row.reason})" if row.failures else "")
 
@@ -103,8 +103,8 @@ def lines(record: Record, row: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _probe(record)
     if record.compile_seconds is not None:
         yield "compile seconds", f"{record.compile_seconds:.4g}"
-    for notion, value in record.memory.items():
-        yield notion, f"{value / model.MEBIBYTE:.1f} MiB"
+    for metric, value in record.memory.items():
+        yield metric, f"{value / model.MEBIBYTE:.1f} MiB"
     if record.load:
         yield "load", _load(record)
     yield from _gate(record)

@@ -3,14 +3,12 @@ the faster of eager and compiled. Both are chosen cell by cell, by what was meas
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pandas as pd
 
-from harness.analysis import frames, stats
+from harness.analysis import frames
 from harness.analysis.frames import PLACE, Tables
 from harness.analysis.naming import BASELINE_FRAMEWORK, factor
 from harness.report.model import MISSING, Grid, Section, blocks, doubt_notes, doubts, task_title, usual
@@ -38,7 +36,7 @@ def _rows(group: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """Of one batch size in one block of the table."""
     # Plain dictionaries: small frames would make a report of ten thousand records wait for a minute.
     sides = frames.by_block(group)
-    medians = {name: statistics.median(seconds for seconds, _ in side.values()) for name, side in sides.items()}
+    medians = frames.medians_of(sides)
     framework = dict(zip(group.contestant, group.framework, strict=True))
     private = dict(zip(group.contestant, group.private, strict=True))
     extrapolated = set(group.contestant[group.extrapolated])
@@ -46,28 +44,10 @@ def _rows(group: pd.DataFrame) -> Iterator[dict[str, Any]]:
         others = [c for c in sides if private[c] and framework[c] != framework[contestant]]
         plain = [c for c in sides if not private[c] and framework[c] == BASELINE_FRAMEWORK]
         for against, candidates in ((PEER, others), (WITHOUT_DP, plain)):
-            # Only what shares a round can be compared; of those, the one of the smallest median.
-            met = [c for c in candidates if not sides[c].keys().isdisjoint(sides[contestant])]
-            if not met:
-                continue
-            other = min(met, key=medians.__getitem__)
-            result, left_out, disturbed = frames.paired_sides(sides, other, contestant)
-            assert result is not None
-            low, high = stats.against_fastest([frames.log_ratios_of(sides, c, contestant)[0] for c in met])
-            yield {
-                "contestant": contestant,
-                "against": against,
-                "other": other,
-                "ratio": result.ratio,
-                # Chosen by its median, the one shown may stand outside of what the means say.
-                "low": min(result.ratio, math.exp(low)) if result.n > 1 else math.nan,
-                "high": max(result.ratio, math.exp(high)) if result.n > 1 else math.nan,
-                "candidates": len(met),
-                "n": result.n,
-                "left_out": left_out,
-                "disturbed": int(disturbed),
-                "extrapolated": not extrapolated.isdisjoint((other, contestant)),
-            }
+            found = frames.against_fastest(sides, medians, candidates, contestant)
+            if found is not None:
+                scaled = not extrapolated.isdisjoint((found["other"], contestant))
+                yield {"contestant": contestant, "against": against, **found, "extrapolated": scaled}
 
 
 TITLES = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,9 @@ from harness.analysis import naming, stats
 from harness.analysis.frames import SECTION
 from harness.analysis.naming import number
 from harness.report import model
+from harness.report.figures import looks
 from harness.report.figures import tasks as task_figures
-from harness.report.figures.tasks import Look
+from harness.report.figures.looks import Look
 from harness.report.model import MEBIBYTE, MISSING, Chapter, Grid, Picture, Section
 from harness.store.record import Record
 from harness.worker import memory
@@ -30,16 +31,17 @@ def chapters(records: Sequence[Record]) -> Iterable[Chapter]:
     if raw.empty:
         return
     found = frontiers(raw)
-    for key in sorted(set(raw[SECTION].itertuples(index=False, name=None))):
-        section = Section(*key)
+    sections = model.sections_of(raw)
+    names = model.section_names(sections)
+    for section in sections:
         here, of_here = section.of(raw), section.of(found)
         when = model.measured(here)
-        stem = naming.slug("frontier", section.device, section.isolation, naming.machine_slug(section.machine))
         pictures = tuple(
             Picture(
-                naming.slug(stem, task, "synthetic" if synthetic else ""),
+                naming.slug("memory-frontier", task, names[section], "synthetic" if synthetic else ""),
                 f"{model.task_title(task, synthetic)}: throughput and peak memory over the physical batch size",
-                partial(draw, section, when, task, synthetic, group, here),
+                partial(draw, section, task, synthetic, group, here),
+                f"{section.title}; measured {when}.",
             )
             for task, synthetic, group in model.blocks(of_here)
             if group.batch_size.notna().any()
@@ -57,7 +59,7 @@ def probes(records: Sequence[Record]) -> pd.DataFrame:
             continue
         state, reason = table.admitted(r)
         seconds = r.probe.step_seconds if state == "ok" else []
-        growth = r.memory.get("cuda_peak_allocated", r.memory.get(memory.NOTION_WITH_COMPILE))
+        growth = r.memory.get("cuda_peak_allocated", r.memory.get(memory.GROWTH_WITH_COMPILE))
         rows.append(
             {
                 "machine": naming.machine_label(r.machine),
@@ -104,8 +106,6 @@ def frontiers(raw: pd.DataFrame) -> pd.DataFrame:
     frontier is a lower bound),
     ``ended``: the state that ended the search, peak memory there, and the throughput with its spread."""
     rows = []
-    names = naming.ordered(zip(raw.framework, raw.contestant, strict=True), naming.paper_rows())
-    order = {name: i for i, name in enumerate(names)}
     for place, group in raw.groupby([*PLACE, "contestant"], sort=False):
         where = dict(zip([*PLACE, "contestant"], place, strict=True))
         search = group[group.stage == "search"]
@@ -141,7 +141,8 @@ def frontiers(raw: pd.DataFrame) -> pd.DataFrame:
     frame = pd.DataFrame(rows)
     for column in ("batch_size", "misfit", "peak_bytes", "bytes_per_example", "examples_per_second", "low", "high"):
         frame[column] = frame[column].astype(float)
-    return frame.sort_values([*PLACE, "contestant"], key=lambda c: c.map(order) if c.name == "contestant" else c)
+    fastest_first = {**dict.fromkeys(PLACE, True), "examples_per_second": False, "contestant": True}
+    return frame.sort_values(list(fastest_first), ascending=list(fastest_first.values()))
 
 
 def _slope(fits: pd.DataFrame) -> float | None:
@@ -228,18 +229,19 @@ def _scaled(value: float, scale: float) -> str:
 def _rate(row: Any, usual_n: int) -> str:
     if not row.n:
         return MISSING
-    spread = f" [{number(row.low)}, {number(row.high)}]" if row.n > 1 else ""
+    spread = model.interval(row.low, row.high)
     return f"{number(row.examples_per_second)}{'ᵈ' if row.disturbed else ''}{spread}" + (
         "" if row.n == usual_n else f" n={row.n}"
     )
 
 
-def draw(section: Section, when: str, task: str, synthetic: bool, group: pd.DataFrame, raw: pd.DataFrame) -> Figure:
+def draw(section: Section, task: str, synthetic: bool, group: pd.DataFrame, raw: pd.DataFrame) -> Figure:
     """Left: examples per second over batch size, up to the frontier. Right: peak memory, and the budget."""
     figure = Figure(figsize=(task_figures.WIDTH, 3.0), layout="constrained")
     left, right = figure.subplots(1, 2)
     names = list(group.contestant)
-    style = looks(group)
+    titles = naming.titles()
+    style = looks.of_all(names, dict(zip(group.contestant, group.private, strict=True)))
     here = raw[(raw.task == task) & (raw.synthetic == synthetic) & (raw.stage == "search")]
     for name in names:
         mine = here[here.contestant == name].sort_values("batch_size")
@@ -248,7 +250,11 @@ def draw(section: Section, when: str, task: str, synthetic: bool, group: pd.Data
         _curve(left, ok.batch_size, ok.examples_per_second, style[name])
         _curve(right, ok.batch_size, ok.peak_bytes / MEBIBYTE, style[name])
         if frontier.n:
-            bars = [[frontier.examples_per_second - frontier.low], [frontier.high - frontier.examples_per_second]]
+            bars = (
+                None
+                if pd.isna(frontier.low)
+                else [[frontier.examples_per_second - frontier.low], [frontier.high - frontier.examples_per_second]]
+            )
             left.errorbar(
                 frontier.batch_size,
                 frontier.examples_per_second,
@@ -287,23 +293,11 @@ def draw(section: Section, when: str, task: str, synthetic: bool, group: pd.Data
         + " Crosses: the smallest size that did not fit.",
         *_endings(group),
     ]
-    task_figures.below(figure, f"{section.title}; measured {when}.", notes, names, style)
+    legend = {titles.get(name, name): look for name, look in style.items()}
+    where = f"{model.readable(section, raw)}, rules {section.protocol}."
+    task_figures.below(figure, where, notes, list(legend), legend)
     return figure
 
 
 def _curve(axes: Axes, x: pd.Series, y: pd.Series, look: Look) -> None:
     axes.plot(x, y, color=look.colour, marker=look.marker, markersize=3, linestyle=look.line, linewidth=1.0)
-
-
-def looks(group: pd.DataFrame) -> Mapping[str, Look]:
-    """As in the end-to-end figures: without DP black and dotted, others in colour."""
-    coloured = [c for c in task_figures.PALETTE if c != "#000000"]
-    shown: dict[str, Look] = {}
-    private = 0
-    for i, row in enumerate(group.itertuples()):
-        colour = coloured[private % len(coloured)] if row.private else "#000000"
-        private += bool(row.private)
-        shown[row.contestant] = Look(
-            colour, task_figures.MARKERS[i % len(task_figures.MARKERS)], "-" if row.private else ":"
-        )
-    return shown

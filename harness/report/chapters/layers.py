@@ -11,7 +11,6 @@ import pandas as pd
 
 from harness.analysis import layer_frames, naming
 from harness.analysis import memory_law as law
-from harness.analysis.frames import SECTION
 from harness.analysis.layer_frames import BASELINE, MEGABYTE, PUBLISHED_LABEL, LayerTables
 from harness.analysis.memory_law import Parts
 from harness.analysis.naming import factor, number
@@ -42,24 +41,40 @@ def chapters(records: Sequence[Record]) -> Iterable[Chapter]:
         "claims": layer_claims.claims(tables),
     }
     found["errors"] = memory.overhead_errors(found["sweep"])
-    for key in sorted(set(tables.raw[SECTION].itertuples(index=False, name=None))):
-        yield from _of_section(tables, Section(*key), found)
+    sections = model.sections_of(tables.raw)
+    for section, name in model.section_names(sections).items():
+        yield from _of_section(tables, section, name, found)
 
 
-def _of_section(tables: LayerTables, section: Section, found: Mapping[str, pd.DataFrame]) -> Iterator[Chapter]:
+def _of_section(
+    tables: LayerTables, section: Section, section_name: str, found: Mapping[str, pd.DataFrame]
+) -> Iterator[Chapter]:
     raw, cells, factors = section.of(tables.raw), section.of(tables.cells), section.of(tables.factors)
     older = len(section.of(tables.superseded))
     left_out = [f"Left out: {older} process(es) of cells that were measured again with newer code."] if older else []
     when = model.measured(raw)
     main, main_factors = (f[~f.layer.isin(SWEPT)] if len(f) else f for f in (cells, factors))
-    where = f"{section.title}; measured {when}."
+    where = f"{model.readable(section, raw)}, rules {section.protocol}."
 
     def picture(kind: str, title: str, draw: Any, *arguments: Any) -> Picture:
-        stem = naming.slug(kind, section.device, section.isolation, naming.machine_slug(section.machine))
-        return Picture(stem, title, partial(draw, *arguments, where))
+        stem = naming.slug(kind, section_name)
+        return Picture(stem, title, partial(draw, *arguments, where), f"{section.title}; measured {when}.")
 
     pairs = [(c, p) for c, p in tables.contestants if len(main[(main.contestant == c) & (main.passes == p)])]
     private = [pair for pair in pairs if (main[main.contestant == pair[0]].column == "dp").all()]
+    yield Chapter(
+        "Layers: contestants side by side",
+        section,
+        tuple(_side_by_side(main_factors, private, left_out)),
+        tuple(
+            picture(
+                f"layer-modes_batch-{size}", f"All contestants by layer at batch {size}", layer_figures.modes, size, g
+            )
+            for size, g in _last_sizes(main_factors)
+        ),
+        when=when,
+        in_terminal=True,
+    )
     yield Chapter(
         "Layers: runtime",
         section,
@@ -80,19 +95,6 @@ def _of_section(tables: LayerTables, section: Section, found: Mapping[str, pd.Da
         section,
         tuple(g for pair in private for g in _paper_layout("memory", main, main_factors, *pair)) if has_memory else (),
         when=when,
-    )
-    yield Chapter(
-        "Layers: contestants side by side",
-        section,
-        tuple(_side_by_side(main_factors, private, left_out)),
-        tuple(
-            picture(
-                f"layer-modes_batch-{size}", f"All contestants by layer at batch {size}", layer_figures.modes, size, g
-            )
-            for size, g in _last_sizes(main_factors)
-        ),
-        when=when,
-        in_terminal=True,
     )
     yield Chapter(
         "Layers: torch.nn, own module, DP",
@@ -231,7 +233,7 @@ def _notes(what: str, cells: pd.DataFrame, contestant: str, passes: str, n: int)
         yield (
             f"n = {n} process{'' if n == 1 else 'es'} per cell unless shown. Mean: of all passes, as the paper has it; "
             f"its factor is the ratio of means. Median: over processes of the medians of their passes "
-            f"[{_brackets(n)}]; its factor is paired in blocks, with its 95 % interval where n > 1."
+            f"[{_brackets(n)}]; its factor is paired in blocks, with its 95 % interval from n = 3 on."
         )
         if cells.disturbed.any():
             yield model.DISTURBED_NOTE

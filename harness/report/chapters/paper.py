@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats as scipy_stats
 
+from harness.analysis import stats
 from harness.analysis.frames import PLACE, SECTION, Tables, paired
 from harness.analysis.naming import BASELINE_ROW, PAPER_ORDER, factor
 
@@ -35,12 +36,12 @@ DP_ROWS = tuple(row for row in PAPER_ORDER if row != BASELINE_ROW)
 
 def then_and_now(tables: Tables) -> pd.DataFrame:
     """Seconds relative to PyTorch without DP, in the paper and measured, for contestants that stand for a row of it."""
-    if tables.ratios.empty:
+    if tables.paper_ratios.empty:
         return pd.DataFrame()
     base = tables.published[tables.published.paper_row == BASELINE_ROW].set_index(["task", "batch_size"]).seconds
     old = tables.published.set_index(["task", "batch_size", "paper_row"]).seconds
     rows = []
-    for row in tables.ratios.to_dict("records"):
+    for row in tables.paper_ratios.to_dict("records"):
         key = (row["task"], row["batch_size"])
         paper_row = tables.rows.get(row["contestant"])
         if (*key, paper_row) in old.index:
@@ -512,8 +513,8 @@ def claims(tables: Tables) -> pd.DataFrame:
 
     ``own_table``: whether the paper's own table agrees with what its text states.
     ``cells`` and ``paper_cells``: how many values were measured, and how many the paper's table has. ``n``: the fewest
-    rounds or processes behind one of them. Values of a single process, which has no interval, and disturbed ones, which
-    allow no verdict elsewhere either, are shown and not judged.
+    rounds or processes behind one of them. Values of fewer than three processes, which have no interval, and disturbed
+    ones, which allow no verdict elsewhere either, are shown and not judged.
     """
     table = PaperTable(tables.published)
     rows = []
@@ -526,7 +527,7 @@ def claims(tables: Tables) -> pd.DataFrame:
             # A measure asks for the parts of a value just before it yields it.
             for value in claim.measure(source):
                 found.append(value)
-                if all(b.n > 1 and not b.disturbed for b in source.used):
+                if all(b.n >= stats.INTERVAL_ROUNDS and not b.disturbed for b in source.used):
                     judged.append(value)
                 used += source.used
                 source.used.clear()

@@ -10,18 +10,20 @@ import pandas as pd
 
 from harness.analysis.frames import PUBLISHED_LABEL, SECTION, Tables
 from harness.analysis.naming import factor, number
+from harness.report import model
 from harness.report.chapters import paper
 from harness.report.model import (
     DISTURBED_PAIRS_NOTE,
     MEBIBYTE,
+    METRICS,
     MISSING,
-    NOTIONS,
     Grid,
     Section,
     blocks,
     count,
     doubt_notes,
     doubts,
+    interval,
     marks,
     memory_failures,
     short,
@@ -69,7 +71,7 @@ def _seconds_cell(row: Any, usual_n: int) -> str:
         return MISSING
     if row.state != "ok":
         return str(row.state)
-    spread = f" [{number(row.low)}, {number(row.high)}]" if row.n > 1 else ""
+    spread = interval(row.low, row.high)
     return f"{number(row.median)}{marks(row)}{spread}" + ("" if row.n == usual_n else f" n={row.n}")
 
 
@@ -129,11 +131,7 @@ def ratios(tables: Tables, section: Section) -> list[Grid]:
         rows = tuple(
             (name, *(cell.get((name, size), MISSING) for size in sizes)) for name in dict.fromkeys(group.contestant)
         )
-        notes = [
-            f"Mean of {n} paired rounds unless shown, with its 95 % interval (Student's t on log-ratios)."
-            if n > 1
-            else "One paired round unless shown, of which there is no interval."
-        ]
+        notes = [f"Over {model.baselines(group)}; {model.rounds_note(group.n, 'brackets')}"]
         if group.extrapolated.any():
             notes.append("ᵉ extrapolated: from a part of an epoch.")
         if group.left_out.sum():
@@ -142,7 +140,7 @@ def ratios(tables: Tables, section: Section) -> list[Grid]:
             notes.append(DISTURBED_PAIRS_NOTE)
         if any(MISSING in row for row in rows):
             notes.append(f"{MISSING} no block holds both.")
-        title = f"{task_title(task, synthetic)}: seconds relative to {group.baseline.iloc[0]} (without DP)"
+        title = f"{task_title(task, synthetic)}: seconds relative to PyTorch without DP"
         grids.append(Grid(title, ("contestant", *(f"batch {size}" for size in sizes)), rows, tuple(notes)))
     return grids
 
@@ -202,8 +200,8 @@ def _compiling(seconds: float, epoch: float) -> str:
 
 
 def _ratio_cell(row: Any, usual_n: int) -> str:
-    interval = "" if math.isnan(row.low) else f" [{factor(row.low)}, {factor(row.high)}]"
-    return f"{factor(row.ratio)}×{doubts(row)}{interval}" + ("" if row.n == usual_n else f" n={row.n}")
+    bounds = "" if math.isnan(row.low) else f" [{factor(row.low)}, {factor(row.high)}]"
+    return f"{factor(row.ratio)}×{doubts(row)}{bounds}" + ("" if row.n == usual_n else f" n={row.n}")
 
 
 def values(
@@ -221,7 +219,7 @@ def values(
         sizes = sorted({*group.batch_size, *(size for _, size in cell)})
         n = usual(group.n)
         for row in group.itertuples():
-            spread = f" [{number(row.low / scale)}, {number(row.high / scale)}]" if row.n > 1 else ""
+            spread = interval(row.low / scale, row.high / scale)
             cell[row.contestant, row.batch_size] = (
                 number(row.median / scale) + spread + ("" if row.n == n else f" n={row.n}")
             )
@@ -243,14 +241,14 @@ def compile_seconds(tables: Tables, section: Section) -> list[Grid]:
 
 
 def memory(tables: Tables, section: Section) -> list[Grid]:
-    """One grid per task and notion of memory; the notion is in the title."""
+    """One grid per task and metric of memory; the metric is in the title."""
     here = section.of(tables.memory)
     if here.empty:
         return []
     grids = []
     timed = section.of(tables.cells[tables.cells.state == "ok"])
-    for notion, all_tasks in here.groupby("notion", sort=False):
-        about = [f"{notion}: {NOTIONS[notion]}."] if notion in NOTIONS else []
+    for metric, all_tasks in here.groupby("metric", sort=False):
+        about = [f"{metric}: {METRICS[metric]}."] if metric in METRICS else []
         for task, synthetic, group in blocks(all_tasks):
             ran = timed[(timed.task == task) & (timed.synthetic == synthetic)].contestant
             failures = memory_failures(tables, section, task, synthetic).itertuples()
@@ -258,8 +256,34 @@ def memory(tables: Tables, section: Section) -> list[Grid]:
             shown = {*group.contestant, *(name for name, _ in failed)}
             without = [name for name in dict.fromkeys(ran) if name not in shown]
             gap = [f"Timed, but without this memory on record: {', '.join(without)}."] if without else []
-            grids += values(group, f"MiB of {notion}", MEBIBYTE, (*about, *gap), failed)
+            grids += values(group, f"MiB of {metric}", MEBIBYTE, (*about, *gap), failed)
     return grids
+
+
+def first_metric(tables: Tables, grids: list[Grid]) -> list[Grid]:
+    """Return those grids of memory that show the first metric on record."""
+    metrics = [] if tables.memory.empty else list(tables.memory.metric.unique())
+    present = [n for n in (*METRICS, *metrics) if any(grid.title.endswith(f": MiB of {n}") for grid in grids)]
+    return [grid for grid in grids if present and grid.title.endswith(f": MiB of {present[0]}")]
+
+
+def gate_summary(tables: Tables, section: Section) -> list[Grid]:
+    """The gate in a line per contestant: how many checks passed on each task, and the first that failed."""
+    here = section.of(tables.gate)
+    if here.empty:
+        return []
+    tasks = list(here.task.unique())
+    rows = []
+    for contestant, mine in here.groupby("contestant", sort=False):
+        verdicts = {}
+        for task, checks in mine.groupby("task", sort=False):
+            failed = checks[~checks.passed.astype(bool)]
+            first = f"; FAILED: {failed.check.iloc[0]}" if len(failed) else ""
+            verdicts[task] = f"{len(checks) - len(failed)} of {len(checks)}{first}"
+        rows.append((str(contestant), *(verdicts.get(task, MISSING) for task in tasks)))
+    header = ("contestant", *(task_title(str(task), False) for task in tasks))
+    note = "Checks that passed. All of them, with error and limit, stand in report.html and in gate.csv."
+    return [Grid("Admission gate: checks passed", header, tuple(rows), (note,))]
 
 
 def gate(tables: Tables, section: Section) -> list[Grid]:
@@ -321,7 +345,7 @@ def accuracy(tables: Tables, section: Section) -> list[Grid]:
                 str(r.batch_size),
                 str(r.after_steps),
                 f"{r.median:.2%}",
-                f"{r.low:.2%} – {r.high:.2%}",
+                MISSING if math.isnan(r.low) else f"{r.low:.2%} – {r.high:.2%}",
                 str(r.n),
             )
             for r in group.itertuples()
@@ -386,8 +410,8 @@ def against_the_paper(tables: Tables, section: Section) -> list[Grid]:
         "Holds: every measured value on genuine data lies with all of its 95 % interval in the range of the paper's "
         f"table widened by a factor of {paper.TOLERANCE:g} at both ends, or, for a statement, on its side of 1. "
         "Does not hold: one lies outside with all of it. Undecided: neither, some interval reaches over a bound. "
-        "Fastest and slowest are among those rows of the paper that were measured. Values of a single process and "
-        "disturbed ones are shown and not judged.",
+        "Fastest and slowest are among those rows of the paper that were measured. Values of fewer than three "
+        "processes and disturbed ones are shown and not judged.",
         "Places: measured values, of those that the paper's table has; a claim that holds does so at these only. n: "
         f"the fewest rounds or processes behind one of them. {_stand_ins(tables)}",
         *doubt_notes(stated),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +12,14 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 
-CROWD = 8
+from harness.report.figures import looks
+
+MOST_LINES = 8
 """Lines that can still be told apart; there are as many colours."""
 ROW, ROW_WITH_INTERVAL = 0.19, 0.27
 """Inches."""
+LONGEST = 40
+"""Letters of a title that fit beside a grid."""
 SLOWEST = 32.0
 """Factor from which on all squares are equally dark."""
 SHADES = colormaps["YlOrBr"]
@@ -35,23 +40,15 @@ class HeatmapCell:
 Squares = Mapping[tuple[str, int], HeatmapCell]
 
 
-def by_speed(names: Sequence[str], sizes: Sequence[int], squares: Squares) -> list[str]:
-    """The fastest first, by the geometric mean of their factors; a missing number counts as the slowest shade."""
-
-    def slowness(name: str) -> float:
-        found = [squares.get((name, size), HeatmapCell("")).factor for size in sizes]
-        return float(np.mean([np.log(SLOWEST if factor is None else factor) for factor in found]))
-
-    return sorted(names, key=slowness)
-
-
 def row_height(squares: Squares) -> float:
     """Inches that a row needs."""
     return ROW_WITH_INTERVAL if any(square.interval for square in squares.values()) else ROW
 
 
-def draw(axes: Axes, names: Sequence[str], sizes: Sequence[int], squares: Squares) -> None:
-    """Row per name, column per batch size; a place without a square says so."""
+def draw(
+    axes: Axes, names: Sequence[str], sizes: Sequence[int], squares: Squares, title: Callable[[str], str] = str
+) -> None:
+    """Row per name, shown by its title, column per batch size; a place without a square says so."""
     shade = LogNorm(1.0, SLOWEST, clip=True)
     colours = np.full((len(names), len(sizes), 4), EMPTY)
     for y, name in enumerate(names):
@@ -70,7 +67,10 @@ def draw(axes: Axes, names: Sequence[str], sizes: Sequence[int], squares: Square
     axes.set_xlim(-0.5, len(sizes) - 0.5)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
-    axes.set_yticks(range(len(names)), names)
+    axes.set_yticks(range(len(names)), [textwrap.shorten(title(name), LONGEST, placeholder="…") for name in names])
+    for label, name in zip(axes.get_yticklabels(), names, strict=True):
+        if looks.is_own(name):
+            label.set_fontweight("bold")
     axes.tick_params(length=0)
     axes.grid(visible=False)
     axes.set_xticks(np.arange(0.5, len(sizes) - 1), minor=True)

@@ -4,6 +4,7 @@ day, n."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from harness.analysis import layer_frames
+from harness.analysis import layer_frames, stats
 from harness.analysis.layer_frames import MEGABYTE
 from harness.analysis.naming import number
 from harness.layers import LAYERS
 from harness.report import model
+from harness.report.figures import looks
 from harness.report.figures import tasks as task_figures
-from harness.report.figures.tasks import MARKERS, PALETTE, WIDTH, Look
+from harness.report.figures.looks import MARKERS, PALETTE, Fill, Look
+from harness.report.figures.tasks import WIDTH
 
-COLOURS = tuple(c for c in PALETTE if c != "#000000")
 GREY = "#888888"
 OWN = {"pytorch": "torch.nn", "opacus": "Opacus", "dpcore": "dpcore"}
 
@@ -81,10 +83,7 @@ def modes(size: int, frame: pd.DataFrame, where: str) -> Figure:
     pairs = list(dict.fromkeys(zip(private.contestant, private.passes, strict=True)))
     names = [name for name in LAYERS if name in set(private.layer)]
     labels = [_label(pair) for pair in pairs]
-    style = {
-        label: Look(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], "", pair[1] == "per_sample")
-        for i, (label, pair) in enumerate(zip(labels, pairs, strict=True))
-    }
+    style = {label: _look(*pair) for label, pair in zip(labels, pairs, strict=True)}
     row = max(0.27, 0.09 + 0.055 * len(pairs))
     figure = Figure(figsize=(WIDTH, 0.9 + row * len(names)), layout="constrained")
     whats = _measured(private)
@@ -131,19 +130,15 @@ def modules(framework: str, cells: pd.DataFrame, where: str) -> Figure:
     names = [name for name in MODULES if name in set(own.layer)] or list(dict.fromkeys(own.layer))[:4]
     dp = cells[(cells.framework == framework) & (cells.column == "dp")]
     wanted = [("pytorch", "module", "plain"), (framework, "own_module", "plain")]
-    lines: list[tuple[str, pd.DataFrame]] = []
+    lines: list[tuple[str, Look, pd.DataFrame]] = []
     for who, column, passes in wanted:
         part = cells[(cells.framework == who) & (cells.column == column) & (cells.passes == passes)]
         for contestant, group in part.groupby("contestant", sort=False):
-            lines.append((str(contestant), group))
+            lines.append((str(contestant), replace(looks.of(str(contestant)), line=":", fill="none"), group))
     for (contestant, passes), group in dp.groupby(["contestant", "passes"], sort=False):
-        lines.append((_label((str(contestant), str(passes))), group))
-    style = {
-        label: Look(
-            "#000000" if i == 0 else COLOURS[(i - 1) % len(COLOURS)], MARKERS[i % len(MARKERS)], ":" if i < 2 else "-"
-        )
-        for i, (label, _) in enumerate(lines)
-    }
+        pair = str(contestant), str(passes)
+        lines.append((_label(pair), _look(*pair), group))
+    style = {label: look for label, look, _ in lines}
     figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
     grid = figure.subplots(2, max(1, len(names)), squeeze=False, sharex=True)
     for place, name in enumerate(names):
@@ -151,7 +146,7 @@ def modules(framework: str, cells: pd.DataFrame, where: str) -> Figure:
             (("median_ms", 1.0, "low_ms", "high_ms"), ("peak", MEGABYTE, None, None))
         ):
             axes: Axes = grid[row, place]
-            for label, frame in lines:
+            for label, _, frame in lines:
                 mine = frame[(frame.layer == name) & frame[value].notna()].sort_values("batch_size")
                 if mine.empty:
                     continue
@@ -178,7 +173,7 @@ def modules(framework: str, cells: pd.DataFrame, where: str) -> Figure:
     grid[1, 0].set_ylabel("peak MB (log)")
     _title(figure, f"torch.nn, {OWN.get(framework, framework)}'s own module without DP, and with DP")
     notes = [_processes(cells)]
-    task_figures.below(figure, where, notes, [label for label, _ in lines], style)
+    task_figures.below(figure, where, notes, [label for label, _, _ in lines], style)
     return figure
 
 
@@ -243,7 +238,7 @@ def law(predicted: pd.DataFrame, where: str) -> Figure:
     grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
     names = [name for name in LAYERS if name in set(predicted.layer)]
     kinds = list(dict.fromkeys(LAYERS[name].kind for name in names))
-    style = {kind: Look(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], "") for i, kind in enumerate(kinds)}
+    style = {kind: Look(PALETTE[i % len(PALETTE)], MARKERS[i % len(MARKERS)], "") for i, kind in enumerate(kinds)}
     low, high = (
         f([predicted.predicted_mb.agg(k), predicted.measured_mb.agg(k)]) for f, k in ((min, "min"), (max, "max"))
     )
@@ -293,6 +288,13 @@ def law(predicted: pd.DataFrame, where: str) -> Figure:
 # ---- shared
 
 
+def _look(contestant: str, passes: str) -> Look:
+    """A contestant's own colour and marker; open where only per-sample gradients are formed."""
+    own = looks.of(contestant)
+    fill: Fill = "none" if passes == "per_sample" else "full" if own.fill == "none" else own.fill
+    return replace(own, line="-", fill=fill)
+
+
 def _absent(frame: pd.DataFrame) -> list[str]:
     """Cells without runtime and memory, which the table of the report gives a state and a reason."""
     gone = frame[frame.runtime.isna() & frame.memory.isna()]
@@ -313,7 +315,11 @@ def _absent_by(frame: pd.DataFrame) -> list[str]:
 
 
 def _rounds(n: int) -> str:
-    return f"mean of n = {n} paired rounds, bar: 95 % interval (Student's t on log-ratios)" if n > 1 else "one round"
+    return (
+        f"mean of n = {n} paired rounds, bar: 95 % interval (Student's t on log-ratios)"
+        if n >= stats.INTERVAL_ROUNDS
+        else f"{model.count(n, 'round', 'rounds')}, too few for an interval"
+    )
 
 
 def _title(figure: Figure, text: str) -> None:
@@ -356,7 +362,7 @@ def _points(
         color=look.colour,
         marker=look.marker,
         markersize=4 if sideways else 3.5,
-        markerfacecolor="none" if look.is_open else None,
+        fillstyle=look.fill,
         capsize=2,
         elinewidth=0.8,
         linestyle="",

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from harness.analysis import stats
 from harness.analysis.frames import Tables
 from harness.report import model
+from harness.report.figures import looks
 from harness.report.figures import tasks as task_figures
-from harness.report.figures.tasks import Look
+from harness.report.figures.looks import Look
 from harness.report.model import MEBIBYTE, Picture, Section
 
 FEWEST_SIZES = 3
@@ -24,7 +25,7 @@ INSTRUMENTS = {
     "nvml_process_peak": "the GPU driver (NVML), seen every 0.1 s",
     "cuda_peak_allocated": "the framework's own CUDA allocator, bytes that tensors occupied",
 }
-"""Notion of memory -> what counted it. The first that is on record for a task on its device is drawn."""
+"""Metric of memory -> what counted it. The first that is on record for a task on its device is drawn."""
 HOST = ("peak_resident_growth",)
 ON_GPU = ("nvml_process_peak", "cuda_peak_allocated")
 ROW = 0.07
@@ -32,21 +33,21 @@ ROW = 0.07
 
 
 def pictures(tables: Tables, section: Section) -> dict[str, list[Picture]]:
-    """``peak-memory``: a figure per task with at least ``FEWEST_SIZES`` batch sizes of one notion."""
-    style = {
-        name: replace(look, line="-" if look.line == "-" else "--") for name, look in task_figures.looks(tables).items()
-    }
+    """``peak-memory``: a figure per task with at least ``FEWEST_SIZES`` batch sizes of one metric."""
+    private = dict(zip(tables.raw.contestant, tables.raw.private, strict=True))
     found: list[Picture] = []
     for task, synthetic, rows in model.blocks(section.of(tables.memory)):
-        notion = next((n for n in (ON_GPU if section.device == "cuda" else HOST) if n in set(rows.notion)), None)
-        measured = rows[rows.notion == notion]
+        metric = next((n for n in (ON_GPU if section.device == "cuda" else HOST) if n in set(rows.metric)), None)
+        measured = rows[rows.metric == metric]
         if measured.batch_size.nunique() < FEWEST_SIZES:
             continue
-        stem = task_figures.file_name("peak-memory", section, measured.assign(extrapolated=False), task)
+        measured = measured.assign(extrapolated=False)
+        stem = task_figures.file_name("peak-memory", tables, section, measured, task)
         title = f"{model.task_title(task, synthetic)}: peak memory over batch size"
         failed = model.memory_failures(tables, section, task, synthetic)
+        style = looks.of_all([n for n in tables.order if n in {*measured.contestant, *failed.contestant}], private)
         draw = partial(over_batch_size, tables, section, task, synthetic, measured, failed, style)
-        found.append(Picture(stem, title, draw))
+        found.append(task_figures.picture(stem, title, tables, section, measured, draw))
     return {"peak-memory": found}
 
 
@@ -59,24 +60,26 @@ def over_batch_size(
     failed: pd.DataFrame,
     style: Mapping[str, Look],
 ) -> Figure:
-    """MiB over batch size, both logarithmic. Contestants without DP are dashed."""
+    """MiB over batch size, both logarithmic. Contestants without DP are dotted."""
     figure = Figure(figsize=(task_figures.WIDTH, 3.4), layout="constrained")
     axes = figure.add_subplot()
     names = [name for name in tables.order if name in {*measured.contestant, *failed.contestant}]
-    for name in names:
-        mine = measured[measured.contestant == name].sort_values("batch_size")
-        values = [mine[column] / MEBIBYTE for column in ("median", "low", "high")]
-        bars = [values[0] - values[1], values[2] - values[0]]
-        task_figures.line(axes, mine.batch_size, values[0], bars, style[name])
-    task_figures.log_axes(axes, sorted({*measured.batch_size, *failed.batch_size}))
+    sizes = sorted({*measured.batch_size, *failed.batch_size})
+    values = measured.set_index(["contestant", "batch_size"])[["median", "low", "high"]] / MEBIBYTE
+    task_figures.log_axes(axes, sizes)
+    task_figures.limits(axes, values["median"])
+    for name in (name for name in names if name in values.index):
+        task_figures.line(axes, sizes, values.loc[name], style[name], label=tables.title(name))
+    task_figures.log_values(axes)
     _mark(axes, failed, [name for name in names if name in set(failed.contestant)], style)
     axes.set_xlabel("batch size (log)")
     axes.set_ylabel("peak memory, MiB (log)")
     axes.set_title(f"{model.task_title(task, synthetic)}: peak memory", loc="left", fontweight="bold")
-    task_figures.below(
+    task_figures.below_task(
         figure,
-        f"{section.title}; measured {model.provenance(tables, section)}.",
-        [_points(measured), f"Instrument: {INSTRUMENTS[measured.notion.iloc[0]]}.", *_in_words(failed, names)],
+        tables,
+        section,
+        [_points(measured), f"Instrument: {INSTRUMENTS[measured.metric.iloc[0]]}.", *_in_words(tables, failed, names)],
         [name for name in names if name in set(measured.contestant)],
         style,
     )
@@ -104,18 +107,18 @@ def _mark(axes: Axes, failed: pd.DataFrame, names: Sequence[str], style: Mapping
 
 def _points(measured: pd.DataFrame) -> str:
     n = model.usual(measured.n)
-    if n == 1:
-        return "Point: n = 1 process."
+    if n < stats.INTERVAL_ROUNDS:
+        return f"Point: median of n = {model.count(n, 'process', 'processes')}, too few for an interval."
     bar = "lowest to highest" if n < 6 else "distribution-free 95 % interval"
     return f"Point: median of n = {n} processes; bar: {bar}."
 
 
-def _in_words(failed: pd.DataFrame, names: Sequence[str]) -> list[str]:
+def _in_words(tables: Tables, failed: pd.DataFrame, names: Sequence[str]) -> list[str]:
     """The marks, from the top row to the lowest."""
     by_state = {
         (name, state): ", ".join(map(str, sorted(rows.batch_size)))
         for (name, state), rows in failed.groupby(["contestant", "state"])
     }
-    lines = [f"{name} at {sizes}: {state}" for (name, state), sizes in by_state.items()]
-    lines.sort(key=lambda line: names.index(line.partition(" at ")[0]))
+    ordered = sorted(by_state.items(), key=lambda item: names.index(item[0][0]))
+    lines = [f"{tables.title(name)} at {sizes}: {state}" for (name, state), sizes in ordered]
     return [f"× {'; '.join(lines)}."] if lines else []

@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
+import io
 import math
+import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullLocator
 
 from harness.analysis import stats
 from harness.analysis.frames import Tables
-from harness.analysis.naming import factor, machine_slug, number, slug
+from harness.analysis.naming import factor, number, slug
 from harness.report import model
-from harness.report.figures import heatmap
+from harness.report.figures import heatmap, looks
 from harness.report.figures.heatmap import HeatmapCell
+from harness.report.figures.looks import Look
 from harness.report.model import Picture, Section
 from harness.store.cache import check_replaceable
 
 WIDTH = 6.5
 """Inches: the text width of a printed page, so that 8-point letters are printed as 8 points."""
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31", "#7B4FA3")
-"""Okabe and Ito's colours (told apart by colour-blind people), two more for long lists; markers differ besides."""
-MARKERS = "os^Dv<>PX*hd"
 STYLE: dict[Any, Any] = {
     "font.size": 8,
     "axes.titlesize": 9,
@@ -55,115 +54,168 @@ PAPER_EPOCHS = 20
 PAPER_BATCH_SIZE = 512
 
 
-@dataclass(frozen=True)
-class Look:
-    """``line``: empty where points are not joined; ``is_open``: the marker is hollow."""
-
-    colour: Any
-    marker: str
-    line: Literal["-", ":", "--", ""]
-    is_open: bool = False
-
-
-def looks(tables: Tables) -> dict[str, Look]:
-    """The same look for a contestant in all figures of a report. Without DP: black and dotted."""
-    private = dict(zip(tables.raw.contestant, tables.raw.private, strict=True))
-    coloured = [c for c in PALETTE if c != "#000000"]
-    shown: dict[str, Look] = {}
-    for i, name in enumerate(tables.order):
-        number_of_private = sum(private[other] for other in tables.order[:i])
-        colour = coloured[number_of_private % len(coloured)] if private[name] else "#000000"
-        shown[name] = Look(colour, MARKERS[i % len(MARKERS)], "-" if private[name] else ":")
-    return shown
-
-
 def pictures(tables: Tables, section: Section) -> dict[str, list[Picture]]:
     """The figures of a section by kind: ``seconds-per-epoch``, ``relative-to-pytorch``, ``cumulative-seconds``."""
-    style = looks(tables)
     found: dict[str, list[Picture]] = {"seconds-per-epoch": [], "relative-to-pytorch": [], "cumulative-seconds": []}
     for task, synthetic, group in model.blocks(section.of(tables.cells)):
         if (group.state == "ok").any():
-            stem = file_name("seconds-per-epoch", section, group, task)
             title = f"{model.task_title(task, synthetic)}: seconds per epoch over batch size"
-            draw = partial(seconds, tables, section, task, synthetic, group, style)
-            found["seconds-per-epoch"].append(Picture(stem, title, draw))
+            draw = partial(seconds, tables, section, task, synthetic, group)
+            stem = file_name("seconds-per-epoch", tables, section, group, task)
+            found["seconds-per-epoch"].append(picture(stem, title, tables, section, group, draw))
     relatives = section.of(tables.ratios)
     if len(relatives):
-        stem = file_name("relative-to-pytorch", section, relatives)
-        title = f"Seconds per epoch relative to {relatives.baseline.iloc[0]} (without DP)"
-        found["relative-to-pytorch"].append(Picture(stem, title, partial(relative, tables, section, style)))
+        stem = file_name("relative-to-pytorch", tables, section, relatives)
+        title = "Seconds per epoch relative to PyTorch without DP"
+        draw = partial(relative, tables, section)
+        found["relative-to-pytorch"].append(picture(stem, title, tables, section, relatives, draw))
     runs = cumulative_runs(tables, section)
     if runs:
         shown = pd.concat([run.cells for run in runs])
         extended = any(run.measured_epochs < PAPER_EPOCHS for run in runs)
-        stem = file_name("cumulative-seconds", section, shown.assign(extrapolated=shown.extrapolated | extended))
+        shown = shown.assign(extrapolated=shown.extrapolated | extended)
+        stem = file_name("cumulative-seconds", tables, section, shown)
         title = f"Cumulative seconds over {PAPER_EPOCHS} epochs, compile time included"
-        found["cumulative-seconds"].append(Picture(stem, title, partial(cumulative, tables, section, runs, style)))
+        draw = partial(cumulative, tables, section, runs)
+        found["cumulative-seconds"].append(picture(stem, title, tables, section, shown, draw))
     return found
+
+
+def picture(
+    stem: str, title: str, tables: Tables, section: Section, shown: pd.DataFrame, draw: Callable[[], Figure]
+) -> Picture:
+    """A figure with its provenance, which its file carries too. ``shown``: the numbers in it."""
+    doubts = " Extrapolated from parts of epochs." if shown.extrapolated.any() else ""
+    doubts += " Synthetic data in place of the genuine." if shown.synthetic.any() else ""
+    return Picture(stem, title, draw, f"{section.title}; measured {model.provenance(tables, section)}.{doubts}")
 
 
 def draw(pictures: Iterable[Picture], folder: Path) -> list[Path]:
     """Draws figures into ``folder`` (which must exist); returns the files written."""
     with matplotlib.rc_context(STYLE):
-        return [path for picture in pictures for path in save(picture.draw(), folder / picture.stem)]
+        return [path for shown in pictures for path in save(shown.draw(), folder / shown.stem, shown)]
 
 
-def file_name(kind: str, section: Section, shown: pd.DataFrame, task: str = "") -> str:
-    """Kind, task, protocol, device, isolation and machine; then ``extrapolated`` and ``synthetic`` where they apply."""
-    flags = [flag for flag in ("extrapolated", "synthetic") if shown[flag].any()]
-    return slug(kind, task, section.protocol, section.device, section.isolation, machine_slug(section.machine), *flags)
+def file_name(kind: str, tables: Tables, section: Section, shown: pd.DataFrame, task: str = "") -> str:
+    """Kind and task; what tells the section from the report's main one; ``synthetic`` where it applies. What else was
+    measured how stands in the caption and in the file's metadata, so that names stay the same from run to run."""
+    flags = ["synthetic"] if shown.synthetic.any() else []
+    return slug(kind, task, model.section_names(model.sections(tables))[section], *flags)
 
 
-def save(figure: Figure, stem: Path) -> list[Path]:
-    """PDF, SVG and PNG without a date inside: the same records make the same bytes."""
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    area = figure.get_tightbbox(canvas.get_renderer()).padded(0.06)
-    # Layout and area are found; finding them anew for each format would take most of the time of a report.
+def save(figure: Figure, stem: Path, shown: Picture) -> list[Path]:
+    """SVG, and from it PDF and PNG, with title and provenance but no date.
+
+    The same records make the same bytes of SVG and PNG; the objects of the PDF come in no fixed order.
+    """
+    import vl_convert
+
+    figure.draw_without_rendering()
+    area = figure.get_tightbbox().padded(0.06)
+    # Layout and area are found; finding them anew would take most of the time of a report.
     figure.set_layout_engine("none")
-    metadata: Mapping[str, Mapping[str, Any]] = {
-        ".pdf": {"CreationDate": None},
-        ".svg": {"Date": None},
-        ".png": {"Software": None},
+    text = io.StringIO()
+    metadata = {"Title": shown.title, "Description": shown.provenance, "Date": None}
+    figure.savefig(text, format="svg", metadata=metadata, bbox_inches=area)
+    svg = text.getvalue()
+    # Drawing each format by itself takes three times as long, most of it for fonts inside of the PDF.
+    contents = {
+        ".pdf": _with_info(vl_convert.svg_to_pdf(svg), shown),
+        ".svg": svg.encode(),
+        ".png": _png(vl_convert.svg_to_png(svg, scale=PIXELS_PER_POINT), shown),
     }
-    paths = [stem.with_name(stem.name + suffix) for suffix in metadata]
-    for path in paths:
-        figure.savefig(check_replaceable(path), dpi=200, metadata=dict(metadata[path.suffix]), bbox_inches=area)
-    return paths
+    for suffix, content in contents.items():
+        check_replaceable(stem.with_name(stem.name + suffix)).write_bytes(content)
+    return [stem.with_name(stem.name + suffix) for suffix in contents]
 
 
-def seconds(
-    tables: Tables, section: Section, task: str, synthetic: bool, group: pd.DataFrame, style: Mapping[str, Look]
-) -> Figure:
-    """Median seconds per epoch over batch size, both axes logarithmic, with intervals; of a crowd, a grid."""
-    if group.contestant.nunique() > heatmap.CROWD:
-        return _seconds_of_a_crowd(tables, section, task, synthetic, group, style)
+PIXELS_PER_POINT = 2.0
+"""Scale of the PNG, for 144 dots per inch. Rasterising is a good part of the time of a report."""
+
+
+def _png(content: bytes, shown: Picture) -> bytes:
+    """The picture on white, with its provenance, in as many colours as such a drawing has."""
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
+
+    info = PngInfo()
+    info.add_itxt("Title", shown.title)
+    info.add_itxt("Description", shown.provenance)
+    with Image.open(io.BytesIO(content)) as image:
+        page = Image.new("RGB", image.size, "white")
+        page.paste(image, mask=image.getchannel("A"))
+    buffer = io.BytesIO()
+    page.save(buffer, "PNG", pnginfo=info, compress_level=6)
+    return buffer.getvalue()
+
+
+def _with_info(pdf: bytes, shown: Picture) -> bytes:
+    """The PDF with title and provenance, as an incremental update: only what is new is appended to the file."""
+    trailer = pdf[pdf.rindex(b"trailer") :]
+    size, root = (int(found[1]) for found in re.finditer(rb"/(?:Size|Root) (\d+)", trailer))
+    before = int(trailer.split(b"startxref")[1].split()[0])
+
+    def text(words: str) -> bytes:
+        return b"<FEFF" + words.encode("utf-16-be").hex().upper().encode() + b">"
+
+    at = len(pdf) + 1
+    info = b"%d 0 obj\n<</Title %s /Subject %s>>\nendobj\n" % (size, text(shown.title), text(shown.provenance))
+    xref = b"xref\n%d 1\n%010d 00000 n \n" % (size, at)
+    ends = b"trailer\n<</Size %d /Root %d 0 R /Info %d 0 R /Prev %d>>" % (size + 1, root, size, before)
+    return b"%s\n%s%s%s\nstartxref\n%d\n%%%%EOF\n" % (pdf, info, xref, ends, at + len(info))
+
+
+FEWEST_SIZES = 3
+"""Batch sizes that make a curve; fewer are shown as numbers."""
+
+
+def _as_grid(names: Sequence[str], sizes: Sequence[int]) -> bool:
+    return len(names) > heatmap.MOST_LINES or len(sizes) < FEWEST_SIZES
+
+
+def seconds(tables: Tables, section: Section, task: str, synthetic: bool, group: pd.DataFrame) -> Figure:
+    """Median seconds per epoch over batch size, both axes logarithmic, with intervals; of many, a grid."""
+    sizes = sorted(group.batch_size.unique())
+    if _as_grid(list(group.contestant.unique()), sizes):
+        return _seconds_as_grid(tables, section, task, synthetic, group)
     figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
     axes = figure.add_subplot()
     ok = group[group.state == "ok"]
-    names = list(dict.fromkeys(group.contestant))
-    sizes = sorted(group.batch_size.unique())
-    for i, name in enumerate(names):
-        mine = ok[ok.contestant == name].sort_values("batch_size")
-        if mine.empty:
-            continue
-        bars = [mine["median"] - mine.low, mine.high - mine["median"]]
-        line(axes, mine.batch_size * shift(i, len(names)), mine["median"], bars, style[name])
+    names = list(dict.fromkeys(ok.contestant))
+    style = looks.of_all(names, _private(tables))
     log_axes(axes, sizes)
+    limits(axes, ok["median"])
+    for i, name in enumerate(names):
+        mine = ok[ok.contestant == name].set_index("batch_size")
+        line(axes, sizes, mine[["median", "low", "high"]], style[name], shift(i, len(names)), tables.title(name))
+    log_values(axes)
     axes.set_ylabel("median seconds per epoch (log)")
     axes.set_xlabel("batch size (log; contestants side by side)")
-    marks = _flags(ok)
-    axes.set_title(f"{model.task_title(task, synthetic)}: seconds per epoch{marks}", loc="left", fontweight="bold")
-    shown = [name for name in names if name in set(ok.contestant)]
-    _below(figure, tables, section, [_bars(ok), *_failures(group)], shown, style)
+    axes.set_title(f"{model.task_title(task, synthetic)}: seconds per epoch", loc="left", fontweight="bold")
+    below_task(figure, tables, section, [_bars(ok), *_failures(tables, group), *_scaled(ok)], names, style)
     return figure
 
 
-def _seconds_of_a_crowd(
-    tables: Tables, section: Section, task: str, synthetic: bool, group: pd.DataFrame, style: Mapping[str, Look]
-) -> Figure:
+def _private(tables: Tables) -> dict[str, bool]:
+    return dict(zip(tables.raw.contestant, tables.raw.private, strict=True))
+
+
+def _scaled(shown: pd.DataFrame) -> list[str]:
+    """Said once in a figure; which cells they are stands in the tables."""
+    if not shown.extrapolated.any():
+        return []
+    some = "All" if shown.extrapolated.all() else "Some values are"
+    return [f"{some} extrapolated from parts of epochs."]
+
+
+def limits(axes: Axes, values: pd.Series) -> None:
+    """The y axis of the points, whatever their intervals: those that leave it end in an arrow."""
+    axes.set_ylim(values.min() / 1.35, values.max() * 1.35)
+
+
+def _seconds_as_grid(tables: Tables, section: Section, task: str, synthetic: bool, group: pd.DataFrame) -> Figure:
     ok = group[group.state == "ok"]
-    private = dict(zip(tables.raw.contestant, tables.raw.private, strict=True))
+    private = _private(tables)
     fastest = ok[ok.contestant.map(private)].groupby("batch_size")["median"].min()
     n = model.usual(ok.n)
     squares = {
@@ -171,32 +223,32 @@ def _seconds_of_a_crowd(
             number(row.median) + ("ᵈ" if row.disturbed else "") + ("ᶠ" if row.failed else ""),
             # Where nothing private was measured there is nothing to compare with.
             max(1.0, row.median / fastest.get(row.batch_size, float("inf"))),
-            (f"[{number(row.low)}, {number(row.high)}]" if row.n > 1 else "") + (f" n={row.n}" if row.n != n else ""),
+            (model.interval(row.low, row.high) + (f" n={row.n}" if row.n != n else "")).strip(),
         )
         if row.state == "ok"
         else HeatmapCell(row.state)
         for row in group.itertuples()
     }
     sizes = sorted(group.batch_size.unique())
-    names = sorted(heatmap.by_speed(group.contestant.unique(), sizes, squares), key=lambda name: private[name])
+    names = sorted(dict.fromkeys(group.contestant), key=lambda name: private[name])
     figure = Figure(figsize=(WIDTH, 0.6 + heatmap.row_height(squares) * len(names)), layout="constrained")
     axes = figure.add_subplot()
-    heatmap.draw(axes, names, sizes, squares)
+    heatmap.draw(axes, names, sizes, squares, tables.title)
     plain = sum(not private[name] for name in names)
     both = 0 < plain < len(names)
     if both:
         axes.axhline(plain - 0.5, color="black", linewidth=0.8)
     axes.set_xlabel("batch size")
-    title = f"{model.task_title(task, synthetic)}: seconds per epoch{_flags(ok)}"
-    axes.set_title(title, loc="left", fontweight="bold")
+    axes.set_title(f"{model.task_title(task, synthetic)}: seconds per epoch", loc="left", fontweight="bold")
     notes = [
         f"Number: median seconds. {model.spread_note(n)}",
         "Shade: factor over the fastest private one of the same batch size." + " Above the line: without DP." * both,
         *([model.DISTURBED_NOTE] if ok.disturbed.any() else []),
         *(["ᶠ some processes failed."] if ok.failed.any() else []),
         *_common_reasons(group[group.state != "ok"]),
+        *_scaled(ok),
     ]
-    _below(figure, tables, section, notes, [], style)
+    below_task(figure, tables, section, notes, [], {})
     return figure
 
 
@@ -208,64 +260,47 @@ def _common_reasons(failed: pd.DataFrame) -> Iterator[str]:
             yield f"{state}: {reasons.pop().rstrip('.')}."
 
 
-ROWS_UP_TO = 3
-"""Batch sizes that are shown as rows in the figure of ratios; more become an axis."""
-
-
-def relative(tables: Tables, section: Section, style: Mapping[str, Look]) -> Figure:
+def relative(tables: Tables, section: Section) -> Figure:
     """Seconds relative to PyTorch without DP with 95 % intervals, a panel per task."""
     frame = section.of(tables.ratios)
     panels = list(model.blocks(frame))
     names = [n for n in tables.order if n in set(frame.contestant)]
     sizes = sorted(frame.batch_size.unique())
-    in_rows = len(sizes) <= ROWS_UP_TO
-    rows = [(name, size) for name in names for size in sizes]
-    crowded = not in_rows and len(names) > heatmap.CROWD
-    columns = 2 if len(panels) > 1 and not crowded else 1
+    own = [list(dict.fromkeys(group.contestant)) for _, _, group in panels]
+    as_grid = _as_grid(max(own, key=len), sizes)
+    columns = 2 if len(panels) > 1 and not as_grid else 1
     lines = -(-len(panels) // columns)
     cells = section.of(tables.cells)
     squares = [_squares_of_ratios(group, _states(cells, task, synthetic)) for task, synthetic, group in panels]
-    height = 2.2
-    if in_rows:
-        height = 0.45 + 0.17 * len(rows)
-    elif crowded:
-        height = 0.45 + max(map(heatmap.row_height, squares)) * len(names)
-    figure = Figure(figsize=(WIDTH, 0.6 + lines * height), layout="constrained")
-    grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=not (in_rows or crowded))
-    base = str(frame.baseline.iloc[0])
+    height = [0.45 + heatmap.row_height(s) * len(n) for s, n in zip(squares, own, strict=True)]
+    style = looks.of_all(names, _private(tables))
+    figure = Figure(figsize=(WIDTH, 0.6 + (sum(height) if as_grid else lines * 2.2)), layout="constrained")
+    ratios = {"height_ratios": height} if as_grid else {}
+    grid = figure.subplots(lines, columns, squeeze=False, gridspec_kw=ratios, sharex=not as_grid, sharey=not as_grid)
     for k, axes in enumerate(grid.flat):
         if k >= len(panels):
             axes.set_visible(False)
             continue
         task, synthetic, group = panels[k]
-        if in_rows:
-            _relative_rows(axes, group, rows, _states(cells, task, synthetic), style, labelled=k % columns == 0)
-        elif crowded:
-            heatmap.draw(axes, heatmap.by_speed(names, sizes, squares[k]), sizes, squares[k])
+        if as_grid:
+            heatmap.draw(axes, own[k], sorted(group.batch_size.unique()), squares[k], tables.title)
         else:
-            _relative_lines(axes, group, sizes, style)
-            axes.set_ylabel(f"seconds / {base} (log)" if k % columns == 0 else "")
+            limits(axes, frame.ratio)
+            _relative_lines(axes, group, sizes, style, tables.title)
+            axes.set_ylabel("seconds / those without DP (log)" if k % columns == 0 else "")
         axes.tick_params(labelbottom=True)
-        axes.set_title(model.task_title(task, synthetic) + _flags(group), loc="left")
-    title = f"Seconds per epoch relative to {base} (without DP)"
+        axes.set_title(model.task_title(task, synthetic), loc="left")
+    title = "Seconds per epoch relative to PyTorch without DP"
     figure.suptitle(title, x=0.01, ha="left", fontsize=9, fontweight="bold")
-    if in_rows:
-        figure.supxlabel(
-            f"seconds of the contestant · batch size / seconds of {base} (log; left is faster)", fontsize=8
-        )
-    else:
-        figure.supxlabel("batch size" if crowded else "batch size (log; contestants side by side)", fontsize=8)
-    most, least = int(frame.n.max()), int(frame.n.min())
-    fewer = f" (down to {least} where pairs were disturbed or are missing)" if least < most else ""
-    point, bar = ("Number", "brackets") if crowded else ("Point", "bar")
+    figure.supxlabel("batch size" if as_grid else "batch size (log; contestants side by side)", fontsize=8)
     notes = [
-        f"{point}: mean of {most} paired rounds{fewer}; {bar}: 95 % interval (Student's t on log-ratios)."
-        if most > 1
-        else f"{point}: one paired round, of which there is no interval.",
-        *(["The darker, the larger; up to 1 no shade."] if crowded else []),
-        *([model.DISTURBED_PAIRS_NOTE] if crowded and frame.disturbed.any() else []),
+        f"Without DP: {model.baselines(frame)}.",
+        f"{'Number' if as_grid else 'Point'}: {model.rounds_note(frame.n, 'brackets' if as_grid else 'bar')}",
+        *(["The darker, the larger; up to 1 no shade."] if as_grid else []),
+        *([model.DISTURBED_PAIRS_NOTE] if as_grid and frame.disturbed.any() else []),
+        *_scaled(frame),
     ]
-    _below(figure, tables, section, notes, [] if in_rows or crowded else names, style)
+    below_task(figure, tables, section, notes, [] if as_grid else names, style)
     return figure
 
 
@@ -289,44 +324,20 @@ def _squares_of_ratios(
     }
 
 
-def _relative_rows(
-    axes: Axes,
-    group: pd.DataFrame,
-    rows: Sequence[tuple[str, int]],
-    states: Mapping[tuple[str, int], str],
-    style: Mapping[str, Look],
-    labelled: bool,
+def _relative_lines(
+    axes: Axes, group: pd.DataFrame, sizes: Sequence[int], style: Mapping[str, Look], title: Callable[[str], str]
 ) -> None:
-    """A row per contestant and batch size; where there is no ratio, the reason in its place."""
-    by_place = {(row.contestant, row.batch_size): row for row in group.itertuples()}
-    for y, place in enumerate(rows):
-        row: Any = by_place.get(place)
-        if row is None:
-            why = states.get(place, "not measured").replace("ok", "no pair")
-            axes.text(0.03, y, why, transform=axes.get_yaxis_transform(), va="center", color="#555555", style="italic")
-            continue
-        look = style[place[0]]
-        bars = None if pd.isna(row.low) else [[row.ratio - row.low], [row.high - row.ratio]]
-        axes.errorbar(row.ratio, y, xerr=bars, color=look.colour, marker=look.marker, markersize=4, capsize=2.5)
-    axes.axvline(1.0, color="#000000", linestyle=":")
-    axes.set_xscale("log", base=2)
-    factors(axes.xaxis)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_yticks(range(len(rows)), [f"{name} · {size}" for name, size in rows] if labelled else [""] * len(rows))
-
-
-def _relative_lines(axes: Axes, group: pd.DataFrame, sizes: Sequence[int], style: Mapping[str, Look]) -> None:
     """Ratio over batch size, a line per contestant."""
-    names = list(dict.fromkeys(group.contestant))
-    for i, name in enumerate(names):
-        mine = group[group.contestant == name].sort_values("batch_size")
-        bars = [(mine.ratio - mine.low).fillna(0.0), (mine.high - mine.ratio).fillna(0.0)]
-        line(axes, mine.batch_size * shift(i, len(names)), mine.ratio, bars, style[name])
     axes.axhline(1.0, color="#000000", linestyle=":")
     axes.set_xscale("log", base=2)
     label_sizes(axes, sizes)
+    axes.set_xlim(min(sizes) / 1.6, max(sizes) * 1.6)
     axes.set_yscale("log", base=2)
     factors(axes.yaxis)
+    names = list(dict.fromkeys(group.contestant))
+    for i, name in enumerate(names):
+        mine = group[group.contestant == name].set_index("batch_size")
+        line(axes, sizes, mine[["ratio", "low", "high"]], style[name], shift(i, len(names)), title(name))
 
 
 class FactorLocator(Locator):
@@ -366,18 +377,50 @@ def shift(i: int, count: int) -> float:
     return float(2.0 ** ((i - (count - 1) / 2) * min(0.09, 0.5 / count)))
 
 
-def line(axes: Axes, x: pd.Series, y: pd.Series, bars: list[pd.Series], look: Look) -> None:
+def line(
+    axes: Axes, sizes: Sequence[int], shown: pd.DataFrame, look: Look, sideways: float = 1.0, label: str = ""
+) -> None:
+    """Points over batch size with their bars, joined where neighbouring sizes were measured.
+
+    Args:
+        axes: With its limits set: a bar that leaves them ends in an arrow.
+        sizes: Batch sizes of the figure; the line breaks at those that ``shown`` lacks.
+        shown: Value, low, high; indexed by batch size.
+        look: Colour, marker and line.
+        sideways: Factor by which the points are shifted, so that contestants do not hide each other.
+        label: Written beside the last point where the look is grey, which is in no legend.
+    """
+    shown = shown.reindex(sizes)
+    value, low, high = (shown[column].to_numpy(dtype=float) for column in shown.columns)
+    x = np.array(sizes, dtype=float) * sideways
+    bottom, top = axes.get_ylim()
+    drawn_low, drawn_high = np.maximum(low, bottom), np.minimum(high, top)
     axes.errorbar(
         x,
-        y,
-        yerr=bars,
+        value,
+        yerr=[np.nan_to_num(value - drawn_low), np.nan_to_num(drawn_high - value)],
         color=look.colour,
         marker=look.marker,
+        fillstyle=look.fill,
         linestyle=look.line,
         markersize=4,
-        capsize=2.5,
+        capsize=0 if np.isnan(low).all() else 2.5,
         elinewidth=1.0,
+        zorder=1.8 if look.colour == looks.GREY else 2.0,
     )
+    for beyond, edge, arrow in ((low < bottom, bottom, "v"), (high > top, top, "^")):
+        if beyond.any():  # an empty line outside of the axes would take room at the origin
+            edges = np.full(beyond.sum(), edge)
+            axes.plot(x[beyond], edges, marker=arrow, markersize=4, color=look.colour, linestyle="", clip_on=False)
+    if label and look.colour == looks.GREY and not np.isnan(value).all():
+        last = int(np.flatnonzero(~np.isnan(value))[-1])
+        _beside(axes, label, (x[last], value[last]))
+
+
+def _beside(axes: Axes, label: str, at: tuple[float, float]) -> None:
+    """A name beside a grey line, which is in no legend: inside of the axes, so that it takes no room from them."""
+    written = axes.annotate(label, at, (-2, 4), textcoords="offset points", ha="right", fontsize=6, color="#6E7378")
+    written.set_in_layout(False)
 
 
 @dataclass(frozen=True)
@@ -439,8 +482,10 @@ def cumulative_seconds(epoch_seconds: Sequence[float], compile_seconds: float) -
     return compile_seconds + np.cumsum(measured + rest)
 
 
-def cumulative(tables: Tables, section: Section, runs: Sequence[CumulativeRun], style: Mapping[str, Look]) -> Figure:
+def cumulative(tables: Tables, section: Section, runs: Sequence[CumulativeRun]) -> Figure:
     """The paper's figure: cumulative seconds over 20 epochs, compile time included, a panel per task."""
+    everyone = [name for name in tables.order if any(name in run.curves for run in runs)]
+    style = looks.of_all(everyone, _private(tables))
     columns = 2 if len(runs) > 1 else 1
     lines = -(-len(runs) // columns)
     figure = Figure(figsize=(WIDTH, 0.6 + 2.2 * lines), layout="constrained")
@@ -458,36 +503,43 @@ def cumulative(tables: Tables, section: Section, runs: Sequence[CumulativeRun], 
             known = run.measured_epochs
             axes.plot(epochs[:known], middle[:known], color=look.colour, linestyle=look.line)
             axes.plot(epochs[known - 1 :], middle[known - 1 :], color=look.colour, linestyle=(0, (4, 2)), linewidth=0.9)
-            axes.plot(epochs[::5], middle[::5], color=look.colour, marker=look.marker, markersize=4, linestyle="")
+            axes.plot(
+                epochs[::5],
+                middle[::5],
+                color=look.colour,
+                marker=look.marker,
+                fillstyle=look.fill,
+                markersize=4,
+                linestyle="",
+            )
+            if look.colour == looks.GREY:  # in no legend
+                _beside(axes, tables.title(name), (PAPER_EPOCHS, float(middle[-1])))
             axes.fill_between(
                 epochs, curves.min(axis=0), curves.max(axis=0), color=look.colour, alpha=0.18, linewidth=0
             )
         log_values(axes)
         axes.set_xticks([1, 5, 10, 15, 20])
         axes.set_xlim(0.5, PAPER_EPOCHS + 0.5)
-        flag = ", extrapolated" if run.cells.extrapolated.any() else ""
-        axes.set_title(f"{model.task_title(run.task, run.synthetic)}\nbatch {run.batch_size}{flag}", loc="left")
+        axes.set_title(f"{model.task_title(run.task, run.synthetic)}\nbatch {run.batch_size}", loc="left")
         if k % columns == 0:
             axes.set_ylabel("cumulative seconds (log)")
         if k + columns >= len(runs):
             axes.set_xlabel("epoch")
     extended = min(run.measured_epochs for run in runs) < PAPER_EPOCHS
-    title = "Cumulative seconds over 20 epochs, compile time included" + (", extrapolated" if extended else "")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=9, fontweight="bold")
+    figure.suptitle(
+        "Cumulative seconds over 20 epochs, compile time included", x=0.01, ha="left", fontsize=9, fontweight="bold"
+    )
     notes = ["Line: median over processes; band: lowest to highest process."]
     gone = section.of(tables.cells)
     gone = gone[gone.state != "ok"]
-    missing = [
-        f"{row.contestant} on {row.task} ({row.state})"
-        for run in runs
-        for row in gone[(gone.task == run.task) & (gone.batch_size == run.batch_size)].itertuples()
-    ]
+    missing = sum(((gone.task == run.task) & (gone.batch_size == run.batch_size)).sum() for run in runs)
     if missing:
-        notes.append(f"Not shown: {', '.join(missing)}.")
+        cells = model.count(missing, "cell without a time is", "cells without a time are")
+        notes.append(f"{cells} not shown; the table of failures says why.")
     if extended:
-        notes.append("Dashed: beyond the measured epochs, each process goes on with its median epoch.")
-    shown = [n for n in tables.order if any(n in run.curves for run in runs)]
-    _below(figure, tables, section, notes, shown, style)
+        notes.append("Dashed: extrapolated, beyond the measured epochs each process goes on with its median epoch.")
+    notes += _scaled(pd.concat([run.cells for run in runs]))
+    below_task(figure, tables, section, notes, everyone, style)
     return figure
 
 
@@ -530,24 +582,21 @@ def log_values(axes: Axes) -> None:
     axes.grid(which="minor", axis="y", linewidth=0.3, color="#e8e8e8")
 
 
-def _flags(frame: pd.DataFrame) -> str:
-    return " (extrapolated)" if frame.extrapolated.any() else ""
-
-
 def _bars(ok: pd.DataFrame) -> str:
     n = model.usual(ok.n)
-    if n == 1:
-        return "Point: one process."
+    if n < stats.INTERVAL_ROUNDS:
+        return f"Point: median of n = {model.count(n, 'process', 'processes')}, too few for an interval."
     kind = "lowest to highest process" if n < 6 else "distribution-free 95 % interval"
     return f"Point: median of n = {n} processes (median of its epochs each); bar: {kind}."
 
 
-def _failures(group: pd.DataFrame) -> Iterator[str]:
+def _failures(tables: Tables, group: pd.DataFrame) -> Iterator[str]:
     for (contestant, state), rows in group[group.state != "ok"].groupby(["contestant", "state"], sort=False):
-        yield f"{contestant} at {', '.join(map(str, sorted(rows.batch_size)))}: {state}."
+        yield f"{tables.title(contestant)} at {', '.join(map(str, sorted(rows.batch_size)))}: {state}."
     disturbed = group[(group.state == "ok") & (group.disturbed > 0)]
     if len(disturbed):
-        yield "Disturbed: " + ", ".join(f"{r.contestant} at {r.batch_size}" for r in disturbed.itertuples()) + "."
+        cells = ", ".join(f"{tables.title(r.contestant)} at {r.batch_size}" for r in disturbed.itertuples())
+        yield f"Disturbed: {cells}."
 
 
 LEGEND_COLUMNS = 4
@@ -566,7 +615,7 @@ def legend_columns(names: Sequence[str]) -> int:
     return 1
 
 
-def _below(
+def below_task(
     figure: Figure,
     tables: Tables,
     section: Section,
@@ -574,7 +623,9 @@ def _below(
     names: Sequence[str],
     style: Mapping[str, Look],
 ) -> None:
-    below(figure, f"{section.title}; measured {model.provenance(tables, section)}.", notes, names, style)
+    where = f"{model.readable(section, section.of(tables.raw))}, rules {section.protocol}."
+    named = {name: tables.title(name) for name in names if style[name].colour != looks.GREY}
+    below(figure, where, notes, list(named.values()), {title: style[name] for name, title in named.items()})
 
 
 def below(figure: Figure, where: str, notes: Sequence[str], names: Sequence[str], style: Mapping[str, Look]) -> None:
@@ -590,7 +641,7 @@ def below(figure: Figure, where: str, notes: Sequence[str], names: Sequence[str]
                 [],
                 color=style[n].colour,
                 marker=style[n].marker,
-                markerfacecolor="none" if style[n].is_open else None,
+                fillstyle=style[n].fill,
                 linestyle=style[n].line,
                 markersize=4,
                 label=n,

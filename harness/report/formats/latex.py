@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -11,8 +12,10 @@ import pandas as pd
 from harness.analysis.frames import PUBLISHED_LABEL, Tables
 from harness.analysis.naming import BASELINE_ROW, factor, number
 from harness.report import model
-from harness.report.model import Chapter, Grid, Section
+from harness.report.model import Chapter, Grid, Picture, Section
 
+BIBLIOGRAPHY = Path(__file__).with_name("dpbench.bib")
+"""The works that a paper with these tables has to cite."""
 SPECIAL: Mapping[str, str] = {
     "\\": r"\textbackslash{}",
     "&": r"\&",
@@ -81,19 +84,25 @@ NARROWEST = 16
 """Letters; narrower columns of text are unreadable."""
 
 
-def chapter(chapter: Chapter) -> str:
+def _label(name: str) -> str:
+    return rf"\label{{tab:{name}}}"
+
+
+def chapter(chapter: Chapter, label: str) -> str:
     """All grids of a chapter as ``longtable`` (which break over pages); neighbours with the same columns in one table,
-    each under its title. Needs booktabs, longtable and array."""
+    each under its title. Needs booktabs, longtable and array. ``label``: of the first table, for ``\\ref``; the
+    next ones have -2, -3."""
     groups: list[list[Grid]] = []
     for grid in chapter.grids:
         if groups and groups[-1][0].header == grid.header:
             groups[-1].append(grid)
         else:
             groups.append([grid])
-    return "\n".join(line for grids in groups for line in _longtable(grids, chapter)) + "\n"
+    numbered = ((grids, label if k == 1 else f"{label}-{k}") for k, grids in enumerate(groups, 1))
+    return "\n".join(line for grids, name in numbered for line in _longtable(grids, chapter, name)) + "\n"
 
 
-def _longtable(grids: Sequence[Grid], chapter: Chapter) -> Iterator[str]:
+def _longtable(grids: Sequence[Grid], chapter: Chapter, label: str) -> Iterator[str]:
     where = f" {chapter.section.title}" if chapter.section else ""
     when = f"; measured {chapter.when}." if chapter.when else "." if where else ""
     title = grids[0].title if len(grids) == 1 else chapter.title
@@ -111,7 +120,7 @@ def _longtable(grids: Sequence[Grid], chapter: Chapter) -> Iterator[str]:
         part = f" Part {i} of {len(parts)}." if len(parts) > 1 else ""
         yield r"{\scriptsize\setlength{\tabcolsep}{3pt}"
         yield rf"\begin{{longtable}}{{@{{}}{''.join(kinds)}@{{}}}}"
-        yield rf"\caption{{{caption}{part}}}\\"
+        yield rf"\caption{{{caption}{part}{_label(label) if i == 1 else ''}}}\\"
         head = [r"\toprule", _row([escape(whole.header[c]) for c in columns])]
         yield from [*head, r"\midrule\endfirsthead", *head, r"\midrule\endhead", r"\bottomrule\endfoot"]
         for k, grid in enumerate(grids):
@@ -162,8 +171,93 @@ def _parts(grid: Grid) -> Iterator[tuple[list[int], dict[int, int]]]:
         yield columns, widths
 
 
-def seconds(tables: Tables, section: Section) -> str:
-    """The main table of a section: per task the measured rows, then the published ones, labelled as such.
+FEW_COLUMNS = 8
+"""Most columns of numbers; more stand in smaller letters."""
+MOST_COLUMNS = 12
+"""Most columns of the table that goes into a paper: more do not fit beside the names on a page."""
+
+
+def main(tables: Tables, section: Section, label: str) -> str:
+    """The one table for a paper: contestants with DP, the fastest first, then those without; tasks and batch sizes in
+    columns; the fastest with DP of each column in bold. Needs the package booktabs."""
+    cells = section.of(tables.cells)
+    ok = cells[cells.state == "ok"]
+    columns = []
+    for task, synthetic, group in model.blocks(ok):
+        sizes = sorted(group.batch_size.unique())
+        columns.append((task, synthetic, sizes))
+    room = max(1, MOST_COLUMNS // max(1, len(columns)))
+    cut = any(len(sizes) > room for _, _, sizes in columns)
+    columns = [(task, synthetic, _some(sizes, room)) for task, synthetic, sizes in columns]
+    places = [(task, synthetic, size) for task, synthetic, sizes in columns for size in sizes]
+    by_place = {(r.task, r.synthetic, r.batch_size, r.contestant): r for r in cells.itertuples()}
+    best = ok[ok.private].groupby(["task", "synthetic", "batch_size"])["median"].min().to_dict()
+    private = dict(zip(cells.contestant, cells.private, strict=True))
+    all_scaled = bool(ok.extrapolated.all())
+    names = sorted((name for name in tables.order if name in set(ok.contestant)), key=lambda name: not private[name])
+    lines = []
+    for name in names:
+        if not private[name] and (name == names[0] or private[names[names.index(name) - 1]]):
+            lines.append(r"\midrule")
+        row = [by_place.get((*place, name)) for place in places]
+        values = [_main_value(r, best.get(place), all_scaled) for r, place in zip(row, places, strict=True)]
+        lines.append(_row([_styled(escape(tables.title(name)), private[name]), *values]))
+    heads, rules, first = [], [], 2
+    for task, synthetic, sizes in columns:
+        heads.append(rf"\multicolumn{{{len(sizes)}}}{{c}}{{{escape(model.task_title(task, synthetic))}}}")
+        rules.append(rf"\cmidrule(lr){{{first}-{first + len(sizes) - 1}}}")
+        first += len(sizes)
+    n = sorted(set(ok.n))
+    sentences = [
+        f"Median seconds per epoch of {' to '.join(dict.fromkeys((str(n[0]), str(n[-1]))))} processes "
+        f"({model.readable(section, section.of(tables.raw))}). Bold: the fastest with DP.",
+        "Italics: without DP." if len(private) > sum(private.values()) else "",
+        "All values are extrapolated from parts of epochs." if all_scaled else "",
+        "e: extrapolated from a part of an epoch." if ok.extrapolated.any() and not all_scaled else "",
+        "d: disturbed by other programs." if (ok.disturbed > 0).any() else "",
+        "Not all batch sizes are shown." if cut else "",
+        "--: no time." if len(ok) < len(names) * len(places) else "",
+    ]
+    body = [
+        r"\begin{table*}[t]",
+        r"\centering\footnotesize\setlength{\tabcolsep}{4pt}"
+        if len(places) <= FEW_COLUMNS
+        else r"\centering\scriptsize\setlength{\tabcolsep}{2.5pt}",
+        rf"\caption{{{escape(' '.join(x for x in sentences if x))}{_label(label)}}}",
+        rf"\begin{{tabular}}{{@{{}}l{'r' * len(places)}@{{}}}}",
+        r"\toprule",
+        _row(["", *heads]),
+        " ".join(rules),
+        _row(["Batch size", *(str(size) for _, _, size in places)]),
+        r"\midrule",
+        *lines,
+        r"\bottomrule",
+        r"\end{tabular}",
+        r"\end{table*}",
+    ]
+    return "\n".join(body) + "\n"
+
+
+def _some(sizes: list[int], room: int) -> list[int]:
+    """As many sizes as there is room for, from the smallest to the largest."""
+    if len(sizes) <= room:
+        return sizes
+    return [sizes[round(i * (len(sizes) - 1) / max(1, room - 1))] for i in range(room)]
+
+
+def _main_value(row: Any, best: float | None, all_scaled: bool) -> str:
+    if row is None or row.state != "ok":
+        return "--"
+    marks = "".join(m for c, m in MARKS.items() if getattr(row, c) and not (c == "extrapolated" and all_scaled))
+    value = number(row.median)
+    if row.private and row.median == best:
+        value = rf"\textbf{{{value}}}"
+    value = value if row.private else rf"\textit{{{value}}}"
+    return value + (rf"\textsuperscript{{{marks}}}" if marks else "")
+
+
+def seconds(tables: Tables, section: Section, label: str) -> str:
+    """The times of a section with intervals: per task the measured rows, then the published ones, labelled as such.
 
     Needs the package booktabs. Tasks that do not fit on the page go into further tables with the same caption.
     """
@@ -171,17 +265,17 @@ def seconds(tables: Tables, section: Section) -> str:
     sizes = sorted(cells.batch_size.unique())
     parts = []
     for task, synthetic, group in model.blocks(cells):
-        label = rf"{{\scriptsize measured{' on synthetic data' if synthetic else ''}}}"
+        subtitle = rf"{{\scriptsize measured{' on synthetic data' if synthetic else ''}}}"
         lines = [
-            rf"\multicolumn{{{len(sizes) + 1}}}{{l}}{label}\\",
-            *_measured_rows(group, sizes),
+            rf"\multicolumn{{{len(sizes) + 1}}}{{l}}{subtitle}\\",
+            *_measured_rows(tables, group, sizes),
             *_published_rows(tables, task, sizes),
         ]
         parts.append((model.task_title(task, synthetic), lines))
-    return _pages(parts, sizes, _caption(tables, section, cells))
+    return _pages(parts, sizes, _caption(tables, section, cells), label)
 
 
-def _pages(parts: list[tuple[str, list[str]]], sizes: list[int], caption: str) -> str:
+def _pages(parts: list[tuple[str, list[str]]], sizes: list[int], caption: str, label: str) -> str:
     """Table environments of as many parts (title, rows) as fit on a page each."""
     pages: list[list[str]] = []
     room = 0
@@ -207,7 +301,8 @@ def _pages(parts: list[tuple[str, list[str]]], sizes: list[int], caption: str) -
             rf"\begin{{tabular}}{{l{'r' * len(sizes)}}}",
             *lines,
             r"\end{tabular}",
-            rf"\caption{{{caption}{f' Part {i} of {len(pages)}.' if len(pages) > 1 else ''}}}",
+            rf"\caption{{{caption}{f' Part {i} of {len(pages)}.' if len(pages) > 1 else ''}"
+            rf"{_label(label if i == 1 else f'{label}-{i}')}}}",
             r"\end{table}",
         ]
         for i, lines in enumerate(pages, 1)
@@ -232,13 +327,13 @@ def _rows(name: str, private: bool, values: list[tuple[str, str]]) -> Iterator[s
         yield _row(["", *(rf"{{\tiny {interval}}}" if interval else "" for _, interval in values)])
 
 
-def _measured_rows(group: pd.DataFrame, sizes: list[int]) -> Iterator[str]:
+def _measured_rows(tables: Tables, group: pd.DataFrame, sizes: list[int]) -> Iterator[str]:
     usual_n = model.usual(group[group.state == "ok"].n)
     by_place = {(row.contestant, row.batch_size): row for row in group.itertuples()}
     for name in dict.fromkeys(group.contestant):
         rows = [by_place.get((name, size)) for size in sizes]
         private = next(row.private for row in rows if row is not None)
-        yield from _rows(name, private, [(_median(row), _spread(row, usual_n)) for row in rows])
+        yield from _rows(tables.title(name), private, [(_median(row), _spread(row, usual_n)) for row in rows])
 
 
 def _styled(text: str, private: bool) -> str:
@@ -258,8 +353,7 @@ def _median(row: Any) -> str:
 def _spread(row: Any, usual_n: int) -> str:
     if row is None or row.state != "ok":
         return ""
-    spread = [f"[{number(row.low)}, {number(row.high)}]"] if row.n > 1 else []
-    return "".join(spread) + _own_n(row.n, usual_n)
+    return model.interval(row.low, row.high).strip() + _own_n(row.n, usual_n)
 
 
 def _own_n(n: int, usual_n: int) -> str:
@@ -306,7 +400,7 @@ def _has_gaps(cells: pd.DataFrame) -> bool:
     return any(len(group) < sizes for _, group in cells.groupby(["task", "synthetic", "contestant"]))
 
 
-def ratios(tables: Tables, section: Section) -> str:
+def ratios(tables: Tables, section: Section, label: str) -> str:
     """Seconds relative to PyTorch without DP with 95 % intervals, a block per task."""
     frame = section.of(tables.ratios)
     sizes = sorted(frame.batch_size.unique())
@@ -318,21 +412,16 @@ def ratios(tables: Tables, section: Section) -> str:
         for name in dict.fromkeys(group.contestant):
             rows = [by_place.get((name, size)) for size in sizes]
             private = next(row.private for row in rows if row is not None)
-            lines += _rows(name, private, [_ratio(row, usual_n) for row in rows])
+            lines += _rows(tables.title(name), private, [_ratio(row, usual_n) for row in rows])
         parts.append((model.task_title(task, synthetic), lines))
     caption = (
-        f"Seconds per epoch relative to {frame.baseline.iloc[0]} (without DP) on {section.machine} ({section.device}), "
-        f"protocol {section.protocol}, isolation {section.isolation}, {model.provenance(tables, section)}. "
-        + (
-            f"Mean of {usual_n} paired rounds (a subscript: that many), with its 95 % interval (Student's t on "
-            "log-ratios)."
-            if usual_n > 1
-            else "One paired round (a subscript: that many), of which there is no interval."
-        )
+        f"Seconds per epoch relative to PyTorch without DP ({model.baselines(frame)}) on {section.machine} "
+        f"({section.device}), protocol {section.protocol}, isolation {section.isolation}, "
+        f"{model.provenance(tables, section)}. A subscript: that many rounds. {model.rounds_note(frame.n, 'brackets')}"
         + (" e: extrapolated from a part of an epoch." if frame.extrapolated.any() else "")
         + (" d: disturbed." if frame.disturbed.any() else "")
     )
-    return _pages(parts, sizes, escape(caption))
+    return _pages(parts, sizes, escape(caption), label)
 
 
 def _ratio(row: Any, usual_n: int) -> tuple[str, str]:
@@ -345,11 +434,11 @@ def _ratio(row: Any, usual_n: int) -> tuple[str, str]:
     return rf"{factor(row.ratio)}$\times${raised}", interval + _own_n(row.n, usual_n)
 
 
-def document(names: list[str], figures: list[str], floating: Collection[str] = ()) -> str:
+def document(names: list[str], figures: Mapping[str, Picture], floating: Collection[str] = ()) -> str:
     """A document that compiles as it is.
 
-    ``names``: tables, as file names without ``.tex``; ``floating``: those of them that hold floats. ``figures``: paths
-    to PDFs.
+    ``names``: tables, as file names without ``.tex``; ``floating``: those of them that hold floats. ``figures``: path
+    of a PDF -> what it shows.
     """
     inputs = []
     for name, following in zip(names, [*names[1:], ""], strict=True):
@@ -361,13 +450,18 @@ def document(names: list[str], figures: list[str], floating: Collection[str] = (
         r"\title{Benchmark report}\author{dpbench}\date{}\maketitle",
         r"\noindent\textit{Extrapolated}: a part of an epoch was measured and scaled up. \textit{Synthetic}: data of "
         r"the same shape in place of the genuine. \textit{Simulated}: not run on the device that it speaks of. "
-        "Every table and figure says in its caption where, when and under which rules it was measured.",
+        "Every table and figure says in its caption where, when and under which rules it was measured. DP-SGD is that "
+        r"of Abadi et al.~\cite{abadi2016deep}. Published values are those of Yousefpour et "
+        r"al.~\cite{yousefpour2021opacus}, whose benchmark goes back to Subramani et al.~\cite{subramani2021enabling}.",
         *inputs,
         r"\clearpage",
         *(
-            rf"\begin{{figure}}[p]\centering\includegraphics[width=\linewidth,height=.95\textheight,keepaspectratio]"
-            rf"{{{path}}}\end{{figure}}"
-            for path in figures
+            rf"\begin{{figure}}[p]\centering\includegraphics[width=\linewidth,height=.85\textheight,keepaspectratio]"
+            rf"{{{path}}}\caption{{{escape(f'{picture.title}. {picture.provenance}')}\label{{fig:{picture.stem}}}}}"
+            r"\end{figure}"
+            for path, picture in figures.items()
         ),
+        r"\clearpage",
+        r"\bibliographystyle{plain}\bibliography{dpbench}",
     ]
     return PREAMBLE + "\\begin{document}\n" + "\n".join(body) + "\n\\end{document}\n"

@@ -2,24 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from harness.report.model import Chapter, Grid
+from harness.analysis.frames import PAPER, Tables
+from harness.report import model
+from harness.report.chapters import overview
+from harness.report.model import MISSING, Grid, Report
 
 
-def page(chapters: Sequence[Chapter]) -> str:
-    """A page with a part per section. Measured tables first, then what they rest on."""
-    parts = ["# Benchmark report", _reading()]
+def page(report: Report) -> str:
+    """A page with a part per section: the main result, the measured tables, then what they rest on."""
+    parts = ["# Benchmark report", *_main_result(report.tables), _reading()]
     section = None
-    for chapter in chapters:
-        if not chapter.grids:
+    elsewhere = []
+    for chapter in report.chapters:
+        grids = chapter.grids if chapter.brief is None else chapter.brief
+        if not grids:
+            elsewhere += [chapter.title] if chapter.grids else []
             continue
         if chapter.section and chapter.section != section:
             section = chapter.section
             parts += [f"## {section.title}", f"Measured {chapter.when}."]
         parts.append(f"{'###' if chapter.section else '##'} {chapter.title}")
-        parts += map(table, chapter.grids)
+        parts += map(table, _with_common_notes(grids))
+    if elsewhere:
+        parts += [
+            "## Not on this page",
+            f"In report.html, as CSV and for LaTeX: {', '.join(dict.fromkeys(elsewhere))}.",
+        ]
     return "\n\n".join(parts) + "\n"
+
+
+def _main_result(tables: Tables | None) -> Iterator[str]:
+    section = model.sections(tables)[0] if tables else None
+    found = overview.of(tables, section) if tables and section else None
+    if tables is None or section is None or found is None:
+        return
+    yield f"**{found.sentence}** ({model.readable(section, section.of(tables.raw))})"
+    rows = tuple(
+        (tables.title(name), *(c.squares[name].text if name in c.squares else MISSING for c in found.columns))
+        for name in found.rows
+    )
+    header = ("contestant", *(f"{column.title}, batch {column.batch_size}" for column in found.columns))
+    yield table(Grid("Time of an epoch over PyTorch without DP (the faster of eager and compiled)", header, rows))
+
+
+def _with_common_notes(grids: Sequence[Grid]) -> Iterator[Grid]:
+    """Notes that an earlier table of the chapter has are not repeated."""
+    seen: set[str] = set()
+    for grid in grids:
+        yield replace(grid, notes=tuple(note for note in grid.notes if note not in seen))
+        seen.update(grid.notes)
 
 
 def _reading() -> str:
@@ -27,7 +61,7 @@ def _reading() -> str:
         "One process gives one value, the median of its epochs. Machines, devices, protocols and isolations are never "
         "pooled. States in place of a time: `oom`, `timeout`, `crashed`, `unsupported`, `rejected` (the admission gate "
         "failed), `ungated` (no gate on record); the reason stands below the table. `dpbench explain CELL` goes from "
-        "any number back to its processes."
+        f"any number back to its processes. The paper: {PAPER}."
     )
 
 

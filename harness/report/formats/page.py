@@ -7,12 +7,15 @@ Numbers go in as JSON: a row per cell, and per process what ``dpbench explain`` 
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +23,42 @@ import jinja2
 import pandas as pd
 from markupsafe import Markup
 
+from harness.analysis import naming
 from harness.analysis.frames import CELL, PLACE, Tables
+from harness.errors import BadInput
 from harness.report import model
-from harness.report.chapters import costs, explain, paper
-from harness.report.figures import tasks as task_figures
-from harness.report.model import Chapter, Grid, Report, Section
+from harness.report.chapters import costs, explain, overview, paper
+from harness.report.figures import looks
+from harness.report.model import Grid, Report, Section
+from harness.store import cache
 from harness.store.record import Record
 
 WEB = Path(__file__).parent / "web"
 PICTURE_WIDTH = 1000
 """Pixels of a figure inside the page; the files beside it are sharper."""
-SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "triangle-right")
-"""Not as many as there are colours, so that colour and shape together come again late."""
-ON_DARK = {
-    "#0072B2": "#5BB1E8",
-    "#D55E00": "#FF8A45",
-    "#009E73": "#3CCBA2",
-    "#8C6D31": "#CBA75E",
-    "#7B4FA3": "#BE95E3",
+SHAPES = {
+    **{
+        "o": "circle",
+        "s": "square",
+        "^": "triangle-up",
+        "v": "triangle-down",
+        "<": "triangle-left",
+        ">": "triangle-right",
+    },
+    **{"D": "diamond", "d": "diamond", "P": "cross", "X": "cross"},
+    **{"*": "M0,-1L.24,-.32 .95,-.31 .38,.12 .59,.81 0,.4 -.59,.81 -.38,.12 -.95,-.31 -.24,-.32Z", "8": "circle"},
+    **dict.fromkeys("phH", "M0,-.95L.82,-.47 .82,.47 0,.95 -.82,.47 -.82,-.47Z"),
 }
-"""Lighter neighbours of the colours that are too dark on a dark page."""
+"""A framework's marker, as Vega names or draws it."""
+DASHES: Mapping[str, list[int]] = {"-": [1, 0], "--": [6, 3], "-.": [6, 3, 2, 3], ":": [2, 2]}
 MEMORY = ("peak_resident_growth", "cuda_peak_allocated", "nvml_process_peak")
-"""The notion that the main table shows: the first that is on record."""
+"""The metric that the main table shows: the first that is on record."""
 
 
 @dataclass(frozen=True)
 class _Picture:
     title: str
+    name: str
     uri: str
     width: int
     height: int
@@ -55,6 +67,7 @@ class _Picture:
 @dataclass(frozen=True)
 class _Chapter:
     title: str
+    anchor: str
     grids: Sequence[Grid]
     pictures: Sequence[_Picture]
     open: bool
@@ -75,11 +88,17 @@ def page(report: Report, drawn: Mapping[str, Path]) -> str:
         f"{days[0] if len(days) == 1 else f'{days[0]} to {days[-1]}'}; {failed} of them failed, were rejected or are "
         "not supported. Machines, devices, protocols and isolations are never pooled."
     )
+    tables = report.tables
+    main = model.sections(tables)[0] if tables else None
     return template.render(
+        overview=overview.of(tables, main) if tables and main else None,
+        where=model.readable(main, main.of(tables.raw)) if tables and main else "",
+        own={name for name in tables.order if looks.is_own(name)} if tables else set(),
+        names={name: tables.title(name) for name in tables.order} if tables else {},
         title="DP-SGD frameworks: benchmark report",
         summary=summary,
         data=data,
-        parts=_parts(report.chapters, drawn),
+        parts=_parts(report, drawn),
         others=_others(report.records),
         css=Markup((WEB / "page.css").read_text()),
         script=Markup((WEB / "page.js").read_text()),
@@ -100,26 +119,46 @@ def _others(records: Iterable[Record]) -> dict[str, list[tuple[str, list[tuple[s
 
 @lru_cache
 def _vega() -> str:
-    """Vega, Vega-Lite and Vega-Embed as one script that defines ``vegaEmbed``."""
+    """Vega, Vega-Lite and Vega-Embed as one script that defines ``vegaEmbed``. Bundling them takes longer than the rest
+    of a page, so that the script is kept."""
     import vl_convert
 
-    bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
-    return bundle.replace("</script", "<\\/script")
+    kept = None
+    with contextlib.suppress(BadInput):
+        kept = cache.root() / f"vega-{metadata.version('vl-convert-python')}.js"
+        if kept.exists():
+            return kept.read_text(encoding="utf-8")
+    bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;").replace("</script", "<\\/script")
+    if kept:
+        with contextlib.suppress(BadInput):
+            cache.write_atomically(kept, bundle.encode())
+    return bundle
 
 
-def _parts(chapters: Iterable[Chapter], drawn: Mapping[str, Path]) -> list[dict[str, Any]]:
-    """Chapters of one section under one heading, in their order; what belongs to none at the end."""
+def _parts(report: Report, drawn: Mapping[str, Path]) -> list[dict[str, Any]]:
+    """Chapters of one section under one heading, in their order; what belongs to none at the end.
+
+    Where nothing was timed end to end, the first chapter with a figure is open: it is the result.
+    """
+    cells = report.tables.cells if report.tables else pd.DataFrame()
     found: dict[Section | None, list[_Chapter]] = {}
     when: dict[Section | None, str] = {}
-    for chapter in chapters:
+    anchors: Counter[str] = Counter()
+    for chapter in report.chapters:
         pictures = [] if chapter.interactive else [p for p in chapter.pictures if p.stem in drawn]
         if not chapter.grids and not pictures:
             continue
-        when.setdefault(chapter.section, chapter.when)
+        section = chapter.section
+        when.setdefault(section, chapter.when)
+        timed = section is not None and len(cells) > 0 and bool((section.of(cells).state == "ok").any())
+        others = found.setdefault(section, [])
+        is_open = bool(pictures) and not timed and not any(other.open for other in others)
+        anchor = naming.slug(chapter.title)
+        anchors[anchor] += 1
+        if anchors[anchor] > 1:
+            anchor += f"-{anchors[anchor]}"
         shown = [_picture(p.title, drawn[p.stem]) for p in pictures]
-        found.setdefault(chapter.section, []).append(
-            _Chapter(chapter.title, chapter.grids, shown, chapter.title == "Failures and rejections")
-        )
+        others.append(_Chapter(chapter.title, anchor, chapter.grids, shown, is_open))
     return [
         {
             "title": section.title if section else "What it ran on",
@@ -142,7 +181,7 @@ def _picture(title: str, path: Path) -> _Picture:
     # By coverage, not by frequency: thin lines must keep their own colours.
     small.quantize(256, Image.Quantize.MAXCOVERAGE).save(buffer, "PNG", optimize=True)
     uri = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-    return _Picture(title, uri, small.width, small.height)
+    return _Picture(title, path.name, uri, small.width, small.height)
 
 
 def _data(tables: Tables) -> dict[str, Any]:
@@ -160,18 +199,29 @@ def _data(tables: Tables) -> dict[str, Any]:
         "contestants": [
             {
                 "name": name,
+                "title": tables.title(name),
+                "grey": look.colour == looks.GREY,
                 "private": bool(private[name]),
                 "colour": look.colour,
-                "light": ON_DARK.get(look.colour, look.colour),
-                "shape": SHAPES[i % len(SHAPES)],
+                "light": _light(look.colour),
+                "dash": DASHES[look.line],
+                "open": look.fill == "none",
+                "shape": SHAPES[look.marker],
             }
-            for i, (name, look) in enumerate(task_figures.looks(tables).items())
+            for name, look in looks.of_all(tables.order, private).items()
         ],
         "cells": _cells(tables, {section: i for i, section in enumerate(sections)}, position),
         "labels": labels,
         "strings": strings,
         "processes": processes,
     }
+
+
+def _light(colour: str) -> str:
+    """A colour for a dark page: halfway to white where it is darker than a middle grey."""
+    parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    luminance = 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+    return colour if luminance > 140 else "#" + "".join(f"{(255 + part) // 2:02X}" for part in parts)
 
 
 def _task_key(task: str, synthetic: bool) -> str:
@@ -196,15 +246,18 @@ def _cells(tables: Tables, sections: Mapping[Section, int], position: Mapping[st
         if tables.ratios.empty
         else {k: model.doubts(r) for k, r in zip(ratio, tables.ratios.itertuples(), strict=True)}
     )
+    bases = set()
+    if len(tables.ratios):
+        bases = set(tables.ratios[[*CELL[:-1], "baseline"]].itertuples(index=False, name=None))
     old = column(paper.then_and_now(tables), "paper_ratio")
     start = column(tables.compile, "median")
     epsilon = column(tables.privacy, "pld")
     accuracy = column(tables.accuracy, "median")
     bound = column(costs.floor(tables), "over_floor")
     memory: dict[Any, tuple[float, str]] = {}
-    for notion in reversed(MEMORY):
-        frame = tables.memory[tables.memory.notion == notion] if len(tables.memory) else tables.memory
-        memory |= {key: (value / model.MEBIBYTE, notion) for key, (value,) in column(frame, "median").items()}
+    for metric in reversed(MEMORY):
+        frame = tables.memory[tables.memory.metric == metric] if len(tables.memory) else tables.memory
+        memory |= {key: (value / model.MEBIBYTE, metric) for key, (value,) in column(frame, "median").items()}
     behind = _behind(tables)
     cells = []
     for row in tables.cells.itertuples():
@@ -228,11 +281,12 @@ def _cells(tables: Tables, sections: Mapping[Section, int], position: Mapping[st
                 "failures": row.failures if row.state == "ok" else "",
                 "ratio": [*map(_finite, against[:3]), int(against[3])] if against else None,
                 "baseline": against[4] if against else None,
+                "base": key in bases,
                 "ratio_marks": ratio_marks.get(key, ""),
                 "paper": _finite(old[key][0]) if key in old else None,
                 "start": _finite(start[key][0]) if key in start else None,
                 "memory": _finite(memory[key][0]) if key in memory else None,
-                "notion": memory[key][1] if key in memory else None,
+                "metric": memory[key][1] if key in memory else None,
                 "floor": _finite(bound[key][0]) if key in bound else None,
                 "epsilon": _finite(epsilon[key][0]) if key in epsilon else None,
                 "accuracy": _finite(accuracy[key][0]) if key in accuracy else None,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from harness.tasks import Embedding, Linear, ReLU, Task, initial_parameters
+from harness.tasks import Embedding, Linear, MaxPool2d, ReLU, Task, initial_parameters
 
 Values = dict[str, np.ndarray]
 
@@ -20,6 +20,9 @@ BATCH = 16
 LARGE_BATCH = 95
 """With it no power of two, and no multiple of 100, divides the large batch: a short last piece that an adapter leaves
 out is missed."""
+LARGE_DIVISOR = 80
+"""The large batch has more rows than its expected size says, as every other Poisson batch has: noise that is divided by
+the number of rows, where that is the larger one, comes out too small."""
 LARGE_REPEATS = (5, 22)
 """The adapter's data set holds every row of the pool many times, so that a batch of copies has a multiple of the known
 sum: more rows than adapters that cut a batch into chunks are likely to take at once, and no further truth. 2,090 rows
@@ -38,14 +41,23 @@ RELU_GAIN = np.float32(6**0.5)
 that of its last bias, the same for every example, and a fault in an early layer would hardly show."""
 CORE = 48
 """So many rows, those farthest from a kink of a ReLU or max-pooling, make up the small batches."""
-LATE_STEPS = 40
+MOST_ROWS = 48
+SOME_ROWS = (2, 3, 4, 5, 7, 12, 17, 24, 31, 32, 33, MOST_ROWS)
+FEW_ROWS = (3, 7)
+"""Batches of every size up to MOST_ROWS are driven where rows cost next to nothing, of some where they are cheap, and
+elsewhere of few."""
+FREE_FLOPS, CHEAP_FLOPS = 1e6, 1e7
+"""Arithmetic of one example: up to the first, rows cost next to nothing, and up to the second they are cheap."""
+LATE_STEPS = (40, 130)
 LATE_LAST = 4
-"""Many steps in one build, and so many at their end that are looked at by themselves."""
-LATE_RATE = BATCH / 1024
+"""Many steps in one build, and so many at their end that are looked at by themselves. The second number of steps is
+that of cheap tasks without kinks: it passes the 64th and the 128th, where authors like to do something."""
+LATE_RATE = (BATCH / 1024, BATCH / 256)
 """So small that the weights stay near the start, where no ReLU changes its mind in float32."""
-LATE_SLACK = 200.0
+LATE_SLACK = (200.0, 2.0)
 """After many steps float32 weights may stand on the other side of a kink than float64 ones: in the deepest network
-2e-3 of the last four updates was seen. A step left out of forty is 2e-2 or more."""
+2e-3 of the last four updates was seen. A step left out of forty is 2e-2 or more. The second is that of networks without
+kinks."""
 SATURATION = 300.0
 """exp(-300) is zero in float32 and logits of ordinary examples stay far below: softmax and sigmoid give 1 exactly."""
 SEED = 1
@@ -233,7 +245,9 @@ def cases(task: Task, reference: Mapping[str, np.ndarray], private: bool) -> lis
         Case("duplicates", (copied.astype(np.int64),), c),
         Case("empty", (np.zeros(0, dtype=np.int64),), c),
         Case("other C, B and rate", (some,), 0.37 * c, batch_size=10, learning_rate=5.0),
-        Case("large batch", (everyone,), c, LARGE_BATCH, float(LARGE_BATCH), slack=2.0, repeats=large_repeats(task)),
+        Case(
+            "large batch", (everyone,), c, LARGE_DIVISOR, float(LARGE_DIVISOR), slack=2.0, repeats=large_repeats(task)
+        ),
         # After the first step the weights may come near a kink, hence the slack.
         Case("three steps", (some, low, high), c, learning_rate=BATCH / 16, slack=20.0),
     ]
@@ -265,20 +279,33 @@ def names(private: bool) -> list[str]:
     return [*first, "outlier", "zero gradients", "zero and other gradients", *SHARED_LAST]
 
 
+def is_cheap(task: Task) -> bool:
+    return task.training_flops <= CHEAP_FLOPS
+
+
+def size_cases(task: Task, reference: Mapping[str, np.ndarray]) -> list[Case]:
+    """Batches of every size up to MOST_ROWS, of SOME_ROWS or of FEW_ROWS; each holds all rows of the one before."""
+    order = np.random.default_rng([SEED, 0x512E]).permutation(_core(reference)).astype(np.int64)
+    is_free = task.training_flops <= FREE_FLOPS
+    sizes = range(1, MOST_ROWS + 1) if is_free else SOME_ROWS if is_cheap(task) else FEW_ROWS
+    return [Case(f"{size} rows", (order[:size],), clipping_norm(reference)) for size in sizes]
+
+
 def late_cases(task: Task, reference: Mapping[str, np.ndarray]) -> tuple[Case, Case]:
     """Many steps in one build, without the last few and with them: some of its examples clipped, some steps empty."""
     some = next(case for case in cases(task, reference, private=True) if case.name == "some clipped").batches[0]
     parts = [*some.reshape(-1, 4), some[:0]]
-    batches = [parts[t % len(parts)] for t in range(LATE_STEPS - LATE_LAST)]
+    is_smooth = is_cheap(task) and not any(isinstance(layer, ReLU | MaxPool2d) for layer in task.layers)
+    batches = [parts[t % len(parts)] for t in range(LATE_STEPS[is_smooth] - LATE_LAST)]
     batches += [some, some[::3], some[1::3], some]
     c = clipping_norm(reference)
-    whole = Case(f"{LATE_STEPS} steps", tuple(batches), c, learning_rate=LATE_RATE, slack=LATE_SLACK)
-    return replace(whole, name=f"the first of {LATE_STEPS} steps", batches=whole.batches[:-LATE_LAST]), whole
+    whole = Case("many steps", tuple(batches), c, learning_rate=LATE_RATE[is_smooth], slack=LATE_SLACK[is_smooth])
+    return replace(whole, name="the first of many steps", batches=whole.batches[:-LATE_LAST]), whole
 
 
 def stored_cases(task: Task, reference: Mapping[str, np.ndarray], private: bool) -> list[Case]:
     """All cases that have a truth of their own."""
-    every = [*cases(task, reference, private), *late_cases(task, reference)]
+    every = [*cases(task, reference, private), *size_cases(task, reference), *late_cases(task, reference)]
     return [case for case in every if not case.stored]
 
 

@@ -25,7 +25,7 @@ from harness.worker import sampling
 from harness.worker.clock import Batch, timed_steps
 from harness.worker.gate import cases as gate_cases
 from harness.worker.gate import noise as gate_noise
-from harness.worker.gate.cases import BATCH, LATE_LAST, LATE_STEPS, Case
+from harness.worker.gate.cases import BATCH, LATE_LAST, Case
 from harness.worker.gate.noise import Score
 
 Check = dict[str, Any]
@@ -42,17 +42,24 @@ TENSOR_FLOOR = 1e-3
 SENSITIVITY_MARGIN = 1e-4
 
 LARGE_CASE = "large batch"
+LAST_STEPS = f"update: the last {LATE_LAST} of many steps"
 NOISE_MULTIPLIER = 1.5
 """Not the 1.1 of the protocols, lest a constant pass."""
 NOISE_SEED_BITS = 30
 SEED_DISTANCES = (1, 27_720, 2**16)
 """From one seed to others that must not share its noise: 27,720 is divisible by every number up to 12, and 2^16 by
 every power of two up to it, so that a stream which depends on little of the seed repeats itself."""
-NOISE_RATE = BATCH / 1024
-"""So small that the examples with p = 1 keep it while the weights wander."""
-NOISE_VALUES = 4_000_000
-NOISE_STEPS = (40, 512)
+NOISE_RATE = 1 / 1024
+"""Over the batch size: so small that the examples with p = 1 keep it while the weights wander."""
+EPOCH_STEPS = 13
+"""Steps of an epoch where many are looked at, so that some epochs end meanwhile."""
+NOISE_VALUES = 10_000_000
+NOISE_STEPS = (42, 6144)
 """Least and most steps; between them, as many as give NOISE_VALUES values."""
+ALTERNATING_STEPS = 512
+"""Steps that are on empty batches and on examples with p = 1 by turns; later ones are empty."""
+PAIRED_STEPS = 1024
+"""The last steps, of which every two are compared."""
 OTHER_VALUES = 4_000
 OTHER_STEPS = 4
 """Of a run with another seed: at least so many values and steps."""
@@ -60,6 +67,9 @@ REPRODUCED_STEPS = 8
 COORDINATE_VALUES = 8_000_000
 REAL_NOISE_MULTIPLIER = 0.02
 """So little that a wrong gradient under the noise would show."""
+REAL_NOISE_CASES = ("some clipped", "none clipped", "all clipped", f"{gate_cases.MOST_ROWS} rows")
+REAL_NOISE_VALUES = 1_500
+"""Values of noise that are looked at on every such batch, by as many seeds as that takes."""
 REPRODUCTION_LIMIT = 1e-6
 
 REPLAY_SIZES = (16, 5, 0, 12, 1, 16, 9, 14)
@@ -87,12 +97,14 @@ NOISE_CHECKS = (
     "on zero gradients",
     "normal",
     "tails",
+    "fine enough",
     "independent coordinates",
+    "no coordinates alike",
     "independent at all shifts",
     "independent steps",
     "fresh per seed",
     "same seed, same noise",
-    "on a real batch",
+    "on real batches",
     "on a large batch",
 )
 
@@ -134,12 +146,13 @@ def checks(
     yield from _guarded("parameters", driver.parameter_checks)
     for case in driver.cases:
         yield from _guarded(f"update: {case.name}", functools.partial(driver.update_check, case))
-    yield from _guarded(f"update: {LATE_STEPS} steps", driver.late_checks)
+    yield from _guarded("update: sizes", driver.sizes_check)
+    yield from _guarded("update: many steps", driver.late_checks)
     yield from _guarded("update: worst tensor", driver.worst_tensor_check)
     if setting.private:
         yield from _guarded("sensitivity", driver.sensitivity_check)
         yield from _guarded("noise", driver.noise_checks)
-        yield from _guarded("noise: on a real batch", driver.real_noise_check)
+        yield from _guarded("noise: on real batches", driver.real_noise_check)
         yield from _guarded("noise: on a large batch", driver.large_noise_check)
     else:
         yield from _guarded("no noise", driver.no_noise_check)
@@ -153,9 +166,9 @@ def checks(
 
 def names(private: bool, has_budget: bool) -> list[str]:
     """The checks of a gate that passed, in their order. A test compares them with those of a gate."""
-    late = [f"update: {LATE_STEPS} steps", f"update: the last {LATE_LAST} of {LATE_STEPS} steps"]
     found = ["parameters: names, shapes, count", "parameters: as given to build"]
-    found += [f"update: {name}" for name in gate_cases.names(private)] + late + ["update: worst tensor"]
+    found += [f"update: {name}" for name in gate_cases.names(private)]
+    found += ["update: sizes", "update: many steps", LAST_STEPS, "update: worst tensor"]
     if private:
         found += ["sensitivity", *(f"noise: {name}" for name in NOISE_CHECKS)]
     else:
@@ -321,6 +334,11 @@ class Driver:
         name = gate_cases.truth_name(case, self.setting.private)
         return self._flat(gate_cases.unpack(name, self.task, self.reference))
 
+    @property
+    def _short_epochs(self) -> int:
+        """The expected batch size with which an epoch has EPOCH_STEPS steps."""
+        return -(-self.setting.dataset_size // EPOCH_STEPS)
+
     def single_step(self, rows: np.ndarray) -> np.ndarray:
         """Displacement of one step at the ordinary setting, where it is the (clipped) sum itself."""
         key = rows.tobytes()
@@ -393,22 +411,37 @@ class Driver:
         """The float32 rounding of the weights that move, at most half a unit in the last place in every step."""
         return steps * 2.0**-24 * np.where(expected != 0, self.starts[case.saturated], 0.0)
 
+    def sizes_check(self) -> Iterator[Check]:
+        """Batches of one row, of two, and so on: one size that an adapter takes differently from its neighbours. Where
+        shapes are static, those that fit into the smaller one."""
+        found = {}
+        cases = gate_cases.size_cases(self.task, self.reference)
+        cases = [case for case in cases if not self.static or len(case.batches[0]) <= BATCH]
+        for case in cases:
+            expected = self.truth(case)
+            error = float(np.linalg.norm(self.single_step(case.batches[0]) - expected) / np.linalg.norm(expected))
+            found[case.name] = error / self._limit(case, expected)
+        where = max(found, key=lambda name: math.inf if math.isnan(found[name]) else found[name])
+        detail = f"relative L2 error over its limit, worst of {len(cases)} sizes up to {cases[-1].name}: {where}"
+        yield _check("update: sizes", found[where], 1.0, detail)
+
     def late_checks(self) -> Iterator[Check]:
-        """Many steps in one build: all of them, and the last few by themselves. What goes wrong from some step on, an
-        adapter does only there."""
+        """Many steps in one build: all of them, and the last few by themselves. What goes wrong from some step on, or
+        where an epoch ends, an adapter does only there."""
         early, whole = gate_cases.late_cases(self.task, self.reference)
-        weights = [self.build(whole.batch_size, whole.learning_rate, whole.max_grad_norm)]
+        size = self._short_epochs
+        weights = [self.build(size, whole.learning_rate / whole.batch_size * size, whole.max_grad_norm)]
         for batches in (early.batches, whole.batches[len(early.batches) :]):
             for rows in batches:
                 self.step(rows)
             weights.append(self.weights())
-        last = f"the last {LATE_LAST} of {LATE_STEPS}"
+        count = len(whole.batches)
         for name, start, expected, steps in (
-            (f"update: {LATE_STEPS} steps", 0, self.truth(whole), LATE_STEPS),
-            (f"update: {last} steps", 1, self.truth(whole) - self.truth(early), LATE_LAST),
+            ("update: many steps", 0, self.truth(whole), count),
+            (LAST_STEPS, 1, self.truth(whole) - self.truth(early), LATE_LAST),
         ):
             error = float(np.linalg.norm(weights[start] - weights[2] - expected) / np.linalg.norm(expected))
-            yield _check(name, error, self._limit(whole, expected, steps), "relative L2 error")
+            yield _check(name, error, self._limit(whole, expected, steps), f"relative L2 error; {count} steps")
 
     def _note_tensors(self, case: Case, difference: np.ndarray, expected: np.ndarray) -> None:
         """Keeps the worst ratio of a tensor's error to its own limit."""
@@ -438,48 +471,56 @@ class Driver:
         limit = 1.0 + max(SENSITIVITY_MARGIN, self.tolerance) + rounding
         yield _check("sensitivity", ratios[where], limit, f"|change of the sum| / C, worst for {where}")
 
-    def _noise_run(self, seed: int, steps: int) -> np.ndarray:
-        """[steps, parameters]: noise in units of its nominal standard deviation, from batches without gradient: empty
-        ones in even steps, examples with p = 1 in odd ones."""
-        before = self.build(learning_rate=NOISE_RATE, noise_multiplier=NOISE_MULTIPLIER, seed=seed, saturated=True)
+    def _noise_run(self, seed: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
+        """([steps, parameters], [parameters]): noise in units of its nominal standard deviation, from batches without
+        gradient: empty ones in even steps, examples with p = 1 in odd ones; and how coarsely float32 tells that of the
+        first NOISE_STEPS[0] steps."""
+        size = self._short_epochs
+        before = self.build(size, NOISE_RATE * size, noise_multiplier=NOISE_MULTIPLIER, seed=seed, saturated=True)
         zero = gate_cases.zero_gradient_rows(self.task)
-        unit = NOISE_RATE / BATCH * NOISE_MULTIPLIER * self.norm
+        unit = NOISE_RATE * NOISE_MULTIPLIER * self.norm
         found = np.empty((steps, before.size), dtype=np.float32)
+        largest = np.abs(before)
+        steady = min(steps, NOISE_STEPS[0]) - 1
         for t in range(steps):
-            self.step(zero if t % 2 else zero[:0])
+            self.step(zero if t % 2 and t < ALTERNATING_STEPS else zero[:0])
             after = self.weights()
             found[t] = (before - after) / unit
             before = after
-        return found
+            if t == steady:
+                largest = np.maximum(largest, np.abs(after))
+        return found, np.spacing(largest.astype(np.float32)) / unit
 
     def noise_checks(self) -> Iterator[Check]:
         parameters = self.task.parameter_count
         steps = int(np.clip(math.ceil(NOISE_VALUES / parameters), *NOISE_STEPS))
-        z = self._noise_run(self.seed, steps)
+        z, grid = self._noise_run(self.seed, steps)
         mean, spread = gate_noise.moments(z, self.slices)
         yield _scored("noise: mean 0", mean)
         deviation = math.sqrt(np.square(z).mean(dtype=np.float64))
         spread = dataclasses.replace(spread, where=f"{spread.where}; overall {deviation:.4f} of sigma C / B")
         yield _scored("noise: standard deviation sigma C / B", spread)
-        for name, rows in (("empty batches", z[::2]), ("zero gradients", z[1::2])):
+        for name, rows in (("empty batches", z[::2]), ("zero gradients", z[1:ALTERNATING_STEPS:2])):
             score = gate_noise.largest({name: gate_noise.spread_score(rows)})
             yield _scored(f"noise: on {name}", score)
         yield _scored("noise: normal", gate_noise.normality(z))
         yield _scored("noise: tails", gate_noise.tails(z))
+        yield _scored("noise: fine enough", gate_noise.fineness(z[: NOISE_STEPS[0]], grid))
         some = z[: max(OTHER_STEPS, COORDINATE_VALUES // parameters)]
         yield _scored(
             "noise: independent coordinates",
             gate_noise.independent_coordinates(some, self.slices, self.task.parameters),
         )
+        yield _scored("noise: no coordinates alike", gate_noise.alike(z, self.slices))
         yield _scored("noise: independent at all shifts", gate_noise.independent_shifts(z))
-        yield _scored("noise: independent steps", gate_noise.independent_steps(z))
+        yield _scored("noise: independent steps", gate_noise.independent_steps(z[-PAIRED_STEPS:], self.slices))
         fewer = max(OTHER_STEPS, math.ceil(OTHER_VALUES / parameters))
         seeds = [self.other_seed, *(self.seed + distance for distance in SEED_DISTANCES)]
-        runs = {seed: self._noise_run(seed, fewer) for seed in seeds}
+        runs = {seed: self._noise_run(seed, fewer)[0] for seed in seeds}
         score = gate_noise.independent_runs(z, runs)
         listed = ", ".join(map(str, [self.seed, *seeds]))
         yield _scored("noise: fresh per seed", dataclasses.replace(score, where=f"{score.where}; seeds {listed}"))
-        again = self._noise_run(self.seed, REPRODUCED_STEPS)
+        again, _ = self._noise_run(self.seed, REPRODUCED_STEPS)
         error = float(np.linalg.norm(again - z[:REPRODUCED_STEPS])) / math.sqrt(again.size)
         yield _check(
             "noise: same seed, same noise",
@@ -490,38 +531,40 @@ class Driver:
 
     def real_noise_check(self) -> Iterator[Check]:
         """The update under little noise, less the float64 truth, is that noise: mean, spread, and no remainder in the
-        direction of the update."""
-        case = next(case for case in self.cases if case.name == "some clipped")
-        yield self._noisy_update("noise: on a real batch", case, max(REAL_NOISE_MULTIPLIER, 10 * self.tolerance))
+        direction of the update. Noise that follows the norms of the examples, or their number, does so here."""
+        known = [*self.cases, *gate_cases.size_cases(self.task, self.reference)]
+        cases = [case for case in known if case.name in REAL_NOISE_CASES]
+        seeds = range(1, 1 + math.ceil(REAL_NOISE_VALUES / self.task.parameter_count))
+        multiplier = max(REAL_NOISE_MULTIPLIER, 10 * self.tolerance)
+        scores = [self._noisy_update(case, multiplier, seeds, len(cases)) for case in cases]
+        yield _scored("noise: on real batches", gate_noise.worst(scores))
 
     def large_noise_check(self) -> Iterator[Check]:
         """The same for a batch that adapters take in several pieces, under much noise: it is added once, and added."""
         case = next(case for case in self.cases if case.name == LARGE_CASE)
-        yield self._noisy_update("noise: on a large batch", case, NOISE_MULTIPLIER)
+        score = self._noisy_update(case, NOISE_MULTIPLIER, range(1))
+        yield _scored("noise: on a large batch", score)
 
-    def _noisy_update(self, name: str, case: Case, multiplier: float) -> Check:
+    def _noisy_update(self, case: Case, multiplier: float, streams: range, batches: int = 1) -> Score:
+        """Score the noise of one step for each of the streams; ``batches``: how many such scores a check takes."""
         expected = self.truth(case)
         unit = case.learning_rate / (case.batch_size * case.repeats) * multiplier * case.max_grad_norm
-        z = (self._noisy_step(case, multiplier, case.batches[0]) - expected)[None] / unit
-        mean, spread = gate_noise.moments(z, self.slices)
+        steps = [self._noisy_step(case, multiplier, case.batches[0], stream) for stream in streams]
+        z = (np.stack(steps) - expected) / unit
         direction = expected / np.linalg.norm(expected)
-        scores = {
-            f"mean, {mean.where}": mean.value,
-            f"standard deviation, {spread.where}": spread.value,
-            "along the update": float(z[0] @ direction),
-        }
-        score = gate_noise.largest(scores)
-        limit = gate_noise.normal_limit(2 * len(self.slices) + 3)
+        along = float((z @ direction).sum() / math.sqrt(len(z)))
+        mean, spread = gate_noise.moments(z, self.slices, 3 * batches)
+        score = gate_noise.worst([mean, spread, gate_noise.largest({"along the update": along}, 3 * batches)])
         rows = len(case.batches[0]) * case.repeats
-        return _check(name, score.value, limit, f"sigma {multiplier:g}, {rows} rows; {score.where}")
+        return dataclasses.replace(score, where=f"sigma {multiplier:g}, {case.name}, {rows} rows; {score.where}")
 
-    def _noisy_step(self, case: Case, multiplier: float, rows: np.ndarray) -> np.ndarray:
+    def _noisy_step(self, case: Case, multiplier: float, rows: np.ndarray, stream: int = 0) -> np.ndarray:
         """The displacement by one step with noise on these rows. That of many rows is made once."""
         is_large = case.name == LARGE_CASE and len(rows) > 0
         if is_large and self.large is not None:
             return self.large
         divisor = case.batch_size * case.repeats
-        seed = self.seed + case.repeats  # a stream of its own for each
+        seed = self.seed + case.repeats + 64 * stream  # a stream of its own for each
         start = self.build(divisor, case.learning_rate, case.max_grad_norm, multiplier, seed)
         self.step(rows, case.repeats)
         moved = start - self.weights()

@@ -14,8 +14,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-ALPHA = 1e-6
-"""Chance of one false alarm per check; a gate has twelve of them (docs/protocol.md)."""
+ALPHA = 7e-8
+"""Chance of one false alarm per check; a gate has fourteen of them (docs/protocol.md): 1e-6 together."""
 
 SMALLEST_FOR_SPREAD = 8
 """Wilson and Hilferty's approximation of chi-square is good from about here; where it errs, below, it errs to the side
@@ -29,6 +29,16 @@ STREAM_VALUES = 2**21
 PAIR_VALUES = 2**23
 """So many values, and so many products of pairs of steps at one shift, are looked at for shifts. A copy of m values
 among n shows as m / sqrt(n) standard deviations; the limit is about 7.5."""
+
+CLOSE = 1e-5
+CLOSE_SAMPLE = 2**16
+SMALLEST_FOR_CLOSE = 4_000
+"""Distance below which two values are close; how many values are looked at; how few are too few."""
+
+FEW_COORDINATES = 2**10
+COMPARED_STEPS = 32
+MEDIAN = 0.6744897501960817
+"""Median of |N(0, 1)|."""
 
 LATE_FROM = 16
 """From so many steps on, the last quarter of every tensor is looked at by itself."""
@@ -57,11 +67,16 @@ def normal_limit(tests: int) -> float:
     return NormalDist().inv_cdf(1.0 - ALPHA / (2 * max(1, tests)))
 
 
-def largest(scores: Mapping[str, float]) -> Score:
-    """NaN counts as infinitely large."""
+def largest(scores: Mapping[str, float], share: int = 1) -> Score:
+    """NaN counts as infinitely large. ``share``: so many such scores share ALPHA."""
     known = {name: math.inf if math.isnan(score) else abs(score) for name, score in scores.items()}
     where = max(known, key=lambda name: known[name])
-    return Score(known[where], normal_limit(len(known)), where)
+    return Score(known[where], normal_limit(share * len(known)), where)
+
+
+def worst(scores: Sequence[Score]) -> Score:
+    """The one that comes nearest to its own limit, or passes it by most."""
+    return max(scores, key=lambda score: score.value / score.limit)
 
 
 def mean_score(z: np.ndarray) -> float:
@@ -86,43 +101,60 @@ def correlation_score(a: np.ndarray, b: np.ndarray) -> float:
     return float((a * b).sum(dtype=np.float64) / math.sqrt(a.size))
 
 
-def moments(z: np.ndarray, slices: Mapping[str, slice]) -> tuple[Score, Score]:
+def moments(z: np.ndarray, slices: Mapping[str, slice], share: int = 1) -> tuple[Score, Score]:
     """(means, spreads) over everything, for each parameter tensor and for each step of z [steps, parameters]; of
-    LATE_FROM steps or more, for each single coordinate and for the last quarter of each tensor, too."""
+    LATE_FROM steps or more, for each single coordinate and for the last quarter of each tensor, too. Tensors have half
+    of the chance of a false alarm, lest many steps and coordinates hide a few. ``share``: see :func:`largest`."""
     steps, size = z.shape
     late = steps - steps // 4 if steps >= LATE_FROM else steps
     sums, squares = np.zeros((2, size)), np.zeros((2, size))
-    by_step = {}
+    by_step = np.empty((2, steps))
     for t, row in enumerate(z):
         exact = row.astype(np.float64)
         square = np.square(exact)
         sums[int(t >= late)] += exact
         squares[int(t >= late)] += square
-        by_step[f"step {t}"] = (exact.sum(), square.sum(), size)
+        by_step[:, t] = exact.sum(), square.sum()
     both = sums.sum(0), squares.sum(0)
-    groups = {"all": (both[0].sum(), both[1].sum(), z.size)} | (by_step if steps > 1 else {})
+    groups = {"all": (both[0].sum(), both[1].sum(), z.size)}
     for name, part in slices.items():
         width = part.stop - part.start
         groups[name] = (both[0][part].sum(), both[1][part].sum(), steps * width)
         if late < steps:
             groups[f"{name} late"] = (sums[1, part].sum(), squares[1, part].sum(), (steps - late) * width)
-    means = {name: abs(total) / math.sqrt(n) for name, (total, _, n) in groups.items()}
+    means = {name: float(total / math.sqrt(n)) for name, (total, _, n) in groups.items()}
     large = {name: (square, n) for name, (_, square, n) in groups.items() if n >= SMALLEST_FOR_SPREAD}
     spreads = {name: float(square_score(square, n)) for name, (square, n) in large.items()}
-    if steps < LATE_FROM:
-        return largest(means), largest(spreads)
+    if steps == 1:
+        return largest(means, share), largest(spreads, share)
+    single = [by_step[0] / math.sqrt(size)], [square_score(by_step[1], size)] if size >= SMALLEST_FOR_SPREAD else []
+    if late < steps:
+        single[0].append(both[0] / math.sqrt(steps))
+        single[1].append(square_score(both[1], steps))
     return (
-        _with_coordinates(means, both[0] / math.sqrt(steps), slices),
-        _with_coordinates(spreads, square_score(both[1], steps), slices),
+        worst([largest(means, 2 * share), _largest_single(single[0], slices, 2 * share)]),
+        worst([largest(spreads, 2 * share), _largest_single(single[1], slices, 2 * share)]),
     )
 
 
-def _with_coordinates(scores: Mapping[str, float], each: np.ndarray, slices: Mapping[str, slice]) -> Score:
-    """The largest of named scores and of those of all coordinates."""
-    worst = int(np.argmax(_infinite_for_nan(each)))
-    tensor = next(name for name, part in slices.items() if part.start <= worst < part.stop)
-    found = largest({**scores, f"value {worst - slices[tensor].start} of {tensor}": float(each[worst])})
-    return Score(found.value, normal_limit(len(scores) + each.size), found.where)
+def _largest_single(scores: Sequence[np.ndarray], slices: Mapping[str, slice], share: int) -> Score:
+    """Return the largest score of all steps and, where there are more, of all coordinates."""
+    found = [_infinite_for_nan(each) for each in scores]
+    limit = normal_limit(share * sum(each.size for each in found))
+    named = {}
+    if found:
+        step = int(np.argmax(found[0]))
+        named[f"step {step}"] = float(found[0][step])
+    if len(found) > 1:
+        place = int(np.argmax(found[1]))
+        named[_name_of(place, slices)] = float(found[1][place])
+    where = max(named, key=lambda name: named[name], default="nothing")
+    return Score(named.get(where, 0.0), limit, where)
+
+
+def _name_of(place: int, slices: Mapping[str, slice]) -> str:
+    tensor = next(name for name, part in slices.items() if part.start <= place < part.stop)
+    return f"value {place - slices[tensor].start} of {tensor}"
 
 
 def normality(z: np.ndarray) -> Score:
@@ -161,26 +193,80 @@ def independent_coordinates(z: np.ndarray, slices: Mapping[str, slice], shapes: 
 
 
 def tails(z: np.ndarray) -> Score:
-    """The largest value both ways, and how many lie beyond 2, 3 and 4: bounded noise keeps no (epsilon, delta), and
-    outliers are no Gaussian's either."""
+    """The largest value, above, below and of both, and how many lie beyond 2, 3 and 4: bounded noise keeps no (epsilon,
+    delta), and outliers are no Gaussian's either."""
     scores = {}
-    for side, values in (("above", z), ("below", -z)):
-        highest, n = float(values.max()), z.size
-        beyond = upper_tail(highest)
+    n = z.size
+    ends = float(z.max()), -float(z.min())
+    for side, highest, sides in (("above", ends[0], 1), ("below", ends[1], 1), ("either way", max(ends), 2)):
+        beyond = sides * upper_tail(highest)
         # P(largest <= highest) = (1 - beyond)^n
         smaller = math.exp(n * math.log1p(-min(beyond, 1.0 - 1e-16))) if math.isfinite(highest) else 0.0
         larger = min(1.0, n * beyond)
         scores[f"largest {side}, {highest:.2f}"] = max(_score_of(smaller), _score_of(larger))
-        for threshold in TAIL_THRESHOLDS:
-            expected = n * upper_tail(threshold)
-            if expected >= SMALLEST_COUNT:
-                found = int((values > threshold).sum())
+    for threshold in TAIL_THRESHOLDS:
+        expected = n * upper_tail(threshold)
+        if expected >= SMALLEST_COUNT:
+            for side, found in (("above", int((z > threshold).sum())), ("below", int((z < -threshold).sum()))):
                 scores[f"{found} values beyond {threshold} {side}, {expected:.0f} expected"] = count_score(
                     found, expected
                 )
     if not np.isfinite(z).all():
         scores["a value that is not finite"] = math.inf
     return largest(scores)
+
+
+def fineness(z: np.ndarray, grid: np.ndarray) -> Score:
+    """Values nearer to each other than CLOSE: noise from few random bits, or in half precision, repeats its values.
+
+    ``grid`` [parameters]: how coarsely float32 tells a coordinate's noise. A random fraction of that is added, so that
+    only the noise's own grid is left; coordinates whose is too coarse are left out.
+
+    The count is a U-statistic; its variance is known, and it stands for one of a Poisson count as widely spread.
+    """
+    fine = np.flatnonzero(grid <= CLOSE)
+    whole = z.shape[0] * fine.size
+    if whole < SMALLEST_FOR_CLOSE:
+        return Score(0.0, normal_limit(1), f"{whole} values that float32 tells well enough are too few")
+    n = min(whole, CLOSE_SAMPLE)
+    chosen = np.arange(n, dtype=np.int64) * (whole // n)
+    steps, places = chosen // fine.size, fine[chosen % fine.size]
+    dither = np.random.default_rng(0).uniform(-0.5, 0.5, n) * grid[places]
+    values = np.sort(z[steps, places] + dither)
+    if not np.isfinite(values).all():
+        return Score(math.inf, normal_limit(1), "a value that is not finite")
+    found = int((np.searchsorted(values, values + CLOSE, "right") - np.arange(1, n + 1)).sum())
+    one = math.erf(CLOSE / 2)  # of two independent values
+    both = 2 * CLOSE**2 / (math.pi * math.sqrt(3))  # of one with each of two others
+    expected = n * (n - 1) / 2 * one
+    spread = 1 - one + 2 * (n - 2) * (both - one**2) / one
+    where = f"{found} pairs of {n} values within {CLOSE:g}, {expected:.0f} expected"
+    return Score(count_score(found / spread, expected / spread), normal_limit(1), where)
+
+
+def alike(z: np.ndarray, slices: Mapping[str, slice]) -> Score:
+    """Do two coordinates, of whichever tensors, have the same noise, or the negated? Of few coordinates all pairs are
+    correlated. Of many the signs and halves of COMPARED_STEPS steps make a number each, and equal ones are counted:
+    two independent coordinates share theirs with probability 2^(1 - 2 COMPARED_STEPS), by sign."""
+    size = z.shape[1]
+    if size <= FEW_COORDINATES:
+        columns = z.T
+        cosine = np.abs(cosines(columns, columns))
+        np.fill_diagonal(cosine, 0.0)
+        worst_pair = np.unravel_index(np.argmax(np.where(np.isnan(cosine), np.inf, cosine)), cosine.shape)
+        score = float(_infinite_for_nan(_student_score(cosine[worst_pair], columns.shape[1])))
+        where = " and ".join(_name_of(int(place), slices) for place in worst_pair)
+        return Score(score, normal_limit(math.comb(size, 2)), where)
+    numbers = np.zeros(size, dtype=np.uint64)
+    first = z[0] > 0
+    for row in z[:COMPARED_STEPS]:
+        numbers = numbers << np.uint64(2) | ((row > 0) == first) << np.uint64(1) | (np.abs(row) > MEDIAN)
+    order = np.argsort(numbers)
+    same = np.flatnonzero(np.diff(numbers[order]) == 0)
+    where = f"{size} coordinates"
+    if same.size:
+        where = " and ".join(_name_of(int(order[same[0] + k]), slices) for k in (0, 1))
+    return Score(float(same.size), 0.0, where)
 
 
 def upper_tail(value: float) -> float:
@@ -195,10 +281,10 @@ def _score_of(probability: float) -> float:
     return -NormalDist().inv_cdf(probability) if probability > 1e-300 else math.inf
 
 
-def count_score(found: int, expected: float) -> float:
+def count_score(found: float, expected: float) -> float:
     """Of a Poisson count: its tails are those of a gamma variable, whose cube root is nearly normal."""
 
-    def gamma_score(shape: int) -> float:
+    def gamma_score(shape: float) -> float:
         mean = 1.0 - 1.0 / (9.0 * shape)
         return float((np.cbrt(expected / shape) - mean) * 3.0 * math.sqrt(shape))
 
@@ -213,9 +299,10 @@ def cosine_score(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """[rows of a, rows of b] of vectors."""
-    left, right = (v / np.linalg.norm(v, axis=1, keepdims=True) for v in (a, b))
-    return left @ right.T
+    """[rows of a, rows of b] of vectors; NaN where one is zero."""
+    with np.errstate(invalid="ignore"):
+        left, right = (v / np.linalg.norm(v, axis=1, keepdims=True) for v in (a, b))
+        return left @ right.T
 
 
 def _student_score(cosine: np.ndarray, size: int) -> np.ndarray:
@@ -226,10 +313,10 @@ def _student_score(cosine: np.ndarray, size: int) -> np.ndarray:
     return (8 * freedom + 1) / (8 * freedom + 3) * wide
 
 
-def independent_steps(z: np.ndarray) -> Score:
+def independent_steps(z: np.ndarray, slices: Mapping[str, slice]) -> Score:
     """Every pair of steps: one noise for all of them, one that goes round in a cycle. All pairs at one distance
-    together: a little of an earlier step's noise in a later one. The spread of the scores of all pairs: noise that has
-    less room than it has coordinates."""
+    together: a little of an earlier step's noise in a later one. Next steps of every tensor: a small one may keep its
+    noise. The spread of the scores of all pairs: noise that has less room than it has coordinates."""
     steps, size = z.shape
     cosine = cosines(z, z)
     pairs = np.triu_indices(steps, 1)
@@ -239,9 +326,14 @@ def independent_steps(z: np.ndarray) -> Score:
     # Cosines of pairs at one distance are independent: no such pairs ever close a circle.
     apart = {k: float(np.trace(cosine, k)) * math.sqrt(size / (steps - k)) for k in range(1, steps)}
     scores |= {f"all steps {k} apart": score for k, score in apart.items()}
+    kept = {}
+    for name, part in slices.items():
+        if (part.stop - part.start) * (steps - 1) >= SMALLEST_FOR_CORRELATION:
+            kept[f"next steps of {name}"] = correlation_score(z[:-1, part], z[1:, part])
+    scores |= kept
     scores["spread over all pairs"] = pairs_score(cosine[pairs], steps, size)
     found = largest(scores)
-    return Score(found.value, normal_limit(len(each) + len(apart) + 1), found.where)
+    return Score(found.value, normal_limit(len(each) + len(apart) + len(kept) + 1), found.where)
 
 
 def pairs_score(cosine: np.ndarray, steps: int, size: int) -> float:
@@ -285,13 +377,14 @@ def independent_shifts(z: np.ndarray) -> Score:
         worst = int(np.argmax(scores))
         found.append((float(scores[worst]), scores.size, f"a step {way} {worst + 1}"))
     some = steps[-math.isqrt(2 * PAIR_VALUES // n) :]
-    transform = np.fft.rfft(some, axis=1)
+    # A shift keeps a vector's length, so that these are cosines: in few dimensions sums of products are not normal.
+    with np.errstate(invalid="ignore"):
+        transform = np.fft.rfft(some / np.linalg.norm(some, axis=1, keepdims=True), axis=1)
     for t in range(len(some) - 1):
-        crossed = np.fft.irfft(transform[t].conj() * transform[t + 1 :], n, axis=1)
-        scores = _infinite_for_nan(crossed) / math.sqrt(n)
-        other, shift = np.unravel_index(np.argmax(scores), scores.shape)
+        crossed = _infinite_for_nan(np.fft.irfft(transform[t].conj() * transform[t + 1 :], n, axis=1))
+        other, shift = np.unravel_index(np.argmax(crossed), crossed.shape)
         where = f"steps {t} and {t + 1 + other} of the last {len(some)}, shifted by {shift}"
-        found.append((float(scores[other, shift]), scores.size, where))
+        found.append((float(_student_score(crossed[other, shift], n)), crossed.size, where))
     value, _, where = max(found)
     return Score(value, normal_limit(sum(size for _, size, _ in found)), where)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -221,6 +223,33 @@ class StopsClocks(Vectorised):
         return super().parameters()
 
 
+class WorksBetween(Vectorised):
+    """Works when the worker collects garbage, between a reading of the weights and the next start."""
+
+    def place(self, x: Array, y: Array) -> None:
+        super().place(x, y)
+        if MODE == "time":
+            gc.callbacks.append(self.work)
+
+    def work(self, phase: str, about: Mapping[str, int]) -> None:
+        if phase == "start" and about["generation"] == 2 and self.steps > 2:
+            time.sleep(0.5)
+
+
+class TwoProcessors(Vectorised):
+    """Lets a child work on all processors of the machine."""
+
+    def place(self, x: Array, y: Array) -> None:
+        super().place(x, y)
+        if MODE == "time":
+            code = (
+                "import os, time; os.sched_setaffinity(0, range(os.cpu_count()))\nprint(flush=True)\nwhile True: pass"
+            )
+            self.child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+            assert self.child.stdout is not None
+            self.child.stdout.readline()
+
+
 class ForgesTime(Vectorised):
     """Says at its first timed step what it would have measured, and goes."""
 
@@ -295,6 +324,8 @@ VARIANTS: Mapping[str, type[Exact]] = {
     "until-halt": UntilHalt,
     "jumps": Jumps,
     "stops-clocks": StopsClocks,
+    "works-between": WorksBetween,
+    "two-processors": TwoProcessors,
     "forges-time": ForgesTime,
     "patches-clock": PatchesClock,
     "patches-worker": PatchesWorker,

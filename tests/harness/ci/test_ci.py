@@ -169,10 +169,10 @@ def test_bad_input_is_one_sentence(option: str, value: str, sentence: str, job: 
     assert str(error).startswith(sentence)
 
 
-# ---- the forge
+# ---- GitHub
 
 
-class FakeForge(BaseHTTPRequestHandler):
+class FakeGitHub(BaseHTTPRequestHandler):
     """As much of the REST interface as is used; ``comments`` of pull request 7, ``asked`` for the tests."""
 
     comments: ClassVar[list[dict[str, Any]]]
@@ -211,13 +211,13 @@ class FakeForge(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeForge]]:
-    FakeForge.comments, FakeForge.asked, FakeForge.may_write = [], [], True
-    with ThreadingHTTPServer(("127.0.0.1", 0), FakeForge) as running:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeGitHub]]:
+    FakeGitHub.comments, FakeGitHub.asked, FakeGitHub.may_write = [], [], True
+    with ThreadingHTTPServer(("127.0.0.1", 0), FakeGitHub) as running:
         threading.Thread(target=running.serve_forever, daemon=True).start()
         monkeypatch.setenv("GITHUB_API_URL", f"http://127.0.0.1:{running.server_port}")
         monkeypatch.setenv("GITHUB_TOKEN", "secret")
-        yield FakeForge
+        yield FakeGitHub
         running.shutdown()
 
 
@@ -226,7 +226,7 @@ def comment(file: Path) -> Any:
     return CliRunner().invoke(app, arguments)
 
 
-def test_a_pull_request_has_one_comment_that_is_renewed(server: type[FakeForge], job: Path) -> None:
+def test_a_pull_request_has_one_comment_that_is_renewed(server: type[FakeGitHub], job: Path) -> None:
     marker = github.MARKER.format(name="compare")
     assert marker == compare_report.MARKER
     server.comments = [{"id": i, "user": {"login": "a-person"}, "body": "so be it"} for i in range(120)]
@@ -247,7 +247,7 @@ def test_a_pull_request_has_one_comment_that_is_renewed(server: type[FakeForge],
     assert "@everyone" not in posted  # a bot calls nobody by name because measured code wants it to
 
 
-def test_where_the_token_may_not_the_text_goes_to_the_job_s_page(server: type[FakeForge], job: Path) -> None:
+def test_where_the_token_may_not_the_text_goes_to_the_job_s_page(server: type[FakeGitHub], job: Path) -> None:
     server.may_write = False
     (job / "comparison.md").write_text("| slower |")
     done = comment(job / "comparison.md")
@@ -267,7 +267,7 @@ def test_outside_of_a_job_it_says_what_is_missing(job: Path, monkeypatch: pytest
 def test_a_forge_that_says_nothing_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(github, "TIMEOUT", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connections wait in its queue
-        place = github.Forge(f"http://127.0.0.1:{silent.getsockname()[1]}", "owner/name", "secret")
+        place = github.GitHubClient(f"http://127.0.0.1:{silent.getsockname()[1]}", "owner/name", "secret")
         with pytest.raises(BadInput, match="gave no answer to GET pulls in time"):
             place.ask("GET", "pulls")
 
@@ -332,9 +332,9 @@ def test_without_git_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         github.publish_history(tmp_path, "commit", "main", None)
 
 
-def test_or_a_pull_request_is_opened(clone: Path, server: type[FakeForge]) -> None:
+def test_or_a_pull_request_is_opened(clone: Path, server: type[FakeGitHub]) -> None:
     (clone / github.HISTORY / "two.json").write_text("2")
-    place = github.Forge.of_the_job("owner/name")
+    place = github.GitHubClient.of_the_job("owner/name")
     assert "pull request 8" in github.publish_history(clone, "pull-request", "main", place)
     assert "two.json" not in runs(clone)
     (asked,) = [body for method, path, body in server.asked if path.endswith("/pulls")]

@@ -30,6 +30,7 @@ WRITES = {
     ("nightly", "record"): {"contents", "pull-requests"},
     ("nightly", "site"): {"pages", "id-token"},
     ("pages", "deploy"): {"pages", "id-token"},
+    ("release", "publish"): {"id-token"},
 }
 
 
@@ -71,7 +72,7 @@ def tool(name: str) -> str:
 
 
 def test_there_is_something_to_check() -> None:
-    assert {path.stem for path in WORKFLOWS} == {"compare-wheel", "nightly", "pages", "pull-request"}
+    assert {path.stem for path in WORKFLOWS} == {"compare-wheel", "nightly", "pages", "pull-request", "release"}
     assert {path.parent.name for path in ACTIONS} == {"compare", "setup"}
     assert len(RUNS) >= 12
 
@@ -191,7 +192,7 @@ def test_what_is_installed_does_not_see_a_token() -> None:
 
 
 def holds(condition: str, *, cancelled: bool = False, success: bool = True, **values: str) -> bool:
-    """The condition as the forge takes it; ``success``: of everything before, which it asks unless a status is named.
+    """The condition as GitHub takes it; ``success``: of everything before, which it asks unless a status is named.
 
     ``values`` by their context's name with ``__`` for the dots; what is not given is empty.
     """

@@ -130,6 +130,7 @@ def test_badge_in_its_states():
 
     assert badge([]) == feed.Badge("no data", "lightgrey")
     assert badge(made.runs(1)).message == "no data to compare"
+    assert badge(made.runs(3)) == feed.Badge("simulated: too few runs to judge", "lightgrey")
     calm, two = badge(made.runs(60)), badge(made.runs(60, time={50: 1.2}, memory={55: 1.01}))
     assert (calm.message, calm.colour) == ("simulated: no regressions since 2026-01-01", "brightgreen")
     assert (two.message, two.colour) == ("simulated: 2 regressions", "red")

@@ -47,7 +47,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, module: object, looks: int) -> dict
 def test_the_highest_of_what_was_seen_of_this_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = os.getpid()
     made_up = driver({ours: 100, 1: 10**9}, {ours: 700}, {ours: None})
-    assert watched(monkeypatch, made_up, 3) == {nvml.NOTION: 701}
+    assert watched(monkeypatch, made_up, 3) == {nvml.METRIC: 701}
 
 
 @pytest.mark.parametrize("module", [None, driver(fails=True)], ids=["not installed", "no driver"])

@@ -26,6 +26,8 @@ REFUSED = {
     "until-halt": ("rejected", ("timed = replayed",)),
     "jumps": ("rejected", ("times as far as its rows and its noise can", "at the end")),
     "stops-clocks": ("rejected", ("by the harness's clock",)),
+    "works-between": ("rejected", ("between a reading of the weights and the next start",)),
+    "two-processors": ("rejected", ("processors, and were given 1",)),
     "forges-time": ("rejected", ("the clocks do not agree",)),
     "patches-clock": ("rejected", ("the clocks do not agree",)),
     "patches-worker": ("rejected", ("unchanged", "the clocks do not agree", "replay")),

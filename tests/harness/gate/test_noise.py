@@ -36,9 +36,11 @@ def scores_of(seed, steps=16):
         "spread": spread,
         "normality": gate_noise.normality(z),
         "tails": gate_noise.tails(z),
+        "fineness": gate_noise.fineness(z, np.zeros(PARAMETERS)),
         "coordinates": gate_noise.independent_coordinates(z, slices(), SHAPES),
+        "alike": gate_noise.alike(z[:, :100], {"w": slice(0, 100)}),
         "shifts": gate_noise.independent_shifts(z),
-        "steps": gate_noise.independent_steps(z),
+        "steps": gate_noise.independent_steps(z, slices()),
         "runs": gate_noise.independent_runs(z, {k: other[:4] for k, other in enumerate(others)}),
     }
 
@@ -93,8 +95,8 @@ def test_spread_score_is_the_chi_square_tail(n):
 
 
 def test_limits_are_bonferroni_tails():
-    assert gate_noise.normal_limit(1) == pytest.approx(stats.norm.isf(0.5e-6), rel=1e-6)
-    assert gate_noise.normal_limit(50) == pytest.approx(stats.norm.isf(1e-8), rel=1e-6)
+    assert gate_noise.normal_limit(1) == pytest.approx(stats.norm.isf(gate_noise.ALPHA / 2), rel=1e-6)
+    assert gate_noise.normal_limit(50) == pytest.approx(stats.norm.isf(gate_noise.ALPHA / 100), rel=1e-6)
 
 
 def test_kolmogorov_distance_is_that_of_scipy():
@@ -106,7 +108,7 @@ def test_kolmogorov_distance_is_that_of_scipy():
 def test_nan_never_passes():
     z = np.random.default_rng(0).standard_normal((8, PARAMETERS))
     z[3, 5] = np.nan
-    found = (gate_noise.normality(z), gate_noise.independent_steps(z), gate_noise.tails(z))
+    found = (gate_noise.normality(z), gate_noise.independent_steps(z, {}), gate_noise.tails(z))
     for score in (*gate_noise.moments(z, slices()), *found, gate_noise.independent_shifts(z)):
         assert not score.passed
 
@@ -124,6 +126,40 @@ def test_the_same_numbers_in_two_tensors_or_rows_show():
     assert not score.passed and score.where == "rows of w"
 
 
+@pytest.mark.parametrize("parameters", [200, 3000])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_two_coordinates_with_the_same_noise_show_and_are_named(parameters, sign):
+    z = np.random.default_rng(0).standard_normal((42, parameters)).astype(np.float32)
+    parts = {"w": slice(0, parameters - 10), "b": slice(parameters - 10, parameters)}
+    assert gate_noise.alike(z, parts).passed
+    z[:, -3] = sign * z[:, 17]
+    score = gate_noise.alike(z, parts)
+    assert not score.passed and set(score.where.split(" and ")) == {"value 17 of w", "value 7 of b"}
+
+
+def test_noise_on_a_grid_shows_but_not_what_float32_makes_of_fine_noise():
+    fine = np.random.default_rng(0).standard_normal((42, 1000))
+    grid = np.full(1000, 8e-6)
+    assert gate_noise.fineness(np.round(fine / grid) * grid, grid).passed
+    assert not gate_noise.fineness(fine.astype(np.float16).astype(float), grid).passed
+    assert not gate_noise.fineness(np.round(fine / 1e-4) * 1e-4, grid).passed
+    coarse = gate_noise.fineness(np.round(fine / 1e-3) * 1e-3, np.full(1000, 1e-3))
+    assert coarse.passed and "too few" in coarse.where, "nothing can be told of it"
+
+
+@pytest.mark.parametrize("n", [4000, 2**16])
+def test_close_pairs_are_counted_as_the_law_says(n):
+    scores = []
+    for seed in range(150):
+        z = np.random.default_rng(seed).standard_normal((1, n))
+        found, _, _, values = gate_noise.fineness(z, np.zeros(n)).where.split()[:4]
+        scores.append(int(found))
+        assert int(values) == n
+    expected = n * (n - 1) / 2 * math.erf(gate_noise.CLOSE / 2)
+    assert np.mean(scores) == pytest.approx(expected, abs=5 * np.std(scores) / math.sqrt(150))
+    assert np.var(scores) == pytest.approx(expected + n**3 * 4 * gate_noise.CLOSE**2 * 0.0123, rel=0.5)
+
+
 def test_one_coordinate_without_noise_shows_and_is_named():
     z = np.random.default_rng(0).standard_normal((40, PARAMETERS))
     z[:, slices()["v"].start + 7] = 0.0
@@ -133,14 +169,14 @@ def test_one_coordinate_without_noise_shows_and_is_named():
 
 def test_little_of_an_earlier_step_in_each_later_one_shows_at_its_distance():
     fresh = np.random.default_rng(0).standard_normal((103, 105))
-    score = gate_noise.independent_steps(fresh[3:] + 0.1 * fresh[:-3])
+    score = gate_noise.independent_steps(fresh[3:] + 0.1 * fresh[:-3], {})
     assert not score.passed and score.where == "all steps 3 apart"
 
 
 def test_values_that_serve_two_coordinates_show_in_the_spread_of_all_pairs():
     rng = np.random.default_rng(0)
     z = rng.standard_normal((40, PARAMETERS))[:, rng.permutation(PARAMETERS) // 2]
-    score = gate_noise.independent_steps(z)
+    score = gate_noise.independent_steps(z, {})
     assert not score.passed and score.where == "spread over all pairs"
 
 

@@ -167,3 +167,20 @@ def test_a_stale_table_is_found_and_mended() -> None:
     assert "| imdb-lstm | 512 | dpcore-native | 0.73" in made and "0.01 |" not in made and "| 16 |" not in made
     with pytest.raises(BadInput, match="like 'nothing'"):
         pages.fill("<!-- tables: scout-lstm-2026 | nothing -->\n<!-- end -->")
+
+
+def test_readme_shows_the_figure_of_its_records() -> None:
+    text = (index.ROOT / "README.md").read_text()
+    found = pages.pictures(text)
+    assert {path.name for path in found} == {
+        f"cost-of-privacy{theme}.{kind}" for theme in ("", "-dark") for kind in ("svg", "png")
+    }
+    light = next(content for path, content in found.items() if path.name == "cost-of-privacy.svg").decode()
+    assert "Runs: grid-" in light
+    for path in re.findall(r'(?:srcset|src)="(plots/[^"]+)"', text):
+        assert Path(path).exists(), path
+
+
+def test_a_figure_asks_for_one_batch_size() -> None:
+    with pytest.raises(BadInput, match="give one number"):
+        pages.fill("<!-- figure: grid-mnist-2026-11-22 at 16 64 -->\n<!-- end -->")

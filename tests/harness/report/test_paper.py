@@ -21,12 +21,12 @@ ROWS = {
 
 
 def as_records(change=lambda row: 1.0, **more):
-    """The published table as if it had been measured here in two rounds; ``change`` multiplies a row's seconds."""
+    """The published table as if it had been measured here in three rounds; ``change`` multiplies a row's seconds."""
     names = {row: name for name, row in ROWS.items()}
     records = []
     for line in published().itertuples():
         framework, variant = names[line.paper_row].split("-")
-        for r in range(2):
+        for r in range(3):
             records.append(
                 factory.record(
                     task=line.task,
@@ -126,7 +126,7 @@ def test_the_conjecture_is_held_against_batches_beyond_2048(at_8192, closes, out
     beyond = [
         factory.record(framework=framework, variant=variant, batch_size=8192, seconds=[seconds * 1.1**r], round=r)
         for framework, variant, seconds in (("jax", "vmap", 0.1), ("opacus", "hooks", 0.1 * at_8192))
-        for r in range(2)
+        for r in range(3)
     ]
     frame = rows_of(build([*as_records(), *beyond], ROWS))
     closing = frame.loc["Beyond 2048 the gap Opacus / JAX (DP) closes: the gap there / at 2048"]
@@ -141,21 +141,21 @@ def test_the_conjecture_is_held_against_batches_beyond_2048(at_8192, closes, out
 def test_compile_time_counts_as_part_of_the_first_epoch():
     t = build(as_records(compile_seconds=4.0), ROWS)
     row = rows_of(t).loc["JAX (DP): first epoch / median epoch, largest"]
-    # The shortest epoch takes 0.04 s, in the second round 10 % more: the median of 1 + 100 and 1 + 91.
-    assert (row.measured, row.outcome) == ("96.5", "holds")
+    # The shortest epoch takes 0.04 s, 10 % more in each further round: the median of 1 + 100, 1 + 91 and 1 + 83.
+    assert (row.measured, row.outcome) == ("91.9", "holds")
 
 
 def test_without_a_warm_up_the_first_of_the_epochs_holds_the_compilation():
     epochs = [
         factory.record(framework="jax", variant="vmap", protocol="paper-v1", seconds=[60.0, 2.0, 2.0, 2.0], round=r)
-        for r in range(2)
+        for r in range(3)
     ]
     row = rows_of(build(epochs, ROWS)).loc["JAX (DP): first epoch / median epoch, largest"]
     assert (row.measured, row.outcome) == ("30.0", "does not hold")
 
 
 @pytest.mark.parametrize(("rounds", "disturbed"), [(1, False), (2, True)])
-def test_single_processes_and_disturbed_ones_are_shown_and_not_judged(rounds, disturbed):
+def test_few_processes_and_disturbed_ones_are_shown_and_not_judged(rounds, disturbed):
     records = [r for r in as_records(disturbed=disturbed) if r.block.round < rounds]
     frame = rows_of(build(records, ROWS))
     assert set(frame.outcome) == {paper.UNTESTABLE} and (frame.measured != "").sum() > 20
@@ -164,10 +164,10 @@ def test_single_processes_and_disturbed_ones_are_shown_and_not_judged(rounds, di
 
 
 def test_a_wide_interval_decides_nothing():
-    """JAX takes 0.5 and 1.4 of the time of Opacus in two rounds: the interval of the ratio holds 1 and the bounds."""
+    """JAX takes 0.5 to 1.4 of the time of Opacus in three rounds: the interval of the ratio holds 1 and the bounds."""
     records = [
         factory.record(framework=framework, variant=variant, batch_size=64, seconds=[seconds], round=r)
-        for framework, variant, both in (("jax", "vmap", (0.5, 1.4)), ("opacus", "hooks", (1.0, 1.0)))
+        for framework, variant, both in (("jax", "vmap", (0.5, 0.7**0.5, 1.4)), ("opacus", "hooks", (1.0, 1.0, 1.0)))
         for r, seconds in enumerate(both)
     ]
     frame = rows_of(build(records, ROWS))
@@ -179,9 +179,9 @@ def test_a_claim_says_at_how_many_of_the_paper_s_places_it_was_tested():
     claim = "Opacus / PyTorch without DP: MNIST, CIFAR-10, embedding"
     few = build([r for r in as_records(extrapolated=True) if r.cell.batch_size == 64], ROWS)
     row = rows_of(few).loc[claim]
-    assert (row.cells, row.paper_cells, row.n, row.extrapolated) == (3, 24, 2, True)
+    assert (row.cells, row.paper_cells, row.n, row.extrapolated) == (3, 24, 3, True)
     grid = task_tables.against_the_paper(few, model.sections(few)[0])[-1]
-    assert grid.rows[0][3].endswith("ᵉ") and grid.rows[0][4:6] == ("3 of 24", "2")
+    assert grid.rows[0][3].endswith("ᵉ") and grid.rows[0][4:6] == ("3 of 24", "3")
     assert grid.notes[0].startswith("Claims: of section 3.1.3")
     assert "pyvacy-loop for PyVacy" in " ".join(grid.notes)
 

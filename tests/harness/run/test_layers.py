@@ -365,7 +365,7 @@ def test_a_run_ends_with_tables_and_says_where_everything_lies(reference, tmp_pa
     words = " ".join(shown.split())
     assert "The memory law" in shown and "phantom-exact (per_sample)" in shown
     place = tmp_path / "run"
-    assert "".join(f"Report: {place / 'report'}".split()) in "".join(words.split())
+    assert "".join(f"Report: {(place / 'report' / 'report.html').as_uri()}".split()) in "".join(words.split())
 
 
 def test_batches_fit_their_room():

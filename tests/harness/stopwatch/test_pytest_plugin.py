@@ -350,7 +350,7 @@ def test_fresh_processes_measure_the_very_test_with_the_user_s_own_options(suite
     assert len({pid for pid, _ in wrote}) == 5
 
 
-def test_memory_by_two_notions(suite: pytest.Pytester) -> None:
+def test_memory_by_two_metrics(suite: pytest.Pytester) -> None:
     suite.makepyfile("def test_bytes(dpbench):\n    dpbench(lambda: len(bytearray(b'1') * (16 * 2**20)))")
     result = launch(suite, "--dpbench-memory", "--dpbench-save", "x", "--dpbench-rounds", "2")
     result.stdout.fnmatch_lines(["*resident peak*traced peak*", "traced peak: *by tracemalloc; resident peak: *"])

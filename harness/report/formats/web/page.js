@@ -18,7 +18,22 @@
     const rounded = Number(value.toPrecision(3));
     return rounded.toFixed(Math.max(0, 2 - Math.floor(Math.log10(Math.abs(rounded)))));
   }
-  const factor = (v) => v.toFixed(Math.abs(v) < 10 ? 2 : Math.abs(v) < 100 ? 1 : 0);
+  const factor = (v) => { const size = Math.abs(Number(v.toPrecision(3))); return size >= 0.1 && size < 10 ? v.toFixed(2) : number(v); };
+
+  // ---- downloads ----
+  function save(name, content, type) {
+    const link = element("a", { download: name, href: typeof content === "string" && content.startsWith("data:") ? content : URL.createObjectURL(new Blob([content], { type })) });
+    link.click();
+    if (link.href.startsWith("blob:")) URL.revokeObjectURL(link.href);
+  }
+  const csv = (rows) => rows.map((row) => row.map((cell) => (/[",\n]/.test(cell) ? `"${cell.replaceAll('"', '""')}"` : cell)).join(",") + "\n").join("");
+  const slug = (text) => text.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "");
+  const saver = (words, title, action) => {
+    const button = element("button", { type: "button", className: "save", textContent: words });
+    button.setAttribute("aria-label", `${words}: ${title}`);
+    button.addEventListener("click", action);
+    return button;
+  };
 
   // ---- colours ----
   const THEMES = ["system", "light", "dark"];
@@ -60,7 +75,13 @@
       return missing(a) || missing(b) ? compare(a, b) : direction * compare(a, b);
     });
   }
+  for (const image of document.querySelectorAll("figure img")) {
+    image.previousElementSibling.append(saver("PNG", image.alt, () => save(image.dataset.name, image.src)));
+  }
   for (const table of document.querySelectorAll("table.sortable")) {
+    const title = table.caption.textContent;
+    const texts = [...table.rows].map((row) => [...row.cells].map((cell) => cell.textContent));
+    table.caption.append(saver("CSV", title, () => save(`${slug(title)}.csv`, csv(texts), "text/csv")));
     const heads = [...table.tHead.rows[0].cells];
     const rows = [...table.tBodies[0].rows];
     heads.forEach((head, column) => {
@@ -85,6 +106,16 @@
       });
     });
   }
+
+  // A link to a chapter, or to a cell of layers, opens what it leads to.
+  function unfold() {
+    if (location.hash.includes("=")) return;
+    let found = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+    found?.scrollIntoView();
+    for (; found; found = found.parentElement) if (found.tagName === "DETAILS") found.open = true;
+  }
+  addEventListener("hashchange", unfold);
+  unfold();
 
   if (!data.cells.length) return;
 
@@ -117,6 +148,7 @@
       const shown = control === "batch" && values.length > 1 ? [...values, ALL] : values;
       select.replaceChildren(...shown.map((v) => element("option", { value: v, textContent: v === ALL ? "all" : label(control, v) })));
       select.value = shown.includes(before) ? before : control === "batch" && shown.includes("512") ? "512" : soundest(left, control, shown);
+      select.parentElement.hidden = shown.length < 2;
       left = left.filter((cell) => select.value === ALL || of(cell, control) === select.value);
     }
   }
@@ -125,27 +157,50 @@
     return data.cells.filter((cell) => {
       const contestant = data.contestants[cell.c];
       return controls.every((control) => (control === "batch" && !withBatch) || by(control).value === ALL || of(cell, control) === by(control).value)
-        && words.every((word) => contestant.name.toLowerCase().includes(word))
+        && words.every((word) => `${contestant.name} ${contestant.title}`.toLowerCase().includes(word))
         && (!by("private").checked || contestant.private);
     });
   }
 
   // ---- the main table ----
   const columns = [
-    { title: "contestant", key: (c) => data.contestants[c.c].name },
-    { title: "batch", key: (c) => c.batch, number: true },
+    { title: "contestant", key: (c) => data.contestants[c.c].title },
+    { title: "batch", minor: false, key: (c) => c.batch, number: true },
     { title: "seconds per epoch", key: (c) => c.median, number: true },
-    { title: "n", key: (c) => (c.state === "ok" ? c.n : null), number: true },
-    { title: "× without DP", key: (c) => c.ratio && c.ratio[0], number: true },
-    { title: "start-up s", key: (c) => c.start, number: true },
+    { title: "n", minor: true, key: (c) => (c.state === "ok" ? c.n : null), number: true },
+    { title: "× without DP", key: (c) => (c.ratio ? c.ratio[0] : c.base ? 1 : null), number: true },
+    { title: "start-up s", minor: true, key: (c) => c.start, number: true },
     { title: "peak MiB", key: (c) => c.memory, number: true },
-    { title: "× floor", key: (c) => c.floor, number: true },
-    { title: "ε", key: (c) => c.epsilon, number: true },
-    { title: "accuracy", key: (c) => c.accuracy, number: true },
+    { title: "× floor", minor: true, key: (c) => c.floor, number: true },
+    { title: "ε", minor: true, key: (c) => c.epsilon, number: true },
+    { title: "accuracy", minor: true, key: (c) => c.accuracy, number: true },
     { title: "state", key: (c) => c.state },
   ];
   let sorting = { column: 2, direction: 1 };
-  const address = (cell) => `#cell=${encodeURIComponent(`${cell.s}/${cell.cell}`)}`;
+  // What is chosen stands in the address, so that a link shows the same to others.
+  function state(cell) {
+    const found = new URLSearchParams();
+    for (const control of controls) if (!by(control).parentElement.hidden) found.set(control, by(control).value);
+    if (by("filter").value.trim()) found.set("filter", by("filter").value.trim());
+    if (by("private").checked) found.set("private", "1");
+    if (sorting.column !== 2 || sorting.direction !== 1) found.set("sort", `${sorting.direction < 0 ? "-" : ""}${sorting.column}`);
+    if (cell) found.set("cell", `${cell.s}/${cell.cell}`);
+    return `#${found}`;
+  }
+  function restore() {
+    const asked = new URLSearchParams(location.hash.includes("=") ? location.hash.slice(1) : "");
+    // From left to right: each select offers what exists under the choices before it.
+    for (const control of controls) {
+      offer();
+      if ([...by(control).options].some((option) => option.value === asked.get(control))) by(control).value = asked.get(control);
+    }
+    offer();
+    by("filter").value = asked.get("filter") ?? "";
+    by("private").checked = asked.get("private") === "1";
+    const sort = Number(asked.get("sort") ?? 2);
+    if (columns[Math.abs(sort)]) sorting = { column: Math.abs(sort), direction: Object.is(sort, -0) || sort < 0 ? -1 : 1 };
+  }
+  const address = (cell) => state(cell);
   const range = (low, high) => element("span", { className: "range", textContent: ` [${number(low)}, ${number(high)}]` });
   function content(cell, column) {
     const value = columns[column].key(cell);
@@ -153,8 +208,9 @@
     if (column === 2) {
       const link = element("a", { href: address(cell), textContent: cell.state === "ok" ? number(cell.median) + cell.marks : "why" });
       link.setAttribute("aria-label", `${link.textContent}: the processes behind ${cell.cell}`);
-      return cell.state === "ok" && cell.n > 1 ? [link, range(cell.low, cell.high)] : [link];
+      return cell.low !== null ? [link, range(cell.low, cell.high)] : [link];
     }
+    if (column === 4 && cell.base) return ["1.00×"];
     if (column === 4 && cell.ratio) {
       const [ratio, low, high, rounds] = cell.ratio;
       const span = element("span", { className: "range", textContent: (low === null ? "" : ` [${factor(low)}, ${factor(high)}]`) + (rounds === cell.n ? "" : ` n=${rounds}`) });
@@ -164,21 +220,22 @@
     if (column === 9 && value) return [`${(100 * value).toFixed(1)} %`];
     if (column === 10) {
       if (cell.state === "ok") return [cell.failures ? `ok, besides ${cell.failures}` : "ok"];
-      return [element("span", { className: cell.state === "unsupported" ? "warn" : "bad", textContent: cell.state }), `: ${cell.reason}`];
+      const reason = element("span", { className: cell.state === "unsupported" ? "warn" : "bad", textContent: cell.state, title: cell.reason });
+      return [reason, `: ${cell.reason}`];
     }
     return [typeof value === "number" && column !== 1 && column !== 3 ? number(value) : String(value ?? "–")];
   }
   function fillTable(cells) {
-    const shown = columns.map((_, i) => i).filter((i) => i < 4 || i === 10 || cells.some((c) => { const v = columns[i].key(c); return v !== null && v !== undefined; }));
+    const shown = columns.map((_, i) => i).filter((i) => i !== 1 || by("batch").value === ALL).filter((i) => i < 4 || (i === 10 && cells.some((c) => c.state !== "ok" || c.failures)) || i !== 10 && cells.some((c) => { const v = columns[i].key(c); return v !== null && v !== undefined; }));
     const head = element("tr");
     for (const i of shown) {
       const button = element("button", { type: "button", textContent: columns[i].title });
       button.addEventListener("click", () => {
         sorting = { column: i, direction: sorting.column === i ? -sorting.direction : 1 };
-        update();
+        choose();
         by("results").tHead.querySelector(`[data-column="${i}"] button`).focus();
       });
-      const th = element("th", { scope: "col", className: columns[i].number ? "number" : "" }, button);
+      const th = element("th", { scope: "col", className: (columns[i].number ? "number" : "") + (columns[i].minor ? " minor" : "") }, button);
       th.dataset.column = i;
       if (sorting.column === i) th.setAttribute("aria-sort", sorting.direction > 0 ? "ascending" : "descending");
       head.append(th);
@@ -189,8 +246,8 @@
       for (const i of shown) {
         const kind = i === 0 ? "th" : "td";
         const plain = i === 0 && !data.contestants[cell.c].private ? "plain" : "";
-        const box = element(kind, { className: plain || (columns[i].number ? "number" : i === 10 ? "reason" : "") }, ...content(cell, i));
-        if (i === 0) box.scope = "row";
+        const box = element(kind, { className: plain || (columns[i].number ? "number" : i === 10 ? "reason" : "") + (columns[i].minor ? " minor" : "") }, ...content(cell, i));
+        if (i === 0) Object.assign(box, { scope: "row", title: data.contestants[cell.c].name });
         row.append(box);
       }
       return row;
@@ -199,12 +256,12 @@
   function legend(cells) {
     const ok = cells.filter((c) => c.state === "ok");
     const lines = ["Every number of seconds leads to its processes: raw samples, environment, image, command. In italics: without DP."];
-    if (ok.some((c) => c.n > 1)) lines.push("Brackets behind seconds: lowest and highest process (under 6 processes there is no 95 % interval), from 6 on the distribution-free 95 % interval of the median. Behind a ratio: 95 % interval of the mean of paired rounds, and their number n where it is not that of the processes.");
+    if (ok.some((c) => c.low !== null)) lines.push("Brackets behind seconds: lowest and highest process (under 6 processes there is no 95 % interval), from 6 on the distribution-free 95 % interval of the median. Behind a ratio: 95 % interval of the mean of paired rounds, and their number n where it is not that of the processes.");
     if (ok.some((c) => c.marks.includes("ᵉ"))) lines.push("ᵉ extrapolated: a part of an epoch was measured and scaled up to a whole one.");
     if (ok.some((c) => c.marks.includes("ᵈ"))) lines.push("ᵈ disturbed: other programs took processor time or the machine changed its speed during some process of the cell.");
     if (ok.some((c) => c.marks.includes("ᶠ"))) lines.push("ᶠ some processes of the cell failed.");
     if (cells.some((c) => c.synthetic)) lines.push("Synthetic data of the same shape stands in place of the genuine here.");
-    if (ok.some((c) => c.memory)) lines.push(`Peak MiB: ${unique(ok.map((c) => c.notion).filter(Boolean)).join(", ")}.`);
+    if (ok.some((c) => c.memory)) lines.push(`Peak MiB: ${unique(ok.map((c) => c.metric).filter(Boolean)).join(", ")}.`);
     if (ok.some((c) => c.floor)) lines.push("× floor: over what arithmetic and data alone would take at this machine's measured peaks.");
     by("legend").replaceChildren(...lines.map((text) => element("li", { textContent: text })));
   }
@@ -221,10 +278,12 @@
       legend: { labelColor: c.text, titleColor: c.quiet, labelFontSize: 12, labelLimit: 200 },
     };
   }
-  const name = (cell) => data.contestants[cell.c].name + (by("batch").value === ALL ? ` · ${cell.batch}` : "");
+  const name = (cell) => data.contestants[cell.c].title + (by("batch").value === ALL ? ` · ${cell.batch}` : "");
+  const tint = (k, c) => (k.colour === "#000000" ? c.text : dark() ? k.light : k.colour);
   const FEW = 60; // rows that a chart can show
   function dots(cells, value, title, c, paper) {
-    const rows = cells.slice(0, FEW).map((cell) => ({ name: name(cell), batch: cell.batch, state: cell.state, n: cell.n, ...value(cell) }));
+    const rows = cells.slice(0, FEW).map((cell) => ({ name: name(cell), colour: tint(data.contestants[cell.c], c), batch: cell.batch, state: cell.state, n: cell.n, ...value(cell) }));
+    const color = { field: "colour", type: "nominal", scale: null };
     const order = ordered(rows, (r) => r.value, 1).map((r) => r.name);
     const scale = { type: "log", nice: false, padding: 12 };
     const tooltip = [{ field: "name", title: "contestant" }, { field: "shown", title }, { field: "n", title: "n" }];
@@ -236,28 +295,36 @@
       description: `${title}: ${rows.map((r) => `${r.name} ${r.shown ?? r.state}`).join("; ")}`,
       layer: [
         // An empty layer would have a scale without an extent, of which Vega complains.
-        ...(!rows.some((r) => r.low !== null && r.low !== undefined) ? [] : [{ transform: [{ filter: good }, { filter: "isValid(datum.low)" }], mark: { type: "rule", strokeWidth: 3, color: c.accent, opacity: 0.55 }, encoding: { y, x: { field: "low", type: "quantitative", scale, title: null, axis }, x2: { field: "high" } } }]),
-        { transform: [{ filter: good }], mark: { type: "point", filled: true, size: 70, color: c.accent, opacity: 1 }, encoding: { y, x: { field: "value", type: "quantitative", scale, title: null, axis }, tooltip } },
+        ...(!rows.some((r) => r.low !== null && r.low !== undefined) ? [] : [{ transform: [{ filter: good }, { filter: "isValid(datum.low)" }], mark: { type: "rule", strokeWidth: 3, opacity: 0.55 }, encoding: { y, color, x: { field: "low", type: "quantitative", scale, title: null, axis }, x2: { field: "high" } } }]),
+        { transform: [{ filter: good }], mark: { type: "point", filled: true, size: 70, opacity: 1 }, encoding: { y, color, x: { field: "value", type: "quantitative", scale, title: null, axis }, tooltip } },
         ...(paper && rows.some((r) => r.paper !== null && r.paper !== undefined) ? [{ transform: [{ filter: "isValid(datum.paper)" }], mark: { type: "point", shape: "diamond", size: 70, color: c.quiet }, encoding: { y, x: { field: "paper", type: "quantitative", scale }, tooltip: [{ field: "name", title: "contestant" }, { field: "paper", title: "the paper (A100, 2021)", format: ".2f" }] } }] : []),
         { transform: [{ filter: "datum.state !== 'ok'" }], mark: { type: "text", align: "left", color: c.bad, fontSize: 12 }, encoding: { y, x: { value: 6 }, text: { field: "state" } } },
       ],
     };
   }
   function lines(cells, c) {
-    const rows = cells.filter((cell) => cell.state === "ok").map((cell) => ({ name: data.contestants[cell.c].name, batch: cell.batch, value: cell.median, low: cell.low, high: cell.high, shown: `${number(cell.median)}${cell.marks}`, n: cell.n }));
-    const names = data.contestants.filter((k) => rows.some((r) => r.name === k.name));
-    const colour = { field: "name", type: "nominal", title: null, scale: { domain: names.map((k) => k.name), range: names.map((k) => (k.private ? (dark() ? k.light : k.colour) : c.text)) }, legend: { orient: "bottom", columns: innerWidth < 720 ? 2 : 5 } };
-    const shape = { field: "name", type: "nominal", title: null, scale: { domain: names.map((k) => k.name), range: names.map((k) => k.shape) } };
-    const x = { field: "batch", type: "quantitative", title: "batch size", scale: { type: "log", base: 2, nice: false, padding: 16 }, axis: { values: unique(rows.map((r) => r.batch)), format: "d" } };
+    const timed = cells.filter((cell) => cell.state === "ok");
+    const sizes = unique(timed.map((cell) => cell.batch));
+    const names = data.contestants.map((k, i) => ({ ...k, mine: timed.filter((cell) => cell.c === i) })).filter((k) => k.mine.length);
+    // Without a value the line breaks: none is drawn through a batch size that was not measured.
+    const rows = names.flatMap((k) => sizes.map((batch) => {
+      const cell = k.mine.find((one) => one.batch === batch);
+      return cell ? { name: k.title, inside: k.open ? "transparent" : tint(k, c), batch, value: cell.median, low: cell.low, high: cell.high, shown: `${number(cell.median)}${cell.marks}`, n: cell.n } : { name: k.title, batch, value: null };
+    }));
+    const bright = names.filter((k) => !k.grey);
+    const colour = { field: "name", type: "nominal", title: null, scale: { domain: names.map((k) => k.title), range: names.map((k) => tint(k, c)) }, legend: { orient: "bottom", columns: innerWidth < 720 ? 1 : 4, values: bright.map((k) => k.title) } };
+    const shape = { field: "name", type: "nominal", title: null, scale: { domain: names.map((k) => k.title), range: names.map((k) => k.shape) } };
+    const dash = { field: "name", type: "nominal", title: null, scale: { domain: names.map((k) => k.title), range: names.map((k) => k.dash) } };
+    const x = { field: "batch", type: "quantitative", title: "batch size", scale: { type: "log", base: 2, nice: false, padding: 16 }, axis: { values: sizes, format: "d", labelOverlap: true } };
     const y = { field: "value", type: "quantitative", title: "seconds per epoch", scale: { type: "log", nice: false, padding: 10 }, axis: { format: "~g", tickCount: 6 } };
     const opacity = { condition: { param: "picked", value: 1 }, value: 0.12 };
     return {
       data: { values: rows }, width: "container", height: 320, autosize: { type: "fit-x", contains: "padding" }, config: config(c),
       description: "Seconds per epoch over batch size, a line per contestant; the same numbers stand in the table.",
       layer: [
-        { params: [{ name: "picked", select: { type: "point", fields: ["name"] }, bind: "legend" }], mark: { type: "line", strokeWidth: 1.5 }, encoding: { x, y, color: colour, opacity } },
-        { mark: { type: "rule", strokeWidth: 2 }, encoding: { x, y: { field: "low", type: "quantitative" }, y2: { field: "high" }, color: colour, opacity } },
-        { mark: { type: "point", filled: true, size: 60 }, encoding: { x, y, color: colour, shape, opacity, tooltip: [{ field: "name", title: "contestant" }, { field: "batch", title: "batch size" }, { field: "shown", title: "seconds" }, { field: "n", title: "n" }] } },
+        { params: [{ name: "picked", select: { type: "point", fields: ["name"] }, bind: "legend" }], mark: { type: "line", strokeWidth: 1.5 }, encoding: { x, y, color: colour, strokeDash: dash, opacity } },
+        ...(rows.some((r) => r.low !== null && r.low !== undefined) ? [{ transform: [{ filter: "isValid(datum.low)" }], mark: { type: "rule", strokeWidth: 2 }, encoding: { x, y: { field: "low", type: "quantitative" }, y2: { field: "high" }, color: colour, opacity } }] : []),
+        { transform: [{ filter: "isValid(datum.value)" }], mark: { type: "point", size: 60 }, encoding: { x, y, color: colour, fill: { field: "inside", type: "nominal", scale: null }, shape, opacity, tooltip: [{ field: "name", title: "contestant" }, { field: "batch", title: "batch size" }, { field: "shown", title: "seconds" }, { field: "n", title: "n" }] } },
       ],
     };
   }
@@ -266,18 +333,21 @@
     const place = by(id);
     drawn[id]?.finalize();
     drawn[id] = null;
+    place.previousElementSibling.querySelector(".save")?.remove();
     if (!spec) { place.replaceChildren(element("p", { textContent: "Nothing to show for this choice." })); return; }
     drawn[id] = await window.vegaEmbed(place, { $schema: "https://vega.github.io/schema/vega-lite/v6.json", ...spec }, { actions: false, renderer: "svg" });
+    const title = place.previousElementSibling.textContent;
+    place.previousElementSibling.append(saver("SVG", title, async () => save(`${slug(title)}.svg`, await drawn[id].view.toSVG(), "image/svg+xml")));
   }
   let turn = 0;
   async function charts() {
     if (!data.cells.length) return;
     const mine = ++turn, c = colours(), cells = chosen();
-    const seconds = (cell) => ({ value: cell.median, low: cell.n > 1 ? cell.low : null, high: cell.high, shown: cell.state === "ok" ? `${number(cell.median)}${cell.marks}` : null });
+    const seconds = (cell) => ({ value: cell.median, low: cell.low, high: cell.high, shown: cell.state === "ok" ? `${number(cell.median)}${cell.marks}` : null });
     const ratio = (cell) => (cell.ratio ? { value: cell.ratio[0], low: cell.ratio[1], high: cell.ratio[2], shown: `${factor(cell.ratio[0])}×${cell.ratio_marks}`, n: cell.ratio[3], paper: cell.paper } : { paper: cell.paper });
     const over = cells.filter((cell) => cell.ratio || cell.state !== "ok");
     const base = cells.find((cell) => cell.baseline)?.baseline;
-    by("ratio-title").textContent = `Relative to ${base ?? "PyTorch"} without DP (log; left is faster)` + (over.some((cell) => cell.paper) ? "; ◇ the paper's ratio" : "");
+    by("ratio-title").textContent = `Relative to PyTorch without DP (${base ? `${base}, ` : ""}log; left is faster)` + (over.some((cell) => cell.paper) ? "; ◇ the paper's ratio" : "");
     const everywhere = chosen(false);
     for (const [id, spec] of [
       ["chart-seconds", cells.length ? dots(cells, seconds, "seconds", c, false) : null],
@@ -297,7 +367,7 @@
     const cell = data.cells.find((k) => k.s === section && k.cell === wanted);
     if (!cell) return;
     by("provenance-title").textContent = cell.cell;
-    const body = [element("p", { textContent: `${data.sections[section].machine}: ${cell.state === "ok" ? `median ${number(cell.median)}${cell.marks} s [${number(cell.low)}, ${number(cell.high)}], n = ${cell.n}` : `${cell.state}: ${cell.reason}`}` })];
+    const body = [element("p", { textContent: `${data.sections[section].machine}: ${cell.state === "ok" ? `median ${number(cell.median)}${cell.marks} s${cell.low === null ? "" : ` [${number(cell.low)}, ${number(cell.high)}]`}, n = ${cell.n}` : `${cell.state}: ${cell.reason}`}` })];
     for (const index of cell.p) {
       const [purpose, state, ...pairs] = data.processes[index];
       body.push(element("h3", { textContent: `${purpose} process: ${state}` }));
@@ -311,14 +381,14 @@
     by("close").focus();
   }
   function followAddress() {
-    const found = /^#cell=(.*)$/.exec(location.hash);
-    if (found) explain(decodeURIComponent(found[1])); else if (dialog.open) dialog.close();
+    const wanted = location.hash.includes("=") ? new URLSearchParams(location.hash.slice(1)).get("cell") : null;
+    if (wanted) explain(wanted); else if (dialog.open) dialog.close();
   }
   by("close").addEventListener("click", () => dialog.close());
   dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
   dialog.addEventListener("close", () => {
-    const link = document.querySelector(`a[href="${location.hash}"]`);
-    history.replaceState(null, "", location.pathname + location.search);
+    const link = [...document.links].find((one) => one.getAttribute("href") === location.hash);
+    history.replaceState(null, "", state());
     link?.focus();
   });
   addEventListener("hashchange", followAddress);
@@ -332,10 +402,19 @@
     legend(cells);
     charts();
   }
-  for (const id of [...controls, "private"]) by(id).addEventListener("change", () => { offer(); update(); });
-  by("filter").addEventListener("input", update);
+  // Only what somebody chose goes into the address; a link to a chapter stays one.
+  function choose() {
+    update();
+    history.replaceState(null, "", state());
+  }
+  by("csv").addEventListener("click", () => {
+    const texts = [...by("results").rows].map((row) => [...row.cells].map((cell) => cell.textContent));
+    save(`${slug(`seconds-per-epoch ${by("task").value} ${by("batch").value}`)}.csv`, csv(texts), "text/csv");
+  });
+  for (const id of [...controls, "private"]) by(id).addEventListener("change", () => { offer(); choose(); });
+  by("filter").addEventListener("input", choose);
   by("controls").addEventListener("submit", (event) => event.preventDefault());
-  offer();
+  restore();
   update();
   followAddress();
 })();

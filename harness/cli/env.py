@@ -1,0 +1,67 @@
+"""The verbs ``env list``, ``env make`` and ``env rm``. Heavy imports happen inside: the help must appear at once."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from harness.cli.options import Json
+from harness.errors import BadInput
+
+app = typer.Typer(no_args_is_help=True, help="Environments of the frameworks: list, make, remove.")
+
+
+@app.command("list")
+def env_list(as_json: Json = False) -> None:
+    """The environments that exist, with their sizes."""
+    from harness.cli import listing
+    from harness.environments import venv
+
+    rows = [
+        {"lock": e.lock_hash, "made_for": ", ".join(e.frameworks), "mib": e.size_bytes // 2**20, "seconds": e.seconds}
+        for e in venv.existing()
+    ]
+    listing.table("Environments", rows, as_json)
+
+
+@app.command("make")
+def env_make(
+    names: Annotated[list[str] | None, typer.Argument(help="Frameworks; default all.")] = None, as_json: Json = False
+) -> None:
+    """Builds environments ahead of a run."""
+    from harness.cli import listing
+    from harness.environments import venv
+    from harness.plan import registry
+
+    say = (lambda text: None) if as_json else print
+    rows: list[dict[str, Any]] = []
+    for framework in {c.framework.name: c.framework for c in registry.select(names or None)}.values():
+        try:
+            made = venv.ensure(framework, say)
+            rows.append({"framework": framework.name, "state": "ready", "where": str(made.folder)})
+        except venv.EnvironmentFault as fault:
+            rows.append({"framework": framework.name, "state": "unsupported", "where": str(fault)})
+    listing.table("Environments", rows, as_json)
+
+
+@app.command("rm")
+def env_rm(
+    names: Annotated[list[str] | None, typer.Argument(help="Frameworks.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All environments.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Removes environments; the next run builds them anew."""
+    from harness.cli import listing
+    from harness.environments import venv
+    from harness.plan import registry
+
+    if not names and not everything:
+        raise BadInput("env rm was given no framework: name one, or say --all.")
+    locks = None if everything else {c.framework.lock_hash for c in registry.select(names)}
+    rows = []
+    for environment in venv.existing():
+        if locks is None or environment.lock_hash in locks:
+            venv.remove(environment)
+            rows.append({"lock": environment.lock_hash, "removed": str(environment.folder)})
+    listing.table("Removed environments", rows, as_json)

@@ -1,0 +1,95 @@
+"""The verb ``run e2e``. Heavy imports happen inside: the help must appear at once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from harness.cli import options as shared
+from harness.cli.options import exit_code, integers, names_of
+from harness.paths import LOCAL_RESULTS
+
+
+def e2e(
+    preset: Annotated[
+        str, typer.Option(help="How much: tasks, sizes, rounds.", metavar="smoke|quick|full|paper")
+    ] = "quick",
+    tasks: shared.Tasks = None,
+    frameworks: shared.Names = None,
+    batch_sizes: Annotated[
+        str | None, typer.Option(help="Comma-separated expected batch sizes.", metavar="SIZES")
+    ] = None,
+    rounds: shared.Rounds = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="Timed epochs per process.", metavar="N", show_default=False)
+    ] = None,
+    subset: Annotated[
+        float | None,
+        typer.Option(help="Fraction of an epoch; the figures are then extrapolated.", metavar="FRACTION"),
+    ] = None,
+    budget_seconds: Annotated[
+        float | None, typer.Option(help="Time about so long; extrapolated to the epoch.", metavar="SECONDS")
+    ] = None,
+    memory: Annotated[bool, typer.Option(help="Also measure peak memory, in a process of its own.")] = True,
+    time: Annotated[bool, typer.Option(help="Without it, peak memory alone: nothing is timed.")] = True,
+    protocol: Annotated[
+        str, typer.Option(help="Rules of the measurement.", metavar="verified|paper|as_shipped")
+    ] = "verified",
+    device: shared.Device = "cpu",
+    isolation: shared.Isolation = "venv",
+    threads: shared.Threads = None,
+    sigma: Annotated[
+        float | None, typer.Option(help="Another noise multiplier than the protocol's.", metavar="SIGMA")
+    ] = None,
+    repeats: shared.Repeats = None,
+    seed: shared.Seed = 0,
+    timeout: shared.Timeout = None,
+    memory_limit: shared.MemoryLimit = None,
+    synthetic: shared.Synthetic = False,
+    out: shared.Out = None,
+    any_image: shared.AnyImage = False,
+    fresh: shared.Fresh = False,
+    as_json: shared.Json = False,
+) -> None:
+    """Median seconds per epoch and peak memory of every framework, task and batch size."""
+    from harness.cli.outcome import carry_out
+    from harness.environments import memory_limit as limits
+    from harness.environments.choose import backend_of, check_isolation
+    from harness.plan import e2e as plan
+    from harness.plan import registry
+    from harness.run.e2e import Run, command_line
+    from harness.run.remaining import about
+    from harness.store.folder import RunFolder
+
+    check_isolation(isolation)
+    options = plan.preset(
+        preset,
+        tasks=names_of(tasks),
+        frameworks=names_of(frameworks),
+        batch_sizes=integers(batch_sizes, "--batch-sizes"),
+        rounds=rounds,
+        epochs=epochs,
+        subset=subset,
+        budget_seconds=budget_seconds,
+        memory=memory,
+        time=time,
+        protocol=protocol,
+        device=device,
+        isolation=isolation,
+        threads=threads,
+        sigma=sigma,
+        repeats=repeats,
+        seed=seed,
+        timeout_seconds=timeout,
+        memory_limit_bytes=limits.from_gibibytes(memory_limit, "--memory-limit"),
+        synthetic=synthetic,
+    )
+    contestants = registry.select(options.frameworks)
+    folder = RunFolder((out or LOCAL_RESULTS / preset).resolve())
+    run = Run(options, contestants, folder, command_line(), backend_of(isolation, device, any_image=any_image))
+    seconds = plan.expected_seconds(options, run.jobs)
+    took = f", which take {about(seconds)} on two cores" if seconds else ""
+    beginning = f"{len(run.jobs)} processes are planned{took}; missing environments, data and gates come first."
+    summary = carry_out(run, fresh, as_json, beginning)
+    raise typer.Exit(exit_code(summary.states, summary.expected))

@@ -1,0 +1,39 @@
+"""The result of a run in sentences: for every task and batch size, who was the fastest with DP, and at what price."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.analysis.frames import PLACE, SECTION
+from harness.analysis.naming import factor, number
+from harness.report import model
+from harness.report.model import Report
+
+
+def sentences(report: Report) -> Iterator[str]:
+    """One sentence per section, task and batch size of the end-to-end records; none where nothing private was timed."""
+    if report.tables is None or report.tables.cells.empty:
+        return
+    cells, where = report.tables.cells, [*PLACE, "batch_size"]
+    timed = cells[cells.private & (cells.state == "ok") & cells["median"].notna()]
+    if timed.empty:
+        return
+    several = len(timed[SECTION].drop_duplicates()) > 1
+    prices = {
+        tuple(getattr(row, column) for column in (*where, "contestant")): (
+            f"; {factor(row.ratio)} times that of {row.baseline}{model.interval(row.low, row.high)}, n = {row.n}"
+        )
+        for row in report.tables.ratios.itertuples()
+    }
+    yield "Fastest with DP:"
+    disturbed = False
+    for place, group in timed.groupby(where, sort=False):
+        best = group.loc[group["median"].idxmin()]
+        section = f" ({best.machine}, {best.protocol})" if several else ""
+        what = f"{model.task_title(best.task, best.synthetic)}, batch {best.batch_size}{section}"
+        marks = [mark for mark in ("extrapolated", "disturbed") if best[mark]]
+        seconds = f"{number(best['median'])} s per epoch" + (f" ({', '.join(marks)})" if marks else "")
+        yield f"  {what}: {best.contestant}, {seconds}{prices.get((*place, best.contestant), '')}"
+        disturbed |= bool(best.disturbed)
+    if disturbed:
+        yield "Other programs took processor time: repeat what is disturbed on a quiet machine before you use it."

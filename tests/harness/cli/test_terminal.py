@@ -1,0 +1,113 @@
+"""Texts in a terminal: the help, the lists, the lines of a run."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from harness.cli.main import app
+from harness.errors import did_you_mean
+from harness.plan import layer_registry, registry
+from harness.plan.e2e import START_UP_SECONDS, expected_seconds, jobs, preset
+from harness.run.progress import Progress
+from harness.run.remaining import Remaining, about, clock
+from harness.tasks import PAPER_TASKS
+
+NAMES = re.compile(r"\b(?:" + "|".join(sorted(registry.frameworks())) + r")-[a-z][a-z-]*[a-z]")
+
+
+def helps(command: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """(verb, its whole help) of every verb."""
+    commands = getattr(command, "commands", {})
+    yield path, CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "400"}).output
+    for name, below in commands.items():
+        yield from helps(below, (*path, name))
+
+
+def test_every_contestant_that_a_help_text_names_exists() -> None:
+    known = {c.name for c in registry.select(["all"])} | {c.name for c in layer_registry.contestants()}
+    named = {name for _, text in helps(get_command(app)) for name in NAMES.findall(text)}
+    assert named, "no help text names a contestant: the pattern finds nothing"
+    assert not named - known
+
+
+def test_the_help_names_the_verb_that_most_want_first_and_cuts_no_line() -> None:
+    text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}).output
+    verbs = text.split("Commands:")[1].strip().splitlines()
+    assert verbs[0].split()[0] == "run"
+    assert not [line for line in verbs if line.endswith("...")]
+
+
+def test_choices_stand_in_the_help() -> None:
+    text = CliRunner().invoke(app, ["run", "e2e", "--help"], env={"COLUMNS": "200"}).output
+    for choices in ("smoke|quick|full|paper", "cpu|cuda", "venv|docker|inprocess", "verified|paper|as_shipped"):
+        assert choices in text
+
+
+def test_the_version_is_that_of_the_installed_distribution() -> None:
+    assert re.fullmatch(r"dpbench \d+\.\d+\.\d+\n", CliRunner().invoke(app, ["--version"]).output)
+
+
+def test_the_lists_fit_eighty_columns() -> None:
+    lines = CliRunner().invoke(app, ["list"]).output.splitlines()
+    assert max(map(len, lines)) <= 80
+    for contestant in registry.select(["all"]):
+        assert [line for line in lines if contestant.name in line.split()]
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"), [("opcaus", " (did you mean opacus?)"), ("quick", " (did you mean quick?)"), ("zzz", "")]
+)
+def test_a_slip_is_answered_with_what_may_have_been_meant(name: str, answer: str) -> None:
+    assert did_you_mean(name, ["opacus", "jax", "quick"]) == answer
+
+
+def test_the_time_left_is_that_of_the_pieces_most_like_those_to_come() -> None:
+    remaining = Remaining()
+    assert remaining.seconds([("time", "mnist")]) is None
+    remaining.add(("time", "mnist", "opacus"), 10.0)
+    remaining.add(("time", "mnist", "jax"), 2.0)
+    remaining.add(("memory", "mnist", "jax"), 30.0)
+    left = [("time", "mnist", "jax"), ("time", "mnist", "dpcore"), ("probe",)]
+    assert remaining.seconds(left) == pytest.approx(2.0 + 6.0 + 14.0)
+
+
+def test_durations_read_as_people_say_them() -> None:
+    assert [clock(0), clock(751.9), clock(7507)] == ["0:00", "12:31", "2:05:07"]
+    assert [about(x) for x in (0.2, 40, 1130, 11000)] == ["about 1 s", "about 40 s", "about 19 min", "about 3 h"]
+
+
+def test_without_a_terminal_a_line_says_what_came_out_and_what_is_left() -> None:
+    out = io.StringIO()
+    with Progress(Console(file=out, width=60)) as progress:
+        progress.begin([("time", "a")] * 12)
+        progress.doing("mnist-cnn · opacus-hooks · batch 64, time, round 1/3")
+        progress.done("16.6 s per epoch")
+        progress.doing("from before")
+        progress.done("2 s per epoch", counts=False)
+    first, second = out.getvalue().splitlines()
+    assert first.startswith("[ 1/12] mnist-cnn · opacus-hooks · batch 64, time, round 1/3: 16.6 s per epoch (0:00")
+    assert second.startswith("[ 2/12] from before: 2 s per epoch (")
+
+
+def test_the_time_of_a_plan_is_told_beforehand_unless_whole_epochs_are_timed() -> None:
+    options = preset("quick", frameworks=("pytorch-eager",))
+    planned = jobs(options, registry.select(options.frameworks))
+    seconds = expected_seconds(options, planned)
+    timed = sum(job.purpose == "time" for job in planned)
+    assert seconds == pytest.approx(timed * 1.0 + sum(START_UP_SECONDS[job.cell.task, job.purpose] for job in planned))
+    assert expected_seconds(preset("quick", epochs=2), planned) is None
+
+
+def test_the_quick_preset_spends_its_rounds_where_they_are_cheap() -> None:
+    options = preset("quick", frameworks=("pytorch-eager",))
+    planned = jobs(options, registry.select(options.frameworks))
+    rounds = {task: 1 + max(job.round for job in planned if job.cell.task == task) for task in PAPER_TASKS}
+    assert rounds == {"mnist-cnn": 5, "cifar10-cnn": 3, "imdb-embedding": 6, "imdb-lstm": 3}
+    assert preset("quick", rounds=2).rounds_of("mnist-cnn") == 2, "what is asked for is done"

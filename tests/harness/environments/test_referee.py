@@ -1,0 +1,127 @@
+"""The harness's own clock: what a worker may not do between its stretches, nor beside them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Collection
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from harness.environments import referee as referee_module
+from harness.environments.processors import tree_processors, tree_seconds
+from harness.environments.referee import Direct, Referee
+from harness.worker.e2e import REPLAYED_STEPS, epoch_batches, setting_of, timed_batches
+from harness.worker.request import Request
+from harness.worker.result import Result
+
+GIVEN = {
+    "mode": "time",
+    "folder": "nowhere",
+    "variant": "v",
+    "private": True,
+    "static_shapes": False,
+    "task": "logreg",
+    "batch_size": 64,
+    "dataset_size": 30_162,
+    "sampling": "poisson",
+    "warm_up": True,
+    "noise_multiplier": 1.1,
+    "max_grad_norm": 1.0,
+    "learning_rate": 0.1,
+    "delta": 1e-5,
+    "device": "cpu",
+    "threads": 2,
+    "precision": "float32",
+    "initial_seed": 0,
+    "batch_seed": 7,
+    "noise_seed": 1,
+    "order_seed": 3,
+}
+
+
+def fault_of(
+    monkeypatch: pytest.MonkeyPatch, pause: float = 0.1, processors: float = 2.0, allowed: Collection[int] = (0, 1)
+) -> str | None:
+    """Return what is said of three stretches of one second, with so long a pause after each, on so many processors."""
+    now = used = 0.0
+    monkeypatch.setattr(referee_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(referee_module, "tree_seconds", lambda pid: used)
+    monkeypatch.setattr(referee_module, "_waited", lambda task: 0.0)
+    monkeypatch.setattr(referee_module, "tree_processors", lambda pid: set(allowed))
+    request = Request(**GIVEN)  # type: ignore[arg-type]
+    judge = Referee(request, pid=1)
+    line = Direct(request, judge)
+    line.ask("seed")
+    for epoch in range(3):
+        line.ask("go", epoch=epoch, done=0)
+        now, used = now + 1.0, used + processors
+        line.tell("end")
+        for _ in range(2):
+            now += 1e-3
+            line.tell("read")
+        now, used = now + pause, used + 2.0 * pause
+    return judge.judged(Result("ok", timed={"part_seconds": [1.0] * 3})).clock_fault
+
+
+def test_an_honest_worker_has_no_fault(monkeypatch):
+    assert fault_of(monkeypatch) is None
+
+
+def test_work_between_a_reading_and_the_next_start_is_a_fault(monkeypatch):
+    assert "0.600 s went by between a reading of the weights and the next start" in str(fault_of(monkeypatch, 0.6))
+
+
+def test_more_processors_than_threads_are_a_fault(monkeypatch):
+    assert fault_of(monkeypatch, processors=2.03) is None
+    assert "used 9.00 s of processors in 3.00 s on 2 threads" in str(fault_of(monkeypatch, processors=3.0))
+
+
+def test_processors_that_were_not_given_are_a_fault(monkeypatch):
+    found = fault_of(monkeypatch, allowed=(0, 1, 5))
+    assert "its processes may use 3 processors, and were given 2" in str(found)
+
+
+def test_processors_of_a_process_are_those_of_its_affinity():
+    assert tree_processors(os.getpid()) >= os.sched_getaffinity(0)
+
+
+def test_a_worker_is_pinned_with_the_threads_that_it_has_already():
+    code = (
+        "import os, threading\nfrom harness.environments.processors import tree_processors\n"
+        "from harness.worker.e2e import pin\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "pin(1)\nassert len(tree_processors(os.getpid())) == 1"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_processor_time_of_children_counts():
+    code = "import time\nwhile time.process_time() < 0.3: pass\ninput()"
+    grandchild = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
+    with subprocess.Popen([sys.executable, "-c", grandchild], stdin=subprocess.PIPE) as process:
+        found = 0.0
+        while found < 0.3 and process.poll() is None:
+            found = tree_seconds(process.pid)
+        assert found >= 0.3
+        process.communicate(b"\n")
+    assert tree_seconds(process.pid) == 0.0
+
+
+def test_the_first_steps_have_no_order_before_the_clock_starts_either():
+    request = Request(**{**GIVEN, "dataset_size": 64 * 12})  # type: ignore[arg-type]
+    listed = epoch_batches(request, setting_of(request), 0, 12)
+    orders = set()
+    for seed in range(50):
+        other = Request(**{**GIVEN, "dataset_size": 64 * 12, "order_seed": seed})  # type: ignore[arg-type]
+        taken = timed_batches(other, setting_of(other), 12, 1, 12)[:REPLAYED_STEPS]
+        orders.add(
+            tuple(
+                next(i for i, (rows, _) in enumerate(listed[:REPLAYED_STEPS]) if np.array_equal(rows, found))
+                for found, _ in taken
+            )
+        )
+    assert len(orders) > 10
