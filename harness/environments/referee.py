@@ -79,6 +79,9 @@ class Referee:
     pauses: list[tuple[float, float]] = field(default_factory=list)
     """(seconds, room) from each second reading to the next ``go``."""
 
+    epochs: list[int] = field(default_factory=list)
+    """The epoch that each stretch of ``seconds`` is of."""
+
     faults: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -94,6 +97,7 @@ class Referee:
         self._processors: set[int] = set()
         self._timer: threading.Timer | None = None
         self._left: float | None = None
+        self._epoch = 0
 
     @property
     def for_worker(self) -> Request:
@@ -138,6 +142,7 @@ class Referee:
                     self._stop_within(float(expected))
                 order = order_of(self.request.order_seed, int(event["epoch"]), int(event["done"]))
                 self._read_from = None
+                self._epoch = int(event["epoch"])
                 self._used_before = self._use()
                 self._went = (time.monotonic(), self._waited())
                 return {"go": True, "order": order}
@@ -195,6 +200,7 @@ class Referee:
             self._timer = None
             self._left = (self._left or 0.0) - (now - start)
         self.seconds.append(now - start)
+        self.epochs.append(self._epoch)
         self.allowances.append(waited - waited_before)
         self._read_from = now, waited
         if self.pid is not None:
@@ -220,21 +226,42 @@ class Referee:
             self._timer.cancel()
 
     def judged(self, result: Result) -> Result:
-        """The result with the referee's seconds; where they do not agree with the worker's, with ``clock_fault``."""
+        """Return the result with the referee's seconds; with ``clock_fault`` where they do not agree with the worker's.
+
+        On a busy machine either clock may wait. Where only waiting explains the difference, the referee's seconds
+        count, which are the longer ones: nobody gains by a clock that goes slowly.
+        """
         if result.state != "ok" or result.timed is None:
             return result
         stated = [float(s) for s in result.timed.get("part_seconds", [])]
         faults = [*self.faults, *self._disagreements(stated), *self._slow_reads(), *self._long_pauses()]
         faults += self._too_many_processors()
-        timed = {**result.timed, "referee_seconds": self.seconds}
+        if set(self.epochs) != set(range(len(result.epoch_seconds))):
+            faults.append(f"{len(result.epoch_seconds)} epochs were stated, and {len(set(self.epochs))} were started")
+        if not faults and self._disagreements(stated, waiting=False):
+            result = self._by_this_clock(result)
+        timed = {**(result.timed or {}), "referee_seconds": self.seconds}
         return replace(result, timed=timed, clock_fault="; ".join(faults) or None)
 
-    def _disagreements(self, stated: list[float]) -> list[str]:
-        """In sum, and in the middle of all stretches: a single one may be held up by chance."""
+    def _by_this_clock(self, result: Result) -> Result:
+        """Return the result with this clock's seconds for every epoch."""
+        timed = dict(result.timed or {})
+        measured = [0.0] * len(result.epoch_seconds)
+        for epoch, seconds in zip(self.epochs, self.seconds, strict=True):
+            measured[epoch] += seconds
+        scale = timed["steps_per_epoch"] / timed["steps_timed"] if timed["extrapolated"] else 1.0
+        timed["measured_seconds"] = measured
+        return replace(result, timed=timed, epoch_seconds=[seconds * scale for seconds in measured])
+
+    def _disagreements(self, stated: list[float], waiting: bool = True) -> list[str]:
+        """In sum, and in the middle of all stretches: a single one may be held up by chance.
+
+        ``waiting``: whether what the threads waited for a processor excuses a difference.
+        """
         if len(stated) != len(self.seconds):
             return [f"{len(stated)} stretches were timed by the worker, {len(self.seconds)} by the harness"]
         rooms = [
-            self.room + DISAGREEMENT_SHARE * s + WAITING_FACTOR * w
+            self.room + DISAGREEMENT_SHARE * s + (WAITING_FACTOR * w if waiting else 0.0)
             for s, w in zip(self.seconds, self.allowances, strict=True)
         ]
         longer = [mine - theirs for mine, theirs in zip(self.seconds, stated, strict=True)]

@@ -65,7 +65,34 @@ def fault_of(
             now += 1e-3
             line.tell("read")
         now, used = now + pause, used + 2.0 * pause
-    return judge.judged(Result("ok", timed={"part_seconds": [1.0] * 3})).clock_fault
+    return judge.judged(Result("ok", epoch_seconds=[1.0] * 3, timed={"part_seconds": [1.0] * 3})).clock_fault
+
+
+@pytest.mark.parametrize(("waited", "counts"), [(0.0, None), (0.2, [3.0, 1.5]), (0.4, [3.0, 1.5])])
+def test_on_a_busy_machine_a_clock_that_goes_slowly_gains_nothing(monkeypatch, waited, counts):
+    now = spent = 0.0
+    monkeypatch.setattr(referee_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(referee_module, "_waited", lambda task: spent)
+    judge = Referee(Request(**GIVEN))  # type: ignore[arg-type]
+    line = Direct(judge.request, judge)
+    line.ask("seed")
+    for epoch in (0, 0, 1):
+        line.ask("go", epoch=epoch, done=0)
+        now, spent = now + 0.75, spent + waited
+        line.tell("end")
+        for _ in range(2):
+            line.tell("read")
+    timed = {"part_seconds": [0.01] * 3, "measured_seconds": [0.02, 0.01], "extrapolated": True}
+    timed |= {"steps_per_epoch": 20, "steps_timed": 10}
+
+    judged = judge.judged(Result("ok", epoch_seconds=[0.04, 0.02], timed=timed))
+
+    if counts is None:
+        assert "the worker's clock says 0.0300 s" in str(judged.clock_fault)
+    else:
+        assert judged.clock_fault is None
+        assert judged.epoch_seconds == counts
+        assert judged.timed is not None and judged.timed["measured_seconds"] == [1.5, 0.75]
 
 
 def test_an_honest_worker_has_no_fault(monkeypatch):
