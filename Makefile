@@ -9,10 +9,12 @@ HEAD ?= .
 VENV := .venv
 TORCH := .venvs/torch
 MODELS := .venvs/models
+TRITON := .venvs/triton
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 TORCH_READY := $(TORCH)/ready
 MODELS_READY := $(MODELS)/ready
+TRITON_READY := $(TRITON)/ready
 PIP := -m pip install --disable-pip-version-check --quiet
 
 # RUN: a run's folder or packed file, for `make history`.
@@ -22,7 +24,7 @@ RUN ?= results/local/$(PRESET)
 FOUND ?= $(shell command -v python3)
 OUT ?= results/local/gpu
 
-.PHONY: help bench-e2e bench-layers bench-frontier bench-gpu compare findings prove-alerts prove-exactness images report history dashboard gate test lint test-harness test-dpcore test-frameworks test-models test-versions test-containers test-wheel conformance mutants compare-wheel comment history-check history-publish ready wheels publish-wheels fuzz-kernels test-slow doctor clean
+.PHONY: help bench-e2e bench-layers bench-frontier bench-gpu compare findings prove-alerts prove-exactness images report history dashboard gate test lint test-harness test-dpcore test-gpu-kernels test-frameworks test-models test-versions test-containers test-wheel conformance mutants compare-wheel comment history-check history-publish ready wheels publish-wheels fuzz-kernels test-slow doctor clean
 
 help:  ## this list
 	@echo "For you:"; awk -F ':.*  ## ' '/^[a-z0-9-]+:.*  ## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,7 +87,7 @@ doctor: $(READY)  ## checks of the instrument itself
 
 # The containers come before the last, whose closing line counts executed tests on every machine: without a container
 # engine all tests of containers are skipped.
-test: lint test-containers test-harness test-dpcore test-frameworks  ## everything that CI runs
+test: lint test-containers test-harness test-dpcore test-gpu-kernels test-frameworks  ## everything that CI runs
 
 lint: $(READY)  ## ruff, mypy and the contracts of imports
 	@echo "==> ruff, mypy and the contracts of imports"
@@ -103,6 +105,11 @@ test-dpcore: $(TORCH_READY)  ##ci types and tests of dpcore
 	@echo "==> types and tests of dpcore, in an environment with torch"
 	$(TORCH)/bin/mypy --config-file dpcore/pyproject.toml -p dpcore
 	OMP_NUM_THREADS=1 $(TORCH)/bin/pytest -q tests/dpcore -m "not slow" -p no:cacheprovider -n 2
+
+test-gpu-kernels: $(TRITON_READY)  ##ci dpcore's kernels for GPUs, by Triton's interpreter on the CPU
+	@echo "==> dpcore's kernels for GPUs by Triton's interpreter, and compiled ahead of time for two of them"
+	TRITON_INTERPRET=1 DPCORE_TRITON=1 DPCORE_NATIVE=0 OMP_NUM_THREADS=1 PYTHONPATH=$(TRITON) \
+	  $(TORCH)/bin/pytest -q tests/dpcore/test_gpu_kernels.py -p no:cacheprovider
 
 test-frameworks: $(READY)  ##ci every framework's default: gate, conformance, a short run
 	@echo "==> every framework's default in its own environment: the gate, the conformance suite; a short run end to end"
@@ -176,6 +183,11 @@ $(TORCH_READY): tests/requirements-torch.txt
 	@echo "==> Setting up the test environment with torch in $(TORCH)"
 	$(PYTHON) -m venv $(TORCH)
 	$(TORCH)/bin/python $(PIP) -r tests/requirements-torch.txt
+	@touch $@
+
+$(TRITON_READY): $(TORCH_READY) tests/requirements-triton.txt
+	@echo "==> Setting up Triton in $(TRITON), beside the environment with torch"
+	$(TORCH)/bin/python $(PIP) --target $(TRITON) --no-deps -r tests/requirements-triton.txt
 	@touch $@
 
 $(MODELS_READY): tests/requirements-models.txt tests/requirements-torch.txt

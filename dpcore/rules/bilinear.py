@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from dpcore.numerics.rounding import SquaredNorm, gram, gram_roundings, squares, unit
-from dpcore.rules.linear import FLOPS_PER_KEPT_FLOAT, gram_norm_sq, trusted, wide
+from dpcore.numerics.rounding import SquaredNorm, gram, gram_roundings, squares, trusted, unit
+from dpcore.rules.linear import FLOPS_PER_KEPT_FLOAT, gram_norm_sq, wide
 from dpcore.tape.tape import Tape
 from dpcore.tape.uses import Saved, Use, handles
 

@@ -15,9 +15,9 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from dpcore.errors import NoRuleError, UnsupportedError
-from dpcore.numerics.rounding import SquaredNorm, gamma, squares
+from dpcore.numerics.rounding import SquaredNorm, gamma, squares, trusted
 from dpcore.rules.embedding import add_rows, add_weighted_rows
-from dpcore.rules.linear import trusted, wide
+from dpcore.rules.linear import wide
 from dpcore.rules.normalization import bound_arguments
 from dpcore.tape.tape import Tape
 from dpcore.tape.uses import Saved, Use, handles

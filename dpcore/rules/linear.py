@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from dpcore import native
-from dpcore.numerics.rounding import SquaredNorm, gamma, gram, gram_roundings, squares
+from dpcore import gpu, native
+from dpcore.numerics.rounding import SquaredNorm, gamma, gram, gram_roundings, squares, trusted
 from dpcore.rules.products import linear, prefers_onednn, product, products
 from dpcore.tape.tape import IN_ROWS, Tape, batch_first
 from dpcore.tape.uses import Saved, Use, handles, rewrites
@@ -23,22 +23,10 @@ from dpcore.tape.uses import Saved, Use, handles, rewrites
 # passes over the kept gradient: written, squared, summed).
 FLOPS_PER_KEPT_FLOAT = 60
 
-# A product below 1e-38 loses up to 7e-46 in float32. Times a square up to this (over the number of such products), what
-# was lost stays far below the square of any bound C that is allowed; times a larger one it would not, so that such an
-# example is left to float64.
-TRUSTED_SQUARE = 1e21
-
 
 def wide(tensor: Tensor) -> Tensor:
     """In float32 or better: norms and sums of half-precision gradients are not taken in half precision."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-def trusted(norm_sq: Tensor, largest_square: Tensor, terms: int = 1) -> Tensor:
-    """``norm_sq``, a product of squares none of which is above ``largest_square``; inf where another, a sum of
-    ``terms`` products, may be lost.
-    """
-    return torch.where(largest_square < TRUSTED_SQUARE / max(terms, 1), norm_sq, torch.inf)
 
 
 def gram_norm_sq(gram_x: Tensor, gram_g: Tensor, roundings: int) -> SquaredNorm:
@@ -93,10 +81,19 @@ class ContractionUse(Use):
         return self._positions(self.grad)
 
     def _positions(self, tensor: Tensor) -> Tensor:
-        tensor = wide(tensor.detach())
+        return self._batch_first(wide(tensor.detach()))
+
+    def _batch_first(self, tensor: Tensor) -> Tensor:
         if self.time_major:
             tensor = tensor.transpose(0, 1)
         return tensor if tensor.dim() <= 3 else tensor.flatten(1, -2)
+
+    def _for_gpu(self, param: Parameter) -> tuple[Tensor, Tensor] | None:
+        """Output gradients [B, T, d] and inputs [B, T, p] in their own precision, where kernels for GPUs take them."""
+        if param not in self._inputs or self.grad is None or self.grad.dim() == 2 or not gpu.available():
+            return None
+        g, x = (self._batch_first(t.detach()) for t in (self.grad, self._inputs[param].get(self.name)))
+        return (g, x) if gpu.serves(g, x) else None
 
     def _g_squares(self, g: Tensor) -> SquaredNorm:
         """Squared norms of output gradients [B, d]."""
@@ -106,6 +103,8 @@ class ContractionUse(Use):
         return self._squares[2]
 
     def norm_sq(self, param: Parameter) -> SquaredNorm:
+        if (taken := self._for_gpu(param)) is not None:
+            return gpu.contraction_norm_sq(*taken)
         g = self._g()
         if param not in self._inputs:
             return self._g_squares(g) if g.dim() == 2 else squares(g.sum(1))
@@ -153,6 +152,9 @@ class ContractionUse(Use):
         return found.t() if turned else found
 
     def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
+        if (taken := self._for_gpu(param)) is not None:
+            gpu.contraction_clipped_sum(*taken, factors, out)
+            return
         g = self._g()
         if param not in self._inputs:
             out.addmv_((g if g.dim() == 2 else g.sum(1)).t(), factors)
@@ -175,6 +177,8 @@ class ContractionUse(Use):
             return True
         if param not in self._inputs:
             return False
+        if self._for_gpu(param) is not None:
+            return True
         positions = self.grad.shape[:-1].numel() // self.grad.shape[1 if self.time_major else 0]
         d, p = self.grad.shape[-1], param.shape[1]
         return 2 * positions**2 * (p + d) < FLOPS_PER_KEPT_FLOAT * p * d
