@@ -48,7 +48,7 @@ def run(cache: Path, out: Path, variants: list[str], *more: str) -> dict[str, Re
     names = ",".join(f"cheat-{variant}" for variant in variants)
     command = [sys.executable, str(DRIVE), "run", "e2e", "--preset", "smoke", "--tasks", "logreg", "--synthetic"]
     command += ["--threads", "1", "--frameworks", names, "--out", str(out), *more]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert "Traceback" not in done.stderr, done.stderr
     found = [record.parse(path.read_text(), path.name) for path in (out / "records").glob("*.time.*.json")]
     return {r.cell.variant: r for r in found}
