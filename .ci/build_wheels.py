@@ -22,6 +22,7 @@ import sys
 import tarfile
 import tempfile
 import venv
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -110,7 +111,8 @@ def run(command: list[str], environment: dict[str, str]) -> None:
 
 
 def check(python: Path, folder: Path) -> None:
-    """Ask auditwheel whether the platform tags are true, and twine whether the metadata can be shown."""
+    """Ask auditwheel whether the platform tags are true, twine whether the metadata can be shown, and each library
+    whether it holds kernels: a linker that drops them says nothing."""
     for machine in PLATFORMS:
         (wheel,) = folder.glob(f"*{machine}.whl")
         command = [str(python), "-m", "auditwheel", "show", str(wheel)]
@@ -119,6 +121,11 @@ def check(python: Path, folder: Path) -> None:
         consistent = re.search(r'consistent with the following platform tag: "manylinux_2_(\d+)_', said)
         if consistent is None or int(consistent[1]) > int(GLIBC.split(".")[1]):
             sys.exit(f"{wheel.name} is not what its tag says.")
+        with zipfile.ZipFile(wheel) as files:
+            libraries = {name: files.read(name) for name in files.namelist() if name.endswith(".so")}
+        empty = [name for name, content in libraries.items() if b"dpcore_add_normals" not in content]
+        if empty or not libraries:
+            sys.exit(f"{wheel.name} has no kernels in {', '.join(empty) or 'any file'}.")
     subprocess.run([python, "-m", "twine", "check", "--strict", *sorted(folder.iterdir())], check=True)
 
 

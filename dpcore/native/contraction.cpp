@@ -86,7 +86,7 @@ extern "C" void dpcore_contraction_grad_sample(const float* g, const float* x, f
     if (!positions) std::fill(out, out + batch * rows * columns, 0.0f);
     by_threads(batch, 1, threads, [&](int64_t first, int64_t last) {
         const int64_t most = std::min(positions, POSITIONS);
-        std::vector<float> inputs(most * PANEL * W), gradients(most * rows);
+        Zeros<float> inputs(most * PANEL * W), gradients(most * rows);
         for (int64_t b = first; b < last; ++b)
             for (int64_t t = 0; t < positions; t += POSITIONS) {
                 const int64_t here = std::min(positions - t, POSITIONS);

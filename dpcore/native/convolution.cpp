@@ -110,7 +110,7 @@ static void examples(const Geometry& s, const float* x, const float* g, float* o
     // Half the lanes of a run beat the scattered stores of the other order.
     const bool runs = used(s.run()) >= 0.6 * used(s.out_channels);
     const int64_t positions = s.out_h * s.out_w;
-    std::vector<float> padded(s.padded() + W * 4, 0.0f), gradients(positions * s.out_channels + W * 4, 0.0f);
+    Zeros<float> padded(s.padded() + W * 4), gradients(positions * s.out_channels + W * 4);
     for (int64_t b = first; b < last; ++b) {
         for (int64_t h = 0; h < s.height; ++h)
             std::memcpy(&padded[(h + s.pad_h) * s.padded_width() + s.pad_w * s.channels],
