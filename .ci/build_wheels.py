@@ -112,7 +112,8 @@ def run(command: list[str], environment: dict[str, str]) -> None:
 
 def check(python: Path, folder: Path) -> None:
     """Ask auditwheel whether the platform tags are true, twine whether the metadata can be shown, and each library
-    whether it holds kernels: a linker that drops them says nothing."""
+    whether it holds kernels: a linker that drops them says nothing.
+    """
     for machine in PLATFORMS:
         (wheel,) = folder.glob(f"*{machine}.whl")
         command = [str(python), "-m", "auditwheel", "show", str(wheel)]
@@ -163,15 +164,15 @@ def provenance(sums: dict[str, str], commit: str) -> dict[str, object]:
         "predicateType": "https://slsa.dev/provenance/v1",
         "predicate": {
             "buildDefinition": {
-                "buildType": "make wheels",
+                "buildType": "urn:dpbench:make-wheels",
                 "externalParameters": {"commit": commit, "folder": "dpcore", "platforms": list(PLATFORMS.values())},
                 "internalParameters": {"script": ".ci/build_wheels.py", "python": platform.python_version()},
                 "resolvedDependencies": [
-                    {"uri": "git+dpbench", "digest": {"gitCommit": commit}},
+                    {"name": "dpbench", "digest": {"gitCommit": commit}},
                     *({"uri": f"pkg:pypi/{name}@{version}"} for name, version in map(split, TOOLS)),
                 ],
             },
-            "runDetails": {"builder": {"id": os.environ.get("GITHUB_WORKFLOW_REF", "by hand")}},
+            "runDetails": {"builder": {"id": "urn:dpbench:" + os.environ.get("GITHUB_WORKFLOW_REF", "by-hand")}},
         },
     }
 

@@ -37,6 +37,7 @@ RELEASE = (
 PINNED = "ziglang"
 """A package with a clang of its own: what the wheels are compiled with (`make wheels` pins its version)."""
 
+
 class NativeBuildError(RuntimeError):
     """The kernels could not be compiled; the pure torch path remains."""
 

@@ -11,8 +11,8 @@ import platform
 import resource
 import statistics
 import subprocess
-import sys
 import venv
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -155,10 +155,21 @@ def test_the_wheel_is_small() -> None:
     assert size < 2**20
 
 
+def test_the_benchmark_compiles_the_library_that_the_wheel_carries(installed: Path, tmp_path: Path) -> None:
+    pins = (ROOT / "frameworks" / "dpcore" / "requirements.txt").read_text().splitlines()
+    (compiler,) = (pin for pin in pins if pin.startswith("ziglang=="))
+    own = tmp_path / "compiler"
+    subprocess.run([installed, "-m", "pip", "install", "--quiet", "--no-deps", "--target", own, compiler], check=True)
+    environment = without_compiler(installed, PYTHONPATH=f"{own}:{ROOT}", XDG_CACHE_HOME=str(tmp_path / "cache"))
+    command = [installed, "-m", "dpcore.native"]
+    said = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True).stdout
+    with zipfile.ZipFile(WHEELS[-1]) as files:
+        packaged = files.read(f"dpcore/native/libraries/{levels.levels_here()[0].file_name}")
+    assert Path(said.strip()).read_bytes() == packaged
+
+
 def test_the_source_archive_gives_a_pure_wheel_without_a_compiler(installed: Path, tmp_path: Path) -> None:
     (archive,) = DIST.glob("dpcore-*.tar.gz")
     pip = [installed, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "--wheel-dir", tmp_path, archive], env=without_compiler(installed), check=True)
     assert [path.name.split("-", 2)[2] for path in tmp_path.glob("*.whl")] == ["py3-none-any.whl"]
-
-
