@@ -111,8 +111,9 @@ def run(command: list[str], environment: dict[str, str]) -> None:
 
 
 def check(python: Path, folder: Path) -> None:
-    """Ask auditwheel whether the platform tags are true, twine whether the metadata can be shown, and each library
-    whether it holds kernels: a linker that drops them says nothing.
+    """Ask auditwheel whether the platform tags are true, and twine whether the metadata can be shown.
+
+    Each library must hold kernels: a linker that drops them says nothing.
     """
     for machine in PLATFORMS:
         (wheel,) = folder.glob(f"*{machine}.whl")
