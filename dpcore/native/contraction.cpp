@@ -88,7 +88,8 @@ extern "C" void dpcore_contraction_grad_sample(const float* g, const float* x, f
     // Fewer examples than threads: each example's rows are shared out, too, but not so few that copies of x outweigh them.
     const int64_t whole = std::max<int64_t>(batch, 1);
     const int64_t parts = std::max<int64_t>(1, std::min((threads + whole - 1) / whole, rows / LEAST_ROWS));
-    by_threads(batch * parts, 1, threads, [&](int64_t first, int64_t last) {
+    const int64_t least = worth_a_thread(2.0 * positions * rows * columns / parts);
+    by_threads(batch * parts, least, threads, [&](int64_t first, int64_t last) {
         const int64_t most = std::min(positions, POSITIONS), widest = (rows + parts - 1) / parts;
         Zeros<float> inputs(most * PANEL * W), gradients(most * widest);
         for (int64_t item = first; item < last; ++item) {

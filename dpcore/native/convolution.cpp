@@ -127,5 +127,6 @@ extern "C" void dpcore_conv2d_grad_sample(const float* x, const float* g, float*
                                           int64_t kernel_w, int64_t stride_h, int64_t stride_w, int64_t pad_h, int64_t pad_w,
                                           int64_t out_h, int64_t out_w, int64_t threads) {
     const Geometry s{height, width, channels, out_channels, kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w, out_h, out_w};
-    by_threads(batch, 1, threads, [&](int64_t first, int64_t last) { examples(s, x, g, out, first, last); });
+    const int64_t least = worth_a_thread(2.0 * out_h * out_w * out_channels * channels * kernel_h * kernel_w);
+    by_threads(batch, least, threads, [&](int64_t first, int64_t last) { examples(s, x, g, out, first, last); });
 }

@@ -116,6 +116,9 @@ class Zeros {
     T* first;
 };
 
+// How many items of so many FLOPs are worth a thread: some 0.1 ms of work, for a thread costs 20 us and more.
+static int64_t worth_a_thread(double flops) { return int64_t(1e7 / std::max(flops, 1.0)) + 1; }
+
 // One thread's share of the items of by_threads.
 template <typename F>
 struct Share {

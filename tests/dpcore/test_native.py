@@ -295,7 +295,7 @@ def test_large_pre_activations_saturate_and_nan_stays_nan():
 
 def test_threads_do_not_change_a_bit():
     torch.manual_seed(3)
-    weight, x, grad = torch.randn(80, 20) * 0.1, torch.randn(13, 3, 8, 8), torch.randn(13, 9, 6, 6)
+    weight, x, grad = torch.randn(80, 20) * 0.1, torch.randn(13, 30, 38, 38), torch.randn(13, 25, 36, 36)
     ids = torch.randint(0, 5000, (13, 200))
     threads = torch.get_num_threads()
     found = []
@@ -312,7 +312,8 @@ def test_threads_do_not_change_a_bit():
             table = torch.zeros(5000, 20)
             tokens, counts, starts, _ = native.count_tokens(ids, len(table), None)
             native.add_by_token(table, tokens, counts, starts, samples.reshape(13, -1)[:, :20])
-            contracted = native.contraction_grad_sample(delta.transpose(0, 1), h[1:].transpose(0, 1))
+            pixels = (t.flatten(2).transpose(1, 2)[:, :1296] for t in (x, grad))
+            contracted = native.contraction_grad_sample(*pixels)
             found.append((gates, tanh_c, h, c, delta, *grads, samples, contracted, table))
     finally:
         torch.set_num_threads(threads)
@@ -373,7 +374,7 @@ def test_without_a_compiler_the_build_says_so_and_nothing_is_used(monkeypatch, t
 
 
 def test_one_examples_rows_are_shared_out_over_threads_without_a_bit_of_difference():
-    g, x = torch.randn(1, 150, 333), torch.randn(1, 150, 70)
+    g, x = torch.randn(1, 150, 1333), torch.randn(1, 150, 170)
     threads = torch.get_num_threads()
     found = []
     try:
@@ -388,7 +389,7 @@ def test_one_examples_rows_are_shared_out_over_threads_without_a_bit_of_differen
 
 def _kernels_with_two_threads():
     torch.manual_seed(0)
-    return native.contraction_grad_sample(torch.randn(4, 90, 70), torch.randn(4, 90, 50))
+    return native.contraction_grad_sample(torch.randn(8, 90, 170), torch.randn(8, 90, 150))
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
