@@ -24,7 +24,7 @@ RUN ?= results/local/$(PRESET)
 FOUND ?= $(shell command -v python3)
 OUT ?= results/local/gpu
 
-.PHONY: help bench-e2e bench-layers bench-frontier bench-gpu compare findings prove-alerts prove-exactness images report history dashboard gate test lint test-harness test-dpcore test-gpu-kernels test-frameworks test-models test-versions test-containers test-wheel conformance mutants compare-wheel comment history-check history-publish ready wheels publish-wheels fuzz-kernels test-slow doctor clean
+.PHONY: help bench-e2e bench-layers bench-frontier bench-gpu compare findings prove-alerts prove-exactness images report history dashboard gate test lint test-harness test-dpcore test-gpu-kernels test-frameworks test-models test-versions test-containers test-wheel test-wheels conformance mutants compare-wheel comment history-check history-publish ready wheels publish-wheels fuzz-kernels test-slow doctor clean
 
 help:  ## this list
 	@echo "For you:"; awk -F ':.*  ## ' '/^[a-z0-9-]+:.*  ## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -149,6 +149,9 @@ ready: $(READY)  ##ci the harness's own environment and nothing else: before a s
 
 wheels: $(READY)  ## dpcore's wheels and source archive for a release, built twice and compared: dist/
 	$(BIN)/python .ci/build_wheels.py $(ARGS)
+
+test-wheels: $(TORCH_READY)  ## dist/ as a user gets it: an empty environment with torch, and no compiler
+	$(TORCH)/bin/pytest -q -s tests/dpcore/test_installed_wheel.py -m slow -p no:cacheprovider $(ARGS)
 
 publish-wheels:  ##ci attests and publishes dist/: a release's job, which has an identity and no password
 	cd dist && sha256sum --check SHA256SUMS

@@ -18,9 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import brentq
-from scipy.special import ndtri
-from scipy.stats import beta, binom
+import scipy
 
 from dpcore.accountants.gdp import gaussian_epsilon
 
@@ -104,7 +102,9 @@ def audit_step(
         if not gaussian:
             return _indistinguishable(false_positive, false_negative, delta)
         mu = np.where(
-            (false_positive < 1.0) & (false_negative < 1.0), -ndtri(false_positive) - ndtri(false_negative), 0.0
+            (false_positive < 1.0) & (false_negative < 1.0),
+            -scipy.special.ndtri(false_positive) - scipy.special.ndtri(false_negative),
+            0.0,
         )
         return np.maximum(mu, 0.0)
 
@@ -179,9 +179,9 @@ def run_epsilon(canaries: int, guesses: int, correct: int, delta: float, confide
 
     def excess(epsilon: float) -> float:
         q = 1 / (1 + math.exp(-epsilon))
-        tail = float(binom.sf(correct - 1, guesses, q))
+        tail = float(scipy.stats.binom.sf(correct - 1, guesses, q))
         steps = np.arange(1, correct + 1)
-        below = np.cumsum(binom.pmf(correct - steps, guesses, q)) / steps
+        below = np.cumsum(scipy.stats.binom.pmf(correct - steps, guesses, q)) / steps
         return tail + 2 * canaries * delta * float(below.max(initial=0.0)) - (1 - confidence)
 
     if excess(0.0) >= 0.0:
@@ -190,7 +190,7 @@ def run_epsilon(canaries: int, guesses: int, correct: int, delta: float, confide
     grid = np.arange(0.0, LARGEST_EPSILON, 0.05)
     for low, high in itertools.pairwise(grid):
         if excess(float(high)) >= 0.0:
-            return float(brentq(excess, low, high, xtol=1e-9)) - 1e-9
+            return float(scipy.optimize.brentq(excess, low, high, xtol=1e-9)) - 1e-9
     return LARGEST_EPSILON
 
 
@@ -206,7 +206,7 @@ def _indistinguishable(false_positive: np.ndarray, false_negative: np.ndarray, d
 def _at_most(count: np.ndarray, of: int, level: float) -> np.ndarray:
     """Clopper-Pearson: the rate is at most this, with probability 1 - ``level``, after ``count`` hits in ``of``."""
     count = np.minimum(count, of)
-    return np.where(count == of, 1.0, beta.ppf(1 - level, count + 1, np.maximum(of - count, 1)))
+    return np.where(count == of, 1.0, scipy.stats.beta.ppf(1 - level, count + 1, np.maximum(of - count, 1)))
 
 
 def _candidates(with_canary: np.ndarray, without: np.ndarray) -> np.ndarray:

@@ -27,8 +27,8 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import scipy
 import torch
-from scipy.stats import chi2
 from torch import Tensor, nn
 from torch.func import functional_call, jvp
 
@@ -64,7 +64,7 @@ class JohnsonLindenstrauss:
     @property
     def quantile(self) -> float:
         """The chi-squared value that is undercut with ``failure_probability``."""
-        return float(chi2.ppf(self.failure_probability, self.dimensions))
+        return float(scipy.stats.chi2.ppf(self.failure_probability, self.dimensions))
 
     @property
     def inflation(self) -> float:

@@ -6,8 +6,7 @@ import math
 import warnings
 from typing import Any
 
-from scipy.optimize import brentq
-from scipy.special import log_ndtr
+import scipy
 
 from dpcore.accountants.accountant import History, IAccountant
 
@@ -17,7 +16,10 @@ def gaussian_log_delta(epsilon: float, mu: float) -> float:
 
     It is exact: delta = Φ(μ/2 - ε/μ) - e^ε Φ(-μ/2 - ε/μ).
     """
-    first, second = log_ndtr(mu / 2 - epsilon / mu), epsilon + log_ndtr(-mu / 2 - epsilon / mu)
+    first, second = (
+        scipy.special.log_ndtr(mu / 2 - epsilon / mu),
+        epsilon + scipy.special.log_ndtr(-mu / 2 - epsilon / mu),
+    )
     difference = second - first
     return float(first + math.log(-math.expm1(difference))) if difference < 0.0 else -math.inf
 
@@ -28,7 +30,11 @@ def gaussian_epsilon(delta: float, mu: float) -> float:
         return 0.0
     # By Chernoff's bound this epsilon suffices.
     upper = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta)) + 1e-12
-    return float(brentq(lambda eps: gaussian_log_delta(eps, mu) - math.log(delta), 0.0, upper, xtol=1e-13, rtol=1e-14))
+    return float(
+        scipy.optimize.brentq(
+            lambda eps: gaussian_log_delta(eps, mu) - math.log(delta), 0.0, upper, xtol=1e-13, rtol=1e-14
+        )
+    )
 
 
 class GaussianAccountant(IAccountant):

@@ -28,10 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy import fft
-from scipy.optimize import brentq
-from scipy.special import log_ndtr, logsumexp, ndtr
-from scipy.stats import binom
+import scipy
 
 from dpcore.accountants.accountant import History, IAccountant
 from dpcore.accountants.gdp import gaussian_epsilon
@@ -95,20 +92,23 @@ class Step:
         def log_above(x: float) -> float:
             return float(
                 np.logaddexp(
-                    math.log1p(-self.q) + log_ndtr(-x / self.sigma), math.log(self.q) + log_ndtr((1 - x) / self.sigma)
+                    math.log1p(-self.q) + scipy.special.log_ndtr(-x / self.sigma),
+                    math.log(self.q) + scipy.special.log_ndtr((1 - x) / self.sigma),
                 )
             )
 
         high = 1 + reach * self.sigma
         if log_above(0.0) > math.log(mass):
-            high = float(brentq(lambda x: log_above(x) - math.log(mass), 0.0, high))
+            high = float(scipy.optimize.brentq(lambda x: log_above(x) - math.log(mass), 0.0, high))
         return np.array([-reach * self.sigma, high])
 
 
 def _normal_mass(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     """Φ(high) - Φ(low), from whichever tail keeps the relative precision."""
     flip = low > 0
-    return np.where(flip, ndtr(-low) - ndtr(-high), ndtr(high) - ndtr(low))
+    return np.where(
+        flip, scipy.special.ndtr(-low) - scipy.special.ndtr(-high), scipy.special.ndtr(high) - scipy.special.ndtr(low)
+    )
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _quadrature(step: Step, mass: float) -> tuple[np.ndarray, np.ndarray]:
     plain = -(x**2) / (2 * step.sigma**2)
     shifted = -((x - 1) ** 2) / (2 * step.sigma**2)
     log_p = np.logaddexp(math.log1p(-step.q) + plain, math.log(step.q) + shifted) if step.removal else plain
-    return step.loss(x), log_p - logsumexp(log_p)
+    return step.loss(x), log_p - scipy.special.logsumexp(log_p)
 
 
 def _choose_tilt(steps: list[Step], delta: float, mass: float) -> Tilt:
@@ -140,7 +140,7 @@ def _choose_tilt(steps: list[Step], delta: float, mass: float) -> Tilt:
         smallest = math.inf
         for loss, weight, count in tables:
             tilted = weight + rate * loss
-            norm = float(logsumexp(tilted))
+            norm = float(scipy.special.logsumexp(tilted))
             p = np.exp(tilted - norm)
             centre = float(p @ loss)
             spread = float(p @ (loss - centre) ** 2)
@@ -249,7 +249,7 @@ def _compose(steps: list[Step], tilt: Tilt, h: float, mass: float, delta: float)
     for step, grid in zip(steps, grids, strict=True):
         with np.errstate(divide="ignore"):
             logs.append((np.log(grid.p), (grid.start + np.arange(len(grid.p))) * h, step.count))
-    moments = [float(logsumexp(log_p + tilt.rate * losses)) for log_p, losses, _ in logs]
+    moments = [float(scipy.special.logsumexp(log_p + tilt.rate * losses)) for log_p, losses, _ in logs]
     log_moment = sum(count * moment for (_, _, count), moment in zip(logs, moments, strict=True))
     size = 2 ** math.ceil(math.log2(max(64.0, 32 * tilt.deviation / h)))
     while True:
@@ -269,12 +269,12 @@ def _compose(steps: list[Step], tilt: Tilt, h: float, mass: float, delta: float)
         tilted[centre] = 0.0
         tilted[centre] = -tilted.sum()
         wheel = np.bincount((np.arange(len(tilted)) - centre) % size, weights=tilted, minlength=size)
-        exponent += count * _log1p(fft.rfft(wheel))
+        exponent += count * _log1p(scipy.fft.rfft(wheel))
         shift += count * (grid.start + centre)
         leaving += count * float(np.linalg.norm(wheel))
     spectrum = np.exp(np.maximum(exponent.real, -745.0) + 1j * exponent.imag)
     # Bin j holds the loss (shift + j) h, up to multiples of the window; read them in the window around the tilted mean.
-    composed = np.roll(fft.irfft(spectrum, size), (shift - first) % size)
+    composed = np.roll(scipy.fft.irfft(spectrum, size), (shift - first) % size)
     rounding = FFT_ERROR * (1.0 + leaving) * float(np.linalg.norm(composed))
     p = np.where(losses > 0.0, composed, 0.0)
     p *= np.exp(np.minimum(log_moment - tilt.rate * np.maximum(losses, 0.0), 600.0))
@@ -322,7 +322,7 @@ def _lower(curve: Curve, count: int, h: float, delta: float) -> float:
     # Beyond this many deviations lies less than TAIL_SHARE of delta.
     width = math.sqrt(count) * math.sqrt(-2 * math.log(TAIL_SHARE * delta)) / 2 + 1
     ups = np.arange(max(0, math.floor(count * up - width)), min(count, math.ceil(count * up + width)) + 1)
-    weights = binom.pmf(ups, count, up)
+    weights = scipy.stats.binom.pmf(ups, count, up)
     log_v = h * (2.0 * ups - count)
     rising = log_v > 0
     positive, log_rising = weights[rising], log_v[rising]
@@ -362,7 +362,7 @@ def _outside(logs: list[Any], rate: float, log_moment: float, bottom: float, top
     """Chernoff bounds: mass under P above the window, and tilted mass outside of it."""
 
     def log_m(at: float) -> float:
-        return float(sum(count * logsumexp(log_p + at * losses) for log_p, losses, count in logs))
+        return float(sum(count * scipy.special.logsumexp(log_p + at * losses) for log_p, losses, count in logs))
 
     factors = (1.05, 1.2, 1.5, 2.0, 3.0, 5.0)
     above = min(log_m(rate * f) - rate * f * top for f in factors)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from scipy.special import logsumexp
+import scipy
 
 from dpcore.accountants.accountant import History, IAccountant
 
@@ -27,7 +27,7 @@ def renyi_divergence(sample_rate: float, noise_multiplier: float, alpha: float) 
     x = np.arange(-14.0 * sigma, alpha + 14.0 * sigma, sigma / 16)
     log_ratio = np.logaddexp(math.log1p(-q), math.log(q) + (2 * x - 1) / (2 * sigma**2))
     log_density = -(x**2) / (2 * sigma**2) - 0.5 * math.log(2 * math.pi) - math.log(16)
-    return max(0.0, float(logsumexp(log_density + alpha * log_ratio)) / (alpha - 1))
+    return max(0.0, float(scipy.special.logsumexp(log_density + alpha * log_ratio)) / (alpha - 1))
 
 
 def epsilon_of_renyi(divergence: float, alpha: float, delta: float) -> float:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import scipy
 import torch
 import torch.distributed as dist
-from scipy.stats import binom
 from torch.utils.data import Sampler
 
 from dpcore.arguments import check_number
@@ -88,7 +88,7 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         if self.secure:
             system = random.SystemRandom()
             # In (0, 1]: the quantile of 0 is -1, which is no size.
-            size = int(binom.ppf(1.0 - system.random(), count, self.sample_rate))
+            size = int(scipy.stats.binom.ppf(1.0 - system.random(), count, self.sample_rate))
             return system.sample(range(count), size)
         generator = np.random.Generator(np.random.SFC64(np.random.SeedSequence(stream)))
         size = int(generator.binomial(count, self.sample_rate))

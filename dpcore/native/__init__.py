@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from dpcore.native.compiling import COMPILERS, NativeBuildError, compile_library, compiler
+from dpcore.native.compiling import (
+    COMPILERS,
+    RELEASE,
+    NativeBuildError,
+    as_in_the_wheel,
+    compile_library,
+    compiler,
+)
 from dpcore.native.levels import levels_here
 from dpcore.native.library import SWITCH, allowed, compiled_path, kernels
 
@@ -46,7 +53,8 @@ def build() -> Path:
     """
     target = path()
     if not target.exists():
-        compile_library(target, (allowed() or levels_here())[0].name, compiler())
+        level = (allowed() or levels_here())[0]
+        compile_library(target, level.name, compiler(), RELEASE if as_in_the_wheel() else ())
     reload()
     return target
 

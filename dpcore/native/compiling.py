@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,11 +15,14 @@ from pathlib import Path
 SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
 HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-fno-exceptions", "-fno-rtti")
 EXACT = {"noise.cpp": ("-ffp-contract=off",)}
 """More flags by source: the noise is the same to the last bit on every processor, so that no product and sum may become
 one instruction where there is one."""
 
+
+GLIBC = "2.28"
+"""The oldest C library that a wheel's kernels run with."""
 
 RELEASE = (
     "-g0",
@@ -28,17 +34,27 @@ RELEASE = (
 )
 """More flags of a library that a wheel carries: small, and without a path of the machine that compiled it."""
 
+PINNED = "ziglang"
+"""A package with a clang of its own: what the wheels are compiled with (`make wheels` pins its version)."""
+
 
 class NativeBuildError(RuntimeError):
     """The kernels could not be compiled; the pure torch path remains."""
 
 
+def as_in_the_wheel() -> bool:
+    """Return whether the library is compiled here as a wheel's is: the package of that compiler is installed."""
+    return not os.environ.get("CXX") and importlib.util.find_spec(PINNED) is not None
+
+
 def compiler() -> list[str]:
-    """Return the command of the C++ compiler: what CXX says, or the first one that is found.
+    """Return the command of the C++ compiler: what CXX says, the wheels' own, or the first one that is found.
 
     Raises:
         NativeBuildError: there is none.
     """
+    if as_in_the_wheel():
+        return [sys.executable, "-m", PINNED, "c++", "-target", f"{platform.machine()}-linux-gnu.{GLIBC}"]
     chosen = os.environ.get("CXX") or next((c for c in COMPILERS if shutil.which(c)), None)
     if chosen is None:
         raise NativeBuildError(f"No C++ compiler ({', '.join(COMPILERS)}) was found; install one, or set CXX.")
@@ -68,6 +84,8 @@ def compile_library(target: Path, level: str, command: Sequence[str], more: Sequ
     """
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     flags = [*FLAGS, *more]
+    # zig's clang links each object, too: told to strip, it leaves nothing of it.
+    compiling = [flag for flag in flags if not flag.startswith("-Wl,")]
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         objects = []
         for source in SOURCES:
@@ -75,7 +93,7 @@ def compile_library(target: Path, level: str, command: Sequence[str], more: Sequ
             _run(
                 [
                     *command,
-                    *flags,
+                    *compiling,
                     *_instructions(level, command),
                     *EXACT.get(source.name, ()),
                     "-c",
@@ -86,7 +104,9 @@ def compile_library(target: Path, level: str, command: Sequence[str], more: Sequ
             )
             objects.append(str(made))
         library = Path(folder) / target.name
-        _run([*command, *flags, "-shared", *objects, "-o", str(library)])
+        # The pinned compiler would otherwise first compile its C++ library, of which the kernels use nothing: minutes.
+        alone = ["-nostdlib++"] if PINNED in command else []
+        _run([*command, *flags, *alone, "-shared", *objects, "-o", str(library)])
         os.replace(library, target)
 
 
@@ -94,7 +114,7 @@ def _instructions(level: str, command: Sequence[str]) -> list[str]:
     """Return the flags for an instruction set: armv8-a needs none, and zig has words of its own."""
     if level == "armv8-a":
         return []
-    return [f"-mcpu={level.replace('-', '_')}"] if "ziglang" in command else [f"-march={level}"]
+    return [f"-mcpu={level.replace('-', '_')}"] if PINNED in command else [f"-march={level}"]
 
 
 def _run(command: list[str]) -> None:

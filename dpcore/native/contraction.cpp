@@ -6,6 +6,7 @@
 
 #include "vectors.h"
 
+constexpr int64_t LEAST_ROWS = 64;
 constexpr int64_t POSITIONS = 128;  // times PANEL vectors of 64 bytes: 32 kB
 
 template <int M, int N>
@@ -84,17 +85,23 @@ extern "C" void dpcore_contraction_grad_sample(const float* g, const float* x, f
                                                int64_t rows, int64_t columns, int64_t g_example, int64_t g_position,
                                                int64_t x_example, int64_t x_position, int64_t threads) {
     if (!positions) std::fill(out, out + batch * rows * columns, 0.0f);
-    by_threads(batch, 1, threads, [&](int64_t first, int64_t last) {
-        const int64_t most = std::min(positions, POSITIONS);
-        std::vector<float> inputs(most * PANEL * W), gradients(most * rows);
-        for (int64_t b = first; b < last; ++b)
+    // Fewer examples than threads: each example's rows are shared out, too, but not so few that copies of x outweigh them.
+    const int64_t whole = std::max<int64_t>(batch, 1);
+    const int64_t parts = std::max<int64_t>(1, std::min((threads + whole - 1) / whole, rows / LEAST_ROWS));
+    const int64_t least = worth_a_thread(2.0 * positions * rows * columns / parts);
+    by_threads(batch * parts, least, threads, [&](int64_t first, int64_t last) {
+        const int64_t most = std::min(positions, POSITIONS), widest = (rows + parts - 1) / parts;
+        Zeros<float> inputs(most * PANEL * W), gradients(most * widest);
+        for (int64_t item = first; item < last; ++item) {
+            const int64_t b = item / parts, row = item % parts * rows / parts, width = (item % parts + 1) * rows / parts - row;
             for (int64_t t = 0; t < positions; t += POSITIONS) {
                 const int64_t here = std::min(positions - t, POSITIONS);
-                const float* from = g + b * g_example + t * g_position;
+                const float* from = g + b * g_example + t * g_position + row;
                 for (int64_t k = 0; k < here; ++k)
-                    std::memcpy(&gradients[k * rows], from + k * g_position, rows * sizeof(float));
-                block({gradients.data(), rows, rows}, {x + b * x_example + t * x_position, x_position, columns}, here, t > 0,
-                      inputs.data(), out + b * rows * columns);
+                    std::memcpy(&gradients[k * width], from + k * g_position, width * sizeof(float));
+                block({gradients.data(), width, width}, {x + b * x_example + t * x_position, x_position, columns}, here,
+                      t > 0, inputs.data(), out + (b * rows + row) * columns);
             }
+        }
     });
 }

@@ -110,7 +110,7 @@ static void examples(const Geometry& s, const float* x, const float* g, float* o
     // Half the lanes of a run beat the scattered stores of the other order.
     const bool runs = used(s.run()) >= 0.6 * used(s.out_channels);
     const int64_t positions = s.out_h * s.out_w;
-    std::vector<float> padded(s.padded() + W * 4, 0.0f), gradients(positions * s.out_channels + W * 4, 0.0f);
+    Zeros<float> padded(s.padded() + W * 4), gradients(positions * s.out_channels + W * 4);
     for (int64_t b = first; b < last; ++b) {
         for (int64_t h = 0; h < s.height; ++h)
             std::memcpy(&padded[(h + s.pad_h) * s.padded_width() + s.pad_w * s.channels],
@@ -127,5 +127,6 @@ extern "C" void dpcore_conv2d_grad_sample(const float* x, const float* g, float*
                                           int64_t kernel_w, int64_t stride_h, int64_t stride_w, int64_t pad_h, int64_t pad_w,
                                           int64_t out_h, int64_t out_w, int64_t threads) {
     const Geometry s{height, width, channels, out_channels, kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w, out_h, out_w};
-    by_threads(batch, 1, threads, [&](int64_t first, int64_t last) { examples(s, x, g, out, first, last); });
+    const int64_t least = worth_a_thread(2.0 * out_h * out_w * out_channels * channels * kernel_h * kernel_w);
+    by_threads(batch, least, threads, [&](int64_t first, int64_t last) { examples(s, x, g, out, first, last); });
 }

@@ -7,21 +7,21 @@
 // ``skipped``: a token that does not count, or -1.
 extern "C" void dpcore_count_tokens(const int64_t* ids, int32_t* tokens, float* counts, int32_t* starts, float* squares,
                                     int64_t batch, int64_t length, int64_t rows, int64_t skipped) {
-    // Where in the output a token of this example stands; anything before the example's first place is another's.
-    std::vector<int32_t> place(rows, -1);
+    // Where in the output a token of this example stands, plus one; anything up to the example's first place is another's.
+    Zeros<int32_t> place(rows);
     int32_t next = 0;
     for (int64_t b = 0; b < batch; ++b) {
         const int32_t first = starts[b] = next;
         for (int64_t t = 0; t < length; ++t) {
             const int64_t id = ids[b * length + t];
             if (id == skipped) continue;
-            const int32_t at = place[id];
+            const int32_t at = place[id] - 1;
             if (at >= first) {
                 counts[at] += 1.0f;
             } else {
-                place[id] = next;
                 tokens[next] = int32_t(id);
                 counts[next++] = 1.0f;
+                place[id] = next;
             }
         }
         double sum = 0.0;

@@ -50,7 +50,8 @@ def allowed() -> tuple[Level, ...]:
 
 def compiled_path(level: Level) -> Path:
     """Return where the library lies, or would lie, that is compiled here for ``level``."""
-    digest = hashlib.sha256("\0".join([*compiling.FLAGS, repr(compiling.EXACT), level.name]).encode())
+    kind = compiling.PINNED if compiling.as_in_the_wheel() else "any"
+    digest = hashlib.sha256("\0".join([*compiling.FLAGS, repr(compiling.EXACT), level.name, kind]).encode())
     for source in (*compiling.HEADERS, *compiling.SOURCES):
         digest.update(source.read_bytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -41,30 +41,25 @@ static inline V hyperbolic_tangent(V x) {
     return q < 0.0625f ? x * p : wide;
 }
 
-// Packs a [K, 4 * hidden] = W_hh^T operand: panel of hidden units, k, gate, lane.
-static std::vector<float> pack_gates(const float* w, int64_t hidden) {
+// Packs a [K, 4 * hidden] = W_hh^T operand into zeros: panel of hidden units, k, gate, lane.
+static void pack_gates(const float* w, int64_t hidden, float* packed) {
     const int64_t panels = (hidden + W - 1) / W;
-    std::vector<float> packed(panels * hidden * PANEL * W, 0.0f);
     for (int64_t p = 0; p < panels; ++p)
         for (int64_t gate = 0; gate < 4; ++gate)
             for (int64_t lane = 0; lane < std::min<int64_t>(W, hidden - p * W); ++lane)
                 for (int64_t k = 0; k < hidden; ++k)
                     packed[((p * hidden + k) * PANEL + gate) * W + lane] = w[(gate * hidden + p * W + lane) * hidden + k];
-    return packed;
 }
 
-// Packs W_hh [4 * hidden, hidden] as right operand: panel of up to 4 vectors of columns, k, lanes.
-static std::vector<float> pack_columns(const float* w, int64_t hidden) {
+// Packs W_hh [4 * hidden, hidden] as right operand into zeros: panel of up to 4 vectors of columns, k, lanes.
+static void pack_columns(const float* w, int64_t hidden, float* out) {
     const int64_t vectors = (hidden + W - 1) / W;
-    std::vector<float> packed(4 * hidden * vectors * W, 0.0f);
-    float* out = packed.data();
     for (int64_t first = 0; first < vectors; first += PANEL) {
         const int64_t width = std::min<int64_t>(PANEL, vectors - first) * W;
         for (int64_t k = 0; k < 4 * hidden; ++k, out += width)
             for (int64_t lane = 0; lane < std::min(width, hidden - first * W); ++lane)
                 out[lane] = w[k * hidden + first * W + lane];
     }
-    return packed;
 }
 
 struct Forward {
@@ -107,7 +102,7 @@ static void cells(const Forward& a, int64_t t, int64_t row, int64_t panel, const
 
 static void forward_rows(const Forward& a, int64_t first, int64_t last) {
     const int64_t rows = last - first, H = a.hidden, panels = (H + W - 1) / W, pitch = panels * W;
-    std::vector<float> h_now(rows * pitch, 0.0f), h_next(rows * pitch, 0.0f), c_now(rows * pitch, 0.0f);
+    Zeros<float> h_now(rows * pitch), h_next(rows * pitch), c_now(rows * pitch);
     const int64_t start = a.reverse ? a.steps : 0;
     for (int64_t r = 0; r < rows; ++r) {
         std::memcpy(&h_now[r * pitch], a.h + (start * a.batch + first + r) * H, H * sizeof(float));
@@ -165,7 +160,7 @@ static void multiply_tile(int64_t height, const float* a, int64_t pitch_a, int64
 
 static void backward_rows(const Backward& a, int64_t first, int64_t last) {
     const int64_t rows = last - first, H = a.hidden, vectors = (H + W - 1) / W, pitch = vectors * W;
-    std::vector<float> dh(rows * pitch, 0.0f), dc(rows * pitch, 0.0f);
+    Zeros<float> dh(rows * pitch), dc(rows * pitch);
     for (int64_t r = 0; r < rows; ++r) std::memcpy(&dc[r * pitch], a.dc + (first + r) * H, H * sizeof(float));
     for (int64_t s = 0; s < a.steps; ++s) {
         const int64_t t = a.reverse ? s : a.steps - 1 - s, before = a.reverse ? t + 1 : t;
@@ -215,7 +210,8 @@ extern "C" {
 // Each element of z is read just before the same one of gates is written: they may be one tensor.
 void dpcore_lstm_forward(const float* z, const float* w, float* gates, float* h, float* c, float* tanh_c, int64_t steps,
                          int64_t batch, int64_t hidden, int64_t reverse, int64_t threads) {
-    const std::vector<float> packed = pack_gates(w, hidden);
+    Zeros<float> packed((hidden + W - 1) / W * hidden * PANEL * W);
+    pack_gates(w, hidden, packed.data());
     const Forward a{z, packed.data(), gates, h, c, tanh_c, steps, batch, hidden, reverse != 0};
     by_threads(batch, ROWS, threads, [&](int64_t first, int64_t last) { forward_rows(a, first, last); });
 }
@@ -225,7 +221,8 @@ void dpcore_lstm_forward(const float* z, const float* w, float* gates, float* h,
 void dpcore_lstm_backward(const float* gates, const float* c, const float* tanh_c, const float* w, const float* grad_h,
                           float* delta, float* dh, float* dc, int64_t steps, int64_t batch, int64_t hidden, int64_t reverse,
                           int64_t threads) {
-    const std::vector<float> packed = pack_columns(w, hidden);
+    Zeros<float> packed((hidden + W - 1) / W * 4 * hidden * W);
+    pack_columns(w, hidden, packed.data());
     const Backward a{gates, c, tanh_c, packed.data(), grad_h, delta, dh, dc, steps, batch, hidden, reverse != 0};
     by_threads(batch, ROWS, threads, [&](int64_t first, int64_t last) { backward_rows(a, first, last); });
 }

@@ -7,6 +7,7 @@ the kernels' own tests compare every shape with float64.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -16,6 +17,7 @@ TOLERANCE = 1e-4
 """Largest difference over the largest value: sums of float32 in another order differ by some 1e-6."""
 
 Call = Callable[..., None]
+Numbers = Callable[..., Tensor]
 
 
 def fault(library: ctypes.CDLL) -> str | None:
@@ -25,13 +27,12 @@ def fault(library: ctypes.CDLL) -> str | None:
         pointers = [ctypes.c_void_p(t.data_ptr()) for t in tensors]
         getattr(library, name)(*pointers, *map(ctypes.c_int64, sizes), *map(ctypes.c_double, numbers))
 
-    # Not the user's generator, default type or device; and no graph, mode or hook of theirs.
-    with torch.random.fork_rng([]), torch.no_grad(), torch.device("cpu"), torch._C._DisableTorchDispatch():
+    # Not the user's default type or device; and no graph, mode or hook of theirs.
+    with torch.no_grad(), torch.device("cpu"), torch._C._DisableTorchDispatch():
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float32)
         try:
-            torch.manual_seed(0)
-            for name, found, true in _pairs(call):
+            for name, found, true in _pairs(call, torch.Generator().manual_seed(0)):
                 scale = float(true.abs().max())
                 if not float((found - true).abs().max()) <= TOLERANCE * scale:
                     return f"{name} is wrong on this processor"
@@ -42,24 +43,25 @@ def fault(library: ctypes.CDLL) -> str | None:
     return None
 
 
-def _pairs(call: Call) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(kernel, what it computes, what torch computes) of every kernel."""
-    yield _contraction(call)
-    yield _convolution(call)
-    yield from _tokens(call)
+def _pairs(call: Call, own: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(kernel, what it computes, what torch computes) of every kernel; the numbers come from ``own``."""
+    randn = functools.partial(torch.randn, generator=own)
+    yield _contraction(call, randn)
+    yield _convolution(call, randn)
+    yield from _tokens(call, randn)
     yield _normals(call)
-    yield from _lstm(call)
+    yield from _lstm(call, randn)
 
 
-def _contraction(call: Call) -> tuple[str, Tensor, Tensor]:
-    g, x = torch.randn(2, 5, 21), torch.randn(2, 5, 37)
+def _contraction(call: Call, randn: Numbers) -> tuple[str, Tensor, Tensor]:
+    g, x = randn(2, 5, 21), randn(2, 5, 37)
     out = torch.full((2, 21, 37), float("nan"))
     call("dpcore_contraction_grad_sample", (g, x, out), 2, 5, 21, 37, 105, 21, 185, 37, 1)
     return "contraction", out, torch.einsum("btd,btp->bdp", g, x)
 
 
-def _convolution(call: Call) -> tuple[str, Tensor, Tensor]:
-    x, g = torch.randn(2, 6, 7, 5), torch.randn(2, 6, 7, 19)
+def _convolution(call: Call, randn: Numbers) -> tuple[str, Tensor, Tensor]:
+    x, g = randn(2, 6, 7, 5), randn(2, 6, 7, 19)
     out = torch.full((2, 19, 3, 3, 5), float("nan"))
     call("dpcore_conv2d_grad_sample", (x, g, out), 2, 6, 7, 5, 19, 3, 3, 1, 1, 1, 1, 6, 7, 1)
     padded = torch.nn.functional.pad(x, (0, 0, 1, 1, 1, 1))
@@ -67,13 +69,13 @@ def _convolution(call: Call) -> tuple[str, Tensor, Tensor]:
     return "convolution", out, torch.einsum("bhwd,bhwckl->bdklc", g, windows)
 
 
-def _tokens(call: Call) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _tokens(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:
     ids = torch.tensor([[3, 1, 3, 0], [2, 2, 2, 5]])
     tokens, counts = torch.zeros(8, dtype=torch.int32), torch.zeros(8)
     starts, squares = torch.zeros(3, dtype=torch.int32), torch.zeros(2)
     call("dpcore_count_tokens", (ids, tokens, counts, starts, squares), 2, 4, 6, 0)  # token 0 does not count
     yield "count_tokens", squares, torch.tensor([5.0, 10.0])
-    vectors, out = torch.randn(2, 19), torch.zeros(6, 19)
+    vectors, out = randn(2, 19), torch.zeros(6, 19)
     call("dpcore_add_by_token", (tokens, counts, starts, vectors, out), 2, 6, 19, 1)
     one_hot = torch.nn.functional.one_hot(ids, 6).sum(1).float()
     one_hot[:, 0] = 0.0
@@ -93,9 +95,9 @@ def _normals(call: Call) -> tuple[str, Tensor, Tensor]:
     return "add_normals", found, true
 
 
-def _lstm(call: Call) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _lstm(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:
     steps, batch, hidden = 3, 5, 19
-    z, weight = torch.randn(steps, batch, 4 * hidden), torch.randn(4 * hidden, hidden)
+    z, weight = randn(steps, batch, 4 * hidden), randn(4 * hidden, hidden)
     h, c = torch.zeros(steps + 1, batch, hidden), torch.zeros(steps + 1, batch, hidden)
     gates, tanh_c = torch.empty_like(z), torch.empty(steps, batch, hidden)
     call("dpcore_lstm_forward", (z, weight, gates, h, c, tanh_c), steps, batch, hidden, 0, 1)
@@ -110,7 +112,7 @@ def _lstm(call: Call) -> Iterator[tuple[str, Tensor, Tensor]]:
         kept.append((i, f, g, o, before, cell.tanh()))
     yield "lstm_forward", h[1:], torch.stack(states)
     # By hand, for the first use of autograd in a process takes half a second.
-    grad = torch.randn(steps, batch, hidden)
+    grad = randn(steps, batch, hidden)
     true, grad_h, grad_c = torch.empty_like(z), torch.zeros(batch, hidden), torch.zeros(batch, hidden)
     for t in reversed(range(steps)):
         i, f, g, o, before, tanh = kept[t]

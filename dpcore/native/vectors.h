@@ -5,11 +5,14 @@
 #include <immintrin.h>
 #endif
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
-#include <thread>
-#include <vector>
+#include <type_traits>
+#include <utility>
 
 #if defined(__AVX512F__)
 constexpr int W = 16;
@@ -95,13 +98,58 @@ template <int M, int N>
         for (int n = 0; n < N; ++n) sums[m * N + n] = acc[m][n];
 }
 
-// Splits ``count`` items that share nothing over threads, no thread below ``least`` items; each(first, last).
+// Zeros of a kernel's own. Not std::vector: nothing of the C++ library is linked, so that a wheel carries none of it.
+template <typename T>
+class Zeros {
+  public:
+    explicit Zeros(int64_t count) : first((T*)std::calloc(std::max<int64_t>(count, 1), sizeof(T))) {
+        if (!first) std::abort();
+    }
+    ~Zeros() { std::free(first); }
+    Zeros(const Zeros&) = delete;
+    Zeros& operator=(const Zeros&) = delete;
+    T* data() { return first; }
+    T& operator[](int64_t i) { return first[i]; }
+    void swap(Zeros& other) { std::swap(first, other.first); }
+
+  private:
+    T* first;
+};
+
+// How many items of so many FLOPs are worth a thread: some 0.1 ms of work, for a thread costs 20 us and more.
+static int64_t worth_a_thread(double flops) { return int64_t(1e7 / std::max(flops, 1.0)) + 1; }
+
+// One thread's share of the items of by_threads.
+template <typename F>
+struct Share {
+    F* each;
+    int64_t first, last;
+    pthread_t thread;
+    bool started;
+    static void* run(void* share) {
+        const Share* s = (const Share*)share;
+        (*s->each)(s->first, s->last);
+        return nullptr;
+    }
+};
+
+// Splits ``count`` items that share nothing over threads, no thread below ``least`` items; each(first, last). The threads
+// live for this call only: no pool that a fork would lose, and none that stays beside torch's own. It costs 20 us a thread.
 template <typename F>
 static void by_threads(int64_t count, int64_t least, int64_t threads, F&& each) {
     threads = std::max<int64_t>(1, std::min(threads, (count + least - 1) / least));
-    std::vector<std::thread> others;
-    for (int64_t k = 1; k < threads; ++k)
-        others.emplace_back([&each, k, count, threads] { each(k * count / threads, (k + 1) * count / threads); });
+    using Own = Share<std::remove_reference_t<F>>;
+    Zeros<Own> others(threads - 1);
+    for (int64_t k = 1; k < threads; ++k) {
+        Own& other = others[k - 1] = Own{&each, k * count / threads, (k + 1) * count / threads, pthread_t(), false};
+        other.started = pthread_create(&other.thread, nullptr, Own::run, &other) == 0;
+    }
     each(0, count / threads);
-    for (auto& other : others) other.join();
+    for (int64_t k = 1; k < threads; ++k) {
+        Own& other = others[k - 1];
+        if (other.started)
+            pthread_join(other.thread, nullptr);
+        else
+            Own::run(&other);  // the system gives no more threads
+    }
 }

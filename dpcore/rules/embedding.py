@@ -7,13 +7,14 @@ count_v G, and on a CPU the ids are counted once for norm and sum.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import scipy
 import torch
-from scipy.sparse import csc_array
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn import functional as F
@@ -25,12 +26,18 @@ from dpcore.rules.linear import wide
 from dpcore.tape.tape import Tape, batch_first
 from dpcore.tape.uses import Saved, Use, handles
 
-try:
-    # The loop of scipy's own product, straight into a given array: the public way checks all indices and makes a copy
-    # as large as the table.
-    from scipy.sparse._sparsetools import csc_matvecs
-except ImportError:
-    csc_matvecs = None
+
+@functools.cache
+def _csc_matvecs() -> Callable[..., None] | None:
+    """Return the loop of scipy's own product, straight into a given array; None where scipy has it no more.
+
+    The public way checks all indices and makes a copy as large as the table.
+    """
+    try:
+        from scipy.sparse._sparsetools import csc_matvecs
+    except ImportError:
+        return None
+    return csc_matvecs  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -280,12 +287,13 @@ def add_sparse(
     """
     right = rows.contiguous().numpy()
     values = np.ones(len(index), dtype=right.dtype) if values is None else values
-    if csc_matvecs is None or not out.is_contiguous() or not (out.dtype == rows.dtype and right.dtype == values.dtype):
-        matrix = csc_array((values, index, starts), shape=(len(out), len(rows)), copy=False)
+    inner = _csc_matvecs()
+    if inner is None or not out.is_contiguous() or not (out.dtype == rows.dtype and right.dtype == values.dtype):
+        matrix = scipy.sparse.csc_array((values, index, starts), shape=(len(out), len(rows)), copy=False)
         out += torch.from_numpy(matrix @ right)
         return
     starts = starts.astype(index.dtype, copy=False)
-    csc_matvecs(*out.shape[:1], *right.shape, starts, index, values, right.reshape(-1), out.numpy().reshape(-1))
+    inner(*out.shape[:1], *right.shape, starts, index, values, right.reshape(-1), out.numpy().reshape(-1))
 
 
 def _pool(tape: Tape, use: EmbeddingUse, total: Tensor, count: int) -> Tensor:

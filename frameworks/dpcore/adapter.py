@@ -17,8 +17,8 @@ from harness.tasks import Task
 
 
 def create(variant: str) -> Adapter:
-    """``engine``: pure torch, as a wheel without kernels has it. ``native``: with the kernels, which ``dpcore.native``
-    compiles. ``compiled``: with these, and the pass as graphs compiled by torch.compile."""
+    """``native``: with the kernels, as the wheel has them. ``engine``: pure torch, as the wheel without kernels is.
+    ``compiled``: with the kernels, and the pass as graphs compiled by torch.compile."""
     return Dpcore(kernels=variant != "engine", graphs=variant == "compiled")
 
 
@@ -31,7 +31,7 @@ class Dpcore(TorchAdapter):
         self.engine: Engine | None = None
 
     def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
-        if self.kernels:
+        if self.kernels and setting.device == "cpu":
             try:
                 native.build()
             except native.NativeBuildError as error:

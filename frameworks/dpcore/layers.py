@@ -22,14 +22,14 @@ OWN = {
 
 
 def create(variant: str) -> LayerAdapter:
-    """``engine``, ``native``, ``compiled``, ``grad-sample``, ``make-private`` or ``module``."""
-    if variant in ("native", "compiled"):
+    """``native``, ``engine`` (without kernels), ``compiled``, ``grad-sample``, ``make-private`` or ``module``."""
+    if variant not in ("engine", "module"):
         try:
             native.build()
         except native.NativeBuildError as error:
             raise Unsupported(str(error)) from None
-        return ByEngine(graphs=variant == "compiled")
-    return {"engine": ByEngine, "grad-sample": PerSample, "make-private": MakePrivate, "module": OwnModule}[variant]()
+    others = {"grad-sample": PerSample, "make-private": MakePrivate, "module": OwnModule}
+    return others[variant]() if variant in others else ByEngine(graphs=variant == "compiled")
 
 
 class OwnModule(TorchLayer):

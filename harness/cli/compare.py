@@ -47,7 +47,7 @@ def compare(
     tasks: Annotated[str | None, typer.Option(help="Comma-separated task names.")] = None,
     batch_sizes: Annotated[str | None, typer.Option(help="Comma-separated; default 64.")] = None,
     frameworks: Annotated[
-        str | None, typer.Option(help="Comma-separated; default dpcore-engine, or all with the named package's pin.")
+        str | None, typer.Option(help="Comma-separated; default dpcore-native, or all with the named package's pin.")
     ] = None,
     passes: Annotated[str, typer.Option(help="Over layers: plain, per_sample, clipped.")] = "clipped",
     threshold: Threshold = 0.05,

@@ -68,7 +68,7 @@ from harness.worker.result import Result
 
 DEFAULT_LAYERS = ("linear", "embedding", "lstm")
 DEFAULT_SIZES = (64,)
-DEFAULT_CONTESTANTS = ("dpcore-engine",)
+DEFAULT_CONTESTANTS = ("dpcore-native",)
 LAYER_WORKER = "harness.worker.layers"
 SINGLE_PASSES = 100_000
 LOOK_SECONDS = 0.2
@@ -183,7 +183,7 @@ class PairedCell:
 
     @property
     def name(self) -> str:
-        """``linear/dpcore-engine/clipped/64`` or ``mnist-cnn/dpcore-engine/64``."""
+        """``linear/dpcore-native/clipped/64`` or ``mnist-cnn/dpcore-native/64``."""
         middle = (self.cell.passes,) if self.cell.passes is not None else ()
         return "/".join((self.what, self.cell.contestant, *middle, str(self.cell.batch_size)))
 

@@ -87,7 +87,7 @@ PRESETS: dict[str, LayerOptions] = {
     ),
     "small": LayerOptions(
         layers=tuple(layer.name for layer in layers.PAPER if layer.paper_row),
-        frameworks=("pytorch-eager", "opacus-hooks", "opacus-ghost", "dpcore-engine"),
+        frameworks=("pytorch-eager", "opacus-hooks", "opacus-ghost", "dpcore-native"),
         batch_sizes=_sizes(tuple(layer.name for layer in layers.PAPER if layer.paper_row), (16, 128)),
         passes=("plain", "clipped"),
         rounds=3,

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -291,7 +295,7 @@ def test_large_pre_activations_saturate_and_nan_stays_nan():
 
 def test_threads_do_not_change_a_bit():
     torch.manual_seed(3)
-    weight, x, grad = torch.randn(80, 20) * 0.1, torch.randn(13, 3, 8, 8), torch.randn(13, 9, 6, 6)
+    weight, x, grad = torch.randn(80, 20) * 0.1, torch.randn(13, 30, 38, 38), torch.randn(13, 25, 36, 36)
     ids = torch.randint(0, 5000, (13, 200))
     threads = torch.get_num_threads()
     found = []
@@ -308,7 +312,8 @@ def test_threads_do_not_change_a_bit():
             table = torch.zeros(5000, 20)
             tokens, counts, starts, _ = native.count_tokens(ids, len(table), None)
             native.add_by_token(table, tokens, counts, starts, samples.reshape(13, -1)[:, :20])
-            contracted = native.contraction_grad_sample(delta.transpose(0, 1), h[1:].transpose(0, 1))
+            pixels = (t.flatten(2).transpose(1, 2)[:, :1296] for t in (x, grad))
+            contracted = native.contraction_grad_sample(*pixels)
             found.append((gates, tanh_c, h, c, delta, *grads, samples, contracted, table))
     finally:
         torch.set_num_threads(threads)
@@ -366,3 +371,72 @@ def test_without_a_compiler_the_build_says_so_and_nothing_is_used(monkeypatch, t
         monkeypatch.undo()
         native.reload()
     assert native.available()
+
+
+def test_one_examples_rows_are_shared_out_over_threads_without_a_bit_of_difference():
+    g, x = torch.randn(1, 150, 1333), torch.randn(1, 150, 170)
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            found.append(native.contraction_grad_sample(g, x))
+    finally:
+        torch.set_num_threads(threads)
+    torch.testing.assert_close(found[0], torch.einsum("btd,btp->bdp", g, x), rtol=1e-4, atol=1e-4)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def _kernels_with_two_threads():
+    torch.manual_seed(0)
+    return native.contraction_grad_sample(torch.randn(8, 90, 170), torch.randn(8, 90, 150))
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+def test_a_fork_after_the_kernels_ran_can_run_them_again(tmp_path):
+    """They keep no threads of their own, which a fork would lose."""
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        before = _kernels_with_two_threads()
+        child = os.fork()
+        if child == 0:
+            try:
+                np.save(tmp_path / "found.npy", _kernels_with_two_threads().numpy())
+            finally:
+                os._exit(0)
+        for _ in range(600):
+            if os.waitpid(child, os.WNOHANG)[0]:
+                break
+            time.sleep(0.1)
+        else:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            pytest.fail("the child hangs")
+    finally:
+        torch.set_num_threads(threads)
+    assert np.array_equal(np.load(tmp_path / "found.npy"), before.numpy())
+
+
+class Threads(torch.utils.data.Dataset):
+    """Each item: into how many threads a kernel splits its work in the process that loads it."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        with mock.patch.object(native, "_call", wraps=native._call) as call:
+            _kernels_with_two_threads()
+        return call.call_args.args[2][-1]
+
+
+def test_the_kernels_of_a_loaders_worker_start_no_thread():
+    """Or every worker would take as many processors as the training process."""
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert Threads()[0] == 2
+        loader = torch.utils.data.DataLoader(Threads(), num_workers=1, multiprocessing_context="fork")
+        assert [int(n) for n in loader] == [1, 1]
+    finally:
+        torch.set_num_threads(threads)

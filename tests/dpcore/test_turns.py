@@ -131,3 +131,42 @@ def test_convolutions_in_turn(groups: int, memory_format: torch.memory_format) -
     assert engine.explain().startswith("weight: turn")
     truth = reference.clipped_sum(copy.deepcopy(model), odd_loss, x, y, 0.5)
     assert relative_error(sums, truth.clipped) < 2e-5
+
+
+class Wide(nn.Module):
+    """10^8 weights, used twice, so that their norm has cross terms and no ghost norm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.layer(x).tanh())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lowered", [False, True], ids=["float32", "bfloat16"])
+def test_no_example_adds_more_than_the_bound_at_a_hundred_million_weights(lowered: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Wide(10_000), torch.randn(1, 96, 10_000)
+
+    def loss(out: Tensor, x: Tensor) -> Tensor:
+        return (out.float() * x.roll(1, -1)).sum((1, 2))
+
+    def forward(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=lowered):
+            return Wide.forward(model, x)
+
+    model.forward = forward  # type: ignore[method-assign]
+    engine = Engine(model, loss, max_grad_norm=1.0, check_isolation=False)
+    measured = engine.clipped_sum(x, x)
+    assert engine.explain().startswith("layer.weight: turn")
+    adds = norm(measured.sums["layer.weight"])
+    print(f"norm {float(measured.norms):.4g}: adds {adds - 1:+.2e} of C")
+    assert 1 - 1e-4 <= adds <= 1 + 1e-6
+    assert adds == pytest.approx(float(measured.factors) * float(measured.norms), rel=1e-5)
+
+
+def norm(tensor: Tensor) -> float:
+    """The norm in float64, some rows at a time."""
+    return sum(float(rows.double().square().sum()) for rows in tensor.split(1000)) ** 0.5

@@ -28,5 +28,5 @@ def test_a_short_run_ends_with_gates_times_and_ratios(tmp_path):
     assert [row["state"] for row in said["gates"]] == ["passed", "passed"]
     cells = {row["contestant"]: row for row in said["cells"]}
     assert {row["state"] for row in cells.values()} == {"ok"}
-    assert cells["pytorch-eager"]["times_plain"] == 1.0 and cells["dpcore-engine"]["times_plain"] > 0
+    assert cells["pytorch-eager"]["times_plain"] == 1.0 and cells["dpcore-native"]["times_plain"] > 0
     assert all(row["memory_bytes"] > 0 for row in cells.values())

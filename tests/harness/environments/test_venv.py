@@ -139,6 +139,6 @@ def test_selecting_contestants() -> None:
     assert {c.name for c in registry.select(["opacus:all"])} >= {"opacus-hooks", "opacus-ghost"}
     assert [c.name for c in registry.select(["opacus-ghost", "opacus-ghost"])] == ["opacus-ghost"]
     core, defaults, everything = ({c.name for c in registry.select([w])} for w in ("core", "defaults", "all"))
-    assert {"pytorch-eager", "opacus-hooks", "jax-vmap", "dpcore-engine"} <= core <= defaults <= everything
+    assert {"pytorch-eager", "opacus-hooks", "jax-vmap", "dpcore-native"} <= core <= defaults <= everything
     assert {c.name for c in registry.select(None)} == defaults and "opacus-ghost" in everything - defaults
     assert "mutants" not in registry.frameworks() and "mutants" in registry.frameworks(hidden=True)

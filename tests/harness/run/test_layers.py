@@ -219,7 +219,7 @@ def test_the_reference_is_kept_sparse_and_comes_back_whole():
 
 def test_every_real_contestant_can_be_read():
     names = {c.name for c in layer_registry.contestants()}
-    assert {"pytorch-eager", "opacus-hooks", "opacus-ghost", "dpcore-engine"} <= names
+    assert {"pytorch-eager", "opacus-hooks", "opacus-ghost", "dpcore-native"} <= names
     for contestant in layer_registry.contestants():
         assert (contestant.framework.folder / "layers.py").exists()
         is_private = contestant.variant.column == "dp"
