@@ -23,6 +23,7 @@ from harness.environments.unavailable import Unavailable
 from harness.environments.venv import EnvironmentFault
 from harness.gate import admission
 from harness.gate.admission import Verdict
+from harness.optimizer import reading_rate
 from harness.plan import e2e as plan
 from harness.plan import protocol as protocols
 from harness.plan.e2e import Job, Options
@@ -383,7 +384,7 @@ class Run(Session[Options, Contestant, Job, Request]):
 
         Raises :class:`EnvironmentFault` or :class:`ToolFault` where it cannot be asked.
         """
-        rate = request.learning_rate / request.batch_size
+        rate = reading_rate(TASKS[request.task].optimizer, request.learning_rate) / request.batch_size
         data = store.folder(request.data, request.synthetic)
         arguments: list[Argument] = ["--task", request.task, "--rate", repr(rate), "--checked", Input(checked)]
         arguments += ["--x", Input(data, "train_x.npy"), "--y", Input(data, "train_y.npy")]
