@@ -98,9 +98,10 @@ class Task:
         return self.input_shape[0] if self.input_dtype == "int32" else None
 
     @property
-    def is_tied(self) -> bool:
-        """Whether the output's matrix is the table of the tokens."""
-        return any(isinstance(layer, TiedHead) for layer in walk(self.layers))
+    def trains_tied_table(self) -> bool:
+        """Whether a trained table has two uses."""
+        tables = {f"{layer.table}.weight" for layer in walk(self.layers) if isinstance(layer, TiedHead)}
+        return bool(tables & self.trained_parameters.keys())
 
     @property
     def forward_flops(self) -> int:

@@ -33,7 +33,7 @@ class Microbatch(TorchAdapter):
             raise Unsupported("The loop over examples is only there for clipping; its non-private twin is pytorch.")
         self.configure(task, setting)
         self.model = self.network(initial)
-        if self.sparse_embedding and not task.is_tied:
+        if self.sparse_embedding and not task.trains_tied_table:
             # An example touches at most 256 of 10,004 rows: its dense gradient would be almost all zeros.
             for module in self.model.modules():
                 if isinstance(module, nn.Embedding):

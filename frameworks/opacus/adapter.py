@@ -58,6 +58,8 @@ class Opacus(TorchAdapter):
             raise Unsupported("Opacus only trains with differential privacy; its non-private twin is pytorch.")
         self.configure(task, setting)
         model = self.network(initial, lstm=DPLSTM)
+        if self.mode == "ghost" and task.trains_tied_table:
+            raise Unsupported("Opacus 1.6.0 refuses it: parameter tying is not supported with ghost clipping.")
         of_sum = optimizers.takes_sums(setting)
         divides = "sum" if of_sum else "mean"
         # Ghost clipping wants one reduction for all of its parts; elsewhere the losses' sum is one pass less.
