@@ -231,7 +231,8 @@ Layer = (
 
 def walk(layers: Iterable[Layer]) -> Iterator[Layer]:
     """Yield every layer in the order of computation; those of a residual block instead of it, and the linear maps of
-    an attention or a SwiGLU after it."""
+    an attention or a SwiGLU after it.
+    """
     for layer in layers:
         if isinstance(layer, Residual):
             yield from walk(layer.layers)
@@ -243,7 +244,8 @@ def walk(layers: Iterable[Layer]) -> Iterator[Layer]:
 
 def parameter_shapes(layer: Layer) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a layer's own parameters by their canonical names; those of the maps inside an attention or
-    a SwiGLU, and of the layers of a residual block, are theirs."""
+    a SwiGLU, and of the layers of a residual block, are theirs.
+    """
     match layer:
         case Conv2d(name, c_in, c_out, k):
             return {f"{name}.weight": (c_out, c_in, k, k), f"{name}.bias": (c_out,)}
@@ -268,7 +270,8 @@ def parameter_shapes(layer: Layer) -> dict[str, tuple[int, ...]]:
 @dataclass(frozen=True)
 class Product:
     """A contraction of one example's forward pass: its FLOPs (a multiply-add counts as two) and the parameter that it
-    multiplies with; none where both factors are activations."""
+    multiplies with; none where both factors are activations.
+    """
 
     flops: int
     parameter: str | None

@@ -365,7 +365,13 @@ TASKS: dict[str, Task] = {
 }
 
 SMALL_VOCABULARY, SMALL_TOKENS = 61, 12
-SMALL = {"input_shape": (SMALL_TOKENS,), "classes": SMALL_VOCABULARY, "dataset": "", "train_size": 4_000, "test_size": 0}
+SMALL = {
+    "input_shape": (SMALL_TOKENS,),
+    "classes": SMALL_VOCABULARY,
+    "dataset": "",
+    "train_size": 4_000,
+    "test_size": 0,
+}
 GATE_TASKS: dict[str, Task] = {
     task.name: task
     for task in (

@@ -172,7 +172,9 @@ def write(
         "sha256": digest(values),
         "arrays": {a: {"dtype": values[a].dtype.str, "shape": list(values[a].shape)} for a in ARRAYS},
         "class_counts": {
-            split: np.bincount(values[f"{split}_y"]).tolist() for split in ("train", "test") if values["train_y"].ndim == 1
+            split: np.bincount(values[f"{split}_y"]).tolist()
+            for split in ("train", "test")
+            if values["train_y"].ndim == 1
         },
     }
     with file_errors(target, f"data set {name}"):
