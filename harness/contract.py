@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.optimizer import SGD, Optimizer
+from harness.optimizer import PLAIN, SGD, Optimizer
 from harness.tasks import Task
 
 Array = np.ndarray
@@ -57,7 +57,7 @@ class Setting:
     threads: int = 1
     precision: str = "float32"
     padded_sizes: tuple[int, ...] = ()
-    optimizer: Optimizer = SGD()
+    optimizer: Optimizer = PLAIN
 
     @property
     def sample_rate(self) -> float:

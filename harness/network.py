@@ -174,6 +174,7 @@ class Attention:
 
     @property
     def head_dim(self) -> int:
+        """Of one head's vectors."""
         return self.dim // self.heads
 
     @property
@@ -230,8 +231,9 @@ Layer = (
 
 
 def walk(layers: Iterable[Layer]) -> Iterator[Layer]:
-    """Yield every layer in the order of computation; those of a residual block instead of it, and the linear maps of
-    an attention or a SwiGLU after it.
+    """Yield every layer in the order of computation.
+
+    Those of a residual block come instead of it, the linear maps of an attention or a SwiGLU after it.
     """
     for layer in layers:
         if isinstance(layer, Residual):
@@ -243,8 +245,9 @@ def walk(layers: Iterable[Layer]) -> Iterator[Layer]:
 
 
 def parameter_shapes(layer: Layer) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a layer's own parameters by their canonical names; those of the maps inside an attention or
-    a SwiGLU, and of the layers of a residual block, are theirs.
+    """Return the shapes of a layer's own parameters by their canonical names.
+
+    Those of the maps inside an attention or a SwiGLU, and of the layers of a residual block, are theirs.
     """
     match layer:
         case Conv2d(name, c_in, c_out, k):
@@ -269,8 +272,10 @@ def parameter_shapes(layer: Layer) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Product:
-    """A contraction of one example's forward pass: its FLOPs (a multiply-add counts as two) and the parameter that it
-    multiplies with; none where both factors are activations.
+    """A contraction of one example's forward pass.
+
+    ``flops``: a multiply-add counts as two. ``parameter``: what it multiplies with; None where both factors are
+    activations.
     """
 
     flops: int
@@ -292,7 +297,7 @@ def cost(layer: Layer, shape: tuple[int, ...]) -> Costs:
 
     match layer:
         case Conv2d(name, c_in, c_out, k, stride, padding):
-            out = (c_out, window(shape[1], k, stride, padding), window(shape[2], k, stride, padding))
+            out: tuple[int, ...] = (c_out, window(shape[1], k, stride, padding), window(shape[2], k, stride, padding))
             return [Product(2 * c_in * k * k * math.prod(out), f"{name}.weight")], math.prod(out), out
         case Linear(name, n_in, n_out, _, lora):
             rows, out = math.prod(shape[:-1]), (*shape[:-1], n_out)
@@ -314,6 +319,13 @@ def cost(layer: Layer, shape: tuple[int, ...]) -> Costs:
             return plain((shape[0],))
         case MeanOverTime():
             return plain((shape[1],))
+        case TiedHead() | Attention() | SwiGLU() | Residual():
+            return _cost_of_transformer(layer, shape)
+    return plain(shape)
+
+
+def _cost_of_transformer(layer: TiedHead | Attention | SwiGLU | Residual, shape: tuple[int, ...]) -> Costs:
+    match layer:
         case TiedHead(table, rows):
             out = (*shape[:-1], rows)
             return [Product(2 * shape[-1] * math.prod(out), f"{table}.weight")], math.prod(out), out
@@ -329,12 +341,12 @@ def cost(layer: Layer, shape: tuple[int, ...]) -> Costs:
             third, c, out = cost(down, hidden)
             return first + second + third, a + b + math.prod(hidden) + c, out
         case Residual(layers):
-            products, size, out = [], 0, shape
+            found: list[Product] = []
+            size, out = 0, shape
             for inner in layers:
                 more, elements, out = cost(inner, out)
-                products, size = products + more, size + elements
-            return products, size + math.prod(out), out
-    return plain(shape)
+                found, size = found + more, size + elements
+            return found, size + math.prod(out), out
 
 
 def fan_in(layer: Layer) -> int:

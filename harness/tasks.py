@@ -34,7 +34,7 @@ from harness.network import RMSNorm as RMSNorm
 from harness.network import SiLU as SiLU
 from harness.network import SwiGLU as SwiGLU
 from harness.network import TiedHead as TiedHead
-from harness.optimizer import SGD, AdamW, Optimizer
+from harness.optimizer import PLAIN, AdamW, Optimizer
 
 FLOAT_BYTES = 4
 TOKEN_LOSS = "token_cross_entropy"
@@ -65,7 +65,7 @@ class Task:
     test_size: int
     learning_rate: float = 0.15
     in_paper: bool = True
-    optimizer: Optimizer = SGD()
+    optimizer: Optimizer = PLAIN
     trained: tuple[str, ...] = ("*",)
     initial_deviation: float | None = None
 
@@ -365,29 +365,36 @@ TASKS: dict[str, Task] = {
 }
 
 SMALL_VOCABULARY, SMALL_TOKENS = 61, 12
-SMALL = {
-    "input_shape": (SMALL_TOKENS,),
-    "classes": SMALL_VOCABULARY,
-    "dataset": "",
-    "train_size": 4_000,
-    "test_size": 0,
-}
+
+
+def _small(name: str, title: str, like: str, layers: tuple[Layer, ...]) -> Task:
+    return replace(
+        TASKS[like],
+        name=name,
+        title=title,
+        layers=layers,
+        dataset="",
+        input_shape=(SMALL_TOKENS,),
+        classes=SMALL_VOCABULARY,
+        train_size=4_000,
+        test_size=0,
+    )
+
+
 GATE_TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        replace(
-            TASKS["gpt2-lm"],
-            name="small-gpt2",
-            title="GPT-2 of one block, for the gate alone",
-            layers=gpt2_layers(blocks=1, dim=16, heads=2, vocabulary=SMALL_VOCABULARY, tokens=SMALL_TOKENS),
-            **SMALL,
+        _small(
+            "small-gpt2",
+            "GPT-2 of one block, for the gate alone",
+            "gpt2-lm",
+            gpt2_layers(blocks=1, dim=16, heads=2, vocabulary=SMALL_VOCABULARY, tokens=SMALL_TOKENS),
         ),
-        replace(
-            TASKS["llama-lora"],
-            name="small-llama",
-            title="Llama of one block with LoRA, for the gate alone",
-            layers=llama_layers(1, dim=24, heads=4, kv_heads=2, hidden=40, lora=3, vocabulary=SMALL_VOCABULARY),
-            **SMALL,
+        _small(
+            "small-llama",
+            "Llama of one block with LoRA, for the gate alone",
+            "llama-lora",
+            llama_layers(1, dim=24, heads=4, kv_heads=2, hidden=40, lora=3, vocabulary=SMALL_VOCABULARY),
         ),
     )
 }

@@ -6,7 +6,8 @@ The rule:
    ``word/tag``, lower-cased. Punctuation marks are words.
 2. Every tenth document, in the order of the files' names, belongs to the test split.
 3. Rank the words of the *training* documents by count, most frequent first; equal counts in the order of their code
-   points. The 8,189 first are the vocabulary; rank r (from 1) has id r + 2. 0 is padding, 1 the start, 2 any other word.
+   points. The 8,189 first are the vocabulary; rank r (from 1) has id r + 2. 0 is padding, 1 the start, 2 another
+   word.
 4. A paragraph is cut into pieces of at most 128 words, and pieces of fewer than 4 words are left out. An example is one
    piece: its input is the start and all words but the last, its labels are the words; behind its end the input is 0
    and the label -1. So examples have different numbers of own tokens.

@@ -37,7 +37,8 @@ class Dataset:
     """One split, ready for a network.
 
     x: float32 [n, C, H, W] in [0, 1] for images, int32 [n, tokens] for tokens, float32 [n, 104] for Adult.
-    y: int32 [n], or int32 [n, tokens] of a language model. meta: the ``meta.json`` of the folder; ``meta["synthetic"]`` must follow every number made from it.
+    y: int32 [n], or int32 [n, tokens] of a language model.
+    meta: the ``meta.json`` of the folder; ``meta["synthetic"]`` must follow every number made from it.
     """
 
     x: np.ndarray

@@ -246,7 +246,8 @@ START_UP_SECONDS = {
     ("llama-lora", "memory"): 20.0,
 }
 """Seconds that a process takes beside those that it times: the medians over all records in results/records up to
-2026-11-22, machines of two cores; of the transformers a guess from single steps. The tables of the adult data set take as long as the embedding."""
+2026-11-22, machines of two cores; of the transformers a guess from single steps. The tables of the adult data set take
+as long as the embedding."""
 
 
 def expected_seconds(options: Options, planned: Sequence[Job]) -> float | None:

@@ -23,7 +23,6 @@ from harness.environments.unavailable import Unavailable
 from harness.environments.venv import EnvironmentFault
 from harness.gate import admission
 from harness.gate.admission import Verdict
-from harness.optimizer import reading_rate
 from harness.plan import e2e as plan
 from harness.plan import protocol as protocols
 from harness.plan.e2e import Job, Options
@@ -52,6 +51,7 @@ from harness.tasks import TASKS, initial_parameters
 from harness.worker import machine
 from harness.worker.e2e import REPLAYED_STEPS, setting_of, timed_batches
 from harness.worker.gate import cases as gate_cases
+from harness.worker.reading import reading_rate
 from harness.worker.request import Request
 from harness.worker.result import Result, State
 

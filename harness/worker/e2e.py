@@ -34,12 +34,13 @@ from typing import Any
 import numpy as np
 
 from harness.contract import Adapter, Setting, Unsupported, require
-from harness.optimizer import SGD, reading_rate, transparent
+from harness.optimizer import SGD
 from harness.tasks import TASKS, Task, check_parameters, initial_parameters, known_task
 from harness.worker import memory as resident
 from harness.worker import sampling, sketch
 from harness.worker.clock import Batch, ForeignLoad, collector_paused, timed_epoch, timed_steps, timed_until
 from harness.worker.line import Line, Remote
+from harness.worker.reading import reading_rate, transparent
 from harness.worker.request import Request
 from harness.worker.result import Result, of_error
 
@@ -401,7 +402,7 @@ def replay(
 
     Adam's steps do not tell the gradients that it got. There a replay with the task's own constants leaves the weights
     at the halt and at the end, and the steps in detail are those of a second one, of the same rows and the same noise,
-    with constants that let the gradients be read (:func:`harness.optimizer.transparent`).
+    with constants that let the gradients be read (:func:`harness.worker.reading.transparent`).
 
     Arrays: the weights where the clock halted after ``halt`` steps (``timed``) and where it ended (``timed_end``), and
     those of the replay there (``replayed``, ``replayed_end``); ``steps``: how many, and the halt; ``numbers`` of the

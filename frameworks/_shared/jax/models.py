@@ -101,6 +101,11 @@ def _apply(layer: tasks.Layer, params: Params, x: jax.Array, form: Form) -> jax.
             return x.mean((1, 2))
         case tasks.MeanOverTime():
             return x.mean(0)
+    return _apply_of_transformer(layer, params, x, form)
+
+
+def _apply_of_transformer(layer: tasks.Layer, params: Params, x: jax.Array, form: Form) -> jax.Array:
+    match layer:
         case tasks.Positions(name):
             return x + params[f"{name}.weight"][: len(x)]
         case tasks.LayerNorm(name, _, eps):

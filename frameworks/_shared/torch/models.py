@@ -127,6 +127,11 @@ def _module(layer: tasks.Layer, lstm: type[nn.Module]) -> nn.Module:
             return Mean(2, 3)
         case tasks.MeanOverTime():
             return Mean(1)
+    return _module_of_transformer(layer)
+
+
+def _module_of_transformer(layer: tasks.Layer) -> nn.Module:
+    match layer:
         case tasks.Positions():
             return transformer.Positions(layer)
         case tasks.LayerNorm(_, dim, eps):

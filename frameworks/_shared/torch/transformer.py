@@ -1,5 +1,5 @@
-"""The parts of transformers in plain PyTorch, as its users write them: ``nn.Linear``, ``nn.Embedding``, ``nn.LayerNorm``,
-``nn.RMSNorm`` and ``scaled_dot_product_attention``, put together by modules without parameters of their own.
+"""The parts of transformers in plain PyTorch, as its users write them: ``nn.Linear``, ``nn.Embedding``,
+``nn.LayerNorm``, ``nn.RMSNorm`` and ``scaled_dot_product_attention``, in modules without parameters of their own.
 """
 
 from __future__ import annotations

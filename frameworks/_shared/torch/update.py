@@ -1,4 +1,4 @@
-"""Clipping and update for contestants on PyTorch that only bring per-example gradients: clipped sum, noise, optimizer."""
+"""Clipping and update for contestants on PyTorch that only bring per-example gradients: sum, noise, optimizer."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from harness.contract import Adapter, Setting, Unsupported, require
-from harness.optimizer import SGD, Optimizer, transparent
+from harness.optimizer import SGD, Optimizer
 from harness.tasks import Task, check_parameters
 from harness.worker import sampling
 from harness.worker.clock import Batch, timed_steps
@@ -28,6 +28,7 @@ from harness.worker.gate import cases as gate_cases
 from harness.worker.gate import noise as gate_noise
 from harness.worker.gate.cases import BATCH, LATE_LAST, Case
 from harness.worker.gate.noise import Score
+from harness.worker.reading import transparent
 
 Check = dict[str, Any]
 """The fields of ``record.GateCheck``."""
