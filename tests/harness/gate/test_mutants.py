@@ -157,3 +157,19 @@ def test_every_fault_is_caught_by_name(verdicts, name):
 def test_no_mutant_is_forgotten():
     variants = {v.name for v in registry.frameworks(hidden=True)["mutants"].variants}
     assert variants == {*RIGHT, *CAUGHT_BY}
+
+
+def test_a_measured_cell_under_adam_is_compared_by_its_gradients(torch_python, tmp_path):
+    """Adam's own steps hide the scale of the noise; the replay that the reference looks at does not."""
+    out = tmp_path / "said.json"
+    names = ["exact-lora", "mean-noise-to-adam", "counts-frozen", "trains-base"]
+    command = [torch_python, "-m", "tests.support.adam_replay", out, *names]
+    subprocess.run(command, cwd=registry.ROOT, check=True, timeout=300)
+    said = json.loads(out.read_text())
+    right = said["exact-lora"]
+    assert right["apart"] == 0 and right["jump"] < 1
+    assert right["update_error"] < right["update_limit"]
+    assert max(right["noise_scores"].values()) < right["noise_limit"]
+    assert said["mean-noise-to-adam"]["noise_scores"]["spread"] > 10 * right["noise_limit"]
+    for name in ("counts-frozen", "trains-base"):
+        assert said[name]["update_error"] > 100 * right["update_limit"]
