@@ -1,4 +1,4 @@
-# Every target does its own set-up. PYTHON: a Python 3.11; PRESET: smoke, quick, full, paper; ISOLATION: venv or docker;
+# Every target does its own set-up. PYTHON: a Python 3.11; PRESET: smoke, quick, full, modern, paper; ISOLATION: venv or docker;
 # ARGS: more options of dpbench; BASE, HEAD: git refs, NAME==VERSION, wheels, or . (the working tree).
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PRESET ?= quick
@@ -24,7 +24,7 @@ RUN ?= results/local/$(PRESET)
 FOUND ?= $(shell command -v python3)
 OUT ?= results/local/gpu
 
-.PHONY: help bench-e2e bench-layers bench-frontier bench-gpu compare findings prove-alerts prove-exactness images report history dashboard gate test lint test-harness test-dpcore test-gpu-kernels test-frameworks test-models test-versions test-containers test-wheel test-wheels conformance mutants compare-wheel comment history-check history-publish ready wheels publish-wheels fuzz-kernels test-slow doctor clean
+.PHONY: help bench-e2e bench-modern bench-layers bench-frontier bench-gpu compare findings prove-alerts prove-exactness images report history dashboard gate test lint test-harness test-dpcore test-gpu-kernels test-frameworks test-models test-versions test-containers test-wheel test-wheels conformance mutants compare-wheel comment history-check history-publish ready wheels publish-wheels fuzz-kernels test-slow doctor clean
 
 help:  ## this list
 	@echo "For you:"; awk -F ':.*  ## ' '/^[a-z0-9-]+:.*  ## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,10 @@ bench-e2e: $(READY)  ## median seconds per epoch of frameworks x tasks x batch s
 	fi; \
 	echo "==> dpbench run e2e --preset $(PRESET) --isolation $$isolation: what is missing (data, environments or images) is made"; \
 	$(BIN)/dpbench run e2e --preset $(PRESET) --isolation $$isolation --out $$out $(ARGS)
+
+bench-modern: $(READY)  ## the small transformer tasks with the core frameworks: tokens per second, cost of privacy
+	@echo "==> dpbench run e2e --preset modern: what is missing (data, environments) is made"
+	$(BIN)/dpbench run e2e --preset modern $(ARGS)
 
 images: $(READY)  ## a container image for every framework, built from its lock with the network off
 	$(BIN)/dpbench image build $(ARGS)

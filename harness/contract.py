@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from harness.optimizer import PLAIN, SGD, Optimizer
 from harness.tasks import Task
 
 Array = np.ndarray
@@ -35,12 +36,13 @@ class Setting:
         dataset_size: training examples, N.
         noise_multiplier: sigma, the noise's standard deviation over C.
         max_grad_norm: C, the bound on one example's gradient norm.
-        learning_rate: lr, of plain SGD.
+        learning_rate: lr.
         seed: of the noise.
         device: ``cpu`` or ``cuda``.
         threads: processor threads that the framework may use.
         precision: of the arithmetic.
         padded_sizes: the lengths of index lists that a variant with ``static_shapes`` may get, in examples.
+        optimizer: what turns the gradient of a step into an update, with its constants.
     """
 
     variant: str
@@ -55,6 +57,7 @@ class Setting:
     threads: int = 1
     precision: str = "float32"
     padded_sizes: tuple[int, ...] = ()
+    optimizer: Optimizer = PLAIN
 
     @property
     def sample_rate(self) -> float:
@@ -80,7 +83,12 @@ class Adapter(ABC):
     Its life: ``build``, ``place``, then any number of ``step``. ``build`` may be called again at any time with the same
     task; it then resets parameters, optimiser and noise stream to what (setting, initial) say, and may keep compiled
     code and placed data where they are still valid. The same (setting, initial, index lists) gives the same parameters.
+
+    Attributes:
+        optimizers: names of the optimizers that it trains by; the harness asks for no other one.
     """
+
+    optimizers: tuple[str, ...] = (SGD.name,)
 
     @abstractmethod
     def build(self, task: Task, setting: Setting, initial: Mapping[str, Array]) -> None:
@@ -89,7 +97,8 @@ class Adapter(ABC):
         Args:
             task: the network, its loss and its data.
             setting: how to train it.
-            initial: the weights to start from, float32, under the canonical names and shapes of ``task.parameters``.
+            initial: the weights to start from, float32, under the canonical names and shapes of ``task.parameters``,
+                frozen ones included.
 
         Raises:
             Unsupported: the framework cannot train this task or setting; the message is the reason.
@@ -101,15 +110,16 @@ class Adapter(ABC):
 
         Args:
             x: float32 [n, *task.input_shape] or int32 [n, tokens]; must not be written to.
-            y: labels, int32 [n]; must not be written to.
+            y: labels, int32 [n, *task.label_shape]; must not be written to.
         """
 
     @abstractmethod
     def step(self, indices: Array, mask: Array | None) -> None:
         """Make one update. This is the timed path. It may return before the device has finished.
 
-        Private: w <- w - lr/B * (sum_i min(1, C/|g_i|) g_i + sigma*C*N(0, I)). Not private: w <- w - lr/B * sum_i g_i.
-        g_i is the gradient of example i's own loss over all trained parameters, B is ``setting.batch_size``.
+        The optimizer gets, private, g = (sum_i min(1, C/|g_i|) g_i + sigma*C*N(0, I)) / B, and g = sum_i g_i / B
+        otherwise; of plain SGD that is w <- w - lr * g. g_i is the gradient of example i's own loss over
+        ``task.trained_parameters``, B is ``setting.batch_size``. Frozen parameters are neither counted nor changed.
 
         Args:
             indices: rows of the placed data, int64 [k]. k, or the number of True rows in ``mask``, may be zero: a
@@ -127,7 +137,7 @@ class Adapter(ABC):
         """Return the current weights.
 
         Returns:
-            Float32 numpy copies under the canonical names and shapes of ``task.parameters``.
+            Float32 numpy copies under the canonical names and shapes of ``task.parameters``, frozen ones included.
         """
 
     def epoch(self, seed: int) -> int | None:
@@ -165,3 +175,18 @@ class Adapter(ABC):
             Epsilon after ``steps`` steps, or None where the library has no accountant.
         """
         return None
+
+
+def require(adapter: Adapter, setting: Setting) -> None:
+    """Raise :class:`Unsupported` where the adapter does not train by the optimizer of ``setting``.
+
+    Args:
+        adapter: the contestant.
+        setting: what will be asked of it.
+
+    Raises:
+        Unsupported: it would train by another one.
+    """
+    if setting.optimizer.name not in adapter.optimizers:
+        known = " and ".join(name.upper() for name in adapter.optimizers)
+        raise Unsupported(f"its adapter trains by {known} only; the task's optimizer is {setting.optimizer.name}.")

@@ -1,105 +1,57 @@
-"""The tasks as data: networks, canonical weights and layouts, training settings, and the physical floor of each.
+"""The tasks as data: networks, starting weights, losses, training settings, and the physical floor of each.
 
-Facts from the public suite that the paper builds on. Layouts are PyTorch's: NCHW images, OIHW kernels, [out, in]
-matrices, LSTM gates in the order i, f, g, o with ONE bias vector. Standard library and numpy only.
+The first four are facts from the public suite that the paper builds on. The layers are in :mod:`harness.network`.
+Standard library and numpy only.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 
 import numpy as np
 
+from harness.network import GELU as GELU
+from harness.network import Attention as Attention
+from harness.network import AvgPool2d as AvgPool2d
+from harness.network import Conv2d as Conv2d
+from harness.network import Embedding as Embedding
+from harness.network import Flatten as Flatten
+from harness.network import Layer as Layer
+from harness.network import LayerNorm as LayerNorm
+from harness.network import Linear as Linear
+from harness.network import Lstm as Lstm
+from harness.network import MaxPool2d as MaxPool2d
+from harness.network import MeanOverSpace as MeanOverSpace
+from harness.network import MeanOverTime as MeanOverTime
+from harness.network import Positions as Positions
+from harness.network import Product, cost, fan_in, parameter_shapes, walk
+from harness.network import ReLU as ReLU
+from harness.network import Residual as Residual
+from harness.network import RMSNorm as RMSNorm
+from harness.network import SiLU as SiLU
+from harness.network import SwiGLU as SwiGLU
+from harness.network import TiedHead as TiedHead
+from harness.optimizer import PLAIN, AdamW, Optimizer
+
 FLOAT_BYTES = 4
-
-
-@dataclass(frozen=True)
-class Conv2d:
-    """2-D convolution with bias; weight [out, in, kernel, kernel], zero padding."""
-
-    name: str
-    in_channels: int
-    out_channels: int
-    kernel: int
-    stride: int = 1
-    padding: int = 0
-
-
-@dataclass(frozen=True)
-class Linear:
-    """y = W x + b; weight [out, in]."""
-
-    name: str
-    in_features: int
-    out_features: int
-
-
-@dataclass(frozen=True)
-class Embedding:
-    """Token ids [T] to vectors [T, dim]; weight [num_embeddings, dim]. Every row is trained, row 0 included."""
-
-    name: str
-    num_embeddings: int
-    dim: int
-
-
-@dataclass(frozen=True)
-class Lstm:
-    """One-layer LSTM over [T, in], zero initial state, returns [T, hidden].
-
-    weight_ih [4H, in], weight_hh [4H, H], bias [4H] (one vector), gate order i, f, g, o.
-    """
-
-    name: str
-    in_features: int
-    hidden: int
-
-
-@dataclass(frozen=True)
-class ReLU:
-    """max(x, 0)."""
-
-
-@dataclass(frozen=True)
-class MaxPool2d:
-    """Maximum over windows, no padding."""
-
-    kernel: int
-    stride: int
-
-
-@dataclass(frozen=True)
-class AvgPool2d:
-    """Mean over windows, no padding."""
-
-    kernel: int
-    stride: int
-
-
-@dataclass(frozen=True)
-class Flatten:
-    """[C, H, W] to [C*H*W]."""
-
-
-@dataclass(frozen=True)
-class MeanOverSpace:
-    """[C, H, W] to [C]."""
-
-
-@dataclass(frozen=True)
-class MeanOverTime:
-    """[T, d] to [d]; padding positions count."""
-
-
-Layer = Conv2d | Linear | Embedding | Lstm | ReLU | MaxPool2d | AvgPool2d | Flatten | MeanOverSpace | MeanOverTime
+TOKEN_LOSS = "token_cross_entropy"
+NOT_OWN = -1
+"""Label of a position that is none of an example's own tokens: padding, or a prompt."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained: network, data set, loss and size. ``loss`` is ``cross_entropy`` on logits [classes], or
-    ``binary_cross_entropy`` on one logit with labels in {0, 1}. Each example's own loss; no mean inside."""
+    """What is trained: network, data set, loss and size. ``loss`` is ``cross_entropy`` on logits [classes],
+    ``binary_cross_entropy`` on one logit with labels in {0, 1}, or ``token_cross_entropy`` on logits [T, classes] with
+    labels [T]: the mean over the positions whose label is not NOT_OWN, zero where there are none. Each example's own
+    loss; no mean over examples inside.
+
+    ``trained``: patterns (as of file names) of the parameters that training changes; the others are frozen.
+    ``initial_deviation``: of the normal starting weights of all matrices (transformers: 0.02), with ones for the
+    weights of norms, zeros for biases and for lora_b; None: uniform by fan-in."""
 
     name: str
     title: str
@@ -113,114 +65,106 @@ class Task:
     test_size: int
     learning_rate: float = 0.15
     in_paper: bool = True
+    optimizer: Optimizer = PLAIN
+    trained: tuple[str, ...] = ("*",)
+    initial_deviation: float | None = None
 
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:
-        """Canonical parameter names and shapes, in the order of the layers."""
-        return {name: shape for layer in self.layers for name, shape in _parameter_shapes(layer).items()}
+        """Canonical parameter names and shapes, frozen ones included, in the order of the layers."""
+        return {name: shape for layer in walk(self.layers) for name, shape in parameter_shapes(layer).items()}
+
+    @property
+    def trained_parameters(self) -> dict[str, tuple[int, ...]]:
+        """Those that training changes: over them an example's gradient is clipped, and they alone get noise."""
+        return {n: s for n, s in self.parameters.items() if any(fnmatch(n, pattern) for pattern in self.trained)}
 
     @property
     def parameter_count(self) -> int:
         return sum(math.prod(shape) for shape in self.parameters.values())
 
     @property
+    def trained_count(self) -> int:
+        return sum(math.prod(shape) for shape in self.trained_parameters.values())
+
+    @property
+    def label_shape(self) -> tuple[int, ...]:
+        """Of one example's labels."""
+        return self.input_shape if self.loss == TOKEN_LOSS else ()
+
+    @property
+    def tokens(self) -> int | None:
+        """Positions of one example, padding included; None where inputs are not tokens."""
+        return self.input_shape[0] if self.input_dtype == "int32" else None
+
+    @property
+    def trains_tied_table(self) -> bool:
+        """Whether a trained table has two uses."""
+        tables = {f"{layer.table}.weight" for layer in walk(self.layers) if isinstance(layer, TiedHead)}
+        return bool(tables & self.trained_parameters.keys())
+
+    @property
     def forward_flops(self) -> int:
         """Multiply-adds count as two; contractions only, of one example's forward pass."""
-        return sum(flops for flops, _ in self._walk())
+        return sum(product.flops for product in self._walk()[0])
 
     @property
     def training_flops(self) -> int:
-        """Floor of one example's forward and backward: 3 x forward, less the input gradient of the first layer with
-        weights, which nobody needs (an embedding multiplies nothing)."""
-        forward = [flops for flops, _ in self._walk()]
-        first = next((f for f in forward if f), 0)
+        """Floor of one example's forward and backward: 3 x forward, less the gradients of frozen matrices and the
+        input gradient of the first layer with weights, which nobody needs (an embedding multiplies nothing)."""
+        products, trained = self._walk()[0], self.trained_parameters
         first_is_fed_by_data = not isinstance(self.layers[0], Embedding)
-        return 3 * sum(forward) - (first if first_is_fed_by_data else 0)
+        first = products[0].flops if products and first_is_fed_by_data else 0
+        return sum(p.flops * (3 if p.parameter is None or p.parameter in trained else 2) for p in products) - first
 
     @property
     def activation_bytes(self) -> int:
         """Bytes of the float32 outputs of all layers for one example: what must move through memory at least once
         forward and once backward."""
-        return FLOAT_BYTES * sum(size for _, size in self._walk())
+        return FLOAT_BYTES * self._walk()[1]
 
     @property
     def weight_bytes(self) -> int:
         return FLOAT_BYTES * self.parameter_count
 
-    def _walk(self) -> list[tuple[int, int]]:
-        """(forward FLOPs, output elements) of every layer."""
+    def _walk(self) -> tuple[list[Product], int]:
+        """(contractions, output elements) of all layers."""
         shape: tuple[int, ...] = self.input_shape
-        costs = []
+        products: list[Product] = []
+        size = 0
         for layer in self.layers:
-            flops, shape = _cost(layer, shape)
-            costs.append((flops, math.prod(shape)))
-        return costs
-
-
-def _parameter_shapes(layer: Layer) -> dict[str, tuple[int, ...]]:
-    match layer:
-        case Conv2d(name, c_in, c_out, k):
-            return {f"{name}.weight": (c_out, c_in, k, k), f"{name}.bias": (c_out,)}
-        case Linear(name, n_in, n_out):
-            return {f"{name}.weight": (n_out, n_in), f"{name}.bias": (n_out,)}
-        case Embedding(name, rows, dim):
-            return {f"{name}.weight": (rows, dim)}
-        case Lstm(name, n_in, h):
-            return {f"{name}.weight_ih": (4 * h, n_in), f"{name}.weight_hh": (4 * h, h), f"{name}.bias": (4 * h,)}
-    return {}
-
-
-def _cost(layer: Layer, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """(forward FLOPs, output shape) of a layer on one example of ``shape``."""
-
-    def window(size: int, kernel: int, stride: int, padding: int = 0) -> int:
-        return (size + 2 * padding - kernel) // stride + 1
-
-    match layer:
-        case Conv2d(_, c_in, c_out, k, stride, padding):
-            out = (c_out, window(shape[1], k, stride, padding), window(shape[2], k, stride, padding))
-            return 2 * c_in * k * k * math.prod(out), out
-        case Linear(_, n_in, n_out):
-            return 2 * n_in * n_out * math.prod(shape[:-1]), (*shape[:-1], n_out)
-        case Embedding(_, _, dim):
-            return 0, (*shape, dim)
-        case Lstm(_, n_in, h):
-            return 2 * shape[0] * 4 * h * (n_in + h), (shape[0], h)
-        case MaxPool2d(k, stride) | AvgPool2d(k, stride):
-            return 0, (shape[0], window(shape[1], k, stride), window(shape[2], k, stride))
-        case Flatten():
-            return 0, (math.prod(shape),)
-        case MeanOverSpace():
-            return 0, (shape[0],)
-        case MeanOverTime():
-            return 0, (shape[1],)
-    return 0, shape
+            more, elements, shape = cost(layer, shape)
+            products, size = products + more, size + elements
+        return products, size
 
 
 def initial_parameters(task: Task, seed: int) -> dict[str, np.ndarray]:
     """Canonical float32 starting weights, the same for every framework: uniform in +-1/sqrt(fan_in) (an LSTM: in
-    +-1/sqrt(hidden)), standard normal embeddings."""
+    +-1/sqrt(hidden)), standard normal embeddings; or as ``task.initial_deviation`` says."""
     rng = np.random.default_rng([seed, 0x1A17])
     values: dict[str, np.ndarray] = {}
-    for layer in task.layers:
-        for name, shape in _parameter_shapes(layer).items():
-            if isinstance(layer, Embedding):
+    for layer in walk(task.layers):
+        for name, shape in parameter_shapes(layer).items():
+            if task.initial_deviation is not None:
+                value = _transformer_start(layer, name, shape, task.initial_deviation, rng)
+            elif isinstance(layer, Embedding):
                 value = rng.standard_normal(shape)
             else:
-                value = rng.uniform(-1.0, 1.0, shape) / math.sqrt(_fan_in(layer))
+                value = rng.uniform(-1.0, 1.0, shape) / math.sqrt(fan_in(layer))
             values[name] = value.astype(np.float32)
     return values
 
 
-def _fan_in(layer: Layer) -> int:
-    match layer:
-        case Conv2d(_, c_in, _, k):
-            return c_in * k * k
-        case Linear(_, n_in, _):
-            return n_in
-        case Lstm(_, _, hidden):
-            return hidden
-    raise TypeError(f"{type(layer).__name__} has no fan-in.")
+def _transformer_start(
+    layer: Layer, name: str, shape: tuple[int, ...], deviation: float, rng: np.random.Generator
+) -> np.ndarray:
+    if name.endswith(".lora_b") or (name.endswith(".bias")):
+        return np.zeros(shape)
+    if isinstance(layer, LayerNorm | RMSNorm):
+        return np.ones(shape)
+    if name.endswith(".lora_a"):
+        return rng.uniform(-1.0, 1.0, shape) / math.sqrt(shape[1])
+    return deviation * rng.standard_normal(shape)
 
 
 def check_parameters(task: Task, values: Mapping[str, np.ndarray]) -> str | None:
@@ -252,6 +196,43 @@ def _cifar_layers() -> tuple[Layer, ...]:
         Conv2d("conv8", 256, 10, 3, 1, 1),
         MeanOverSpace(),
     )
+
+
+LM_VOCABULARY = 8192
+LM_TOKENS = 128
+LM_TRAIN_SIZE, LM_TEST_SIZE = 16_471, 1_852
+
+
+def gpt2_layers(blocks: int, dim: int, heads: int, vocabulary: int, tokens: int) -> tuple[Layer, ...]:
+    """GPT-2's order: norms before attention and before the wide maps, a last norm, the head tied to the table."""
+    found: list[Layer] = [Embedding("tokens", vocabulary, dim), Positions("positions", tokens, dim)]
+    for i in range(blocks):
+        found += [
+            Residual((LayerNorm(f"h{i}.norm1", dim), Attention(f"h{i}.attention", dim, heads))),
+            Residual(
+                (
+                    LayerNorm(f"h{i}.norm2", dim),
+                    Linear(f"h{i}.wide", dim, 4 * dim),
+                    GELU(),
+                    Linear(f"h{i}.narrow", 4 * dim, dim),
+                )
+            ),
+        ]
+    return (*found, LayerNorm("norm", dim), TiedHead("tokens", vocabulary))
+
+
+def llama_layers(
+    blocks: int, dim: int, heads: int, kv_heads: int, hidden: int, lora: int, vocabulary: int
+) -> tuple[Layer, ...]:
+    """Llama's order, with low-rank adapters of rank ``lora`` beside every linear map of the blocks."""
+    found: list[Layer] = [Embedding("tokens", vocabulary, dim)]
+    for i in range(blocks):
+        attention = Attention(f"h{i}.attention", dim, heads, kv_heads, rotary=10_000.0, bias=False, lora=lora)
+        found += [
+            Residual((RMSNorm(f"h{i}.norm1", dim), attention)),
+            Residual((RMSNorm(f"h{i}.norm2", dim), SwiGLU(f"h{i}.mlp", dim, hidden, lora))),
+        ]
+    return (*found, RMSNorm("norm", dim), TiedHead("tokens", vocabulary))
 
 
 TASKS: dict[str, Task] = {
@@ -347,8 +328,84 @@ TASKS: dict[str, Task] = {
             test_size=15_060,
             in_paper=False,
         ),
+        Task(
+            name="gpt2-lm",
+            title="GPT-2, 4 layers of 128, from scratch on the Brown corpus",
+            dataset="brown",
+            input_shape=(LM_TOKENS,),
+            input_dtype="int32",
+            classes=LM_VOCABULARY,
+            loss=TOKEN_LOSS,
+            layers=gpt2_layers(blocks=4, dim=128, heads=4, vocabulary=LM_VOCABULARY, tokens=LM_TOKENS),
+            train_size=LM_TRAIN_SIZE,
+            test_size=LM_TEST_SIZE,
+            learning_rate=1e-3,
+            in_paper=False,
+            optimizer=AdamW(weight_decay=0.01),
+            initial_deviation=0.02,
+        ),
+        Task(
+            name="llama-lora",
+            title="Llama, 4 layers of 192, LoRA of rank 8 on a frozen random base, Brown corpus",
+            dataset="brown",
+            input_shape=(LM_TOKENS,),
+            input_dtype="int32",
+            classes=LM_VOCABULARY,
+            loss=TOKEN_LOSS,
+            layers=llama_layers(4, dim=192, heads=6, kv_heads=2, hidden=512, lora=8, vocabulary=LM_VOCABULARY),
+            train_size=LM_TRAIN_SIZE,
+            test_size=LM_TEST_SIZE,
+            learning_rate=1e-3,
+            in_paper=False,
+            optimizer=AdamW(),
+            trained=("*.lora_a", "*.lora_b"),
+            initial_deviation=0.02,
+        ),
     )
 }
 
+SMALL_VOCABULARY, SMALL_TOKENS = 61, 12
+
+
+def _small(name: str, title: str, like: str, layers: tuple[Layer, ...]) -> Task:
+    return replace(
+        TASKS[like],
+        name=name,
+        title=title,
+        layers=layers,
+        dataset="",
+        input_shape=(SMALL_TOKENS,),
+        classes=SMALL_VOCABULARY,
+        train_size=4_000,
+        test_size=0,
+    )
+
+
+GATE_TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        _small(
+            "small-gpt2",
+            "GPT-2 of one block, for the gate alone",
+            "gpt2-lm",
+            gpt2_layers(blocks=1, dim=16, heads=2, vocabulary=SMALL_VOCABULARY, tokens=SMALL_TOKENS),
+        ),
+        _small(
+            "small-llama",
+            "Llama of one block with LoRA, for the gate alone",
+            "llama-lora",
+            llama_layers(1, dim=24, heads=4, kv_heads=2, hidden=40, lora=3, vocabulary=SMALL_VOCABULARY),
+        ),
+    )
+}
+"""The structure of the transformer tasks in a thousandth of their arithmetic: what CI judges, never measured."""
+
+
+def known_task(name: str) -> Task:
+    """Return a task by its name, measured or for the gate alone."""
+    return TASKS[name] if name in TASKS else GATE_TASKS[name]
+
+
+MODERN_TASKS = ("gpt2-lm", "llama-lora")
 PAPER_TASKS = tuple(name for name, task in TASKS.items() if task.in_paper)
 PAPER_BATCH_SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048)

@@ -16,21 +16,24 @@ from frameworks._shared.torch import models as torch_models
 from harness.tasks import TASKS, Task
 
 BATCH = 500
+TOKEN_BATCH = 50
 
 
 def evaluate(task: Task, parameters: Mapping[str, np.ndarray], x: np.ndarray, y: np.ndarray) -> dict[str, float]:
-    """Fraction classified right and mean loss over x [n, *input_shape] (uint8 images are divided by 255), y [n]."""
+    """Fraction classified right (of tokens: the mean over examples of the share that is) and mean loss over
+    x [n, *input_shape] (uint8 images are divided by 255), y [n, *label_shape]."""
     model = torch_models.build_model(task, parameters).eval()
     losses = torch_models.loss_fn(task)
-    right, total = 0, 0.0
+    right, total = 0.0, 0.0
+    size = BATCH if not task.label_shape else TOKEN_BATCH
     with torch.no_grad():
-        for start in range(0, len(x), BATCH):
-            chunk = np.asarray(x[start : start + BATCH])
+        for start in range(0, len(x), size):
+            chunk = np.asarray(x[start : start + size])
             if chunk.dtype == np.uint8:
                 chunk = chunk.astype(np.float32) / 255
-            inputs, labels = torch_models.place(chunk, np.asarray(y[start : start + BATCH]), "cpu")
+            inputs, labels = torch_models.place(chunk, np.asarray(y[start : start + size]), "cpu")
             logits = model(inputs)
-            right += int(torch_models.correct(task, logits, labels).sum())
+            right += float(torch_models.correct(task, logits, labels).double().sum())
             total += float(losses(logits, labels).double().sum())
     return {"accuracy": right / len(x), "loss": total / len(x)}
 

@@ -17,7 +17,9 @@ import torch
 
 from dpcore import reference
 from frameworks._shared.torch import models as torch_models
-from harness.tasks import TASKS, MaxPool2d, ReLU, Task
+from harness.network import walk
+from harness.optimizer import AdamW
+from harness.tasks import GATE_TASKS, TASKS, MaxPool2d, ReLU, Task, known_task
 from harness.worker.gate import cases as gate_cases
 from harness.worker.gate.cases import Case
 
@@ -52,7 +54,7 @@ def _pool_facts(task: Task, model: torch.nn.Module, x: torch.Tensor, y: torch.Te
     loss = torch_models.loss_fn(task)
     norms = np.array([float(reference.norm(g)) for g in reference.example_gradients(model, loss, x, y)])
     instability = np.zeros(len(x))
-    if any(isinstance(layer, ReLU | MaxPool2d) for layer in task.layers):
+    if any(isinstance(layer, ReLU | MaxPool2d) for layer in walk(task.layers)):
         moved = copy.deepcopy(model)
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
@@ -70,10 +72,12 @@ def _pool_facts(task: Task, model: torch.nn.Module, x: torch.Tensor, y: torch.Te
 def _displacements(
     task: Task, start: torch.nn.Module, case: Case, x: torch.Tensor, y: torch.Tensor
 ) -> dict[bool, dict[str, np.ndarray]]:
-    """Starting minus final weights under the canonical names, with clipping (key True) and without (False)."""
+    """Starting minus final weights under the canonical names, with clipping (key True) and without (False). Frozen
+    ones stay."""
     loss = torch_models.loss_fn(task)
     before = torch_models.canonical_parameters(start, task)
     models = {private: copy.deepcopy(start) for private in (True, False)}
+    memory: dict[tuple[bool, str], tuple[torch.Tensor, torch.Tensor]] = {}
     for step, rows in enumerate(case.batches):
         truth = reference.clipped_sum(models[True], loss, x[rows], y[rows], case.max_grad_norm)
         sums = {True: truth.clipped}
@@ -83,7 +87,14 @@ def _displacements(
         for private, model in models.items():
             for name, parameter in model.named_parameters():
                 if name in sums[private]:
-                    parameter.data -= case.learning_rate / case.batch_size * sums[private][name]
+                    gradient = sums[private][name] / case.batch_size
+                    if case.optimizer is None:
+                        parameter.data -= case.learning_rate * gradient
+                    else:
+                        known = memory.get((private, name), (torch.zeros_like(gradient), torch.zeros_like(gradient)))
+                        memory[private, name] = _adamw(
+                            parameter.data, gradient, known, step + 1, case.learning_rate, case.optimizer
+                        )
     return {
         private: {
             name: (before[name] - parameter).detach().numpy()
@@ -93,14 +104,31 @@ def _displacements(
     }
 
 
+def _adamw(
+    weights: torch.Tensor,
+    gradient: torch.Tensor,
+    memory: tuple[torch.Tensor, torch.Tensor],
+    step: int,
+    rate: float,
+    constants: AdamW,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Changes ``weights``; the new memory. Written out after the paper, not by ``torch.optim``."""
+    mean = constants.beta1 * memory[0] + (1 - constants.beta1) * gradient
+    square = constants.beta2 * memory[1] + (1 - constants.beta2) * gradient**2
+    root = (square / (1 - constants.beta2**step)).sqrt() + constants.eps
+    weights -= rate * constants.weight_decay * weights
+    weights -= rate * (mean / (1 - constants.beta1**step)) / root
+    return mean, square
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--task", required=True, choices=sorted(TASKS))
+    parser.add_argument("--task", required=True, choices=sorted([*TASKS, *GATE_TASKS]))
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--threads", type=int, default=1, help="more than one seldom pays for batches of one example")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(chosen.threads)
-    found = gate_reference(TASKS[chosen.task])
+    found = gate_reference(known_task(chosen.task))
     part = chosen.out.with_name(f"{chosen.out.name}.{os.getpid()}.part")
     with open(part, "wb") as file:
         np.savez(file, **found)

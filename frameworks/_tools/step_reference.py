@@ -54,6 +54,8 @@ def compare(
             exact = (_flat(task, found, f"{i}/before") - end) / rate
             errors.append(_error(task, before, exact, truths[-1], *_some(x, y, rows[:INSTABILITY_ROWS]), bound, rate))
     error, limit = max(errors, key=lambda both: both[0] / both[1])
+    if any(_frozen_moved(task, found, i) for i in range(len(numbers))):
+        error = math.inf
     result: dict[str, object] = {"update_error": error, "update_limit": limit}
     if deviation:
         z = (np.stack(moved) - np.stack(truths)) / deviation
@@ -75,7 +77,8 @@ def _error(
 ) -> tuple[float, float]:
     """(relative error, limit) of a sum that ought to be ``truth``; ``x``, ``y``: some of its rows."""
     scale = float(np.linalg.norm(truth)) or 1.0
-    rounding = 2.0**-24 * math.sqrt(sum(float(np.square(v.astype(np.float64)).sum()) for v in before.values())) / rate
+    moving = [before[name].astype(np.float64) for name in task.trained_parameters]
+    rounding = 2.0**-24 * math.sqrt(sum(float(np.square(v).sum()) for v in moving)) / rate
     near = _sum(task, before, x, y, bound)
     moved = float(np.linalg.norm(_sum(task, _perturbed(before), x, y, bound) - near))
     instability = moved / (float(np.linalg.norm(near)) or 1.0)
@@ -89,7 +92,7 @@ def _some(x: np.ndarray, y: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, n
 
 
 def _sum(task: Task, weights: Arrays, x: np.ndarray, y: np.ndarray, bound: float | None) -> np.ndarray:
-    """The float64 sum of (clipped) gradients as one vector."""
+    """The float64 sum of (clipped) gradients over the trained parameters as one vector."""
     model = torch_models.build_model(task, weights, torch.float64)
     inputs, labels = torch_models.place(x, y, "cpu")
     sums = reference.clipped_sum(model, torch_models.loss_fn(task), inputs, labels, 1.0 if bound is None else bound)
@@ -98,11 +101,16 @@ def _sum(task: Task, weights: Arrays, x: np.ndarray, y: np.ndarray, bound: float
     for name, parameter in holder.named_parameters():
         parameter.data = values.get(name, torch.zeros_like(parameter)).detach()
     canonical = torch_models.read_parameters(holder, task)
-    return np.concatenate([canonical[name].ravel() for name in task.parameters])
+    return np.concatenate([canonical[name].ravel() for name in task.trained_parameters])
 
 
 def _flat(task: Task, found: Arrays, part: str) -> np.ndarray:
-    return np.concatenate([found[f"{part}/{name}"].astype(np.float64).ravel() for name in task.parameters])
+    return np.concatenate([found[f"{part}/{name}"].astype(np.float64).ravel() for name in task.trained_parameters])
+
+
+def _frozen_moved(task: Task, found: Arrays, i: int) -> bool:
+    frozen = [name for name in task.parameters if name not in task.trained_parameters]
+    return any(not np.array_equal(found[f"{i}/before/{name}"], found[f"{i}/after/{name}"]) for name in frozen)
 
 
 def _perturbed(weights: Arrays) -> Arrays:

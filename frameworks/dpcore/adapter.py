@@ -11,6 +11,7 @@ from dpcore import Engine, GaussianNoise, PrivacyEngine, native
 from dpcore.accountants import PRVAccountant
 from dpcore.errors import UnsupportedError
 from frameworks._shared.torch import models as torch_models
+from frameworks._shared.torch import optimizers
 from frameworks._shared.torch.adapter import TorchAdapter
 from harness.contract import Adapter, Setting, Unsupported
 from harness.tasks import Task
@@ -24,6 +25,8 @@ def create(variant: str) -> Adapter:
 
 class Dpcore(TorchAdapter):
     """A thin shell: the engine clips, sums, adds noise, divides by B and calls the optimiser."""
+
+    optimizers = optimizers.NAMES
 
     def __init__(self, kernels: bool, graphs: bool) -> None:
         self.kernels = kernels
@@ -67,8 +70,7 @@ class Dpcore(TorchAdapter):
             raise Unsupported(str(error)) from None
 
     def optimizer(self) -> torch.optim.Optimizer:
-        parameters = torch_models.trained_parameters(self.model)
-        return torch.optim.SGD(parameters, lr=self.setting.learning_rate, fused=True)
+        return optimizers.make(torch_models.trained_parameters(self.model), self.setting, of_sum=False)
 
     def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
         assert self.engine is not None
@@ -82,7 +84,7 @@ class Dpcore(TorchAdapter):
             losses = torch_models.loss_fn(self.task)
             module, optimizer, loader = PrivacyEngine(seed=seed).make_private(
                 module=self.model,
-                optimizer=torch.optim.SGD(torch_models.trained_parameters(self.model), lr=self.setting.learning_rate),
+                optimizer=self.optimizer(),
                 data_loader=self.loader(torch.Generator()),
                 noise_multiplier=self.setting.noise_multiplier,
                 max_grad_norm=self.setting.max_grad_norm,

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from frameworks._shared.jax import models as jax_models
+from frameworks._shared.jax import optimizers
 from frameworks._shared.jax.adapter import JaxAdapter, Tree, Update, in_pieces
 from frameworks._shared.jax.models import Form
 from harness import tasks
@@ -63,7 +65,9 @@ def formulation(variant: str, task: Task, platform: str, size: int) -> Formulati
     if variant in TEXTBOOK:
         return TEXTBOOK[variant]
     private = variant == "vmap"
-    rows = private and isinstance(task.layers[0], tasks.Embedding)
+    table = task.layers[0]
+    rows = private and isinstance(table, tasks.Embedding) and f"{table.name}.weight" in task.trained_parameters
+    rows = rows and not task.trains_tied_table  # whose gradient is dense
     model = jax_models.fastest_on(platform, task)
     is_whole = model.patches and not private and size <= WHOLE_BATCH.get(task.name, WHOLE_BATCH_ELSEWHERE)
     if platform != "cpu" or is_whole:
@@ -73,14 +77,24 @@ def formulation(variant: str, task: Task, platform: str, size: int) -> Formulati
 
 
 class Jax(JaxAdapter):
-    """Noise of each step from a fresh half of the key, which the step splits."""
+    """Noise of each step from a fresh half of the key, which the step splits. The state is the key and what the
+    optimizer remembers."""
+
+    optimizers = optimizers.NAMES
+
+    def noise_state(self, key: jax.Array):
+        trained = {name: self.params[name] for name in self.task.trained_parameters}
+        return key, jax.device_put(optimizers.memory(self.setting, trained), self.device)
+
+    def numbers(self) -> np.ndarray:
+        return np.concatenate([super().numbers(), optimizers.constants(self.setting)])
 
     def update(self, task: Task, platform: str) -> Update:
         variant, private = self.variant, self.private
 
-        def update(params, key, x, y, rows, mask, hyper):
+        def update(params, state, x, y, rows, mask, hyper):
             form = formulation(variant, task, platform, len(rows))
-            return _update(task, form, private)(params, key, x, y, rows, mask, hyper)
+            return _update(task, form, private)(params, state, x, y, rows, mask, hyper)
 
         # "no-jit" runs the textbook's program operation by operation.
         return update if variant == "no-jit" else jax.jit(update, donate_argnums=(0, 1))
@@ -89,16 +103,17 @@ class Jax(JaxAdapter):
 def _update(task: Task, form: Formulation, private: bool) -> Update:
     summed = _clipped_sum(task, form) if private else _sum(task, form)
 
-    def update(params, key, x, y, rows, mask, hyper):
-        rate, bound, multiplier = hyper
+    def update(params, state, x, y, rows, mask, hyper):
+        (key, kept), (rate, bound, multiplier) = state, hyper[:3]
+        trained = {name: params[name] for name in task.trained_parameters}
         rows, mask, pieces = in_pieces(rows, mask, form.micro_batch)
         rows, mask = rows.reshape(pieces, -1), mask.reshape(pieces, -1)
 
         def accumulate(total: Tree, piece: tuple[jax.Array, jax.Array]) -> tuple[Tree, None]:
-            chosen, kept = piece
-            return summed(params, total, x[chosen], y[chosen], kept, bound), None
+            chosen, real = piece
+            return summed(params, total, x[chosen], y[chosen], real, bound), None
 
-        total = jax.tree.map(jnp.zeros_like, params)
+        total = jax.tree.map(jnp.zeros_like, trained)
         if pieces == 1:  # XLA's CPU backend runs a convolution inside a loop on one thread and without its fast kernel
             total, _ = accumulate(total, (rows[0], mask[0]))
         else:
@@ -106,7 +121,11 @@ def _update(task: Task, form: Formulation, private: bool) -> Update:
         if private:
             key, fresh = jax.random.split(key)
             total = _add_noise(total, multiplier * bound, fresh)
-        return jax.tree.map(lambda value, change: value - rate * change, params, total), key
+        if kept is None:
+            trained = jax.tree.map(lambda value, change: value - rate * change, trained, total)
+        else:
+            trained, kept = optimizers.adamw(trained, total, kept, hyper[3:])
+        return {**params, **trained}, (key, kept)
 
     return update
 
@@ -122,12 +141,13 @@ def _add_noise(total: Tree, deviation: jax.Array, key: jax.Array) -> Tree:
 def _sum(task: Task, form: Formulation):
     """total + the sum of the gradients of the examples that ``mask`` keeps."""
 
-    def losses(params, x, y, mask):
+    def losses(trained, params, x, y, mask):
         one = jax.vmap(jax_models.example_loss(task, form.model), (None, 0, 0))
-        return jnp.sum(one(params, x, y) * mask)
+        return jnp.sum(one({**params, **trained}, x, y) * mask)
 
     def summed(params, total, x, y, mask, bound):
-        return jax.tree.map(jnp.add, total, jax.grad(losses)(params, x, y, mask))
+        trained = {name: params[name] for name in total}
+        return jax.tree.map(jnp.add, total, jax.grad(losses)(trained, params, x, y, mask))
 
     return summed
 
@@ -141,8 +161,11 @@ def _clipped_sum(task: Task, form: Formulation):
         return sum(jnp.sum(g * g) for g in jax.tree.leaves(tree))
 
     def dense(params, total, x, y, mask, bound):
+        def trained_loss(trained, x, y):
+            return example_loss({**params, **trained}, x, y)
+
         def one(x, y):
-            gradient = jax.grad(example_loss)(params, x, y)
+            gradient = jax.grad(trained_loss)({name: params[name] for name in total}, x, y)
             return gradient, squared_norm(gradient)
 
         if form.vmap:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from frameworks._shared.torch import models as torch_models
+from frameworks._shared.torch import optimizers
 from frameworks._shared.torch.adapter import TorchAdapter
 from frameworks._shared.torch.update import NoisyUpdate
 from harness.contract import Adapter, Setting, Unsupported
@@ -25,13 +26,14 @@ class Microbatch(TorchAdapter):
     """PyVacy's algorithm as well as PyTorch can run it."""
 
     sparse_embedding = True
+    optimizers = optimizers.NAMES
 
     def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
         if not setting.private:
             raise Unsupported("The loop over examples is only there for clipping; its non-private twin is pytorch.")
         self.configure(task, setting)
         self.model = self.network(initial)
-        if self.sparse_embedding:
+        if self.sparse_embedding and not task.trains_tied_table:
             # An example touches at most 256 of 10,004 rows: its dense gradient would be almost all zeros.
             for module in self.model.modules():
                 if isinstance(module, nn.Embedding):

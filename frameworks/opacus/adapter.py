@@ -14,6 +14,7 @@ from opacus.optimizers import get_optimizer_class
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 
 from frameworks._shared.torch import models as torch_models
+from frameworks._shared.torch import optimizers
 from frameworks._shared.torch.adapter import TorchAdapter
 from harness.contract import Adapter, Setting, Unsupported
 from harness.tasks import Task
@@ -40,8 +41,11 @@ class _Criterion(torch.nn.Module):
 class Opacus(TorchAdapter):
     """The pieces that ``PrivacyEngine.make_private`` puts together, with the exact expected batch size.
 
-    Losses are summed and the division by B sits in the learning rate, which spares Opacus' two passes of scaling.
+    Losses are summed and, for SGD, the division by B sits in the learning rate, which spares Opacus' two passes of
+    scaling. For Adam Opacus' optimiser divides.
     """
+
+    optimizers = optimizers.NAMES
 
     # Opacus 1.6.0 reads channels-last activations wrongly (NOTES.md), so it gets PyTorch's default layout.
     memory_format = torch.contiguous_format
@@ -54,23 +58,27 @@ class Opacus(TorchAdapter):
             raise Unsupported("Opacus only trains with differential privacy; its non-private twin is pytorch.")
         self.configure(task, setting)
         model = self.network(initial, lstm=DPLSTM)
+        if self.mode == "ghost" and task.trains_tied_table:
+            raise Unsupported("Opacus 1.6.0 refuses it: parameter tying is not supported with ghost clipping.")
+        of_sum = optimizers.takes_sums(setting)
+        divides = "sum" if of_sum else "mean"
+        # Ghost clipping wants one reduction for all of its parts; elsewhere the losses' sum is one pass less.
+        reduction = divides if self.mode == "ghost" else "sum"
         extra = {"max_grad_norm": setting.max_grad_norm} if self.mode == "ghost" else {}
-        self.wrapped = wrap_model(model, self.mode, batch_first=True, loss_reduction="sum", **extra)
+        self.wrapped = wrap_model(model, self.mode, batch_first=True, loss_reduction=reduction, **extra)
         self.model = model
-        sgd = torch.optim.SGD(
-            torch_models.trained_parameters(model), lr=setting.learning_rate / setting.batch_size, fused=True
-        )
+        inner = optimizers.make(torch_models.trained_parameters(model), setting, of_sum)
         self.optimizer = get_optimizer_class("flat", distributed=False, grad_sample_mode=self.mode)(
-            sgd,
+            inner,
             noise_multiplier=setting.noise_multiplier,
             max_grad_norm=setting.max_grad_norm,
             expected_batch_size=setting.batch_size,
-            loss_reduction="sum",
+            loss_reduction=divides,
             generator=torch.Generator(self.device).manual_seed(setting.seed),
         )
-        self.loss = _Criterion(task)
+        self.loss = _Criterion(task, reduction)
         if self.mode == "ghost":
-            self.loss = DPLossFastGradientClipping(self.wrapped, self.optimizer, self.loss, loss_reduction="sum")
+            self.loss = DPLossFastGradientClipping(self.wrapped, self.optimizer, self.loss, loss_reduction=reduction)
         self.own = None
 
     def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
@@ -106,7 +114,7 @@ class Opacus(TorchAdapter):
             # In the ghost mode the criterion is the third of four.
             module, optimizer, *criterion, loader = PrivacyEngine().make_private(
                 module=self.model,
-                optimizer=torch.optim.SGD(torch_models.trained_parameters(self.model), lr=self.setting.learning_rate),
+                optimizer=optimizers.make(torch_models.trained_parameters(self.model), self.setting, of_sum=False),
                 criterion=_Criterion(self.task, "mean"),
                 data_loader=self.loader(self.order),
                 noise_multiplier=self.setting.noise_multiplier,

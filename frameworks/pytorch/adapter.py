@@ -1,4 +1,4 @@
-"""Plain SGD by PyTorch: the non-private baseline, eager and compiled."""
+"""Plain training by PyTorch: the non-private baseline, eager and compiled."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from frameworks._shared.torch import models as torch_models
+from frameworks._shared.torch import optimizers
 from frameworks._shared.torch.adapter import COMPILERS, TorchAdapter
 from harness.contract import Adapter, Setting, Unsupported
 from harness.tasks import Task
@@ -23,7 +24,9 @@ def create(variant: str) -> Adapter:
 
 
 class PyTorch(TorchAdapter):
-    """w <- w - lr/B * sum_i g_i by ``torch.optim.SGD`` on the sum of the examples' losses."""
+    """``torch.optim``'s update by the sum of the examples' losses over B."""
+
+    optimizers = optimizers.NAMES
 
     def __init__(self, compiled: bool) -> None:
         self.compiled = compiled
@@ -43,9 +46,10 @@ class PyTorch(TorchAdapter):
         else:
             self.model = self.network(initial)
             self.loss = self._summed_loss()
-        # The divisor goes into the rate, so that no pass over the gradients is spent on it.
-        rate = setting.learning_rate / setting.batch_size
-        self.optimizer = torch.optim.SGD(torch_models.trained_parameters(self.model), lr=rate, fused=True)
+        # The divisor goes into SGD's rate, and else into the loss, so that no pass over the gradients is spent on it.
+        of_sum = optimizers.takes_sums(setting)
+        self.share = 1.0 if of_sum else 1.0 / setting.batch_size
+        self.optimizer = optimizers.make(torch_models.trained_parameters(self.model), setting, of_sum)
         self.optimizer.zero_grad(set_to_none=True)
         self.order = torch.Generator()
         self.own_loader = None
@@ -70,7 +74,7 @@ class PyTorch(TorchAdapter):
             loss = self.loss(x, y, torch.from_numpy(kept).to(self.device, non_blocking=True))
         else:
             loss = self.loss(x, y)
-        loss.backward()
+        (loss if self.share == 1.0 else self.share * loss).backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -79,7 +83,8 @@ class PyTorch(TorchAdapter):
         if self.own_loader is None:
             self.own_loader = self.loader(self.order)
             self.own_module = torch.compile(self.model) if self.compiled else self.model
-            self.own_sgd = torch.optim.SGD(torch_models.trained_parameters(self.model), lr=self.setting.learning_rate)
+            trained = torch_models.trained_parameters(self.model)
+            self.own_optimizer = optimizers.make(trained, self.setting, of_sum=False)
         losses = torch_models.loss_fn(self.task)
         self.order.manual_seed(seed)
-        return self.train(self.own_module, lambda out, y: losses(out, y).mean(), self.own_sgd, self.own_loader)
+        return self.train(self.own_module, lambda out, y: losses(out, y).mean(), self.own_optimizer, self.own_loader)

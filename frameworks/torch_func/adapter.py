@@ -10,6 +10,7 @@ import torch
 from torch.func import functional_call, grad, vmap
 
 from frameworks._shared.torch import models as torch_models
+from frameworks._shared.torch import optimizers
 from frameworks._shared.torch.adapter import COMPILERS, TorchAdapter
 from frameworks._shared.torch.update import NoisyUpdate, clipped_sums, piece_size
 from harness.contract import Adapter, Setting, Unsupported
@@ -32,6 +33,7 @@ class TorchFunc(TorchAdapter):
     """vmap(grad(loss of one example)) over pieces of the batch, then clipping, noise and SGD."""
 
     memory_format = torch.contiguous_format
+    optimizers = optimizers.NAMES
 
     def __init__(self, compiled: bool) -> None:
         self.compiled = compiled

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="The data sets: fetch, list, verify.", no_args_is_help=True)
 
-Names = Annotated[list[str] | None, typer.Argument(help="Data sets: mnist, cifar10, imdb, adult; none means all four.")]
+Names = Annotated[
+    list[str] | None, typer.Argument(help="Data sets: mnist, cifar10, imdb, adult, brown; none means all.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
 

@@ -24,7 +24,7 @@ from harness.paths import INSTALLED
 from harness.plan import registry
 from harness.plan.registry import Contestant
 from harness.store.record import GateCheck
-from harness.tasks import PAPER_TASKS, TASKS
+from harness.tasks import GATE_TASKS, PAPER_TASKS, TASKS
 from harness.worker.gate.checks import FINDING
 
 MUTANTS = "mutants"
@@ -33,7 +33,7 @@ EXACT = f"{MUTANTS}-exact"
 NARROW = {"adapter", "task", "error", "limit", "verdict"}
 WIDTH = 150
 """Columns of a table that goes to a file."""
-MUTANT_TASKS = ("mnist-cnn", "imdb-embedding", "imdb-lstm")
+MUTANT_TASKS = ("mnist-cnn", "imdb-embedding", "imdb-lstm", *GATE_TASKS)
 """A mutant is judged on the first of these that its fault can show on."""
 
 
@@ -59,9 +59,10 @@ def judge_all(
     if frameworks == () or tasks == ():
         what = "frameworks" if frameworks == () else "tasks"
         raise BadInput(f"--{what} names nothing: leave it out, or name at least one.")
+    known = [*TASKS, *GATE_TASKS]
     for task in tasks or ():
-        if task not in TASKS:
-            raise BadInput(f"There is no task {task!r}{did_you_mean(task, TASKS)}; choose from {', '.join(TASKS)}.")
+        if task not in known:
+            raise BadInput(f"There is no task {task!r}{did_you_mean(task, known)}; choose from {', '.join(known)}.")
     if mutants and INSTALLED:
         raise BadInput("--mutants judges adapters of dpbench's tests; run it in a checkout of dpbench.")
     contestants = registry.select([f"{MUTANTS}:all"] if mutants else frameworks, hidden=mutants)

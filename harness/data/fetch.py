@@ -20,12 +20,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from harness.data import adult, cifar10, imdb, mnist, store, synthetic
+from harness.data import adult, brown, cifar10, imdb, mnist, store, synthetic
 from harness.data.download import Progress, Unavailable, obtain
 from harness.data.source import Content, Route, Source, check, file_hash
 from harness.errors import BadInput
 
-SOURCES: dict[str, Source] = {module.SOURCE.name: module.SOURCE for module in (mnist, cifar10, imdb, adult)}
+SOURCES: dict[str, Source] = {module.SOURCE.name: module.SOURCE for module in (mnist, cifar10, imdb, adult, brown)}
 
 # What the readers raise on bytes that are not what they should be.
 FORMAT_ERRORS = (

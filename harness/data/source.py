@@ -75,6 +75,7 @@ class Route:
 @dataclass(frozen=True)
 class Expected:
     """What the genuine arrays are. ``means``: of the training bytes, per channel, to 1e-4; empty where not images.
+    ``label_shape``: of one example's labels; where they are tokens there are no counts, and -1 stands for none.
 
     ``sha256``: digest of the arrays as known from a source that passed every other check; ``exact`` says whether
     another digest is refused (else the difference is only recorded).
@@ -86,6 +87,7 @@ class Expected:
     train_counts: tuple[int, ...]
     test_counts: tuple[int, ...]
     means: tuple[float, ...] = ()
+    label_shape: tuple[int, ...] = ()
     sha256: str = ""
     exact: bool = True
 
@@ -112,8 +114,11 @@ def check(name: str, values: Mapping[str, np.ndarray], expected: Expected) -> No
         x, y = values[f"{split}_x"], values[f"{split}_y"]
         if x.shape != shape or x.dtype != np.dtype(expected.dtype):
             raise ValueError(f"{name}: {split} data are {x.dtype} {x.shape}, genuine are {expected.dtype} {shape}")
-        if y.shape != shape[:1] or y.dtype != np.int32:
-            raise ValueError(f"{name}: {split} labels are {y.dtype} {y.shape}, genuine are int32 {shape[:1]}")
+        labels = (*shape[:1], *expected.label_shape)
+        if y.shape != labels or y.dtype != np.int32:
+            raise ValueError(f"{name}: {split} labels are {y.dtype} {y.shape}, genuine are int32 {labels}")
+        if expected.label_shape:
+            continue
         if y.size and y.min() < 0:
             raise ValueError(f"{name}: a {split} label is {y.min()}, labels start at 0")
         found = tuple(np.bincount(y, minlength=len(counts)).tolist())

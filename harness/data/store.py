@@ -25,7 +25,7 @@ import numpy as np
 from harness.errors import BadInput
 
 CACHE_VARIABLE = "DPBENCH_CACHE"
-NAMES = ("mnist", "cifar10", "imdb", "adult")
+NAMES = ("mnist", "cifar10", "imdb", "adult", "brown")
 ARRAYS = ("train_x", "train_y", "test_x", "test_y")
 META = "meta.json"
 LAYOUT = 1
@@ -36,8 +36,9 @@ LAYOUT = 1
 class Dataset:
     """One split, ready for a network.
 
-    x: float32 [n, C, H, W] in [0, 1] for images, int32 [n, 256] for tokens, float32 [n, 104] for Adult.
-    y: int32 [n]. meta: the ``meta.json`` of the folder; ``meta["synthetic"]`` must follow every number made from it.
+    x: float32 [n, C, H, W] in [0, 1] for images, int32 [n, tokens] for tokens, float32 [n, 104] for Adult.
+    y: int32 [n], or int32 [n, tokens] of a language model.
+    meta: the ``meta.json`` of the folder; ``meta["synthetic"]`` must follow every number made from it.
     """
 
     x: np.ndarray
@@ -171,7 +172,11 @@ def write(
         **facts,
         "sha256": digest(values),
         "arrays": {a: {"dtype": values[a].dtype.str, "shape": list(values[a].shape)} for a in ARRAYS},
-        "class_counts": {split: np.bincount(values[f"{split}_y"]).tolist() for split in ("train", "test")},
+        "class_counts": {
+            split: np.bincount(values[f"{split}_y"]).tolist()
+            for split in ("train", "test")
+            if values["train_y"].ndim == 1
+        },
     }
     with file_errors(target, f"data set {name}"):
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from harness.data import imdb
+from harness.data import brown, imdb
 from harness.data.source import Arrays, Content, Expected, Source
 
 SEED = 2023
@@ -25,6 +25,8 @@ UNKNOWN_SHARE = 0.054
 MEDIAN_LENGTH = 178
 LOG_LENGTH_DEVIATION = 0.6
 
+MEAN_PARAGRAPH = 90
+
 ADULT_CONTINUOUS = 6
 ADULT_CATEGORIES = (7, 16, 7, 14, 6, 5, 2, 41)
 """Number of values of each categorical attribute of the census data."""
@@ -38,6 +40,8 @@ def make(source: Source) -> Content:
         "imdb": _reviews,
         "adult": _census,
     }
+    if source.name == brown.SOURCE.name:
+        return Content(_paragraphs(source.expected))
     arrays: Arrays = {}
     for split, counts in _splits(source.expected).items():
         # Labels and noise differ between the splits, what a class looks like does not (see _traces).
@@ -98,6 +102,23 @@ def _reviews(rng: np.random.Generator, labels: np.ndarray) -> np.ndarray:
     tokens[position < first] = imdb.PADDING
     tokens[position == first] = imdb.START
     return tokens
+
+
+def _paragraphs(expected: Expected) -> Arrays:
+    """Zipf-like words, lengths spread as those of genuine paragraphs (an exponential one, cut at the longest)."""
+    arrays: Arrays = {}
+    for split, shape in (("train", expected.train_shape), ("test", expected.test_shape)):
+        rng = np.random.default_rng([SEED, len(brown.SOURCE.name), split == "test"])
+        ranks = np.arange(1, brown.VOCABULARY_SIZE - brown.UNKNOWN)
+        cumulative = np.cumsum((ranks + ZIPF_SHIFT) ** -ZIPF_EXPONENT)
+        drawn = np.searchsorted(cumulative, rng.random(shape) * cumulative[-1])
+        words = np.minimum(drawn, len(ranks) - 1).astype(np.int32) + brown.UNKNOWN + 1
+        lengths = np.clip(rng.exponential(MEAN_PARAGRAPH, shape[0]).astype(int), brown.SHORTEST, brown.LENGTH)
+        is_own = np.arange(brown.LENGTH) < lengths[:, None]
+        before = np.concatenate([np.full((shape[0], 1), brown.START, np.int32), words[:, :-1]], axis=1)
+        arrays[f"{split}_x"] = np.where(is_own, before, brown.PADDING).astype(np.int32)
+        arrays[f"{split}_y"] = np.where(is_own, words, brown.NOT_OWN).astype(np.int32)
+    return arrays
 
 
 def _census(rng: np.random.Generator, labels: np.ndarray) -> np.ndarray:

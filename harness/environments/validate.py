@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from harness.contract import Array
 from harness.store.record import GateCheck, Timed
-from harness.tasks import TASKS, initial_parameters
+from harness.tasks import TASKS, initial_parameters, known_task
 from harness.worker.e2e import WINDOW_STEPS
 from harness.worker.gate import checks as gate_checks
 from harness.worker.gate import layers as layer_gate
@@ -151,7 +151,7 @@ def fault_of_answer(said: Mapping[str, Any], request: Request | LayerRequest) ->
         if request.mode == "time" and not (result.layer or {}).get("pass_seconds"):
             missing.append("pass_seconds")
     elif request.mode == "gate" and all(check["passed"] for check in result.checks):
-        expected = gate_checks.names(request.private, request.budget is not None)
+        expected = gate_checks.names(request.private, request.budget is not None, known_task(request.task))
         missing = [name for name in expected if name not in found]
         if not missing and found != expected:
             return "the gate's checks are not those that there are, each once and in order"

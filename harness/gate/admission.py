@@ -22,7 +22,7 @@ from harness.paths import ROOT
 from harness.plan.registry import Contestant, code_files
 from harness.store import cache, seal
 from harness.store.record import Gate, GateCheck
-from harness.tasks import TASKS
+from harness.tasks import known_task
 from harness.worker.request import Request
 from harness.worker.result import Result, State
 from harness.worker.sampling import steps_per_epoch
@@ -31,7 +31,10 @@ REFERENCE_SOURCES = (
     "dpcore/reference.py",
     "frameworks/_tools/reference.py",
     "frameworks/_shared/torch/models.py",
+    "frameworks/_shared/torch/transformer.py",
     "harness/worker/gate/cases.py",
+    "harness/network.py",
+    "harness/optimizer.py",
     "harness/tasks.py",
 )
 GATE_SOURCES = (
@@ -72,7 +75,7 @@ def key_of(contestant: Contestant, task: str, device: str, threads: int, identit
     all of its folder and the data set. ``identity``: :attr:`Executor.identity`."""
     framework = contestant.framework
     parts = [task, contestant.name, device, framework.adapter_hash, framework.lock_hash, sources_hash(GATE_SOURCES)]
-    parts += [str(threads), framework.folder_hash, *_data_hashes(TASKS[task].dataset)]
+    parts += [str(threads), framework.folder_hash, *_data_hashes(known_task(task).dataset)]
     parts += [identity] if identity else []
     parts += [] if accounting.available() else ["budget not checked"]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
@@ -138,7 +141,7 @@ def judge(
     except (EnvironmentFault, ToolFault) as fault:
         nothing = Gate(passed=False, key=key, checks=[])
         return Verdict("crashed", f"the float64 reference of {task} could not be made: {fault}", nothing, {})
-    rows = TASKS[task].train_size
+    rows = known_task(task).train_size
     steps = steps_per_epoch(rows, BUDGET_BATCH)
     budget = None
     if accounting.available():  # else the check of the adapter's own accountant is left out
@@ -157,7 +160,7 @@ def judge(
         warm_up=False,
         noise_multiplier=NOISE_MULTIPLIER,
         max_grad_norm=1.0,
-        learning_rate=TASKS[task].learning_rate,
+        learning_rate=known_task(task).learning_rate,
         delta=DELTA,
         device=device,
         threads=threads,

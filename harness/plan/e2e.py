@@ -12,7 +12,7 @@ from harness.errors import BadInput, did_you_mean
 from harness.plan import protocol as protocols
 from harness.plan.registry import Contestant
 from harness.store.record import Cell, Purpose
-from harness.tasks import PAPER_BATCH_SIZES, PAPER_TASKS, TASKS
+from harness.tasks import MODERN_TASKS, PAPER_BATCH_SIZES, PAPER_TASKS, TASKS
 from harness.worker.sampling import steps_per_epoch
 
 
@@ -100,6 +100,13 @@ PRESETS: dict[str, Options] = {
         batch_sizes=_sizes(PAPER_TASKS, (16, 64, 512), {"imdb-lstm": (16, 64)}),
         rounds=5,
         budget_seconds=3.0,
+    ),
+    "modern": Options(
+        tasks=MODERN_TASKS,
+        frameworks=("core",),
+        batch_sizes=_sizes(MODERN_TASKS, (32,), {}),
+        rounds=3,
+        budget_seconds=1.0,
     ),
     "paper": Options(
         tasks=PAPER_TASKS,
@@ -233,9 +240,14 @@ START_UP_SECONDS = {
     ("imdb-embedding", "memory"): 7.0,
     ("imdb-lstm", "time"): 10.0,
     ("imdb-lstm", "memory"): 16.0,
+    ("gpt2-lm", "time"): 30.0,
+    ("gpt2-lm", "memory"): 20.0,
+    ("llama-lora", "time"): 30.0,
+    ("llama-lora", "memory"): 20.0,
 }
 """Seconds that a process takes beside those that it times: the medians over all records in results/records up to
-2026-11-22, machines of two cores. The tables of the adult data set take as long as the embedding."""
+2026-11-22, machines of two cores; of the transformers a guess from single steps. The tables of the adult data set take
+as long as the embedding."""
 
 
 def expected_seconds(options: Options, planned: Sequence[Job]) -> float | None:

@@ -107,7 +107,7 @@ class Framework:
     def adapter_hash(self) -> str:
         """Hash of all code that the adapter's times depend on inside this repository, the contract included."""
         roots = [self.folder, *(self.root / s for s in self.sources)]
-        roots += [self.root / "harness" / name for name in ("contract.py", "tasks.py")]
+        roots += [self.root / "harness" / name for name in ("contract.py", "network.py", "optimizer.py", "tasks.py")]
         apart = {self.folder / name for name in LAYER_FILES}
         digest = hashlib.sha256()
         for path in sorted({p for root in roots for p in code_files(root)} - apart):

@@ -11,7 +11,7 @@ from harness.analysis import frames as table
 from harness.analysis.frames import Tables
 from harness.errors import BadInput
 from harness.report import model
-from harness.report.chapters import costs, fastest_peer, frontier, layers, paper
+from harness.report.chapters import costs, fastest_peer, frontier, layers, paper, throughput
 from harness.report.chapters import tables as task_tables
 from harness.report.figures import memory as memory_figure
 from harness.report.figures import tasks as task_figures
@@ -61,6 +61,7 @@ def end_to_end(tables: Tables) -> tuple[Chapter, ...]:
         "seconds-to-accuracy": costs.goals(tables),
         "physical-floor": costs.floor(tables),
         "fastest-peer": fastest_peer.frame(tables),
+        "throughput": throughput.frame(tables),
     }
     chapters = [chapter for section in model.sections(tables) for chapter in _of_section(tables, section, numbers)]
     return (
@@ -95,6 +96,8 @@ def _of_section(tables: Tables, section: Section, numbers: Mapping[str, pd.DataF
         task_tables.seconds(tables, section),
         seconds_per_epoch=tables.cells,
     )
+    speeds = section.of(numbers["throughput"])
+    yield chapter("Examples and tokens per second", throughput.grids(speeds), throughput=numbers["throughput"])
     yield chapter(
         "Relative to PyTorch without DP", task_tables.ratios(tables, section), relative_to_pytorch=tables.ratios
     )

@@ -51,6 +51,7 @@ from harness.tasks import TASKS, initial_parameters
 from harness.worker import machine
 from harness.worker.e2e import REPLAYED_STEPS, setting_of, timed_batches
 from harness.worker.gate import cases as gate_cases
+from harness.worker.reading import reading_rate
 from harness.worker.request import Request
 from harness.worker.result import Result, State
 
@@ -383,7 +384,7 @@ class Run(Session[Options, Contestant, Job, Request]):
 
         Raises :class:`EnvironmentFault` or :class:`ToolFault` where it cannot be asked.
         """
-        rate = request.learning_rate / request.batch_size
+        rate = reading_rate(TASKS[request.task].optimizer, request.learning_rate) / request.batch_size
         data = store.folder(request.data, request.synthetic)
         arguments: list[Argument] = ["--task", request.task, "--rate", repr(rate), "--checked", Input(checked)]
         arguments += ["--x", Input(data, "train_x.npy"), "--y", Input(data, "train_y.npy")]

@@ -33,12 +33,14 @@ from typing import Any
 
 import numpy as np
 
-from harness.contract import Adapter, Setting, Unsupported
-from harness.tasks import TASKS, Task, check_parameters, initial_parameters
+from harness.contract import Adapter, Setting, Unsupported, require
+from harness.optimizer import SGD
+from harness.tasks import TASKS, Task, check_parameters, initial_parameters, known_task
 from harness.worker import memory as resident
 from harness.worker import sampling, sketch
 from harness.worker.clock import Batch, ForeignLoad, collector_paused, timed_epoch, timed_steps, timed_until
 from harness.worker.line import Line, Remote
+from harness.worker.reading import reading_rate, transparent
 from harness.worker.request import Request
 from harness.worker.result import Result, of_error
 
@@ -86,6 +88,7 @@ def setting_of(request: Request) -> Setting:
         threads=request.threads,
         precision=request.precision,
         padded_sizes=sizes,
+        optimizer=known_task(request.task).optimizer,
     )
 
 
@@ -159,6 +162,7 @@ class Measurement:
         self.whole_epoch = sampling.steps_per_epoch(request.dataset_size, request.batch_size)
         emit({"event": "phase", "phase": "import"})
         self.adapter = load_create(Path(request.folder))(request.variant)
+        require(self.adapter, self.setting)
         self.adapter.build(self.task, self.setting, self.initial)
         fault = check_parameters(self.task, self.adapter.parameters())
         if fault:
@@ -396,6 +400,10 @@ def replay(
     """All timed steps again, untimed, the weights read after every one, and some steps of them in detail: consecutive
     ones, drawn as it goes on, so that no step knows whether it is among them, the one at the halt and the last one.
 
+    Adam's steps do not tell the gradients that it got. There a replay with the task's own constants leaves the weights
+    at the halt and at the end, and the steps in detail are those of a second one, of the same rows and the same noise,
+    with constants that let the gradients be read (:func:`harness.worker.reading.transparent`).
+
     Arrays: the weights where the clock halted after ``halt`` steps (``timed``) and where it ended (``timed_end``), and
     those of the replay there (``replayed``, ``replayed_end``); ``steps``: how many, and the halt; ``numbers`` of the
     steps in detail, and for the i-th of them ``i/before``, ``i/after``, ``i/rows``; after the first of them from the
@@ -404,24 +412,30 @@ def replay(
     """
     chance = random.SystemRandom()
     width = window(m.task, m.request.batch_size, len(batches))
+    replayed: Mapping[str, np.ndarray] = {}
+    end: Mapping[str, np.ndarray] = {}
+    own = m.setting.optimizer
+    rate = reading_rate(own, m.setting.learning_rate)
+    if not isinstance(own, SGD):
+        replayed, end = _own_replay(m, batches, halt)
+        m.setting = transparent(m.setting, rate)
     m.reset()
     after = dict(m.adapter.parameters())
     recent = deque([after], maxlen=width + 1)
     first, kept = 0, list(recent)
     detail: dict[int, tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]]] = {}
     jump = (0.0, 0.0)
-    replayed: Mapping[str, np.ndarray] = {}
     for t, (indices, mask) in enumerate(batches):
         before = after
         m.adapter.step(indices, mask)
         m.adapter.synchronize()
         after = dict(m.adapter.parameters())
         recent.append(after)
-        jump = max(jump, (_length(before, after) / _longest(m, indices, mask), float(t)))
+        jump = max(jump, (_length(before, after) / _longest(m, rate, indices, mask), float(t)))
         start = t + 1 - width
         if start >= 0 and chance.randrange(start + 1) == 0:
             first, kept = start, list(recent)
-        if t + 1 == halt:
+        if t + 1 == halt and isinstance(own, SGD):
             replayed = after
         if t + 1 in (halt, len(batches)):
             detail[t] = before, after
@@ -435,7 +449,7 @@ def replay(
         "timed": halted,
         "replayed": replayed,
         "timed_end": ended,
-        "replayed_end": after,
+        "replayed_end": end or after,
         "exact": dict(m.adapter.parameters()),
     }
     rows: dict[str, np.ndarray] = {}
@@ -448,20 +462,34 @@ def replay(
     return found | rows | about
 
 
+def _own_replay(
+    m: Measurement, batches: list[Batch], halt: int
+) -> tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]]:
+    """The weights at the halt and at the end, with the task's own optimizer."""
+    m.reset()
+    halted: Mapping[str, np.ndarray] = {}
+    for t, (indices, mask) in enumerate(batches):
+        m.adapter.step(indices, mask)
+        m.adapter.synchronize()
+        if t + 1 == halt:
+            halted = dict(m.adapter.parameters())
+    return halted, dict(m.adapter.parameters())
+
+
 def _length(before: Mapping[str, np.ndarray], after: Mapping[str, np.ndarray]) -> float:
     return math.sqrt(sum(float(np.square(after[n].astype(np.float64) - before[n]).sum()) for n in before))
 
 
-def _longest(m: Measurement, indices: np.ndarray, mask: np.ndarray | None) -> float:
-    """How far one step can move the weights; without clipping there is no bound."""
+def _longest(m: Measurement, rate: float, indices: np.ndarray, mask: np.ndarray | None) -> float:
+    """How far one step of ``rate`` can move the weights; without clipping there is no bound."""
     s = m.setting
     if not s.private:
         return math.inf
     rows = len(indices) if mask is None else int(mask.sum())
-    noise = s.noise_multiplier * (math.sqrt(m.task.parameter_count) + JUMP_SLACK)
+    noise = s.noise_multiplier * (math.sqrt(m.task.trained_count) + JUMP_SLACK)
     # And what the float32 rounding of the weights adds.
-    rounding = 2.0**-23 * math.sqrt(m.task.parameter_count)
-    return s.learning_rate / s.batch_size * s.max_grad_norm * (rows + noise) + rounding
+    rounding = 2.0**-23 * math.sqrt(m.task.trained_count)
+    return rate / s.batch_size * s.max_grad_norm * (rows + noise) + rounding
 
 
 def measure_own_loop(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
@@ -525,13 +553,16 @@ def _own_fault(
     m: Measurement, one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], updates: int
 ) -> dict[str, str]:
     """Why a library's own loop has not made its epoch, or nothing: too few updates, or two epochs with different seeds
-    that lie nearer to each other than the noise of so many updates alone would bring them."""
+    that lie nearer to each other than the noise of so many updates alone would bring them. How far noise carries Adam
+    has no such bound: there they must differ."""
     if updates < OWN_UPDATES_SHARE * m.whole_epoch:
         reason = f"its own loop made {updates} updates in an epoch of {m.whole_epoch}."
         return {"state": "rejected", "reason": reason}
     s = m.setting
     unit = s.learning_rate / s.batch_size * s.noise_multiplier * s.max_grad_norm
-    least = OWN_NOISE_SHARE * unit * math.sqrt(2 * updates * m.task.parameter_count)
+    least = OWN_NOISE_SHARE * unit * math.sqrt(2 * updates * m.task.trained_count)
+    if not isinstance(s.optimizer, SGD):
+        least = math.ulp(0.0)
     apart = math.sqrt(sum(float(np.square(one[n].astype(np.float64) - other[n]).sum()) for n in m.task.parameters))
     if apart < least:
         reason = f"two epochs of its own loop are {apart:.3g} apart; the noise of {updates} updates is {2 * least:.3g}."
@@ -620,7 +651,7 @@ def run_gate(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
     with np.load(str(request.reference), allow_pickle=False) as reference:
         checks = checks_of(
             lambda: create(request.variant),
-            TASKS[request.task],
+            known_task(request.task),
             setting_of(request),
             request.static_shapes,
             dict(reference),

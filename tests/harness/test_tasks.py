@@ -9,7 +9,7 @@ import pytest
 
 from harness.plan import e2e as plan
 from harness.plan import protocol, registry
-from harness.tasks import TASKS, check_parameters, initial_parameters
+from harness.tasks import GATE_TASKS, TASKS, check_parameters, initial_parameters
 from harness.worker import sampling
 
 PARAMETERS = {
@@ -19,6 +19,8 @@ PARAMETERS = {
     "imdb-lstm": 1_081_002,
     "logreg": 105,
     "ffnn": 5_352,
+    "gpt2-lm": 1_858_304,
+    "llama-lora": 3_256_000,
 }
 
 
@@ -54,6 +56,30 @@ def test_floor_of_the_mnist_network_by_hand() -> None:
     assert task.training_flops == 3 * task.forward_flops - conv1
     maps = 16 * 14 * 14 * 2 + 16 * 13 * 13 + 32 * 5 * 5 * 2 + 32 * 4 * 4
     assert task.activation_bytes == 4 * (maps + 512 + 32 * 2 + 10)
+
+
+def test_floor_of_the_small_transformer_by_hand() -> None:
+    task = GATE_TASKS["small-gpt2"]
+    tokens, dim, words = 12, 16, 61
+    maps = 2 * tokens * (4 * dim * dim + 2 * dim * 4 * dim)
+    seen = tokens * (tokens + 1) // 2
+    assert task.forward_flops == maps + 2 * 2 * seen * dim + 2 * tokens * dim * words
+    assert task.training_flops == 3 * task.forward_flops, "tokens are looked up, not multiplied"
+
+
+def test_lora_trains_its_adapters_alone_and_pays_no_gradient_of_the_base() -> None:
+    task = TASKS["llama-lora"]
+    assert all(name.endswith((".lora_a", ".lora_b")) for name in task.trained_parameters)
+    widths = [(192, 192), (192, 64), (192, 64), (192, 192), (192, 512), (192, 512), (512, 192)]
+    assert task.trained_count == 4 * 8 * sum(a + b for a, b in widths)
+    assert 2 * task.forward_flops < task.training_flops < 2.2 * task.forward_flops
+    start = initial_parameters(task, 0)
+    assert not start["h0.mlp.up.lora_b"].any() and start["h0.mlp.up.lora_a"].any()
+    assert (start["h0.norm1.weight"] == 1).all()
+
+
+def test_a_tied_table_has_two_uses_only_where_it_is_trained() -> None:
+    assert TASKS["gpt2-lm"].trains_tied_table and not TASKS["llama-lora"].trains_tied_table
 
 
 def test_poisson_batches_have_the_right_distribution() -> None:

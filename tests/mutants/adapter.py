@@ -5,13 +5,16 @@ Each fault is one that a published library or benchmark had, or that a careless 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
 
 from frameworks._shared.torch import models as torch_models
+from frameworks._shared.torch import optimizers
 from frameworks._shared.torch.adapter import TorchAdapter
 from harness.contract import Adapter, Setting
 from harness.tasks import Task
@@ -22,10 +25,14 @@ Sums = dict[str, torch.Tensor]
 class Exact(TorchAdapter):
     """Right, and slow: every example by itself."""
 
+    optimizers = optimizers.NAMES
+
     def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
         self.configure(task, setting)
         self.model = torch_models.build_model(task, initial).to(self.device)
-        self.trained = torch_models.canonical_parameters(self.model, task)
+        known = torch_models.canonical_parameters(self.model, task)
+        self.trained = {name: known[name] for name in task.trained_parameters}
+        self.optimizer = optimizers.make(list(self.trained.values()), setting, of_sum=False)
         self.losses = torch_models.loss_fn(task)
         self.generator = torch.Generator(self.device).manual_seed(setting.seed)
 
@@ -37,9 +44,9 @@ class Exact(TorchAdapter):
         if self.setting.private:
             for name, noise in self.noise(len(rows)).items():
                 sums[name] = sums[name] + noise
-        with torch.no_grad():
-            for name, parameter in self.trained.items():
-                parameter -= self.setting.learning_rate / self.divisor(len(rows)) * sums[name]
+        for name, parameter in self.trained.items():
+            parameter.grad = sums[name] / self.divisor(len(rows))
+        self.optimizer.step()
 
     def clipped_sum(self, rows: np.ndarray) -> Sums:
         sums = {name: torch.zeros_like(p) for name, p in self.trained.items()}
@@ -332,6 +339,132 @@ class UnderReports(Exact):
         return self.setting.sample_rate
 
 
+class ClipsAfterTheMeanOverTokens(Exact):
+    """The loss of a batch is the mean over all of its tokens: an example weighs as much as it has tokens."""
+
+    def update(self, rows: np.ndarray) -> None:
+        own = (self.y[rows] >= 0).sum(1).double()
+        self.weights = dict(zip(rows.tolist(), (own / own.mean()).nan_to_num().tolist(), strict=True))
+        super().update(rows)
+
+    def gradients(self, row: int) -> Sums:
+        return {name: self.weights[int(row)] * g for name, g in super().gradients(row).items()}
+
+
+class ForgetsTheTiedUse(Exact):
+    """The table's gradient is that of the output alone; the lookup's is lost."""
+
+    def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
+        super().build(task, setting, initial)
+        self.model.tokens.register_forward_hook(lambda module, inputs, output: output.detach())
+
+
+class ForgetsTheCrossTerm(Exact):
+    """Adds the squared norms of the two uses of a tied table, as if they stood for two parameters."""
+
+    def clip(self, gradients: Sums) -> Sums:
+        squares = _norm(gradients).square() - self.cross
+        factor = self.factor(squares.clamp(min=0).sqrt(), self.setting.max_grad_norm)
+        return {name: factor * gradient for name, gradient in gradients.items()}
+
+    def gradients(self, row: int) -> Sums:
+        both = dict(super().gradients(row))
+        handle = self.model.tokens.register_forward_hook(lambda module, inputs, output: output.detach())
+        head = super().gradients(row)["tokens.weight"]
+        handle.remove()
+        self.cross = 2 * (head * (both["tokens.weight"] - head)).sum()
+        return both
+
+
+class LeavesNormsOut(Exact):
+    """Trains the layers' norms, but counts only matrices for the clipping: what an engine has no rule for."""
+
+    def factor(self, norm: torch.Tensor, max_grad_norm: float) -> torch.Tensor:
+        return super().factor(self.counted, max_grad_norm)
+
+    def clip(self, gradients: Sums) -> Sums:
+        self.counted = _norm({name: g for name, g in gradients.items() if g.ndim > 1})
+        return super().clip(gradients)
+
+
+class CountsFrozenOnes(Exact):
+    """Frozen parameters, which nobody trains, make the norm longer."""
+
+    def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
+        super().build(task, setting, initial)
+        self.all = torch_models.canonical_parameters(self.model, task)
+        for parameter in self.all.values():
+            parameter.requires_grad_(True)
+
+    def clip(self, gradients: Sums) -> Sums:
+        norm = _norm({name: p.grad for name, p in self.all.items()})
+        factor = self.factor(norm, self.setting.max_grad_norm)
+        return {name: factor * gradient for name, gradient in gradients.items()}
+
+
+class TrainsTheBase(Exact):
+    """LoRA whose base matrices are trained, too."""
+
+    def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
+        super().build(dataclasses.replace(task, trained=("*",)), setting, initial)
+
+
+class NoiseInHalfPrecision(Exact):
+    """Rounds the noise to bfloat16."""
+
+    def normal(self, like: torch.Tensor) -> torch.Tensor:
+        return super().normal(like).bfloat16().float()
+
+
+class NormInHalfPrecision(Exact):
+    """Takes the norm in bfloat16, which is off by up to 0.4 %."""
+
+    def factor(self, norm: torch.Tensor, max_grad_norm: float) -> torch.Tensor:
+        return super().factor(norm.bfloat16().float(), max_grad_norm)
+
+
+class GivesAdamTheSum(Exact):
+    """Never divides by B: Adam's ratio hides it."""
+
+    def divisor(self, examples: int) -> int:
+        return 1
+
+
+class NoiseOfTheMean(Exact):
+    """Adds the noise of the mean, sigma C / B, to the sum: Adam's ratio hides that there is B times too little."""
+
+    def noise(self, examples: int) -> Sums:
+        return {name: noise / self.setting.batch_size for name, noise in super().noise(examples).items()}
+
+
+class DecaysByTheGradient(Exact):
+    """Adam with L2 instead of AdamW: the decay goes through the ratio."""
+
+    def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
+        super().build(task, setting, initial)
+        self.decay = self.optimizer.param_groups[0]["weight_decay"]
+        self.optimizer.param_groups[0]["weight_decay"] = 0.0
+
+    def clipped_sum(self, rows: np.ndarray) -> Sums:
+        share = self.decay * self.setting.batch_size
+        sums = super().clipped_sum(rows)
+        return {name: value + share * self.trained[name].detach() for name, value in sums.items()}
+
+
+class KeepsItsMemory(Exact):
+    """A new build leaves Adam's moments as they were."""
+
+    kept: Mapping[str, Any] | None = None
+
+    def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
+        if hasattr(self, "optimizer"):
+            self.kept = self.optimizer.state_dict()["state"]
+        super().build(task, setting, initial)
+        if self.kept:
+            groups = self.optimizer.state_dict()["param_groups"]
+            self.optimizer.load_state_dict({"state": self.kept, "param_groups": groups})
+
+
 VARIANTS: dict[str, type[Exact]] = {
     "exact": Exact,
     "exact-static": Exact,
@@ -366,10 +499,24 @@ VARIANTS: dict[str, type[Exact]] = {
     "own-start": OwnStartingWeights,
     "under-reports": UnderReports,
     "plain-actual-batch": DividesByActualBatch,
+    "exact-adam": Exact,
+    "exact-lora": Exact,
+    "token-mean": ClipsAfterTheMeanOverTokens,
+    "forgets-tied-use": ForgetsTheTiedUse,
+    "forgets-cross-term": ForgetsTheCrossTerm,
+    "leaves-norms-out": LeavesNormsOut,
+    "counts-frozen": CountsFrozenOnes,
+    "trains-base": TrainsTheBase,
+    "noise-in-bf16": NoiseInHalfPrecision,
+    "norm-in-bf16": NormInHalfPrecision,
+    "sum-to-adam": GivesAdamTheSum,
+    "mean-noise-to-adam": NoiseOfTheMean,
+    "adam-l2": DecaysByTheGradient,
+    "keeps-moments": KeepsItsMemory,
 }
 
 
 def create(variant: str) -> Adapter:
-    """The adapter of ``variant``: ``exact`` and its two siblings are right, every other one has the fault it is named
+    """The adapter of ``variant``: ``exact`` and its siblings are right, every other one has the fault it is named
     after."""
     return VARIANTS[variant]()

@@ -15,13 +15,20 @@ import torch
 from frameworks._tools import reference
 from harness.contract import Setting
 from harness.plan import registry
-from harness.tasks import TASKS
+from harness.tasks import GATE_TASKS, known_task
 from harness.worker.gate.checks import run_gate
 from tests.mutants.adapter import create
 
 TASK = {"embedding-off": "imdb-embedding", "drops-recurrent": "imdb-lstm"}
 ORDINARY_TASK = "mnist-cnn"
+TASKS_BEFORE = ("mnist-cnn", "imdb-embedding", "imdb-lstm")
 BUDGET = {"steps": 500, "delta": 1e-5, "rdp": 0.525, "pld": 0.094}
+
+
+def _task_of(name: str, variant: registry.Variant) -> str:
+    if any(variant.why_unsupported(task) is None for task in TASKS_BEFORE):
+        return TASK.get(name, ORDINARY_TASK)
+    return next(task for task in GATE_TASKS if variant.why_unsupported(task) is None)
 
 
 def main(out: Path, names: list[str]) -> None:
@@ -31,7 +38,7 @@ def main(out: Path, names: list[str]) -> None:
     framework = registry.load(registry.ROOT / "tests" / "mutants")
     for name in names:
         variant = framework.variant(name)
-        task = TASKS[TASK.get(name, ORDINARY_TASK)]
+        task = known_task(_task_of(name, variant))
         if task.name not in known:
             known[task.name] = reference.gate_reference(task)
         setting = Setting(
@@ -41,8 +48,9 @@ def main(out: Path, names: list[str]) -> None:
             dataset_size=task.train_size,
             noise_multiplier=1.1 if variant.private else 0.0,
             max_grad_norm=1.0,
-            learning_rate=0.15,
+            learning_rate=task.learning_rate,
             seed=5,
+            optimizer=task.optimizer,
         )
         start = time.perf_counter()
         found[name] = run_gate(lambda: create(name), task, setting, variant.static_shapes, known[task.name], BUDGET)  # noqa: B023

@@ -29,10 +29,13 @@ class JaxAdapter(Adapter):
 
     @abstractmethod
     def update(self, task: Task, platform: str) -> Update:
-        """The step: (params, noise state, all x, all y, rows [k], mask [k], (rate, C, sigma)) -> (params, noise state).
+        """The step: (params, state, all x, all y, rows [k], mask [k], :meth:`numbers`) -> (params, state)."""
 
-        ``rate`` is the learning rate over the nominal batch size: it multiplies the sum.
-        """
+    def numbers(self) -> np.ndarray:
+        """What the step is given beside data: rate, C, sigma. ``rate`` is the learning rate over the nominal batch
+        size: it multiplies the sum."""
+        s = self.setting
+        return np.array((s.learning_rate / s.batch_size, s.max_grad_norm, s.noise_multiplier), np.float32)
 
     def noise_state(self, key: jax.Array) -> Any:
         """What the step carries on from one draw of noise to the next."""
@@ -47,8 +50,7 @@ class JaxAdapter(Adapter):
         self.task = task
         self.setting = setting
         self.params = jax_models.parameters(task, initial, self.device)
-        hyper = (setting.learning_rate / setting.batch_size, setting.max_grad_norm, setting.noise_multiplier)
-        self.hyper = jax.device_put(np.array(hyper, np.float32), self.device)
+        self.hyper = jax.device_put(self.numbers(), self.device)
         self.state = self.noise_state(jax.device_put(jax.random.key(setting.seed), self.device))
 
     def place(self, x: np.ndarray, y: np.ndarray) -> None:

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from harness import tasks
-from harness.tasks import Task
+from harness import network, tasks
+from harness.contract import Unsupported
+from harness.tasks import NOT_OWN, TOKEN_LOSS, Task
 
 Params = Mapping[str, jax.Array]
 
@@ -35,7 +36,7 @@ PLAIN = Form()
 
 
 def logits(task: Task, params: Params, x: jax.Array, form: Form = PLAIN) -> jax.Array:
-    """Logits [outputs] of one example ``x``.
+    """Logits [outputs] of one example ``x``, of tokens [T, outputs].
 
     x: float32 [*input_shape] or int32 tokens [T]; for a task that starts with an embedding it may also be the rows
     already looked up, float32 [T, dim].
@@ -57,7 +58,12 @@ def fastest_on(platform: str, task: Task) -> Form:
 
 
 def loss(task: Task, outputs: jax.Array, y: jax.Array) -> jax.Array:
-    """One example's own loss from its logits. The one place where logits become a loss."""
+    """One example's own loss from its logits; of tokens the mean over its own ones, zero where it has none. The one
+    place where logits become a loss."""
+    if task.loss == TOKEN_LOSS:
+        chosen = jnp.take_along_axis(outputs, jnp.maximum(y, 0)[:, None], axis=1)[:, 0]
+        is_own = y != NOT_OWN
+        return jnp.sum((jax.nn.logsumexp(outputs, axis=1) - chosen) * is_own) / jnp.maximum(jnp.sum(is_own), 1)
     if task.loss == "binary_cross_entropy":
         return jax.nn.softplus(outputs[0]) - y * outputs[0]
     return jax.nn.logsumexp(outputs) - outputs[y]
@@ -75,8 +81,8 @@ def _apply(layer: tasks.Layer, params: Params, x: jax.Array, form: Form) -> jax.
         case tasks.Conv2d(name, _, _, _, stride, padding):
             convolve = _convolve_patches if form.patches else _convolve
             return convolve(x, params[f"{name}.weight"], stride, padding) + params[f"{name}.bias"][:, None, None]
-        case tasks.Linear(name):
-            return params[f"{name}.weight"] @ x + params[f"{name}.bias"]
+        case tasks.Linear():
+            return _linear(layer, params, x)
         case tasks.Embedding(name):
             return x if jnp.issubdtype(x.dtype, jnp.floating) else params[f"{name}.weight"][x]
         case tasks.Lstm(name):
@@ -95,7 +101,68 @@ def _apply(layer: tasks.Layer, params: Params, x: jax.Array, form: Form) -> jax.
             return x.mean((1, 2))
         case tasks.MeanOverTime():
             return x.mean(0)
-    raise TypeError(f"There is no JAX function for the layer {type(layer).__name__}.")
+    return _apply_of_transformer(layer, params, x, form)
+
+
+def _apply_of_transformer(layer: tasks.Layer, params: Params, x: jax.Array, form: Form) -> jax.Array:
+    match layer:
+        case tasks.Positions(name):
+            return x + params[f"{name}.weight"][: len(x)]
+        case tasks.LayerNorm(name, _, eps):
+            centred = x - x.mean(-1, keepdims=True)
+            scaled = centred * lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + eps)
+            return scaled * params[f"{name}.weight"] + params[f"{name}.bias"]
+        case tasks.RMSNorm(name, _, eps):
+            return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * params[f"{name}.weight"]
+        case tasks.GELU():
+            return jax.nn.gelu(x, approximate=True)
+        case tasks.SiLU():
+            return jax.nn.silu(x)
+        case tasks.SwiGLU():
+            gate, up, down = layer.maps
+            return _linear(down, params, jax.nn.silu(_linear(gate, params, x)) * _linear(up, params, x))
+        case tasks.Attention():
+            return _attention(layer, params, x)
+        case tasks.TiedHead(table):
+            return x @ params[f"{table}.weight"].T
+        case tasks.Residual(layers):
+            return x + reduce(lambda value, inner: _apply(inner, params, value, form), layers, x)
+    raise Unsupported(f"there is no JAX function for the layer {type(layer).__name__}.")
+
+
+def _linear(layer: tasks.Linear, params: Params, x: jax.Array) -> jax.Array:
+    """[in] or [T, in] to [out] or [T, out]."""
+    weight = params[f"{layer.name}.weight"]
+    result = weight @ x if x.ndim == 1 else x @ weight.T
+    if layer.bias:
+        result = result + params[f"{layer.name}.bias"]
+    if layer.lora:
+        narrow = x @ params[f"{layer.name}.lora_a"].T
+        result = result + network.LORA_SCALE * (narrow @ params[f"{layer.name}.lora_b"].T)
+    return result
+
+
+def _attention(layer: tasks.Attention, params: Params, x: jax.Array) -> jax.Array:
+    """Self-attention of [T, dim]."""
+    length, groups, share = len(x), layer.groups, layer.heads // layer.groups
+    query, key, value = (_linear(part, params, x).reshape(length, -1, layer.head_dim) for part in layer.maps[:3])
+    if layer.rotary:
+        query, key = _rotated(layer, query), _rotated(layer, key)
+    query = query.reshape(length, groups, share, layer.head_dim)
+    scores = jnp.einsum("tgsd,ugd->gstu", query, key) / np.sqrt(layer.head_dim)
+    if layer.causal:
+        scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -jnp.inf)
+    mixed = jnp.einsum("gstu,ugd->tgsd", jax.nn.softmax(scores, -1), value)
+    return _linear(layer.maps[3], params, mixed.reshape(length, -1))
+
+
+def _rotated(layer: tasks.Attention, x: jax.Array) -> jax.Array:
+    """[T, heads, head] with the pairs (first half, second half) of every head turned by their angles."""
+    half = layer.head_dim // 2
+    angles = np.arange(len(x))[:, None] * layer.rotary ** (-np.arange(half) / half)
+    cos, sin = (np.asarray(f(angles), np.float32)[:, None, :] for f in (np.cos, np.sin))
+    first, second = x[..., :half], x[..., half:]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
 
 def _convolve(x: jax.Array, weight: jax.Array, stride: int, padding: int) -> jax.Array:

@@ -7,15 +7,17 @@ children carry the task's layer names, so that a DP library can wrap the model a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from harness import tasks
-from harness.tasks import Task
+from frameworks._shared.torch import transformer
+from harness import network, tasks
+from harness.contract import Unsupported
+from harness.tasks import NOT_OWN, TOKEN_LOSS, Task
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -52,13 +54,11 @@ def build_model(
     ``lstm``: a class with the constructor and the parameter names of ``nn.LSTM``, for libraries that bring their own.
     PyTorch's LSTM has two bias vectors where the task has one: ``bias_hh`` is zero and frozen, ``bias_ih`` is trained.
     """
-    children: OrderedDict[str, nn.Module] = OrderedDict()
-    for position, layer in enumerate(task.layers):
-        name = getattr(layer, "name", f"{type(layer).__name__.lower()}{position}")
-        children[name] = _module(layer, lstm)
-        if isinstance(layer, tasks.Lstm):
-            children[f"{name}_output"] = LstmOutput()
-    model = nn.Sequential(children).to(dtype)
+    model = nn.Sequential(_children(task.layers, lstm)).to(dtype)
+    paths = _paths(task.layers)
+    for layer in task.layers:
+        if isinstance(layer, tasks.TiedHead):
+            model.get_submodule(paths[layer]).weight = model.get_submodule(paths[layer.table]).weight
     for layer in task.layers:
         if isinstance(layer, tasks.Lstm):
             frozen = model.get_submodule(layer.name).bias_hh_l0
@@ -66,15 +66,51 @@ def build_model(
             with torch.no_grad():
                 frozen.zero_()
     load_parameters(model, task, initial)
+    trained = task.trained_parameters
+    for name, parameter in canonical_parameters(model, task).items():
+        if name not in trained:
+            parameter.requires_grad_(False)
     return model
+
+
+def _children(layers: Iterable[tasks.Layer], lstm: type[nn.Module]) -> OrderedDict[str, nn.Module]:
+    """The modules of layers one after the other, by their places."""
+    children: OrderedDict[str, nn.Module] = OrderedDict()
+    for position, layer in enumerate(layers):
+        place = _place(layer, position)
+        if isinstance(layer, tasks.Residual):
+            children[place] = transformer.Residual(_children(layer.layers, lstm))
+        else:
+            children[place] = _module(layer, lstm)
+        if isinstance(layer, tasks.Lstm):
+            children[f"{place}_output"] = LstmOutput()
+    return children
+
+
+def _place(layer: tasks.Layer, position: int) -> str:
+    """The attribute of the module that holds it: its name, or its kind and position."""
+    return getattr(layer, "name", f"{type(layer).__name__.lower()}{position}").replace(".", "_")
+
+
+def _paths(layers: Iterable[tasks.Layer], above: str = "") -> dict[str | tasks.Layer, str]:
+    """Where in the model each layer is, by its canonical name, or by itself where it has none."""
+    found: dict[str | tasks.Layer, str] = {}
+    for position, layer in enumerate(layers):
+        path = above + _place(layer, position)
+        found[getattr(layer, "name", layer)] = path
+        if isinstance(layer, tasks.Residual):
+            found |= _paths(layer.layers, f"{path}.")
+        for part in getattr(layer, "maps", ()):
+            found[part.name] = f"{path}.{part.name.rpartition('.')[2]}"
+    return found
 
 
 def _module(layer: tasks.Layer, lstm: type[nn.Module]) -> nn.Module:
     match layer:
         case tasks.Conv2d(_, c_in, c_out, kernel, stride, padding):
             return nn.Conv2d(c_in, c_out, kernel, stride, padding)
-        case tasks.Linear(_, n_in, n_out):
-            return nn.Linear(n_in, n_out)
+        case tasks.Linear():
+            return transformer.linear(layer)
         case tasks.Embedding(_, rows, dim):
             return nn.Embedding(rows, dim)
         case tasks.Lstm(_, n_in, hidden):
@@ -91,20 +127,48 @@ def _module(layer: tasks.Layer, lstm: type[nn.Module]) -> nn.Module:
             return Mean(2, 3)
         case tasks.MeanOverTime():
             return Mean(1)
-    raise TypeError(f"There is no PyTorch module for the layer {type(layer).__name__}.")
+    return _module_of_transformer(layer)
+
+
+def _module_of_transformer(layer: tasks.Layer) -> nn.Module:
+    match layer:
+        case tasks.Positions():
+            return transformer.Positions(layer)
+        case tasks.LayerNorm(_, dim, eps):
+            return nn.LayerNorm(dim, eps)
+        case tasks.RMSNorm(_, dim, eps):
+            return nn.RMSNorm(dim, eps)
+        case tasks.GELU():
+            return nn.GELU(approximate="tanh")
+        case tasks.SiLU():
+            return nn.SiLU()
+        case tasks.SwiGLU():
+            return transformer.SwiGLU(layer)
+        case tasks.Attention():
+            return transformer.Attention(layer)
+        case tasks.TiedHead(_, rows):
+            return nn.Linear(1, rows, bias=False)  # its weight becomes the table
+    raise Unsupported(f"there is no PyTorch module for the layer {type(layer).__name__}.")
 
 
 _LSTM_NAMES = {"weight_ih": "weight_ih_l0", "weight_hh": "weight_hh_l0", "bias": "bias_ih_l0"}
 
 
 def canonical_parameters(model: nn.Module, task: Task) -> dict[str, nn.Parameter]:
-    """The trained parameters themselves under the task's canonical names, in the task's order."""
-    kinds = {layer.name: type(layer) for layer in task.layers if hasattr(layer, "name")}
+    """The parameters themselves under the task's canonical names, in the task's order, frozen ones included."""
+    paths = _paths(task.layers)
     found = {}
-    for full_name in task.parameters:
-        layer, _, name = full_name.rpartition(".")
-        attribute = _LSTM_NAMES[name] if kinds[layer] is tasks.Lstm else name
-        found[full_name] = getattr(model.get_submodule(layer), attribute)
+    for layer in network.walk(task.layers):
+        for full_name in network.parameter_shapes(layer):
+            path, name = paths[layer.name], full_name.rpartition(".")[2]
+            if isinstance(layer, tasks.Lstm):
+                name = _LSTM_NAMES[name]
+            elif isinstance(layer, tasks.Positions):
+                path += ".table"
+            elif isinstance(layer, tasks.Linear) and layer.lora:
+                part, name = (name, "weight") if name.startswith("lora") else ("base", name)
+                path += f".{part}"
+            found[full_name] = getattr(model.get_submodule(path), name)
     return found
 
 
@@ -126,11 +190,14 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def loss_fn(task: Task) -> Loss:
-    """(logits [B, outputs], labels [B]) -> the examples' own losses [B]. The one place where logits become losses."""
+    """(logits [B, outputs], labels [B]) -> the examples' own losses [B]; of tokens (logits [B, T, outputs], labels
+    [B, T]). The one place where logits become losses."""
     if task.loss == "cross_entropy":
         return _cross_entropy
     if task.loss == "binary_cross_entropy":
         return _binary_cross_entropy
+    if task.loss == TOKEN_LOSS:
+        return _token_cross_entropy
     raise ValueError(f"{task.name}: there is no loss {task.loss!r}.")
 
 
@@ -142,8 +209,17 @@ def _binary_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.T
     return F.binary_cross_entropy_with_logits(logits.squeeze(-1), labels.to(logits.dtype), reduction="none")
 
 
+def _token_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The mean over each example's own tokens, zero where it has none."""
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=NOT_OWN, reduction="none")
+    return losses.view(labels.shape).sum(1) / (labels != NOT_OWN).sum(1).clamp(min=1)
+
+
 def correct(task: Task, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Whether each example is classified right, bool [B]."""
+    """Whether each example is classified right, bool [B]; of tokens the share of its own ones that are, float [B]."""
+    if task.loss == TOKEN_LOSS:
+        is_own = labels != NOT_OWN
+        return ((logits.argmax(-1) == labels) & is_own).sum(1) / is_own.sum(1).clamp(min=1)
     predicted = logits.squeeze(-1) > 0 if task.loss == "binary_cross_entropy" else logits.argmax(-1)
     return predicted == labels
 

@@ -1,4 +1,4 @@
-"""Clipping and update for contestants on PyTorch that only bring per-example gradients: clipped sum, noise, SGD."""
+"""Clipping and update for contestants on PyTorch that only bring per-example gradients: sum, noise, optimizer."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from frameworks._shared.torch import optimizers
 from harness.contract import Setting
 
 
 class NoisyUpdate:
-    """w <- w - lr/B * (clipped sum + sigma*C*N(0, I)), by ``torch.optim.SGD`` with the divisor in the learning rate."""
+    """The optimizer's step with (clipped sum + sigma*C*N(0, I)) / B; of plain SGD the divisor is in the rate."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], setting: Setting, device: torch.device) -> None:
         self.parameters = parameters
         self.deviation = setting.noise_multiplier * setting.max_grad_norm
         self.generator = torch.Generator(device).manual_seed(setting.seed)
-        self.optimizer = torch.optim.SGD(parameters, lr=setting.learning_rate / setting.batch_size, fused=True)
+        of_sum = optimizers.takes_sums(setting)
+        self.divisor = 1 if of_sum else setting.batch_size
+        self.optimizer = optimizers.make(parameters, setting, of_sum)
 
     @torch.no_grad()
     def step(self, sums: Sequence[torch.Tensor]) -> None:
@@ -28,6 +31,8 @@ class NoisyUpdate:
                 noise = torch.randn(total.numel(), generator=self.generator, device=total.device, dtype=total.dtype)
                 total.add_(noise.view(total.shape), alpha=self.deviation)
             parameter.grad = total
+        if self.divisor > 1:
+            torch._foreach_div_(list(sums), float(self.divisor))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 

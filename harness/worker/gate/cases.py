@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from harness.tasks import Embedding, Linear, MaxPool2d, ReLU, Task, initial_parameters
+from harness.network import walk
+from harness.optimizer import SGD, AdamW
+from harness.tasks import NOT_OWN, TOKEN_LOSS, Embedding, Linear, MaxPool2d, ReLU, Task, initial_parameters
 
 Values = dict[str, np.ndarray]
 
@@ -27,6 +29,8 @@ LARGE_REPEATS = (5, 22)
 """The adapter's data set holds every row of the pool many times, so that a batch of copies has a multiple of the known
 sum: more rows than adapters that cut a batch into chunks are likely to take at once, and no further truth. 2,090 rows
 where they fit into LARGE_BYTES and LARGE_FLOPS, at least 475."""
+DEAR_FLOPS = 1e9
+"""Of one example: from here on the large batch holds every row once."""
 LARGE_BYTES = 2 * 2**30
 """Of per-example gradients, which some libraries keep."""
 LARGE_FLOPS = 1.3e11
@@ -58,6 +62,25 @@ LATE_SLACK = (200.0, 2.0)
 """After many steps float32 weights may stand on the other side of a kink than float64 ones: in the deepest network
 2e-3 of the last four updates was seen. A step left out of forty is 2e-2 or more. The second is that of networks without
 kinks."""
+BLANK = slice(100, 108)
+"""Of a pool of token sequences: rows without a token of their own, whose loss and gradient are zero. They are ordinary
+rows, and neither among the core nor in the large batch."""
+PROMPT_EVERY = 5
+"""So many rows of token sequences apart one begins with a prompt, whose tokens are not its own: a third of it."""
+SHORTEST = 6
+MATRIX_GAIN = np.float32(5.0)
+"""Turns a transformer's starting deviation of 0.02 into about 1/sqrt(128): attention that is nearly uniform has hardly
+a gradient for queries and keys."""
+NORM_DEVIATION = 0.1
+"""Norms' weights and biases are given other values than ones and zeros, which hide a fault."""
+LORA_DEVIATION = 0.3
+"""Of lora_b, which is zero at the start of a training: then lora_a has no gradient."""
+UNCLIPPED = 4.0
+"""Times the largest norm: a bound that clips nobody."""
+ADAM_RATE = 1e-3
+ADAM_DECAY = 0.1
+ADAM_STEPS = "steps of AdamW"
+OWN_TOKENS = "short and long, none clipped"
 SATURATION = 300.0
 """exp(-300) is zero in float32 and logits of ordinary examples stay far below: softmax and sigmoid give 1 exactly."""
 SEED = 1
@@ -69,6 +92,7 @@ class Case:
 
     ``slack``: factor on the tolerance of the precision. ``stored``: the case whose truth this one shares. ``repeats``:
     so many copies of every row make up the driven batch, and so many times ``batch_size`` is the divisor.
+    ``optimizer``: that of the steps; None for one that moves the weights by the rate times the gradient.
     """
 
     name: str
@@ -80,6 +104,7 @@ class Case:
     slack: float = 1.0
     stored: str = ""
     repeats: int = 1
+    optimizer: AdamW | None = None
 
     @property
     def truth(self) -> str:
@@ -122,7 +147,8 @@ class Layout:
 def large_repeats(task: Task) -> int:
     """How many copies of LARGE_BATCH rows the large batch holds."""
     most = min(LARGE_BYTES // task.weight_bytes, LARGE_FLOPS // task.training_flops) // LARGE_BATCH
-    return int(np.clip(most, *LARGE_REPEATS))
+    least, at_most = LARGE_REPEATS
+    return int(np.clip(most, least if task.training_flops < DEAR_FLOPS else 1, at_most))
 
 
 def large_rows(task: Task) -> int:
@@ -133,6 +159,8 @@ def large_rows(task: Task) -> int:
 def pool(task: Task) -> tuple[np.ndarray, np.ndarray]:
     """(x, y) of POOL_SIZE examples with the task's shapes and types: ordinary rows, outliers, copies."""
     rng = np.random.default_rng([SEED, 0x9A7E])
+    if task.loss == TOKEN_LOSS:
+        return _paragraphs(task, rng)
     y = rng.permutation(np.arange(POOL_SIZE) % task.classes).astype(np.int32)
     make = _tokens if task.input_dtype == "int32" else _images if len(task.input_shape) == 3 else _table
     x = make(task, rng)
@@ -177,6 +205,27 @@ def _tokens(task: Task, rng: np.random.Generator) -> np.ndarray:
     return x
 
 
+def _paragraphs(task: Task, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """(x, y): texts of very different lengths, padded behind, and the next word at every position; some begin with a
+    prompt, some have no token of their own. The outliers say one rare word, then always the same other one."""
+    length = task.input_shape[0]
+    words = 4 + rng.choice(task.classes - 5, size=min(300, task.classes - 5), replace=False)
+    frequency = 1.0 / np.arange(1, len(words) + 1)
+    x = np.zeros((POOL_SIZE, length), dtype=np.int32)
+    y = np.full((POOL_SIZE, length), NOT_OWN, dtype=np.int32)
+    for i in range(POOL_SIZE):
+        size = int(rng.integers(min(SHORTEST, length), length + 1))
+        text = rng.choice(words, size=size + 1, p=frequency / frequency.sum())
+        x[i, :size] = text[:-1]
+        start = size // 3 if i % PROMPT_EVERY == 0 else 0
+        y[i, start:size] = text[1 + start :]
+    for k, row in enumerate(range(POOL_SIZE - COPIES - OUTLIERS, POOL_SIZE - COPIES)):
+        x[row], y[row] = task.classes - 1, words[k]
+    y[BLANK] = NOT_OWN
+    x[-COPIES:], y[-COPIES:] = x[1 : 1 + COPIES], y[1 : 1 + COPIES]
+    return x, y
+
+
 def _vocabulary(task: Task) -> int:
     return next(layer.num_embeddings for layer in task.layers if isinstance(layer, Embedding))
 
@@ -190,7 +239,9 @@ def starting_weights(task: Task, saturated: bool = False) -> Values:
     """The task's own kind of starting weights, rescaled so that every layer matters. ``saturated``: the last bias is so
     large that class 1 has p = 1 exactly, and the gradient of every ordinary example with that label is zero."""
     values = initial_parameters(task, SEED)
-    if any(isinstance(layer, ReLU) for layer in task.layers):
+    if task.initial_deviation is not None:
+        return _lively(task, values)
+    if any(isinstance(layer, ReLU) for layer in walk(task.layers)):
         for name, value in values.items():
             if value.ndim > 1:
                 values[name] = RELU_GAIN * value
@@ -203,9 +254,29 @@ def starting_weights(task: Task, saturated: bool = False) -> Values:
     return values
 
 
+def _lively(task: Task, values: Values) -> Values:
+    """A transformer's starting weights such that every one of its parameters has a gradient that shows. Examples
+    without tokens of their own have none, so that there are no saturated ones."""
+    rng = np.random.default_rng([SEED, 0x11FE])
+    found = {}
+    for name, value in values.items():
+        if name.endswith(".lora_b"):
+            change = LORA_DEVIATION * rng.standard_normal(value.shape)
+        elif name.endswith(".lora_a"):
+            change = np.zeros(value.shape)
+        elif value.ndim > 1:
+            change = (MATRIX_GAIN - 1) * value
+        else:
+            change = NORM_DEVIATION * rng.standard_normal(value.shape)
+        found[name] = (value + change).astype(np.float32)
+    return found
+
+
 def zero_gradient_rows(task: Task) -> np.ndarray:
     """Ordinary rows whose gradient is zero at the saturated weights, at least 8."""
     _, y = pool(task)
+    if task.loss == TOKEN_LOSS:
+        return np.arange(BLANK.start, BLANK.stop, dtype=np.int64)
     return np.flatnonzero(y[: POOL_SIZE - COPIES - OUTLIERS] == 1).astype(np.int64)[:8]
 
 
@@ -235,7 +306,8 @@ def cases(task: Task, reference: Mapping[str, np.ndarray], private: bool) -> lis
     copied = np.concatenate([[i, POOL_SIZE - COPIES - 1 + i] for i in steady_copies] + [high[:1], low[:1]])
     outlier = POOL_SIZE - COPIES - OUTLIERS + int(np.argmax(norms[-COPIES - OUTLIERS : -COPIES]))
     zero = zero_gradient_rows(task)
-    not_zero = core[pool(task)[1][core] != 1][:4].astype(np.int64)
+    labels = pool(task)[1][core]
+    not_zero = (core if labels.ndim > 1 else core[labels != 1])[:4].astype(np.int64)
     everyone = np.argsort(instability[: POOL_SIZE - COPIES - OUTLIERS], kind="stable")[:LARGE_BATCH].astype(np.int64)
     c = clipping_norm(reference)
     shared = [
@@ -251,6 +323,7 @@ def cases(task: Task, reference: Mapping[str, np.ndarray], private: bool) -> lis
         # After the first step the weights may come near a kink, hence the slack.
         Case("three steps", (some, low, high), c, learning_rate=BATCH / 16, slack=20.0),
     ]
+    shared += _further_cases(task, reference, core, [some, low, high, some[::2].copy(), some])
     if not private:
         return shared
     return [
@@ -267,16 +340,39 @@ def cases(task: Task, reference: Mapping[str, np.ndarray], private: bool) -> lis
     ]
 
 
+def _further_cases(
+    task: Task, reference: Mapping[str, np.ndarray], core: np.ndarray, steps: list[np.ndarray]
+) -> list[Case]:
+    """What only some tasks have: own tokens, whose mean is an example's loss; Adam, whose memory and decay show over
+    some steps. Its eps is about as large as the gradient's values, so that all of its parts matter alike."""
+    found = []
+    c = clipping_norm(reference)
+    if task.loss == TOKEN_LOSS:
+        own = (pool(task)[1][core] != NOT_OWN).sum(axis=1)
+        by_length = core[np.argsort(own, kind="stable")].astype(np.int64)
+        ends = np.concatenate([by_length[:3], by_length[-3:]])
+        found.append(Case(OWN_TOKENS, (ends,), float(np.float32(UNCLIPPED * reference["norms"][core].max()))))
+    if isinstance(task.optimizer, AdamW):
+        eps = float(np.float32(c / np.sqrt(task.trained_count)))
+        optimizer = AdamW(task.optimizer.beta1, task.optimizer.beta2, eps, ADAM_DECAY)
+        found.append(Case(ADAM_STEPS, tuple(steps), c, learning_rate=ADAM_RATE, slack=20.0, optimizer=optimizer))
+    return found
+
+
 SHARED = ("some clipped", "permuted", "one, clipped", "duplicates", "empty")
 SHARED_LAST = ("other C, B and rate", "large batch", "three steps")
 
 
-def names(private: bool) -> list[str]:
-    """Of :func:`cases`, in their order."""
+def names(private: bool, task: Task | None = None) -> list[str]:
+    """Of :func:`cases`, in their order; without a task, those that every one has."""
+    last = [*SHARED_LAST]
+    if task is not None:
+        last += [OWN_TOKENS] if task.loss == TOKEN_LOSS else []
+        last += [ADAM_STEPS] if isinstance(task.optimizer, AdamW) else []
     if not private:
-        return [*SHARED, *SHARED_LAST]
+        return [*SHARED, *last]
     first = ["all clipped", "none clipped", *SHARED[:3], "one, not clipped", *SHARED[3:]]
-    return [*first, "outlier", "zero gradients", "zero and other gradients", *SHARED_LAST]
+    return [*first, "outlier", "zero gradients", "zero and other gradients", *last]
 
 
 def is_cheap(task: Task) -> bool:
@@ -295,7 +391,7 @@ def late_cases(task: Task, reference: Mapping[str, np.ndarray]) -> tuple[Case, C
     """Many steps in one build, without the last few and with them: some of its examples clipped, some steps empty."""
     some = next(case for case in cases(task, reference, private=True) if case.name == "some clipped").batches[0]
     parts = [*some.reshape(-1, 4), some[:0]]
-    is_smooth = is_cheap(task) and not any(isinstance(layer, ReLU | MaxPool2d) for layer in task.layers)
+    is_smooth = is_cheap(task) and not any(isinstance(layer, ReLU | MaxPool2d) for layer in walk(task.layers))
     batches = [parts[t % len(parts)] for t in range(LATE_STEPS[is_smooth] - LATE_LAST)]
     batches += [some, some[::3], some[1::3], some]
     c = clipping_norm(reference)
@@ -336,6 +432,7 @@ LARGE_PARAMETER = Task(
     train_size=2,
     test_size=0,
     in_paper=False,
+    optimizer=SGD(),
 )
 """The squares of its first parameter's gradient are of one size, and so many that a float32 sum of one after the other
 loses some: the norm comes out too small, and the clipped gradient too long."""

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from harness.contract import Adapter, Setting, Unsupported
+from harness.contract import Adapter, Setting, Unsupported, require
+from harness.optimizer import SGD, Optimizer
 from harness.tasks import Task, check_parameters
 from harness.worker import sampling
 from harness.worker.clock import Batch, timed_steps
@@ -27,6 +28,7 @@ from harness.worker.gate import cases as gate_cases
 from harness.worker.gate import noise as gate_noise
 from harness.worker.gate.cases import BATCH, LATE_LAST, Case
 from harness.worker.gate.noise import Score
+from harness.worker.reading import transparent
 
 Check = dict[str, Any]
 """The fields of ``record.GateCheck``."""
@@ -108,6 +110,8 @@ NOISE_CHECKS = (
     "on a large batch",
 )
 
+FROZEN_CHECK = "parameters: frozen ones stay"
+
 BUDGET_BELOW = 1e-3
 BUDGET_ABOVE = (1.02, 0.02)
 
@@ -144,6 +148,8 @@ def checks(
     """
     driver = Driver(create(), task, setting, static_shapes, reference, entropy)
     yield from _guarded("parameters", driver.parameter_checks)
+    if driver.frozen:
+        yield from _guarded(FROZEN_CHECK, driver.frozen_check)
     for case in driver.cases:
         yield from _guarded(f"update: {case.name}", functools.partial(driver.update_check, case))
     yield from _guarded("update: sizes", driver.sizes_check)
@@ -164,10 +170,12 @@ def checks(
         yield from _guarded("clip bound", functools.partial(bound_check, create, setting, static_shapes))
 
 
-def names(private: bool, has_budget: bool) -> list[str]:
-    """The checks of a gate that passed, in their order. A test compares them with those of a gate."""
+def names(private: bool, has_budget: bool, task: Task | None = None) -> list[str]:
+    """The checks of a gate that passed, in their order; without a task, those that every one has. A test compares them
+    with those of a gate."""
     found = ["parameters: names, shapes, count", "parameters: as given to build"]
-    found += [f"update: {name}" for name in gate_cases.names(private)]
+    found += [FROZEN_CHECK] if task is not None and task.trained_count < task.parameter_count else []
+    found += [f"update: {name}" for name in gate_cases.names(private, task)]
     found += ["update: sizes", "update: many steps", LAST_STEPS, "update: worst tensor"]
     if private:
         found += ["sensitivity", *(f"noise: {name}" for name in NOISE_CHECKS)]
@@ -220,6 +228,7 @@ def bound_check(create: Callable[[], Adapter], setting: Setting, static: bool) -
         max_grad_norm=bound,
         noise_multiplier=0.0,
         padded_sizes=(1,) if static else (),
+        optimizer=SGD(),
     )
     rows = np.zeros(1, dtype=np.int64)
     try:
@@ -242,7 +251,7 @@ def bound_check(create: Callable[[], Adapter], setting: Setting, static: bool) -
 
 
 class Driver:
-    """An adapter with the gate's data; measures displacements as flat float64 vectors over all parameters."""
+    """An adapter with the gate's data; measures displacements as flat float64 vectors over all trained parameters."""
 
     def __init__(
         self,
@@ -255,8 +264,10 @@ class Driver:
     ) -> None:
         self.entropy = secrets.randbits(NOISE_SEED_BITS) if entropy is None else entropy
         rng = np.random.default_rng(self.entropy)
+        require(adapter, setting)
         self.adapter = adapter
         self.task = task
+        self.frozen = [name for name in task.parameters if name not in task.trained_parameters]
         self.setting = setting
         self.static = static
         self.reference = reference
@@ -265,7 +276,7 @@ class Driver:
         self.tolerance = TOLERANCE[setting.precision]
         self.slices: dict[str, slice] = {}
         end = 0
-        for name, shape in task.parameters.items():
+        for name, shape in task.trained_parameters.items():
             self.slices[name] = slice(end, end + math.prod(shape))
             end = self.slices[name].stop
         self.starts = {key: self._flat(gate_cases.starting_weights(task, key)) for key in (False, True)}
@@ -295,8 +306,10 @@ class Driver:
         noise_multiplier: float = 0.0,
         seed: int | None = None,
         saturated: bool = False,
+        optimizer: Optimizer | None = None,
     ) -> np.ndarray:
-        """Back to the starting weights, which it returns."""
+        """Back to the starting weights, which it returns. Without an ``optimizer`` one of the task's kind whose update
+        is the rate times the gradient that it gets: the privatised gradient is what all the checks look at."""
         setting = dataclasses.replace(
             self.setting,
             batch_size=batch_size,
@@ -306,6 +319,10 @@ class Driver:
             seed=self.seed if seed is None else seed,
             padded_sizes=self.sizes if self.static else (),
         )
+        if optimizer is None:
+            setting = transparent(setting, learning_rate)
+        else:
+            setting = dataclasses.replace(setting, optimizer=optimizer)
         self.adapter.build(self.task, setting, gate_cases.starting_weights(self.task, saturated))
         if not self.placed:
             self.adapter.place(*self.layout.data())
@@ -324,7 +341,9 @@ class Driver:
     def displacement(self, case: Case) -> np.ndarray:
         """Starting minus final weights of a case, without noise."""
         divisor = case.batch_size * case.repeats
-        start = self.build(divisor, case.learning_rate, case.max_grad_norm, saturated=case.saturated)
+        start = self.build(
+            divisor, case.learning_rate, case.max_grad_norm, saturated=case.saturated, optimizer=case.optimizer
+        )
         for rows in case.batches:
             self.step(rows, case.repeats)
         return start - self.weights()
@@ -360,8 +379,20 @@ class Driver:
             fault or f"{count} parameters",
         )
         if fault is None:
-            worst = float(np.abs(self._flat(values) - self.starts[False]).max())
+            given = gate_cases.starting_weights(self.task)
+            worst = max(float(np.abs(values[name] - given[name]).max()) for name in self.task.parameters)
             yield _check("parameters: as given to build", worst, 0.0, "largest difference of any weight")
+
+    def frozen_check(self) -> Iterator[Check]:
+        """Frozen parameters are those that were given, bit by bit, after steps with gradients and noise."""
+        given = gate_cases.starting_weights(self.task)
+        self.build(noise_multiplier=NOISE_MULTIPLIER if self.setting.private else 0.0)
+        for rows in self._replay_batches():
+            self.step(rows)
+        found = self.adapter.parameters()
+        moved = {name: float(np.abs(found[name] - given[name]).max()) for name in self.frozen}
+        where = max(moved, key=lambda name: math.inf if math.isnan(moved[name]) else moved[name])
+        yield _check(FROZEN_CHECK, moved[where], 0.0, f"largest change of any of {len(moved)} tensors: {where}")
 
     def update_check(self, case: Case) -> Iterator[Check]:
         """Relative L2 error over all parameters. To the tolerance comes the float32 rounding of the weights that move,
@@ -373,6 +404,7 @@ class Driver:
             and not case.saturated
             and case.batch_size == BATCH
             and case.max_grad_norm == self.norm
+            and case.optimizer is None
         ):
             self.updates[case.batches[0].tobytes()] = found
         size = float(np.linalg.norm(expected))
@@ -492,7 +524,7 @@ class Driver:
         return found, np.spacing(largest.astype(np.float32)) / unit
 
     def noise_checks(self) -> Iterator[Check]:
-        parameters = self.task.parameter_count
+        parameters = self.task.trained_count
         steps = int(np.clip(math.ceil(NOISE_VALUES / parameters), *NOISE_STEPS))
         z, grid = self._noise_run(self.seed, steps)
         mean, spread = gate_noise.moments(z, self.slices)
@@ -534,7 +566,7 @@ class Driver:
         direction of the update. Noise that follows the norms of the examples, or their number, does so here."""
         known = [*self.cases, *gate_cases.size_cases(self.task, self.reference)]
         cases = [case for case in known if case.name in REAL_NOISE_CASES]
-        seeds = range(1, 1 + math.ceil(REAL_NOISE_VALUES / self.task.parameter_count))
+        seeds = range(1, 1 + math.ceil(REAL_NOISE_VALUES / self.task.trained_count))
         multiplier = max(REAL_NOISE_MULTIPLIER, 10 * self.tolerance)
         scores = [self._noisy_update(case, multiplier, seeds, len(cases)) for case in cases]
         yield _scored("noise: on real batches", gate_noise.worst(scores))
@@ -586,8 +618,12 @@ class Driver:
         return [rng.choice(rows, size=size, replace=False).astype(np.int64) for size in REPLAY_SIZES]
 
     def _build_replay(self) -> np.ndarray:
+        """With the task's own optimizer."""
+        is_sgd = isinstance(self.setting.optimizer, SGD)
         return self.build(
-            learning_rate=REPLAY_RATE, noise_multiplier=self.setting.noise_multiplier if self.setting.private else 0.0
+            learning_rate=REPLAY_RATE if is_sgd else self.setting.learning_rate,
+            noise_multiplier=self.setting.noise_multiplier if self.setting.private else 0.0,
+            optimizer=self.setting.optimizer,
         )
 
     def replay_check(self) -> Iterator[Check]:

@@ -1,0 +1,58 @@
+"""Examples and tokens per second, and the share of the speed without DP that is left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pandas as pd
+
+from harness.analysis.frames import CELL, Tables
+from harness.analysis.naming import factor, number
+from harness.report.chapters.tables import seconds_notes
+from harness.report.model import MISSING, Grid, blocks, task_title
+from harness.tasks import TASKS
+
+
+def frame(tables: Tables) -> pd.DataFrame:
+    """Return the cells that have a time with ``examples_per_second``, ``tokens_per_second`` (every position counts,
+    padding too; none where inputs are not tokens) and, of ``over_twin``, its bounds ``twin_low`` and ``twin_high``: the
+    time over that of the same framework without DP, paired in blocks."""
+    found = tables.cells[(tables.cells.state == "ok") & tables.cells.task.isin(TASKS)].copy()
+    sizes = found.task.map(lambda task: TASKS[task].train_size)
+    tokens = found.task.map(lambda task: TASKS[task].tokens or float("nan"))
+    found["examples_per_second"] = sizes / found["median"]
+    found["tokens_per_second"] = found.examples_per_second * tokens
+    names = {"dp": "over_twin", "dp_low": "twin_low", "dp_high": "twin_high"}
+    if tables.overheads.empty or found.empty:
+        return found.assign(twin=None, over_twin=float("nan"), twin_low=float("nan"), twin_high=float("nan"))
+    ratios = tables.overheads[[*CELL, "twin", *names]].rename(columns=names)
+    return found.merge(ratios, on=CELL, how="left")
+
+
+def grids(shown: pd.DataFrame) -> Iterator[Grid]:
+    """Yield a grid per task of what :func:`frame` returns."""
+    for task, synthetic, group in blocks(shown):
+        has_tokens = bool(group.tokens_per_second.notna().any())
+        rows = tuple(
+            (
+                r.contestant,
+                str(r.batch_size),
+                number(r.examples_per_second),
+                *([number(r.tokens_per_second)] if has_tokens else []),
+                _ratio(r.over_twin, r.twin_low, r.twin_high),
+                r.twin if isinstance(r.twin, str) else MISSING,
+            )
+            for r in group.itertuples()
+        )
+        header = ("contestant", "batch", "examples/s", *(["tokens/s"] if has_tokens else []), "time over twin", "twin")
+        notes = ["From the median seconds per epoch. The twin is the same without DP; paired in blocks, 95 % interval."]
+        if has_tokens:
+            notes.append(f"Tokens: {TASKS[task].tokens} positions of every example, padding included.")
+        notes += [note for note in seconds_notes(group, rows) if note.startswith(("ᵉ", "ᵈ"))]
+        yield Grid(f"{task_title(task, synthetic)}: examples per second", header, rows, tuple(notes))
+
+
+def _ratio(value: float, low: float, high: float) -> str:
+    if pd.isna(value):
+        return MISSING
+    return f"{factor(value)}×" + ("" if pd.isna(low) else f" [{factor(low)}, {factor(high)}]")

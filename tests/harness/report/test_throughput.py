@@ -1,0 +1,47 @@
+"""Examples and tokens per second, on records with known answers."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.analysis.frames import build
+from harness.report import contents
+from harness.report.chapters import throughput
+from harness.tasks import TASKS
+from tests.support import record_factory as factory
+
+PLAIN = {"framework": "pytorch", "variant": "eager", "private": False}
+PRIVATE = {"framework": "opacus", "variant": "hooks"}
+SECONDS = {"plain": (100.0, 110.0, 120.0), "private": (150.0, 165.0, 180.0)}
+
+
+def tables(task):
+    records = [
+        factory.record(task=task, seconds=[SECONDS[side][number]], round=number, **who)
+        for side, who in (("plain", PLAIN), ("private", PRIVATE))
+        for number in range(3)
+    ]
+    return build(records, factory.PAPER_ROWS, {"opacus-hooks": "pytorch-eager"})
+
+
+def test_tokens_and_the_time_over_the_twin():
+    found = throughput.frame(tables("gpt2-lm")).set_index("contestant")
+    task = TASKS["gpt2-lm"]
+    assert found.loc["opacus-hooks"].examples_per_second == pytest.approx(task.train_size / 165)
+    assert found.loc["opacus-hooks"].tokens_per_second == pytest.approx(128 * task.train_size / 165)
+    assert found.loc["opacus-hooks"].over_twin == pytest.approx(1.5)
+    assert found.loc["opacus-hooks"].twin == "pytorch-eager"
+    assert found.loc["pytorch-eager"].isna().over_twin
+
+
+def test_only_tokens_have_tokens_per_second():
+    def header(task):
+        (grid,) = throughput.grids(throughput.frame(tables(task)))
+        return grid.header
+
+    assert "tokens/s" in header("gpt2-lm") and "tokens/s" not in header("mnist-cnn")
+
+
+def test_the_report_has_the_chapter():
+    titles = [chapter.title for chapter in contents.end_to_end(tables("gpt2-lm"))]
+    assert "Examples and tokens per second" in titles

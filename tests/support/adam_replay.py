@@ -1,0 +1,97 @@
+"""The replay of a measured cell whose optimizer is Adam, by an interpreter with torch: ``python -m
+tests.support.adam_replay NAME ...`` prints, by the name of a mutant, what the step's reference says of it.
+
+On the small transformer, with examples drawn here: what a worker does, without a harness around it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from frameworks._tools import step_reference
+from harness import tasks
+from harness.contract import Adapter
+from harness.worker import e2e
+from harness.worker.gate import cases as gate_cases
+from harness.worker.reading import reading_rate
+from harness.worker.request import Request
+from tests.mutants.adapter import create
+
+TASK = tasks.GATE_TASKS["small-llama"]
+BATCH, STEPS, HALT = 24, 6, 4
+SIGMA, BOUND = 1.1, 1.0
+
+
+def request() -> Request:
+    """Of a cell of the small task."""
+    return Request(
+        mode="time",
+        folder="",
+        variant="",
+        private=True,
+        static_shapes=False,
+        task=TASK.name,
+        batch_size=BATCH,
+        dataset_size=gate_cases.POOL_SIZE,
+        sampling="poisson",
+        warm_up=True,
+        noise_multiplier=SIGMA,
+        max_grad_norm=BOUND,
+        learning_rate=TASK.learning_rate,
+        delta=1e-5,
+        device="cpu",
+        threads=1,
+        precision="float32",
+        initial_seed=3,
+        batch_seed=4,
+        noise_seed=5,
+    )
+
+
+def measurement(adapter: Adapter) -> e2e.Measurement:
+    """As the worker has it after ``build`` and ``place``."""
+    found = e2e.Measurement.__new__(e2e.Measurement)
+    found.request, found.task, found.adapter = request(), TASK, adapter
+    found.setting = e2e.setting_of(found.request)
+    found.initial = gate_cases.starting_weights(TASK)
+    adapter.build(TASK, found.setting, found.initial)
+    adapter.place(*gate_cases.pool(TASK))
+    return found
+
+
+def compared(name: str) -> dict[str, object]:
+    """``replay_error`` at the halt and at the end, and what the reference says of the steps."""
+    m = measurement(create(name))
+    rng = np.random.default_rng(7)
+    batches: list[e2e.Batch] = [
+        (rng.choice(gate_cases.POOL_SIZE, size=BATCH, replace=False).astype(np.int64), None) for _ in range(STEPS)
+    ]
+    weights = []
+    for t, (rows, mask) in enumerate(batches):
+        m.adapter.step(rows, mask)
+        if t + 1 in (HALT, STEPS):
+            weights.append(dict(m.adapter.parameters()))
+    found = e2e.replay(m, batches, HALT, *weights)
+    rate = reading_rate(TASK.optimizer, TASK.learning_rate) / BATCH
+    x, y = gate_cases.pool(TASK)
+    said = step_reference.compare(TASK, found, x, y, BOUND, rate, SIGMA * BOUND)
+    apart = max(
+        float(np.abs(found[f"timed{where}/{n}"] - found[f"replayed{where}/{n}"]).max())
+        for where in ("", "_end")
+        for n in TASK.parameters
+    )
+    return {**said, "apart": apart, "jump": float(found["jump"][0])}
+
+
+def main(out: Path, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    out.write_text(json.dumps({name: compared(name) for name in names}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
