@@ -20,7 +20,7 @@ def create(variant: str) -> Adapter:
 
 
 class PrivateTransformers(TorchAdapter):
-    """UNTESTED: the pinned commit could not be fetched (NOTES.md)."""
+    """Its optimiser's ``step`` takes the examples' losses and does the rest."""
 
     memory_format = torch.contiguous_format
 
@@ -61,3 +61,9 @@ class PrivateTransformers(TorchAdapter):
             self.optimizer.original_step()
             self.engine.unlock()
         self.optimizer.zero_grad()
+
+    def epsilon(self, steps: int, delta: float) -> float | None:
+        if steps == 0 or self.setting.noise_multiplier == 0:
+            return None
+        self.engine.target_delta = delta
+        return float(self.engine.get_privacy_spent(steps=steps)["eps_rdp"])
