@@ -144,7 +144,8 @@ def judge(
     if accounting.available():  # else the check of the adapter's own accountant is left out
         run = (BUDGET_BATCH / rows, NOISE_MULTIPLIER, steps, DELTA)
         rdp, pld = accounting.epsilons(*run)
-        budget = {"steps": steps, "delta": DELTA, "rdp": rdp, "pld": pld, "of_2017": accounting.epsilon_as_of_2017(*run)}
+        budget = {"steps": steps, "delta": DELTA, "rdp": rdp, "pld": pld}
+        budget["of_2017"] = accounting.epsilon_as_of_2017(*run)
     request = Request(
         mode="gate",
         folder=str(contestant.framework.folder),
