@@ -12,7 +12,10 @@ from fastDP.supported_layers_grad_samplers import _create_or_extend_private_grad
 from frameworks._shared.torch import models as torch_models
 from frameworks._shared.torch.adapter import TorchAdapter
 from harness.contract import Adapter, Setting, Unsupported
-from harness.tasks import Task
+from harness.tasks import Embedding, Task
+
+ONE_HOT_ROWS = 4
+"""Examples of a piece where there is an embedding: its rule makes one-hot vectors (NOTES.md)."""
 
 
 def create(variant: str) -> Adapter:
@@ -34,6 +37,8 @@ class FastDP(TorchAdapter):
         self.configure(task, setting)
         self.model = self.network(initial)
         self.losses = torch_models.loss_fn(task)
+        has_embedding = any(isinstance(layer, Embedding) for layer in task.layers)
+        self.rows = ONE_HOT_ROWS if has_embedding else setting.dataset_size
         torch.manual_seed(setting.seed)  # its noise comes from the global generator
         # Under a summed loss the engine divides by nothing; the divisor sits in the rate.
         rate = setting.learning_rate / setting.batch_size
@@ -59,7 +64,8 @@ class FastDP(TorchAdapter):
     def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
         if len(indices):
             x, y = self.batch(indices)
-            self.losses(self.model(x), y).sum().backward()
+            for piece, labels in zip(x.split(self.rows), y.split(self.rows), strict=True):
+                self.losses(self.model(piece), labels).sum().backward()  # sums accumulate, noise comes with the first
         else:  # its hooks would leave no sums behind; this function adds the noise
             for p in self.trained:
                 _create_or_extend_private_grad(p, torch.zeros_like(p))
