@@ -11,7 +11,10 @@ from private_transformers import PrivacyEngine
 from frameworks._shared.torch import models as torch_models
 from frameworks._shared.torch.adapter import TorchAdapter
 from harness.contract import Adapter, Setting, Unsupported
-from harness.tasks import Task
+from harness.tasks import Embedding, Task
+
+ONE_HOT_ROWS = 16
+"""Examples of a piece where ``default`` meets an embedding: its rule makes one-hot vectors (NOTES.md)."""
 
 
 def create(variant: str) -> Adapter:
@@ -20,7 +23,7 @@ def create(variant: str) -> Adapter:
 
 
 class PrivateTransformers(TorchAdapter):
-    """UNTESTED: the pinned commit could not be fetched (NOTES.md)."""
+    """Its optimiser's ``step`` takes the examples' losses and does the rest."""
 
     memory_format = torch.contiguous_format
 
@@ -34,6 +37,8 @@ class PrivateTransformers(TorchAdapter):
         self.model = self.network(initial)
         self.losses = torch_models.loss_fn(task)
         self.trained = torch_models.trained_parameters(self.model)
+        one_hot = self.mode == "default" and any(isinstance(layer, Embedding) for layer in task.layers)
+        self.rows = ONE_HOT_ROWS if one_hot else setting.dataset_size
         torch.manual_seed(setting.seed)  # its noise comes from the global generator
         self.optimizer = torch.optim.SGD(self.trained, lr=setting.learning_rate)
         self.engine = PrivacyEngine(
@@ -52,7 +57,10 @@ class PrivateTransformers(TorchAdapter):
     def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
         if len(indices):
             x, y = self.batch(indices)
-            self.optimizer.step(loss=self.losses(self.model(x), y))
+            *before, last = zip(x.split(self.rows), y.split(self.rows), strict=True)
+            for piece, labels in before:
+                self.optimizer.virtual_step(loss=self.losses(self.model(piece), labels))
+            self.optimizer.step(loss=self.losses(self.model(last[0]), last[1]))
         else:  # its hooks fail on an empty batch: noise and update by themselves
             for p in self.trained:
                 p.summed_grad = torch.zeros_like(p)
@@ -61,3 +69,9 @@ class PrivateTransformers(TorchAdapter):
             self.optimizer.original_step()
             self.engine.unlock()
         self.optimizer.zero_grad()
+
+    def epsilon(self, steps: int, delta: float) -> float | None:
+        if steps == 0 or self.setting.noise_multiplier == 0:
+            return None
+        self.engine.target_delta = delta
+        return float(self.engine.get_privacy_spent(steps=steps)["eps_rdp"])

@@ -20,7 +20,7 @@ def create(variant: str) -> Adapter:
 
 
 class PyvacyGit(TorchAdapter):
-    """UNTESTED: the pinned commit could not be fetched (NOTES.md)."""
+    """Its tutorial's loop: zero, backward and clip for each example, then one step."""
 
     def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
         if not setting.private:

@@ -44,3 +44,23 @@ def epsilons(sample_rate: float, noise_multiplier: float, steps: int, delta: flo
         accountant.compose(event)
         found.append(float(accountant.get_epsilon(delta)))
     return found[0], found[1]
+
+
+@lru_cache(maxsize=1024)
+def epsilon_as_of_2017(sample_rate: float, noise_multiplier: float, steps: int, delta: float) -> float:
+    """Return the Rényi ε by the conversion of Mironov (2017), min over orders α of R(α) + log(1/δ)/(α - 1).
+
+    An upper bound too, larger than the one of :func:`epsilons`; libraries of before 2020 report it. Arguments as there,
+    with some noise and at least one step.
+    """
+    import dp_accounting
+    from dp_accounting import rdp
+
+    accountant = rdp.RdpAccountant()
+    accountant.compose(
+        dp_accounting.SelfComposedDpEvent(
+            dp_accounting.PoissonSampledDpEvent(sample_rate, dp_accounting.GaussianDpEvent(noise_multiplier)), steps
+        )
+    )
+    found = (r - math.log(delta) / (order - 1) for order, r in zip(accountant.orders, accountant.rdp, strict=True))
+    return float(min(found))

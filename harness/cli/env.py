@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -27,13 +29,26 @@ def env_list(as_json: Json = False) -> None:
 
 @app.command("make")
 def env_make(
-    names: Annotated[list[str] | None, typer.Argument(help="Frameworks; default all.")] = None, as_json: Json = False
+    names: Annotated[list[str] | None, typer.Argument(help="Frameworks; default all.")] = None,
+    git_mirrors: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of git bundles (REPOSITORY.bundle) or mirrors (REPOSITORY.git) to take git requirements from; "
+            "other verbs: DPBENCH_GIT_MIRRORS.",
+            metavar="FOLDER",
+        ),
+    ] = None,
+    as_json: Json = False,
 ) -> None:
     """Builds environments ahead of a run."""
     from harness.cli import listing
+    from harness.environments import git_mirrors as mirrors
     from harness.environments import venv
     from harness.plan import registry
 
+    if git_mirrors is not None:
+        os.environ[mirrors.VARIABLE] = str(git_mirrors)
+    mirrors.folder()  # a wrong name is told before anything is built
     say = (lambda text: None) if as_json else print
     rows: list[dict[str, Any]] = []
     for framework in {c.framework.name: c.framework for c in registry.select(names or None)}.values():

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.environments import executor
+from harness.environments import executor, git_mirrors
 from harness.environments.backend import AnyContestant, Argument, LocalBackend, Say, as_words
 from harness.environments.executor import WORKER, Executor, Venv
 from harness.environments.unavailable import Unavailable
@@ -111,23 +111,36 @@ def _build(framework: Framework, folder: Path, say: Say) -> Environment:
     ]
     if pins(framework.requirements_without_dependencies):
         commands.append([*pip, "--no-deps", "-r", str(framework.requirements_without_dependencies)])
-    with log.open("w") as output:
-        for command in commands:
-            done = subprocess.run(
-                executor.dying_with_parent(command),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "GIT_TERMINAL_PROMPT": "0"},
-            )
-            if done.returncode:
-                shutil.rmtree(folder, ignore_errors=True)
-                raise EnvironmentFault(_why(framework, command, done.returncode, log))
+    try:
+        with (
+            git_mirrors.redirected(_git_pins(framework), git_mirrors.folder()) as redirections,
+            log.open("w") as output,
+        ):
+            for command in commands:
+                done = subprocess.run(
+                    executor.dying_with_parent(command),
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    env={**os.environ, "GIT_TERMINAL_PROMPT": "0", **redirections},
+                )
+                if done.returncode:
+                    raise EnvironmentFault(_why(framework, command, done.returncode, log))
+    except git_mirrors.MirrorFault as fault:
+        raise EnvironmentFault(str(fault)) from None
+    except EnvironmentFault:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     seconds = time.monotonic() - start
     data = {"lock_hash": framework.lock_hash, "frameworks": [framework.name], "seconds": round(seconds, 1)}
     cache.write_atomically(folder / MARKER, json.dumps(data).encode())
     say(f"Environment of {framework.name}: ready after {seconds:.0f} s")
     return _read(folder)
+
+
+def _git_pins(framework: Framework) -> list[git_mirrors.GitPin]:
+    files = (framework.requirements, framework.requirements_without_dependencies)
+    return git_mirrors.git_pins(line for file in files for line in pins(file))
 
 
 GIT_FAILED = ("git clone", "git fetch", "Cannot find command 'git'", "unable to access")
@@ -136,13 +149,13 @@ GIT_FAILED = ("git clone", "git fetch", "Cannot find command 'git'", "unable to 
 def _why(framework: Framework, command: list[str], code: int, log: Path) -> str:
     """One sentence: what could not be installed, and where the log is."""
     text = log.read_text(errors="replace")
-    files = (framework.requirements, framework.requirements_without_dependencies)
-    from_git = [line for file in files for line in pins(file) if "git+" in line]
+    from_git = _git_pins(framework)
     if from_git and any(mark in text for mark in GIT_FAILED):
-        names = ", ".join(line.partition(" @ ")[0] for line in from_git)
+        names = ", ".join(pin.package for pin in from_git)
+        bundles = " and ".join(f"{pin.repository}.bundle" for pin in from_git)
         return (
             f"not installable offline: {names} comes from a git commit and from no package registry, and git could not "
-            f"reach it from here; the whole log is {log}."
+            f"reach it from here; name a folder that holds {bundles} by {git_mirrors.VARIABLE}; the whole log is {log}."
         )
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")] or lines[-2:]

@@ -145,8 +145,10 @@ def judge(
     steps = steps_per_epoch(rows, BUDGET_BATCH)
     budget = None
     if accounting.available():  # else the check of the adapter's own accountant is left out
-        rdp, pld = accounting.epsilons(BUDGET_BATCH / rows, NOISE_MULTIPLIER, steps, DELTA)
+        run = (BUDGET_BATCH / rows, NOISE_MULTIPLIER, steps, DELTA)
+        rdp, pld = accounting.epsilons(*run)
         budget = {"steps": steps, "delta": DELTA, "rdp": rdp, "pld": pld}
+        budget["of_2017"] = accounting.epsilon_as_of_2017(*run)
     request = Request(
         mode="gate",
         folder=str(contestant.framework.folder),

@@ -11,7 +11,7 @@ from harness.analysis import frames as table
 from harness.analysis.frames import Tables
 from harness.errors import BadInput
 from harness.report import model
-from harness.report.chapters import costs, fastest_peer, frontier, layers, paper, throughput
+from harness.report.chapters import costs, elsewhere, fastest_peer, frontier, layers, paper, throughput
 from harness.report.chapters import tables as task_tables
 from harness.report.figures import memory as memory_figure
 from harness.report.figures import tasks as task_figures
@@ -66,6 +66,7 @@ def end_to_end(tables: Tables) -> tuple[Chapter, ...]:
     chapters = [chapter for section in model.sections(tables) for chapter in _of_section(tables, section, numbers)]
     return (
         *chapters,
+        elsewhere.chapter(tables),
         Chapter("Processes", None, frames={"processes": tables.raw}),
     )
 

@@ -17,7 +17,7 @@ from harness.paths import ROOT
 from harness.plan import registry
 
 # What a run reads; a wheel has these folders below dpbench/.
-PARTS = ("harness", "frameworks", "dpcore", "dockerfiles", "results/paper")
+PARTS = ("harness", "frameworks", "dpcore", "dockerfiles", "results/paper", "results/published")
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 
 

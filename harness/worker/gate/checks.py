@@ -668,19 +668,23 @@ class Driver:
         )
 
     def budget_check(self, budget: Mapping[str, float]) -> Iterator[Check]:
-        """By how much the adapter's own ε leaves [tight - 0.001, 1.02 Rényi + 0.02]; it may have none."""
+        """By how much the adapter's own ε leaves [tight - 0.001, 1.02 Rényi + 0.02], Rényi by the conversion of 2017.
+
+        It may have none. What is above the same window by the conversion of today is safe, and told as a finding.
+        """
         self.adapter.build(self.task, self.setting, gate_cases.starting_weights(self.task))
         own = self.adapter.epsilon(int(budget["steps"]), float(budget["delta"]))
         if own is None:
             yield _check("budget", 0.0, 0.0, "the adapter reports no epsilon")
             return
         low = budget["pld"] - BUDGET_BELOW
-        high = BUDGET_ABOVE[0] * budget["rdp"] + BUDGET_ABOVE[1]
+        today, high = (BUDGET_ABOVE[0] * budget[name] + BUDGET_ABOVE[1] for name in ("rdp", "of_2017"))
         error = 0.0 if low <= own <= high else max(low - own, own - high)
+        told = f"{FINDING}its epsilon is {own / budget['rdp']:.2f} times today's Renyi bound; " if own > today else ""
         yield _check(
             "budget",
             error,
             0.0,
-            f"epsilon {own:.4f} after {int(budget['steps'])} steps at delta {budget['delta']:g}; "
-            f"tight {budget['pld']:.4f}, Renyi {budget['rdp']:.4f}",
+            f"{told}epsilon {own:.4f} after {int(budget['steps'])} steps at delta {budget['delta']:g}; "
+            f"tight {budget['pld']:.4f}, Renyi {budget['rdp']:.4f}, by the conversion of 2017 {budget['of_2017']:.4f}",
         )

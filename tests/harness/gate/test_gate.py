@@ -28,7 +28,7 @@ PRIVATE = Setting(
     seed=5,
 )
 PLAIN = dataclasses.replace(PRIVATE, private=False, noise_multiplier=0.0)
-BUDGET = {"steps": 500, "delta": 1e-5, "rdp": 0.5, "pld": 0.1}
+BUDGET = {"steps": 500, "delta": 1e-5, "rdp": 0.5, "pld": 0.1, "of_2017": 0.7}
 
 reference = functools.cache(lambda task: gate_numpy.reference(TASKS[task]))
 
@@ -141,11 +141,21 @@ def test_slow_but_equal_readings_are_not_deferred_work():
 
 
 @pytest.mark.parametrize(
-    ("epsilon", "passes"),
-    [(0.1, True), (0.0995, True), (0.52, True), (0.0985, False), (0.54, False), (float("nan"), False)],
+    ("epsilon", "passes", "told"),
+    [
+        (0.1, True, False),
+        (0.0995, True, False),
+        (0.52, True, False),
+        (0.54, True, True),
+        (0.73, True, True),
+        (0.0985, False, False),
+        (0.74, False, True),
+        (float("nan"), False, False),
+    ],
 )
-def test_own_epsilon_between_the_tight_and_the_renyi_value(epsilon, passes):
-    assert ("budget" in failed(gate(gate_numpy.Reports(epsilon)))) != passes
+def test_own_epsilon_between_the_tight_value_and_the_renyi_value_of_2017(epsilon, passes, told):
+    check = next(check for check in gate(gate_numpy.Reports(epsilon)) if check["check"] == "budget")
+    assert check["passed"] == passes and check["detail"].startswith("finding: its epsilon is") == told
 
 
 def test_unsupported_goes_through():

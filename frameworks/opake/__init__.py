@@ -1,0 +1,1 @@
+"""Opake, functional DP-SGD for PyTorch."""

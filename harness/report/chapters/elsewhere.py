@@ -1,0 +1,118 @@
+"""What others have published on the speed of private training, beside what was measured here.
+
+Machines differ, so only ratios stand side by side: examples per second with DP over those of the same training without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from harness.analysis.frames import Tables
+from harness.analysis.naming import factor
+from harness.paths import ROOT
+from harness.report.model import Chapter, Grid, doubts
+
+FILE = ROOT / "results" / "published" / "speed.csv"
+TITLE = "Speed of private training, published elsewhere"
+READ = {
+    "figure": "read from a figure, ±2 %",
+    "text": "stated in a text",
+    "claim": "claimed in an abstract or a README",
+}
+"""How a figure was had, by the word in the file."""
+NO_TWIN = "no run without DP beside it"
+MISSING = "–"
+
+
+def published() -> pd.DataFrame:
+    """Return the published figures, a row each.
+
+    ``ratio_low``, ``ratio_high``: speed with DP over the speed without; one value where both are equal, NaN where the
+    source has no run without DP. ``read``: a key of READ. ``flat_exact``: whether it is exact clipping by one norm over
+    all parameters, as every contestant here must do.
+    """
+    frame = pd.read_csv(FILE, dtype={"task": str}).fillna({"task": ""})
+    ratio = frame.examples_per_second / frame.without_dp
+    return frame.assign(ratio_low=frame.ratio_low.fillna(ratio), ratio_high=frame.ratio_high.fillna(ratio))
+
+
+def measured(tables: Tables) -> pd.DataFrame:
+    """Return the same ratio of the contestants with a non-private twin: a row per task, its range over batch sizes."""
+    if tables.overheads.empty:
+        return pd.DataFrame()
+    rows = []
+    for (task, contestant, twin, machine, device), group in tables.overheads.groupby(
+        ["task", "contestant", "twin", "machine", "device"], sort=False
+    ):
+        speed = 1.0 / group.dp
+        rows.append(
+            {
+                "task": task,
+                "contestant": contestant,
+                "twin": twin,
+                "hardware": f"{machine}, {device}",
+                "batch_sizes": ", ".join(map(str, sorted(set(group.batch_size)))),
+                "ratio_low": float(speed.min()),
+                "ratio_high": float(speed.max()),
+                "n": int(group.n.min()),
+                "extrapolated": bool(group.extrapolated.any()),
+                "disturbed": int(group.disturbed.any()),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def chapter(tables: Tables) -> Chapter:
+    """Return the chapter: the published figures, then the measured ones."""
+    theirs, ours = published(), measured(tables)
+    frames = {"published-elsewhere": theirs} | ({"speed-over-without-dp": ours} if len(ours) else {})
+    return Chapter(TITLE, None, tuple(_grids(theirs, ours)), frames=frames, printed=False, brief=())
+
+
+def _grids(theirs: pd.DataFrame, ours: pd.DataFrame) -> Iterator[Grid]:
+    yield Grid(
+        "Published: speed with DP over the speed without",
+        (
+            *("method", "network", "setting", "hardware", "examples/s", "without DP", "ratio"),
+            *("one exact norm", "how read", "source"),
+        ),
+        tuple(
+            (
+                r.method,
+                r.network,
+                r.setting,
+                r.hardware,
+                _number(r.examples_per_second),
+                _number(r.without_dp),
+                _range(r) or NO_TWIN,
+                "yes" if r.flat_exact == "yes" else "no",
+                READ[r.read],
+                r.source,
+            )
+            for r in theirs.itertuples()
+        ),
+        ("Nothing of this was measured here. Where the norm is not one over all parameters, less work is done.",),
+    )
+    if len(ours):
+        yield Grid(
+            "Measured here: speed with DP over that of the contestant's own twin without",
+            ("contestant", "task", "batch sizes", "hardware", "twin", "ratio", "n"),
+            tuple(
+                (r.contestant, r.task, r.batch_sizes, r.hardware, r.twin, f"{_range(r)}{doubts(r)}", str(r.n))
+                for r in ours.itertuples()
+            ),
+            ("Means over paired rounds, the lowest and the highest of the batch sizes; other tasks and machines.",),
+        )
+
+
+def _number(value: float) -> str:
+    return MISSING if np.isnan(value) else f"{value:g}"
+
+
+def _range(row: Any) -> str:
+    low, high = factor(row.ratio_low), factor(row.ratio_high)
+    return "" if np.isnan(row.ratio_low) else low if low == high else f"{low} to {high}"
