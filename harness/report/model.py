@@ -19,6 +19,8 @@ from harness.tasks import TASKS
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from harness.report.figures.drawing import Drawing
+
 MISSING = "–"
 
 
@@ -72,7 +74,7 @@ class Picture:
 
     stem: str
     title: str
-    draw: Callable[[], Figure]
+    draw: Callable[[], Drawing | Figure]
     provenance: str
 
 
@@ -112,7 +114,7 @@ def sections_of(raw: pd.DataFrame, counts: pd.Series | None = None) -> list[Sect
     """All sections of a frame: first the one with the most rows that ``counts`` marks (default: all), then by name."""
     sound = raw if counts is None else raw[counts]
     times = sound.groupby(SECTION).size()
-    keys = sorted(set(raw[SECTION].itertuples(index=False, name=None)))
+    keys = sorted(raw[SECTION].drop_duplicates().itertuples(index=False, name=None))
     return [Section(*key) for key in sorted(keys, key=lambda key: -int(times.get(key, 0)))]
 
 
