@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
@@ -15,11 +15,6 @@ from harness.analysis.frames import SECTION, Tables
 from harness.analysis.naming import machine_slug, number, slug, where
 from harness.store.record import Record
 from harness.tasks import TASKS
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from harness.report.figures.drawing import Drawing
 
 MISSING = "–"
 
@@ -70,11 +65,11 @@ class Section:
 class Picture:
     """A figure for print. ``stem``: name of its files, without a suffix and unique in a report; ``title``: what it
     shows, in words, for those who cannot see it; ``provenance``: machine, rules, days and code, for captions and for
-    the metadata of its files. The figure carries its own legend."""
+    the metadata of its files. ``draw`` makes a Drawing, or Matplotlib's Figure, which carries its own legend."""
 
     stem: str
     title: str
-    draw: Callable[[], Drawing | Figure]
+    draw: Callable[[], Any]
     provenance: str
 
 
