@@ -190,8 +190,15 @@ def usual(n: pd.Series) -> int:
 
 
 def marks(row: Any) -> str:
-    """ᵉ extrapolated, ᵈ disturbed, ᶠ some processes of the cell failed."""
-    return ("ᵉ" if row.extrapolated else "") + ("ᵈ" if row.disturbed else "") + ("ᶠ" if row.failed else "")
+    """ᵉ extrapolated, ᵈ disturbed, ‼ too much so to be a result, ᶠ some processes of the cell failed."""
+    disturbed = "‼" if row.swamped else "ᵈ" if row.disturbed else ""
+    return ("ᵉ" if row.extrapolated else "") + disturbed + ("ᶠ" if row.failed else "")
+
+
+SWAMPED_NOTE = (
+    "too disturbed to be a result: other programs took more than half of the processors in every process. Stop them, "
+    "or take a quieter machine, and run the same command with --fresh"
+)
 
 
 def doubts(row: Any) -> str:

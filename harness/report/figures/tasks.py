@@ -136,7 +136,7 @@ def _seconds_as_grid(tables: Tables, section: Section, title: str, group: pd.Dat
     n = model.usual(ok.n)
     squares = {
         (row.contestant, row.batch_size): HeatmapCell(
-            number(row.median) + ("ᵈ" if row.disturbed else "") + ("ᶠ" if row.failed else ""),
+            number(row.median) + model.marks(row).replace("ᵉ", ""),
             # Where nothing private was measured there is nothing to compare with.
             max(1.0, row.median / fastest.get(row.batch_size, float("inf"))),
             (model.interval(row.low, row.high) + (f" n={row.n}" if row.n != n else "")).strip(),
@@ -161,7 +161,8 @@ def _seconds_as_grid(tables: Tables, section: Section, title: str, group: pd.Dat
     notes = [
         f"Number: median seconds. {model.spread_note(n)}",
         "Shade: factor over the fastest private one of the same batch size." + " Above the line: without DP." * both,
-        *([model.DISTURBED_NOTE] if ok.disturbed.any() else []),
+        *([model.DISTURBED_NOTE] if (ok.disturbed.astype(bool) & ~ok.swamped).any() else []),
+        *([f"‼ {model.SWAMPED_NOTE}."] if ok.swamped.any() else []),
         *(["ᶠ some processes failed."] if ok.failed.any() else []),
         *_common_reasons(group[group.state != "ok"]),
         *_scaled(ok),

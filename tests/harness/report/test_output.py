@@ -19,12 +19,12 @@ from rich.console import Console
 
 from harness.analysis.frames import PUBLISHED_LABEL, build
 from harness.errors import BadInput
-from harness.report import contents, model, output
+from harness.report import conclusion, contents, model, output
 from harness.report.figures import looks, panel
 from harness.report.figures import tasks as task_figures
-from harness.report.formats import latex, markdown, terminal
+from harness.report.formats import latex, markdown, page, terminal
 from harness.store.read import load
-from harness.store.record import SCHEMA
+from harness.store.record import SCHEMA, Load
 from tests.support import record_factory as factory
 
 
@@ -368,6 +368,26 @@ def test_parts_of_a_table_begin_with_what_tells_their_rows_apart():
     terminal.show(contents.Report((), None, (chapter,)), Console(file=stream, width=60))
     text = stream.getvalue()
     assert text.count("batch") == 2 and all(name in text for name in header), text
+
+
+def test_what_was_too_disturbed_says_so_and_what_to_do():
+    rows = [("opacus", "hooks", True, 0.86), ("opacus", "ghost", True, 0.2), ("pytorch", "eager", False, 0.0)]
+    records = [
+        factory.record(framework=framework, variant=variant, private=private, order=order).model_copy(
+            update={"load": Load(foreign_share=share, disturbed=share > 0.05, repeats=1)}
+        )
+        for order, (framework, variant, private, share) in enumerate(rows)
+    ]
+    built = contents.build(records)
+    text = shown(records, width=400)
+    assert "too disturbed to be a result" in text and "--fresh: opacus-hooks at 64" in text
+    for words in (markdown.page(built), page.page(built, {}), "\n".join(conclusion.sentences(built))):
+        assert "too disturbed to be a result" in words and "--fresh" in words
+    assert built.tables.cells.set_index("contestant").swamped.to_dict() == {
+        "opacus-hooks": True,
+        "opacus-ghost": False,
+        "pytorch-eager": False,
+    }
 
 
 def test_the_terminal_names_failed_gate_checks():
