@@ -95,3 +95,10 @@ def of_all(names: Sequence[str], private: Mapping[str, bool]) -> dict[str, Look]
         *(n for n in names if n.startswith(f"{BASELINE_FRAMEWORK}-")),
     }
     return {name: of(name) if name in bright else replace(of(name), colour=GREY) for name in names}
+
+
+def light(colour: str) -> str:
+    """Return the colour for a dark page: halfway to white where it is darker than a middle grey."""
+    parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    luminance = 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+    return colour if luminance > 140 else "#" + "".join(f"{(255 + part) // 2:02X}" for part in parts)

@@ -380,7 +380,7 @@ def test_what_was_too_disturbed_says_so_and_what_to_do():
     ]
     built = contents.build(records)
     text = shown(records, width=400)
-    assert "too disturbed to be a result" in text and "--fresh: opacus-hooks at 64" in text
+    assert "too disturbed to be a result" in text and "--fresh: opacus-hooks at 512" in text
     for words in (markdown.page(built), page.page(built, {}), "\n".join(conclusion.sentences(built))):
         assert "too disturbed to be a result" in words and "--fresh" in words
     assert built.tables.cells.set_index("contestant").swamped.to_dict() == {
