@@ -110,7 +110,6 @@ class DPOptimizer(OptimizerWrapper):
         self.plans_pieces = False
         """Whether every piece of a batch leaves a plan of how to cut more of its kind."""
         self.piece_plan: MicroBatches | None = None
-        self.nonfinite = 0
         self.logical_batch = LogicalBatch(self.accumulator)
         _claim(module, self)
         self._guard_inner()
@@ -312,7 +311,6 @@ class DPOptimizer(OptimizerWrapper):
                 if self.plans_pieces:
                     self.piece_plan = micro_batches(choose(uses), uses, batch_size, self.accumulator.device)
                 norms, _ = self.accumulator.add(uses, batch_size)
-                self.nonfinite += int((~norms.isfinite()).any(0).sum())
                 self._observe(norms)
         return sizes
 

@@ -7,6 +7,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
+LISTS_CHILDREN = Path("/proc/thread-self/children").exists()
+"""Whether this kernel lists a thread's children (CONFIG_PROC_CHILDREN); where it does not, all processes are asked for
+their parent, which takes some milliseconds."""
+
 
 def tree_seconds(pid: int) -> float:
     """Seconds, in ticks of 10 ms: of the process, of its living descendants and of those that have ended and were
@@ -30,10 +36,17 @@ def tree_processors(pid: int) -> set[int]:
 
 
 def _tree(pid: int) -> Iterator[Path]:
+    """Yield the folders in /proc of the process and of its living descendants."""
+    if not LISTS_CHILDREN:
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            for member in (process, *process.children(recursive=True)):
+                yield Path("/proc") / str(member.pid)
+        return
     todo = [str(pid)]
     while todo:
-        process = Path("/proc") / todo.pop()
-        yield process
-        for children in process.glob("task/*/children"):
+        process_folder = Path("/proc") / todo.pop()
+        yield process_folder
+        for children in process_folder.glob("task/*/children"):
             with suppress(OSError):
                 todo += children.read_text().split()

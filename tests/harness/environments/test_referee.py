@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from harness.environments import processors
 from harness.environments import referee as referee_module
 from harness.environments.processors import tree_processors, tree_seconds
 from harness.environments.referee import Direct, Referee
@@ -99,14 +100,15 @@ def test_a_worker_is_pinned_with_the_threads_that_it_has_already():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_processor_time_of_children_counts():
-    code = "import time\nwhile time.process_time() < 0.3: pass\ninput()"
+@pytest.mark.parametrize("listed", [processors.LISTS_CHILDREN, False])
+def test_processor_time_of_children_counts(monkeypatch, listed):
+    monkeypatch.setattr(processors, "LISTS_CHILDREN", listed)
+    code = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
     grandchild = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
-    with subprocess.Popen([sys.executable, "-c", grandchild], stdin=subprocess.PIPE) as process:
-        found = 0.0
-        while found < 0.3 and process.poll() is None:
-            found = tree_seconds(process.pid)
-        assert found >= 0.3
+    command = [sys.executable, "-c", grandchild]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        assert tree_seconds(process.pid) >= 0.29
         process.communicate(b"\n")
     assert tree_seconds(process.pid) == 0.0
 
