@@ -29,10 +29,12 @@ CELL = [*PLACE, "batch_size", "contestant"]
 PAIRING = ["run", "round"]
 OF_CELLS = [
     *(*CELL, "private", "state", "reason", "failures", "failed", "superseded", "extrapolated", "disturbed"),
-    *("own_sampling", "cell", "median", "low", "high", "n", "coverage"),
+    *("swamped", "own_sampling", "cell", "median", "low", "high", "n", "coverage"),
 ]
 """Columns of the frame of cells, for a run that timed nothing."""
 
+SWAMPED = 0.5
+"""Share of the processors that others took, beyond which a time tells of them and not of the contestant."""
 UNGATED = "ungated"
 UNGATED_REASON = (
     "no passed admission gate with this adapter source and environment lock stands in the record, so its time does not "
@@ -195,6 +197,7 @@ def tidy(records: Sequence[Record]) -> pd.DataFrame:
                 "compile_seconds": r.compile_seconds if state == "ok" else None,
                 "extrapolated": bool(r.timed and r.timed.extrapolated),
                 "disturbed": bool(r.load and r.load.disturbed),
+                "foreign": r.load.foreign_share if r.load else 0.0,
                 "own_sampling": _own_sampling(r),
                 "run": r.block.run,
                 "round": r.block.round,
@@ -207,7 +210,8 @@ def tidy(records: Sequence[Record]) -> pd.DataFrame:
                 "cell": r.cell.name,
             }
         )
-    frame = pd.DataFrame(table)
+    # Words as plain objects: pandas' own strings take several times as long to compare and to walk through.
+    frame = pd.DataFrame(table, dtype=object).infer_objects()
     frame["compile_seconds"] = frame["compile_seconds"].astype(float)
     frame["synthetic"] = _filled(frame)
     _reject_whole_cells(frame)
@@ -324,6 +328,7 @@ def _cell(place: dict[str, Any], processes: Sequence[Process], older: int) -> di
         "superseded": older,
         "extrapolated": any(p["extrapolated"] for p in ok),
         "disturbed": sum(p["disturbed"] for p in ok),
+        "swamped": bool(ok) and all(p["foreign"] > SWAMPED for p in ok),
         # A later round is not compared with a replay, so that any one that was not the same says so for all.
         "own_sampling": max(
             (p["own_sampling"] for p in ok if isinstance(p["own_sampling"], str)), key=len, default=None

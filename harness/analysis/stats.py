@@ -22,8 +22,10 @@ of the median is not used: at n = 3 it calls 1/4 of equal pairs different, at n 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -45,10 +47,9 @@ def process_value(epoch_seconds: Sequence[float]) -> float:
 
     Raises ValueError for no epoch, or one that is not a positive finite number.
     """
-    values = np.asarray(epoch_seconds, dtype=float)
-    if values.size == 0 or not np.all(np.isfinite(values)) or np.any(values <= 0):
+    if not len(epoch_seconds) or not all(0.0 < value < math.inf for value in epoch_seconds):
         raise ValueError(f"Epoch seconds must be positive finite numbers, at least one; got {list(epoch_seconds)}.")
-    return float(np.median(values))
+    return float(statistics.median(epoch_seconds))
 
 
 @dataclass(frozen=True)
@@ -217,12 +218,30 @@ def welch_interval(x: np.ndarray, y: np.ndarray, confidence: float) -> tuple[flo
     return difference - half, difference + half
 
 
+@lru_cache(maxsize=4096)
+def _quantile(freedom: int, probability: float) -> float:
+    """Of Student's distribution; a report asks for few of them, thousands of times."""
+    return float(special.stdtrit(freedom, probability))
+
+
 def t_interval(x: np.ndarray, confidence: float) -> tuple[float, float]:
     """Student's two-sided interval of the mean of x, [n] with n >= 2."""
     n = x.size
-    half = float(special.stdtrit(n - 1, 0.5 + confidence / 2)) * float(np.std(x, ddof=1)) / math.sqrt(n)
+    half = _quantile(n - 1, 0.5 + confidence / 2) * float(np.std(x, ddof=1)) / math.sqrt(n)
     mean = float(np.mean(x))
     return mean - half, mean + half
+
+
+def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float:
+    """Return Spearman's correlation of x and y, [n] each: Pearson's of their ranks, equal values sharing the mean of
+    theirs; NaN where all of one side are equal."""
+    ranks = []
+    for side in (np.asarray(x, dtype=float), np.asarray(y, dtype=float)):
+        below = (side[None, :] < side[:, None]).sum(axis=1)
+        ranks.append(below + ((side[None, :] == side[:, None]).sum(axis=1) - 1) / 2)
+    if any(np.ptp(side) == 0 for side in ranks):
+        return math.nan
+    return float(np.corrcoef(*ranks)[0, 1])
 
 
 @dataclass(frozen=True)

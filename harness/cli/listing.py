@@ -157,7 +157,8 @@ def short(parts: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
         yield shorten(f"  {row['protocol']:<16}", row["title"])
     yield "\nPresets"
     for row in parts["presets"]:
-        what = f"{row['rounds']} rounds of {row['frameworks']}, batch {row['batch_sizes']}"
+        rounds = f"{row['rounds']} round{'' if row['rounds'] == 1 else 's'}"
+        what = f"{rounds} of {row['frameworks']}, batch {row['batch_sizes']}"
         yield shorten(f"  {row['preset']:<8}", what)
     yield "\nLayers"
     for name, members in SETS.items():

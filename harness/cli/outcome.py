@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,36 @@ def carry_out(run: Session[Any, Any, Any, Any], fresh: bool, as_json: bool, begi
     page = folder.path / "report" / "report.html"
     console.print(f"Report:  {page.as_uri()}", markup=False, soft_wrap=True)
     return summary
+
+
+def interim(folder: RunFolder, as_json: bool) -> Callable[[int, int], None]:
+    """Return what to do between the rounds of a run: the report is written anew, and after the first round, from which
+    on a run has a result, its times are shown.
+
+    Args:
+        folder: The run's.
+        as_json: Whether standard output is for JSON.
+    """
+
+    def after_round(done: int, planned: int) -> None:
+        if done == planned:
+            return  # the end of the run shows everything
+        from harness.report import conclusion, contents, output
+        from harness.report.formats import terminal
+
+        built = contents.build(load(folder.path, left_out=lambda fault: None))
+        output.write_report(built, folder.path / "report", folder.path / "report" / "plots")
+        if done > 1:
+            return
+        console = Console(stderr=as_json, highlight=False)
+        terminal.times(built, console)
+        for text in conclusion.sentences(built):
+            console.print(text, markup=False)
+        page = (folder.path / "report" / "report.html").as_uri()
+        told = f"This is the first round of {planned}, a process each; further rounds add intervals, also in {page}"
+        console.print(told, markup=False, soft_wrap=True)
+
+    return after_round
 
 
 def report(folder: RunFolder, console: Console, shows: bool) -> list[Path]:

@@ -31,6 +31,10 @@ def e2e(
     budget_seconds: Annotated[
         float | None, typer.Option(help="Time about so long; extrapolated to the epoch.", metavar="SECONDS")
     ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(help="Measure about so long: at least a round, then until intervals are narrow.", metavar="M"),
+    ] = None,
     memory: Annotated[bool, typer.Option(help="Also measure peak memory, in a process of its own.")] = True,
     time: Annotated[bool, typer.Option(help="Without it, peak memory alone: nothing is timed.")] = True,
     protocol: Annotated[
@@ -53,12 +57,13 @@ def e2e(
     as_json: shared.Json = False,
 ) -> None:
     """Median seconds per epoch and peak memory of every framework, task and batch size."""
-    from harness.cli.outcome import carry_out
+    from harness.cli.outcome import carry_out, interim
     from harness.environments import memory_limit as limits
     from harness.environments.choose import backend_of, check_isolation
     from harness.plan import e2e as plan
     from harness.plan import registry
     from harness.run.e2e import Run, command_line
+    from harness.run.pace import Pace
     from harness.run.remaining import about
     from harness.store.folder import RunFolder
 
@@ -87,9 +92,14 @@ def e2e(
     )
     contestants = registry.select(options.frameworks)
     folder = RunFolder((out or LOCAL_RESULTS / preset).resolve())
-    run = Run(options, contestants, folder, command_line(), backend_of(isolation, device, any_image=any_image))
+    pace = Pace(minutes, interim(folder, as_json))
+    run = Run(options, contestants, folder, command_line(), backend_of(isolation, device, any_image=any_image), pace)
     seconds = plan.expected_seconds(options, run.jobs)
     took = f", which take {about(seconds)} on two cores" if seconds else ""
+    first = [job for job in run.jobs if job.round == 0]
+    early = plan.expected_seconds(options, first)
     beginning = f"{len(run.jobs)} processes are planned{took}; missing environments, data and gates come first."
+    if early and len(first) < len(run.jobs):
+        beginning += f" A first table comes after {len(first)} of them, {about(early)}."
     summary = carry_out(run, fresh, as_json, beginning)
     raise typer.Exit(exit_code(summary.states, summary.expected))

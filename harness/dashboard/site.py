@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from harness.history import events as events_of
 from harness.history import series as series_of
 from harness.history.events import Event
 from harness.history.runs import History
+from harness.report.figures import looks
 from harness.store.folder import SITE
 
 WEB = Path(__file__).parent / "web"
@@ -79,6 +80,7 @@ def pages(history: History, options: Options) -> tuple[dict[str, bytes], dict[st
             (kind, name, view.page_name(kind, name), view.subject_title(kind, name)) for kind, name in subjects
         ],
         "frameworks": [(name, view.page_name("framework", name)) for name in frameworks],
+        "colours": {name: (look.colour, looks.light(look.colour)) for name, look in _looks(frameworks).items()},
         "of_series": lambda s: by_series[id(s)],
         "percent": view.percent,
         "spark_size": (view.SPARK_WIDTH, view.SPARK_HEIGHT),
@@ -107,7 +109,7 @@ def pages(history: History, options: Options) -> tuple[dict[str, bytes], dict[st
             better=[e for e in events if not e.worse and _recent(e, history, options.days)],
             movers=view.movers(cells),
             cells=cells,
-            covered=covered,
+            matrices=list(_matrices(frameworks, covered)),
             grouped=list(grouped.values()),
             recent=events[:RECENT_EVENTS],
             ok=sum(v.state == "ok" for v in cells),
@@ -143,6 +145,19 @@ def pages(history: History, options: Options) -> tuple[dict[str, bytes], dict[st
     }
     files[SITE] = (json.dumps(shown, indent=1, ensure_ascii=False) + "\n").encode()
     return files, shown
+
+
+def _matrices(frameworks: Sequence[str], covered: Sequence[tuple[str, str, dict[str, Any]]]) -> Iterator[Any]:
+    """(title, frameworks with a cell there, rows of (kind, subject, framework -> coverage)) of tasks and layers."""
+    for kind, title in (("task", "Tasks"), ("layer", "Layers")):
+        rows = [row for row in covered if row[0] == kind]
+        if rows:
+            yield title, [name for name in frameworks if any(name in found for _, _, found in rows)], rows
+
+
+def _looks(names: Iterable[str]) -> dict[str, looks.Look]:
+    """The looks of frameworks, those of reports; grey for one that this checkout does not have."""
+    return {name: looks.of(f"{name}-") for name in names}
 
 
 def _recent(event: Event, history: History, days: int) -> bool:

@@ -43,7 +43,7 @@ def files(entries: Sequence[Entry], size: int) -> Mapping[Path, bytes]:
     """Return the pictures, light and dark, as SVG and PNG: path -> content."""
     import matplotlib
 
-    from harness.report.figures.tasks import STYLE
+    from harness.report.figures.axes import STYLE
 
     rows = _rows(entries, size)
     runs = ", ".join(entry.name for entry in entries)

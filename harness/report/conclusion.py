@@ -31,9 +31,12 @@ def sentences(report: Report) -> Iterator[str]:
         best = group.loc[group["median"].idxmin()]
         section = f" ({best.machine}, {best.protocol})" if several else ""
         what = f"{model.task_title(best.task, best.synthetic)}, batch {best.batch_size}{section}"
-        marks = [mark for mark in ("extrapolated", "disturbed") if best[mark]]
+        doubt = "too disturbed to be a result" if best.swamped else "disturbed" if best.disturbed else ""
+        marks = [*(["extrapolated"] if best.extrapolated else []), *([doubt] if doubt else [])]
         seconds = f"{number(best['median'])} s per epoch" + (f" ({', '.join(marks)})" if marks else "")
         yield f"  {what}: {best.contestant}, {seconds}{prices.get((*place, best.contestant), '')}"
         disturbed |= bool(best.disturbed)
-    if disturbed:
+    if timed.swamped.any():
+        yield f"{timed.swamped.sum()} of {len(timed)} cells with DP are {model.SWAMPED_NOTE}."
+    elif disturbed:
         yield "Other programs took processor time: repeat what is disturbed on a quiet machine before you use it."

@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
@@ -15,9 +15,6 @@ from harness.analysis.frames import SECTION, Tables
 from harness.analysis.naming import machine_slug, number, slug, where
 from harness.store.record import Record
 from harness.tasks import TASKS
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MISSING = "–"
 
@@ -68,11 +65,11 @@ class Section:
 class Picture:
     """A figure for print. ``stem``: name of its files, without a suffix and unique in a report; ``title``: what it
     shows, in words, for those who cannot see it; ``provenance``: machine, rules, days and code, for captions and for
-    the metadata of its files. The figure carries its own legend."""
+    the metadata of its files. ``draw`` makes a Drawing, or Matplotlib's Figure, which carries its own legend."""
 
     stem: str
     title: str
-    draw: Callable[[], Figure]
+    draw: Callable[[], Any]
     provenance: str
 
 
@@ -112,7 +109,7 @@ def sections_of(raw: pd.DataFrame, counts: pd.Series | None = None) -> list[Sect
     """All sections of a frame: first the one with the most rows that ``counts`` marks (default: all), then by name."""
     sound = raw if counts is None else raw[counts]
     times = sound.groupby(SECTION).size()
-    keys = sorted(set(raw[SECTION].itertuples(index=False, name=None)))
+    keys = sorted(raw[SECTION].drop_duplicates().itertuples(index=False, name=None))
     return [Section(*key) for key in sorted(keys, key=lambda key: -int(times.get(key, 0)))]
 
 
@@ -193,8 +190,15 @@ def usual(n: pd.Series) -> int:
 
 
 def marks(row: Any) -> str:
-    """ᵉ extrapolated, ᵈ disturbed, ᶠ some processes of the cell failed."""
-    return ("ᵉ" if row.extrapolated else "") + ("ᵈ" if row.disturbed else "") + ("ᶠ" if row.failed else "")
+    """ᵉ extrapolated, ᵈ disturbed, ‼ too much so to be a result, ᶠ some processes of the cell failed."""
+    disturbed = "‼" if row.swamped else "ᵈ" if row.disturbed else ""
+    return ("ᵉ" if row.extrapolated else "") + disturbed + ("ᶠ" if row.failed else "")
+
+
+SWAMPED_NOTE = (
+    "too disturbed to be a result: other programs took more than half of the processors in every process. Stop them, "
+    "or take a quieter machine, and run the same command with --fresh"
+)
 
 
 def doubts(row: Any) -> str:

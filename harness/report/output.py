@@ -12,7 +12,7 @@ from harness.analysis import naming
 from harness.errors import BadInput
 from harness.report import contents as chapters
 from harness.report import model
-from harness.report.figures import tasks as task_figures
+from harness.report.figures import files
 from harness.report.formats import latex, markdown, page
 from harness.report.model import Chapter, Picture, Report, Section
 from harness.store import read
@@ -34,7 +34,7 @@ def write_report(report: Report, out: Path, plots: Path) -> list[Path]:
         except OSError as error:
             raise BadInput(f"The folder {folder} cannot be made ({error.strerror}); choose another.") from None
     try:
-        drawn = task_figures.draw((picture for chapter in report.chapters for picture in chapter.pictures), plots)
+        drawn = files.draw((picture for chapter in report.chapters for picture in chapter.pictures), plots)
         shown = {picture.stem: picture for chapter in report.chapters for picture in chapter.pictures}
         pdfs = {os.path.relpath(path, out): shown[path.stem] for path in drawn if path.suffix == ".pdf"}
         written = texts(report, pdfs)

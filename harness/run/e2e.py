@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import shlex
 import sys
+import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,8 @@ from harness.plan import protocol as protocols
 from harness.plan.e2e import Job, Options
 from harness.plan.registry import Contestant
 from harness.run import peaks
-from harness.run.job_text import outcome_of
+from harness.run.job_text import key_of, outcome_of
+from harness.run.pace import Pace
 from harness.run.progress import Progress
 from harness.run.session import ENDS_THE_RUN, Moment, Session, changed, killer, short, unforeseen
 from harness.store import sequence
@@ -73,9 +76,16 @@ class Run(Session[Options, Contestant, Job, Request]):
     """Whole epochs of tasks: data, gates, times, the memory."""
 
     def __init__(
-        self, options: Options, contestants: list[Contestant], folder: RunFolder, command: str, backend: Backend
+        self,
+        options: Options,
+        contestants: list[Contestant],
+        folder: RunFolder,
+        command: str,
+        backend: Backend,
+        pace: Pace | None = None,
     ) -> None:
         super().__init__(options, contestants, folder, command, backend)
+        self.pace = Pace() if pace is None else pace
         self.jobs = plan.jobs(options, contestants)
         self.protocol = protocols.load(options.protocol)
         self.data: dict[str, Data] = {}
@@ -88,6 +98,34 @@ class Run(Session[Options, Contestant, Job, Request]):
         self.peaks = self.measured_peaks()
         self.prepare(progress.say)
         self._judge_all(progress)
+
+    def _in_order(self, progress: Progress) -> Iterator[Job]:
+        """Round by round. The first round is made whatever time it takes; where the pace allows, rounds beyond the plan
+        follow for what is not known well enough."""
+        began = time.monotonic()
+        for number in range(max(self._planned_rounds, plan.MOST_ROUNDS if self.pace.minutes else 0)):
+            before = self.measured
+            jobs = [job for job in self.jobs if job.round == number]
+            if number >= self._planned_rounds:
+                jobs = plan.further_round(
+                    self.options, self.contestants, number, self.pace.open_blocks(self.folder.path)
+                )
+                progress.extend([key_of(job) for job in jobs])
+                if not jobs:
+                    progress.say("Every interval is narrow enough: no further rounds.")
+                    return
+            # A block is never left half done: only what is beside each other in it can be compared.
+            for _, block in itertools.groupby(jobs, key=lambda job: (job.cell.task, job.cell.batch_size)):
+                if number and self.pace.is_over(time.monotonic() - began):
+                    progress.say("Time is up: what was measured is reported; the same command goes on from here.")
+                    return
+                yield from block
+            if self.measured > before:
+                self.pace.after_round(number + 1, self._planned_rounds)
+
+    @property
+    def _planned_rounds(self) -> int:
+        return 1 + max((job.round for job in self.jobs), default=0)
 
     def _stands(self, job: Job, record: Record) -> bool:
         is_settled = super()._stands(job, record) and not self._is_refusal_of_the_past(job, record)

@@ -72,6 +72,11 @@ class Progress:
         self._done, self._remaining = 0, Remaining()
         self._began = self._piece_began = time.monotonic()
 
+    def extend(self, pieces: Sequence[Key]) -> None:
+        """Add pieces to the bar that was begun."""
+        self._keys = [*self._keys, *pieces]
+        self._bar.update(self._task, total=len(self._keys))
+
     def doing(self, text: str) -> None:
         self._text = text
         self._piece_began = time.monotonic()

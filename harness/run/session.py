@@ -9,7 +9,7 @@ import tempfile
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -87,6 +87,7 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
         self.threads, self.limits = each.threads, each.limits
         self.executors: dict[str, Executor | Unavailable] = {}
         self.ended: dict[str, Record] = {}
+        self.measured = 0
         self.watched = watched_code()
         self.by_name: dict[str, AContestant] = {c.name: c for c in contestants}
         self.hashes = {c.name: self._hashes_of(c) for c in contestants}
@@ -159,14 +160,20 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
         resumed = expected = 0
         progress.begin([key_of(job) for job in self.jobs])
         rounds = 1 + max((job.round for job in self.jobs), default=0)
-        for job in self.jobs:
-            progress.doing(f"{title_of(job)}, {job.purpose}, round {job.round + 1}/{rounds}")
+        for job in self._in_order(progress):
+            planned = f"/{rounds}" if job.round < rounds else ""
+            progress.doing(f"{title_of(job)}, {job.purpose}, round {job.round + 1}{planned}")
             record, is_old = self.recorded(job, progress)
             resumed += is_old
+            self.measured += not is_old
             states[record.state] = states.get(record.state, 0) + 1
             expected += self._is_expected(job, record)
             progress.done(outcome_of(record), counts=not is_old)
-        return Summary(len(self.jobs), resumed, states, self.folder.path, expected)
+        return Summary(sum(states.values()), resumed, states, self.folder.path, expected)
+
+    def _in_order(self, progress: Progress) -> Iterator[AJob]:
+        """The jobs as they are measured; the former one is on record when the next one is asked for."""
+        yield from self.jobs
 
     def recorded(self, job: AJob, progress: Progress) -> tuple[Record, bool]:
         """The record of a job, and whether it was there already; measured and written where it was not."""

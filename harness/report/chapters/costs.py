@@ -7,6 +7,9 @@ Every frame has the columns of :data:`harness.analysis.frames.CELL`, so that a s
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -248,7 +251,7 @@ def goals(tables: Tables) -> pd.DataFrame:
     """Training seconds, test accuracy and epsilon of every process whose accuracy was read, as medians over processes:
     seconds = start-up + steps x seconds per epoch / steps per epoch. ``reached``: the highest multiple of 5 % at or
     below its accuracy."""
-    rows = []
+    places: dict[tuple[Any, ...], list[_Reached]] = {}
     current = tables.raw[~tables.raw.superseded & (tables.raw.state == "ok") & tables.raw.seconds.notna()]
     columns = [*CELL, "private", "seconds", "extrapolated", "disturbed"]
     # Plain dictionaries: reading single places of a frame takes most of the time of a large report.
@@ -258,37 +261,51 @@ def goals(tables: Tables) -> pd.DataFrame:
             continue
         epochs = r.accuracy.after_steps / r.timed.steps_per_epoch
         start = 0.0 if r.compile_seconds is None else r.compile_seconds
-        rows.append(
-            {
-                **{c: row[c] for c in (*CELL, "private", "extrapolated", "disturbed")},
-                "after_steps": r.accuracy.after_steps,
-                "epochs": epochs,
-                "test": r.accuracy.test,
-                "seconds": start + epochs * row["seconds"],
-                "start_seconds": start,
-                "epsilon": math.nan if r.epsilon is None or r.epsilon.pld is None else r.epsilon.pld,
-                "delta": math.nan if r.epsilon is None else r.epsilon.delta,
-            }
+        reached = _Reached(
+            epochs=epochs,
+            test=r.accuracy.test,
+            seconds=start + epochs * row["seconds"],
+            start_seconds=start,
+            epsilon=math.nan if r.epsilon is None or r.epsilon.pld is None else r.epsilon.pld,
+            delta=math.nan if r.epsilon is None else r.epsilon.delta,
+            extrapolated=row["extrapolated"],
+            disturbed=row["disturbed"],
         )
-    if not rows:
-        return pd.DataFrame()
-    out = []
-    for place, group in pd.DataFrame(rows).groupby([*CELL, "private", "after_steps"], sort=False):
-        averaged = ("epochs", "test", "seconds", "start_seconds", "epsilon", "delta")
-        middle = {c: float(group[c].median()) for c in averaged}
-        out.append(
-            {
-                **dict(zip([*CELL, "private", "after_steps"], place, strict=True)),
-                **middle,
-                "low": group.seconds.min(),
-                "high": group.seconds.max(),
-                "n": len(group),
-                "reached": math.floor(middle["test"] / ACCURACY_STEP + 1e-9) * ACCURACY_STEP,
-                "extrapolated": bool(group.extrapolated.any()),
-                "disturbed": bool(group.disturbed.any()),
-            }
-        )
-    return pd.DataFrame(out)
+        place = (*(row[c] for c in CELL), row["private"], r.accuracy.after_steps)
+        places.setdefault(place, []).append(reached)
+    return pd.DataFrame([_of_place(place, processes) for place, processes in places.items()])
+
+
+@dataclass(frozen=True)
+class _Reached:
+    """What one process reached; NaN for an epsilon that nobody computed."""
+
+    epochs: float
+    test: float
+    seconds: float
+    start_seconds: float
+    epsilon: float
+    delta: float
+    extrapolated: bool
+    disturbed: bool
+
+
+def _of_place(place: Sequence[Any], processes: Sequence[_Reached]) -> dict[str, Any]:
+    def middle(name: str) -> float:
+        values = [value for p in processes if not math.isnan(value := getattr(p, name))]
+        return statistics.median(values) if values else math.nan
+
+    averaged = {name: middle(name) for name in ("epochs", "test", "seconds", "start_seconds", "epsilon", "delta")}
+    return {
+        **dict(zip([*CELL, "private", "after_steps"], place, strict=True)),
+        **averaged,
+        "low": min(p.seconds for p in processes),
+        "high": max(p.seconds for p in processes),
+        "n": len(processes),
+        "reached": math.floor(averaged["test"] / ACCURACY_STEP + 1e-9) * ACCURACY_STEP,
+        "extrapolated": any(p.extrapolated for p in processes),
+        "disturbed": any(p.disturbed for p in processes),
+    }
 
 
 def goals_grids(frame: pd.DataFrame) -> list[Grid]:

@@ -7,18 +7,14 @@ from functools import partial
 from typing import Any
 
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from harness.analysis import frames as table
 from harness.analysis import naming, stats
 from harness.analysis.frames import SECTION
 from harness.analysis.naming import number
 from harness.report import model
-from harness.report.figures import looks
-from harness.report.figures import tasks as task_figures
-from harness.report.figures.looks import Look
-from harness.report.model import MEBIBYTE, MISSING, Chapter, Grid, Picture, Section
+from harness.report.figures import frontier as figure
+from harness.report.model import MEBIBYTE, MISSING, Chapter, Grid, Picture
 from harness.store.record import Record
 from harness.worker import memory
 
@@ -40,7 +36,7 @@ def chapters(records: Sequence[Record]) -> Iterable[Chapter]:
             Picture(
                 naming.slug("memory-frontier", task, names[section], "synthetic" if synthetic else ""),
                 f"{model.task_title(task, synthetic)}: throughput and peak memory over the physical batch size",
-                partial(draw, section, task, synthetic, group, here),
+                partial(figure.draw, section, task, synthetic, group, here, tuple(endings(group))),
                 f"{section.title}; measured {when}.",
             )
             for task, synthetic, group in model.blocks(of_here)
@@ -193,7 +189,7 @@ def _grid(task: str, synthetic: bool, group: pd.DataFrame) -> Grid:
         + ("bytes of tensors on the device" if on_cuda else "resident growth of the process during the steps")
         + ", compilation included; KiB an example: by how much it grows with the batch.",
         model.spread_note(n) if n else "No throughput was measured.",
-        *_endings(group),
+        *endings(group),
     ]
     if group.disturbed.any():
         notes.append(model.DISTURBED_NOTE)
@@ -206,7 +202,7 @@ def _batch(row: Any) -> str:
     return ("" if row.ended == "oom" else "≥ ") + f"{row.batch_size:.0f}"
 
 
-def _endings(group: pd.DataFrame) -> Iterable[str]:
+def endings(group: pd.DataFrame) -> Iterable[str]:
     whole = group[(group.ended == "ok") & group.whole_training_set]
     if len(whole):
         yield f"≥ the whole training set fits: {', '.join(whole.contestant)}."
@@ -233,71 +229,3 @@ def _rate(row: Any, usual_n: int) -> str:
     return f"{number(row.examples_per_second)}{'ᵈ' if row.disturbed else ''}{spread}" + (
         "" if row.n == usual_n else f" n={row.n}"
     )
-
-
-def draw(section: Section, task: str, synthetic: bool, group: pd.DataFrame, raw: pd.DataFrame) -> Figure:
-    """Left: examples per second over batch size, up to the frontier. Right: peak memory, and the budget."""
-    figure = Figure(figsize=(task_figures.WIDTH, 3.0), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    names = list(group.contestant)
-    titles = naming.titles()
-    style = looks.of_all(names, dict(zip(group.contestant, group.private, strict=True)))
-    here = raw[(raw.task == task) & (raw.synthetic == synthetic) & (raw.stage == "search")]
-    for name in names:
-        mine = here[here.contestant == name].sort_values("batch_size")
-        ok = mine[mine.state == "ok"]
-        frontier = group[group.contestant == name].iloc[0]
-        _curve(left, ok.batch_size, ok.examples_per_second, style[name])
-        _curve(right, ok.batch_size, ok.peak_bytes / MEBIBYTE, style[name])
-        if frontier.n:
-            bars = (
-                None
-                if pd.isna(frontier.low)
-                else [[frontier.examples_per_second - frontier.low], [frontier.high - frontier.examples_per_second]]
-            )
-            left.errorbar(
-                frontier.batch_size,
-                frontier.examples_per_second,
-                yerr=bars,
-                color=style[name].colour,
-                marker=style[name].marker,
-                markersize=8,
-                markerfacecolor="none",
-                capsize=2.5,
-            )
-        if pd.notna(frontier.misfit):
-            budget = frontier.budget_bytes / MEBIBYTE
-            right.plot(frontier.misfit, budget, color=style[name].colour, marker="x", markersize=6, linestyle="")
-    sizes = sorted(here.batch_size.unique())
-    for axes, label in ((left, "examples per second (log)"), (right, "peak MiB (log)")):
-        axes.set_xscale("log", base=2)
-        ticks = [2**k for k in range(0, 20) if sizes[0] <= 2**k <= sizes[-1]]
-        axes.set_xticks(ticks, [str(t) for t in ticks], rotation=90 if len(ticks) > 6 else 0)
-        axes.minorticks_off()
-        axes.set_xlabel("physical batch size (log)")
-        axes.set_ylabel(label)
-        task_figures.log_values(axes)
-    right.axhline(group.budget_bytes.iloc[0] / MEBIBYTE, color="#000000", linestyle="--", linewidth=0.8)
-    left.set_title("Throughput", loc="left")
-    right.set_title("Peak memory (dashed: the budget)", loc="left")
-    budget = number(group.budget_bytes.iloc[0] / MEBIBYTE)
-    title = f"{model.task_title(task, synthetic)}: what fits into {budget} MiB"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=9, fontweight="bold")
-    n = model.usual(group[group.n > 0].n)
-    notes = [
-        "Small points: one process each, of the search."
-        + {
-            0: "",
-            1: " Large open points: at the frontier, one further process.",
-        }.get(n, f" Large open points: at the frontier, median of n = {n} further processes, bar: lowest to highest.")
-        + " Crosses: the smallest size that did not fit.",
-        *_endings(group),
-    ]
-    legend = {titles.get(name, name): look for name, look in style.items()}
-    where = f"{model.readable(section, raw)}, rules {section.protocol}."
-    task_figures.below(figure, where, notes, list(legend), legend)
-    return figure
-
-
-def _curve(axes: Axes, x: pd.Series, y: pd.Series, look: Look) -> None:
-    axes.plot(x, y, color=look.colour, marker=look.marker, markersize=3, linestyle=look.line, linewidth=1.0)

@@ -18,7 +18,6 @@ from harness.layers import LAYERS, SWEEP
 from harness.report import model
 from harness.report.chapters import layer_claims, memory
 from harness.report.chapters.paper import TOLERANCE
-from harness.report.figures import layers as layer_figures
 from harness.report.model import MISSING, Chapter, Grid, Picture, Section
 from harness.store.record import Record
 
@@ -52,6 +51,8 @@ def _of_section(
     raw, cells, factors = section.of(tables.raw), section.of(tables.cells), section.of(tables.factors)
     older = len(section.of(tables.superseded))
     left_out = [f"Left out: {older} process(es) of cells that were measured again with newer code."] if older else []
+    from harness.report.figures import layers as layer_figures  # Matplotlib: a report without layers does without
+
     when = model.measured(raw)
     main, main_factors = (f[~f.layer.isin(SWEPT)] if len(f) else f for f in (cells, factors))
     where = f"{model.readable(section, raw)}, rules {section.protocol}."

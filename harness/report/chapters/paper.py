@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import pandas as pd
-from scipy import stats as scipy_stats
 
 from harness.analysis import stats
 from harness.analysis.frames import PLACE, SECTION, Tables, paired
@@ -65,7 +64,7 @@ def rank_correlation(tables: Tables) -> pd.DataFrame:
                 {
                     **where,
                     "rows": len(ranked),
-                    "spearman": float(scipy_stats.spearmanr(then, ranked["median"]).statistic),
+                    "spearman": stats.rank_correlation(then, ranked["median"]),
                     "n": int(ranked.n.min()),
                     "extrapolated": bool(ranked.extrapolated.any()),
                     "disturbed": bool((ranked.disturbed > 0).any()),

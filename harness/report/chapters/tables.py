@@ -82,10 +82,13 @@ def seconds_notes(group: pd.DataFrame, body: tuple[tuple[str, ...], ...]) -> Ite
         yield spread_note(usual(ok.n))
     if ok.extrapolated.any():
         yield "ᵉ extrapolated: a part of an epoch was measured and scaled up to a whole one."
-    disturbed = ok[ok.disturbed > 0]
+    disturbed = ok[(ok.disturbed > 0) & ~ok.swamped]
     if len(disturbed):
         where = ", ".join(f"{r.contestant} at {r.batch_size} ({r.disturbed} of {r.n})" for r in disturbed.itertuples())
         yield f"ᵈ disturbed, other programs took processor time or the machine changed its speed: {where}."
+    if ok.swamped.any():
+        places = ", ".join(f"{row.contestant} at {row.batch_size}" for row in ok[ok.swamped].itertuples())
+        yield f"‼ {model.SWAMPED_NOTE}: {places}."
     for row in ok[ok.failed > 0].itertuples():
         yield f"ᶠ {row.contestant} at {row.batch_size}, besides the {row.n} shown: {row.failures}: {short(row.reason)}"
     failed = group[group.state != "ok"]

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-from matplotlib import colormaps
-from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
 
 from harness.report.figures import looks
+from harness.report.figures.drawing import Drawing, Style, width
 
 MOST_LINES = 8
 """Lines that can still be told apart; there are as many colours."""
-ROW, ROW_WITH_INTERVAL = 0.19, 0.27
-"""Inches."""
+ROW, ROW_WITH_INTERVAL = 13.7, 19.4
+"""Points."""
 LONGEST = 40
 """Letters of a title that fit beside a grid."""
 SLOWEST = 32.0
 """Factor from which on all squares are equally dark."""
-SHADES = colormaps["YlOrBr"]
-EMPTY = (0.95, 0.95, 0.95, 1.0)
+SHADES = ("ffffe5", "fff7bc", "fee391", "fec44f", "fe9929", "ec7014", "cc4c02", "993404", "662506")
+"""ColorBrewer's YlOrBr, which keeps its order for colour-blind eyes and on a grey printer."""
+EMPTY = "#f2f2f2"
 WHITE_FROM = 0.6
 """Share of the scale from which on letters are white."""
 
@@ -41,45 +38,68 @@ Squares = Mapping[tuple[str, int], HeatmapCell]
 
 
 def row_height(squares: Squares) -> float:
-    """Inches that a row needs."""
+    """Return how many points a row needs."""
     return ROW_WITH_INTERVAL if any(square.interval for square in squares.values()) else ROW
 
 
+def names_width(names: Sequence[str], title: Callable[[str], str]) -> float:
+    """Return how many points the names beside a grid need."""
+    return max(width(_short(title(name)), 8, _weight(name)) for name in names)
+
+
 def draw(
-    axes: Axes, names: Sequence[str], sizes: Sequence[int], squares: Squares, title: Callable[[str], str] = str
-) -> None:
-    """Row per name, shown by its title, column per batch size; a place without a square says so."""
-    shade = LogNorm(1.0, SLOWEST, clip=True)
-    colours = np.full((len(names), len(sizes), 4), EMPTY)
+    drawing: Drawing,
+    left: float,
+    top: float,
+    right: float,
+    names: Sequence[str],
+    sizes: Sequence[int],
+    squares: Squares,
+    title: Callable[[str], str] = str,
+) -> float:
+    """Draw a row per name, shown by its title, and a column per batch size; a place without a square says so.
+
+    Returns:
+        Where the grid ends, its batch sizes included.
+    """
+    row, column = row_height(squares), (right - left) / len(sizes)
     for y, name in enumerate(names):
+        above = top + y * row
+        drawing.write(left - 5, above + row / 2 + 3, _short(title(name)), 8, anchor="end", style=_weight(name))
         for x, size in enumerate(sizes):
             square = squares.get((name, size), HeatmapCell("–"))
-            depth = None if square.factor is None else float(shade(square.factor))
-            if depth is not None:
-                colours[y, x] = SHADES(0.9 * depth)
-            ink = "#555555" if depth is None else "white" if depth >= WHITE_FROM else "black"
-            style = "italic" if depth is None else "normal"
-            raised = 0.17 if square.interval else 0.0
-            _write(axes, x, y - raised, square.text, 7, color=ink, style=style)
+            depth = None if square.factor is None else depth_of(square.factor)
+            beside = left + x * column
+            colour = EMPTY if depth is None else shade(depth)
+            drawing.rectangle(beside + 0.5, above + 0.5, beside + column - 0.5, above + row - 0.5, colour)
+            ink = "#555555" if depth is None else "#ffffff" if depth >= WHITE_FROM else "#000000"
+            style: Style = "italic" if depth is None else "normal"
+            middle = above + row * (0.33 if square.interval else 0.5) + 2.6
+            drawing.write(beside + column / 2, middle, square.text, 7, ink, "middle", style)
             if square.interval:
-                _write(axes, x, y + 0.24, square.interval, 5, color=ink)
-    axes.imshow(colours, aspect="auto")
-    axes.set_xlim(-0.5, len(sizes) - 0.5)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
-    axes.set_yticks(range(len(names)), [textwrap.shorten(title(name), LONGEST, placeholder="…") for name in names])
-    for label, name in zip(axes.get_yticklabels(), names, strict=True):
-        if looks.is_own(name):
-            label.set_fontweight("bold")
-    axes.tick_params(length=0)
-    axes.grid(visible=False)
-    axes.set_xticks(np.arange(0.5, len(sizes) - 1), minor=True)
-    axes.set_yticks(np.arange(0.5, len(names) - 1), minor=True)
-    axes.tick_params(which="minor", length=0)
-    axes.grid(which="minor", color="white", linewidth=1.0)
-    axes.spines[:].set_visible(False)
+                drawing.write(beside + column / 2, above + row * 0.74 + 1.9, square.interval, 5, ink, "middle")
+    for x, size in enumerate(sizes):
+        drawing.write(left + (x + 0.5) * column, top + len(names) * row + 10, str(size), anchor="middle")
+    return top + len(names) * row + 12
 
 
-def _write(axes: Axes, x: float, y: float, text: str, size: float, **look: Any) -> None:
-    # Clipped, though it never reaches the edge: the layout then does not measure every one of some hundred texts.
-    axes.text(x, y, text, ha="center", va="center", fontsize=size, clip_on=True, **look)
+def depth_of(factor: float) -> float:
+    """Return the share of the scale at which a factor stands: 0 up to 1, 1 from :data:`SLOWEST` on."""
+    return min(1.0, max(0.0, math.log(factor) / math.log(SLOWEST)))
+
+
+def shade(depth: float) -> str:
+    """Return the colour at a share of the scale."""
+    place = 0.9 * depth * (len(SHADES) - 1)
+    first = min(int(place), len(SHADES) - 2)
+    share = place - first
+    lighter, darker = (bytes.fromhex(colour) for colour in SHADES[first : first + 2])
+    return "#" + bytes(round(a * (1 - share) + b * share) for a, b in zip(lighter, darker, strict=True)).hex()
+
+
+def _short(title: str) -> str:
+    return textwrap.shorten(title, LONGEST, placeholder="…")
+
+
+def _weight(name: str) -> Style:
+    return "bold" if looks.is_own(name) else "normal"

@@ -1,4 +1,4 @@
-"""Figures of layers, in the style of :mod:`harness.report.figures.tasks`. Every one stands alone: units, machine,
+"""Figures of layers, made with Matplotlib. Every one stands alone: units, machine,
 day, n."""
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from harness.analysis.layer_frames import MEGABYTE
 from harness.analysis.naming import number
 from harness.layers import LAYERS
 from harness.report import model
+from harness.report.figures import axes as shared
 from harness.report.figures import looks
-from harness.report.figures import tasks as task_figures
+from harness.report.figures.axes import WIDTH, styled
 from harness.report.figures.looks import MARKERS, PALETTE, Fill, Look
-from harness.report.figures.tasks import WIDTH
 
 GREY = "#888888"
 OWN = {"pytorch": "torch.nn", "opacus": "Opacus", "dpcore": "dpcore"}
@@ -35,6 +35,7 @@ def _measured(frame: pd.DataFrame) -> list[str]:
     return [what for what in QUANTITIES if frame[what].notna().any()] or ["runtime"]
 
 
+@styled
 def factors(contestant: str, passes: str, frame: pd.DataFrame, where: str) -> Figure:
     """Runtime (top) and memory (bottom) over torch.nn by layer, batch sizes side by side; the paper's in grey."""
     mine = frame[(frame.contestant == contestant) & (frame.passes == passes)]
@@ -73,10 +74,11 @@ def factors(contestant: str, passes: str, frame: pd.DataFrame, where: str) -> Fi
         *(["The paper: Opacus 1.0 on an A100 in 2021, forward and backward without clipping."] if with_paper else []),
         *_absent(mine),
     ]
-    task_figures.below(figure, where, notes, list(style), style)
+    shared.below(figure, where, notes, list(style), style)
     return figure
 
 
+@styled
 def modes(size: int, frame: pd.DataFrame, where: str) -> Figure:
     """All DP contestants at one batch size: runtime (left) and memory factor (right), a row per layer."""
     private = frame[frame.column == "dp"]
@@ -113,7 +115,7 @@ def modes(size: int, frame: pd.DataFrame, where: str) -> Figure:
         "which leaves the clipping to be paid.",
         *_absent_by(private),
     ]
-    task_figures.below(figure, where, notes, labels, style)
+    shared.below(figure, where, notes, labels, style)
     return figure
 
 
@@ -124,6 +126,7 @@ def _label(pair: tuple[str, str]) -> str:
 MODULES = ("mha", "rnn", "gru", "lstm")
 
 
+@styled
 def modules(framework: str, cells: pd.DataFrame, where: str) -> Figure:
     """The paper's appendix figure: torch.nn, the library's own module without DP, and with DP; milliseconds and MB."""
     own = cells[(cells.framework == framework) & (cells.column == "own_module")]
@@ -164,7 +167,7 @@ def modules(framework: str, cells: pd.DataFrame, where: str) -> Figure:
                 )
             _batch_axis(axes, sorted(cells[cells.layer == name].batch_size.unique()))
             if axes.has_data():
-                task_figures.log_values(axes)
+                shared.log_values(axes)
             if row == 0:
                 axes.set_title(name, loc="left")
             else:
@@ -173,10 +176,11 @@ def modules(framework: str, cells: pd.DataFrame, where: str) -> Figure:
     grid[1, 0].set_ylabel("peak MB (log)")
     _title(figure, f"torch.nn, {OWN.get(framework, framework)}'s own module without DP, and with DP")
     notes = [_processes(cells)]
-    task_figures.below(figure, where, notes, [label for label, _, _ in lines], style)
+    shared.below(figure, where, notes, [label for label, _, _ in lines], style)
     return figure
 
 
+@styled
 def sweep(contestant: str, passes: str, frame: pd.DataFrame, where: str) -> Figure:
     """The paper's embedding figure: runtime and memory factor over num_embeddings, a line per batch size."""
     figure = Figure(figsize=(WIDTH, 3.0), layout="constrained")
@@ -219,10 +223,11 @@ def sweep(contestant: str, passes: str, frame: pd.DataFrame, where: str) -> Figu
         f"a gradient per example. Runtime: {_rounds(n)}.",
         *_absent(frame),
     ]
-    task_figures.below(figure, where, notes, list(style), style)
+    shared.below(figure, where, notes, list(style), style)
     return figure
 
 
+@styled
 def law(predicted: pd.DataFrame, where: str) -> Figure:
     """Predicted against measured peak: without DP, Opacus by the paper's law and by today's, dpcore by its own."""
     panels = (
@@ -281,7 +286,7 @@ def law(predicted: pd.DataFrame, where: str) -> Figure:
         "A point per layer, batch size and contestant. Full line: predicted = measured; dotted: half of it. Below the "
         "line are intermediate results and workspaces, which no law counts. MB: 10⁶ bytes."
     ]
-    task_figures.below(figure, where, notes, kinds, style)
+    shared.below(figure, where, notes, kinds, style)
     return figure
 
 

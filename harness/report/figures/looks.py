@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, Literal
 
 from harness.analysis.naming import BASELINE_FRAMEWORK
-from harness.plan.registry import frameworks
+from harness.plan.registry import Framework, frameworks
 
 Fill = Literal["full", "none", "left", "right", "top", "bottom"]
 Line = Literal["-", "--", "-.", ":", ""]
@@ -43,9 +43,15 @@ class Look:
 
 
 @cache
+def _frameworks() -> Mapping[str, Framework]:
+    """Read once: a report asks for some hundred looks."""
+    return frameworks()
+
+
+@cache
 def _declared() -> Mapping[str, Look]:
     found = {}
-    for framework in frameworks().values():
+    for framework in _frameworks().values():
         seen = {True: 0, False: 0}
         for variant in framework.variants:
             styles = OF_VARIANTS if variant.private else WITHOUT_DP
@@ -60,7 +66,7 @@ def of(contestant: str) -> Look:
     declared = _declared().get(contestant)
     if declared is not None:
         return declared
-    framework = frameworks().get(contestant.partition("-")[0])
+    framework = _frameworks().get(contestant.partition("-")[0])
     colour, marker = (framework.colour, framework.marker) if framework else UNKNOWN
     return Look(colour, marker, "-")
 
@@ -89,3 +95,10 @@ def of_all(names: Sequence[str], private: Mapping[str, bool]) -> dict[str, Look]
         *(n for n in names if n.startswith(f"{BASELINE_FRAMEWORK}-")),
     }
     return {name: of(name) if name in bright else replace(of(name), colour=GREY) for name in names}
+
+
+def light(colour: str) -> str:
+    """Return the colour for a dark page: halfway to white where it is darker than a middle grey."""
+    parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    luminance = 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+    return colour if luminance > 140 else "#" + "".join(f"{(255 + part) // 2:02X}" for part in parts)

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from harness.analysis import stats
 from harness.analysis.frames import Tables
 from harness.report import model
-from harness.report.figures import looks
+from harness.report.figures import looks, panel
 from harness.report.figures import tasks as task_figures
+from harness.report.figures.drawing import Drawing
 from harness.report.figures.looks import Look
+from harness.report.figures.panel import Panel, Scale
 from harness.report.model import MEBIBYTE, Picture, Section
 
 FEWEST_SIZES = 3
@@ -59,50 +59,39 @@ def over_batch_size(
     measured: pd.DataFrame,
     failed: pd.DataFrame,
     style: Mapping[str, Look],
-) -> Figure:
+) -> Drawing:
     """MiB over batch size, both logarithmic. Contestants without DP are dotted."""
-    figure = Figure(figsize=(task_figures.WIDTH, 3.4), layout="constrained")
-    axes = figure.add_subplot()
     names = [name for name in tables.order if name in {*measured.contestant, *failed.contestant}]
     sizes = sorted({*measured.batch_size, *failed.batch_size})
-    values = measured.set_index(["contestant", "batch_size"])[["median", "low", "high"]] / MEBIBYTE
-    task_figures.log_axes(axes, sizes)
-    task_figures.limits(axes, values["median"])
-    for name in (name for name in names if name in values.index):
-        task_figures.line(axes, sizes, values.loc[name], style[name], label=tables.title(name))
-    task_figures.log_values(axes)
-    _mark(axes, failed, [name for name in names if name in set(failed.contestant)], style)
-    axes.set_xlabel("batch size (log)")
-    axes.set_ylabel("peak memory, MiB (log)")
-    axes.set_title(f"{model.task_title(task, synthetic)}: peak memory", loc="left", fontweight="bold")
-    task_figures.below_task(
-        figure,
-        tables,
-        section,
-        [_points(measured), f"Instrument: {INSTRUMENTS[measured.metric.iloc[0]]}.", *_in_words(tables, failed, names)],
-        [name for name in names if name in set(measured.contestant)],
-        style,
+    lost = [name for name in names if name in set(failed.contestant)]
+    y = panel.around(measured["median"] / MEBIBYTE)
+    share = ROW * len(lost)
+    if share:  # a row of states per contestant above the highest point
+        y = Scale(y.low, y.high * (y.high / y.low) ** (share / (1 - share)))
+    drawing = task_figures.page(f"{model.task_title(task, synthetic)}: peak memory")
+    one = Panel(drawing, task_figures.LEFT, 24, panel.PAGE - 8, 226, panel.of_sizes(sizes), y)
+    one.frame(
+        panel.size_ticks(sizes),
+        panel.plain_ticks(y),
+        x_label="batch size (log)",
+        y_label="peak memory, MiB (log)",
     )
-    return figure
-
-
-def _mark(axes: Axes, failed: pd.DataFrame, names: Sequence[str], style: Mapping[str, Look]) -> None:
-    """A row of states per contestant above the highest point, each at its batch size."""
-    low, high = axes.get_ylim()
-    share = ROW * len(names)
-    axes.set_ylim(low, high * (high / low) ** (share / (1 - share)))
-    for i, name in enumerate(names):
+    for name in names:
+        shown = task_figures.points(measured[measured.contestant == name], "median", MEBIBYTE)
+        panel.lines(one, sizes, shown, style[name], label=tables.title(name))
+    for i, name in enumerate(lost):
         for row in failed[failed.contestant == name].itertuples():
-            axes.text(
-                row.batch_size,
-                1 - ROW * (i + 0.5),
-                f"× {row.state}",
-                transform=axes.get_xaxis_transform(),
-                color=style[name].colour,
-                ha="center",
-                va="center",
-                fontsize=7,
-            )
+            across = one.at(row.batch_size, y.low)[0]
+            down = one.top + ROW * (i + 0.5) * (one.bottom - one.top) + 2.5
+            drawing.write(across, down, f"× {row.state}", 7, str(style[name].colour), "middle")
+    notes = [
+        _points(measured),
+        f"Instrument: {INSTRUMENTS[measured.metric.iloc[0]]}.",
+        *_in_words(tables, failed, names),
+    ]
+    with_points = [name for name in names if name in set(measured.contestant)]
+    task_figures.below_task(drawing, tables, section, notes, with_points, style)
+    return drawing
 
 
 def _points(measured: pd.DataFrame) -> str:

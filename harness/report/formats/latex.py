@@ -38,6 +38,7 @@ SPECIAL: Mapping[str, str] = {
     ">": r"\textgreater{}",
     "ᵉ": r"\textsuperscript{e}",
     "ᵈ": r"\textsuperscript{d}",
+    "‼": r"\textsuperscript{!!}",
     "ᶠ": r"\textsuperscript{f}",
     "ᵗ": r"\textsuperscript{t}",
     "≤": r"$\leq$",
@@ -49,7 +50,7 @@ SPECIAL: Mapping[str, str] = {
     "α": r"$\alpha$",
     "∞": r"$\infty$",
 }
-MARKS = {"extrapolated": "e", "disturbed": "d", "failed": "f"}
+MARKS = {"extrapolated": "e", "disturbed": "d", "swamped": "!!", "failed": "f"}
 PREAMBLE = r"""\documentclass{article}
 \usepackage[a4paper,margin=20mm]{geometry}
 \usepackage[utf8]{inputenc}
@@ -215,6 +216,7 @@ def main(tables: Tables, section: Section, label: str) -> str:
         "All values are extrapolated from parts of epochs." if all_scaled else "",
         "e: extrapolated from a part of an epoch." if ok.extrapolated.any() and not all_scaled else "",
         "d: disturbed by other programs." if (ok.disturbed > 0).any() else "",
+        f"!!: {model.SWAMPED_NOTE}." if ok.swamped.any() else "",
         "Not all batch sizes are shown." if cut else "",
         "--: no time." if len(ok) < len(names) * len(places) else "",
     ]
@@ -384,6 +386,8 @@ def _caption(tables: Tables, section: Section, cells: pd.DataFrame) -> str:
         sentences.append("e: extrapolated from a part of an epoch.")
     if (ok.disturbed > 0).any():
         sentences.append("d: disturbed, meanwhile other programs took processor time or the machine changed its speed.")
+    if ok.swamped.any():
+        sentences.append(f"!!: {model.SWAMPED_NOTE}.")
     if (ok.failed > 0).any():
         sentences.append("f: some processes of the cell failed.")
     if cells.synthetic.any():

@@ -203,7 +203,7 @@ def _data(tables: Tables) -> dict[str, Any]:
                 "grey": look.colour == looks.GREY,
                 "private": bool(private[name]),
                 "colour": look.colour,
-                "light": _light(look.colour),
+                "light": looks.light(look.colour),
                 "dash": DASHES[look.line],
                 "open": look.fill == "none",
                 "shape": SHAPES[look.marker],
@@ -215,13 +215,6 @@ def _data(tables: Tables) -> dict[str, Any]:
         "strings": strings,
         "processes": processes,
     }
-
-
-def _light(colour: str) -> str:
-    """A colour for a dark page: halfway to white where it is darker than a middle grey."""
-    parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
-    luminance = 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
-    return colour if luminance > 140 else "#" + "".join(f"{(255 + part) // 2:02X}" for part in parts)
 
 
 def _task_key(task: str, synthetic: bool) -> str:

@@ -27,6 +27,16 @@ def show(report: Report, console: Console) -> None:
                 _print(grid, console)
 
 
+def times(report: Report, console: Console) -> None:
+    """Seconds per epoch alone."""
+    tables = report.tables
+    for section in model.sections(tables) if tables else ():
+        assert tables is not None
+        console.print(f"\n[bold]{escape(section.title)}")
+        for grid in task_tables.seconds(tables, section):
+            _print(grid, console)
+
+
 def _end_to_end(report: Report, console: Console) -> None:
     tables = report.tables
     for section in model.sections(tables) if tables else ():

@@ -13,7 +13,7 @@ from harness.layers import LAYERS, PAPER
 from harness.report import contents, output
 from harness.report.chapters import layer_claims, memory
 from harness.report.chapters.paper import UNTESTABLE
-from harness.report.figures import tasks as task_figures
+from harness.report.figures import axes as layer_axes
 from harness.report.formats import markdown
 from harness.report.model import Chapter
 from harness.store.record import Record
@@ -330,12 +330,12 @@ def test_a_run_without_memory_has_no_empty_panel_and_what_is_absent_is_named() -
 
 
 def test_a_legend_is_as_wide_as_the_page() -> None:
-    assert task_figures.legend_columns(["jax"] * 8) == 4
-    assert task_figures.legend_columns(["opacus-functorch (per sample)"] * 6) == 2
-    assert task_figures.legend_columns(["one"]) == 1
+    assert layer_axes.legend_columns(["jax"] * 8) == 4
+    assert layer_axes.legend_columns(["opacus-functorch (per sample)"] * 6) == 2
+    assert layer_axes.legend_columns(["one"]) == 1
     drawn = next(
         p.draw() for c in contents.build(small_run()).chapters for p in c.pictures if p.stem.startswith("layer-modules")
     )
     drawn.draw_without_rendering()
     (legend,) = drawn.legends
-    assert legend.get_window_extent().width <= (task_figures.WIDTH + 0.1) * drawn.dpi
+    assert legend.get_window_extent().width <= (layer_axes.WIDTH + 0.1) * drawn.dpi

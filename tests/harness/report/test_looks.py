@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import io
+import math
+import re
+from dataclasses import replace
+
 import numpy as np
-import pandas as pd
 import pytest
-from matplotlib.figure import Figure
+import vl_convert
+from PIL import Image
 
 from harness.analysis.frames import build
 from harness.errors import BadInput
 from harness.plan import registry
-from harness.report.figures import headline, looks
-from harness.report.figures import tasks as task_figures
+from harness.report.figures import drawing, headline, looks
+from harness.report.figures.drawing import Drawing
+from harness.report.figures.panel import Panel, Scale, lines
 from tests.support import record_factory as factory
+
+BLACK = looks.Look("#000000", "o", "-")
 
 
 def test_every_framework_declares_a_look_of_its_own():
@@ -63,35 +71,64 @@ def test_a_new_colour_does_not_outdate_measurements(tmp_path):
     assert found[0] == found[1] != found[2]
 
 
+def panel_of(low, high):
+    return Panel(Drawing(400), 50, 10, 390, 200, Scale(10, 1000), Scale(low, high))
+
+
+UNKNOWN = (math.nan, math.nan)
+
+
 def test_no_line_is_drawn_through_a_size_that_was_not_measured():
-    axes = Figure().add_subplot()
-    axes.set_ylim(1, 10)
-    shown = pd.DataFrame({"median": [2.0, 3.0], "low": np.nan, "high": np.nan}, index=[16, 512])
-    task_figures.line(axes, [16, 64, 512], shown, looks.Look("#000000", "o", "-"))
-    (drawn,) = (line for line in axes.lines if len(line.get_xdata()) == 3)
-    assert np.isnan(drawn.get_ydata()[1])
+    one = panel_of(1, 10)
+    lines(one, [16, 64, 256, 512], {16: (2.0, *UNKNOWN), 256: (2.5, *UNKNOWN), 512: (3.0, *UNKNOWN)}, BLACK)
+    (drawn,) = one.drawing.curves
+    assert [x for x, _ in drawn.points] == pytest.approx([one.at(size, 1)[0] for size in (256, 512)])
+    assert len(one.drawing.marks) == 3
 
 
 def test_an_interval_that_leaves_the_axis_ends_in_an_arrow():
-    axes = Figure().add_subplot()
-    axes.set_ylim(1, 10)
-    shown = pd.DataFrame({"median": [2.0, 3.0], "low": [0.1, 2.9], "high": [50.0, 3.1]}, index=[16, 64])
-    task_figures.line(axes, [16, 64], shown, looks.Look("#000000", "o", "-"))
-    arrows = {line.get_marker(): list(line.get_xydata()[:, 1]) for line in axes.lines if line.get_marker() in "v^"}
-    assert arrows == {"v": [1.0], "^": [10.0]}
+    one = panel_of(1, 10)
+    lines(one, [16, 64], {16: (2.0, 0.1, 50.0), 64: (3.0, 2.9, 3.1)}, BLACK)
+    arrows = {mark.shape: mark.y for mark in one.drawing.marks if mark.shape in "v^"}
+    assert arrows == {"v": one.bottom, "^": one.top}
+    assert all(one.top <= y <= one.bottom for curve in one.drawing.curves for _, y in curve.points)
 
 
-def test_a_name_beside_a_line_takes_no_room_from_the_axes():
-    figure = Figure(figsize=(3, 2), layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_xlim(10, 1000)
-    axes.set_ylim(1, 10)
-    shown = pd.DataFrame({"median": [2.0, 3.0], "low": np.nan, "high": np.nan}, index=[16, 512])
-    look = looks.Look(looks.GREY, "o", "-")
-    task_figures.line(axes, [16, 512], shown, look, label="a contestant with a long name that no legend holds")
-    figure.draw_without_rendering()
-    assert axes.get_position().width > 0.7 and axes.get_position().height > 0.7
-    assert axes.get_tightbbox().y0 > 0
+def test_a_name_beside_a_line_stays_inside_of_the_panel_and_off_other_names():
+    one = panel_of(1, 10)
+    for name in ("a contestant with a long name that no legend holds " * 3, "another"):
+        lines(
+            one, [16, 512], {16: (2.0, *UNKNOWN), 512: (3.0, *UNKNOWN)}, replace(BLACK, colour=looks.GREY), label=name
+        )
+    first, second = one.drawing.texts
+    assert first.text.endswith("…") and first.x - drawing.width(first.text, first.size) >= one.left
+    assert first.y - second.y >= first.size
+
+
+@pytest.mark.parametrize("shape", registry.MARKERS)
+def test_every_marker_that_a_framework_may_declare_can_be_drawn(shape):
+    assert shape in drawing.SHAPES
+
+
+def test_a_half_filled_marker_is_filled_on_one_side():
+    page = Drawing(20, 20, [drawing.Mark(10, 10, "D", 8, "#123456", "left")])
+    _, half = [part for part in page.svg().split("<path ") if "#123456" in part]
+    right = max(float(x) for x in re.findall(r"[ML](\S+) ", half))
+    assert right == 10
+
+
+def test_text_is_drawn_the_same_whether_letters_are_reused_or_not():
+    page = Drawing(200, 20)
+    page.write(5, 15, "dpcore 1.09× [1.01, 1.16]", 8, style="bold")
+    shots = [vl_convert.svg_to_png(page.svg(reuse=reuse), scale=2.0) for reuse in (True, False)]
+    first, second = (np.asarray(Image.open(io.BytesIO(shot)).convert("L"), dtype=float) for shot in shots)
+    assert first.min() < 60, "something is written"
+    assert np.corrcoef(first.ravel(), second.ravel())[0, 1] > 0.99 and 'aria-label="dpcore' in page.svg()
+
+
+def test_a_text_is_as_wide_as_its_letters():
+    assert drawing.width("MM", 10) == pytest.approx(2 * drawing.width("M", 10))
+    assert drawing.width("i", 10) < drawing.width("M", 10) < drawing.width("M", 10, "bold")
 
 
 def test_the_front_page_s_figure_has_sorted_bars_with_their_numbers():

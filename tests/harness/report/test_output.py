@@ -14,18 +14,17 @@ import time
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.figure import Figure
 from PIL import Image
 from rich.console import Console
 
 from harness.analysis.frames import PUBLISHED_LABEL, build
 from harness.errors import BadInput
-from harness.report import contents, model, output
-from harness.report.figures import looks
+from harness.report import conclusion, contents, model, output
+from harness.report.figures import looks, panel
 from harness.report.figures import tasks as task_figures
-from harness.report.formats import latex, markdown, terminal
+from harness.report.formats import latex, markdown, page, terminal
 from harness.store.read import load
-from harness.store.record import SCHEMA
+from harness.store.record import SCHEMA, Load
 from tests.support import record_factory as factory
 
 
@@ -66,12 +65,8 @@ def test_file_names_are_short_and_say_synthetic_where_it_applies(written):
     assert any(p.name == "report_synthetic.md" for p in written)
 
 
-def test_the_words_stand_in_the_figure_and_it_says_where_when_and_how(written, monkeypatch, quick):
-    with_words = {}
-    monkeypatch.setattr(
-        task_figures, "save", lambda figure, stem, _: with_words.setdefault(stem.name, _words(figure)) and []
-    )
-    task_figures.draw((p for c in report_of(quick).chapters for p in c.pictures), written[0].parent)
+def test_the_words_stand_in_the_figure_and_it_says_where_when_and_how(quick):
+    with_words = {p.stem: _words(p.draw()) for c in report_of(quick).chapters for p in c.pictures}
     assert len(with_words) == 6
     for name, words in with_words.items():
         for part in ("AMD EPYC 7B13, 20 Nov 2026", "rules verified-v1", "n = 3" if "seconds-per" in name else ""):
@@ -104,10 +99,8 @@ def test_a_reader_of_pdf_finds_the_title(written):
     assert "Seconds per epoch relative to PyTorch without DP" in said.stdout and not said.stderr
 
 
-def _words(figure):
-    from matplotlib.text import Text
-
-    return "\n".join(t.get_text() for t in figure.findobj(Text))
+def _words(drawing):
+    return "\n".join(text.text for text in drawing.texts)
 
 
 def _of_a_crowd(private, rounds):
@@ -144,13 +137,12 @@ def _figures_of(tables):
 def test_more_contestants_than_colours_are_a_grid_of_numbers_fastest_first(rounds):
     seconds, ratios = _figures_of(_of_a_crowd(9, rounds))
     peers = [f"peer{i}-x" for i in range(9)]
-    assert [label.get_text() for label in seconds.axes[0].get_yticklabels()] == ["PyTorch without DP", *peers]
-    assert [label.get_text() for label in ratios.axes[0].get_yticklabels()] == peers
+    assert _row_names(seconds) == ["PyTorch without DP", *peers]
+    assert _row_names(ratios) == peers
     middle = 1.0 if rounds == 1 else 1.1
     for figure, numbers in ((seconds, [f"{(i + 2) * middle:.3g}" for i in range(9)]), (ratios, ["2.00", "9.00"])):
-        places = {(t.get_position()[1] // 1, t.get_text()) for t in figure.axes[0].texts}
-        texts = [text for _, text in places]
-        assert not figure.legends
+        texts = [text.text for text in figure.texts if text.anchor == "middle"]
+        assert not figure.curves or figure is seconds, "a grid has no lines but the one below those without DP"
         assert sum(text == "oom" for text in texts) == 1
         assert any(text.endswith("ᵈ") for text in texts)
         assert all(any(text.startswith(number) for text in texts) for number in numbers)
@@ -159,21 +151,27 @@ def test_more_contestants_than_colours_are_a_grid_of_numbers_fastest_first(round
     assert "oom: oom on purpose." in _words(seconds)
 
 
+def _row_names(grid):
+    return [text.text for text in grid.texts if text.anchor == "end"]
+
+
 def test_as_many_as_there_are_colours_are_lines():
     for figure in _figures_of(_of_a_crowd(7, 1)):
-        assert figure.legends
-        assert not any(t.get_text() == "oom" for t in figure.axes[0].texts)
+        names = [text.text for text in figure.texts if text.anchor == "start"]
+        assert {f"peer{i}-x" for i in range(6)} <= set(names), "in the legend"
+        assert not any(text.text == "oom" for text in figure.texts)
 
 
 def test_the_darker_the_slower():
+    from harness.report.figures.drawing import Drawing
     from harness.report.figures.heatmap import HeatmapCell, draw
 
-    axes = Figure().add_subplot()
-    draw(axes, ["a"], [16, 64, 256], {("a", 16): HeatmapCell("1", 1.0), ("a", 64): HeatmapCell("4", 4.0)})
-    quick, slow, missing = axes.images[0].get_array()[0, :, :3].sum(axis=1)
+    grid = Drawing(300)
+    draw(grid, 100, 0, 300, ["a"], [16, 64, 256], {("a", 16): HeatmapCell("1", 1.0), ("a", 64): HeatmapCell("4", 4.0)})
+    quick, slow, missing = (sum(bytes.fromhex(area.colour[1:])) for area in grid.areas)
     assert slow < quick
     assert missing > slow
-    assert [t.get_text() for t in axes.texts] == ["1", "4", "–"]
+    assert [text.text for text in grid.texts] == ["a", "1", "4", "–", "16", "64", "256"]
 
 
 def test_the_same_records_draw_the_same_bytes(tmp_path):
@@ -372,24 +370,62 @@ def test_parts_of_a_table_begin_with_what_tells_their_rows_apart():
     assert text.count("batch") == 2 and all(name in text for name in header), text
 
 
+def test_what_was_too_disturbed_says_so_and_what_to_do():
+    rows = [("opacus", "hooks", True, 0.86), ("opacus", "ghost", True, 0.2), ("pytorch", "eager", False, 0.0)]
+    records = [
+        factory.record(framework=framework, variant=variant, private=private, order=order).model_copy(
+            update={"load": Load(foreign_share=share, disturbed=share > 0.05, repeats=1)}
+        )
+        for order, (framework, variant, private, share) in enumerate(rows)
+    ]
+    built = contents.build(records)
+    text = shown(records, width=400)
+    assert "too disturbed to be a result" in text and "--fresh: opacus-hooks at 512" in text
+    for words in (markdown.page(built), page.page(built, {}), "\n".join(conclusion.sentences(built))):
+        assert "too disturbed to be a result" in words and "--fresh" in words
+    assert built.tables.cells.set_index("contestant").swamped.to_dict() == {
+        "opacus-hooks": True,
+        "opacus-ghost": False,
+        "pytorch-eager": False,
+    }
+
+
 def test_the_terminal_names_failed_gate_checks():
     text = shown([factory.record(purpose="gate", state="rejected", gate_passed=False, reason="gate")], width=160)
     assert "failed checks" in text and "the noise is 10 times too small" in text
 
 
-@pytest.mark.slow
-def test_ten_thousand_records_take_under_thirty_seconds(tmp_path):
-    records = [
+def _work() -> float:
+    """Seconds of this process for a fixed piece of work, which a busy or slow machine lengthens like a report."""
+    seconds = []
+    for _ in range(3):
+        start, found = time.process_time(), {}
+        for i in range(300_000):
+            found[i & 1023] = str(i)
+        seconds.append(time.process_time() - start)
+    return min(seconds)
+
+
+@pytest.mark.parametrize(
+    ("copies", "rounds", "records", "bound"),
+    # 25 ms a piece of work on a quiet machine of 2026, so that the bounds are 2.5 and 11 s there.
+    [pytest.param(1, 6, 290, 100, id="quick"), pytest.param(3, 20, 10_000, 440, id="large", marks=pytest.mark.slow)],
+)
+def test_a_report_is_made_in_seconds(tmp_path, copies, rounds, records, bound):
+    sizes = (16, 32, 64, 128, 256, 512, 1024, 2048) if copies > 1 else (64, 512)
+    made = [
         r.model_copy(update={"cell": r.cell.model_copy(update={"framework": f"{r.cell.framework}{k or ''}"})})
-        for k in range(3)
-        for r in factory.quick_run(rounds=20, seed=k, batch_sizes=(16, 32, 64, 128, 256, 512, 1024, 2048))
+        for k in range(copies)
+        for r in factory.quick_run(rounds=rounds, seed=k, batch_sizes=sizes)
     ]
-    assert len(records) >= 10_000
-    factory.write(records, tmp_path / "records", packed=True)
+    assert len(made) >= records
+    factory.write(made, tmp_path / "records", packed=True)
+    before = _work()
     # Seconds of this process: how long others keep it waiting says nothing of the report.
     start = time.process_time()
     paths = output.write(tmp_path / "records", tmp_path / "out", tmp_path / "plots")
-    assert time.process_time() - start < 30.0
+    spent = time.process_time() - start
+    assert spent < bound * max(before, _work())
     assert next(p for p in paths if p.name == "report.html").stat().st_size < 6_000_000
 
 
@@ -418,20 +454,12 @@ def test_records_from_before_some_fields_are_read_beside_new_ones_and_a_newer_sc
     ],
 )
 def test_an_axis_of_factors_has_more_than_its_one(low, high, ticks):
-    assert task_figures.FactorLocator().tick_values(low, high) == pytest.approx(ticks)
+    assert [value for value, _ in panel.factor_ticks(low, high)] == pytest.approx(ticks)
 
 
 @pytest.mark.parametrize(("low", "high"), [(76.0, 160.0), (0.041, 0.052), (95.0, 130.0), (10.0, 29.0), (3.0, 50.0)])
 def test_a_short_axis_of_seconds_is_labelled_on_all_its_length(low, high):
-    axes = Figure().add_subplot()
-    axes.set_ylim(low, high)
-    task_figures.log_values(axes)
-    labelled = [
-        value
-        for which in (axes.yaxis.major, axes.yaxis.minor)
-        for value, text in zip(which.locator(), which.formatter.format_ticks(which.locator()), strict=True)
-        if text and low <= value <= high
-    ]
+    labelled = [value for value, label in panel.plain_ticks(panel.Scale(low, high)) if label]
     assert len(labelled) >= 3
     edges = [math.log(low), *sorted(map(math.log, labelled)), math.log(high)]
     assert max(later - earlier for earlier, later in itertools.pairwise(edges)) < 0.55 * (edges[-1] - edges[0])

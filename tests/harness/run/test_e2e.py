@@ -255,6 +255,31 @@ def test_a_second_run_measures_nothing_again(driver: Driver) -> None:
     assert driver.files() == before
 
 
+def test_a_first_table_comes_after_one_round(driver: Driver) -> None:
+    driver.environment["DRIVE_WITH_REPORT"] = "1"
+    done = driver.run("noop,plain", "--rounds", "2")
+    assert done.returncode == 0, done.stderr
+    before, told, after = done.stdout.partition("This is the first round of 2")
+    assert told and "Fastest with DP" in before and "round 2/2" not in before
+    assert "round 2/2" in after and "first round of" not in driver.run("noop,plain", "--rounds", "2").stdout
+
+
+def test_minutes_end_a_run_after_a_whole_round_and_more_of_them_go_on(driver: Driver) -> None:
+    done = driver.run("noop,plain", "--rounds", "3", "--minutes", "0.0001")
+    assert done.returncode == 0 and "Time is up" in done.stdout, done.stdout + done.stderr
+    first = driver.files()
+    assert {r.block.round for r in driver.records()} == {0} and len(driver.records()) == 2
+    again = driver.run("noop,plain", "--rounds", "3")
+    assert again.returncode == 0 and "Time is up" not in again.stdout
+    assert first.items() <= driver.files().items() and {r.block.round for r in driver.records()} == {0, 1, 2}
+
+
+def test_minutes_that_are_left_make_rounds_beyond_the_plan(driver: Driver) -> None:
+    """The two have no ratio to PyTorch, of which an interval could be wide: their blocks are not open."""
+    done = driver.run("noop,plain", "--minutes", "60")
+    assert done.returncode == 0 and "narrow enough" in done.stdout, done.stdout + done.stderr
+
+
 def test_other_options_need_fresh_and_old_records_are_kept(driver: Driver) -> None:
     assert driver.run("noop").returncode == 0
     old = driver.files()

@@ -134,7 +134,7 @@
   // The first of the values with most undisturbed times; of batch sizes and tasks the first.
   function soundest(cells, control, values) {
     if (!["machine", "device", "protocol"].includes(control)) return values[0];
-    const sound = (v) => cells.filter((cell) => of(cell, control) === v && cell.state === "ok" && !cell.marks.includes("ᵈ")).length;
+    const sound = (v) => cells.filter((cell) => of(cell, control) === v && cell.state === "ok" && !/[ᵈ‼]/.test(cell.marks)).length;
     const most = Math.max(...values.map(sound));
     return values.find((v) => sound(v) === most);
   }
@@ -258,6 +258,7 @@
     const lines = ["Every number of seconds leads to its processes: raw samples, environment, image, command. In italics: without DP."];
     if (ok.some((c) => c.low !== null)) lines.push("Brackets behind seconds: lowest and highest process (under 6 processes there is no 95 % interval), from 6 on the distribution-free 95 % interval of the median. Behind a ratio: 95 % interval of the mean of paired rounds, and their number n where it is not that of the processes.");
     if (ok.some((c) => c.marks.includes("ᵉ"))) lines.push("ᵉ extrapolated: a part of an epoch was measured and scaled up to a whole one.");
+    if (ok.some((c) => c.marks.includes("‼"))) lines.push("‼ too disturbed to be a result: other programs took more than half of the processors in every process. Stop them, or take a quieter machine, and run the same command with --fresh.");
     if (ok.some((c) => c.marks.includes("ᵈ"))) lines.push("ᵈ disturbed: other programs took processor time or the machine changed its speed during some process of the cell.");
     if (ok.some((c) => c.marks.includes("ᶠ"))) lines.push("ᶠ some processes of the cell failed.");
     if (cells.some((c) => c.synthetic)) lines.push("Synthetic data of the same shape stands in place of the genuine here.");

@@ -1,0 +1,266 @@
+"""Panels with two axes on a drawing; the title above them, and the legend and the notes below."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from harness.report.figures import looks
+from harness.report.figures.drawing import Drawing, Mark, Point, width
+from harness.report.figures.looks import Look
+
+PAGE = 468.0
+"""Points: the text width of a printed page, so that 8-point letters are printed as 8 points."""
+GRID, EDGE, FAINT = "#dddddd", "#333333", "#6E7378"
+MARKER, NAME = 4.5, 6.0
+"""Points: sizes of a marker and of the letters of a name inside of a panel."""
+DASHES: Mapping[str, tuple[float, ...]] = {"-": (), "--": (4.5, 2), "-.": (6, 2, 1.2, 2), ":": (1.3, 2)}
+TITLE_ROOM = 18.0
+"""Points above the first panel."""
+
+Ticks = Sequence[tuple[float, str]]
+"""Values of an axis with their labels; an empty label is a line of the grid alone."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """An axis from ``low`` to ``high``, logarithmic or straight."""
+
+    low: float
+    high: float
+    log: bool = True
+
+    def at(self, value: float) -> float:
+        """Return where a value lies, 0 at the low end and 1 at the high one."""
+        if self.log:
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+    def holds(self, value: float) -> bool:
+        """Return whether a value lies on the axis."""
+        return self.low <= value <= self.high
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A rectangle of a drawing with an axis to the right and one upwards. Lengths are in points."""
+
+    drawing: Drawing
+    left: float
+    top: float
+    right: float
+    bottom: float
+    x: Scale
+    y: Scale
+
+    def at(self, x: float, y: float) -> Point:
+        """Return the place of a value on the page."""
+        across, up = self.x.at(x), self.y.at(y)
+        return self.left + across * (self.right - self.left), self.bottom - up * (self.bottom - self.top)
+
+    def frame(
+        self,
+        x_ticks: Ticks,
+        y_ticks: Ticks,
+        title: Sequence[str] = (),
+        x_label: str = "",
+        y_label: str = "",
+    ) -> None:
+        """Draw grid, axes, labels and the title, in lines, above the panel; the drawing reaches below them all."""
+        turned = sum(width(label, 8) + 5 for _, label in x_ticks) > self.right - self.left
+        for value, label in x_ticks:
+            x = self.at(value, self.y.low)[0]
+            self.drawing.curve(((x, self.top), (x, self.bottom)), GRID, 0.5)
+            if turned:
+                self.drawing.write(x + 3, self.bottom + 5 + width(label, 8), label, turned=True)
+            else:
+                self.drawing.write(x, self.bottom + 10, label, anchor="middle")
+        for value, label in y_ticks:
+            y = self.at(self.x.low, value)[1]
+            self.drawing.curve(((self.left, y), (self.right, y)), GRID if label else "#eeeeee", 0.5 if label else 0.3)
+            self.drawing.write(self.left - 4, y + 3, label, anchor="end")
+        corner = ((self.left, self.top), (self.left, self.bottom), (self.right, self.bottom))
+        self.drawing.curve(corner, EDGE, 0.8)
+        for i, line in enumerate(reversed(title)):
+            self.drawing.write(self.left, self.top - 5 - 11 * i, line, 9)
+        below = 7 + max((width(label, 8) for _, label in x_ticks), default=0.0) if turned else 12.0
+        if x_label:
+            below += 10
+            self.drawing.write((self.left + self.right) / 2, self.bottom + below, x_label, anchor="middle")
+        self.drawing.height = max(self.drawing.height, self.bottom + below + 8)
+        if y_label:
+            beside = max((width(label, 8) for _, label in y_ticks), default=0.0) + 9
+            middle = (self.top + self.bottom) / 2
+            self.drawing.write(self.left - beside, middle, y_label, anchor="middle", turned=True)
+
+    def curve(self, xs: Sequence[float], ys: Sequence[float], look: Look, thickness: float = 1.2) -> None:
+        """Join points in the look's line, broken where a value is missing."""
+        if not look.line:
+            return
+        part: list[Point] = []
+        for x, y in [*zip(xs, ys, strict=True), (math.nan, math.nan)]:
+            if not math.isnan(y):
+                part.append(self.at(x, y))
+                continue
+            if len(part) > 1:
+                self.drawing.curve(part, str(look.colour), thickness, DASHES[look.line])
+            part = []
+
+    def mark(self, x: float, y: float, look: Look, size: float = MARKER) -> None:
+        """Draw a point."""
+        self.drawing.items.append(Mark(*self.at(x, y), look.marker, size, str(look.colour), look.fill))
+
+    def bar(self, x: float, low: float, high: float, look: Look) -> None:
+        """Draw an interval; an end beyond the axis is an arrow at its edge."""
+        if math.isnan(low) or math.isnan(high):
+            return
+        colour = str(look.colour)
+        ends = [self.at(x, min(max(value, self.y.low), self.y.high)) for value in (low, high)]
+        self.drawing.curve(ends, colour, 1.0)
+        for value, (across, y), arrow in ((low, ends[0], "v"), (high, ends[1], "^")):
+            if self.y.holds(value):
+                self.drawing.curve(((across - 2.5, y), (across + 2.5, y)), colour, 1.0)
+            else:
+                edge = self.y.low if arrow == "v" else self.y.high
+                self.mark(x, edge, Look(colour, arrow, ""))
+
+    def name(self, x: float, y: float, text: str) -> None:
+        """Write a name beside a grey line, which is in no legend; inside of the panel, however long it is."""
+        across, up = self.at(x, y)
+        while text and width(text, NAME) > across - 2 - self.left:
+            text = text[:-2].rstrip("…") + "…" if len(text) > 2 else ""
+        baseline = max(self.top + NAME, up - 4)
+        others = [item.y for item in self.drawing.texts if item.size == NAME and self.left < item.x < self.right]
+        taken = [y for y in others if self.top < y < self.bottom]
+        while any(abs(y - baseline) < NAME for y in taken) and baseline > self.top + 2 * NAME:
+            baseline -= NAME
+        self.drawing.write(across - 2, baseline, text, NAME, FAINT, anchor="end")
+
+
+def lines(
+    panel: Panel,
+    sizes: Sequence[int],
+    shown: Mapping[int, tuple[float, float, float]],
+    look: Look,
+    sideways: float = 1.0,
+    label: str = "",
+) -> None:
+    """Draw points over batch size with their bars, joined where neighbouring sizes were measured.
+
+    Args:
+        panel: Where; a bar that leaves it ends in an arrow.
+        sizes: Batch sizes of the figure; the line breaks at those that ``shown`` lacks.
+        shown: Batch size -> value, low, high; NaN for an end that is not known.
+        look: Colour, marker and line.
+        sideways: Factor by which the points are shifted, so that contestants do not hide each other.
+        label: Written beside the last point where the look is grey, which is in no legend.
+    """
+    points = [(size * sideways, *shown.get(size, (math.nan,) * 3)) for size in sizes]
+    panel.curve([x for x, *_ in points], [value for _, value, *_ in points], look)
+    known = [point for point in points if not math.isnan(point[1])]
+    for x, value, low, high in known:
+        panel.bar(x, low, high, look)
+        panel.mark(x, value, look)
+    if label and known and look.colour == looks.GREY:
+        panel.name(known[-1][0], known[-1][1], label)
+
+
+def around(values: Sequence[float]) -> Scale:
+    """Return a logarithmic axis of these points, whatever their intervals: those that leave it end in an arrow."""
+    return Scale(min(values) / 1.35, max(values) * 1.35)
+
+
+def of_sizes(sizes: Sequence[int]) -> Scale:
+    """Return a logarithmic axis of batch sizes with room beside the outer ones."""
+    return Scale(min(sizes) / 1.6, max(sizes) * 1.6)
+
+
+def size_ticks(sizes: Sequence[int]) -> Ticks:
+    """Return a tick for every batch size."""
+    return [(float(size), str(size)) for size in sizes]
+
+
+def plain_ticks(scale: Scale) -> Ticks:
+    """Return ticks of a logarithmic axis in plain numbers. Under two decades the powers of ten alone would label it
+    once or never, so 2 and 5 are labelled too; under one decade, every digit; where even those are few, steps as on a
+    straight axis."""
+    span = scale.high / scale.low
+    if span < 3:
+        return [(value, f"{value:g}") for value in _steps(scale.low, scale.high)]
+    digits = (1, *range(2, 10)) if span < 6 else (1, 2, 5) if span < 100 else (1,)
+    first, last = math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high))
+    every = 1 + (last - first) // 8
+    found = [
+        (digit * 10.0**power, f"{digit * 10.0**power:g}" if digit in digits and power % every == 0 else "")
+        for power in range(first, last + 1)
+        for digit in range(1, 10)
+    ]
+    return [(value, label) for value, label in found if scale.holds(value)]
+
+
+def _steps(low: float, high: float) -> list[float]:
+    """Round values from low to high, four to eight of them."""
+    raw = (high - low) / 5
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * share for share in (1, 2, 2.5, 5, 10) if power * share >= raw)
+    first = math.ceil(low / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+SHARES = ((1.0,), (1.0, 1.5), (1.0, 1.25, 1.5, 1.75), tuple(1.0 + i / 10 for i in range(10)))
+
+
+def factor_ticks(low: float, high: float) -> Ticks:
+    """Return powers of two; where fewer than three of them are in sight, ever finer fractions of them: an axis of
+    factors between 0.7 and 1.4 has more than its 1."""
+    if not 0.0 < low < high < math.inf:
+        return []
+    first, last = math.floor(math.log2(low)), math.ceil(math.log2(high))
+    step = 1 + (last - first) // 9
+    powers = [power for power in range(first, last + 1) if power % step == 0]
+    found: list[float] = []
+    for shares in SHARES:
+        found = [share * 2.0**power for power in powers for share in shares]
+        found = [value for value in found if low <= value <= high]
+        if len(found) >= 3:
+            break
+    return [(value, f"{value:g}×") for value in found]
+
+
+LEGEND_COLUMNS = 4
+LEGEND_ROW, NOTE_ROW = 12.5, 9.0
+LEGEND_HANDLE = 27.0
+"""Points: a row of the legend, a line of the notes, the line and gaps of an entry."""
+
+
+def legend_columns(names: Sequence[str]) -> int:
+    """Return into how many columns a legend fits, up to :data:`LEGEND_COLUMNS`; they are filled from top to bottom."""
+    for columns in range(min(LEGEND_COLUMNS, len(names)), 1, -1):
+        filled = np.array_split([LEGEND_HANDLE + 6 + width(name, 8) for name in names], columns)
+        if sum(float(column.max()) for column in filled) <= PAGE:
+            return columns
+    return 1
+
+
+def below(drawing: Drawing, notes: Sequence[str], style: Mapping[str, Look]) -> None:
+    """Add the legend (name -> look) and the notes at the bottom; the drawing grows by the room that they take."""
+    names = list(style)
+    top = drawing.height
+    columns = np.array_split(np.array(names, dtype=object), legend_columns(names)) if names else []
+    x = 4.0
+    for column in columns:
+        for i, name in enumerate(column):
+            y = top + 8 + LEGEND_ROW * i
+            panel = Panel(drawing, x, y - 1, x + 20, y + 1, Scale(0, 1, log=False), Scale(0, 1, log=False))
+            panel.curve((0, 1), (0.5, 0.5), style[name])
+            panel.mark(0.5, 0.5, style[name])
+            drawing.write(x + 24, y + 3, name)
+        x += LEGEND_HANDLE + 6 + max(width(name, 8) for name in column)
+    top += LEGEND_ROW * max(map(len, columns), default=0) + 4
+    for i, line in enumerate(line for note in notes for line in textwrap.wrap(note, 118)):
+        drawing.write(4, top + 8 + NOTE_ROW * i, line, 7, "#444444")
+        drawing.height = top + 8 + NOTE_ROW * i + 5
