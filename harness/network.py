@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 LORA_SCALE = 2.0
-"""Of a low-rank adapter's output: alpha / r, with alpha = 2r as is usual."""
+"""Factor of a low-rank adapter's output: alpha / r, with alpha = 2r as is usual."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Attention:
 
     @property
     def head_dim(self) -> int:
-        """Of one head's vectors."""
+        """Return the length of one head's vectors."""
         return self.dim // self.heads
 
     @property

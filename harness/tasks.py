@@ -44,7 +44,7 @@ NOT_OWN = -1
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained: network, data set, loss and size. ``loss`` is ``cross_entropy`` on logits [classes],
+    """A task: network, data set, loss and size. ``loss`` is ``cross_entropy`` on logits [classes],
     ``binary_cross_entropy`` on one logit with labels in {0, 1}, or ``token_cross_entropy`` on logits [T, classes] with
     labels [T]: the mean over the positions whose label is not NOT_OWN, zero where there are none. Each example's own
     loss; no mean over examples inside.
@@ -89,7 +89,7 @@ class Task:
 
     @property
     def label_shape(self) -> tuple[int, ...]:
-        """Of one example's labels."""
+        """Return the shape of one example's labels."""
         return self.input_shape if self.loss == TOKEN_LOSS else ()
 
     @property

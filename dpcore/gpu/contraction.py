@@ -21,7 +21,7 @@ TILE = 64
 DEPTH = 32
 """Positions of a tile, or features of a Gram matrix, that are loaded at once."""
 PROGRAMS = 512
-"""As many programs keep a large GPU busy; small matrices split the examples into groups to have them."""
+"""Programs that keep a large GPU busy; small matrices split the examples into groups to have so many."""
 
 
 @triton.jit

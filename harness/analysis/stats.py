@@ -220,7 +220,7 @@ def welch_interval(x: np.ndarray, y: np.ndarray, confidence: float) -> tuple[flo
 
 @lru_cache(maxsize=4096)
 def _quantile(freedom: int, probability: float) -> float:
-    """Of Student's distribution; a report asks for few of them, thousands of times."""
+    """Return a quantile of Student's distribution; a report asks for few of them, thousands of times."""
     return float(special.stdtrit(freedom, probability))
 
 

@@ -19,7 +19,7 @@ from harness.errors import BadInput
 
 VARIABLE = "DPBENCH_GIT_MIRRORS"
 FORMS = ("{}.bundle", "{}.git", "{}")
-"""What a bundle, a bare mirror and a clone of a repository may be called in the folder."""
+"""Names that a bundle, a bare mirror and a clone of a repository may have in the folder."""
 GIT_PIN = re.compile(r"(?P<package>\S+) @ git\+(?P<address>\S+?)@(?P<commit>[0-9a-f]{40})")
 
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 DIST = ROOT / "dist"
 WHEELS = sorted(DIST.glob(f"dpcore-*manylinux*_{platform.machine()}.whl"))
 SUMS_DIFFER_BY = 2e-6
-"""What docs/dpcore.md says of float32 sums in another order, relative to the largest."""
+"""Difference of float32 sums in another order that docs/dpcore.md allows, relative to the largest."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -93,7 +93,7 @@ def without_compiler(python: Path, **more: str) -> dict[str, str]:
 
 
 def tried(python: Path, folder: Path, switch: str) -> tuple[dict[str, object], dict[str, np.ndarray]]:
-    """What PROGRAM says and computes under ``DPCORE_NATIVE``."""
+    """Return what PROGRAM says and computes under ``DPCORE_NATIVE``."""
     file, environment = folder / f"{switch or 'default'}.npz", without_compiler(python, DPCORE_NATIVE=switch)
     command = [python, "-W", "error::RuntimeWarning", "-c", PROGRAM, file]
     done = subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True)

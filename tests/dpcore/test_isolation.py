@@ -347,7 +347,7 @@ def test_sorted_and_packed_sequences_are_no_mixing():
     "function", [lambda z: z - z.mean(0), lambda z: z.roll(1, 0), lambda z: z / z.detach().norm()], ids=range(3)
 )
 def test_experiments_that_keep_no_graph_find_the_same(function, monkeypatch):
-    """As on models whose graph is too large to be kept for a second look."""
+    """The model is taken for one whose graph is too large to be kept for a second look."""
     monkeypatch.setattr(isolation, "LARGE_BYTES", -1)
     x, y = torch.randn(6, 6), torch.arange(6) % 3
     with pytest.raises(PrivacyError, match="other examples"):

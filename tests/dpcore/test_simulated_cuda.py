@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the simulat
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
-    """What a process with the device reports: by model and way."""
+    """Return what a process with the device reports, by model and way."""
     library = build(tmp_path_factory.mktemp("device"))
     environment = os.environ | {"DPCORE_NATIVE": "0", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.dpcore.simulated_cuda.steps", str(library)]

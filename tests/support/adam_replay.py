@@ -28,7 +28,7 @@ SIGMA, BOUND = 1.1, 1.0
 
 
 def request() -> Request:
-    """Of a cell of the small task."""
+    """Return the request of a cell of the small task."""
     return Request(
         mode="time",
         folder="",
@@ -54,7 +54,7 @@ def request() -> Request:
 
 
 def measurement(adapter: Adapter) -> e2e.Measurement:
-    """As the worker has it after ``build`` and ``place``."""
+    """Return a measurement as the worker has it after ``build`` and ``place``."""
     found = e2e.Measurement.__new__(e2e.Measurement)
     found.request, found.task, found.adapter = request(), TASK, adapter
     found.setting = e2e.setting_of(found.request)

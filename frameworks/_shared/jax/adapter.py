@@ -32,8 +32,8 @@ class JaxAdapter(Adapter):
         """The step: (params, state, all x, all y, rows [k], mask [k], :meth:`numbers`) -> (params, state)."""
 
     def numbers(self) -> np.ndarray:
-        """What the step is given beside data: rate, C, sigma. ``rate`` is the learning rate over the nominal batch
-        size: it multiplies the sum."""
+        """Return what the step is given beside data: rate, C, sigma. ``rate`` is the learning rate over the nominal
+        batch size: it multiplies the sum."""
         s = self.setting
         return np.array((s.learning_rate / s.batch_size, s.max_grad_norm, s.noise_multiplier), np.float32)
 

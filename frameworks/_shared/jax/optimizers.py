@@ -28,7 +28,7 @@ def constants(setting: Setting) -> np.ndarray:
 
 
 def memory(setting: Setting, params: Tree) -> Memory | None:
-    """What the update remembers at the start; plain descent remembers nothing."""
+    """Return what the update remembers at the start; plain descent remembers nothing."""
     if isinstance(setting.optimizer, SGD):
         return None
     means, squares = ({name: jnp.zeros_like(value) for name, value in params.items()} for _ in range(2))

@@ -278,7 +278,7 @@ def goals(tables: Tables) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class _Reached:
-    """What one process reached; NaN for an epsilon that nobody computed."""
+    """Accuracy and epsilon that one process reached; NaN for an epsilon that nobody computed."""
 
     epochs: float
     test: float

@@ -1,4 +1,4 @@
-"""What others have published on the speed of private training, beside what was measured here.
+"""The speed of private training as others have published it, beside what was measured here.
 
 Machines differ, so only ratios stand side by side: examples per second with DP over those of the same training without.
 """

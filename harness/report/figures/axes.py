@@ -1,4 +1,4 @@
-"""What figures made with Matplotlib share: of layers."""
+"""Style and legend of the figures that Matplotlib draws, which are those of layers."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ LEGEND_HANDLE, LEGEND_LETTER = 0.6, 0.062
 
 
 def legend_columns(names: Sequence[str]) -> int:
-    """As many columns as the figure is wide, up to :data:`LEGEND_COLUMNS`. Matplotlib fills them from top to bottom,
-    the first ones by one entry more where they are not all full."""
+    """Return the columns that the figure has room for, up to :data:`LEGEND_COLUMNS`. Matplotlib fills them from top
+    to bottom, the first ones by one entry more where they are not all full."""
     for columns in range(min(LEGEND_COLUMNS, len(names)), 1, -1):
         filled = np.array_split([LEGEND_HANDLE + LEGEND_LETTER * len(name) for name in names], columns)
         if sum(float(column.max()) for column in filled) <= WIDTH:

@@ -76,7 +76,7 @@ Item = Text | Mark | Curve | Area
 
 @dataclass
 class Drawing:
-    """What is drawn, in order: later things lie above earlier ones. Both lengths are in points."""
+    """A figure's items in order: later ones lie above earlier ones. Both lengths are in points."""
 
     width: float
     height: float = 0.0

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SCALE = 1.5
-"""Of the PNG, for 144 dots per inch, where SVG has 96."""
+"""Scale of the PNG, for 144 dots per inch, where SVG has 96."""
 
 
 def draw(pictures: Iterable[Picture], folder: Path) -> list[Path]:

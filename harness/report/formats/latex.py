@@ -241,7 +241,7 @@ def main(tables: Tables, section: Section, label: str) -> str:
 
 
 def _some(sizes: list[int], room: int) -> list[int]:
-    """As many sizes as there is room for, from the smallest to the largest."""
+    """Return as many sizes as there is room for, from the smallest to the largest."""
     if len(sizes) <= room:
         return sizes
     return [sizes[round(i * (len(sizes) - 1) / max(1, room - 1))] for i in range(room)]

@@ -30,7 +30,7 @@ LARGE_REPEATS = (5, 22)
 sum: more rows than adapters that cut a batch into chunks are likely to take at once, and no further truth. 2,090 rows
 where they fit into LARGE_BYTES and LARGE_FLOPS, at least 475."""
 DEAR_FLOPS = 1e9
-"""Of one example: from here on the large batch holds every row once."""
+"""Size of one example from which on the large batch holds every row once."""
 LARGE_BYTES = 2 * 2**30
 """Of per-example gradients, which some libraries keep."""
 LARGE_FLOPS = 1.3e11
@@ -63,10 +63,10 @@ LATE_SLACK = (200.0, 2.0)
 2e-3 of the last four updates was seen. A step left out of forty is 2e-2 or more. The second is that of networks without
 kinks."""
 BLANK = slice(100, 108)
-"""Of a pool of token sequences: rows without a token of their own, whose loss and gradient are zero. They are ordinary
+"""Rows of a pool of token sequences without a token of their own, whose loss and gradient are zero. They are ordinary
 rows, and neither among the core nor in the large batch."""
 PROMPT_EVERY = 5
-"""So many rows of token sequences apart one begins with a prompt, whose tokens are not its own: a third of it."""
+"""One of so many token sequences begins with a prompt, whose tokens are not its own: a third of it."""
 SHORTEST = 6
 MATRIX_GAIN = np.float32(5.0)
 """Turns a transformer's starting deviation of 0.02 into about 1/sqrt(128): attention that is nearly uniform has hardly
@@ -74,7 +74,7 @@ a gradient for queries and keys."""
 NORM_DEVIATION = 0.1
 """Norms' weights and biases are given other values than ones and zeros, which hide a fault."""
 LORA_DEVIATION = 0.3
-"""Of lora_b, which is zero at the start of a training: then lora_a has no gradient."""
+"""Size of lora_b, which is zero at the start of a training: then lora_a has no gradient."""
 UNCLIPPED = 4.0
 """Times the largest norm: a bound that clips nobody."""
 ADAM_RATE = 1e-3
@@ -343,7 +343,7 @@ def cases(task: Task, reference: Mapping[str, np.ndarray], private: bool) -> lis
 def _further_cases(
     task: Task, reference: Mapping[str, np.ndarray], core: np.ndarray, steps: list[np.ndarray]
 ) -> list[Case]:
-    """What only some tasks have: own tokens, whose mean is an example's loss; Adam, whose memory and decay show over
+    """Return the cases that only some tasks have: own tokens, whose mean is an example's loss; Adam, whose memory and decay show over
     some steps. Its eps is about as large as the gradient's values, so that all of its parts matter alike."""
     found = []
     c = clipping_norm(reference)
@@ -364,7 +364,7 @@ SHARED_LAST = ("other C, B and rate", "large batch", "three steps")
 
 
 def names(private: bool, task: Task | None = None) -> list[str]:
-    """Of :func:`cases`, in their order; without a task, those that every one has."""
+    """Return the names of :func:`cases`, in their order; without a task, those that every one has."""
     last = [*SHARED_LAST]
     if task is not None:
         last += [OWN_TOKENS] if task.loss == TOKEN_LOSS else []

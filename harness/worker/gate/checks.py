@@ -668,7 +668,7 @@ class Driver:
         )
 
     def budget_check(self, budget: Mapping[str, float]) -> Iterator[Check]:
-        """By how much the adapter's own ε leaves [tight - 0.001, 1.02 Rényi + 0.02], Rényi by the conversion of 2017.
+        """Compare the adapter's own ε with [tight - 0.001, 1.02 Rényi + 0.02], Rényi by the conversion of 2017.
 
         It may have none. What is above the same window by the conversion of today is safe, and told as a finding.
         """

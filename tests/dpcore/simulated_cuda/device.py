@@ -17,7 +17,7 @@ from typing import Any
 
 SOURCE = Path(__file__).with_name("device.cpp")
 FREE_BYTES = 8 << 30
-"""What ``torch.cuda.mem_get_info`` answers: a fixed figure, so that plans do not depend on the machine."""
+"""Free memory as ``torch.cuda.mem_get_info`` tells it: a fixed figure, so that plans do not depend on the machine."""
 
 
 @dataclass
