@@ -232,8 +232,8 @@ def jobs(options: Options, contestants: list[Contestant]) -> list[Job]:
 
 
 MOST_ROUNDS = 12
-"""The most rounds of a run that may go on beyond its plan: an interval of 95 % is then 1.3 standard deviations wide, and
-of twice as many rounds still 0.8."""
+"""The most rounds of a run that may go on beyond its plan: an interval of 95 % is then 1.3 standard deviations wide,
+and of twice as many rounds still 0.8."""
 
 
 def further_round(options: Options, contestants: list[Contestant], number: int, blocks: Blocks) -> list[Job]:

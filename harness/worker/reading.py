@@ -12,7 +12,7 @@ LARGE_EPS = 2.0**30
 
 
 READING_RATE = 0.15
-"""Rate of the steps whose gradients are read off where the task's own rate is Adam's: large beside the weights' rounding."""
+"""Rate of the steps whose gradients are read off where the task's own rate is Adam's: large beside rounding."""
 
 
 def reading_rate(optimizer: Optimizer, learning_rate: float) -> float:
