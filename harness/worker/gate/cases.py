@@ -344,7 +344,8 @@ def _further_cases(
     task: Task, reference: Mapping[str, np.ndarray], core: np.ndarray, steps: list[np.ndarray]
 ) -> list[Case]:
     """Return the cases that only some tasks have: own tokens, whose mean is an example's loss; Adam, whose memory
-    and decay show over some steps. Its eps is about as large as the gradient's values, so that all of its parts matter alike."""
+    and decay show over some steps. Its eps is about as large as the gradient's values, so that all of its
+    parts matter alike."""
     found = []
     c = clipping_norm(reference)
     if task.loss == TOKEN_LOSS:
