@@ -174,7 +174,7 @@ test-wheel: $(READY)  ##ci the wheel of dpbench, installed outside of the checko
 	$(BIN)/pytest -q tests/harness/test_wheel.py
 
 test-slow: $(READY) $(TORCH_READY)  ##ci every variant on every task, and the long proofs
-	$(BIN)/pytest -q tests/harness tests/frameworks -m "slow or network"
+	$(BIN)/pytest -q tests/harness tests/frameworks -m "slow or network" -o faulthandler_timeout=7200
 	$(TORCH)/bin/pytest -q tests/dpcore -m slow -p no:cacheprovider
 	OMP_NUM_THREADS=1 $(TORCH)/bin/pytest -q tests/dpcore -m "not slow" -p no:cacheprovider -n 2 --hypothesis-profile=explore
 
