@@ -98,7 +98,12 @@ def _of_section(tables: Tables, section: Section, numbers: Mapping[str, pd.DataF
         seconds_per_epoch=tables.cells,
     )
     speeds = section.of(numbers["throughput"])
-    yield chapter("Examples and tokens per second", throughput.grids(speeds), throughput=numbers["throughput"])
+    yield chapter(
+        "Examples and tokens per second",
+        throughput.grids(speeds),
+        throughput.grids(throughput.of_texts(speeds)),
+        throughput=numbers["throughput"],
+    )
     yield chapter(
         "Relative to PyTorch without DP", task_tables.ratios(tables, section), relative_to_pytorch=tables.ratios
     )

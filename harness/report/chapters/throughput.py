@@ -10,7 +10,7 @@ from harness.analysis.frames import CELL, Tables
 from harness.analysis.naming import factor, number
 from harness.report.chapters.tables import seconds_notes
 from harness.report.model import MISSING, Grid, blocks, task_title
-from harness.tasks import TASKS
+from harness.tasks import TASKS, TOKEN_LOSS
 
 
 def frame(tables: Tables) -> pd.DataFrame:
@@ -27,6 +27,11 @@ def frame(tables: Tables) -> pd.DataFrame:
         return found.assign(twin=None, over_twin=float("nan"), twin_low=float("nan"), twin_high=float("nan"))
     ratios = tables.overheads[[*CELL, "twin", *names]].rename(columns=names)
     return found.merge(ratios, on=CELL, how="left")
+
+
+def of_texts(shown: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of tasks that predict tokens, whose speed is told in tokens everywhere."""
+    return shown[[TASKS[task].loss == TOKEN_LOSS for task in shown.task]]
 
 
 def grids(shown: pd.DataFrame) -> Iterator[Grid]:

@@ -63,6 +63,7 @@ def over_batch_size(
     """MiB over batch size, both logarithmic. Contestants without DP are dotted."""
     names = [name for name in tables.order if name in {*measured.contestant, *failed.contestant}]
     sizes = sorted({*measured.batch_size, *failed.batch_size})
+    measured = measured[measured["median"] > 0]
     lost = [name for name in names if name in set(failed.contestant)]
     y = panel.around(measured["median"] / MEBIBYTE)
     share = ROW * len(lost)

@@ -170,8 +170,10 @@ def lines(
 
 
 def around(values: Sequence[float]) -> Scale:
-    """Return a logarithmic axis of these points, whatever their intervals: those that leave it end in an arrow."""
-    return Scale(min(values) / 1.35, max(values) * 1.35)
+    """Return a logarithmic axis of these points, whatever their intervals: those that leave it end in an arrow. It has
+    no place for a zero."""
+    shown = [value for value in values if value > 0] or [1.0]
+    return Scale(min(shown) / 1.35, max(shown) * 1.35)
 
 
 def of_sizes(sizes: Sequence[int]) -> Scale:

@@ -46,7 +46,7 @@ def test_the_help_names_the_verb_that_most_want_first_and_cuts_no_line() -> None
 
 def test_choices_stand_in_the_help() -> None:
     text = CliRunner().invoke(app, ["run", "e2e", "--help"], env={"COLUMNS": "200"}).output
-    for choices in ("smoke|quick|full|paper", "cpu|cuda", "venv|docker|inprocess", "verified|paper|as_shipped"):
+    for choices in ("smoke|quick|full|modern|paper", "cpu|cuda", "venv|docker|inprocess", "verified|paper|as_shipped"):
         assert choices in text
 
 

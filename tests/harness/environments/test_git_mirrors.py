@@ -159,7 +159,10 @@ def test_other_repositories_keep_their_address_and_the_users_git_settings_stay(
         assert environment == {}
 
 
-def test_a_folder_that_is_none_is_bad_input_before_anything_is_built(tmp_path: Path) -> None:
+def test_a_folder_that_is_none_is_bad_input_before_anything_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(git_mirrors.VARIABLE, "")  # the option sets it for the process, and it must not stay
     with pytest.raises(BadInput, match="is no folder"):
         git_mirrors.folder({git_mirrors.VARIABLE: str(tmp_path / "absent")})
     assert git_mirrors.folder({}) is None

@@ -11,7 +11,7 @@ import pytest
 from harness.contract import Setting, Unsupported
 from harness.plan import registry
 from harness.store.record import GateCheck
-from harness.tasks import TASKS
+from harness.tasks import NOT_OWN, TASKS, TOKEN_LOSS
 from harness.worker.gate import cases as gate_cases
 from harness.worker.gate import checks as gate_module
 from harness.worker.gate.checks import checks, run_gate
@@ -179,13 +179,19 @@ def test_pool_has_the_tasks_shapes_and_the_promised_rows(task):
     again, _ = gate_cases.pool(task)
     copies, ordinary = gate_cases.COPIES, gate_cases.POOL_SIZE - gate_cases.COPIES - gate_cases.OUTLIERS
     assert x.shape == (gate_cases.POOL_SIZE, *task.input_shape) and x.dtype == task.input_dtype
-    assert y.dtype == np.int32 and set(y) == set(range(task.classes))
+    assert y.dtype == np.int32
+    if task.loss == TOKEN_LOSS:
+        own = y != NOT_OWN
+        assert y.shape == x.shape and x.min() >= 0 and max(x.max(), y.max()) == task.classes - 1
+        assert not own[gate_cases.BLANK].any() and len({*own.sum(1)}) > 20, "texts of different lengths"
+    else:
+        assert set(y) == set(range(task.classes))
     np.testing.assert_array_equal(x, again)
     np.testing.assert_array_equal(x[-copies:], x[1 : 1 + copies])
     np.testing.assert_array_equal(y[-copies:], y[1 : 1 + copies])
     if task.input_dtype == "float32":
         assert x[:ordinary].min() >= 0 and x[:ordinary].max() <= 1
-    else:
+    elif task.loss != TOKEN_LOSS:
         assert x.min() >= 0 and x.max() < 10_004
         started = np.maximum.accumulate(x != 0, axis=1)
         assert ((x == 0) == ~started).all(), "padding stands in front only"
