@@ -2,7 +2,8 @@
 
 Off unless ``DPCORE_TRITON=1``: their values are proven by Triton's interpreter on a CPU, their speed on a GPU has not
 been measured. Half-precision operands stay as they are: a product of two bfloat16 numbers is exact in float32, in which
-it is added up, and in which the clip factor is applied.
+it is added up, and in which the clip factor is applied. Long sequences mostly go to float64, one example at a time:
+docs/bench-gpu.md says why.
 """
 
 from __future__ import annotations

@@ -176,3 +176,13 @@ def test_a_measured_cell_under_adam_is_compared_by_its_gradients(torch_python, t
     assert said["mean-noise-to-adam"]["noise_scores"]["spread"] > 10 * right["noise_limit"]
     for name in ("counts-frozen", "trains-base"):
         assert said[name]["update_error"] > 100 * right["update_limit"]
+
+
+def test_a_measured_step_may_take_the_other_side_of_a_kink_and_count_no_example_twice(torch_python, tmp_path):
+    out = tmp_path / "said.json"
+    command = [torch_python, "-m", "tests.support.kink_steps", out]
+    subprocess.run(command, cwd=registry.ROOT, check=True, timeout=300)
+    said = json.loads(out.read_text())
+    passed = {name: step["update_error"] <= step["update_limit"] for name, step in said.items()}
+    assert said["other side"]["update_error"] > 10 * said["right"]["update_limit"]
+    assert passed == {"right": True, "other side": True, "twice": False, "twice beside a kink": False}
