@@ -2,8 +2,7 @@
 
 Off unless ``DPCORE_TRITON=1``: their values are proven by Triton's interpreter on a CPU, their speed on a GPU has not
 been measured. Half-precision operands stay as they are: a product of two bfloat16 numbers is exact in float32, in which
-it is added up, and in which the clip factor is applied. Long sequences mostly go to float64, one example at a time:
-docs/bench-gpu.md says why.
+it is added up, and in which the clip factor is applied.
 """
 
 from __future__ import annotations
@@ -50,21 +49,25 @@ def serves(g: Tensor, x: Tensor) -> bool:
     )
 
 
-def contraction_norm_sq(g: Tensor, x: Tensor) -> SquaredNorm:
-    """Return |G_iᵀ X_i|² [B] for output gradients G [B, T, d] and inputs X [B, T, p].
+def contraction_norm_sq(g: Tensor, x: Tensor) -> tuple[SquaredNorm, Tensor | None]:
+    """Return |G_iᵀ X_i|² [B] for output gradients G [B, T, d] and inputs X [B, T, p], and limits for the clipped sum.
 
-    By whichever takes fewer operations: forming each tile of GᵀX and squaring it, or the upper triangles of the Gram
-    matrices XXᵀ and GGᵀ, block by block.
+    By whichever takes fewer operations: forming each tile of GᵀX and squaring it, or (no limits) the upper triangles of
+    the Gram matrices XXᵀ and GGᵀ, block by block, where their terms can be trusted.
     """
     from dpcore.gpu import contraction
 
-    steps, d, p = g.shape[1], g.shape[2], x.shape[2]
-    by_gram = steps * (d + p) < 2 * d * p
-    return contraction.gram_norm_sq(g, x) if by_gram else contraction.tiled_norm_sq(g, x)
+    _, steps, d = g.shape
+    if contraction.prefers_gram(steps, d, x.shape[2], g.dtype):
+        return contraction.gram_norm_sq(g, x), None
+    return contraction.tiled_norm_sq(g, x)
 
 
-def contraction_clipped_sum(g: Tensor, x: Tensor, factors: Tensor, out: Tensor) -> None:
-    """Out [d, p] += Σ_i factors_i G_iᵀ X_i, each G_iᵀ X_i added up in float32 before its factor is applied."""
+def contraction_clipped_sum(g: Tensor, x: Tensor, factors: Tensor, out: Tensor, limits: Tensor | None = None) -> None:
+    """Out [d, p] += Σ_i factors_i G_iᵀ X_i, each G_iᵀ X_i added up in float32 before its factor is applied.
+
+    ``limits``: those that came with the norms. No example contributes more than they allow.
+    """
     from dpcore.gpu import contraction
 
-    contraction.add_clipped_sum(g, x, factors, out)
+    contraction.add_clipped_sum(g, x, factors, out, limits)
