@@ -79,8 +79,8 @@ def test_the_run_goes_end_to_end_with_the_versions_of_that_machine(tmp_path):
 
     said = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert done.returncode == 0
-    assert said["complete"] and said["seconds_used"] < SECONDS
-    assert not said["lacking"] and said["synthetic_data"] and said["unpinned"]
+    assert said["complete"] and said["seconds"]["used"] < SECONDS
+    assert not said["not_installed"] and said["synthetic_data"] and said["unpinned"]
     versions = said["versions"]
     assert versions["torch"].startswith("2.11.0") and versions["jax"] == "0.11.2" and versions["numpy"] == "2.5.0"
     assert {row["contestant"] for row in said["gates"] if row["task"] == "mnist-cnn"} == set(CONTESTANTS)
