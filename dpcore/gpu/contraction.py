@@ -14,12 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dpcore.gpu import interpreted
+from dpcore.gpu.sizes import Sizes, chosen
 from dpcore.numerics.rounding import TRUSTED_SQUARE, SquaredNorm, gamma
 
-TILE = 64
-"""Rows and columns of a tile of GᵀX, and of a block of a Gram matrix."""
-DEPTH = 32
-"""Positions of a tile, or features of a Gram matrix, that are loaded at once."""
 PROGRAMS = 512
 """Programs that keep a large GPU busy; small matrices split the examples into groups to have so many."""
 TOLERATED_EXCESS = {torch.float32: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-7}
@@ -291,25 +288,26 @@ def _gram_totals(  # type: ignore[no-untyped-def]
     tl.store(scales + b, excess / of_gram)
 
 
-def tiled_norm_sq(g: Tensor, x: Tensor) -> tuple[SquaredNorm, Tensor]:
+def tiled_norm_sq(g: Tensor, x: Tensor, sizes: Sizes | None = None) -> tuple[SquaredNorm, Tensor]:
     """Return |G_iᵀ X_i|² [B] by the squares of its tiles, none of which is stored, and those squares [B, tiles].
 
     :func:`add_clipped_sum` forms each tile anew and lets none be larger than it was here. So there is no cancellation
-    to bound, at any T: the norm is that of what is released, up to the rounding of the TILE squares of a tile's row.
+    to bound, at any T: the norm is that of what is released, up to the rounding of the squares of a tile's row.
     """
     examples, steps, d = g.shape
     p = x.shape[2]
-    tiles = triton.cdiv(d, TILE), triton.cdiv(p, TILE)
+    sizes = sizes or chosen("tiles", g.dtype)
+    tiles = triton.cdiv(d, sizes.tile), triton.cdiv(p, sizes.tile)
     squares = torch.empty((examples, tiles[0] * tiles[1]), dtype=torch.float64, device=g.device)
     if squares.numel():
-        _tile_squares[(examples, *tiles)](g, x, squares, steps, d, p, *g.stride(), *x.stride(), **_sizes())
-    return SquaredNorm(squares.sum(1), gamma(2 * TILE + 8, torch.float32)), squares
+        _tile_squares[(examples, *tiles)](g, x, squares, steps, d, p, *g.stride(), *x.stride(), **_constants(sizes))
+    return SquaredNorm(squares.sum(1), gamma(2 * sizes.tile + 8, torch.float32)), squares
 
 
-def gram_norm_sq(g: Tensor, x: Tensor) -> SquaredNorm:
+def gram_norm_sq(g: Tensor, x: Tensor, sizes: Sizes | None = None) -> SquaredNorm:
     """Return |G_iᵀ X_i|² [B] = Σ_ts (XXᵀ)_ts (GGᵀ)_ts by blocks of both matrices, none of which is stored.
 
-    Let S = (Σ_t |x_t||g_t|)². An entry of XXᵀ is off by at most γ_m |x_t||x_s|, m = DEPTH + 1, one of GGᵀ likewise, and
+    Let S = (Σ_t |x_t||g_t|)². An entry of XXᵀ is off by at most γ_m |x_t||x_s|, m = depth + 1, one of GGᵀ likewise, and
     the absolute terms of their sum add up to S at most: the norm is off by at most γ_n S, n = 2m + 1 (the rest is
     float64's). What is released is a sum over T positions, off by at most γ_T √S, so that the square of its norm is at
     most u + 2 γ_T √(u S) + γ_T² S with u = |GᵀX|² ≤ value + γ_n S. The error is γ_n, and ``scale`` as many times S as
@@ -317,15 +315,16 @@ def gram_norm_sq(g: Tensor, x: Tensor) -> SquaredNorm:
     """
     examples, steps, d = g.shape
     p = x.shape[2]
-    blocks = triton.cdiv(steps, TILE)
-    error = _gram_error(g.dtype)
+    sizes = sizes or chosen("gram", g.dtype)
+    blocks = triton.cdiv(steps, sizes.tile)
+    error = _gram_error(g.dtype, sizes)
     of_sum = 1.001 * gamma(_roundings(steps + 1, g.dtype), torch.float32)
     products = torch.empty((examples, blocks * blocks), dtype=torch.float64, device=g.device)
     lengths = torch.empty((examples, 3, blocks), dtype=torch.float64, device=g.device)
     values, scales = torch.empty((2, examples), dtype=torch.float64, device=g.device)
     if examples:
         _gram_blocks[(examples, blocks, blocks)](
-            g, x, products, lengths, steps, d, p, *g.stride(), *x.stride(), **_sizes()
+            g, x, products, lengths, steps, d, p, *g.stride(), *x.stride(), **_constants(sizes)
         )
         largest = TRUSTED_SQUARE / max((p + d) * steps**2, 1)
         _gram_totals[(examples,)](products, lengths, values, scales, blocks, largest, error, of_sum, WIDTH=256)
@@ -338,10 +337,13 @@ def prefers_gram(steps: int, d: int, p: int, dtype: torch.dtype) -> bool:
     Where positions have nothing to do with each other S is T times the squared norm. An example beyond the tolerance
     goes through float64 by itself, so that Gram matrices are taken only where S may be twice that.
     """
-    return steps * (d + p) < 2 * d * p and 2 * steps * _gram_error(dtype) < TOLERATED_EXCESS[dtype]
+    error = _gram_error(dtype, chosen("gram", dtype))
+    return steps * (d + p) < 2 * d * p and 2 * steps * error < TOLERATED_EXCESS[dtype]
 
 
-def add_clipped_sum(g: Tensor, x: Tensor, factors: Tensor, out: Tensor, limits: Tensor | None = None) -> None:
+def add_clipped_sum(
+    g: Tensor, x: Tensor, factors: Tensor, out: Tensor, limits: Tensor | None = None, sizes: Sizes | None = None
+) -> None:
     """Out [d, p] += Σ_i factors_i G_iᵀ X_i.
 
     ``limits`` [B, tiles]: the squares that :func:`tiled_norm_sq` found. A tile that comes out larger, as it may if the
@@ -350,7 +352,10 @@ def add_clipped_sum(g: Tensor, x: Tensor, factors: Tensor, out: Tensor, limits: 
     """
     examples, steps, d = g.shape
     p = x.shape[2]
-    tiles = triton.cdiv(d, TILE), triton.cdiv(p, TILE)
+    sizes = sizes or chosen("tiles", g.dtype)
+    tiles = triton.cdiv(d, sizes.tile), triton.cdiv(p, sizes.tile)
+    if limits is not None and limits.shape != (examples, tiles[0] * tiles[1]):
+        raise ValueError(f"The limits {tuple(limits.shape)} are of other tiles than {examples} x {tiles}.")
     if not examples or not steps or not out.numel():
         return
     groups = min(examples, max(1, PROGRAMS // (tiles[0] * tiles[1])))
@@ -375,14 +380,15 @@ def add_clipped_sum(g: Tensor, x: Tensor, factors: Tensor, out: Tensor, limits: 
         *sums.stride(),
         LIMITED=limits is not None,
         ADD=adds,
-        **_sizes(),
+        **_constants(sizes),
     )
     if not adds:
         out += sums.sum(0)
 
 
-def _sizes() -> dict[str, Any]:
-    return {"TILE": TILE, "DEPTH": DEPTH, "WIDEN": interpreted()}
+def _constants(sizes: Sizes) -> dict[str, Any]:
+    of_program = {"num_warps": sizes.warps, "num_stages": sizes.stages}
+    return {"TILE": sizes.tile, "DEPTH": sizes.depth, "WIDEN": interpreted(), **of_program}
 
 
 def _roundings(count: int, dtype: torch.dtype) -> int:
@@ -390,6 +396,6 @@ def _roundings(count: int, dtype: torch.dtype) -> int:
     return count if dtype == torch.float32 else 2 * count
 
 
-def _gram_error(dtype: torch.dtype) -> float:
+def _gram_error(dtype: torch.dtype, sizes: Sizes) -> float:
     """γ_n of :func:`gram_norm_sq`; a little more, because the kernel gets it as a float32 number."""
-    return 1.001 * gamma(2 * _roundings(DEPTH, dtype) + 8, torch.float32)
+    return 1.001 * gamma(2 * _roundings(sizes.depth, dtype) + 8, torch.float32)

@@ -8,6 +8,7 @@ Triton lies in a folder of its own: beside torch it would change what torch.comp
 from __future__ import annotations
 
 import copy
+import json
 import os
 import subprocess
 import sys
@@ -24,6 +25,8 @@ if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("DPCORE_TRITON") 
 
 from dpcore import Engine, gpu, reference  # noqa: E402
 from dpcore.gpu import contraction  # noqa: E402
+from dpcore.gpu import sizes as sizes_of  # noqa: E402
+from dpcore.gpu.sizes import Sizes  # noqa: E402
 from dpcore.microbatch.accumulator import Accumulator  # noqa: E402
 from dpcore.numerics.rounding import gamma  # noqa: E402
 
@@ -206,13 +209,53 @@ def test_positions_that_cancel_are_left_to_float64():
     assert float((result.sums["weight"] - true).norm()) <= 1e-5 * float(true.norm())
 
 
+def test_other_sizes_give_the_same_values_and_limits_of_other_tiles_are_refused():
+    g, x = operands(20, 50, 40, torch.float32)
+    small = Sizes(tile=16, depth=16)
+    norm, limits = contraction.tiled_norm_sq(g, x, small)
+    factors, out = torch.tensor([0.5, 0.0, 2.0]), torch.zeros(50, 40)
+
+    contraction.add_clipped_sum(g, x, factors, out, limits, small)
+
+    true = gradients(g, x)
+    torch.testing.assert_close(norm.value, true.square().sum((1, 2)), rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(contraction.gram_norm_sq(g, x, small).value, norm.value, rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(out.double(), torch.einsum("b,bdp->dp", factors.double(), true), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="other tiles"):
+        contraction.add_clipped_sum(g, x, factors, out, limits)
+
+
+def test_tuning_writes_data_that_says_it_is_simulated_and_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "sizes.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "dpcore.gpu.tune", "--out", str(path)], capture_output=True, text=True, env=os.environ
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    made = json.loads(path.read_text())
+    assert made["simulated"] and not any("failed" in row for row in made["tried"])
+    monkeypatch.setenv(sizes_of.VARIABLE, str(path))
+    with pytest.raises(ValueError, match="make one on a GPU"):
+        sizes_of.chosen("tiles", torch.float32)
+
+    real = tmp_path / "real.json"
+    real.write_text(json.dumps(made | {"simulated": False, "tiles": {"float32": {"tile": 128, "depth": 64}}}))
+    monkeypatch.setenv(sizes_of.VARIABLE, str(real))
+    assert sizes_of.chosen("tiles", torch.float32) == Sizes(128, 64)
+    assert sizes_of.chosen("tiles", torch.float16) == Sizes()
+    real.with_name("odd.json").write_text(json.dumps(made | {"simulated": False, "gram": {"float32": {"tile": 65}}}))
+    monkeypatch.setenv(sizes_of.VARIABLE, str(real.with_name("odd.json")))
+    with pytest.raises(ValueError, match="tile is 65; it must be a power of two"):
+        sizes_of.chosen("tiles", torch.float32)
+
+
 AHEAD_OF_TIME = """
 import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from dpcore.gpu import contraction
 
-SIZES = {"TILE": contraction.TILE, "DEPTH": contraction.DEPTH, "WIDEN": False}
+from dpcore.gpu.sizes import Sizes
+SIZES = {"TILE": Sizes().tile, "DEPTH": Sizes().depth, "WIDEN": False}
 FLAGS = {"LIMITED": True, "ADD": True}
 DOUBLES = dict.fromkeys(("limits", "products", "lengths", "values", "scales"), "*fp64")
 REALS = dict.fromkeys(("largest", "of_gram", "of_sum"), "fp32")
