@@ -209,6 +209,59 @@ def test_positions_that_cancel_are_left_to_float64():
     assert float((result.sums["weight"] - true).norm()) <= 1e-5 * float(true.norm())
 
 
+@settings(max_examples=12, deadline=None)
+@given(steps=st.integers(2, 80), d=sizes, dtype=dtypes, words=st.integers(1, 40), padding=st.sampled_from([None, 0]))
+def test_lookups_are_those_of_float64_and_keep_to_their_limits(steps, d, dtype, words, padding):
+    generator = torch.Generator().manual_seed(steps)
+    ids = torch.randint(0, words, (EXAMPLES, steps), generator=generator)
+    g = torch.randn(EXAMPLES, steps, d, generator=generator).to(dtype)
+    g[:, steps // 2 :] -= g[:, : steps - steps // 2]  # equal ids partly cancel
+    counted = g.double() if padding is None else g.double() * (ids != padding).unsqueeze(2)
+    rows = torch.zeros(EXAMPLES, words, d, dtype=torch.float64).scatter_add_(
+        1, ids.unsqueeze(2).expand(-1, -1, d), counted
+    )
+    factors = torch.tensor([0.5, 0.0, 2.0])
+    out = torch.ones(d, words).t()
+
+    norms, limits = gpu.lookup_norm_sq(ids, g, padding)
+    gpu.lookup_clipped_sum(ids, g, padding, factors, out, limits)
+
+    torch.testing.assert_close(norms.value, rows.square().sum((1, 2)), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        out.double(), 1 + torch.einsum("b,bvd->vd", factors.double(), rows), rtol=1e-4, atol=1e-4
+    )
+    small = torch.zeros(words, d)
+    gpu.lookup_clipped_sum(ids[:1], g[:1], padding, torch.ones(1), small, 0.25 * limits[:1])
+    torch.testing.assert_close(small.double(), 0.5 * rows[0], rtol=1e-4, atol=1e-4)
+    assert float(small.double().square().sum()) <= 0.25 * float(norms.value[0]) * (1 + norms.error)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_engine_with_a_table_is_exact_by_the_kernels(monkeypatch, dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(12, 20, padding_idx=0), nn.Linear(20, 9)).to(dtype)
+    ids, y = torch.randint(0, 12, (5, 17)), torch.randint(0, 9, (5, 17))
+
+    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        of = nn.functional.cross_entropy(outputs.float().transpose(1, 2), labels, reduction="none")
+        return of.mean(1).to(outputs.dtype)
+
+    calls = []
+    monkeypatch.setattr(gpu, "lookup_clipped_sum", lambda *a, f=gpu.lookup_clipped_sum: calls.append(a) or f(*a))
+    bound = 0.01
+    result = Engine(copy.deepcopy(model), loss, max_grad_norm=bound, check_isolation=False).clipped_sum(ids, y)
+    assert calls and calls[0][1].dtype == dtype
+    assert not result.sums["0.weight"][0].any()  # the padding's row
+    for i in range(len(ids)):
+        alone = Engine(copy.deepcopy(model), loss, max_grad_norm=bound, check_isolation=False)
+        parts = alone.clipped_sum(ids[i : i + 1], y[i : i + 1]).sums
+        size = sum(part.double().square().sum() for part in parts.values()).sqrt()
+        assert bound * (1 - 5e-3) < size <= bound * (1 + 1e-6)
+    if dtype == torch.float32:
+        for name, expected in reference.clipped_sum(model, loss, ids, y, bound).clipped.items():
+            assert (result.sums[name] - expected).norm() <= 1e-3 * expected.norm()
+
+
 def test_other_sizes_give_the_same_values_and_limits_of_other_tiles_are_refused():
     g, x = operands(20, 50, 40, torch.float32)
     small = Sizes(tile=16, depth=16)
@@ -252,7 +305,7 @@ AHEAD_OF_TIME = """
 import sys
 import triton
 from triton.backends.compiler import GPUTarget
-from dpcore.gpu import contraction
+from dpcore.gpu import contraction, lookup
 
 from dpcore.gpu.sizes import Sizes
 SIZES = {"TILE": Sizes().tile, "DEPTH": Sizes().depth, "WIDEN": False}
@@ -269,6 +322,14 @@ for operand in ("fp32", "bf16", "fp16"):
         made = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32))
         assert len(made.asm["cubin"]) > 1000
         print(made.metadata.shared)
+    for name, result, fixed in (("_row_squares", "fp64", SIZES), ("_row_sums", "fp32", SIZES | {"LIMITED": True})):
+        kernel = getattr(lookup, name)
+        pointers = {"ids": "*i64", "g": f"*{operand}", "factors": "*fp32", "out": f"*{result}"} | DOUBLES
+        signature = {a: "constexpr" if a in fixed else pointers.get(a, "i32") for a in kernel.arg_names}
+        source = triton.compiler.ASTSource(kernel, signature, constexprs=fixed)
+        made = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32))
+        assert len(made.asm["cubin"]) > 1000
+        print(made.metadata.shared)
 """
 
 
@@ -279,4 +340,4 @@ def test_kernels_compile_ahead_of_time_without_a_gpu(capability, tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     shared = [int(line) for line in done.stdout.split()]
-    assert len(shared) == 12 and max(shared) <= 160 * 1024  # an A100 has 163 KiB of shared memory for a block
+    assert len(shared) == 18 and max(shared) <= 160 * 1024  # an A100 has 163 KiB of shared memory for a block
