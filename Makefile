@@ -14,6 +14,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 TORCH_READY := $(TORCH)/ready
 MODELS_READY := $(MODELS)/ready
+REHEARSAL := .venvs/gpu-rehearsal
+REHEARSAL_READY := $(REHEARSAL)/ready
 TRITON_READY := $(TRITON)/ready
 PIP := -m pip install --disable-pip-version-check --quiet
 
@@ -24,7 +26,7 @@ RUN ?= results/local/$(PRESET)
 FOUND ?= $(shell command -v python3)
 OUT ?= results/local/gpu
 
-.PHONY: help bench-e2e bench-modern bench-layers bench-frontier bench-gpu compare findings prove-alerts prove-exactness images report history dashboard gate test lint test-harness test-dpcore test-gpu-kernels test-frameworks test-models test-versions test-containers test-wheel test-wheels conformance mutants compare-wheel comment history-check history-publish ready wheels publish-wheels fuzz-kernels test-slow doctor clean
+.PHONY: help bench-e2e bench-modern bench-layers bench-frontier bench-gpu gpu-folder compare findings prove-alerts prove-exactness images report history dashboard gate test lint test-harness test-dpcore test-gpu-kernels test-gpu-rehearsal test-frameworks test-models test-versions test-containers test-wheel test-wheels conformance mutants compare-wheel comment history-check history-publish ready wheels publish-wheels fuzz-kernels test-slow doctor clean
 
 help:  ## this list
 	@echo "For you:"; awk -F ':.*  ## ' '/^[a-z0-9-]+:.*  ## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +59,9 @@ bench-frontier: $(READY)  ## the largest physical batch in a memory budget, and 
 
 bench-gpu:  ## under 9 minutes, offline, in the Python that is there (FOUND): gates, steps and layers into OUT
 	@$(if $(wildcard $(READY)),$(BIN)/python,$(FOUND)) -m harness run gpu --python $(FOUND) --out $(OUT) $(ARGS)
+
+gpu-folder: $(READY)  ## the folder to carry to a machine with a GPU and no network, with its run.sh: results/local/gpu-folder
+	$(BIN)/python .ci/gpu_folder.py $(ARGS)
 
 compare: $(READY)  ## two states of the code against each other: BASE and HEAD; exit code 1 on a proven regression
 	@echo "==> dpbench compare --base $(BASE) --head $(HEAD): environments and references are made where they are missing"
@@ -114,6 +119,9 @@ test-gpu-kernels: $(TRITON_READY)  ##ci dpcore's kernels for GPUs, by Triton's i
 	@echo "==> dpcore's kernels for GPUs by Triton's interpreter, and compiled ahead of time for two of them"
 	TRITON_INTERPRET=1 DPCORE_TRITON=1 DPCORE_NATIVE=0 OMP_NUM_THREADS=1 PYTHONPATH=$(TRITON) \
 	  $(TORCH)/bin/pytest -q tests/dpcore/test_gpu_kernels.py -p no:cacheprovider
+
+test-gpu-rehearsal: $(READY) $(REHEARSAL_READY)  ##ci the folder's run on the processors, with the very versions of the machine with a GPU (5 GB)
+	$(BIN)/pytest -q -s tests/harness/run/test_gpu_rehearsal.py -p no:cacheprovider
 
 test-frameworks: $(READY)  ##ci every framework's default: gate, conformance, a short run
 	@echo "==> every framework's default in its own environment: the gate, the conformance suite; a short run end to end"
@@ -195,6 +203,13 @@ $(TORCH_READY): tests/requirements-torch.txt
 $(TRITON_READY): $(TORCH_READY) tests/requirements-triton.txt
 	@echo "==> Setting up Triton in $(TRITON), beside the environment with torch"
 	$(TORCH)/bin/python $(PIP) --target $(TRITON) --no-deps -r tests/requirements-triton.txt
+	@touch $@
+
+$(REHEARSAL_READY): tests/requirements-gpu-rehearsal.txt
+	@echo "==> Setting up $(REHEARSAL): Python 3.12 with the versions of the machine with a GPU"
+	@command -v python3.12 >/dev/null || { echo "The rehearsal needs Python 3.12, which is what that machine has; install it."; exit 2; }
+	python3.12 -m venv $(REHEARSAL)
+	$(REHEARSAL)/bin/python $(PIP) -r tests/requirements-gpu-rehearsal.txt
 	@touch $@
 
 $(MODELS_READY): tests/requirements-models.txt tests/requirements-torch.txt

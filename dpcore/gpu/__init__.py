@@ -1,9 +1,8 @@
-"""Kernels for CUDA in Triton: norms and clipped sums of linear maps over time, without per-sample gradients in memory.
+"""Kernels for CUDA in Triton: norms and clipped sums of linear maps over time and of lookups, tile by tile.
 
-Off unless ``DPCORE_TRITON=1``: their values are proven by Triton's interpreter on a CPU, their speed on a GPU has not
-been measured. Half-precision operands stay as they are: a product of two bfloat16 numbers is exact in float32, in which
-it is added up, and in which the clip factor is applied. Long sequences mostly go to float64, one example at a time:
-docs/bench-gpu.md says why.
+No per-sample gradient is written to memory. Off unless ``DPCORE_TRITON=1``: their values are proven by Triton's
+interpreter on a CPU, their speed on a GPU has not been measured. Half-precision operands stay as they are: a product of
+two bfloat16 numbers is exact in float32, in which it is added up, and in which the clip factor is applied.
 """
 
 from __future__ import annotations
@@ -32,39 +31,64 @@ def available() -> bool:
 
 
 def serves(g: Tensor, x: Tensor) -> bool:
-    """Return whether the kernels take these output gradients [B, T, d] and inputs [B, T, p].
+    """Return whether the kernels take these output gradients [B, T, d] and inputs [B, T, p] of one type."""
+    return x.dim() == 3 and g.dtype == x.dtype and _serves(g, x)
 
-    They must be of one type, on one CUDA device (anywhere under the interpreter), with values of their own, outside of
-    tracing.
-    """
+
+def serves_lookup(g: Tensor, ids: Tensor) -> bool:
+    """Return whether the kernels take these output gradients [B, T, d] of a lookup of ids [B, T]."""
+    return ids.dim() == 2 and _serves(g, ids)
+
+
+def _serves(g: Tensor, other: Tensor) -> bool:
+    """Return whether both lie on one CUDA device (or the interpreter runs), with values of their own, untraced."""
     return (
         available()
         and not torch.compiler.is_compiling()
         and not torch._C._functorch.maybe_current_level()
-        and g.dim() == x.dim() == 3
-        and g.dtype == x.dtype
+        and g.dim() == 3
         and g.dtype in _DTYPES
-        and g.device == x.device
+        and g.device == other.device
         and (g.is_cuda or interpreted())
-        and all(type(t) is Tensor and not t.is_neg() and not t._is_zerotensor() for t in (g, x))
+        and all(type(t) is Tensor and not t.is_neg() and not t._is_zerotensor() for t in (g, other))
     )
 
 
-def contraction_norm_sq(g: Tensor, x: Tensor) -> SquaredNorm:
-    """Return |G_iᵀ X_i|² [B] for output gradients G [B, T, d] and inputs X [B, T, p].
+def contraction_norm_sq(g: Tensor, x: Tensor) -> tuple[SquaredNorm, Tensor | None]:
+    """Return |G_iᵀ X_i|² [B] for output gradients G [B, T, d] and inputs X [B, T, p], and limits for the clipped sum.
 
-    By whichever takes fewer operations: forming each tile of GᵀX and squaring it, or the upper triangles of the Gram
-    matrices XXᵀ and GGᵀ, block by block.
+    By whichever takes fewer operations: forming each tile of GᵀX and squaring it, or (no limits) the upper triangles of
+    the Gram matrices XXᵀ and GGᵀ, block by block, where their terms can be trusted.
     """
     from dpcore.gpu import contraction
 
-    steps, d, p = g.shape[1], g.shape[2], x.shape[2]
-    by_gram = steps * (d + p) < 2 * d * p
-    return contraction.gram_norm_sq(g, x) if by_gram else contraction.tiled_norm_sq(g, x)
+    _, steps, d = g.shape
+    if contraction.prefers_gram(steps, d, x.shape[2], g.dtype):
+        return contraction.gram_norm_sq(g, x), None
+    return contraction.tiled_norm_sq(g, x)
 
 
-def contraction_clipped_sum(g: Tensor, x: Tensor, factors: Tensor, out: Tensor) -> None:
-    """Out [d, p] += Σ_i factors_i G_iᵀ X_i, each G_iᵀ X_i added up in float32 before its factor is applied."""
+def contraction_clipped_sum(g: Tensor, x: Tensor, factors: Tensor, out: Tensor, limits: Tensor | None = None) -> None:
+    """Out [d, p] += Σ_i factors_i G_iᵀ X_i, each G_iᵀ X_i added up in float32 before its factor is applied.
+
+    ``limits``: those that came with the norms. No example contributes more than they allow.
+    """
     from dpcore.gpu import contraction
 
-    contraction.add_clipped_sum(g, x, factors, out)
+    contraction.add_clipped_sum(g, x, factors, out, limits)
+
+
+def lookup_norm_sq(ids: Tensor, g: Tensor, padding_idx: int | None) -> tuple[SquaredNorm, Tensor]:
+    """Return the squared norms [B] of a table's gradients for ids [B, T], and limits for the clipped sum."""
+    from dpcore.gpu import lookup
+
+    return lookup.norm_sq(ids, g, padding_idx)
+
+
+def lookup_clipped_sum(
+    ids: Tensor, g: Tensor, padding_idx: int | None, factors: Tensor, out: Tensor, limits: Tensor | None = None
+) -> None:
+    """Out [V, d] += the clipped sum of a table's gradients; no example contributes more than ``limits`` allow."""
+    from dpcore.gpu import lookup
+
+    lookup.add_clipped_sum(ids, g, padding_idx, factors, out, limits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -20,12 +21,6 @@ from dpcore.rules.linear import wide
 from dpcore.tape.uses import Use
 
 Factors = Callable[[Tensor, float], Tensor]
-
-# A squared ghost norm is off by some units of precision times the sum of its absolute terms. Whatever that sum is, the
-# factor is taken from an upper bound of the norm. While the sum is within this factor of the squared norm, the two are
-# close enough; beyond, the example's gradient is formed in float64.
-TOLERATED_CANCELLATION = 8.0
-
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -49,7 +44,8 @@ class _Measured:
 
     ``scales`` [groups, m]: sums of the absolute terms of those norms whose terms may cancel.
 
-    A true squared norm is at most norms_sq (1 + error) + scaled_error * scales.
+    A true squared norm is at most norms_sq (1 + error) + scaled_error * scales, and worth something while scales are
+    at most ``tolerated`` * norms_sq.
     """
 
     norms_sq: Tensor
@@ -57,6 +53,7 @@ class _Measured:
     scales: Tensor | None = None
     error: float = 0.0
     scaled_error: float = 0.0
+    tolerated: float = math.inf
 
     def note(self, found: SquaredNorm, group: int) -> None:
         """Adds what rounding may hide of one parameter's norms."""
@@ -64,6 +61,7 @@ class _Measured:
             self.error = max(self.error, found.error)
             return
         self.scaled_error = max(self.scaled_error, found.error)
+        self.tolerated = min(self.tolerated, found.tolerated)
         self.scales = torch.zeros_like(self.norms_sq) if self.scales is None else self.scales
         self.scales[group] += found.scale
 
@@ -75,7 +73,7 @@ class _Measured:
     def example(self, i: int) -> _Measured:
         """Return what was measured of example i, to which more can be added; its norms lie in these."""
         scales = None if self.scales is None else self.scales[:, i : i + 1]
-        return _Measured(self.norms_sq[:, i : i + 1], {}, scales, self.error, self.scaled_error)
+        return _Measured(self.norms_sq[:, i : i + 1], {}, scales, self.error, self.scaled_error, self.tolerated)
 
     def upper_norms(self) -> Tensor:
         """[groups, m], not below the true ones but for ``error``."""
@@ -302,7 +300,7 @@ class Accumulator:
         """[m] bool: examples whose squared norm overflowed, is not a number, or may be rounding error."""
         doubtful = ~(measured.norms_sq < torch.inf)
         if measured.scales is not None:
-            doubtful |= measured.scales > TOLERATED_CANCELLATION * measured.norms_sq
+            doubtful |= measured.scales > measured.tolerated * measured.norms_sq
         return doubtful.any(0)
 
     def _factors(self, measured: _Measured, mask: Tensor | None, bounds: Sequence[Any] | None = None) -> Tensor:

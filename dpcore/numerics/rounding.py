@@ -29,17 +29,25 @@ Products of blocks of 256 took up to 13 % longer, those of 512 as long as whole 
 TRUSTED_SQUARE = 1e21
 
 
+# A squared norm whose terms cancel is off by some units of precision times the sum of its absolute terms. Whatever that
+# sum is, the clip factor is taken from an upper bound of the norm. While the sum is within this factor of the squared
+# norm, the two are close enough; beyond, the example's gradient is formed in float64.
+TOLERATED_CANCELLATION = 8.0
+
+
 class SquaredNorm(NamedTuple):
     """``value`` [B], the squared norms of per-sample gradients G_i, and what rounding can have hidden in them.
 
     What the rule's ``add_clipped_sum`` adds for example i at a factor f has a squared norm of at most
     f² (value_i + error * scale_i), up to the few roundings that every rule has (:data:`dpcore.clipping.OWN_UNITS`).
     ``scale`` [B] bounds the sum of the absolute terms of a norm whose terms may cancel; None: it is the value.
+    ``tolerated``: while ``scale`` is within this factor of the squared norm, that bound is close to it.
     """
 
     value: Tensor
     error: float
     scale: Tensor | None = None
+    tolerated: float = TOLERATED_CANCELLATION
 
 
 def unit(dtype: torch.dtype) -> float:

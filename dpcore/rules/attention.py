@@ -50,7 +50,8 @@ class StackedUse(Use):
         if all(n.scale is None for n in norms):
             return SquaredNorm(values, error)
         scales = torch.stack([n.value if n.scale is None else n.scale.to(n.value.dtype) for n in norms])
-        return SquaredNorm(values, error, scales.sum(0))
+        tolerated = min(n.tolerated for n in norms if n.scale is not None)
+        return SquaredNorm(values, error, scales.sum(0), tolerated)
 
     def grad_sample(self, param: Parameter) -> Tensor:
         parts = [(block.grad_sample(param), rows) for block, rows in self._live()]

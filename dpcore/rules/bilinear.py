@@ -40,7 +40,7 @@ class BilinearUse(Use):
     def norm_sq(self, param: Parameter) -> SquaredNorm:
         parts = self._parts()
         if parts[0].shape[1] == 1:
-            (a, error_a, _), (b, error_b, _), (c, error_c, _) = (squares(t[:, 0]) for t in parts)
+            (a, error_a, *_), (b, error_b, *_), (c, error_c, *_) = (squares(t[:, 0]) for t in parts)
             error = (1.0 + error_a) * (1.0 + error_b) * (1.0 + error_c) - 1.0
             norm_sq = trusted(a * b * c, _largest_but_one(a, b, c), max(t.shape[2] for t in parts))
             return SquaredNorm(norm_sq, error + 3.0 * unit(a.dtype))

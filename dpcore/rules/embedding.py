@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from dpcore import native
+from dpcore import gpu, native
 from dpcore.errors import NoRuleError, UnsupportedError
 from dpcore.numerics.rounding import SquaredNorm, squares, unit
 from dpcore.rules.linear import wide
@@ -100,6 +100,8 @@ class EmbeddingUse(Use):
         self._counts: TokenCounts | None = None
         # Sums of the gradients over equal ids, and what they are the sums of.
         self._sums: tuple[Tensor, int, Tensor] | None = None
+        # Limits that kernels for GPUs found along with the norms, and of which output gradients.
+        self._limits: tuple[Tensor, int, Tensor] | None = None
         self.formed = True
         """False where the vectors [B, T, d] never were formed."""
 
@@ -131,6 +133,20 @@ class EmbeddingUse(Use):
         if self.padding_idx is not None:
             g = g.masked_fill((ids == self.padding_idx).unsqueeze(-1), 0.0)
         return ids, g
+
+    def _for_gpu(self) -> tuple[Tensor, Tensor] | None:
+        """Ids [B, T] and output gradients [B, T, d] in their own precision, where kernels for GPUs take them."""
+        if self.grad is None or not gpu.available():
+            return None
+        ids = self.ids()
+        ids, g = ids.reshape(len(ids), -1), self.grad.detach()
+        g = g if g.dim() == 3 else g.reshape(*ids.shape, -1)
+        return (ids, g) if ids.shape[1] > 1 and g.stride(1) != 0 and gpu.serves_lookup(g, ids) else None
+
+    def _limits_now(self) -> Tensor | None:
+        """Return what was found along with the norms of these very output gradients."""
+        grad, version, limits = self._limits or (None, 0, None)
+        return limits if grad is self.grad and grad is not None and version == grad._version else None
 
     def _slots(self, ids: Tensor) -> Tensor:
         """[B, T] positions such that equal ids of an example share one: any position that holds the id.
@@ -168,6 +184,11 @@ class EmbeddingUse(Use):
             norms = squares(g)
             norms.value.mul_(tokens.squares)
             return norms._replace(error=norms.error + 2.0 * unit(g.dtype))
+        if (taken := self._for_gpu()) is not None:
+            norms, limits = gpu.lookup_norm_sq(*taken, self.padding_idx)
+            assert self.grad is not None
+            self._limits = self.grad, self.grad._version, limits
+            return norms
         ids, g = self._positions()
         if ids.shape[1] == 1:
             return squares(g[:, 0])
@@ -209,6 +230,9 @@ class EmbeddingUse(Use):
             tokens, g = pooled
             tokens.add_rows(out, g * factors.unsqueeze(1))
             return
+        if (taken := self._for_gpu()) is not None:
+            gpu.lookup_clipped_sum(*taken, self.padding_idx, factors, out, self._limits_now())
+            return
         ids, g = self._positions()
         factors = factors.view(-1, 1, 1)
         if ids.shape[1] == 1:
@@ -233,6 +257,8 @@ class EmbeddingUse(Use):
             use.grad = self.grad[:, :1].index_select(0, index).to(dtype).expand(-1, *self.grad.shape[1:])
         elif self.grad is not None:
             use.grad = self.grad.index_select(0, index).to(dtype)
+            if (limits := self._limits_now()) is not None:
+                use._limits = use.grad, use.grad._version, limits.index_select(0, index)
         return use
 
     def stash_bytes(self) -> int:

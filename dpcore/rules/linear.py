@@ -66,6 +66,8 @@ class ContractionUse(Use):
         self._products: tuple[Tensor, int, dict[Parameter, Tensor]] | None = None
         # Squared norms of the output gradients, where weight and bias share them, and what they are the norms of.
         self._squares: tuple[Tensor, int, SquaredNorm] | None = None
+        # Limits that kernels for GPUs found along with norms, for the sums that follow, and of which output gradients.
+        self._limits: dict[Parameter, tuple[Tensor, int, Tensor | None]] = {}
 
     def _x(self, param: Parameter) -> Tensor:
         """[B, p] or [B, T, p]."""
@@ -95,6 +97,11 @@ class ContractionUse(Use):
         g, x = (self._batch_first(t.detach()) for t in (self.grad, self._inputs[param].get(self.name)))
         return (g, x) if gpu.serves(g, x) else None
 
+    def _limits_of(self, param: Parameter) -> Tensor | None:
+        """Return what was found along with the norms of these very output gradients."""
+        grad, version, limits = self._limits.get(param, (None, 0, None))
+        return limits if grad is self.grad and grad is not None and version == grad._version else None
+
     def _g_squares(self, g: Tensor) -> SquaredNorm:
         """Squared norms of output gradients [B, d]."""
         assert self.grad is not None
@@ -104,7 +111,10 @@ class ContractionUse(Use):
 
     def norm_sq(self, param: Parameter) -> SquaredNorm:
         if (taken := self._for_gpu(param)) is not None:
-            return gpu.contraction_norm_sq(*taken)
+            found, limits = gpu.contraction_norm_sq(*taken)
+            assert self.grad is not None
+            self._limits[param] = self.grad, self.grad._version, limits
+            return found
         g = self._g()
         if param not in self._inputs:
             return self._g_squares(g) if g.dim() == 2 else squares(g.sum(1))
@@ -153,7 +163,7 @@ class ContractionUse(Use):
 
     def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
         if (taken := self._for_gpu(param)) is not None:
-            gpu.contraction_clipped_sum(*taken, factors, out)
+            gpu.contraction_clipped_sum(*taken, factors, out, self._limits_of(param))
             return
         g = self._g()
         if param not in self._inputs:
@@ -190,6 +200,9 @@ class ContractionUse(Use):
         }
         use = ContractionUse(self.name, inputs, self.params[len(inputs) :], self.time_major)
         use.grad = None if self.grad is None else self.grad.index_select(batch, index).to(dtype)
+        if use.grad is not None:
+            limits = {param: of for param in self._limits if (of := self._limits_of(param)) is not None}
+            use._limits = {p: (use.grad, use.grad._version, of.index_select(0, index)) for p, of in limits.items()}
         return use
 
     def stash_bytes(self) -> int:

@@ -14,11 +14,13 @@ from harness.plan.layer_registry import LayerContestant
 from harness.plan.layers import LayerJob, LayerOptions
 from harness.plan.registry import Contestant
 from harness.store.record import UNPINNED
+from harness.tasks import MODERN_TASKS
 
 FIRST = ("pytorch-eager", "dpcore-engine", "opacus-ghost", "opacus-hooks", "jax-vmap", "jax-non-private")
 """What every comparison needs."""
+GRAPHS = ("dpcore-compiled", "pytorch-compiled")
+"""Captured graphs: they compile for long."""
 LATER = (
-    "pytorch-compiled",
     "torch_func-eager",
     "torch_func-compiled",
     "backpack-batch-grad",
@@ -27,8 +29,10 @@ LATER = (
 )
 """Peers that compile for long, or were slower on a CPU."""
 
-TASKS = ("mnist-cnn", "imdb-embedding", "cifar10-cnn", "imdb-lstm")
+TASKS = ("mnist-cnn", "imdb-embedding", "cifar10-cnn", "imdb-lstm", *MODERN_TASKS)
 BATCH_SIZES = (512, 64, 2048)
+MODERN_BATCH_SIZES = (64, 512)
+"""Of the transformer tasks, whose examples are 128 tokens."""
 ROUNDS = 2
 SECONDS_PER_CELL = 0.5
 """Timed steps of a cell; the epoch is extrapolated."""
@@ -73,7 +77,7 @@ class Choice:
 
 def contestants(choice: Choice) -> list[Contestant]:
     """The most important first."""
-    return registry.select(choice.frameworks if choice.frameworks is not None else (*FIRST, *LATER))
+    return registry.select(choice.frameworks if choice.frameworks is not None else (*FIRST, *GRAPHS, *LATER))
 
 
 def layer_contestants(choice: Choice) -> list[LayerContestant]:
@@ -97,7 +101,7 @@ def options(choice: Choice, synthetic: bool) -> Options:
     made = plan.preset(
         "smoke",
         tasks=TASKS if choice.tasks is None else choice.tasks,
-        frameworks=choice.frameworks or (*FIRST, *LATER),
+        frameworks=choice.frameworks or (*FIRST, *GRAPHS, *LATER),
         batch_sizes=choice.batch_sizes or BATCH_SIZES,
         rounds=choice.rounds,
         budget_seconds=SECONDS_PER_CELL,
@@ -108,6 +112,9 @@ def options(choice: Choice, synthetic: bool) -> Options:
         synthetic=synthetic,
         repeats=0,
     )
+    if choice.batch_sizes is None:
+        smaller = {task: MODERN_BATCH_SIZES for task in made.tasks if task in MODERN_TASKS}
+        made = replace(made, batch_sizes={**made.batch_sizes, **smaller})
     return replace(made, isolation=UNPINNED)
 
 
@@ -141,22 +148,31 @@ class Tier:
 def tiers(choice: Choice, options: Options | None, e2e: Sequence[Job], layer_jobs: Sequence[LayerJob]) -> list[Tier]:
     """All jobs by importance; those of one tier in the order of their plans, where what is compared stands together.
 
-    First the first two tasks at the first batch size by the contestants of FIRST (all, where the user named some), then
-    a few layers, the other tasks, the other layers; then the other sizes, the other contestants, and last the second
-    round.
+    First the paper's table: its tasks at the first batch size by the contestants of FIRST (all, where the user named
+    some), the first two tasks before the others. Then the transformer tasks, a few layers, the other layers, captured
+    graphs; then the other sizes, the other contestants, and last the second round.
     """
-    ranked: dict[tuple[int, ...], list[AnyJob]] = {}
+    ranked: dict[tuple[int, int], list[AnyJob]] = {}
     for job in e2e:
         assert options is not None
-        size = options.batch_sizes[job.cell.task].index(job.cell.batch_size)
-        is_later = choice.frameworks is None and job.contestant.name not in FIRST
-        half = 2 if options.tasks.index(job.cell.task) >= FIRST_TASKS and not (job.round or is_later or size) else 0
-        ranked.setdefault((job.round, int(is_later), size, half), []).append(job)
+        ranked.setdefault((job.round, _stage(job, choice, options)), []).append(job)
     names = sorted({job.cell.layer or "" for job in layer_jobs}, key=_place_of_layer)
     for layer_job in layer_jobs:
         is_first = layer_job.cell.layer in names[:FIRST_LAYERS]
-        ranked.setdefault((0, 0, 0, 1 if is_first else 3), []).append(layer_job)
+        ranked.setdefault((0, 3 if is_first else 4), []).append(layer_job)
     return [_tier(ranked[rank]) for rank in sorted(ranked)]
+
+
+def _stage(job: Job, choice: Choice, options: Options) -> int:
+    """Return the place of a job in its round; 3 and 4 are those of the layers."""
+    name, task = job.contestant.name, job.cell.task
+    size = options.batch_sizes[task].index(job.cell.batch_size)
+    is_first = choice.frameworks is not None or name in FIRST
+    if size == 0 and is_first:
+        return 2 if task in MODERN_TASKS else int(options.tasks.index(task) >= FIRST_TASKS)
+    if size == 0 and name in GRAPHS:
+        return 5
+    return 5 + size if is_first else 20 if size == 0 else 40 + size
 
 
 def _place_of_layer(name: str) -> tuple[int, str]:

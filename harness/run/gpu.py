@@ -40,7 +40,7 @@ from harness.store import cache, record
 from harness.store.folder import RunFolder, portable
 from harness.store.read import SUMMARY
 from harness.store.record import Record
-from harness.tasks import TASKS
+from harness.tasks import MODERN_TASKS, TASKS
 from harness.worker import machine
 
 RECORDS, TEXT = "records.jsonl", "summary.txt"
@@ -105,6 +105,7 @@ class GpuRun:
         self.tiers = gpu_plan.tiers(choice, options, jobs, self.layers.jobs if self.layers else [])
         self.records: dict[Key, Record] = {}
         self.lines: dict[Key, str] = {}
+        self.referenced = set[str]()
         self.lock = threading.Lock()
         cores = len(os.sched_getaffinity(0))
         is_cuda = choice.device == "cuda"
@@ -158,11 +159,17 @@ class GpuRun:
             work.append(lambda: layers.prepare(progress.say))
         if self.e2e is not None:
             e2e = self.e2e
-            work += [lambda task=task: self._reference(task, progress) for task in reversed(e2e.options.tasks)]  # type: ignore[misc]
+            work += self._references([t for t in reversed(e2e.options.tasks) if t not in MODERN_TASKS], progress)
             work.append(lambda: e2e.prepare(progress.say))
         self._side_by_side(work, len(os.sched_getaffinity(0)))
         if self.e2e is not None:
             self.e2e.peaks = self.e2e.measured_peaks()
+
+    def _references(self, tasks: Sequence[str], progress: Progress) -> list[Callable[[], object]]:
+        """Return the work of those that no earlier call has returned."""
+        new = [task for task in dict.fromkeys(tasks) if task not in self.referenced]
+        self.referenced.update(new)
+        return [lambda task=task: self._reference(task, progress) for task in new]  # type: ignore[misc]
 
     def _reference(self, task: str, progress: Progress) -> None:
         with suppress(ToolFault):  # the gate tries again, and says why not
@@ -172,6 +179,8 @@ class GpuRun:
         pairs = {
             (job.contestant.name, job.cell.task): job for job in (*tier.untimed, *tier.timed) if isinstance(job, Job)
         }
+        # A transformer's reference takes a minute: what is more important does not wait for it.
+        self._side_by_side(self._references([task for _, task in pairs], progress), len(os.sched_getaffinity(0)))
         unjudged = [job for pair, job in pairs.items() if self.e2e is not None and pair not in self.e2e.verdicts]
         self._side_by_side([lambda job=job: self._judge(job, progress) for job in unjudged], self.slots)  # type: ignore[misc]
         for job in unjudged if self.slots > 1 else []:

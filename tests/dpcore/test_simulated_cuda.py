@@ -51,3 +51,13 @@ def test_a_private_step_asks_for_few_more_operators_than_an_ordinary_one(steps, 
 
     assert ordinary["reads"] == {}
     assert sum(private["operators"].values()) <= 6 * sum(ordinary["operators"].values())
+
+
+def test_the_proof_for_a_real_device_runs_on_the_simulated_one(tmp_path):
+    command = [sys.executable, "-m", "tests.dpcore.on_device", "--device", "simulated", "--library", str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, "--paths", "norm"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {one["way"] for one in found} == {"engine", "engine, Triton", "loop", "hooks"}
+    assert {one["outcome"] for one in found} == {"right"} and len(found) >= 30

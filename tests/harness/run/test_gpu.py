@@ -174,11 +174,20 @@ def test_the_most_important_comes_first_and_every_job_once():
     assert sorted(j.name for j in ordered) == sorted(j.name for j in [*jobs, *layer_jobs])
 
     cells = [{job.cell.name for job in tier.timed} for tier in tiers]
-    first = {job.cell.task for job in tiers[0].timed}
-    assert first == {"mnist-cnn", "imdb-embedding"}
-    assert {job.cell.batch_size for job in tiers[0].timed} == {512}
-    assert {job.contestant.name for job in tiers[0].timed} == set(gpu_plan.FIRST)
-    assert {job.cell.layer for job in tiers[1].timed} == set(gpu_plan.LAYERS[: gpu_plan.FIRST_LAYERS])
+    assert [{job.cell.task for job in tier.timed} for tier in tiers[:3]] == [
+        {"mnist-cnn", "imdb-embedding"},
+        {"cifar10-cnn", "imdb-lstm"},
+        {"gpt2-lm", "llama-lora"},
+    ]
+    assert [{job.cell.batch_size for job in tier.timed} for tier in tiers[:3]] == [{512}, {512}, {64}]
+    for tier in tiers[:3]:
+        assert {job.contestant.name for job in tier.timed} <= set(gpu_plan.FIRST)
+        assert {job.cell.name for job in tier.untimed} == {
+            job.cell.name for job in tier.timed
+        }  # the peak of every cell
+    assert {job.cell.layer for job in tiers[3].timed} == set(gpu_plan.LAYERS[: gpu_plan.FIRST_LAYERS])
+    assert {job.cell.layer for job in tiers[4].timed} == set(gpu_plan.LAYERS[gpu_plan.FIRST_LAYERS :])
+    assert {job.contestant.name for job in tiers[5].timed} == set(gpu_plan.GRAPHS)
     last = {job.round for job in tiers[-1].timed}
     assert last == {1} and all(cells)
     assert all(job.purpose == "memory" for tier in tiers for job in tier.untimed)
