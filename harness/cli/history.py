@@ -8,17 +8,17 @@ from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="History: runs over time, lasting changes, a check for CI.")
+from harness.cli.options import FINDING, Json
+
+app = typer.Typer(no_args_is_help=True, help="Keep runs over time, find lasting changes, check in CI.")
 
 FOLDER = Path("results/history")
-FINDING = 1
 UNREAD = 3
 
-Folder = Annotated[Path, typer.Option(help="The history.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+Folder = Annotated[Path, typer.Option(help="The history.", metavar="FOLDER")]
 
 
-@app.command()
+@app.command(short_help="Add a run as one small file.")
 def add(
     places: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="Run folders, packed files, or names of committed runs.")
@@ -27,12 +27,13 @@ def add(
     machine: Annotated[
         str | None,
         typer.Option(
-            help="A name that alike machines share (runners made anew each time); default: the machine's own."
+            help="A name that alike machines share (runners made anew each time); default: the machine's own.",
+            metavar="NAME",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Adds a run: one small file that is never rewritten. What is there already is left as it is."""
+    """Add a run: one small file that is never rewritten. What is there already is left as it is."""
     from harness.history import runs as history
     from harness.published import index
     from harness.store import cache, read
@@ -53,9 +54,9 @@ def add(
         typer.echo(f"Added {what}: {a.path}" if a.new else f"Already there, nothing to do: {what}, {a.path}")
 
 
-@app.command("list")
+@app.command("list", short_help="List the runs, oldest first.")
 def list_runs(folder: Folder = FOLDER, as_json: Json = False) -> None:
-    """The runs, oldest first."""
+    """List the runs, oldest first."""
     from harness.cli import listing
     from harness.history import runs as history
 
@@ -77,14 +78,14 @@ def list_runs(folder: Folder = FOLDER, as_json: Json = False) -> None:
     _say(loaded.faults)
 
 
-@app.command()
+@app.command(short_help="Show one run, or one cell over time.")
 def show(
     what: Annotated[str, typer.Argument(help="A cell (or a part of its name), or a run's file name (or a part).")],
     folder: Folder = FOLDER,
     raw: Annotated[bool, typer.Option("--raw", help="Seconds as measured, not normalised by the speed probe.")] = False,
     as_json: Json = False,
 ) -> None:
-    """One run as it is stored, or one cell over time with its steps, a part per machine."""
+    """Show one run as it is stored, or one cell over time with its steps, a part per machine."""
     from harness.cli import listing
     from harness.history import runs as history
     from harness.history import series
@@ -136,14 +137,18 @@ def show(
             )
 
 
-@app.command()
+@app.command(short_help="Fail where a change for the worse is open.")
 def check(
     folder: Folder = FOLDER,
-    days: Annotated[int, typer.Option(help="Only regressions detected so many days before the newest run.")] = 30,
+    days: Annotated[
+        int, typer.Option(help="Only regressions detected so many days before the newest run.", metavar="N")
+    ] = 30,
     as_json: Json = False,
 ) -> None:
-    """Exit code 1 where a change for the worse is open: slower, more memory, or no longer working; 3 where none is
-    found but not every file of the history counts."""
+    """Fail where a change for the worse is open: slower, more memory, or no longer working.
+
+    Exit codes: 0 none is open, 1 one is, 3 none was found but not every file of the history could be read.
+    """
     from harness.errors import BadInput
     from harness.history import events
     from harness.history import runs as history
