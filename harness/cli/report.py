@@ -114,6 +114,9 @@ def explain(
         ),
     ],
     folder: In = LOCAL_RESULTS,
+    every_check: Annotated[
+        bool, typer.Option("--all-checks", help="Each check of the gate, not only failures.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Go from a number in a table back to its processes: seconds, block, load, gate, environment, command."""
@@ -147,13 +150,14 @@ def explain(
     console.print(Text(full_name, style="bold"))
     for line in explanation.summary(tables, full_name) if tables else ():
         console.print(Text(line))
-    for i, (record, row) in enumerate(found, 1):
-        console.print(Text(f"\n{record.purpose} process {i} of {len(found)}", style="bold"))
+    for title, facts in explanation.parts(found, every_check):
+        console.print(Text(f"\n{title}", style="bold"))
         grid = Table.grid(padding=(0, 2))
-        *facts, (label, command) = explanation.lines(record, row)
         for name, text in facts:
-            grid.add_row(Text(name, style="dim"), Text(text))
+            if name != explanation.COMMAND:
+                grid.add_row(Text(name, style="dim"), Text(text))
         console.print(grid)
-        # In one line, however long, so that it can be copied.
-        console.print(Text.assemble((f"{label}  ", "dim"), command), soft_wrap=True)
+        for name, text in facts:
+            if name == explanation.COMMAND:  # in one line, however long, so that it can be copied
+                console.print(Text.assemble((f"{name}  ", "dim"), text), soft_wrap=True)
     _refuse(faults)
