@@ -63,18 +63,25 @@ def list_runs(folder: Folder = FOLDER, as_json: Json = False) -> None:
     loaded = history.load(folder)
     rows = [
         {
-            "time": run.time[:16],
+            "time": run.time[:16].replace("T", " "),
             "commit": run.short_commit,
             "cells": len(run.cells),
             "ok": sum(cell.state == "ok" for cell in run.cells),
-            "canary_ms": None if run.canary_seconds is None else round(run.canary_seconds * 1e3, 2),
+            "speed_probe_ms": None if run.canary_seconds is None else round(run.canary_seconds * 1e3, 2),
             "id": run.id,
             "machine": run.machine_label + (" (simulated)" if run.simulated else ""),
-            **({"file": f"{run.machine_key}/{run.file_name}", "run": run.run} if as_json else {}),
         }
         for run in loaded.runs
     ]
-    listing.table("Runs", rows, as_json)
+    if as_json:
+        files = [{"file": f"{run.machine_key}/{run.file_name}", "run": run.run} for run in loaded.runs]
+        typer.echo(json.dumps([row | file for row, file in zip(rows, files, strict=True)]))
+    else:
+        for machine in dict.fromkeys(row["machine"] for row in rows):
+            here = [row for row in rows if row["machine"] == machine]
+            listing.table(machine, [{k: v for k, v in row.items() if k != "machine"} for row in here], False)
+        if not rows:
+            typer.echo("No run is in the history: `dpbench history add RUN` adds one.")
     _say(loaded.faults)
 
 
@@ -149,6 +156,7 @@ def check(
 
     Exit codes: 0 none is open, 1 one is, 3 none was found but not every file of the history could be read.
     """
+    from harness.analysis.change_points import LEAST_RUNS
     from harness.errors import BadInput
     from harness.history import events
     from harness.history import runs as history
@@ -172,8 +180,9 @@ def check(
         last = f"; the newest run is of {loaded.runs[-1].time[:10]}" if loaded.runs else ""
         rest = f", {older} older" if older else ""
         said = f"{len(found) or 'No'} open regression{'' if len(found) == 1 else 's'} of {days} days{rest}"
-        if not loaded.can_compare:
-            said = "Nothing to compare yet: a change needs two runs on one machine"
+        if not found and not loaded.can_judge:
+            said = f"Too few runs to judge: a slowdown shows from {LEAST_RUNS} runs of a cell on one machine on, and "
+            said += f"the most there are is {loaded.most_runs}"
         typer.echo(f"{said}{last}")
         _say(loaded.faults)
     raise typer.Exit(FINDING if found else UNREAD if loaded.faults else 0)
