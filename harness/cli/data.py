@@ -135,6 +135,7 @@ def _print(rows: Iterable[dict[str, Any]], as_json: bool) -> None:
         return
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("data set", "state", "train", "test", "size", "licence, origin, where it was had, folder")
     table.columns[-1].overflow = "fold"
@@ -145,7 +146,7 @@ def _print(rows: Iterable[dict[str, Any]], as_json: bool) -> None:
         counts = [f"{arrays[f'{split}_y']['shape'][0]:,}" if arrays else "" for split in ("train", "test")]
         size = f"{row['bytes'] / 1e6:.0f} MB" if "bytes" in row else ""
         about = [row[key] for key in ("licence", "origin", "obtained", "folder", "detail", "remedy") if key in row]
-        table.add_row(row["name"], row["state"], *counts, size, "\n".join(about), end_section=True)
+        table.add_row(row["name"], row["state"], *counts, size, Text("\n".join(about)), end_section=True)
     Console().print(table, highlight=False)
 
 

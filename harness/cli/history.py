@@ -182,7 +182,7 @@ def check(
         said = f"{len(found) or 'No'} open regression{'' if len(found) == 1 else 's'} of {days} days{rest}"
         if not found and not loaded.can_judge:
             said = f"Too few runs to judge: a slowdown shows from {LEAST_RUNS} runs of a cell on one machine on, and "
-            said += f"the most there are is {loaded.most_runs}"
+            said += f"the most so far are {loaded.most_runs}"
         typer.echo(f"{said}{last}")
         _say(loaded.faults)
     raise typer.Exit(FINDING if found else UNREAD if loaded.faults else 0)

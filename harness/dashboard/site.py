@@ -86,7 +86,7 @@ def pages(history: History, options: Options) -> tuple[dict[str, bytes], dict[st
         "percent": view.percent,
         "spark_size": (view.SPARK_WIDTH, view.SPARK_HEIGHT),
         "newest": history.runs[-1].time[:10] if history.runs else None,
-        "too_few": f"a slowdown shows from {LEAST_RUNS} runs of a cell on one machine on; the most there are is "
+        "too_few": f"a slowdown shows from {LEAST_RUNS} runs of a cell on one machine on; the most so far are "
         f"{history.most_runs}",
         "faults": history.faults,
     }
