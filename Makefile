@@ -209,7 +209,7 @@ docs: $(DOCS_READY)  ## the Markdown as a site with search, and dpcore's API: bu
 	rm -rf build/docs && mkdir -p build/docs
 	git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents --target-directory build/docs
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
-	@echo build/site/index.html
+	@echo "build/site/index.html; its search needs a server: $(PYTHON) -m http.server --directory build/site"
 
 $(DOCS_READY): docs/requirements.txt
 	@echo "==> Setting up the environment of the documentation in $(DOCS)"
