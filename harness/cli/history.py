@@ -77,7 +77,7 @@ def list_runs(folder: Folder = FOLDER, as_json: Json = False) -> None:
         files = [{"file": f"{run.machine_key}/{run.file_name}", "run": run.run} for run in loaded.runs]
         typer.echo(json.dumps([row | file for row, file in zip(rows, files, strict=True)]))
     else:
-        for machine in dict.fromkeys(row["machine"] for row in rows):
+        for machine in dict.fromkeys(str(row["machine"]) for row in rows):
             here = [row for row in rows if row["machine"] == machine]
             listing.table(machine, [{k: v for k, v in row.items() if k != "machine"} for row in here], False)
         if not rows:
