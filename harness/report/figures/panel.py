@@ -128,17 +128,19 @@ class Panel:
                 edge = self.y.low if arrow == "v" else self.y.high
                 self.mark(x, edge, Look(colour, arrow, ""))
 
-    def name(self, x: float, y: float, text: str) -> None:
-        """Write a name beside a grey line, which is in no legend; inside of the panel, however long it is."""
+    def name(self, x: float, y: float, text: str) -> bool:
+        """Write a name beside a grey line, which is in no legend, inside of the panel; False where another name is in
+        its place, for elsewhere it would name another line."""
         across, up = self.at(x, y)
         while text and width(text, NAME) > across - 2 - self.left:
             text = text[:-2].rstrip("…") + "…" if len(text) > 2 else ""
-        baseline = max(self.top + NAME, up - 4)
         others = [item.y for item in self.drawing.texts if item.size == NAME and self.left < item.x < self.right]
         taken = [y for y in others if self.top < y < self.bottom]
-        while any(abs(y - baseline) < NAME for y in taken) and baseline > self.top + 2 * NAME:
-            baseline -= NAME
+        baseline = max(self.top + NAME, up - 4)
+        if any(abs(y - baseline) < NAME for y in taken):
+            return False
         self.drawing.write(across - 2, baseline, text, NAME, FAINT, anchor="end")
+        return True
 
 
 def lines(
