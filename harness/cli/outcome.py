@@ -30,7 +30,7 @@ def carry_out(run: Session[Any, Any, Any, Any], fresh: bool, as_json: bool, begi
     folder = run.folder
     console = Console(stderr=as_json, highlight=False)
     if beginning and not as_json:
-        console.print(beginning, markup=False)
+        console.print(beginning, markup=False, soft_wrap=True)
     summary = watched(lambda progress: run.execute(progress, fresh), folder.path, console, as_json)
     written = report(folder, console, shows=not as_json)
     if as_json:
