@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -54,6 +55,9 @@ def report(
     out = out or (first if first.is_dir() else first.parent) / "report"
     faults: list[str] = []
     built = contents.build(read.load(*found, left_out=faults.append), faults)
+    console = Console()
+    if not as_json:
+        terminal.show(built, console)  # drawing the figures takes longer than all the rest
     written = output.write_report(built, out, plots or out / "plots")
     if as_json:
         cells = json.loads(built.tables.cells.to_json(orient="records")) if built.tables else []
@@ -61,11 +65,13 @@ def report(
         typer.echo(json.dumps(said))
         _refuse(faults)
         return
-    console = Console()
-    terminal.show(built, console)
-    console.print(f"\n{len(built.records)} records; {len(written)} files:")
-    for path in written:
-        console.print(f"  {path}", soft_wrap=True, highlight=False, markup=False)
+    told = [f"\n{len(built.records)} records. Files:"]
+    for folder in dict.fromkeys(path.parent for path in written):
+        kinds = Counter(path.suffix[1:] for path in written if path.parent == folder)
+        told.append(f"  {folder}: {', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))}")
+    page = next(path for path in written if path.name == "report.html").absolute()
+    told.append(f"Report: {page.as_uri()}")
+    console.print("\n".join(told), soft_wrap=True, highlight=False, markup=False)
     _refuse(faults)
 
 

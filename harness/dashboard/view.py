@@ -189,12 +189,6 @@ class CellView:
     def spark(self) -> str:
         return spark(self.series)
 
-    @cached_property
-    def described(self) -> str:
-        """The sparkline in words."""
-        steps = len(self.series.time.steps)
-        return f"{len(self.series.timed)} runs, {steps} step{'' if steps == 1 else 's'}"
-
 
 def page_name(kind: str, name: str) -> str:
     return f"{kind}-{slug(name)}.html"

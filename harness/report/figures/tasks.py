@@ -295,7 +295,6 @@ class CumulativeRun:
     synthetic: bool
     batch_size: int
     curves: Mapping[str, np.ndarray]
-    compiles: bool
     measured_epochs: int
     cells: pd.DataFrame
 
@@ -323,7 +322,6 @@ def cumulative_runs(tables: Tables, section: Section) -> list[CumulativeRun]:
                 synthetic,
                 int(size),
                 curves,
-                bool((here.compile_seconds > 0).any()),
                 int(here.epochs.min()),
                 shown,
             )

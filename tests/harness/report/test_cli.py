@@ -212,13 +212,14 @@ def test_several_places_need_a_place_for_their_report(folder):
         run("report", folder, folder)
 
 
-def test_report_writes_beside_the_records_and_lists_its_files(tmp_path):
+def test_report_writes_beside_the_records_and_says_where(tmp_path):
     records = factory.write(factory.quick_run(rounds=1, tasks=("mnist-cnn",)), tmp_path, packed=True)
     out = json.loads(run("report", records, "--json"))
     assert out["records"] == 25 and len(out["cells"]) == 10
     assert str(tmp_path / "report" / "report.md") in out["files"]
     text = run("report", records, "--out", tmp_path / "o", "--plots", tmp_path / "p")
-    assert "median seconds per epoch" in text and str(tmp_path / "p") in text
+    assert "median seconds per epoch" in text and f"{tmp_path / 'p'}: " in text
+    assert text.splitlines()[-1] == f"Report: {(tmp_path / 'o' / 'report.html').as_uri()}"
 
 
 @pytest.mark.parametrize("verb", [("report",), ("compare", "a", "b", "--in"), ("explain", "x", "--in")])
