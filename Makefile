@@ -42,7 +42,7 @@ bench-e2e: $(READY)  ## median seconds per epoch of frameworks x tasks x batch s
 	echo "==> dpbench run e2e --preset $(PRESET) --isolation $$isolation: what is missing (data, environments or images) is made"; \
 	$(BIN)/dpbench run e2e --preset $(PRESET) --isolation $$isolation --out $$out $(ARGS)
 
-bench-modern: $(READY)  ## the small transformer tasks with the core frameworks: tokens per second, cost of privacy
+bench-modern: $(READY)  ## the modern tasks (transformers, a wide ResNet) with the core frameworks: throughput, cost of privacy
 	@echo "==> dpbench run e2e --preset modern: what is missing (data, environments) is made"
 	$(BIN)/dpbench run e2e --preset modern $(ARGS)
 

@@ -93,6 +93,11 @@ class MeanOverSpace:
 
 
 @dataclass(frozen=True)
+class SpaceAsTime:
+    """[C, H, W] to [H*W, C]: every place of a map becomes a position, row by row."""
+
+
+@dataclass(frozen=True)
 class MeanOverTime:
     """[T, d] to [d]; padding positions count."""
 
@@ -121,6 +126,19 @@ class RMSNorm:
 
     name: str
     dim: int
+    eps: float = 1e-5
+
+
+@dataclass(frozen=True)
+class GroupNorm:
+    """(x - mean) / sqrt(variance + eps) * weight + bias on [C, H, W]; weight and bias [C].
+
+    Mean and variance are those of ``groups`` neighbouring groups of channels, each over all of its places.
+    """
+
+    name: str
+    groups: int
+    channels: int
     eps: float = 1e-5
 
 
@@ -202,9 +220,10 @@ class TiedHead:
 
 @dataclass(frozen=True)
 class Residual:
-    """x + f(x), f the layers one after the other."""
+    """x + f(x), f the layers one after the other; with a ``shortcut``, layers too, shortcut(x) + f(x)."""
 
     layers: tuple[Layer, ...]
+    shortcut: tuple[Layer, ...] = ()
 
 
 Layer = (
@@ -217,8 +236,10 @@ Layer = (
     | AvgPool2d
     | Flatten
     | MeanOverSpace
+    | SpaceAsTime
     | MeanOverTime
     | Positions
+    | GroupNorm
     | LayerNorm
     | RMSNorm
     | GELU
@@ -233,11 +254,12 @@ Layer = (
 def walk(layers: Iterable[Layer]) -> Iterator[Layer]:
     """Yield every layer in the order of computation.
 
-    Those of a residual block come instead of it, the linear maps of an attention or a SwiGLU after it.
+    Those of a residual block come instead of it, its shortcut last, the linear maps of an attention or a SwiGLU after
+    it.
     """
     for layer in layers:
         if isinstance(layer, Residual):
-            yield from walk(layer.layers)
+            yield from walk(layer.layers + layer.shortcut)
         else:
             yield layer
             if isinstance(layer, Attention | SwiGLU):
@@ -263,7 +285,7 @@ def parameter_shapes(layer: Layer) -> dict[str, tuple[int, ...]]:
             return {f"{name}.weight": (rows, dim)}
         case Lstm(name, n_in, h):
             return {f"{name}.weight_ih": (4 * h, n_in), f"{name}.weight_hh": (4 * h, h), f"{name}.bias": (4 * h,)}
-        case LayerNorm(name, dim):
+        case LayerNorm(name, dim) | GroupNorm(name, _, dim):
             return {f"{name}.weight": (dim,), f"{name}.bias": (dim,)}
         case RMSNorm(name, dim):
             return {f"{name}.weight": (dim,)}
@@ -317,6 +339,8 @@ def cost(layer: Layer, shape: tuple[int, ...]) -> Costs:
             return plain((math.prod(shape),))
         case MeanOverSpace():
             return plain((shape[0],))
+        case SpaceAsTime():
+            return plain((shape[1] * shape[2], shape[0]))
         case MeanOverTime():
             return plain((shape[1],))
         case TiedHead() | Attention() | SwiGLU() | Residual():
@@ -340,13 +364,20 @@ def _cost_of_transformer(layer: TiedHead | Attention | SwiGLU | Residual, shape:
             (first, a, hidden), (second, b, _) = cost(gate, shape), cost(up, shape)
             third, c, out = cost(down, hidden)
             return first + second + third, a + b + math.prod(hidden) + c, out
-        case Residual(layers):
-            found: list[Product] = []
-            size, out = 0, shape
-            for inner in layers:
-                more, elements, out = cost(inner, out)
-                found, size = found + more, size + elements
-            return found, size + math.prod(out), out
+        case Residual(layers, shortcut):
+            found, size, out = _cost_of_chain(layers, shape)
+            beside, elements, _ = _cost_of_chain(shortcut, shape)
+            return found + beside, size + elements + math.prod(out), out
+
+
+def _cost_of_chain(layers: Iterable[Layer], shape: tuple[int, ...]) -> Costs:
+    """Return what layers one after the other cost."""
+    found: list[Product] = []
+    size = 0
+    for layer in layers:
+        more, elements, shape = cost(layer, shape)
+        found, size = found + more, size + elements
+    return found, size, shape
 
 
 def fan_in(layer: Layer) -> int:

@@ -19,6 +19,7 @@ from harness.network import AvgPool2d as AvgPool2d
 from harness.network import Conv2d as Conv2d
 from harness.network import Embedding as Embedding
 from harness.network import Flatten as Flatten
+from harness.network import GroupNorm as GroupNorm
 from harness.network import Layer as Layer
 from harness.network import LayerNorm as LayerNorm
 from harness.network import Linear as Linear
@@ -32,11 +33,13 @@ from harness.network import ReLU as ReLU
 from harness.network import Residual as Residual
 from harness.network import RMSNorm as RMSNorm
 from harness.network import SiLU as SiLU
+from harness.network import SpaceAsTime as SpaceAsTime
 from harness.network import SwiGLU as SwiGLU
 from harness.network import TiedHead as TiedHead
 from harness.optimizer import PLAIN, AdamW, Optimizer
 
 FLOAT_BYTES = 4
+NORMS = GroupNorm | LayerNorm | RMSNorm
 TOKEN_LOSS = "token_cross_entropy"
 NOT_OWN = -1
 """Label of a position that is none of an example's own tokens: padding, or a prompt."""
@@ -50,8 +53,8 @@ class Task:
     loss; no mean over examples inside.
 
     ``trained``: patterns (as of file names) of the parameters that training changes; the others are frozen.
-    ``initial_deviation``: of the normal starting weights of all matrices (transformers: 0.02), with ones for the
-    weights of norms, zeros for biases and for lora_b; None: uniform by fan-in."""
+    ``initial_deviation``: of the normal starting weights of all matrices (transformers: 0.02), with zeros for biases
+    and for lora_b; None: uniform by fan-in. Norms start with ones and zeros."""
 
     name: str
     title: str
@@ -140,7 +143,7 @@ class Task:
 
 def initial_parameters(task: Task, seed: int) -> dict[str, np.ndarray]:
     """Canonical float32 starting weights, the same for every framework: uniform in +-1/sqrt(fan_in) (an LSTM: in
-    +-1/sqrt(hidden)), standard normal embeddings; or as ``task.initial_deviation`` says."""
+    +-1/sqrt(hidden)), standard normal embeddings, ones and zeros for norms; or as ``task.initial_deviation`` says."""
     rng = np.random.default_rng([seed, 0x1A17])
     values: dict[str, np.ndarray] = {}
     for layer in walk(task.layers):
@@ -149,6 +152,8 @@ def initial_parameters(task: Task, seed: int) -> dict[str, np.ndarray]:
                 value = _transformer_start(layer, name, shape, task.initial_deviation, rng)
             elif isinstance(layer, Embedding):
                 value = rng.standard_normal(shape)
+            elif isinstance(layer, NORMS):
+                value = _norm_start(name, shape)
             else:
                 value = rng.uniform(-1.0, 1.0, shape) / math.sqrt(fan_in(layer))
             values[name] = value.astype(np.float32)
@@ -158,13 +163,17 @@ def initial_parameters(task: Task, seed: int) -> dict[str, np.ndarray]:
 def _transformer_start(
     layer: Layer, name: str, shape: tuple[int, ...], deviation: float, rng: np.random.Generator
 ) -> np.ndarray:
-    if name.endswith(".lora_b") or (name.endswith(".bias")):
+    if isinstance(layer, NORMS):
+        return _norm_start(name, shape)
+    if name.endswith((".lora_b", ".bias")):
         return np.zeros(shape)
-    if isinstance(layer, LayerNorm | RMSNorm):
-        return np.ones(shape)
     if name.endswith(".lora_a"):
         return rng.uniform(-1.0, 1.0, shape) / math.sqrt(shape[1])
     return deviation * rng.standard_normal(shape)
+
+
+def _norm_start(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    return np.zeros(shape) if name.endswith(".bias") else np.ones(shape)
 
 
 def check_parameters(task: Task, values: Mapping[str, np.ndarray]) -> str | None:
@@ -233,6 +242,51 @@ def llama_layers(
             Residual((RMSNorm(f"h{i}.norm2", dim), SwiGLU(f"h{i}.mlp", dim, hidden, lora))),
         ]
     return (*found, RMSNorm("norm", dim), TiedHead("tokens", vocabulary))
+
+
+def vit_layers(blocks: int, dim: int, heads: int, side: int, patch: int, classes: int) -> tuple[Layer, ...]:
+    """A vision transformer of patches with trained positions and the mean over them (Dosovitskiy et al. 2021)."""
+    found: list[Layer] = [
+        Conv2d("patches", 3, dim, patch, patch),
+        SpaceAsTime(),
+        Positions("positions", (side // patch) ** 2, dim),
+    ]
+    for i in range(blocks):
+        attention = Attention(f"h{i}.attention", dim, heads, causal=False)
+        wide, narrow = Linear(f"h{i}.wide", dim, 4 * dim), Linear(f"h{i}.narrow", 4 * dim, dim)
+        found += [
+            Residual((LayerNorm(f"h{i}.norm1", dim), attention)),
+            Residual((LayerNorm(f"h{i}.norm2", dim), wide, GELU(), narrow)),
+        ]
+    return (*found, LayerNorm("norm", dim), MeanOverTime(), Linear("head", dim, classes))
+
+
+def wide_resnet_layers(
+    blocks: int, widths: tuple[int, ...], first: int, groups: int, classes: int
+) -> tuple[Layer, ...]:
+    """A wide ResNet with GroupNorm, as trained privately by De et al. (2022): norm and ReLU before every convolution.
+
+    ``blocks``: residual blocks of every width; from the second width on the first block halves the image. Where shapes
+    change, the shortcut is a convolution of one pixel, of the normed input.
+    """
+    found: list[Layer] = [Conv2d("conv", 3, first, 3, 1, 1)]
+    before = first
+    for stage, width in enumerate(widths):
+        for block in range(blocks):
+            name, stride = f"s{stage}b{block}", 2 if stage and not block else 1
+            start: tuple[Layer, ...] = (GroupNorm(f"{name}.norm1", groups, before), ReLU())
+            body: tuple[Layer, ...] = (
+                Conv2d(f"{name}.conv1", before, width, 3, stride, 1),
+                GroupNorm(f"{name}.norm2", groups, width),
+                ReLU(),
+                Conv2d(f"{name}.conv2", width, width, 3, 1, 1),
+            )
+            if before == width and stride == 1:
+                found.append(Residual((*start, *body)))
+            else:
+                found += [*start, Residual(body, (Conv2d(f"{name}.shortcut", before, width, 1, stride),))]
+            before = width
+    return (*found, GroupNorm("norm", groups, before), ReLU(), MeanOverSpace(), Linear("head", before, classes))
 
 
 TASKS: dict[str, Task] = {
@@ -361,21 +415,54 @@ TASKS: dict[str, Task] = {
             trained=("*.lora_a", "*.lora_b"),
             initial_deviation=0.02,
         ),
+        Task(
+            name="vit",
+            title="ViT, 4 layers of 128, patches of 4 pixels, from scratch on CIFAR-10",
+            dataset="cifar10",
+            input_shape=(3, 32, 32),
+            input_dtype="float32",
+            classes=10,
+            loss="cross_entropy",
+            layers=vit_layers(blocks=4, dim=128, heads=4, side=32, patch=4, classes=10),
+            train_size=50_000,
+            test_size=10_000,
+            learning_rate=1e-3,
+            in_paper=False,
+            optimizer=AdamW(weight_decay=0.01),
+            initial_deviation=0.02,
+        ),
+        Task(
+            name="wrn-16-2",
+            title="Wide ResNet 16-2 with GroupNorm on CIFAR-10",
+            dataset="cifar10",
+            input_shape=(3, 32, 32),
+            input_dtype="float32",
+            classes=10,
+            loss="cross_entropy",
+            layers=wide_resnet_layers(blocks=2, widths=(32, 64, 128), first=16, groups=8, classes=10),
+            train_size=50_000,
+            test_size=10_000,
+            in_paper=False,
+        ),
     )
 }
 
 SMALL_VOCABULARY, SMALL_TOKENS = 61, 12
 
 
+SMALL_SIDE, SMALL_CLASSES = 8, 5
+
+
 def _small(name: str, title: str, like: str, layers: tuple[Layer, ...]) -> Task:
+    is_text = TASKS[like].loss == TOKEN_LOSS
     return replace(
         TASKS[like],
         name=name,
         title=title,
         layers=layers,
         dataset="",
-        input_shape=(SMALL_TOKENS,),
-        classes=SMALL_VOCABULARY,
+        input_shape=(SMALL_TOKENS,) if is_text else (3, SMALL_SIDE, SMALL_SIDE),
+        classes=SMALL_VOCABULARY if is_text else SMALL_CLASSES,
         train_size=4_000,
         test_size=0,
     )
@@ -396,9 +483,21 @@ GATE_TASKS: dict[str, Task] = {
             "llama-lora",
             llama_layers(1, dim=24, heads=4, kv_heads=2, hidden=40, lora=3, vocabulary=SMALL_VOCABULARY),
         ),
+        _small(
+            "small-vit",
+            "Vision transformer of one block, for the gate alone",
+            "vit",
+            vit_layers(blocks=1, dim=16, heads=2, side=SMALL_SIDE, patch=2, classes=SMALL_CLASSES),
+        ),
+        _small(
+            "small-wrn",
+            "Wide ResNet of two blocks, for the gate alone",
+            "wrn-16-2",
+            wide_resnet_layers(blocks=1, widths=(8, 12), first=8, groups=4, classes=SMALL_CLASSES),
+        ),
     )
 }
-"""The structure of the transformer tasks in a thousandth of their arithmetic: what CI judges, never measured."""
+"""The structure of the modern tasks in a thousandth of their arithmetic: what CI judges, never measured."""
 
 
 def known_task(name: str) -> Task:
@@ -406,6 +505,6 @@ def known_task(name: str) -> Task:
     return TASKS[name] if name in TASKS else GATE_TASKS[name]
 
 
-MODERN_TASKS = ("gpt2-lm", "llama-lora")
+MODERN_TASKS = ("gpt2-lm", "llama-lora", "vit", "wrn-16-2")
 PAPER_TASKS = tuple(name for name, task in TASKS.items() if task.in_paper)
 PAPER_BATCH_SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048)

@@ -33,7 +33,7 @@ EXACT = f"{MUTANTS}-exact"
 NARROW = {"adapter", "task", "error", "limit", "verdict"}
 WIDTH = 150
 """Columns of a table that goes to a file."""
-MUTANT_TASKS = ("mnist-cnn", "imdb-embedding", "imdb-lstm", *GATE_TASKS)
+MUTANT_TASKS = ("mnist-cnn", "imdb-embedding", "imdb-lstm", "small-gpt2", "small-llama")
 """A mutant is judged on the first of these that its fault can show on."""
 
 

@@ -264,9 +264,13 @@ START_UP_SECONDS = {
     ("gpt2-lm", "memory"): 20.0,
     ("llama-lora", "time"): 30.0,
     ("llama-lora", "memory"): 20.0,
+    ("vit", "time"): 20.0,
+    ("vit", "memory"): 20.0,
+    ("wrn-16-2", "time"): 20.0,
+    ("wrn-16-2", "memory"): 20.0,
 }
 """Seconds that a process takes beside those that it times: the medians over all records in results/records up to
-2026-11-22, machines of two cores; of the transformers a guess from single steps. The tables of the adult data set take
+2026-11-22, machines of two cores; of the modern tasks a guess from single steps. The tables of the adult data set take
 as long as the embedding."""
 
 

@@ -50,8 +50,12 @@ REPLAYED_STEPS = MINIMUM_STEPS
 """The first steps of the first epoch, after which the weights are read for comparison with the untimed replay. Every
 timed process makes at least so many, so that both have the same steps behind them."""
 
-CALIBRATION_STEPS = 2
-SETTLING_STEPS = 1
+CALIBRATION_STEPS = (2, 4)
+CALIBRATION_SECONDS = 2.0
+"""At least and at most so many steps show what one costs; beyond the least number only while they took less."""
+SETTLING_STEPS = 3
+"""Libraries do more in their first steps than in later ones: dpcore looks whether the first three batches mix their
+examples, a compiler guesses at the second batch which sizes change."""
 
 Emit = Callable[[dict[str, Any]], None]
 
@@ -176,19 +180,23 @@ class Measurement:
         self.adapter.place(data.x[: self.request.dataset_size], data.y[: self.request.dataset_size])
 
     def reset(self) -> None:
-        """Back to the starting weights. Where only a part of an epoch is timed, one more step follows, untimed: after a
-        rebuild the first one touches fresh memory, and scaling that up to an epoch would multiply it."""
+        """Back to the starting weights. Where only a part of an epoch is timed, some steps follow, untimed: after a
+        rebuild the first ones touch fresh memory and do what is done once, and scaling that up to an epoch would
+        multiply it."""
         self.adapter.build(self.task, self.setting, self.initial)
         if self.request.is_partial:
             batch = warm_up_batch(self.request, self.setting, self.request.batch_size)
             timed_steps(self.adapter, [batch] * SETTLING_STEPS)
 
     def calibrate(self) -> tuple[float, float, int]:
-        """(seconds of all steps, seconds of the last one, how many). The first step of ordinary size compiles and
-        allocates, the others show what a step costs."""
+        """(seconds of all steps, seconds of the last one, how many). The first steps of ordinary size compile, allocate
+        and examine, the last one shows what a step costs."""
         self.emit({"event": "phase", "phase": "warm-up"})
         batch = warm_up_batch(self.request, self.setting, self.request.batch_size)
-        seconds = [timed_steps(self.adapter, [batch]) for _ in range(CALIBRATION_STEPS)]
+        least, most = CALIBRATION_STEPS
+        seconds: list[float] = []
+        while len(seconds) < least or (len(seconds) < most and sum(seconds) < CALIBRATION_SECONDS):
+            seconds.append(timed_steps(self.adapter, [batch]))
         return sum(seconds), seconds[-1], len(seconds)
 
     def warm_up(self, sizes: Sequence[int]) -> tuple[float, int]:

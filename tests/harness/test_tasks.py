@@ -21,6 +21,8 @@ PARAMETERS = {
     "ffnn": 5_352,
     "gpt2-lm": 1_858_304,
     "llama-lora": 3_256_000,
+    "vit": 809_098,
+    "wrn-16-2": 692_810,
 }
 
 
@@ -65,6 +67,31 @@ def test_floor_of_the_small_transformer_by_hand() -> None:
     seen = tokens * (tokens + 1) // 2
     assert task.forward_flops == maps + 2 * 2 * seen * dim + 2 * tokens * dim * words
     assert task.training_flops == 3 * task.forward_flops, "tokens are looked up, not multiplied"
+
+
+def test_floor_of_the_small_wide_resnet_by_hand() -> None:
+    task = GATE_TASKS["small-wrn"]
+    stem = 2 * 8 * 8 * 8 * 3 * 9
+    first = 2 * 8 * 8 * 8 * (8 * 9 + 8 * 9)
+    second = 2 * 4 * 4 * 12 * (8 * 9 + 12 * 9 + 8)
+    assert task.forward_flops == stem + first + second + 2 * 12 * 5
+    assert task.training_flops == 3 * task.forward_flops - stem
+
+
+def test_floor_of_the_small_vision_transformer_by_hand() -> None:
+    task = GATE_TASKS["small-vit"]
+    places, dim = 16, 16
+    patches = 2 * places * dim * 3 * 2 * 2
+    maps = 2 * places * (4 * dim * dim + 2 * dim * 4 * dim)
+    assert task.forward_flops == patches + maps + 2 * 2 * places * places * dim + 2 * dim * 5
+    assert task.training_flops == 3 * task.forward_flops - patches
+
+
+def test_norms_start_with_ones_and_zeros() -> None:
+    for name in ("wrn-16-2", "vit"):
+        start = initial_parameters(TASKS[name], 0)
+        norms = {key: value for key, value in start.items() if "norm" in key}
+        assert norms and all((value == (0 if key.endswith("bias") else 1)).all() for key, value in norms.items())
 
 
 def test_lora_trains_its_adapters_alone_and_pays_no_gradient_of_the_base() -> None:

@@ -53,7 +53,7 @@ def example_loss(task: Task, form: Form = PLAIN) -> Callable[[Params, jax.Array,
 
 def fastest_on(platform: str, task: Task) -> Form:
     """The form of per-example gradients under ``vmap``: on a CPU convolutions over patches."""
-    convolves = any(isinstance(layer, tasks.Conv2d) for layer in task.layers)
+    convolves = any(isinstance(layer, tasks.Conv2d) for layer in network.walk(task.layers))
     return Form(patches=platform == "cpu" and convolves)
 
 
@@ -99,6 +99,8 @@ def _apply(layer: tasks.Layer, params: Params, x: jax.Array, form: Form) -> jax.
             return x.reshape(-1)
         case tasks.MeanOverSpace():
             return x.mean((1, 2))
+        case tasks.SpaceAsTime():
+            return x.reshape(len(x), -1).T
         case tasks.MeanOverTime():
             return x.mean(0)
     return _apply_of_transformer(layer, params, x, form)
@@ -108,10 +110,11 @@ def _apply_of_transformer(layer: tasks.Layer, params: Params, x: jax.Array, form
     match layer:
         case tasks.Positions(name):
             return x + params[f"{name}.weight"][: len(x)]
+        case tasks.GroupNorm(name, groups, _, eps):
+            scaled = _standardised(x.reshape(groups, -1), eps).reshape(x.shape)
+            return scaled * params[f"{name}.weight"][:, None, None] + params[f"{name}.bias"][:, None, None]
         case tasks.LayerNorm(name, _, eps):
-            centred = x - x.mean(-1, keepdims=True)
-            scaled = centred * lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + eps)
-            return scaled * params[f"{name}.weight"] + params[f"{name}.bias"]
+            return _standardised(x, eps) * params[f"{name}.weight"] + params[f"{name}.bias"]
         case tasks.RMSNorm(name, _, eps):
             return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * params[f"{name}.weight"]
         case tasks.GELU():
@@ -125,9 +128,18 @@ def _apply_of_transformer(layer: tasks.Layer, params: Params, x: jax.Array, form
             return _attention(layer, params, x)
         case tasks.TiedHead(table):
             return x @ params[f"{table}.weight"].T
-        case tasks.Residual(layers):
-            return x + reduce(lambda value, inner: _apply(inner, params, value, form), layers, x)
+        case tasks.Residual(layers, shortcut):
+            body, beside = (
+                reduce(lambda value, inner: _apply(inner, params, value, form), part, x) for part in (layers, shortcut)
+            )
+            return beside + body
     raise Unsupported(f"there is no JAX function for the layer {type(layer).__name__}.")
+
+
+def _standardised(x: jax.Array, eps: float) -> jax.Array:
+    """With the mean 0 and the variance 1 along the last axis."""
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + eps)
 
 
 def _linear(layer: tasks.Linear, params: Params, x: jax.Array) -> jax.Array:

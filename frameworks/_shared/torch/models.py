@@ -79,7 +79,8 @@ def _children(layers: Iterable[tasks.Layer], lstm: type[nn.Module]) -> OrderedDi
     for position, layer in enumerate(layers):
         place = _place(layer, position)
         if isinstance(layer, tasks.Residual):
-            children[place] = transformer.Residual(_children(layer.layers, lstm))
+            body, shortcut = (nn.Sequential(_children(part, lstm)) for part in (layer.layers, layer.shortcut))
+            children[place] = transformer.Residual(body, shortcut)
         else:
             children[place] = _module(layer, lstm)
         if isinstance(layer, tasks.Lstm):
@@ -99,7 +100,7 @@ def _paths(layers: Iterable[tasks.Layer], above: str = "") -> dict[str | tasks.L
         path = above + _place(layer, position)
         found[getattr(layer, "name", layer)] = path
         if isinstance(layer, tasks.Residual):
-            found |= _paths(layer.layers, f"{path}.")
+            found |= _paths(layer.layers, f"{path}.body.") | _paths(layer.shortcut, f"{path}.shortcut.")
         for part in getattr(layer, "maps", ()):
             found[part.name] = f"{path}.{part.name.rpartition('.')[2]}"
     return found
@@ -125,6 +126,8 @@ def _module(layer: tasks.Layer, lstm: type[nn.Module]) -> nn.Module:
             return nn.Flatten()
         case tasks.MeanOverSpace():
             return Mean(2, 3)
+        case tasks.SpaceAsTime():
+            return transformer.SpaceAsTime()
         case tasks.MeanOverTime():
             return Mean(1)
     return _module_of_transformer(layer)
@@ -134,6 +137,8 @@ def _module_of_transformer(layer: tasks.Layer) -> nn.Module:
     match layer:
         case tasks.Positions():
             return transformer.Positions(layer)
+        case tasks.GroupNorm(_, groups, channels, eps):
+            return nn.GroupNorm(groups, channels, eps)
         case tasks.LayerNorm(_, dim, eps):
             return nn.LayerNorm(dim, eps)
         case tasks.RMSNorm(_, dim, eps):

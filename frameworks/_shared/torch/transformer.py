@@ -1,5 +1,6 @@
-"""The parts of transformers in plain PyTorch, as its users write them: ``nn.Linear``, ``nn.Embedding``,
-``nn.LayerNorm``, ``nn.RMSNorm`` and ``scaled_dot_product_attention``, in modules without parameters of their own.
+"""The parts of transformers and residual networks in plain PyTorch, as its users write them: ``nn.Linear``,
+``nn.Embedding``, ``nn.LayerNorm``, ``nn.RMSNorm`` and ``scaled_dot_product_attention``, in modules without parameters
+of their own.
 """
 
 from __future__ import annotations
@@ -11,11 +12,23 @@ from torch.nn import functional as F
 from harness import network
 
 
-class Residual(nn.Sequential):
-    """x + f(x)."""
+class Residual(nn.Module):
+    """shortcut(x) + body(x); a shortcut without layers is x itself."""
+
+    def __init__(self, body: nn.Sequential, shortcut: nn.Sequential) -> None:
+        super().__init__()
+        self.body = body
+        self.shortcut = shortcut if len(shortcut) else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + super().forward(x)
+        return self.shortcut(x) + self.body(x)
+
+
+class SpaceAsTime(nn.Module):
+    """[B, C, H, W] to [B, H*W, C]."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(2).transpose(1, 2)
 
 
 class Positions(nn.Module):

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from harness.network import walk
+from harness.network import parameter_shapes, walk
 from harness.optimizer import SGD, AdamW
-from harness.tasks import NOT_OWN, TOKEN_LOSS, Embedding, Linear, MaxPool2d, ReLU, Task, initial_parameters
+from harness.tasks import NOT_OWN, TOKEN_LOSS, Embedding, GroupNorm, Linear, MaxPool2d, ReLU, Task, initial_parameters
 
 Values = dict[str, np.ndarray]
 
@@ -237,26 +237,35 @@ def _outlier_token(task: Task) -> int:
 
 def starting_weights(task: Task, saturated: bool = False) -> Values:
     """The task's own kind of starting weights, rescaled so that every layer matters. ``saturated``: the last bias is so
-    large that class 1 has p = 1 exactly, and the gradient of every ordinary example with that label is zero."""
+    large that class 1 has p = 1 exactly, and the gradient of every ordinary example with that label is zero; not where
+    examples are token sequences, of which some have no token of their own and no gradient."""
     values = initial_parameters(task, SEED)
     if task.initial_deviation is not None:
-        return _lively(task, values)
-    if any(isinstance(layer, ReLU) for layer in walk(task.layers)):
-        for name, value in values.items():
-            if value.ndim > 1:
-                values[name] = RELU_GAIN * value
-    for layer in task.layers:
-        if isinstance(layer, Embedding):
-            values[f"{layer.name}.weight"][_outlier_token(task)] *= OUTLIER_EMBEDDING_SCALE
-    if saturated:
+        values = _lively(values)
+    else:
+        _rescale(task, values)
+    if saturated and task.loss != TOKEN_LOSS:
         last = list(values)[-1]
         values[last][-1 if task.loss == "binary_cross_entropy" else 1] += SATURATION
     return values
 
 
-def _lively(task: Task, values: Values) -> Values:
-    """A transformer's starting weights such that every one of its parameters has a gradient that shows. Examples
-    without tokens of their own have none, so that there are no saturated ones."""
+def _rescale(task: Task, values: Values) -> None:
+    rng = np.random.default_rng([SEED, 0x11FE])
+    if any(isinstance(layer, ReLU) for layer in walk(task.layers)):
+        for name, value in values.items():
+            if value.ndim > 1:
+                values[name] = RELU_GAIN * value
+    for layer in walk(task.layers):
+        if isinstance(layer, Embedding):
+            values[f"{layer.name}.weight"][_outlier_token(task)] *= OUTLIER_EMBEDDING_SCALE
+        elif isinstance(layer, GroupNorm):
+            for name, shape in parameter_shapes(layer).items():
+                values[name] += (NORM_DEVIATION * rng.standard_normal(shape)).astype(np.float32)
+
+
+def _lively(values: Values) -> Values:
+    """A transformer's starting weights such that every one of its parameters has a gradient that shows."""
     rng = np.random.default_rng([SEED, 0x11FE])
     found = {}
     for name, value in values.items():
