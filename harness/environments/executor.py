@@ -56,11 +56,13 @@ FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT}
 @dataclass(frozen=True)
 class Limits:
     """Limits of one process: bytes and seconds. After the worker's ``start-up`` event the memory limit becomes its
-    resident bytes + ``growth_bytes``."""
+    resident bytes + ``growth_bytes``. ``ends_at``: by ``time.monotonic()``, however little of the time this process
+    itself ran; ``timeout_seconds`` are of those in which it did."""
 
     memory_bytes: int
     timeout_seconds: float
     growth_bytes: int | None = None
+    ends_at: float | None = None
 
 
 class Executor(Protocol):
@@ -274,7 +276,8 @@ def _follow(
             if not has_ended:
                 last_words = Patience(GRACE_SECONDS)
             # Where the time is over, what was said before is heard first.
-            if patience.is_over and (not line or patience.left < -GRACE_SECONDS):
+            over = limits.ends_at is not None and time.monotonic() > limits.ends_at
+            if (patience.is_over or over) and (not line or over or patience.left < -GRACE_SECONDS):
                 return result or failed("timeout", f"no result within {limits.timeout_seconds:.0f} s.")
             if line is None:  # a process may close its output and go on
                 time.sleep(POLL_SECONDS)

@@ -138,7 +138,9 @@ class UnpinnedExecutor:
         deadline.check()
         own = min(limits.timeout_seconds, self.backend.longest_seconds)
         venv = self._beside if self.backend.side_by_side else self._alone
-        result = venv.run(request, replace(limits, timeout_seconds=min(own, deadline.left)), on_event)
+        least = min(own, deadline.left)
+        limits = replace(limits, timeout_seconds=least, ends_at=deadline.start + deadline.seconds)
+        result = venv.run(request, limits, on_event)
         if result.state != "ok":
             deadline.check()
         return result

