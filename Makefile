@@ -10,6 +10,7 @@ VENV := .venv
 TORCH := .venvs/torch
 MODELS := .venvs/models
 TRITON := .venvs/triton
+DOCS := .venvs/docs
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 TORCH_READY := $(TORCH)/ready
@@ -17,6 +18,7 @@ MODELS_READY := $(MODELS)/ready
 REHEARSAL := .venvs/gpu-rehearsal
 REHEARSAL_READY := $(REHEARSAL)/ready
 TRITON_READY := $(TRITON)/ready
+DOCS_READY := $(DOCS)/ready
 PIP := -m pip install --disable-pip-version-check --quiet
 
 # RUN: a run's folder or packed file, for `make history`.
@@ -26,7 +28,7 @@ RUN ?= results/local/$(PRESET)
 FOUND ?= $(shell command -v python3)
 OUT ?= results/local/gpu
 
-.PHONY: help bench-e2e bench-modern bench-layers bench-frontier bench-gpu gpu-folder compare findings prove-alerts prove-exactness images report history dashboard gate test lint test-harness test-dpcore test-gpu-kernels test-gpu-rehearsal test-frameworks test-models test-versions test-containers test-wheel test-wheels conformance mutants compare-wheel comment history-check history-publish ready wheels publish-wheels fuzz-kernels test-slow doctor clean
+.PHONY: help bench-e2e bench-modern bench-layers bench-frontier bench-gpu gpu-folder compare findings prove-alerts prove-exactness images report history dashboard gate test lint test-harness test-dpcore test-gpu-kernels test-gpu-rehearsal test-frameworks test-models test-versions test-containers test-wheel test-wheels conformance mutants compare-wheel comment history-check history-publish ready wheels publish-wheels fuzz-kernels test-slow doctor docs clean
 
 help:  ## this list
 	@echo "For you:"; awk -F ':.*  ## ' '/^[a-z0-9-]+:.*  ## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -218,5 +220,17 @@ $(MODELS_READY): tests/requirements-models.txt tests/requirements-torch.txt
 	$(MODELS)/bin/python $(PIP) -r tests/requirements-models.txt
 	@touch $@
 
-clean:  ## removes the virtual environments of this folder; results stay
-	rm -rf $(VENV) .venvs
+docs: $(DOCS_READY)  ## the Markdown as a site with search, and dpcore's API: build/site/index.html
+	rm -rf build/docs && mkdir -p build/docs
+	git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents --target-directory build/docs
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --config-file docs/mkdocs.yml --strict --quiet
+	@echo "build/site/index.html; its search needs a server: $(PYTHON) -m http.server --directory build/site"
+
+$(DOCS_READY): docs/requirements.txt
+	@echo "==> Setting up the environment of the documentation in $(DOCS)"
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python $(PIP) -r docs/requirements.txt
+	@touch $@
+
+clean:  ## removes the virtual environments of this folder and build/; results stay
+	rm -rf $(VENV) .venvs build

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from dpcore import native
 from dpcore.accountants import create_accountant, get_noise_multiplier
 from dpcore.accountants.accountant import count
 from dpcore.accountants.utils import customary_delta
@@ -398,6 +399,8 @@ class PrivacyEngine:
         if self.budget:
             parts.append(f"budget={self.budget.epsilon:g}")
         parts += ["secure_mode=True"] if self.secure_mode else []
+        # Told here and not by a warning: nothing is wrong, only slower.
+        parts += [] if native.available() else [f"kernels={native.description()}"]
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def save_checkpoint(

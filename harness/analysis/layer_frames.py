@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -301,10 +301,3 @@ def published(kind: str) -> pd.DataFrame:
     names = {layer.paper_row: name for name, layer in LAYERS.items() if layer.paper_row}
     frame.insert(0, "layer", frame.paper_row.map(names))
     return frame
-
-
-def of_section(frame: pd.DataFrame, names: Iterable[str]) -> pd.DataFrame:
-    """The rows of these layers, in this order."""
-    wanted = {name: i for i, name in enumerate(names)}
-    found = frame[frame.layer.isin(list(wanted))]
-    return found.sort_values("layer", key=lambda c: c.map(wanted), kind="stable")

@@ -8,31 +8,36 @@ from typing import Annotated
 
 import typer
 
+from harness.cli.options import Json
 from harness.errors import BadInput
 
 app = typer.Typer(no_args_is_help=True, help="For CI jobs: compare a wheel, comment, publish the history.")
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
-
-@app.command()
+@app.command(short_help="Compare a wheel with a release.")
 def compare(
-    package: Annotated[str, typer.Option(help="Name of the distribution, for instance opacus.")],
-    wheel: Annotated[str, typer.Option(help="The built wheel; a pattern such as dist/*.whl that means one file.")],
-    base: Annotated[str, typer.Option(help="A released version; empty: the last release.")] = "",
-    layers: Annotated[str, typer.Option(help="As for dpbench compare; empty: its default. So for what follows.")] = "",
-    frameworks: Annotated[str, typer.Option(help="Contestants.")] = "",
-    batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "",
-    threshold: Annotated[str, typer.Option(help="Slowdown from which it is a regression, as a fraction.")] = "",
-    minutes: Annotated[str, typer.Option(help="After so many no new pair is begun.")] = "",
-    threads: Annotated[str, typer.Option(help="Threads per process.")] = "",
-    workspace: Annotated[str, typer.Option(help="Folder to which --wheel and --markdown are relative.")] = "",
-    markdown: Annotated[str, typer.Option(help="Where the Markdown is written.")] = "comparison.md",
-    tolerate: Annotated[str, typer.Option(help="true: exit code 0 in spite of a regression.")] = "false",
-    dry_run: Annotated[str, typer.Option(help="true: only say what would be run.")] = "false",
+    package: Annotated[str, typer.Option(help="The distribution's, for instance opacus.", metavar="NAME")],
+    wheel: Annotated[
+        str, typer.Option(help="The built wheel; a pattern such as dist/*.whl that means one file.", metavar="FILE")
+    ],
+    base: Annotated[str, typer.Option(help="A released one; empty: the last release.", metavar="VERSION")] = "",
+    layers: Annotated[
+        str, typer.Option(help="As for dpbench compare; empty: its default. So for what follows.", metavar="NAMES")
+    ] = "",
+    frameworks: Annotated[str, typer.Option(help="Contestants.", metavar="NAMES")] = "",
+    batch_sizes: Annotated[str, typer.Option(help="Comma-separated.", metavar="SIZES")] = "",
+    threshold: Annotated[str, typer.Option(help="Slowdown from which it is a regression.", metavar="FRACTION")] = "",
+    minutes: Annotated[str, typer.Option(help="After so many no new pair is begun.", metavar="M")] = "",
+    threads: Annotated[str, typer.Option(help="Threads per process.", metavar="N")] = "",
+    workspace: Annotated[str, typer.Option(help="What --wheel and --markdown are relative to.", metavar="FOLDER")] = "",
+    markdown: Annotated[str, typer.Option(help="Where the Markdown is written.", metavar="FILE")] = "comparison.md",
+    tolerate: Annotated[
+        str, typer.Option(help="Whether a regression ends with 0 too.", metavar="true|false")
+    ] = "false",
+    dry_run: Annotated[str, typer.Option(help="Only say what would be run.", metavar="true|false")] = "false",
     as_json: Json = False,
 ) -> None:
-    """A wheel against a release of the same library: exit code and verdict are those of ``dpbench compare``."""
+    """Compare a wheel with a release of the same library; exit code and verdict are those of dpbench compare."""
     from harness.ci import wheel as wheel_check
 
     for option, value in (("--dry-run", dry_run), ("--tolerate", tolerate)):
@@ -65,13 +70,13 @@ def compare(
 
 @app.command()
 def comment(
-    repository: Annotated[str, typer.Option(help="owner/name")],
-    pull_request: Annotated[int, typer.Option(help="Its number.")],
-    file: Annotated[Path, typer.Option(help="The comment's Markdown.")],
-    name: Annotated[str, typer.Option(help="Of the comment: the former one of that name is replaced.")] = "compare",
+    repository: Annotated[str, typer.Option(help="On GitHub.", metavar="OWNER/NAME")],
+    pull_request: Annotated[int, typer.Option(help="The pull request's number.", metavar="N")],
+    file: Annotated[Path, typer.Option(help="The comment's Markdown.", metavar="FILE")],
+    name: Annotated[str, typer.Option(help="A former comment of that name is replaced.", metavar="NAME")] = "compare",
     as_json: Json = False,
 ) -> None:
-    """Writes the one comment of a pull request. Where the token may not, the text goes to the job's page instead."""
+    """Write the one comment of a pull request. Where the token may not, the text goes to the job's page instead."""
     from harness.ci import github
     from harness.ci import wheel as wheel_check
 
@@ -89,12 +94,12 @@ def comment(
 
 @app.command()
 def publish(
-    repository: Annotated[str, typer.Option(help="owner/name; needed for pull requests.")] = "",
-    branch: Annotated[str, typer.Option(help="Where the history lives.")] = "main",
-    by: Annotated[str, typer.Option(help="commit or pull-request.")] = "commit",
+    repository: Annotated[str, typer.Option(help="Needed for pull requests.", metavar="OWNER/NAME")] = "",
+    branch: Annotated[str, typer.Option(help="Where the history lives.", metavar="NAME")] = "main",
+    by: Annotated[str, typer.Option(help="How it is published.", metavar="commit|pull-request")] = "commit",
     as_json: Json = False,
 ) -> None:
-    """Commits the new runs of results/history and pushes them. A file that exists is never changed."""
+    """Commit the new runs of results/history and push them. A file that exists is never changed."""
     from harness.ci import github
 
     place = github.GitHubClient.of_the_job(repository) if repository and by == "pull-request" else None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from harness.cli.options import CELL_FAILED, FINDING, Device, Fresh, In, Isolation, Json, Synthetic, Tasks
 from harness.errors import BadInput
 from harness.paths import LOCAL_RESULTS
 
@@ -18,38 +19,51 @@ if TYPE_CHECKING:
     from harness.compare.run import ComparisonOptions
     from harness.compare.sides import Side
 
-FINDING, CELL_FAILED = 1, 3
-
-Json = Annotated[bool, typer.Option("--json", help="For machines.")]
-Threshold = Annotated[float, typer.Option(help="Slowdown from which an alert is raised, as a fraction.")]
-Alpha = Annotated[float, typer.Option(help="Chance of any false difference in the whole call.")]
-Rounds = Annotated[int, typer.Option(help="Pairs after which a cell ends undecided.")]
-Minutes = Annotated[float | None, typer.Option(help="After so many no new pair is begun.")]
-Threads = Annotated[int, typer.Option(help="Threads and pinned cores per process.")]
-Seconds = Annotated[float, typer.Option(help="Timed seconds per process; under 0.5, other load goes unseen.")]
-Isolation = Annotated[str, typer.Option(help="venv, docker, or inprocess (tests only).")]
-Repository = Annotated[
-    Path | None, typer.Option(help="Git repository whose refs are meant; default this project's.", hidden=True)
+Threshold = Annotated[float, typer.Option(help="Slowdown from which an alert is raised.", metavar="FRACTION")]
+Alpha = Annotated[float, typer.Option(help="Chance of any false difference in the whole call.", metavar="FRACTION")]
+Rounds = Annotated[int, typer.Option(help="Pairs after which a cell ends undecided.", metavar="N")]
+Minutes = Annotated[
+    float | None, typer.Option(help="After so many no new pair is begun.", metavar="M", show_default=False)
 ]
-Fresh = Annotated[bool, typer.Option("--fresh/--resume", help="Start anew, or go on where it stopped.")]
+Threads = Annotated[int, typer.Option(help="Threads and pinned cores per process.", metavar="N")]
+Seconds = Annotated[
+    float, typer.Option(help="Timed per process; under 0.5, other load goes unseen.", metavar="SECONDS")
+]
+Repository = Annotated[
+    Path | None,
+    typer.Option(help="Git repository whose refs are meant; default this project's.", hidden=True, metavar="FOLDER"),
+]
 
 
 def compare(
-    a: Annotated[str | None, typer.Argument(help="Contestant in stored records, for instance dpcore-engine.")] = None,
+    a: Annotated[
+        str | None,
+        typer.Argument(help="Contestant in stored records, for instance dpcore-engine; a unique part suffices."),
+    ] = None,
     b: Annotated[str | None, typer.Argument(help="Contestant to compare it with.")] = None,
-    folder: Annotated[Path, typer.Option("--in", help="Of A and B: folder (or file) with records.")] = LOCAL_RESULTS,
+    folder: In = LOCAL_RESULTS,
     base: Annotated[
         str | None,
-        typer.Option(help="Git ref, . (the working tree), NAME==VERSION, a wheel, or image:TAG_OR_DIGEST: what was."),
+        typer.Option(
+            help="What was: a git ref, . (the working tree), NAME==VERSION, a wheel, or image:TAG_OR_DIGEST.",
+            metavar="STATE",
+        ),
     ] = None,
-    head: Annotated[str | None, typer.Option(help="The same: what is new.")] = None,
-    layers: Annotated[str | None, typer.Option(help="Comma-separated; default linear,embedding,lstm.")] = None,
-    tasks: Annotated[str | None, typer.Option(help="Comma-separated task names.")] = None,
-    batch_sizes: Annotated[str | None, typer.Option(help="Comma-separated; default 64.")] = None,
+    head: Annotated[str | None, typer.Option(help="What is new; as --base.", metavar="STATE")] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Comma-separated; default linear,embedding,lstm.", metavar="NAMES")
+    ] = None,
+    tasks: Tasks = None,
+    batch_sizes: Annotated[str | None, typer.Option(help="Comma-separated; default 64.", metavar="SIZES")] = None,
     frameworks: Annotated[
-        str | None, typer.Option(help="Comma-separated; default dpcore-native, or all with the named package's pin.")
+        str | None,
+        typer.Option(
+            help="Comma-separated; default dpcore-native, or all with the named package's pin.", metavar="NAMES"
+        ),
     ] = None,
-    passes: Annotated[str, typer.Option(help="Over layers: plain, per_sample, clipped.")] = "clipped",
+    passes: Annotated[
+        str, typer.Option(help="Passes over layers, comma-separated.", metavar="plain|per_sample|clipped")
+    ] = "clipped",
     threshold: Threshold = 0.05,
     alpha: Alpha = 0.05,
     max_rounds: Rounds = 20,
@@ -59,26 +73,26 @@ def compare(
     isolation: Annotated[
         str | None,
         typer.Option(
-            help="venv, docker, or inprocess (tests only); default docker where a side is an image.",
-            show_default="venv",
+            help="What keeps contestants apart; default docker where a side is an image, else venv.",
+            metavar="venv|docker|inprocess",
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     memory: Annotated[bool, typer.Option(help="Also compare memory, in processes of its own.")] = True,
     first_alert: Annotated[
         bool, typer.Option("--first-alert", help="A cell ends with its first alert; grown memory needs no clock.")
     ] = False,
-    synthetic: Annotated[bool, typer.Option(help="Of tasks: synthetic twins of the data sets.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of orders, batches and weights.")] = 0,
+    synthetic: Synthetic = False,
+    seed: Annotated[int, typer.Option(help="Seed of orders, batches and weights.", metavar="N")] = 0,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of comparison.json; default results/local/compare/….")
+        Path | None, typer.Option(help="Where comparison.json goes; default results/local/compare/….", metavar="FOLDER")
     ] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Also write the Markdown here.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Also write the Markdown here.", metavar="FILE")] = None,
     repository: Repository = None,
     fresh: Fresh = False,
     as_json: Json = False,
 ) -> None:
-    """Compares two contestants in stored records (A B), or two states of the code by measuring both (--base, --head).
+    """Compare two contestants in stored records (A B), or two states of the code by measuring both (--base, --head).
 
     Exit codes of --base and --head: 0 no regression proven, 1 one is, 2 bad input, 3 a cell did not run.
     """
@@ -207,13 +221,15 @@ def bisect(
     threads: Threads = 1,
     seconds: Seconds = 0.6,
     isolation: Isolation = "venv",
-    synthetic: Annotated[bool, typer.Option(help="Of tasks: synthetic twins of the data sets.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder of the steps; default results/local/bisect/….")] = None,
+    synthetic: Synthetic = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Where the steps go; default results/local/bisect/….", metavar="FOLDER")
+    ] = None,
     repository: Repository = None,
     fresh: Fresh = False,
     as_json: Json = False,
 ) -> None:
-    """Names the commit between GOOD and BAD that made a cell worse: GOOD against one candidate after the other.
+    """Name the commit between GOOD and BAD that made a cell worse: GOOD against one candidate after the other.
 
     Exit codes: 1 a commit or a range was found, 0 BAD is not proven to be worse than GOOD, 2 bad input, 3 BAD did not
     run."""

@@ -9,32 +9,34 @@ from typing import Annotated
 
 import typer
 
+from harness.cli.options import Json
 from harness.errors import BadInput
 
 
 def dashboard(
-    history: Annotated[Path, typer.Option(help="The history.")] = Path("results/history"),
-    out: Annotated[Path, typer.Option(help="Folder of the site; replaced as a whole.")] = Path(
+    history: Annotated[Path, typer.Option(help="The history.", metavar="FOLDER")] = Path("results/history"),
+    out: Annotated[Path, typer.Option(help="Where the site goes; replaced as a whole.", metavar="FOLDER")] = Path(
         "results/local/dashboard"
     ),
-    days: Annotated[int, typer.Option(help="What counts as new, in days before the newest run.")] = 30,
+    days: Annotated[int, typer.Option(help="What counts as new, in days before the newest run.", metavar="N")] = 30,
     repository: Annotated[
         str | None,
         typer.Option(
             envvar="DPBENCH_REPOSITORY",
-            help="Address of the repository: commits link to ADDRESS/commit/COMMIT. Default: the one whose GitHub job "
-            "this is.",
+            help="The repository: commits link to URL/commit/COMMIT. Default: the one whose GitHub job this is.",
+            metavar="URL",
         ),
     ] = None,
     site: Annotated[
-        str | None, typer.Option(envvar="DPBENCH_SITE", help="Address the site will have, for the links of its feed.")
+        str | None,
+        typer.Option(envvar="DPBENCH_SITE", help="The site's own, for the links of its feed.", metavar="URL"),
     ] = None,
     demo: Annotated[
         bool, typer.Option("--demo", help="A generated history (simulated) in place of the real one, to look at.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """The static site over the history: overview, tasks, layers, frameworks, events, a feed and a badge."""
+    """Make the static site over the history: overview, tasks, layers, frameworks, events, a feed and a badge."""
     from harness.dashboard import site as sites
     from harness.dashboard.demo import history as generated
     from harness.dashboard.view import Options

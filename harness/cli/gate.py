@@ -33,7 +33,7 @@ EXACT = f"{MUTANTS}-exact"
 NARROW = {"adapter", "task", "error", "limit", "verdict"}
 WIDTH = 150
 """Columns of a table that goes to a file."""
-MUTANT_TASKS = ("mnist-cnn", "imdb-embedding", "imdb-lstm", "small-gpt2", "small-llama")
+MUTANT_TASKS = ("mnist-cnn", "imdb-embedding", "imdb-lstm", *GATE_TASKS)
 """A mutant is judged on the first of these that its fault can show on."""
 
 
@@ -237,6 +237,7 @@ def _excess(check: GateCheck) -> float:
 
 def _print(rows: list[dict[str, Any]], console: Any) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     view = Table(
         title="Admission gate (passed: the update nearest its limit; rejected: the check farthest beyond its own)",
@@ -251,9 +252,9 @@ def _print(rows: list[dict[str, Any]], console: Any) -> None:
         view.add_row(
             row["adapter"],
             row["task"].replace(", ", "\n"),
-            row["check"],
+            Text(row["check"]),
             *numbers,
-            f"[{colour}]{row['verdict']}[/]",
-            row["detail"],
+            Text(row["verdict"], style=colour),
+            Text(row["detail"]),
         )
     console.print(view)

@@ -8,17 +8,17 @@ from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="History: runs over time, lasting changes, a check for CI.")
+from harness.cli.options import FINDING, Json
+
+app = typer.Typer(no_args_is_help=True, help="Keep runs over time, find lasting changes, check in CI.")
 
 FOLDER = Path("results/history")
-FINDING = 1
 UNREAD = 3
 
-Folder = Annotated[Path, typer.Option(help="The history.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+Folder = Annotated[Path, typer.Option(help="The history.", metavar="FOLDER")]
 
 
-@app.command()
+@app.command(short_help="Add a run as one small file.")
 def add(
     places: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="Run folders, packed files, or names of committed runs.")
@@ -27,12 +27,13 @@ def add(
     machine: Annotated[
         str | None,
         typer.Option(
-            help="A name that alike machines share (runners made anew each time); default: the machine's own."
+            help="A name that alike machines share (runners made anew each time); default: the machine's own.",
+            metavar="NAME",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Adds a run: one small file that is never rewritten. What is there already is left as it is."""
+    """Add a run: one small file that is never rewritten. What is there already is left as it is."""
     from harness.history import runs as history
     from harness.published import index
     from harness.store import cache, read
@@ -53,38 +54,45 @@ def add(
         typer.echo(f"Added {what}: {a.path}" if a.new else f"Already there, nothing to do: {what}, {a.path}")
 
 
-@app.command("list")
+@app.command("list", short_help="List the runs, oldest first.")
 def list_runs(folder: Folder = FOLDER, as_json: Json = False) -> None:
-    """The runs, oldest first."""
+    """List the runs, oldest first."""
     from harness.cli import listing
     from harness.history import runs as history
 
     loaded = history.load(folder)
     rows = [
         {
-            "time": run.time[:16],
+            "time": run.time[:16].replace("T", " "),
             "commit": run.short_commit,
             "cells": len(run.cells),
             "ok": sum(cell.state == "ok" for cell in run.cells),
-            "canary_ms": None if run.canary_seconds is None else round(run.canary_seconds * 1e3, 2),
+            "speed_probe_ms": None if run.canary_seconds is None else round(run.canary_seconds * 1e3, 2),
             "id": run.id,
             "machine": run.machine_label + (" (simulated)" if run.simulated else ""),
-            **({"file": f"{run.machine_key}/{run.file_name}", "run": run.run} if as_json else {}),
         }
         for run in loaded.runs
     ]
-    listing.table("Runs", rows, as_json)
+    if as_json:
+        files = [{"file": f"{run.machine_key}/{run.file_name}", "run": run.run} for run in loaded.runs]
+        typer.echo(json.dumps([row | file for row, file in zip(rows, files, strict=True)]))
+    else:
+        for machine in dict.fromkeys(str(row["machine"]) for row in rows):
+            here = [row for row in rows if row["machine"] == machine]
+            listing.table(machine, [{k: v for k, v in row.items() if k != "machine"} for row in here], False)
+        if not rows:
+            typer.echo("No run is in the history: `dpbench history add RUN` adds one.")
     _say(loaded.faults)
 
 
-@app.command()
+@app.command(short_help="Show one run, or one cell over time.")
 def show(
     what: Annotated[str, typer.Argument(help="A cell (or a part of its name), or a run's file name (or a part).")],
     folder: Folder = FOLDER,
     raw: Annotated[bool, typer.Option("--raw", help="Seconds as measured, not normalised by the speed probe.")] = False,
     as_json: Json = False,
 ) -> None:
-    """One run as it is stored, or one cell over time with its steps, a part per machine."""
+    """Show one run as it is stored, or one cell over time with its steps, a part per machine."""
     from harness.cli import listing
     from harness.history import runs as history
     from harness.history import series
@@ -136,14 +144,19 @@ def show(
             )
 
 
-@app.command()
+@app.command(short_help="Fail where a change for the worse is open.")
 def check(
     folder: Folder = FOLDER,
-    days: Annotated[int, typer.Option(help="Only regressions detected so many days before the newest run.")] = 30,
+    days: Annotated[
+        int, typer.Option(help="Only regressions detected so many days before the newest run.", metavar="N")
+    ] = 30,
     as_json: Json = False,
 ) -> None:
-    """Exit code 1 where a change for the worse is open: slower, more memory, or no longer working; 3 where none is
-    found but not every file of the history counts."""
+    """Fail where a change for the worse is open: slower, more memory, or no longer working.
+
+    Exit codes: 0 none is open, 1 one is, 3 none was found but not every file of the history could be read.
+    """
+    from harness.analysis.change_points import LEAST_RUNS
     from harness.errors import BadInput
     from harness.history import events
     from harness.history import runs as history
@@ -167,8 +180,9 @@ def check(
         last = f"; the newest run is of {loaded.runs[-1].time[:10]}" if loaded.runs else ""
         rest = f", {older} older" if older else ""
         said = f"{len(found) or 'No'} open regression{'' if len(found) == 1 else 's'} of {days} days{rest}"
-        if not loaded.can_compare:
-            said = "Nothing to compare yet: a change needs two runs on one machine"
+        if not found and not loaded.can_judge:
+            said = f"Too few runs to judge: a slowdown shows from {LEAST_RUNS} runs of a cell on one machine on, and "
+            said += f"the most so far are {loaded.most_runs}"
         typer.echo(f"{said}{last}")
         _say(loaded.faults)
     raise typer.Exit(FINDING if found else UNREAD if loaded.faults else 0)

@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
+from harness.cli.options import Json
 from harness.errors import BadInput
 
-app = typer.Typer(no_args_is_help=True, help="Container images of the frameworks: lock, base, build, list, remove.")
+app = typer.Typer(no_args_is_help=True, help="Lock, build, list, verify and remove the frameworks' container images.")
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of a table.")]
-Device = Annotated[str, typer.Option(help="cpu or cuda: each has its own locks, base and images.")]
+Device = Annotated[str, typer.Option(help="Each device has its own locks, base and images.", metavar="cpu|cuda")]
 Frameworks = Annotated[list[str] | None, typer.Argument(help="Frameworks; default all.")]
 
 
@@ -31,9 +31,9 @@ def _check(device: str) -> None:
         raise BadInput(f"--device is {device!r}: choose cpu or cuda.")
 
 
-@app.command("lock")
+@app.command("lock", short_help="Write requirements.lock from the pins.")
 def image_lock(names: Frameworks = None, device: Device = "cpu", as_json: Json = False) -> None:
-    """Downloads what the pins mean on this machine and writes requirements.lock: every package with its hashes.
+    """Download what the pins mean on this machine and write requirements.lock: every package with its hashes.
 
     Hashes that a lock already has for the same version stay, so that locks can hold the builds of several registries.
     """
@@ -58,19 +58,19 @@ def image_lock(names: Frameworks = None, device: Device = "cpu", as_json: Json =
     listing.table("Locks", rows, as_json)
 
 
-@app.command("base")
+@app.command("base", short_help="Make the base that images are built on.")
 def image_base(
     source: Annotated[
-        str | None, typer.Option("--from", help="Image with a Python 3.11; default python:3.11-slim.")
+        str | None, typer.Option("--from", help="Image with a Python 3.11; default python:3.11-slim.", metavar="IMAGE")
     ] = None,
     from_debootstrap: Annotated[
         bool, typer.Option("--from-debootstrap", help="Make it on this machine, without an image registry; needs root.")
     ] = False,
-    mirror: Annotated[str | None, typer.Option(help="Debian mirror for --from-debootstrap.")] = None,
+    mirror: Annotated[str | None, typer.Option(help="Debian mirror for --from-debootstrap.", metavar="URL")] = None,
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Makes the base that images are built on. Images built on another base no longer match."""
+    """Make the base that images are built on. Images built on another base no longer match."""
     from harness.cli import listing
     from harness.environments.containers import engine, images
 
@@ -85,14 +85,14 @@ def image_base(
     listing.table("Base", [{"tag": images.base_tag(device), "digest": digest}], as_json)
 
 
-@app.command("build")
+@app.command("build", short_help="Build images from their locks, offline.")
 def image_build(
     names: Frameworks = None,
     device: Device = "cpu",
     fresh: Annotated[bool, typer.Option(help="Without the engine's cache of layers.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Builds images from their locks with the network off; what matches its lock already is left as it is."""
+    """Build images from their locks with the network off; what matches its lock already is left as it is."""
     import time
 
     from harness.cli import listing
@@ -121,9 +121,9 @@ def image_build(
     listing.table("Images", rows, as_json)
 
 
-@app.command("list")
+@app.command("list", short_help="List the images, and which match their locks.")
 def image_list(names: Frameworks = None, device: Device = "cpu", as_json: Json = False) -> None:
-    """Every framework's image, and whether it matches the lock in the repository."""
+    """List every framework's image, and whether it matches the lock in the repository."""
     from harness.cli import listing
     from harness.environments.containers import engine, images
 
@@ -131,9 +131,9 @@ def image_list(names: Frameworks = None, device: Device = "cpu", as_json: Json =
     listing.table("Images", list(images.rows(engine.connect(), _chosen(names).values(), device)), as_json)
 
 
-@app.command("verify")
+@app.command("verify", short_help="Compare images with their locks.")
 def image_verify(names: Frameworks = None, device: Device = "cpu", as_json: Json = False) -> None:
-    """Looks into the images: exactly the locked packages, every file as its package lists it. Exit code 1 where not."""
+    """Look into the images: exactly the locked packages, every file as its package lists it. Exit code 1 where not."""
     from harness.cli import listing
     from harness.environments.containers import engine, images
     from harness.environments.venv import EnvironmentFault
@@ -158,23 +158,23 @@ def image_verify(names: Frameworks = None, device: Device = "cpu", as_json: Json
     raise typer.Exit(1 if bad else 0)
 
 
-@app.command("sweep")
+@app.command("sweep", short_help="Remove what killed runs have left.")
 def image_sweep(as_json: Json = False) -> None:
-    """Removes containers and volumes that killed runs have left; every run does so when it begins."""
+    """Remove containers and volumes that killed runs have left; every run does so when it begins."""
     from harness.cli import listing
     from harness.environments.containers import engine
 
     listing.table("Removed", [{"removed": name} for name in engine.sweep(engine.connect())], as_json)
 
 
-@app.command("remove")
+@app.command("remove", short_help="Remove images.")
 def image_remove(
     names: Annotated[list[str] | None, typer.Argument(help="Frameworks.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="All images of frameworks, and the bases.")] = False,
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Removes images, and whatever killed runs have left on the engine."""
+    """Remove images, and whatever killed runs have left on the engine."""
     from harness.cli import listing
     from harness.environments.containers import engine, images
 

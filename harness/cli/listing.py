@@ -20,16 +20,18 @@ def table(title: str, rows: list[dict[str, Any]], as_json: bool) -> None:
         return
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     if not rows:
         Console().print(f"{title}: none.", markup=False)
         return
-    view = Table(title=title, title_justify="left")
+    # Text, because rich would take [words] of a name for markup and swallow them.
+    view = Table(title=Text(title), title_justify="left")
     for key in rows[0]:
         numeric = all(isinstance(row[key], int | float) for row in rows)
         view.add_column(key.replace("_", " "), justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        view.add_row(*(_text(row[key]) for key in rows[0]))
+        view.add_row(*(Text(_text(row[key])) for key in rows[0]))
     Console().print(view)
 
 

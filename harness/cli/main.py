@@ -62,7 +62,7 @@ def options_of_all(
     """Measure what differentially private training costs: seconds and memory of DP-SGD frameworks that are right."""
 
 
-@app.command(short_help="Judges frameworks, without timing them.")
+@app.command(short_help="Judge frameworks, without timing them.")
 def gate(
     frameworks: Names = None,
     tasks: Annotated[
@@ -77,7 +77,7 @@ def gate(
     every_check: Annotated[bool, typer.Option("--all-checks", help="A row per check, not only one.")] = False,
     as_json: Json = False,
 ) -> None:
-    """The admission gate alone: check, adapter, task, measured error, limit, verdict.
+    """Judge frameworks by the admission gate: check, adapter, task, measured error, limit, verdict.
 
     Exit code 1 where a verdict is not the expected one; a rejection that the framework's folder declares is expected.
     """
@@ -88,16 +88,16 @@ def gate(
     )
 
 
-@app.command("new-framework", short_help="Writes the folder of a new contestant.")
+@app.command("new-framework", short_help="Write the folder of a new contestant.")
 def new_framework(
     name: Annotated[str, typer.Argument(help="Lower-case letters, digits and underscores.")],
     folder: Annotated[
         Path | None,
-        typer.Option(help="Where; default frameworks/ (any other goes into DPBENCH_FRAMEWORKS)."),
+        typer.Option(help="Where; default frameworks/ (any other goes into DPBENCH_FRAMEWORKS).", metavar="FOLDER"),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Writes the folder of a new contestant: an adapter that runs, and that the gate rejects until it is filled in."""
+    """Write the folder of a new contestant: an adapter that runs, and that the gate rejects until it is filled in."""
     from harness.cli import new_framework as skeleton
     from harness.paths import INSTALLED, ROOT
     from harness.plan.registry import EXTRA_FOLDERS
@@ -114,32 +114,32 @@ def new_framework(
     print(f"Next: fill in step, then `dpbench gate --frameworks {name} --tasks logreg`; see docs/add-a-framework.md.")
 
 
-@app.command("list", short_help="Names of tasks, frameworks, presets and layers.")
+@app.command("list", short_help="List tasks, frameworks, presets and layers.")
 def list_all(
     details: Annotated[bool, typer.Option("--details", "-v", help="All columns; wants a wide terminal.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Tasks, frameworks with their variants, protocols and presets."""
+    """List tasks, frameworks with their variants, protocols, presets and layers."""
     from harness.cli.listing import show_all
 
     show_all(details, as_json)
 
 
-@app.command(short_help="Checks the instrument and this machine.")
+@app.command(short_help="Check the instrument and this machine.")
 def doctor(as_json: Json = False) -> None:
-    """Checks the instrument itself: known sleeps, known bytes, clock, noise floor, machine, engines."""
+    """Check the instrument itself: known sleeps, known bytes, clock, noise floor, machine, engines."""
     from harness.cli.doctor import examine
 
     raise typer.Exit(0 if examine(as_json) else FINDING)
 
 
-@app.command(short_help="Packs a run's records into one file.")
+@app.command(short_help="Pack a run's records into one file.")
 def pack(
     folder: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
     target: Annotated[Path, typer.Argument(help="The .jsonl.gz (or .jsonl) file to write.")],
     as_json: Json = False,
 ) -> None:
-    """Packs a finished run's records into one file, a record a line, to be committed."""
+    """Pack a finished run's records into one file, a record a line, to be committed."""
     from harness.store.folder import pack as pack_records
 
     count = pack_records(folder, target)
@@ -162,21 +162,21 @@ def _mount() -> None:
     from harness.cli.run_gpu import gpu
     from harness.cli.run_layers import layers
 
-    run_app.command(short_help="Whole training: seconds per epoch, peak memory.")(e2e)
-    run_app.command(short_help="Single layers: time and memory.")(layers)
-    run_app.command(short_help="The largest physical batch in a memory budget.")(frontier)
-    run_app.command(short_help="A GPU in under 9 minutes, offline.")(gpu)
+    run_app.command(short_help="Measure training: seconds per epoch, peak memory.")(e2e)
+    run_app.command(short_help="Measure single layers: time and memory.")(layers)
+    run_app.command(short_help="Find the largest physical batch in a memory budget.")(frontier)
+    run_app.command(short_help="Measure a GPU in under 9 minutes, offline.")(gpu)
     app.add_typer(ci_app, name="ci", hidden=True)
-    app.add_typer(env_app, name="env", short_help="Environments of the frameworks.")
-    app.add_typer(data_app, name="data", short_help="The data sets.")
-    app.add_typer(image_app, name="image", short_help="Container images of the frameworks.")
-    app.add_typer(history_app, name="history", short_help="Runs over time, and lasting changes.")
-    app.command(short_help="Makes the site over the history.")(dashboard)
-    app.command(short_help="Makes tables and figures from records.")(report)
-    app.command(short_help="Writes README's and the findings' tables anew.")(findings)
-    app.command(short_help="Two contestants, or two states of the code.")(compare)
-    app.command(short_help="Names the commit that made a cell worse.")(bisect)
-    app.command(short_help="From a number back to its processes.")(explain)
+    app.add_typer(env_app, name="env", short_help="Make, list and remove the frameworks' environments.")
+    app.add_typer(data_app, name="data", short_help="Fetch, list and verify data sets.")
+    app.add_typer(image_app, name="image", short_help="Build, list and verify container images.")
+    app.add_typer(history_app, name="history", short_help="Keep runs over time; find lasting changes.")
+    app.command(short_help="Make the site over the history.")(dashboard)
+    app.command(short_help="Make tables and figures from records.")(report)
+    app.command(short_help="Write README's and the findings' tables anew.")(findings)
+    app.command(short_help="Compare two contestants, or two states of the code.")(compare)
+    app.command(short_help="Name the commit that made a cell worse.")(bisect)
+    app.command(short_help="Go from a number back to its processes.")(explain)
 
 
 _mount()

@@ -51,6 +51,9 @@ AnyImage = Annotated[
     bool, typer.Option("--any-image", help="Containers: also in images that do not match their lock; marked.")
 ]
 Out = Annotated[Path | None, typer.Option(help="Run folder; default below results/local.", metavar="FOLDER")]
+In = Annotated[
+    Path, typer.Option("--in", help="Folder or file with records, or the name of a committed run.", metavar="RECORDS")
+]
 
 
 def names_of(text: str | None) -> tuple[str, ...] | None:

@@ -30,7 +30,7 @@ def carry_out(run: Session[Any, Any, Any, Any], fresh: bool, as_json: bool, begi
     folder = run.folder
     console = Console(stderr=as_json, highlight=False)
     if beginning and not as_json:
-        console.print(beginning, markup=False)
+        console.print(beginning, markup=False, soft_wrap=True)
     summary = watched(lambda progress: run.execute(progress, fresh), folder.path, console, as_json)
     written = report(folder, console, shows=not as_json)
     if as_json:
@@ -67,7 +67,7 @@ def interim(folder: RunFolder, as_json: bool) -> Callable[[int, int], None]:
         console = Console(stderr=as_json, highlight=False)
         terminal.times(built, console)
         for text in conclusion.sentences(built):
-            console.print(text, markup=False)
+            console.print(text, markup=False, soft_wrap=not console.is_terminal)
         page = (folder.path / "report" / "report.html").as_uri()
         told = f"This is the first round of {planned}, a process each; further rounds add intervals, also in {page}"
         console.print(told, markup=False, soft_wrap=True)
@@ -93,5 +93,5 @@ def report(folder: RunFolder, console: Console, shows: bool) -> list[Path]:
             console.print(text, markup=False)
         terminal.show(built, console)
         for text in conclusion.sentences(built):
-            console.print(text, markup=False)
+            console.print(text, markup=False, soft_wrap=not console.is_terminal)
     return written

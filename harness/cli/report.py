@@ -1,14 +1,16 @@
-"""The verbs ``report``, ``compare`` and ``explain``. Heavy imports happen inside: the help must appear at once."""
+"""The verbs ``report`` and ``explain``, and a comparison of records. Heavy imports happen inside."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from harness.cli.options import CELL_FAILED, In, Json
 from harness.errors import BadInput
 from harness.paths import LOCAL_RESULTS
 
@@ -22,8 +24,6 @@ Places = Annotated[
         show_default=str(LOCAL_RESULTS),
     ),
 ]
-In = Annotated[Path, typer.Option("--in", help="Folder or file with records, or the name of a committed run.")]
-Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 
 
 def report(
@@ -31,13 +31,14 @@ def report(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for tables (default: report/ beside the records; of committed runs below results/local)."
+            help="Where tables go (default: report/ beside the records; of committed runs below results/local).",
+            metavar="FOLDER",
         ),
     ] = None,
-    plots: Annotated[Path | None, typer.Option(help="Folder for figures (default: OUT/plots).")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Where figures go (default: OUT/plots).", metavar="FOLDER")] = None,
     as_json: Json = False,
 ) -> None:
-    """Tables (Markdown, CSV, LaTeX) and figures (PDF, SVG, PNG) from records; the main tables here."""
+    """Make tables (Markdown, CSV, LaTeX), figures (PDF, SVG, PNG) and a page from records; show the main tables."""
     from rich.console import Console
 
     from harness.published import index
@@ -54,6 +55,9 @@ def report(
     out = out or (first if first.is_dir() else first.parent) / "report"
     faults: list[str] = []
     built = contents.build(read.load(*found, left_out=faults.append), faults)
+    console = Console()
+    if not as_json:
+        terminal.show(built, console)  # drawing the figures takes longer than all the rest
     written = output.write_report(built, out, plots or out / "plots")
     if as_json:
         cells = json.loads(built.tables.cells.to_json(orient="records")) if built.tables else []
@@ -61,11 +65,13 @@ def report(
         typer.echo(json.dumps(said))
         _refuse(faults)
         return
-    console = Console()
-    terminal.show(built, console)
-    console.print(f"\n{len(built.records)} records; {len(written)} files:")
-    for path in written:
-        console.print(f"  {path}", soft_wrap=True, highlight=False, markup=False)
+    told = [f"\n{len(built.records)} records. Files:"]
+    for folder in dict.fromkeys(path.parent for path in written):
+        kinds = Counter(path.suffix[1:] for path in written if path.parent == folder)
+        told.append(f"  {folder}: {', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))}")
+    page = next(path for path in written if path.name == "report.html").absolute()
+    told.append(f"Report: {page.as_uri()}")
+    console.print("\n".join(told), soft_wrap=True, highlight=False, markup=False)
     _refuse(faults)
 
 
@@ -75,13 +81,8 @@ def _refuse(faults: list[str]) -> None:
         raise BadInput("Left out: " + "\ndpbench: Left out: ".join(faults))
 
 
-def compare(
-    a: Annotated[str, typer.Argument(help="Contestant, for instance dpcore-engine; a unique part suffices.")],
-    b: Annotated[str, typer.Argument(help="Contestant to compare it with.")],
-    folder: In = LOCAL_RESULTS,
-    as_json: Json = False,
-) -> None:
-    """How much faster or slower A is than B, cell by cell, with interval and verdict."""
+def compare(a: str, b: str, folder: Path, as_json: bool) -> None:
+    """Print how much faster or slower contestant A is than B, cell by cell, with interval and verdict."""
     from harness.analysis import frames
     from harness.published import index
     from harness.report.chapters import compare as comparison
@@ -108,7 +109,7 @@ def _end_of_comparison(lines: Sequence[Line], faults: list[str]) -> None:
     """Exit code 3 where not one cell could be compared: nothing is no good news."""
     _refuse(faults)
     if not any(line.result is not None for line in lines):
-        raise typer.Exit(3)
+        raise typer.Exit(CELL_FAILED)
 
 
 def explain(
@@ -119,9 +120,12 @@ def explain(
         ),
     ],
     folder: In = LOCAL_RESULTS,
+    every_check: Annotated[
+        bool, typer.Option("--all-checks", help="Each check of the gate, not only failures.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """From a number in a table back to its processes: seconds, block, load, gate, environment, command."""
+    """Go from a number in a table back to its processes: seconds, block, load, gate, environment, command."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -152,13 +156,14 @@ def explain(
     console.print(Text(full_name, style="bold"))
     for line in explanation.summary(tables, full_name) if tables else ():
         console.print(Text(line))
-    for i, (record, row) in enumerate(found, 1):
-        console.print(Text(f"\n{record.purpose} process {i} of {len(found)}", style="bold"))
+    for title, facts in explanation.parts(found, every_check):
+        console.print(Text(f"\n{title}", style="bold"))
         grid = Table.grid(padding=(0, 2))
-        *facts, (label, command) = explanation.lines(record, row)
         for name, text in facts:
-            grid.add_row(Text(name, style="dim"), Text(text))
+            if name != explanation.COMMAND:
+                grid.add_row(Text(name, style="dim"), Text(text))
         console.print(grid)
-        # In one line, however long, so that it can be copied.
-        console.print(Text.assemble((f"{label}  ", "dim"), command), soft_wrap=True)
+        for name, text in facts:
+            if name == explanation.COMMAND:  # in one line, however long, so that it can be copied
+                console.print(Text.assemble((f"{name}  ", "dim"), text), soft_wrap=True)
     _refuse(faults)

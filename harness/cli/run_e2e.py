@@ -56,7 +56,7 @@ def e2e(
     fresh: shared.Fresh = False,
     as_json: shared.Json = False,
 ) -> None:
-    """Median seconds per epoch and peak memory of every framework, task and batch size."""
+    """Measure median seconds per epoch and peak memory of every framework, task and batch size."""
     from harness.cli.outcome import carry_out, interim
     from harness.environments import memory_limit as limits
     from harness.environments.choose import backend_of, check_isolation

@@ -49,7 +49,7 @@ def frontier(
     fresh: shared.Fresh = False,
     as_json: shared.Json = False,
 ) -> None:
-    """Largest physical batch that fits a memory budget, and the throughput there."""
+    """Find the largest physical batch that fits a memory budget, and the throughput there."""
     from harness.cli.outcome import carry_out
     from harness.environments import memory_limit
     from harness.environments.venv import VenvBackend

@@ -9,45 +9,57 @@ from typing import Annotated
 
 import typer
 
+from harness.cli import options as shared
+from harness.cli.options import exit_code, integers, names_of
+
 NONE = "none"
 
 
 def gpu(
     python: Annotated[
-        Path, typer.Option(help="The Python whose packages are measured, as they are; nothing is installed.")
+        Path,
+        typer.Option(
+            help="The one whose packages are measured, as they are; nothing is installed.",
+            metavar="PYTHON",
+            show_default="this one",
+        ),
     ] = Path(sys.executable),
-    seconds: Annotated[float, typer.Option(help="For everything; what does not fit is named as not begun.")] = 520.0,
+    seconds: Annotated[
+        float, typer.Option(help="For everything; what does not fit is named as not begun.", metavar="SECONDS")
+    ] = 520.0,
     frameworks: Annotated[
-        str | None, typer.Option(help="Comma-separated, as for run e2e; default those that matter on a GPU.")
+        str | None,
+        typer.Option(help="Comma-separated, as for run e2e; default those that matter on a GPU.", metavar="NAMES"),
     ] = None,
-    tasks: Annotated[str | None, typer.Option(help="Comma-separated, most important first; or none.")] = None,
-    layers: Annotated[str | None, typer.Option(help="Comma-separated layers or sets; or none.")] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="Comma-separated, most important first; or none.", metavar="NAMES")
+    ] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Comma-separated layers or sets; or none.", metavar="NAMES")
+    ] = None,
     batch_sizes: Annotated[
-        str | None, typer.Option(help="Comma-separated, most important first; layers take the first.")
+        str | None, typer.Option(help="Comma-separated, most important first; layers take the first.", metavar="SIZES")
     ] = None,
-    rounds: Annotated[int | None, typer.Option(help="Processes per cell; the second round comes last.")] = None,
-    device: Annotated[str, typer.Option(help="cuda; or cpu, to try the same run without a GPU.")] = "cuda",
-    threads: Annotated[int | None, typer.Option(help="Threads and pinned cores per process; default all.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of plan, batches, weights and noise.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for records.jsonl, summary.txt and summary.json.")] = Path(
-        "results/local/gpu"
-    ),
+    rounds: shared.Rounds = None,
+    device: Annotated[str, typer.Option(help="cpu: to try the same run without a GPU.", metavar="cuda|cpu")] = "cuda",
+    threads: shared.Threads = None,
+    seed: shared.Seed = 0,
+    out: Annotated[
+        Path, typer.Option(help="Where records.jsonl, summary.txt and summary.json go.", metavar="FOLDER")
+    ] = Path("results/local/gpu"),
     work: Annotated[
-        Path | None, typer.Option(help="Folder of the unfinished run, to go on from; default OUT/.run.")
+        Path | None, typer.Option(help="The unfinished run to go on from; default OUT/.run.", metavar="FOLDER")
     ] = None,
-    fresh: Annotated[
-        bool, typer.Option("--fresh/--resume", help="Start anew, or go on where the run stopped.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON instead of a table.")] = False,
+    fresh: shared.Fresh = False,
+    as_json: shared.Json = False,
 ) -> None:
-    """Under 9 minutes, offline, in the Python that is there: the gate, training steps and layers, by importance.
+    """Measure a GPU in under 9 minutes, offline, in the Python that is there: gate, training steps, layers.
 
     The versions found are recorded and are not the pinned ones; missing data sets are replaced by synthetic twins,
     which is said everywhere.
     """
     from rich.console import Console
 
-    from harness.cli.options import exit_code, integers, names_of
     from harness.environments.backend import check_device
     from harness.errors import BadInput
     from harness.plan.gpu import ROUNDS, Choice

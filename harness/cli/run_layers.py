@@ -53,7 +53,7 @@ def layers(
     fresh: shared.Fresh = False,
     as_json: shared.Json = False,
 ) -> None:
-    """Time and memory of single layers: plain module, a DP library's own module, and with DP."""
+    """Measure time and memory of single layers: plain module, a DP library's own module, and with DP."""
     from harness.cli.outcome import carry_out
     from harness.environments import memory_limit as limits
     from harness.environments.choose import backend_of, check_isolation

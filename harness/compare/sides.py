@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from packaging.requirements import Requirement
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import InvalidVersion
 
@@ -197,7 +198,7 @@ def _repin(frameworks: Path, name: str, line: str) -> tuple[str, ...]:
         old = {
             pin
             for pin in pins(file)
-            if canonicalize_name(re.split(r"[\[=@ ;<>~!]", pin, maxsplit=1)[0]) == canonicalize_name(name)
+            if not pin.startswith("-") and canonicalize_name(Requirement(pin).name) == canonicalize_name(name)
         }
         if old:
             lines = [line if text.strip() in old else text for text in file.read_text().splitlines()]

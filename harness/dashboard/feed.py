@@ -72,10 +72,6 @@ def _link(parent: ElementTree.Element, address: str, kind: str) -> None:
     ElementTree.SubElement(parent, _name("link"), {"rel": kind, "href": address})
 
 
-FEWEST_RUNS = 4
-"""On one machine; that fewer show no regression says nothing."""
-
-
 @dataclass(frozen=True)
 class Badge:
     """``colour``: a name that badge services know."""
@@ -105,17 +101,16 @@ class Badge:
 
 
 def badge(history: History, events: Sequence[Event], days: int) -> Badge:
-    """``no data`` (``to compare``: no machine ran twice), ``2 regressions`` (open, of the last ``days``), ``too few
-    runs to judge`` (under ``FEWEST_RUNS``), or ``no regressions since`` the day when the last one was detected (or
-    measuring began)."""
-    if not history.can_compare:
-        return Badge("no data to compare" if history.runs else "no data", "lightgrey")
+    """``no data``, ``2 regressions`` (open, of the last ``days``), ``too few runs to judge``, or ``no regressions
+    since`` the day when the last one was detected (or measuring began)."""
+    if not history.runs:
+        return Badge("no data", "lightgrey")
     mark = "simulated: " if history.simulated else ""
     found = current(events, history.runs[-1], days)
     if found:
         colour = "red" if any(e.red for e in found) else "orange"
         return Badge(f"{mark}{len(found)} regression{'' if len(found) == 1 else 's'}", colour)
-    if max(len(runs) for runs in history.machines.values()) < FEWEST_RUNS:
+    if not history.can_judge:
         return Badge(f"{mark}too few runs to judge", "lightgrey")
     since = max([e.detected.time for e in events if e.worse] or [history.runs[0].time])
     return Badge(f"{mark}no regressions since {since[:10]}", "brightgreen")

@@ -13,6 +13,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from harness.analysis.change_points import LEAST_RUNS
 from harness.dashboard import feed, view
 from harness.dashboard.view import CellView, Options
 from harness.errors import BadInput
@@ -85,6 +86,8 @@ def pages(history: History, options: Options) -> tuple[dict[str, bytes], dict[st
         "percent": view.percent,
         "spark_size": (view.SPARK_WIDTH, view.SPARK_HEIGHT),
         "newest": history.runs[-1].time[:10] if history.runs else None,
+        "too_few": f"a slowdown shows from {LEAST_RUNS} runs of a cell on one machine on; the most so far are "
+        f"{history.most_runs}",
         "faults": history.faults,
     }
     environment = jinja2.Environment(

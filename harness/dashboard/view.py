@@ -121,6 +121,11 @@ class CellView:
         """The machine's newest run does not hold this cell."""
         return self.series.points[-1].run < len(self.series.runs) - 1
 
+    @property
+    def last_day(self) -> str:
+        """The day of the newest run that holds this cell."""
+        return self.series.runs[self.series.points[-1].run].time[:10]
+
     @cached_property
     def last_time(self) -> Point | None:
         return next((p for p in reversed(self.series.points) if p.normalised is not None), None)
@@ -184,12 +189,6 @@ class CellView:
     def spark(self) -> str:
         return spark(self.series)
 
-    @cached_property
-    def described(self) -> str:
-        """The sparkline in words."""
-        steps = len(self.series.time.steps)
-        return f"{len(self.series.timed)} runs, {steps} step{'' if steps == 1 else 's'}"
-
 
 def page_name(kind: str, name: str) -> str:
     return f"{kind}-{slug(name)}.html"
@@ -252,7 +251,8 @@ def draw(values: Sequence[tuple[float, float]], first: float, last: float) -> st
     ]
     path, before = [], None
     for (i, _), (x, y) in zip(points, drawn, strict=True):
-        path.append(f"{'M' if before is None or i - before > 3 else 'L'}{x:g} {y:g}")
+        # A gap breaks the line; a short stroke with round caps makes a dot of a run that stands alone.
+        path.append(f"M{x - 0.7:g} {y:g}h1.4" if before is None or i - before > 3 else f"L{x:g} {y:g}")
         before = i
     return f"{''.join(path)}|{drawn[-1][0]:g}|{drawn[-1][1]:g}"
 

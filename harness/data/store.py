@@ -47,9 +47,12 @@ class Dataset:
 
 
 def cache_folder() -> Path:
-    """The folder named by DPBENCH_CACHE, else ``~/.cache/dpbench``. Not created here."""
-    named = os.environ.get(CACHE_VARIABLE)
-    return Path(named).expanduser() if named else Path.home() / ".cache" / "dpbench"
+    """The folder named by DPBENCH_CACHE, else ``dpbench`` in XDG_CACHE_HOME (``~/.cache`` where that is not set, or is
+    relative and thus void). Not created here."""
+    if named := os.environ.get(CACHE_VARIABLE):
+        return Path(named).expanduser()
+    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (caches if caches.is_absolute() else Path.home() / ".cache") / "dpbench"
 
 
 def folder(name: str, synthetic: bool = False) -> Path:

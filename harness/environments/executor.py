@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from harness.data.store import CACHE_VARIABLE, cache_folder
 from harness.environments import nvml, strays, validate
 from harness.environments.memory_limit import MemoryLimit
 from harness.environments.referee import Direct, Referee
@@ -209,6 +210,8 @@ def worker_environment(threads: int, extra: Mapping[str, str], root: Path = ROOT
         "PYTHONPATH": str(root),
         "PYTHONHASHSEED": "0",
         "PYTHONDONTWRITEBYTECODE": "1",
+        # Workers of an old commit know fewer rules of where the cache is.
+        CACHE_VARIABLE: str(cache_folder().absolute()),
         # A cache of compiled code would make the second process of a cell compile for nothing.
         "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
         **extra,

@@ -27,6 +27,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from harness.analysis import naming
+from harness.analysis.change_points import LEAST_RUNS
 from harness.errors import BadInput
 from harness.store import cache
 from harness.store.record import Cell, Record
@@ -187,7 +188,9 @@ def condense(records: Sequence[Record], machine: str | None = None, simulated: b
     """A :class:`Run` per run and machine of the records. ``machine`` stands in place of the machine's own identity, for
     runners that are made anew each time but are alike.
 
-    Raises :class:`BadInput` where there is no end-to-end and no layer record, or ``machine`` is no plain word.
+    Runs without a cell (of memory alone, for instance) are left out.
+
+    Raises :class:`BadInput` where no run is left, or ``machine`` is no plain word.
     """
     if machine is not None and not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,39}", machine):
         raise BadInput(f"--machine is {machine!r}: use up to 40 lower-case letters, digits and hyphens.")
@@ -196,9 +199,10 @@ def condense(records: Sequence[Record], machine: str | None = None, simulated: b
         if record.cell.kind in KINDS:
             facts = _machine(record, machine)
             groups.setdefault((record.block.run, naming.slug(naming.machine_label(facts))), []).append(record)
-    if not groups:
-        raise BadInput("There are no records of tasks or layers here, which are what a history is made of.")
-    return [_run(group, machine, simulated) for group in groups.values()]
+    made = [_run(group, machine, simulated) for group in groups.values()]
+    if not any(run.cells for run in made):
+        raise BadInput("There are no timed cells of tasks or layers here, which are what a history is made of.")
+    return [run for run in made if run.cells]
 
 
 _FACTS = ("cpu", "cores", "memory_bytes", "gpus", "id", "threads")
@@ -421,10 +425,18 @@ class History:
 
         return {key: tuple(found[key]) for key in sorted(found, key=rank)}
 
+    @cached_property
+    def most_runs(self) -> int:
+        """The runs of the cell that was timed most often on one machine."""
+        timed = Counter(
+            (run.machine_key, c.series) for run in self.runs for c in run.cells if c.seconds and not c.vetoed
+        )
+        return max(timed.values(), default=0)
+
     @property
-    def can_compare(self) -> bool:
-        """Whether a machine ran twice."""
-        return any(len(runs) > 1 for runs in self.machines.values())
+    def can_judge(self) -> bool:
+        """Whether a slowdown of any cell could be told from noise; that fewer runs show none says nothing."""
+        return self.most_runs >= LEAST_RUNS
 
     @property
     def simulated(self) -> bool:

@@ -183,10 +183,12 @@ class Run(Session[Options, Contestant, Job, Request]):
     def _judge_all(self, progress: Progress) -> None:
         pairs = [(c, task) for task in self.options.tasks for c in self.contestants]
         progress.begin(len(pairs), "gate")
+        progress.say(f"Gate first: {len(pairs)} verdicts; one that is not remembered from before may take minutes.")
         for contestant, task in pairs:
             progress.doing(f"gate · {task} · {contestant.name}")
             record = self.judged(contestant, task, progress.say)
-            progress.done("passed" if record.state == "ok" else outcome_of(record))
+            was_remembered = self.verdicts[contestant.name, task].cached
+            progress.done("passed" if record.state == "ok" else outcome_of(record), counts=not was_remembered)
 
     def judged(self, contestant: Contestant, task: str, say: Callable[[str], None], fresh: bool = False) -> Record:
         """The record of the gate's verdict, which is written and remembered. ``fresh``: forget an earlier verdict."""

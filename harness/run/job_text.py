@@ -31,8 +31,10 @@ def outcome_of(record: Record) -> str:
     if record.state != "ok":
         return record.state + (f": {shorten(record.reason, 120, placeholder=' …')}" if record.reason else "")
     if record.epoch_seconds:
-        extrapolated = record.timed is not None and record.timed.extrapolated
-        return f"{number(median(record.epoch_seconds))} s per epoch" + (" (extrapolated)" if extrapolated else "")
+        is_extrapolated = record.timed is not None and record.timed.extrapolated
+        is_disturbed = record.load is not None and record.load.disturbed
+        marks = ["extrapolated"] * is_extrapolated + ["disturbed"] * is_disturbed
+        return f"{number(median(record.epoch_seconds))} s per epoch" + (f" ({', '.join(marks)})" if marks else "")
     if record.layer is not None and record.layer.pass_seconds:
         return f"{number(1e3 * median(record.layer.pass_seconds))} ms a pass"
     peak = record.layer.parts.peak if record.layer and record.layer.parts else record.memory.get(memory.GROWTH)

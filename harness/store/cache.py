@@ -14,7 +14,7 @@ from harness.errors import BadInput
 
 
 def root() -> Path:
-    """``$DPBENCH_CACHE`` or ``~/.cache/dpbench``; made if missing. Raises :class:`BadInput` where it cannot be."""
+    """The cache (``data.store.cache_folder``), made if missing. Raises :class:`BadInput` where it cannot be."""
     path = cache_folder()
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -35,9 +35,12 @@ def load(*places: Path, left_out: Tell | None = None) -> list[Record]:
     return list({r.to_json(): r for place in places for r in _of(place, left_out)}.values())
 
 
+REMEDY = "make some with `dpbench run e2e`, or name a committed run, such as `current`."
+
+
 def _of(place: Path, left_out: Tell | None) -> list[Record]:
     if not place.exists():
-        raise BadInput(f"There is no folder {place}; give one that holds records, or make some with `dpbench run e2e`.")
+        raise BadInput(f"There is no folder {place}; give one that holds records, or {REMEDY}")
     for _ in range(3):
         try:
             found, faults = _read(place)
@@ -51,7 +54,7 @@ def _of(place: Path, left_out: Tell | None) -> list[Record]:
             raise BadInput(fault)
         left_out(fault)
     if not found:
-        raise BadInput(f"There are no records in {place}; make some with `dpbench run e2e`.")
+        raise BadInput(f"There are no records in {place}; {REMEDY}")
     return found
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from dpcore import BudgetError, DPDataLoader, Engine, PrivacyEngine, PrivacyError, UnsupportedError
+from dpcore import BudgetError, DPDataLoader, Engine, PrivacyEngine, PrivacyError, UnsupportedError, native
 from dpcore.grad_sample.loss_reduction import reduction_of
 from tests.dpcore.private_setup import small_data, small_model, step
 
@@ -162,7 +162,11 @@ def test_objects_say_what_they_are():
         step(model, optimizer, x, y)
     assert repr(engine.accountant) == "PLDAccountant(6 steps: 6 at noise 1, rate 0.166667)"
     epsilon = engine.accountant.get_epsilon(0.01)
-    assert repr(engine) == f"PrivacyEngine(accountant={engine.accountant!r}, epsilon={epsilon:.4g} at delta=0.01)"
+    shown = f"PrivacyEngine(accountant={engine.accountant!r}, epsilon={epsilon:.4g} at delta=0.01"
+    if native.available():
+        assert repr(engine) == shown + ")"
+    with native.disabled():
+        assert repr(engine) == f"{shown}, kernels={native.REMEDY})" and "python -m dpcore.native" in native.REMEDY
     engine.set_budget(9.0, 1e-3)
     assert f"epsilon={engine.get_epsilon(1e-3):.4g} at delta=0.001, budget=9" in repr(engine)
     assert repr(loader) == (

@@ -80,3 +80,16 @@ def anchors(page: Path) -> set[str]:
     """The names that GitHub gives the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "", h).lower()).strip().replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("index", ["docs/README.md", "docs/mkdocs.yml"])
+def test_an_index_names_every_page_of_the_documentation(index: str) -> None:
+    text = (ROOT / index).read_text()
+    missing = [page.name for page in ROOT.glob("docs/*.md") if page.name not in text]
+    assert not missing, f"{index} leads nowhere to {missing}"
+
+
+def test_the_api_page_shows_every_public_name_of_dpcore() -> None:
+    names = re.findall(r'^    "(\w+)",$', (ROOT / "dpcore" / "__init__.py").read_text(), re.MULTILINE)
+    shown = re.findall(r"^::: dpcore\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert names and set(names) == set(shown)

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from frameworks._shared.torch import models as torch_models
 from frameworks._shared.torch import optimizers
@@ -465,6 +467,36 @@ class KeepsItsMemory(Exact):
             self.optimizer.load_state_dict({"state": self.kept, "param_groups": groups})
 
 
+class OverTheBatch(nn.GroupNorm):
+    """GroupNorm whose statistics are those of all examples together; of one example it is right."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        together = F.group_norm(x.transpose(0, 1).unsqueeze(0), self.num_groups, eps=self.eps)
+        return together.squeeze(0).transpose(0, 1) * self.weight[:, None, None] + self.bias[:, None, None]
+
+
+class MixesExamples(Exact):
+    """Clips every example's gradient rightly, and normalises over several examples in the forward pass."""
+
+    together = 16
+
+    def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
+        super().build(task, setting, initial)
+        for module in self.model.modules():
+            if isinstance(module, nn.GroupNorm):
+                module.__class__ = OverTheBatch
+
+    def clipped_sum(self, rows: np.ndarray) -> Sums:
+        sums = {name: torch.zeros_like(p) for name, p in self.trained.items()}
+        for start in range(0, len(rows), self.together):
+            part = rows[start : start + self.together]
+            for loss in self.losses(self.model(self.x[part]), self.y[part]):
+                found = torch.autograd.grad(loss, list(self.trained.values()), retain_graph=True)
+                for name, gradient in self.clip(dict(zip(self.trained, found, strict=True))).items():
+                    sums[name] += gradient
+        return sums
+
+
 VARIANTS: dict[str, type[Exact]] = {
     "exact": Exact,
     "exact-static": Exact,
@@ -501,6 +533,9 @@ VARIANTS: dict[str, type[Exact]] = {
     "plain-actual-batch": DividesByActualBatch,
     "exact-adam": Exact,
     "exact-lora": Exact,
+    "exact-vit": Exact,
+    "exact-wrn": Exact,
+    "mixes-examples": MixesExamples,
     "token-mean": ClipsAfterTheMeanOverTokens,
     "forgets-tied-use": ForgetsTheTiedUse,
     "forgets-cross-term": ForgetsTheCrossTerm,

@@ -15,10 +15,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from packaging.utils import canonicalize_name
+from packaging.utils import canonicalize_name, parse_sdist_filename, parse_wheel_filename
 
 from harness.environments import venv
 from harness.environments.venv import EnvironmentFault, Say
@@ -26,7 +27,6 @@ from harness.plan.registry import Framework, pins
 from harness.store import cache
 
 HEADER = "# Written by `dpbench image lock`: every file that the image may be made of. Not to be edited by hand.\n"
-SOURCE_ARCHIVES = (".tar.gz", ".zip")
 
 
 @dataclass(frozen=True)
@@ -163,22 +163,20 @@ def collect(framework: Framework, lock: Lock, say: Say) -> list[Path]:
 
 def _in_wheelhouse(pin: Pin) -> Path | None:
     for path in sorted(folder().iterdir()):
-        if path.is_file() and not path.name.startswith("."):
-            name, version = name_and_version(path.name)
-            if (name, version) == (pin.name, pin.version) and sha256(path) in pin.hashes:
+        with suppress(ValueError):  # some other file
+            if name_and_version(path.name) == (pin.name, pin.version) and sha256(path) in pin.hashes:
                 return path
     return None
 
 
 def name_and_version(file_name: str) -> tuple[str, str]:
     """Return name and version of a wheel or a source archive, without the version's local part (``2.13.0+cpu`` is a
-    build of 2.13.0)."""
+    build of 2.13.0). Raises ValueError for another file."""
     if file_name.endswith(".whl"):
-        name, version = file_name.split("-")[:2]
+        name, version, *_ = parse_wheel_filename(file_name)
     else:
-        stem = next((file_name.removesuffix(s) for s in SOURCE_ARCHIVES if file_name.endswith(s)), file_name)
-        name, _, version = stem.rpartition("-")
-    return canonicalize_name(name), version.partition("+")[0]
+        name, version = parse_sdist_filename(file_name)
+    return name, version.public
 
 
 def is_source(path: Path) -> bool:

@@ -15,6 +15,9 @@ from harness.errors import BadInput
 from harness.report import model
 from harness.store.record import Record
 
+COMMAND = "reproduce"
+"""The label of the command that measures a process again."""
+
 NEAR = 8
 """How many similar names an error lists."""
 
@@ -122,7 +125,30 @@ def lines(record: Record, row: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _provenance(record)
     if record.log_tail:
         yield "log", record.log_tail
-    yield "reproduce", record.command or "no command recorded"
+    yield COMMAND, record.command or "no command recorded"
+
+
+def parts(
+    found: list[tuple[Record, dict[str, Any]]], every_check: bool = False
+) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """(title, facts) of each process, times first and the gate last. What all measuring processes share is told once,
+    after them. Checks that passed are counted, unless ``every_check``."""
+    measured = [(record.purpose, list(lines(record, row))) for record, row in found if record.purpose != "gate"]
+    gates = [(record.purpose, list(lines(record, row))) for record, row in found if record.purpose == "gate"]
+    measured.sort(key=lambda part: part[0] != "time")
+    shared = (
+        [fact for fact in measured[0][1] if all(fact in facts for _, facts in measured)] if len(measured) > 1 else []
+    )
+    for i, (purpose, facts) in enumerate(measured, 1):
+        yield f"{purpose} process {i} of {len(measured)}", [fact for fact in facts if fact not in shared]
+    if shared:
+        yield "in all of them", shared
+    for _, facts in gates:
+        passed = [fact for fact in facts if fact[0].startswith("gate ") and fact[1].startswith("passed")]
+        if passed and not every_check:
+            facts = [fact for fact in facts if fact not in passed and fact not in shared]
+            facts.append(("checks", f"{len(passed)} passed; --all-checks shows each"))
+        yield "gate process", facts
 
 
 def _gate(record: Record) -> Iterator[tuple[str, str]]:

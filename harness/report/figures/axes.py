@@ -8,12 +8,12 @@ from functools import wraps
 from typing import Any, ParamSpec
 
 import matplotlib
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
+from harness.report.figures import panel
 from harness.report.figures.looks import Look
 
 P = ParamSpec("P")
@@ -71,20 +71,14 @@ def log_values(axes: Axes) -> None:
     axes.grid(which="minor", axis="y", linewidth=0.3, color="#e8e8e8")
 
 
-LEGEND_COLUMNS = 4
 LEGEND_ROW = 0.17
 LEGEND_HANDLE, LEGEND_LETTER = 0.6, 0.062
 """Inches: a row; line, marker and gaps of an entry; a letter of its name."""
 
 
 def legend_columns(names: Sequence[str]) -> int:
-    """Return the columns that the figure has room for, up to :data:`LEGEND_COLUMNS`. Matplotlib fills them from top
-    to bottom, the first ones by one entry more where they are not all full."""
-    for columns in range(min(LEGEND_COLUMNS, len(names)), 1, -1):
-        filled = np.array_split([LEGEND_HANDLE + LEGEND_LETTER * len(name) for name in names], columns)
-        if sum(float(column.max()) for column in filled) <= WIDTH:
-            return columns
-    return 1
+    """Return the columns that the figure has room for."""
+    return panel.legend_columns([LEGEND_HANDLE + LEGEND_LETTER * len(name) for name in names], WIDTH)
 
 
 def below(figure: Figure, where: str, notes: Sequence[str], names: Sequence[str], style: Mapping[str, Look]) -> None:

@@ -128,17 +128,19 @@ class Panel:
                 edge = self.y.low if arrow == "v" else self.y.high
                 self.mark(x, edge, Look(colour, arrow, ""))
 
-    def name(self, x: float, y: float, text: str) -> None:
-        """Write a name beside a grey line, which is in no legend; inside of the panel, however long it is."""
+    def name(self, x: float, y: float, text: str) -> bool:
+        """Write a name beside a grey line, which is in no legend, inside of the panel; False where another name is in
+        its place, for elsewhere it would name another line."""
         across, up = self.at(x, y)
         while text and width(text, NAME) > across - 2 - self.left:
             text = text[:-2].rstrip("…") + "…" if len(text) > 2 else ""
-        baseline = max(self.top + NAME, up - 4)
         others = [item.y for item in self.drawing.texts if item.size == NAME and self.left < item.x < self.right]
         taken = [y for y in others if self.top < y < self.bottom]
-        while any(abs(y - baseline) < NAME for y in taken) and baseline > self.top + 2 * NAME:
-            baseline -= NAME
+        baseline = max(self.top + NAME, up - 4)
+        if any(abs(y - baseline) < NAME for y in taken):
+            return False
         self.drawing.write(across - 2, baseline, text, NAME, FAINT, anchor="end")
+        return True
 
 
 def lines(
@@ -239,11 +241,11 @@ LEGEND_HANDLE = 27.0
 """Points: a row of the legend, a line of the notes, the line and gaps of an entry."""
 
 
-def legend_columns(names: Sequence[str]) -> int:
-    """Return into how many columns a legend fits, up to :data:`LEGEND_COLUMNS`; they are filled from top to bottom."""
-    for columns in range(min(LEGEND_COLUMNS, len(names)), 1, -1):
-        filled = np.array_split([LEGEND_HANDLE + 6 + width(name, 8) for name in names], columns)
-        if sum(float(column.max()) for column in filled) <= PAGE:
+def legend_columns(widths: Sequence[float], room: float) -> int:
+    """Return into how many columns entries of these widths fit, up to :data:`LEGEND_COLUMNS`. They are filled from top
+    to bottom, the first ones by one entry more where they are not all full."""
+    for columns in range(min(LEGEND_COLUMNS, len(widths)), 1, -1):
+        if sum(float(column.max()) for column in np.array_split(widths, columns)) <= room:
             return columns
     return 1
 
@@ -252,7 +254,8 @@ def below(drawing: Drawing, notes: Sequence[str], style: Mapping[str, Look]) -> 
     """Add the legend (name -> look) and the notes at the bottom; the drawing grows by the room that they take."""
     names = list(style)
     top = drawing.height
-    columns = np.array_split(np.array(names, dtype=object), legend_columns(names)) if names else []
+    widths = [LEGEND_HANDLE + 6 + width(name, 8) for name in names]
+    columns = np.array_split(np.array(names, dtype=object), legend_columns(widths, PAGE)) if names else []
     x = 4.0
     for column in columns:
         for i, name in enumerate(column):

@@ -295,7 +295,6 @@ class CumulativeRun:
     synthetic: bool
     batch_size: int
     curves: Mapping[str, np.ndarray]
-    compiles: bool
     measured_epochs: int
     cells: pd.DataFrame
 
@@ -323,7 +322,6 @@ def cumulative_runs(tables: Tables, section: Section) -> list[CumulativeRun]:
                 synthetic,
                 int(size),
                 curves,
-                bool((here.compile_seconds > 0).any()),
                 int(here.epochs.min()),
                 shown,
             )
@@ -351,6 +349,7 @@ def cumulative(tables: Tables, section: Section, runs: Sequence[CumulativeRun]) 
     everyone = [name for name in tables.order if any(name in run.curves for run in runs)]
     style = looks.of_all(everyone, _private(tables))
     drawing = page("Cumulative seconds over 20 epochs, compile time included")
+    named = True
     for run, (left, top, right, bottom) in zip(runs, columns(len(runs), 197.0), strict=True):
         values = np.concatenate([curves.ravel() for curves in run.curves.values()])
         y = Scale(float(values.min()) / 1.2, float(values.max()) * 1.2)
@@ -362,8 +361,8 @@ def cumulative(tables: Tables, section: Section, runs: Sequence[CumulativeRun]) 
             "epoch",
             "cumulative seconds (log)" if left == LEFT else "",
         )
-        for name in [n for n in tables.order if n in run.curves]:
-            _accumulated(one, run.curves[name], run.measured_epochs, style[name], tables.title(name))
+        for name in sorted(run.curves, key=lambda n: -np.median(run.curves[n][:, -1])):
+            named &= _accumulated(one, run.curves[name], run.measured_epochs, style[name], tables.title(name))
     extended = min(run.measured_epochs for run in runs) < PAPER_EPOCHS
     notes = ["Line: median over processes; band: lowest to highest process."]
     gone = section.of(tables.cells)
@@ -372,6 +371,8 @@ def cumulative(tables: Tables, section: Section, runs: Sequence[CumulativeRun]) 
     if missing:
         cells = model.count(missing, "cell without a time is", "cells without a time are")
         notes.append(f"{cells} not shown; the table of failures says why.")
+    if not named:
+        notes.append("Grey lines without a name had no room for one; the table has them.")
     if extended:
         notes.append("Dashed: extrapolated, beyond the measured epochs each process goes on with its median epoch.")
     notes += _scaled(pd.concat([run.cells for run in runs]))
@@ -379,8 +380,9 @@ def cumulative(tables: Tables, section: Section, runs: Sequence[CumulativeRun]) 
     return drawing
 
 
-def _accumulated(one: Panel, curves: np.ndarray, known: int, look: Look, title: str) -> None:
-    """One contestant's ``curves`` [processes, epochs]: their median, dashed after ``known`` epochs, and their band."""
+def _accumulated(one: Panel, curves: np.ndarray, known: int, look: Look, title: str) -> bool:
+    """Draw one contestant's ``curves`` [processes, epochs]: their median, dashed after ``known`` epochs, and their
+    band. False where a grey line finds no room for its name."""
     epochs = range(1, PAPER_EPOCHS + 1)
     middle, low, high = (f(curves, axis=0) for f in (np.median, np.min, np.max))
     edge = [one.at(x, y) for x, y in zip(epochs, low, strict=True)]
@@ -391,8 +393,7 @@ def _accumulated(one: Panel, curves: np.ndarray, known: int, look: Look, title: 
     one.drawing.curve(places[known - 1 :], str(look.colour), 0.9, (4, 2))
     for epoch in epochs[::5]:
         one.mark(epoch, middle[epoch - 1], look)
-    if look.colour == looks.GREY:  # in no legend
-        one.name(PAPER_EPOCHS, middle[-1], title)
+    return look.colour != looks.GREY or one.name(PAPER_EPOCHS, middle[-1], title)  # grey is in no legend
 
 
 def _bars(ok: pd.DataFrame) -> str:

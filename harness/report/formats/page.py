@@ -75,7 +75,7 @@ class _Chapter:
 
 def page(report: Report, drawn: Mapping[str, Path]) -> str:
     """The page. ``drawn``: stem of a picture -> its PNG, for those that are shown as they are."""
-    data = _data(report.tables) if report.tables else {"cells": []}
+    data = _data(report.tables) if report.tables and not _of_memory(report.tables) else {"cells": []}
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
@@ -106,6 +106,13 @@ def page(report: Report, drawn: Mapping[str, Path]) -> str:
         json=Markup(
             json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
         ),
+    )
+
+
+def _of_memory(tables: Tables) -> bool:
+    """Whether memory was measured and nothing timed: charts of seconds would be empty."""
+    return "time" not in set(tables.raw.purpose) and bool(
+        ((tables.raw.purpose == "memory") & (tables.raw.state == "ok")).any()
     )
 
 

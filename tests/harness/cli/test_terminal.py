@@ -38,10 +38,16 @@ def test_every_contestant_that_a_help_text_names_exists() -> None:
 
 
 def test_the_help_names_the_verb_that_most_want_first_and_cuts_no_line() -> None:
-    text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}).output
-    verbs = text.split("Commands:")[1].strip().splitlines()
-    assert verbs[0].split()[0] == "run"
-    assert not [line for line in verbs if line.endswith("...")]
+    for path, _ in helps(get_command(app)):
+        text = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "80"}).output
+        _, commands, verbs = text.partition("Commands:")
+        assert not [line for line in verbs.splitlines() if line.endswith("...")]
+        assert not commands or path or verbs.split()[0] == "run"
+
+
+def test_every_option_says_what_its_value_is() -> None:
+    typed = re.compile(r"^ +--\S+ <.*", re.MULTILINE)
+    assert [line for _, text in helps(get_command(app)) for line in typed.findall(text)] == []
 
 
 def test_choices_stand_in_the_help() -> None:

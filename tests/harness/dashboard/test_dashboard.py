@@ -129,8 +129,9 @@ def test_badge_in_its_states():
         return feed.badge(loaded, events.of_history(loaded), 30)
 
     assert badge([]) == feed.Badge("no data", "lightgrey")
-    assert badge(made.runs(1)).message == "no data to compare"
-    assert badge(made.runs(3)) == feed.Badge("simulated: too few runs to judge", "lightgrey")
+    for few in (made.runs(1), made.runs(9), [run for cell in "abc" for run in made.runs(9, cells=(cell,))]):
+        assert badge(few) == feed.Badge("simulated: too few runs to judge", "lightgrey")
+    assert badge(made.runs(10)).message == "simulated: no regressions since 2026-01-01"
     calm, two = badge(made.runs(60)), badge(made.runs(60, time={50: 1.2}, memory={55: 1.01}))
     assert (calm.message, calm.colour) == ("simulated: no regressions since 2026-01-01", "brightgreen")
     assert (two.message, two.colour) == ("simulated: 2 regressions", "red")

@@ -470,6 +470,26 @@ def test_a_cache_folder_that_cannot_be_made_is_one_sentence(
         fetch.fetch("mnist")
 
 
+@pytest.mark.parametrize(
+    ("named", "caches", "expected"),
+    [
+        ("", "", "~/.cache/dpbench"),
+        ("", "/caches", "/caches/dpbench"),
+        ("", "caches", "~/.cache/dpbench"),
+        ("/own", "/caches", "/own"),
+        ("~/own", "", "~/own"),
+    ],
+)
+def test_the_cache_is_where_its_variables_say(
+    named: str, caches: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    for variable, value in ((store.CACHE_VARIABLE, named), ("XDG_CACHE_HOME", caches)):
+        monkeypatch.setenv(variable, value) if value else monkeypatch.delenv(variable, raising=False)
+    printed = CliRunner().invoke(data.app, ["path"]).output.strip()
+    assert printed == expected.replace("~", "/home/someone")
+
+
 def test_leftovers_of_a_killed_write_are_swept(mirror: Server, cache: Path) -> None:
     for name in (".mnist.new-abc", ".mnist.old-1"):
         (cache / "data" / name).mkdir(parents=True)

@@ -56,6 +56,7 @@ CAUGHT_BY = {
     "own-start": {"parameters: as given to build"},
     "under-reports": {"budget"},
     "plain-actual-batch": {"update: one, clipped", "update: other C, B and rate"},
+    "mixes-examples": {"update: some clipped", "update: none clipped", "sensitivity"},
     # On the small transformers.
     "token-mean": {OWN_TOKENS, "update: none clipped"},
     "forgets-tied-use": UPDATES | {"update: worst tensor"},
@@ -100,6 +101,8 @@ QUICK = {
 }
 """Mutants that CI judges each time; `make mutants` and the slow tests judge all."""
 RIGHT = ("exact", "exact-static", "exact-plain", "exact-adam", "exact-lora")
+ALSO_RIGHT = ("exact-vit", "exact-wrn")
+"""Right ones that only the slow tests judge."""
 
 
 @pytest.fixture(scope="session")
@@ -117,7 +120,7 @@ def torch_python():
 def verdicts(torch_python, tmp_path_factory, request):
     """The checks of the mutants that the chosen tests are about."""
     chosen = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
-    names = [name for name in (*RIGHT, *CAUGHT_BY) if name in chosen]
+    names = [name for name in (*RIGHT, *ALSO_RIGHT, *CAUGHT_BY) if name in chosen]
     out = tmp_path_factory.mktemp("mutants") / "checks.json"
     command = [torch_python, "-m", "tests.support.mutant_gates", out, *names]
     subprocess.run(command, cwd=registry.ROOT, check=True, timeout=7000)
@@ -140,7 +143,7 @@ def test_the_truth_from_torch_is_that_of_numpy(torch_python, tmp_path, task):
         np.testing.assert_allclose(found[name], value, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", [*RIGHT, *(pytest.param(name, marks=pytest.mark.slow) for name in ALSO_RIGHT)])
 def test_the_right_ones_pass(verdicts, name):
     assert _failed(verdicts[name]) == set()
 
@@ -159,7 +162,7 @@ def test_every_fault_is_caught_by_name(verdicts, name):
 
 def test_no_mutant_is_forgotten():
     variants = {v.name for v in registry.frameworks(hidden=True)["mutants"].variants}
-    assert variants == {*RIGHT, *CAUGHT_BY}
+    assert variants == {*RIGHT, *ALSO_RIGHT, *CAUGHT_BY}
 
 
 def test_a_measured_cell_under_adam_is_compared_by_its_gradients(torch_python, tmp_path):

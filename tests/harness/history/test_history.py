@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -254,11 +255,13 @@ def test_the_verbs(tmp_path):
     assert again.exit_code == 0 and again.stdout.startswith("Already there")
     listed = json.loads(invoke("history", "list", "--folder", folder, "--json").stdout)
     assert len(listed) == 2 and {row["cells"] for row in listed} >= {28}
+    by_machine = invoke("history", "list", "--folder", folder).stdout
+    assert all(f"{row['machine']}\n" in re.sub(" +\n", "\n", by_machine) for row in listed)
     shown = json.loads(invoke("history", "show", "mnist-cnn/dpcore-engine/512", "--folder", folder, "--json").stdout)
     assert [len(part["points"]) for part in shown] == [1]
     assert json.loads(invoke("history", "show", listed[0]["id"], "--folder", folder, "--json").stdout)[0]["schema"] == 1
     calm = invoke("history", "check", "--folder", folder)
-    assert calm.exit_code == 0 and "Nothing to compare yet" in calm.stdout
+    assert calm.exit_code == 0 and "Too few runs to judge" in calm.stdout and "the most so far are 1" in calm.stdout
 
 
 def test_a_run_at_work_is_not_added(tmp_path):

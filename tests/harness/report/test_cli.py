@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
 import pandas as pd
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from harness.cli import report
+from harness.cli.main import app
 from harness.errors import BadInput
 from tests.support import record_factory as factory
-
-app = typer.Typer()
-for verb in (report.report, report.compare, report.explain):
-    app.command()(verb)
 
 
 def run(*arguments, code=0):
@@ -110,7 +106,7 @@ def test_names_that_cannot_be_compared(folder, a, b, words):
 
 
 def test_explain_shows_every_process_of_a_cell(folder):
-    text = run("explain", "mnist-cnn/opacus-hooks/512", "--in", folder)
+    text = run("explain", "mnist-cnn/opacus-hooks/512", "--in", folder, "--all-checks")
     assert text.splitlines()[0] == "mnist-cnn/opacus-hooks/512/verified-v1/cpu/venv"
     assert text.count("time process") == 6 and text.count("memory process") == 1
     assert text.count("gate process") == 1
@@ -125,6 +121,21 @@ def test_explain_shows_every_process_of_a_cell(folder):
         "dpbench run e2e --tasks mnist-cnn --frameworks opacus-hooks --batch-sizes 512",
     ):
         assert part in text, part
+
+
+def test_explain_shows_times_first_shared_facts_once_and_the_gate_in_short(folder):
+    text = run("explain", "mnist-cnn/opacus-hooks/512", "--in", folder)
+    titles = [line for line in text.splitlines() if re.match(r"\w+ process", line)]
+    assert titles[0] == "time process 1 of 7" and titles[-1] == "gate process"
+    assert text.count("opacus 1.6.0") == text.count("in all of them") == 1
+    assert "update-equality" not in text and "3 passed; --all-checks shows each" in text
+
+
+def test_explain_always_shows_the_checks_that_failed(tmp_path):
+    judged = factory.write([factory.record(purpose="gate", state="rejected", gate_passed=False)], tmp_path)
+    text = run("explain", "opacus-hooks", "--in", judged)
+    assert re.search(r"noise-standard-deviation +FAILED error 0.9.*the noise is 10 times too small", text)
+    assert "update-equality" not in text
 
 
 def test_explain_shows_why_a_cell_has_no_number(folder):
@@ -201,13 +212,14 @@ def test_several_places_need_a_place_for_their_report(folder):
         run("report", folder, folder)
 
 
-def test_report_writes_beside_the_records_and_lists_its_files(tmp_path):
+def test_report_writes_beside_the_records_and_says_where(tmp_path):
     records = factory.write(factory.quick_run(rounds=1, tasks=("mnist-cnn",)), tmp_path, packed=True)
     out = json.loads(run("report", records, "--json"))
     assert out["records"] == 25 and len(out["cells"]) == 10
     assert str(tmp_path / "report" / "report.md") in out["files"]
     text = run("report", records, "--out", tmp_path / "o", "--plots", tmp_path / "p")
-    assert "median seconds per epoch" in text and str(tmp_path / "p") in text
+    assert "median seconds per epoch" in text and f"{tmp_path / 'p'}: " in text
+    assert text.splitlines()[-1] == f"Report: {(tmp_path / 'o' / 'report.html').as_uri()}"
 
 
 @pytest.mark.parametrize("verb", [("report",), ("compare", "a", "b", "--in"), ("explain", "x", "--in")])

@@ -96,13 +96,17 @@ def test_an_interval_that_leaves_the_axis_ends_in_an_arrow():
 
 def test_a_name_beside_a_line_stays_inside_of_the_panel_and_off_other_names():
     one = panel_of(1, 10)
-    for name in ("a contestant with a long name that no legend holds " * 3, "another"):
+    for name, end in (
+        ("a contestant with a long name that no legend holds " * 3, 9.0),
+        ("in its place", 8.9),
+        ("far", 2.0),
+    ):
         lines(
-            one, [16, 512], {16: (2.0, *UNKNOWN), 512: (3.0, *UNKNOWN)}, replace(BLACK, colour=looks.GREY), label=name
+            one, [16, 512], {16: (2.0, *UNKNOWN), 512: (end, *UNKNOWN)}, replace(BLACK, colour=looks.GREY), label=name
         )
     first, second = one.drawing.texts
     assert first.text.endswith("…") and first.x - drawing.width(first.text, first.size) >= one.left
-    assert first.y - second.y >= first.size
+    assert second.text == "far" and second.y - first.y >= first.size, "a name that has no room is left out"
 
 
 @pytest.mark.parametrize("shape", registry.MARKERS)

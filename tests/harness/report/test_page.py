@@ -436,3 +436,17 @@ def test_a_run_without_times_opens_with_its_figure(tmp_path):
     written = output.write_report(contents.build(searched()), tmp_path / "o", tmp_path / "p")
     html = next(p for p in written if p.name == "report.html").read_text()
     assert re.search(r'<details id="memory-frontier" open>\s*<summary>.*\s*<figure>', html)
+
+
+def test_a_run_of_memory_alone_has_no_empty_charts_of_seconds(tmp_path):
+    sizes = (16, 64, 512)
+    records = [factory.record(purpose="memory", round=0, batch_size=b, seconds=[]) for b in sizes]
+    records.append(factory.record(purpose="memory", batch_size=2048, seconds=[], state="timeout", reason="within 60 s"))
+    written = output.write_report(contents.build(records), tmp_path / "o", tmp_path / "p")
+    html = next(p for p in written if p.name == "report.html").read_text()
+    assert 'id="explore"' not in html and "within 60 s" in html
+
+
+def test_every_region_of_a_page_has_a_name_of_its_own(report):
+    names = re.findall(r'role="region" aria-label="([^"]*)"', page.page(report, {}))
+    assert len(names) > 20 and len(set(names)) == len(names)
