@@ -21,6 +21,8 @@ PYTHON = ROOT / ".venvs" / "gpu-rehearsal" / "bin" / "python"
 SECONDS = 300
 """For one command. On a busy machine it does not suffice: the same command then goes on."""
 MOST_COMMANDS = 4
+SLACK = 15.0
+"""Seconds in which a busy machine ends what was under way."""
 CONTESTANTS = (
     "pytorch-eager",
     "dpcore-engine",
@@ -80,7 +82,7 @@ def test_the_run_goes_end_to_end_with_the_versions_of_that_machine(tmp_path):
         )
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
         said = json.loads((tmp_path / "out" / "summary.json").read_text())
-        assert said["seconds"]["used"] < SECONDS
+        assert said["seconds"]["used"] < SECONDS + SLACK
         if said["complete"]:
             break
     print(done.stdout[-6000:], flush=True)
