@@ -36,6 +36,7 @@ class Driver:
     def command(self, variants: str, *more: str) -> list[str]:
         names = ",".join(f"phantom-{v}" for v in variants.split(","))
         base = ["run", "e2e", "--preset", "smoke", "--tasks", "logreg", "--synthetic", "--threads", "1"]
+        base += ["--repeats", "0"]  # beside other tests every time is disturbed, and would be taken twice
         return [sys.executable, str(DRIVE), *base, "--frameworks", names, "--out", str(self.out), *more]
 
     def run(self, variants: str, *more: str) -> subprocess.CompletedProcess[str]:
