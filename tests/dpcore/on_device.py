@@ -22,6 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.dpcore.simulated_cuda.device import leave
+
 ALLOWED = {"random": 1e-4, "cancelling": 0.05}
 """Errors of a clipped sum: under cancellation by 1e4 float32 sums lose that much, on every device."""
 TOLERATED = 5e-4
@@ -156,4 +158,4 @@ def _triton(wanted: bool) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

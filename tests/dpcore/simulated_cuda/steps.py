@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.dpcore.simulated_cuda.device import Counts, SimulatedDevice
+from tests.dpcore.simulated_cuda.device import Counts, SimulatedDevice, leave
 
 DEVICE = SimulatedDevice(Path(sys.argv[1]))  # before torch
 
@@ -191,3 +191,4 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     for result in run():
         print(json.dumps(asdict(result)), flush=True)
+    leave(0)
