@@ -22,6 +22,8 @@ from tests.support.gate_numpy import Exact, Values
 REQUEST = Path(sys.argv[1]) if len(sys.argv) > 1 and sys.argv[1].endswith(".json") else None
 CLOCK = time.perf_counter
 MODE = json.loads(REQUEST.read_text())["mode"] if REQUEST else ""
+HONEST_STEPS = SETTLING_STEPS + REPLAYED_STEPS
+"""Another process replays so many steps and compares: the cunning ones begin after them."""
 
 
 class Vectorised(Exact):
@@ -84,7 +86,7 @@ class SkipsSteps(Vectorised):
 
     def step(self, indices: Array, mask: Array | None) -> None:
         caller = sys._getframe(1).f_code.co_name
-        if caller == "timed_until" and self.steps > 4 and self.steps % 2:
+        if caller == "timed_until" and self.steps >= HONEST_STEPS and self.steps % 2:
             self.steps += 1
         else:
             super().step(indices, mask)
@@ -148,7 +150,7 @@ class WorksAhead(Vectorised):
         return now
 
     def step(self, indices: Array, mask: Array | None) -> None:
-        if timing() and self.ahead and self.steps > 4:
+        if timing() and self.ahead and self.steps >= HONEST_STEPS:
             rows = self.ahead.pop(0)
             with open(os.environ["CHEAT_FOUND"], "a") as file:
                 file.write(f"{np.array_equal(rows, indices)}\n")
@@ -198,13 +200,13 @@ class Jumps(Vectorised):
     seen: ClassVar[dict[int, Values]] = {}
 
     def parameters(self) -> Values:
-        if self.steps > 4 and sys._getframe(1).f_code.co_name == "_read_twice":
+        if self.steps >= HONEST_STEPS and sys._getframe(1).f_code.co_name == "_read_twice":
             type(self).seen[self.steps] = super().parameters()
         return super().parameters()
 
     def step(self, indices: Array, mask: Array | None) -> None:
         is_timed = sys._getframe(1).f_code.co_name in {"timed_until", "timed_steps"}
-        super().step(indices[:0] if is_timed and self.steps > 4 else indices, mask)
+        super().step(indices[:0] if is_timed and self.steps >= HONEST_STEPS else indices, mask)
         if not is_timed and self.steps in self.seen:
             self.weights = {name: value.copy() for name, value in self.seen[self.steps].items()}
 
