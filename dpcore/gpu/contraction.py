@@ -43,7 +43,9 @@ def _part(  # type: ignore[no-untyped-def]
     WIDEN: tl.constexpr,
 ):
     """Add Σ_k left[k, rows] right[k, columns] to ``total`` over DEPTH values of k from ``start`` on, in float32."""
-    k = start + tl.arange(0, DEPTH)
+    # 64 bits: time-major gradients of a large vocabulary have strides beyond 2^31.
+    k = (start + tl.arange(0, DEPTH)).to(tl.int64)
+    rows, columns = rows.to(tl.int64), columns.to(tl.int64)
     inside = (k < depth)[:, None]
     a = tl.load(left + k[:, None] * left_depth + rows[None, :] * left_row, mask=inside & in_rows[None, :], other=0.0)
     b = tl.load(
@@ -78,6 +80,18 @@ def _gradient(  # type: ignore[no-untyped-def]
         found = _part(g, x, start, steps, g_t, x_t, g_d, x_p, rows, columns, in_rows, in_columns, found, DEPTH, WIDEN)
     by_row = tl.sum(found * found, axis=1)
     return found, tl.sum(by_row.to(tl.float64), axis=0)
+
+
+@triton.jit
+def share_within(square, limit):  # type: ignore[no-untyped-def]
+    """Return the factor, 1 at most, that takes a tile whose sum of squares is ``square`` down to ``limit``.
+
+    Neither an infinite tile nor one that is no number comes through. The constant is above what the root and its
+    conversion round up.
+    """
+    is_finite = square < float("inf")
+    less = tl.sqrt(limit / tl.where(is_finite & (square > 0.0), square, 1.0)) * 0.999999
+    return tl.where(square <= limit, 1.0, tl.where(is_finite, less, 0.0)).to(tl.float32)
 
 
 @triton.jit
@@ -161,11 +175,7 @@ def _tile_sums(  # type: ignore[no-untyped-def]
         )
         if LIMITED:
             limit = tl.load(limits + (b * tl.num_programs(0) + i) * tl.num_programs(1) + j)
-            # Neither an infinite tile nor one that is no number comes through. The constant is above what the root and
-            # its conversion round up.
-            is_finite = square < float("inf")
-            less = tl.sqrt(limit / tl.where(is_finite & (square > 0.0), square, 1.0)) * 0.999999
-            factor *= tl.where(square <= limit, 1.0, tl.where(is_finite, less, 0.0)).to(tl.float32)
+            factor *= share_within(square, limit)
         # A factor of 0 leaves an example out: zero times infinity would be no number.
         total += tl.where(factor == 0.0, 0.0, found * factor)
     inside = (rows < d)[:, None] & (columns < p)[None, :]

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dpcore.gpu import interpreted
+from dpcore.gpu.contraction import share_within
 from dpcore.gpu.sizes import Sizes, chosen
 from dpcore.numerics.rounding import SquaredNorm, gamma
 
@@ -43,9 +44,8 @@ def _sums_by_id(  # type: ignore[no-untyped-def]
         same = own[:, None] == others[None, :]
         earlier += tl.sum((same & (s[None, :] < rows[:, None])).to(tl.int32), axis=1)
         counts = (s < steps) & (others != padding)
-        b = tl.load(
-            g + s[:, None] * g_t + columns[None, :] * g_d, mask=counts[:, None] & (columns < d)[None, :], other=0.0
-        )
+        at = s[:, None].to(tl.int64) * g_t + columns[None, :].to(tl.int64) * g_d
+        b = tl.load(g + at, mask=counts[:, None] & (columns < d)[None, :], other=0.0)
         if WIDEN:  # the interpreter has no products of bfloat16; in float32 they are the same
             b = b.to(tl.float32)
         found = tl.dot(same.to(b.dtype), b, found, input_precision="ieee")
@@ -97,9 +97,7 @@ def _row_sums(  # type: ignore[no-untyped-def]
     factor = tl.load(factors + b)
     if LIMITED:
         limit = tl.load(limits + (b * tl.num_programs(1) + i) * tl.num_programs(2) + j)
-        is_finite = square < float("inf")
-        less = tl.sqrt(limit / tl.where(is_finite & (square > 0.0), square, 1.0)) * 0.999999
-        factor *= tl.where(square <= limit, 1.0, tl.where(is_finite, less, 0.0)).to(tl.float32)
+        factor *= share_within(square, limit)
     place = out + own[:, None].to(tl.int64) * out_v + columns[None, :].to(tl.int64) * out_d
     # A factor of 0 leaves an example out: zero times infinity would be no number.
     found = tl.where(factor == 0.0, 0.0, found * factor)
