@@ -3,7 +3,7 @@
 A binary wheel brings them, for several instruction sets; the best one that the processor has is loaded at first use
 and checked against torch. Where there is no such wheel, ``python -m dpcore.native`` (or :func:`build`) compiles the
 sources of this folder into the user's cache. Without either, or with ``DPCORE_NATIVE=0``, every rule runs its pure
-torch twin, which computes the same.
+torch form, which computes the same.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def available() -> bool:
 
 @contextmanager
 def disabled() -> Iterator[None]:
-    """Within, every rule runs its pure torch twin: to compare the two."""
+    """Within, every rule runs its pure torch form: to compare the two."""
     global _switched_off
     before, _switched_off = _switched_off, True
     try:

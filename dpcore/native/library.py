@@ -11,6 +11,8 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from dpcore.native import compiling, levels, self_check
 from dpcore.native.levels import Level
 
@@ -78,6 +80,7 @@ def _checked(level: Level, path: Path) -> Kernels | None:
     except OSError as error:
         fault = str(error)
     if fault is None:
+        _share_threads(library)
         return Kernels(level, library)
     warnings.warn(
         f"dpcore's compiled kernels are switched off: {fault} ({path}). The pure torch path computes the same, more "
@@ -86,6 +89,17 @@ def _checked(level: Level, path: Path) -> Kernels | None:
         stacklevel=2,
     )
     return None
+
+
+def _share_threads(library: ctypes.CDLL) -> None:
+    """Let the kernels run on torch's threads, where those are OpenMP's; a forked child has none of them any more."""
+    if "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
+        return
+    team = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
+    if team is None:
+        return
+    library.dpcore_use_team(team)
+    os.register_at_fork(after_in_child=lambda: library.dpcore_use_team(None))
 
 
 def _may_be_forged(path: Path) -> str | None:

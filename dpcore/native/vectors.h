@@ -8,6 +8,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -116,40 +117,43 @@ class Zeros {
     T* first;
 };
 
-// How many items of so many FLOPs are worth a thread: some 0.1 ms of work, for a thread costs 20 us and more.
+// How many items of so many FLOPs are worth a thread: some 0.1 ms of work, for a thread of one's own costs 20 us and more.
 static int64_t worth_a_thread(double flops) { return int64_t(1e7 / std::max(flops, 1.0)) + 1; }
 
-// One thread's share of the items of by_threads.
+// Runs a function on a team of threads and returns when all have ended: GOMP_parallel of OpenMP's runtime.
+typedef void (*Team)(void (*work)(void*), void* data, unsigned threads, unsigned flags);
+
+// That of the runtime in which torch computes (dpcore_use_team); none: threads that live for one call. torch's threads
+// spin for some milliseconds after each of its operators and would take the processors from threads beside them.
+extern __attribute__((visibility("hidden"))) Team dpcore_team;
+
+// The items of by_threads in shares that do not depend on who takes them.
 template <typename F>
-struct Share {
+struct Shares {
     F* each;
-    int64_t first, last;
-    pthread_t thread;
-    bool started;
-    static void* run(void* share) {
-        const Share* s = (const Share*)share;
-        (*s->each)(s->first, s->last);
+    int64_t count, shares;
+    std::atomic<int64_t> next;
+    static void* run(void* all) {
+        Shares* s = (Shares*)all;
+        for (int64_t k; (k = s->next.fetch_add(1, std::memory_order_relaxed)) < s->shares;)
+            (*s->each)(k * s->count / s->shares, (k + 1) * s->count / s->shares);
         return nullptr;
     }
+    static void work(void* all) { run(all); }
 };
 
-// Splits ``count`` items that share nothing over threads, no thread below ``least`` items; each(first, last). The threads
-// live for this call only: no pool that a fork would lose, and none that stays beside torch's own. It costs 20 us a thread.
+// Splits ``count`` items that share nothing over threads, no thread below ``least`` items; each(first, last). Where there
+// is no team, the threads live for this call only: no pool that a fork would lose.
 template <typename F>
 static void by_threads(int64_t count, int64_t least, int64_t threads, F&& each) {
     threads = std::max<int64_t>(1, std::min(threads, (count + least - 1) / least));
-    using Own = Share<std::remove_reference_t<F>>;
-    Zeros<Own> others(threads - 1);
-    for (int64_t k = 1; k < threads; ++k) {
-        Own& other = others[k - 1] = Own{&each, k * count / threads, (k + 1) * count / threads, pthread_t(), false};
-        other.started = pthread_create(&other.thread, nullptr, Own::run, &other) == 0;
-    }
-    each(0, count / threads);
-    for (int64_t k = 1; k < threads; ++k) {
-        Own& other = others[k - 1];
-        if (other.started)
-            pthread_join(other.thread, nullptr);
-        else
-            Own::run(&other);  // the system gives no more threads
-    }
+    using Own = Shares<std::remove_reference_t<F>>;
+    Own shares{&each, count, threads, {0}};
+    if (threads > 1 && dpcore_team) return dpcore_team(Own::work, &shares, unsigned(threads), 0);
+    Zeros<pthread_t> others(threads - 1);
+    int64_t started = 0;
+    // Where the system gives no more threads, those that there are take all shares.
+    while (started < threads - 1 && pthread_create(&others[started], nullptr, Own::run, &shares) == 0) ++started;
+    Own::run(&shares);
+    for (int64_t k = 0; k < started; ++k) pthread_join(others[k], nullptr);
 }

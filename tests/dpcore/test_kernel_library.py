@@ -111,7 +111,8 @@ def test_kernels_that_compute_something_else_are_switched_off_with_one_warning(f
     (fresh / source.name).write_text(source.read_text().replace(right, wrong))
     for header in compiling.HEADERS:
         shutil.copy(header, fresh)
-    monkeypatch.setattr(compiling, "SOURCES", (fresh / source.name,))
+    team = source.with_name("team.cpp")  # what the kernels' threads need
+    monkeypatch.setattr(compiling, "SOURCES", (fresh / source.name, team))
     library.PACKAGED.mkdir()
     compiled(library.PACKAGED, level, ["-O0"])
     with pytest.warns(RuntimeWarning, match="switched off: contraction is wrong on this processor") as said:

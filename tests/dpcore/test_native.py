@@ -1,10 +1,12 @@
-"""The compiled kernels against the float64 truth and against their pure torch twins."""
+"""The compiled kernels against the float64 truth and against the pure torch rules."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
+import threading
 import time
 from unittest import mock
 
@@ -19,27 +21,18 @@ from torch.nn.grad import conv2d_weight
 
 from dpcore import Engine, GaussianNoise, native
 from dpcore.functional import clipped_sum
+from dpcore.native.library import kernels as loaded
 from tests.dpcore.comparison import check, odd_loss, relative_error
 from tests.dpcore.test_recurrent import check_kept_graph
 
 LAST = torch.channels_last
 
-pytestmark = pytest.mark.skipif(
-    not any(shutil.which(c) for c in native.COMPILERS), reason="no C++ compiler here to build the kernels with"
-)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def library(kernel_cache):
-    """The kernels, in use for these tests only."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(kernel_cache))
-        patch.delenv("DPCORE_NATIVE")
-        native.reload()
-        native.build()
-        assert native.available()
-        yield
-    native.reload()
+pytestmark = [
+    pytest.mark.skipif(
+        not any(shutil.which(c) for c in native.COMPILERS), reason="no C++ compiler here to build the kernels with"
+    ),
+    pytest.mark.usefixtures("compiled"),
+]
 
 
 def _count(monkeypatch, name):
@@ -194,8 +187,8 @@ def test_noise_is_what_torch_draws_from_the_same_stream(size):
     for step in (0, 7):
         found = GaussianNoise(3, rank=1).add_(start.clone(), 2.5, step)
         with native.disabled():
-            twin = GaussianNoise(3, rank=1).add_(start.clone(), 2.5, step)
-        torch.testing.assert_close(found, twin, rtol=0, atol=1e-5)
+            plain = GaussianNoise(3, rank=1).add_(start.clone(), 2.5, step)
+        torch.testing.assert_close(found, plain, rtol=0, atol=1e-5)
 
 
 def test_the_kernels_noise_is_normal_independent_and_fresh_at_every_step():
@@ -287,10 +280,10 @@ def test_large_pre_activations_saturate_and_nan_stays_nan():
     x[2, 1, 0] = float("nan")
     result = clipped_sum(model, odd_loss, x, torch.zeros(4), 1.0)
     with native.disabled():
-        twin = clipped_sum(model, odd_loss, x, torch.zeros(4), 1.0)
-    assert result.nonfinite == twin.nonfinite == 1
-    torch.testing.assert_close(result.norms, twin.norms, rtol=1e-5, atol=1e-7, equal_nan=True)
-    assert relative_error(result.sums, twin.sums) < 1e-5
+        plain = clipped_sum(model, odd_loss, x, torch.zeros(4), 1.0)
+    assert result.nonfinite == plain.nonfinite == 1
+    torch.testing.assert_close(result.norms, plain.norms, rtol=1e-5, atol=1e-7, equal_nan=True)
+    assert relative_error(result.sums, plain.sums) < 1e-5
 
 
 def test_threads_do_not_change_a_bit():
@@ -392,9 +385,40 @@ def _kernels_with_two_threads():
     return native.contraction_grad_sample(torch.randn(8, 90, 170), torch.randn(8, 90, 150))
 
 
+def _threads_seen_during_kernels():
+    """Return the ids of the threads that this process had while kernels ran on two threads."""
+    g, x = torch.randn(64, 200, 170), torch.randn(64, 200, 150)
+    kernels = threading.Thread(target=lambda: [native.contraction_grad_sample(g, x) for _ in range(40)])
+    seen = set()
+    kernels.start()
+    while kernels.is_alive():
+        seen.update(os.listdir("/proc/self/task"))
+    return seen
+
+
+@pytest.mark.skipif("OpenMP" not in torch.__config__.parallel_info(), reason="this torch has no OpenMP threads")
+def test_kernels_run_on_torchs_threads():
+    """Threads beside torch's, which spin for a while after each operator, would wait for a processor."""
+    threads = torch.get_num_threads()
+    found = loaded()
+    assert found is not None
+    library = found.library
+    try:
+        torch.set_num_threads(2)
+        # A thread that calls OpenMP has a team of its own: two ids, that of the caller and that of its helper.
+        own = len(_threads_seen_during_kernels() - set(os.listdir("/proc/self/task")))
+        library.dpcore_use_team(None)
+        fresh = len(_threads_seen_during_kernels() - set(os.listdir("/proc/self/task")))
+    finally:
+        library.dpcore_use_team(ctypes.CDLL(None).GOMP_parallel)
+        torch.set_num_threads(threads)
+    assert own <= 2
+    assert fresh > 2  # a thread for every call, of which a busy machine shows some
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
 def test_a_fork_after_the_kernels_ran_can_run_them_again(tmp_path):
-    """They keep no threads of their own, which a fork would lose."""
+    """A forked child has none of torch's threads; its kernels start their own."""
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
