@@ -28,7 +28,7 @@ RUN ?= results/local/$(PRESET)
 FOUND ?= $(shell command -v python3)
 OUT ?= results/local/gpu
 
-.PHONY: help bench-e2e bench-modern bench-layers bench-frontier bench-gpu gpu-folder compare findings prove-alerts prove-exactness images report history dashboard gate test lint test-harness test-dpcore test-gpu-kernels test-gpu-rehearsal test-frameworks test-models test-versions test-containers test-wheel test-wheels conformance mutants compare-wheel comment history-check history-publish ready wheels publish-wheels fuzz-kernels test-slow doctor docs clean
+.PHONY: help bench-e2e bench-modern bench-layers bench-frontier bench-gpu gpu-folder compare findings prove-alerts prove-exactness images report history dashboard gate test environments lint types-dpcore test-harness test-dpcore test-gpu-kernels test-gpu-rehearsal test-frameworks test-models test-versions test-containers test-wheel test-wheels conformance mutants compare-wheel comment history-check history-publish ready wheels publish-wheels fuzz-kernels test-slow doctor docs clean
 
 help:  ## this list
 	@echo "For you:"; awk -F ':.*  ## ' '/^[a-z0-9-]+:.*  ## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,22 +41,22 @@ bench-e2e: $(READY)  ## median seconds per epoch of frameworks x tasks x batch s
 	  if $(BIN)/dpbench image sweep --json >/dev/null; then out=$$out-docker; \
 	  else echo "==> No container engine (see above): measuring in virtual environments instead"; isolation=venv; fi; \
 	fi; \
-	echo "==> dpbench run e2e --preset $(PRESET) --isolation $$isolation: what is missing (data, environments or images) is made"; \
+	echo "==> dpbench run e2e --preset $(PRESET) --isolation $$isolation: missing data, environments or images are made first"; \
 	$(BIN)/dpbench run e2e --preset $(PRESET) --isolation $$isolation --out $$out $(ARGS)
 
 bench-modern: $(READY)  ## the modern tasks (transformers, a wide ResNet) with the core frameworks: throughput, cost of privacy
-	@echo "==> dpbench run e2e --preset modern: what is missing (data, environments) is made"
+	@echo "==> dpbench run e2e --preset modern: missing data and environments are made first"
 	$(BIN)/dpbench run e2e --preset modern $(ARGS)
 
 images: $(READY)  ## a container image for every framework, built from its lock with the network off
 	$(BIN)/dpbench image build $(ARGS)
 
 bench-layers: $(READY)  ## time and memory of single layers: plain, the library's own module, with DP
-	@echo "==> dpbench run layers --preset $(PRESET): environments and references are made where they are missing"
+	@echo "==> dpbench run layers --preset $(PRESET): missing environments and references are made first"
 	$(BIN)/dpbench run layers --preset $(PRESET) $(ARGS)
 
 bench-frontier: $(READY)  ## the largest physical batch in a memory budget, and the throughput there
-	@echo "==> dpbench run frontier: data and environments are made where they are missing"
+	@echo "==> dpbench run frontier: missing data and environments are made first"
 	$(BIN)/dpbench run frontier $(ARGS)
 
 bench-gpu:  ## under 9 minutes, offline, in the Python that is there (FOUND): gates, steps and layers into OUT
@@ -66,7 +66,7 @@ gpu-folder: $(READY)  ## the folder to carry to a machine with a GPU and no netw
 	$(BIN)/python .ci/gpu_folder.py $(ARGS)
 
 compare: $(READY)  ## two states of the code against each other: BASE and HEAD; exit code 1 on a proven regression
-	@echo "==> dpbench compare --base $(BASE) --head $(HEAD): environments and references are made where they are missing"
+	@echo "==> dpbench compare --base $(BASE) --head $(HEAD): missing environments and references are made first"
 	$(BIN)/dpbench compare --base $(BASE) --head $(HEAD) $(ARGS)
 
 prove-alerts: $(READY)  ## planted slowdowns, memory and clip faults, and A/A: how many are caught, in how many minutes
@@ -78,7 +78,7 @@ prove-exactness: $(TORCH_READY)  ## dpcore's fast paths in float32 beside float6
 report: $(READY)  ## tables and figures from the records of the last run with this preset
 	$(BIN)/dpbench report results/local/$(PRESET) $(ARGS)
 
-findings: $(READY)  ## the tables of README and results/findings, anew from the committed records
+findings: $(READY)  ## rewrites the tables of README and results/findings from the committed records
 	$(BIN)/dpbench findings $(ARGS)
 
 history: $(READY)  ## adds a run (RUN=folder) to results/history: a file that is never rewritten
@@ -96,9 +96,18 @@ gate: $(READY)  ## the admission gate alone
 doctor: $(READY)  ## checks of the instrument itself
 	$(BIN)/dpbench doctor
 
-# The containers come before the last, whose closing line counts executed tests on every machine: without a container
-# engine all tests of containers are skipped.
-test: lint test-containers test-harness test-dpcore test-gpu-kernels test-frameworks  ## everything that CI runs
+# First, side by side, what is one process each: containers wait more than they work. Then the parts that use two
+# processes themselves. The closing line of the last one counts executed tests on every machine: without a container
+# engine, all of the containers' are skipped.
+test: $(READY)  ## everything that CI runs
+	@$(MAKE) --no-print-directory --jobs=3 --output-sync=target test-containers lint environments types-dpcore test-gpu-kernels
+	@$(MAKE) --no-print-directory test-harness
+	@$(MAKE) --no-print-directory test-dpcore
+	@$(MAKE) --no-print-directory test-frameworks
+
+environments: $(READY)  ##ci the environment of every framework
+	@echo "==> environments of the frameworks that are not there yet"
+	$(BIN)/dpbench env make
 
 lint: $(READY)  ## ruff, mypy and the contracts of imports
 	@echo "==> ruff, mypy and the contracts of imports"
@@ -112,10 +121,13 @@ test-harness: $(READY)  ##ci tests of the harness
 	@echo "==> tests of the harness"
 	$(BIN)/pytest -q tests/harness -m "not slow and not network and not frameworks and not containers" -n 2 --dist worksteal
 
-test-dpcore: $(TORCH_READY)  ##ci types and tests of dpcore
-	@echo "==> types and tests of dpcore, in an environment with torch"
+types-dpcore: $(TORCH_READY)  ##ci types of dpcore
+	@echo "==> types of dpcore, in an environment with torch"
 	$(TORCH)/bin/mypy --config-file dpcore/pyproject.toml -p dpcore
-	OMP_NUM_THREADS=1 $(TORCH)/bin/pytest -q tests/dpcore -m "not slow" -p no:cacheprovider -n 2
+
+test-dpcore: $(TORCH_READY)  ##ci tests of dpcore
+	@echo "==> tests of dpcore, in an environment with torch"
+	OMP_NUM_THREADS=1 $(TORCH)/bin/pytest -q tests/dpcore -m "not slow" -p no:cacheprovider -n 2 --dist loadgroup
 
 test-gpu-kernels: $(TRITON_READY)  ##ci dpcore's kernels for GPUs, by Triton's interpreter on the CPU
 	@echo "==> dpcore's kernels for GPUs by Triton's interpreter, and compiled ahead of time for two of them"
@@ -125,11 +137,11 @@ test-gpu-kernels: $(TRITON_READY)  ##ci dpcore's kernels for GPUs, by Triton's i
 test-gpu-rehearsal: $(READY) $(REHEARSAL_READY)  ##ci the folder's run on the processors, with the very versions of the machine with a GPU (5 GB)
 	$(BIN)/pytest -q -s tests/harness/run/test_gpu_rehearsal.py -p no:cacheprovider
 
-test-frameworks: $(READY)  ##ci every framework's default: gate, conformance, a short run
+test-frameworks: environments  ##ci every framework's default: gate, conformance, a short run
 	@echo "==> every framework's default in its own environment: the gate, the conformance suite; a short run end to end"
 	$(BIN)/pytest -q tests/harness tests/frameworks -m "frameworks and not slow" -n 2 --dist loadgroup
 
-conformance: $(READY)  ## every framework's default against the contract, the gate included
+conformance: environments  ## every framework's default against the contract, the gate included
 	$(BIN)/pytest -q tests/frameworks -m "frameworks and (not slow or conformance)" $(ARGS)
 
 test-models: $(MODELS_READY)  ## dpcore on models and trainers of transformers, PEFT, timm, accelerate, TRL: docs/models.md
@@ -174,7 +186,7 @@ publish-wheels:  ##ci attests and publishes dist/: a release's job, which has an
 	.venvs/publish/bin/python -m pypi_attestations sign dist/*.whl dist/*.tar.gz
 	.venvs/publish/bin/python -m twine upload --attestations dist/*.whl dist/*.tar.gz dist/*.attestation
 
-fuzz-kernels: $(TORCH_READY)  ## dpcore's kernels against their pure twins under AddressSanitizer and UBSan
+fuzz-kernels: $(TORCH_READY)  ## dpcore's kernels against the pure rules under AddressSanitizer and UBSan
 	OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so.6)" \
 	  CXX="g++ -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer" \
 	  $(TORCH)/bin/pytest -q tests/dpcore/test_kernel_fuzz.py tests/dpcore/test_native.py --hypothesis-profile=explore \
@@ -186,7 +198,7 @@ test-wheel: $(READY)  ##ci the wheel of dpbench, installed outside of the checko
 test-slow: $(READY) $(TORCH_READY)  ##ci every variant on every task, and the long proofs
 	$(BIN)/pytest -q tests/harness tests/frameworks -m "slow or network" -o faulthandler_timeout=7200
 	$(TORCH)/bin/pytest -q tests/dpcore -m slow -p no:cacheprovider
-	OMP_NUM_THREADS=1 $(TORCH)/bin/pytest -q tests/dpcore -m "not slow" -p no:cacheprovider -n 2 --hypothesis-profile=explore
+	OMP_NUM_THREADS=1 $(TORCH)/bin/pytest -q tests/dpcore -m "not slow" -p no:cacheprovider -n 2 --dist loadgroup --hypothesis-profile=explore
 
 $(READY): requirements.txt pyproject.toml
 	@echo "==> Setting up the harness: a virtual environment in $(VENV) with the pins of requirements.txt"

@@ -25,14 +25,11 @@ TRAINERS = {"transformers": "DPTrainer", "lightning": "DPLightningDataModule", "
 
 
 def trainer_hint() -> str:
-    """Return the recipe for the training library in use, where there is one."""
-    name = next((name for name in TRAINERS if name in sys.modules), None)
-    if name is None:
+    """Return the recipes for the training libraries that are imported, of which any may run the loop."""
+    recipes = [f"with {name} use dpcore.{name}.{recipe}" for name, recipe in TRAINERS.items() if name in sys.modules]
+    if not recipes:
         return ""
-    return (
-        f" If {name} runs the loop: it puts loaders of its own in the place of the private one; use "
-        f"dpcore.{name}.{TRAINERS[name]}."
-    )
+    return f" If a training library runs the loop, it uses a module or a loader of its own: {', '.join(recipes)}."
 
 
 class UnsupportedError(NotImplementedError, ValueError):

@@ -5,6 +5,9 @@ integers collides after some 65,000 steps. Here the generator's whole state (19,
 CPU, the 64-bit key of Philox on CUDA) is derived by SHAKE-256 from the triple, so that two different triples share
 noise with negligible probability and the same triple always gives the same noise. The compiled kernel draws from the
 same state the same normals as torch, to a few units of rounding.
+
+The kernel for CUDA (``DPCORE_TRITON=1``) has streams of its own, :mod:`dpcore.gpu.normals`, whose names are 128 bits of
+SHAKE-256 of the triple: torch's stream on CUDA depends on how many processors the device has.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpcore import native
+from dpcore import gpu, native
+from dpcore.gpu.normals import NAME_BYTES
 
 _TWISTER_WORDS = 624
 _FEWEST = 16
@@ -50,8 +54,16 @@ class GaussianNoise:
             generator.manual_seed(int.from_bytes(self._digest(step, 8), "little"))
         return generator
 
-    def _digest(self, step: int, length: int) -> bytes:
-        return hashlib.shake_256(f"dpcore noise {self.seed} {int(step)} {self.rank}".encode()).digest(length)
+    def _digest(self, step: int, length: int, of: str = "noise") -> bytes:
+        return hashlib.shake_256(f"dpcore {of} {self.seed} {int(step)} {self.rank}".encode()).digest(length)
+
+    def _name(self, step: int) -> bytes:
+        """Return the name of the step's stream of the kernel for CUDA.
+
+        Of another hash than torch's key: a shorter digest of the same is the beginning of a longer one, and both
+        generators are Philox.
+        """
+        return self._digest(step, NAME_BYTES, "counter noise")
 
     def add_(self, target: Tensor, std: float, step: int) -> Tensor:
         """Add std * N(0, I) of this step to ``target``, in place, any shape; return it. ``std`` 0 leaves it alone."""
@@ -59,6 +71,9 @@ class GaussianNoise:
             return target
         if target.is_contiguous() and self._native_serves(target):
             native.add_normals(target, std, self._digest(step, 4 * _TWISTER_WORDS))
+            return target
+        if self._gpu_serves(target):
+            gpu.draw_normals(target, std, self._name(step), add=True)
             return target
         noise = torch.empty_like(target).normal_(generator=self.generator(step, target.device))
         return target.add_(noise, alpha=std)
@@ -72,6 +87,9 @@ class GaussianNoise:
         """Set ``target`` to std * N(0, I) of this step, in place: what :meth:`add_` makes of zeros, in fewer passes."""
         if std == 0.0 or self._native_serves(target) or not self.may_come_first:
             return self.add_(target.zero_(), std, step)
+        if self._gpu_serves(target):
+            gpu.draw_normals(target, std, self._name(step), add=False)
+            return target
         return target.normal_(0.0, std, generator=self.generator(step, target.device))
 
     def _native_serves(self, target: Tensor) -> bool:
@@ -79,8 +97,15 @@ class GaussianNoise:
 
         It may not for a subclass with generators of its own: it would draw from the seed, which may be no secret there.
         """
-        own = type(self).generator is not GaussianNoise.generator
-        return not own and target.numel() >= _FEWEST and native.serves(target)
+        return self._is_own and target.numel() >= _FEWEST and native.serves(target)
+
+    def _gpu_serves(self, target: Tensor) -> bool:
+        """Return whether the kernel for CUDA may draw; not for such a subclass either."""
+        return self._is_own and gpu.serves_noise(target)
+
+    @property
+    def _is_own(self) -> bool:
+        return type(self).generator is GaussianNoise.generator
 
     def state_dict(self) -> dict[str, str]:
         """Seed (up to 128 bits, as a decimal string) and rank: with the step number this is the whole state."""

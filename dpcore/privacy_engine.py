@@ -822,9 +822,9 @@ def _check_unprepared(*given: Any) -> None:
     for value in given:
         if type(value).__module__.startswith("accelerate."):
             raise UnsupportedError(
-                f"The {type(value).__name__} was made by accelerate's prepare(), which must come behind make_private. "
-                "Call dpcore.accelerate.prepare(accelerator, engine, module=..., optimizer=..., data_loader=..., ...) "
-                "in the place of both."
+                f"The {type(value).__name__} was made by accelerate's prepare(), and make_private cannot wrap it. Call "
+                "dpcore.accelerate.prepare(accelerator, engine, module=..., optimizer=..., data_loader=..., ...) "
+                "instead of both."
             )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.optimizer import PLAIN, SGD, Optimizer
-from harness.tasks import Task
+from harness.tasks import FLOAT32, Task
 
 Array = np.ndarray
 
@@ -40,7 +40,8 @@ class Setting:
         seed: of the noise.
         device: ``cpu`` or ``cuda``.
         threads: processor threads that the framework may use.
-        precision: of the arithmetic.
+        precision: of the products of the forward and the backward pass, ``float32`` or ``bfloat16``. Weights, losses,
+            norms, clipped sums, noise and the optimizer are float32 whatever it is.
         padded_sizes: the lengths of index lists that a variant with ``static_shapes`` may get, in examples.
         optimizer: what turns the gradient of a step into an update, with its constants.
     """
@@ -55,7 +56,7 @@ class Setting:
     seed: int
     device: str = "cpu"
     threads: int = 1
-    precision: str = "float32"
+    precision: str = FLOAT32
     padded_sizes: tuple[int, ...] = ()
     optimizer: Optimizer = PLAIN
 
@@ -86,9 +87,11 @@ class Adapter(ABC):
 
     Attributes:
         optimizers: names of the optimizers that it trains by; the harness asks for no other one.
+        precisions: those of ``setting.precision`` in which it trains; likewise.
     """
 
     optimizers: tuple[str, ...] = (SGD.name,)
+    precisions: tuple[str, ...] = (FLOAT32,)
 
     @abstractmethod
     def build(self, task: Task, setting: Setting, initial: Mapping[str, Array]) -> None:
@@ -178,15 +181,18 @@ class Adapter(ABC):
 
 
 def require(adapter: Adapter, setting: Setting) -> None:
-    """Raise :class:`Unsupported` where the adapter does not train by the optimizer of ``setting``.
+    """Raise :class:`Unsupported` where the adapter does not train by the optimizer of ``setting``, or in its precision.
 
     Args:
         adapter: the contestant.
         setting: what will be asked of it.
 
     Raises:
-        Unsupported: it would train by another one.
+        Unsupported: it would train by another one, or in another one.
     """
     if setting.optimizer.name not in adapter.optimizers:
         known = " and ".join(name.upper() for name in adapter.optimizers)
         raise Unsupported(f"its adapter trains by {known} only; the task's optimizer is {setting.optimizer.name}.")
+    if setting.precision not in adapter.precisions:
+        known = " and ".join(adapter.precisions)
+        raise Unsupported(f"its adapter trains in {known} only; the task's precision is {setting.precision}.")

@@ -41,6 +41,9 @@ from harness.optimizer import PLAIN, AdamW, Optimizer
 FLOAT_BYTES = 4
 NORMS = GroupNorm | LayerNorm | RMSNorm
 TOKEN_LOSS = "token_cross_entropy"
+FLOAT32, BFLOAT16 = "float32", "bfloat16"
+PRECISION_BYTES = {FLOAT32: 4, BFLOAT16: 2}
+"""Of a value that a product puts out, by the precision of the products."""
 NOT_OWN = -1
 """Label of a position that is none of an example's own tokens: padding, or a prompt."""
 
@@ -54,7 +57,9 @@ class Task:
 
     ``trained``: patterns (as of file names) of the parameters that training changes; the others are frozen.
     ``initial_deviation``: of the normal starting weights of all matrices (transformers: 0.02), with zeros for biases
-    and for lora_b; None: uniform by fan-in. Norms start with ones and zeros."""
+    and for lora_b; None: uniform by fan-in. Norms start with ones and zeros.
+    ``precision``: of what goes into the products of the forward and the backward pass, and comes out of them. Weights,
+    losses, norms, clipped sums, noise and the optimizer are float32 whatever it is."""
 
     name: str
     title: str
@@ -71,6 +76,7 @@ class Task:
     optimizer: Optimizer = PLAIN
     trained: tuple[str, ...] = ("*",)
     initial_deviation: float | None = None
+    precision: str = FLOAT32
 
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:
@@ -122,12 +128,13 @@ class Task:
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of the float32 outputs of all layers for one example: what must move through memory at least once
-        forward and once backward."""
-        return FLOAT_BYTES * self._walk()[1]
+        """Bytes of the outputs of all layers for one example, in the task's precision: what must move through memory at
+        least once forward and once backward."""
+        return PRECISION_BYTES[self.precision] * self._walk()[1]
 
     @property
     def weight_bytes(self) -> int:
+        """Bytes of all weights, which are float32 in every precision."""
         return FLOAT_BYTES * self.parameter_count
 
     def _walk(self) -> tuple[list[Product], int]:
@@ -450,6 +457,16 @@ TASKS: dict[str, Task] = {
     )
 }
 
+
+def in_bfloat16(task: Task) -> Task:
+    """Return the same task with its products in bfloat16, under its name with ``-bf16``."""
+    return replace(task, name=f"{task.name}-bf16", title=f"{task.title}, in bfloat16", precision=BFLOAT16)
+
+
+_LOWERED = {task.name: task for task in map(in_bfloat16, (TASKS["gpt2-lm"], TASKS["llama-lora"]))}
+BF16_TASKS = tuple(_LOWERED)
+TASKS |= _LOWERED
+
 SMALL_VOCABULARY, SMALL_TOKENS = 61, 12
 
 
@@ -500,6 +517,7 @@ GATE_TASKS: dict[str, Task] = {
         ),
     )
 }
+GATE_TASKS |= {task.name: task for task in map(in_bfloat16, (GATE_TASKS["small-gpt2"], GATE_TASKS["small-llama"]))}
 """The structure of the modern tasks in a thousandth of their arithmetic: what CI judges, never measured."""
 
 

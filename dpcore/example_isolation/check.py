@@ -396,7 +396,7 @@ class _Trial:
                     look(tape, outputs)
                 return
             except SeenOtherwise:
-                continue  # which does without one more lookup that was put off
+                continue  # which does without one more deferred lookup
 
     def _batch_dims(self, shape: torch.Size) -> list[int]:
         return [d for d in (0, 1) if shape[d : d + 1] == (self.batch_size,)]

@@ -1,8 +1,9 @@
-"""Kernels for CUDA in Triton: norms and clipped sums of linear maps over time and of lookups, tile by tile.
+"""Kernels for CUDA in Triton: norms and clipped sums, tile by tile, and noise.
 
-No per-sample gradient is written to memory. Off unless ``DPCORE_TRITON=1``: their values are proven by Triton's
-interpreter on a CPU, their speed on a GPU has not been measured. Half-precision operands stay as they are: a product of
-two bfloat16 numbers is exact in float32, in which it is added up, and in which the clip factor is applied.
+They take linear maps over time, convolutions and lookups, and write no per-sample gradient and no buffer of noise to
+memory. Off unless ``DPCORE_TRITON=1``: their values are proven by Triton's interpreter on a CPU, their speed on a GPU
+has not been measured. Half-precision operands stay as they are: a product of two bfloat16 numbers is exact in float32,
+in which it is added up, and in which the clip factor is applied.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ import os
 import torch
 from torch import Tensor
 
+from dpcore.gpu.windows import Windows
 from dpcore.numerics.rounding import SquaredNorm
 
+FEWEST_ROWS = 16
+"""Of a convolution's groups: with fewer output channels a tile is nearly empty."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -32,25 +36,41 @@ def available() -> bool:
 
 def serves(g: Tensor, x: Tensor) -> bool:
     """Return whether the kernels take these output gradients [B, T, d] and inputs [B, T, p] of one type."""
-    return x.dim() == 3 and g.dtype == x.dtype and _serves(g, x)
+    return x.dim() == g.dim() == 3 and g.dtype == x.dtype and _serves(g, x)
 
 
 def serves_lookup(g: Tensor, ids: Tensor) -> bool:
     """Return whether the kernels take these output gradients [B, T, d] of a lookup of ids [B, T]."""
-    return ids.dim() == 2 and _serves(g, ids)
+    return ids.dim() == 2 and g.dim() == 3 and _serves(g, ids)
 
 
-def _serves(g: Tensor, other: Tensor) -> bool:
-    """Return whether both lie on one CUDA device (or the interpreter runs), with values of their own, untraced."""
+def serves_convolution(g: Tensor, x: Tensor, windows: Windows) -> bool:
+    """Return whether the kernels take output gradients [B, d, *out] and inputs [B, c, *size], of one type."""
+    return (
+        g.dim() == x.dim() == 2 + len(windows.kernel) <= 5
+        and g.dtype == x.dtype
+        and (windows.groups == 1 or g.shape[1] // windows.groups >= FEWEST_ROWS)
+        and _serves(g, x)
+    )
+
+
+def serves_noise(target: Tensor) -> bool:
+    """Return whether the kernel of noise takes this tensor."""
+    return target.dtype == torch.float32 and target.is_contiguous() and _serves(target)
+
+
+def _serves(first: Tensor, *others: Tensor) -> bool:
+    """Return whether all are on the current CUDA device (or the interpreter runs) and hold values of their own."""
     return (
         available()
         and not torch.compiler.is_compiling()
         and not torch._C._functorch.maybe_current_level()
-        and g.dim() == 3
-        and g.dtype in _DTYPES
-        and g.device == other.device
-        and (g.is_cuda or interpreted())
-        and all(type(t) is Tensor and not t.is_neg() and not t._is_zerotensor() for t in (g, other))
+        and first.dtype in _DTYPES
+        and (interpreted() or (first.is_cuda and first.device.index == torch.cuda.current_device()))
+        and all(
+            type(t) is Tensor and t.device == first.device and not t.is_neg() and not t._is_zerotensor()
+            for t in (first, *others)
+        )
     )
 
 
@@ -92,3 +112,29 @@ def lookup_clipped_sum(
     from dpcore.gpu import lookup
 
     lookup.add_clipped_sum(ids, g, padding_idx, factors, out, limits)
+
+
+def convolution_norm_sq(g: Tensor, x: Tensor, windows: Windows) -> tuple[SquaredNorm, Tensor]:
+    """Return |dW_i|² [B] for output gradients g [B, d, *out] and inputs x [B, c, *size], and limits for the sum."""
+    from dpcore.gpu import convolution
+
+    return convolution.norm_sq(g, x, windows)
+
+
+def convolution_clipped_sum(
+    g: Tensor, x: Tensor, windows: Windows, factors: Tensor, out: Tensor, limits: Tensor | None = None
+) -> None:
+    """Out [d, c / groups, *kernel] += Σ_i factors_i dW_i; no example contributes more than ``limits`` allow."""
+    from dpcore.gpu import convolution
+
+    convolution.add_clipped_sum(g, x, windows, factors, out, limits)
+
+
+def draw_normals(target: Tensor, std: float, name: bytes, add: bool) -> None:
+    """Write std * N(0, I) of the stream ``name`` (16 bytes) to ``target``, or ``add`` it; one pass, no buffer.
+
+    PrivacyError where the kernel does not compute that stream on this device.
+    """
+    from dpcore.gpu import noise
+
+    noise.draw(target, std, name, add)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dpcore.gpu import interpreted
-from dpcore.gpu.sizes import Sizes, chosen
+from dpcore.gpu.tuned import Sizes, chosen
 from dpcore.numerics.rounding import TRUSTED_SQUARE, SquaredNorm, gamma
 
 PROGRAMS = 512
@@ -86,12 +86,13 @@ def _gradient(  # type: ignore[no-untyped-def]
 def share_within(square, limit):  # type: ignore[no-untyped-def]
     """Return the factor, 1 at most, that takes a tile whose sum of squares is ``square`` down to ``limit``.
 
-    Neither an infinite tile nor one that is no number comes through. The constant is above what the root and its
+    Neither an infinite tile nor one that is no number comes through, nor any finite one whose limit is no number: a
+    factor of 0 must stay one. The constant is above what the root and its
     conversion round up.
     """
     is_finite = square < float("inf")
     less = tl.sqrt(limit / tl.where(is_finite & (square > 0.0), square, 1.0)) * 0.999999
-    return tl.where(square <= limit, 1.0, tl.where(is_finite, less, 0.0)).to(tl.float32)
+    return tl.where(square <= limit, 1.0, tl.where(is_finite & (limit >= 0.0), less, 0.0)).to(tl.float32)
 
 
 @triton.jit
@@ -368,9 +369,7 @@ def add_clipped_sum(
         raise ValueError(f"The limits {tuple(limits.shape)} are of other tiles than {examples} x {tiles}.")
     if not examples or not steps or not out.numel():
         return
-    groups = min(examples, max(1, PROGRAMS // (tiles[0] * tiles[1])))
-    group = triton.cdiv(examples, groups)
-    groups = triton.cdiv(examples, group)
+    groups, group = example_groups(examples, tiles[0] * tiles[1])
     adds = groups == 1 and out.dtype == torch.float32
     sums = out.unsqueeze(0) if adds else torch.empty((groups, d, p), dtype=torch.float32, device=g.device)
     factors = factors.to(torch.float32).contiguous()
@@ -394,6 +393,12 @@ def add_clipped_sum(
     )
     if not adds:
         out += sums.sum(0)
+
+
+def example_groups(examples: int, tiles: int) -> tuple[int, int]:
+    """Return into how many groups the examples of a sum of so many tiles are split, and how many each has at most."""
+    together = triton.cdiv(examples, min(examples, max(1, PROGRAMS // tiles)))
+    return triton.cdiv(examples, together), together
 
 
 def _constants(sizes: Sizes) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dpcore.gpu import interpreted
 from dpcore.gpu.contraction import share_within
-from dpcore.gpu.sizes import Sizes, chosen
+from dpcore.gpu.tuned import Sizes, chosen
 from dpcore.numerics.rounding import SquaredNorm, gamma
 
 

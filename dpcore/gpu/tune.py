@@ -1,12 +1,14 @@
-"""Measures the kernels with several sizes of tiles and writes the fastest as data: ``python -m dpcore.gpu.tune``.
+"""Measures on the GPU at hand what dpcore would otherwise assume, and writes it as data: ``python -m dpcore.gpu.tune``.
 
-Needs a CUDA device and Triton. With ``TRITON_INTERPRET=1`` it only tries itself on a CPU: its file says ``simulated``,
-and the kernels refuse it.
+The planner's costs come first, then the kernels with several sizes of tiles, the fastest of which are kept. Needs a
+CUDA device and Triton. With ``TRITON_INTERPRET=1`` it only tries itself on a CPU: its file says ``simulated``, and is
+refused.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -14,21 +16,36 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dpcore.gpu import interpreted
-from dpcore.gpu.sizes import KINDS, Sizes
+from dpcore.gpu.tuned import KINDS, Costs, Sizes
+from dpcore.gpu.windows import Windows
+from dpcore.numerics.precision import full_precision
+from dpcore.numerics.rounding import gram, squares
 
-SHAPES = ((16, 128, 768, 768), (8, 1024, 768, 3072), (8, 512, 4096, 4096))
+MAPS = ((16, 128, 768, 768), (8, 1024, 768, 3072), (8, 512, 4096, 4096))
 """(B, T, d, p) of linear maps in GPT-2 and in a Llama of 7 billion parameters."""
-TINY = ((2, 20, 33, 17),)
-DTYPES = (torch.bfloat16, torch.float32)
+CONVOLUTIONS = ((256, 1, 28, 16, 8, 2, 3), (64, 64, 32, 64, 3, 1, 1), (64, 256, 8, 256, 3, 1, 1))
+"""(B, c, size, d, kernel, stride, padding): the first of the MNIST CNN, and two of a residual network on CIFAR-10."""
+KEPT, PRODUCT = (64, 2**20), (16, 512, 768)
+"""Kept gradients [B, n], 256 MiB, and rows [B, T, p] of which the planner's Gram matrices are made."""
+TINY_MAPS, TINY_CONVOLUTIONS, TINY_KEPT, TINY_PRODUCT = (
+    ((2, 20, 33, 17),),
+    ((2, 2, 6, 5, 3, 2, 1),),
+    (2, 256),
+    (2, 8, 8),
+)
+DTYPES = {"float32": torch.float32, "half": torch.bfloat16}
 REPEATS, TINY_REPEATS = 7, 1
+TURNS = 32
+"""Examples in turn in one measurement."""
 
 
 def main() -> int:
@@ -42,11 +59,43 @@ def main() -> int:
         return 2
     found = tune(options.seconds)
     options.out.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"planner: {found['planner']}")
     for kind, table in ((kind, found[kind]) for kind in KINDS):
-        for dtype, sizes in table.items():
-            print(f"{kind}, {dtype}: {sizes}")
+        for width, sizes in table.items():
+            print(f"{kind}, {width}: {sizes}")
     print(f"{len(found['tried'])} tried, {found['left']} not begun; written to {options.out}")
     return 0
+
+
+def tune(seconds: float) -> dict[str, Any]:
+    """Return the file's content: the planner's costs, the fastest sizes by kind and type, and all that was tried."""
+    begun, tried, left = time.monotonic(), list[dict[str, Any]](), 0
+    planner = planner_costs()
+    times: dict[str, dict[Sizes, dict[str, list[float]]]] = {kind: {} for kind in KINDS}
+    for sizes, width, kind in itertools.product(candidates(), DTYPES, KINDS):
+        if time.monotonic() - begun > seconds:
+            left += 1
+            continue
+        row = {"kind": kind, "type": width, **asdict(sizes)}
+        try:
+            measured = [_seconds(case, sizes) for case in _cases(kind, DTYPES[width])]
+            times[kind].setdefault(sizes, {})[width] = measured
+            tried.append({**row, "seconds": measured})
+        except Exception as failure:  # too much shared memory, say: the next sizes are to be tried
+            tried.append({**row, "failed": f"{type(failure).__name__}: {failure}"[:300]})
+    cuda = torch.cuda.is_available()
+    return {
+        "simulated": interpreted(),
+        "device": torch.cuda.get_device_name() if cuda else "the CPU, by Triton's interpreter",
+        "torch": torch.__version__,
+        "planner": asdict(planner),
+        **{kind: {width: asdict(sizes) for width, sizes in fastest(of).items()} for kind, of in times.items()},
+        "tried": tried,
+        "left": left,
+    }
+
+
+# ---- the kernels' sizes
 
 
 def candidates() -> Iterator[Sizes]:
@@ -59,85 +108,161 @@ def candidates() -> Iterator[Sizes]:
             yield sizes
 
 
-_SPACE = ((64, 128, 32), (32, 64), (4, 8), (3, 4, 2))
+_SPACE = ((64, 128, 32, 16), (32, 64), (4, 8), (3, 4, 2))
 
 
-def tune(seconds: float) -> dict[str, Any]:
-    """Return the file's content: the fastest sizes by kind and type, and all that was tried.
+def fastest(times: dict[Sizes, dict[str, list[float]]]) -> dict[str, Sizes]:
+    """Return the fastest sizes for each type, all with the tile that is the fastest for all types together.
 
-    Sizes are compared by the geometric mean over the shapes of their time over the default's.
+    Args:
+        times: Seconds of each case by sizes and type; {} where nothing could be measured with the default.
+
+    Returns:
+        Sizes by type. They are compared by the product over the cases of their time over the default's.
     """
-    begun, tried, left = time.monotonic(), list[dict[str, Any]](), 0
-    times: dict[tuple[str, torch.dtype, Sizes], list[float]] = {}
-    for sizes, dtype, kind in itertools.product(candidates(), DTYPES, KINDS):
-        if time.monotonic() - begun > seconds:
-            left += 1
-            continue
-        row = {"kind": kind, "dtype": _name(dtype), **asdict(sizes)}
-        try:
-            times[kind, dtype, sizes] = measured = [_seconds(kind, shape, dtype, sizes) for shape in _shapes()]
-            tried.append({**row, "seconds": measured})
-        except Exception as failure:  # too much shared memory, say: the next sizes are to be tried
-            tried.append({**row, "failed": f"{type(failure).__name__}: {failure}"[:300]})
-    found: dict[str, Any] = {kind: {} for kind in KINDS}
-    for kind, dtype in itertools.product(KINDS, DTYPES):
-        of = {sizes: taken for (k, t, sizes), taken in times.items() if (k, t) == (kind, dtype)}
-        base = of.get(Sizes())
-        if base:
-            found[kind][_name(dtype)] = asdict(min(of, key=lambda s: math.prod(map(float.__truediv__, of[s], base))))
-    cuda = torch.cuda.is_available()
-    return {
-        "simulated": interpreted(),
-        "device": torch.cuda.get_device_name() if cuda else "the CPU, by Triton's interpreter",
-        "torch": torch.__version__,
-        "shapes": _shapes(),
-        **found,
-        "tried": tried,
-        "left": left,
+    base = times.get(Sizes(), {})
+    ratios = {
+        (sizes, width): math.prod(map(float.__truediv__, taken, base[width]))
+        for sizes, of in times.items()
+        for width, taken in of.items()
+        if width in base
     }
+    best: dict[int, dict[str, Sizes]] = {}
+    for (sizes, width), ratio in ratios.items():
+        of_tile = best.setdefault(sizes.tile, {})
+        if width not in of_tile or ratio < ratios[of_tile[width], width]:
+            of_tile[width] = sizes
+    complete = [of_tile for of_tile in best.values() if of_tile.keys() == base.keys()]
+    return min(complete, key=lambda of: math.prod(ratios[s, width] for width, s in of.items()), default={})
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+@dataclass(frozen=True)
+class _Case:
+    """One kernel with random operands: ``run`` returns the norms [B], which are to be ``true``."""
+
+    run: Callable[[Sizes], Tensor]
+    true: Tensor
 
 
-def _shapes() -> tuple[tuple[int, int, int, int], ...]:
-    return TINY if interpreted() else SHAPES
-
-
-def _seconds(kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype, sizes: Sizes) -> float:
-    """Return the median time of norms, and of the sum where it shares their tiles. Raises where values are wrong."""
+def _map(kind: str, dtype: torch.dtype, shape: tuple[int, ...]) -> _Case:
+    """A linear map over time by tiles, with the sum that shares them, or by Gram matrices."""
     from dpcore.gpu import contraction
 
     examples, steps, d, p = shape
-    generator = torch.Generator().manual_seed(0)
-    device = "cpu" if interpreted() else "cuda"
-    g, x = (torch.randn(examples, steps, n, generator=generator).to(device, dtype) for n in (d, p))
-    factors, out = torch.ones(examples, device=device), torch.zeros(d, p, device=device)
+    g, x = _random(dtype, (examples, steps, d), (examples, steps, p))
+    factors, out = torch.ones(examples, device=_device()), torch.zeros(d, p, device=_device())
 
-    def by_gram() -> Tensor:
+    def by_gram(sizes: Sizes) -> Tensor:
         return contraction.gram_norm_sq(g, x, sizes).value
 
-    def by_tiles() -> Tensor:
+    def by_tiles(sizes: Sizes) -> Tensor:
         norms, limits = contraction.tiled_norm_sq(g, x, sizes)
         contraction.add_clipped_sum(g, x, factors, out, limits, sizes)
         return norms.value
 
-    run: Callable[[], Tensor] = by_gram if kind == "gram" else by_tiles
-    found = run()
-    true = torch.stack([(a.double().t() @ b.double()).square().sum() for a, b in zip(g, x, strict=True)])
-    if not bool(((found - true).abs() <= 2.0**-6 * true).all()):
+    true = torch.stack([_square(a.double().t() @ b.double()) for a, b in zip(g, x, strict=True)])
+    return _Case(by_gram if kind == "gram" else by_tiles, true)
+
+
+def _convolution(dtype: torch.dtype, shape: tuple[int, ...]) -> _Case:
+    """Norms and the clipped sum of a convolution of pictures."""
+    from dpcore.gpu import convolution
+
+    examples, c, size, d, kernel, stride, padding = shape
+    out_size = (size + 2 * padding - kernel) // stride + 1
+    windows = Windows((kernel,) * 2, (stride,) * 2, (padding,) * 2, (1, 1))
+    g, x = _random(dtype, (examples, d, out_size, out_size), (examples, c, size, size))
+    factors, out = torch.ones(examples, device=_device()), torch.zeros(d, c, kernel, kernel, device=_device())
+
+    def run(sizes: Sizes) -> Tensor:
+        norms, limits = convolution.norm_sq(g, x, windows, sizes)
+        convolution.add_clipped_sum(g, x, windows, factors, out, limits, sizes)
+        return norms.value
+
+    unfolded = (F.unfold(one.double()[None], kernel, 1, padding, stride)[0] for one in x)
+    true = torch.stack([_square(of_g.double().flatten(1) @ u.t()) for of_g, u in zip(g, unfolded, strict=True)])
+    return _Case(run, true)
+
+
+@functools.cache
+def _cases(kind: str, dtype: torch.dtype) -> tuple[_Case, ...]:
+    if kind == "windows":
+        return tuple(_convolution(dtype, shape) for shape in (TINY_CONVOLUTIONS if interpreted() else CONVOLUTIONS))
+    return tuple(_map(kind, dtype, shape) for shape in (TINY_MAPS if interpreted() else MAPS))
+
+
+def _seconds(case: _Case, sizes: Sizes) -> float:
+    """Return the median time. Raises ValueError where values are wrong."""
+    found = case.run(sizes)
+    if not bool(((found - case.true).abs() <= 2.0**-6 * case.true).all()):
         raise ValueError(f"wrong norms with {sizes}")
+    return _median(lambda: case.run(sizes))
+
+
+# ---- the planner's costs
+
+
+def planner_costs() -> Costs:
+    """Return what the planner weighs, measured as dpcore does it: without its kernels, in float32.
+
+    A kept number is written once, read for the norm and read for the sum. The operators of an example in turn are a
+    product, its squares, the wait for its factor, and an addition.
+    """
+    examples, numbers = TINY_KEPT if interpreted() else KEPT
+    batch, steps, features = TINY_PRODUCT if interpreted() else PRODUCT
+    kept, total = torch.empty(examples, numbers, device=_device()), torch.zeros(numbers, device=_device())
+    factors = torch.ones(examples, device=_device())
+    (rows,) = _random(torch.float32, (batch, steps, features))
+    g, x = _random(torch.float32, (4, 8), (4, 8))
+    small = torch.zeros(64, device=_device())
+
+    def keep() -> None:
+        kept.fill_(1.0)
+        squares(kept)
+        total.addmv_(kept.t(), factors)
+
+    def take_turns() -> None:
+        for _ in range(TURNS):
+            flat = torch.mm(g.t(), x).reshape(-1)
+            factor = squares(flat.unsqueeze(0)).value.rsqrt().clamp(max=1.0).tolist()
+            small.add_(flat, alpha=factor[0])
+
+    with full_precision():
+        of_number = _median(keep) / kept.numel()
+        of_flop = _median(lambda: gram(rows)) / (2 * batch * steps**2 * features)
+        of_turn = _median(take_turns) / TURNS
+    return Costs(of_number / of_flop, of_turn / of_number)
+
+
+def _median(run: Callable[[], object]) -> float:
+    """Return the median time of ``run`` in seconds, after one that is not taken."""
+    run()
     times = []
     for _ in range(TINY_REPEATS if interpreted() else REPEATS):
-        if device == "cuda":
-            torch.cuda.synchronize()
+        _wait()
         begun = time.perf_counter()
         run()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        _wait()
         times.append(time.perf_counter() - begun)
     return statistics.median(times)
+
+
+def _wait() -> None:
+    if _device() == "cuda":
+        torch.cuda.synchronize()
+
+
+def _device() -> str:
+    return "cpu" if interpreted() else "cuda"
+
+
+def _random(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(_device(), dtype) for shape in shapes]
+
+
+def _square(gradient: Tensor) -> Tensor:
+    return gradient.square().sum()
 
 
 if __name__ == "__main__":

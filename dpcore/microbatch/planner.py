@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import Parameter
 
+from dpcore.gpu import tuned
 from dpcore.tape.uses import Use
 
 # What a micro-batch leaves behind should still be in the last-level cache when its norms and sums are taken. Every
@@ -65,7 +66,8 @@ def choose(uses: Sequence[Use], turns: bool = True) -> list[Choice]:
 def _method(param: Parameter, uses: Sequence[Use], turns: bool) -> str:
     if len(uses) == 1 and uses[0].ghost_is_cheaper(param):
         return "ghost"
-    large = param.numel() >= FEWEST_IN_TURN
+    costs = tuned.costs(param.device)
+    large = param.numel() >= (FEWEST_IN_TURN if costs is None else costs.fewest_in_turn)
     return "turn" if turns and large and all(use.takes_turns(param) for use in uses) else "keep"
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from dpcore.arguments import check_number
 from dpcore.clipping import clip_factors
 from dpcore.distributed import Ranks, fingerprint
-from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.errors import PrivacyError, UnsupportedError, trainer_hint
 from dpcore.grad_sample.backward_pass import owner_of
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.loading.ledger import Ledger
@@ -342,7 +342,7 @@ class DPOptimizer(OptimizerWrapper):
                 "make_private was given, say, or by a penalty on the weights), or p.grad was changed by hand (by "
                 "clip_grad_norm_, say), which the step would undo. Call the module that make_private returned, put "
                 "penalties into the optimizer's weight_decay, leave clipping to step(), wrap that operation in a "
-                "module of its own, or freeze the parameter with requires_grad_(False)."
+                f"module of its own, or freeze the parameter with requires_grad_(False).{trainer_hint()}"
             )
 
     def add_noise(self) -> None:

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from dpcore.numerics.rounding import SquaredNorm, gram, gram_roundings, squares, trusted, unit
-from dpcore.rules.linear import FLOPS_PER_KEPT_FLOAT, gram_norm_sq, wide
+from dpcore.rules.linear import flops_per_kept_float, gram_norm_sq, wide
 from dpcore.tape.tape import Tape
 from dpcore.tape.uses import Saved, Use, handles
 
@@ -70,7 +70,8 @@ class BilinearUse(Use):
             return False
         positions = self.grad.shape[1:-1].numel()
         d, p, q = param.shape
-        return positions == 1 or 2 * positions**2 * (p + q + d) < FLOPS_PER_KEPT_FLOAT * d * p * q
+        price = flops_per_kept_float(param.device)
+        return positions == 1 or 2 * positions**2 * (p + q + d) < price * d * p * q
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> BilinearUse:
         x1, x2 = (saved.get(self.name).detach().index_select(0, index).to(dtype) for saved in (self._x1, self._x2))

@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from dpcore import native
+from dpcore import gpu, native
+from dpcore.gpu.windows import Windows
 from dpcore.numerics.precision import convolutions_are_lowered
 from dpcore.numerics.rounding import SquaredNorm, gram, gram_roundings, squares
-from dpcore.rules.linear import FLOPS_PER_KEPT_FLOAT, gram_norm_sq, wide
+from dpcore.rules.limits import Limits
+from dpcore.rules.linear import flops_per_kept_float, gram_norm_sq, wide
 from dpcore.rules.products import products
 from dpcore.tape.tape import Tape
 from dpcore.tape.uses import Saved, Use, handles
@@ -47,6 +49,7 @@ class ConvolutionUse(Use):
         self.geometry = (stride, padding, dilation, groups)
         self.channels_last = groups == 1 and x.dim() == 4 and channels_last
         self._x = Saved(x)
+        self._limits = Limits()
 
     def _input(self) -> Tensor:
         return wide(self._x.get(self.name).detach())
@@ -57,6 +60,16 @@ class ConvolutionUse(Use):
 
     def _is_bias(self, param: Parameter) -> bool:
         return param.dim() == 1
+
+    def _windows(self) -> Windows:
+        return Windows(tuple(self.weight.shape[2:]), *self.geometry, self.channels_last)
+
+    def _for_gpu(self, param: Parameter) -> tuple[Tensor, Tensor, Windows] | None:
+        """Output gradients and inputs in their own precision, where kernels for GPUs take them."""
+        if self._is_bias(param) or self.grad is None or not gpu.available():
+            return None
+        g, x, windows = self.grad.detach(), self._x.get(self.name).detach(), self._windows()
+        return (g, x, windows) if gpu.serves_convolution(g, x, windows) else None
 
     def _bias_grad_sample(self) -> Tensor:
         return self._gradient().flatten(2).sum(2)
@@ -83,6 +96,11 @@ class ConvolutionUse(Use):
     def norm_sq(self, param: Parameter) -> SquaredNorm:
         if self._is_bias(param):
             return squares(self._bias_grad_sample())
+        if (taken := self._for_gpu(param)) is not None:
+            norms, limits = gpu.convolution_norm_sq(*taken)
+            assert self.grad is not None
+            self._limits.note(self.grad, limits)
+            return norms
         groups = self.geometry[3]
         if groups == 1:
             gram_g = gram(self._gradient().flatten(2).transpose(1, 2))
@@ -152,6 +170,9 @@ class ConvolutionUse(Use):
         if self._is_bias(param):
             out.addmv_(self._bias_grad_sample().t(), factors)
             return
+        if (taken := self._for_gpu(param)) is not None:
+            gpu.convolution_clipped_sum(*taken, factors, out, self._limits.of(self.grad))
+            return
         stride, padding, dilation, groups = self.geometry
         g = self._gradient()
         g = g * factors.view(-1, *[1] * (g.dim() - 1))
@@ -183,16 +204,20 @@ class ConvolutionUse(Use):
     def ghost_is_cheaper(self, param: Parameter) -> bool:
         if self._is_bias(param):
             return False
+        if self._for_gpu(param) is not None:
+            return True
         x, g = self._x.tensor, self._gradient()
         positions, pixels = g.shape[2:].numel(), x.shape[2:].numel()
         sums = sum(self.weight.shape[2:])
-        ghost = (2 * x.shape[1] + FLOPS_PER_KEPT_FLOAT * sums) * pixels**2 + 2 * g.shape[1] * positions**2
-        return ghost < FLOPS_PER_KEPT_FLOAT * self.weight.numel()
+        price = flops_per_kept_float(g.device)
+        ghost = (2 * x.shape[1] + price * sums) * pixels**2 + 2 * g.shape[1] * positions**2
+        return ghost < price * self.weight.numel()
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> ConvolutionUse:
         x = self._x.get(self.name).detach().index_select(0, index).to(dtype)
         use = ConvolutionUse(self.name, x, self.weight.to(dtype), self.params, *self.geometry, self.channels_last)
         use.grad = None if self.grad is None else self.grad.index_select(0, index).to(dtype)
+        use._limits = self._limits.rows(self.grad, index, use.grad)
         return use
 
     def stash_bytes(self) -> int:

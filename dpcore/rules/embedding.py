@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from dpcore import gpu, native
 from dpcore.errors import NoRuleError, UnsupportedError
 from dpcore.numerics.rounding import SquaredNorm, squares, unit
+from dpcore.rules.limits import Limits
 from dpcore.rules.linear import wide
 from dpcore.tape.tape import Tape, batch_first
 from dpcore.tape.uses import Saved, Use, handles
@@ -100,8 +101,7 @@ class EmbeddingUse(Use):
         self._counts: TokenCounts | None = None
         # Sums of the gradients over equal ids, and what they are the sums of.
         self._sums: tuple[Tensor, int, Tensor] | None = None
-        # Limits that kernels for GPUs found along with the norms, and of which output gradients.
-        self._limits: tuple[Tensor, int, Tensor] | None = None
+        self._limits = Limits()
         self.formed = True
         """False where the vectors [B, T, d] never were formed."""
 
@@ -143,11 +143,6 @@ class EmbeddingUse(Use):
         g = g if g.dim() == 3 else g.reshape(*ids.shape, -1)
         return (ids, g) if ids.shape[1] > 1 and g.stride(1) != 0 and gpu.serves_lookup(g, ids) else None
 
-    def _limits_now(self) -> Tensor | None:
-        """Return what was found along with the norms of these very output gradients."""
-        grad, version, limits = self._limits or (None, 0, None)
-        return limits if grad is self.grad and grad is not None and version == grad._version else None
-
     def _slots(self, ids: Tensor) -> Tensor:
         """[B, T] positions such that equal ids of an example share one: any position that holds the id.
 
@@ -187,7 +182,7 @@ class EmbeddingUse(Use):
         if (taken := self._for_gpu()) is not None:
             norms, limits = gpu.lookup_norm_sq(*taken, self.padding_idx)
             assert self.grad is not None
-            self._limits = self.grad, self.grad._version, limits
+            self._limits.note(self.grad, limits)
             return norms
         ids, g = self._positions()
         if ids.shape[1] == 1:
@@ -231,7 +226,7 @@ class EmbeddingUse(Use):
             tokens.add_rows(out, g * factors.unsqueeze(1))
             return
         if (taken := self._for_gpu()) is not None:
-            gpu.lookup_clipped_sum(*taken, self.padding_idx, factors, out, self._limits_now())
+            gpu.lookup_clipped_sum(*taken, self.padding_idx, factors, out, self._limits.of(self.grad))
             return
         ids, g = self._positions()
         factors = factors.view(-1, 1, 1)
@@ -257,8 +252,7 @@ class EmbeddingUse(Use):
             use.grad = self.grad[:, :1].index_select(0, index).to(dtype).expand(-1, *self.grad.shape[1:])
         elif self.grad is not None:
             use.grad = self.grad.index_select(0, index).to(dtype)
-            if (limits := self._limits_now()) is not None:
-                use._limits = use.grad, use.grad._version, limits.index_select(0, index)
+            use._limits = self._limits.rows(self.grad, index, use.grad)
         return use
 
     def stash_bytes(self) -> int:

@@ -14,7 +14,9 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from dpcore import gpu, native
+from dpcore.gpu import tuned
 from dpcore.numerics.rounding import SquaredNorm, gamma, gram, gram_roundings, squares, trusted
+from dpcore.rules.limits import Limits
 from dpcore.rules.products import linear, prefers_onednn, product, products
 from dpcore.tape.tape import IN_ROWS, Tape, batch_first
 from dpcore.tape.uses import Saved, Use, handles, rewrites
@@ -22,6 +24,12 @@ from dpcore.tape.uses import Saved, Use, handles, rewrites
 # A float of memory traffic costs about as much as this many FLOPs on a CPU core (50 GFLOP/s beside 10 GB/s, three
 # passes over the kept gradient: written, squared, summed).
 FLOPS_PER_KEPT_FLOAT = 60
+
+
+def flops_per_kept_float(device: torch.device) -> float:
+    """Return :data:`FLOPS_PER_KEPT_FLOAT`, or what was measured on a GPU."""
+    costs = tuned.costs(device)
+    return FLOPS_PER_KEPT_FLOAT if costs is None else costs.flops_per_kept_float
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -66,8 +74,7 @@ class ContractionUse(Use):
         self._products: tuple[Tensor, int, dict[Parameter, Tensor]] | None = None
         # Squared norms of the output gradients, where weight and bias share them, and what they are the norms of.
         self._squares: tuple[Tensor, int, SquaredNorm] | None = None
-        # Limits that kernels for GPUs found along with norms, for the sums that follow, and of which output gradients.
-        self._limits: dict[Parameter, tuple[Tensor, int, Tensor | None]] = {}
+        self._limits = {param: Limits() for param in inputs}
 
     def _x(self, param: Parameter) -> Tensor:
         """[B, p] or [B, T, p]."""
@@ -97,11 +104,6 @@ class ContractionUse(Use):
         g, x = (self._batch_first(t.detach()) for t in (self.grad, self._inputs[param].get(self.name)))
         return (g, x) if gpu.serves(g, x) else None
 
-    def _limits_of(self, param: Parameter) -> Tensor | None:
-        """Return what was found along with the norms of these very output gradients."""
-        grad, version, limits = self._limits.get(param, (None, 0, None))
-        return limits if grad is self.grad and grad is not None and version == grad._version else None
-
     def _g_squares(self, g: Tensor) -> SquaredNorm:
         """Squared norms of output gradients [B, d]."""
         assert self.grad is not None
@@ -113,7 +115,7 @@ class ContractionUse(Use):
         if (taken := self._for_gpu(param)) is not None:
             found, limits = gpu.contraction_norm_sq(*taken)
             assert self.grad is not None
-            self._limits[param] = self.grad, self.grad._version, limits
+            self._limits[param].note(self.grad, limits)
             return found
         g = self._g()
         if param not in self._inputs:
@@ -163,7 +165,7 @@ class ContractionUse(Use):
 
     def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
         if (taken := self._for_gpu(param)) is not None:
-            gpu.contraction_clipped_sum(*taken, factors, out, self._limits_of(param))
+            gpu.contraction_clipped_sum(*taken, factors, out, self._limits[param].of(self.grad))
             return
         g = self._g()
         if param not in self._inputs:
@@ -191,7 +193,7 @@ class ContractionUse(Use):
             return True
         positions = self.grad.shape[:-1].numel() // self.grad.shape[1 if self.time_major else 0]
         d, p = self.grad.shape[-1], param.shape[1]
-        return 2 * positions**2 * (p + d) < FLOPS_PER_KEPT_FLOAT * p * d
+        return 2 * positions**2 * (p + d) < flops_per_kept_float(self.grad.device) * p * d
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> ContractionUse:
         batch = 1 if self.time_major else 0
@@ -200,9 +202,7 @@ class ContractionUse(Use):
         }
         use = ContractionUse(self.name, inputs, self.params[len(inputs) :], self.time_major)
         use.grad = None if self.grad is None else self.grad.index_select(batch, index).to(dtype)
-        if use.grad is not None:
-            limits = {param: of for param in self._limits if (of := self._limits_of(param)) is not None}
-            use._limits = {p: (use.grad, use.grad._version, of.index_select(0, index)) for p, of in limits.items()}
+        use._limits = {p: limits.rows(self.grad, index, use.grad) for p, limits in self._limits.items()}
         return use
 
     def stash_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """Embeddings whose vectors are averaged or summed over the positions right away: the vectors are never formed.
 
 A batch of 512 texts of 256 tokens is 8 MB of vectors that are written only to be read once. Where the run of the model
-on copies of an example has shown that nothing but a mean or sum over the positions ever sees a lookup, it is put off:
+on copies of an example has shown that nothing but a mean or sum over the positions ever sees a lookup, it is deferred:
 the model gets a placeholder (NaN, one value in memory), and the mean or sum is one pass over the table's rows. Should
 anything else come across the placeholder after all, the vectors are formed and take its place. What cannot be seen
 (a scripted function, ``torch.vmap``, an autograd function's inputs) is found out by the gradient that reaches the
@@ -71,7 +71,7 @@ class Lookups:
 
     @staticmethod
     def may_wait(tape: Recorder, weight: Parameter, ids: Tensor) -> bool:
-        """Return whether a lookup may be put off.
+        """Return whether a lookup may be deferred.
 
         It must be float32 on a CPU, in an engine's own pass, which sees all that is done with it.
         """
@@ -131,7 +131,7 @@ class Lookups:
     def pooled(
         self, tape: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor | None:
-        """The result of ``func``, where that is the only mean or sum over the positions of what is put off."""
+        """The result of ``func``, where that is the only mean or sum over the positions of a deferred lookup."""
         lookup = _over_positions(func, args, kwargs) and self._find(args[0] if args else kwargs["input"])
         if not lookup:
             return None

@@ -17,9 +17,10 @@ import torch
 
 from dpcore import reference
 from frameworks._shared.torch import models as torch_models
+from frameworks._tools import bfloat16
 from harness.network import walk
 from harness.optimizer import AdamW
-from harness.tasks import GATE_TASKS, TASKS, MaxPool2d, ReLU, Task, known_task
+from harness.tasks import FLOAT32, GATE_TASKS, TASKS, MaxPool2d, ReLU, Task, known_task
 from harness.worker.gate import cases as gate_cases
 from harness.worker.gate.cases import Case
 
@@ -28,7 +29,8 @@ PERTURBATION = 1e-6
 
 
 def gate_reference(task: Task) -> dict[str, np.ndarray]:
-    """``norms`` and ``instability`` [pool] of the pool's examples, then the displacement of every case, float64."""
+    """``norms`` and ``instability`` [pool] of the pool's examples, then the displacement of every case, float64; where
+    the task's precision is lower, how far its rounding moves that of the cases that have such a figure, by tensor."""
     x, y = torch_models.place(*gate_cases.pool(task), "cpu")
     models = {
         saturated: torch_models.build_model(task, gate_cases.starting_weights(task, saturated), torch.float64)
@@ -45,7 +47,39 @@ def gate_reference(task: Task) -> dict[str, np.ndarray]:
             name = gate_cases.truth_name(case, private)
             if name in wanted:
                 found |= gate_cases.pack(name, displacement)
-    return found
+    return found if task.precision == FLOAT32 else found | _rounded_away(task, found, wanted, models, x, y)
+
+
+def _rounded_away(
+    task: Task,
+    found: dict[str, np.ndarray],
+    wanted: set[str],
+    models: dict[bool, torch.nn.Module],
+    x: torch.Tensor,
+    y: torch.Tensor,
+) -> dict[str, np.ndarray]:
+    """How far the task's precision moves each trained tensor in every wanted case; and in the last few of the many
+    steps, whose updates may cancel where their rounding does not."""
+    early, whole = gate_cases.late_cases(task, found)
+    result: dict[str, np.ndarray] = {}
+    kept: dict[tuple[str, bool], list[np.ndarray]] = {}
+    for case in gate_cases.stored_cases(task, found, private=True):
+        with bfloat16.arithmetic(task):
+            moved = _displacements(task, models[case.saturated], case, x, y)
+        for private, displacement in moved.items():
+            name = gate_cases.truth_name(case, private)
+            if name in wanted:
+                exact = gate_cases.unpack(name, task, found)
+                apart = [displacement[n] - exact[n] for n in task.trained_parameters]
+                result[gate_cases.rounding_name(case, private)] = np.array([np.linalg.norm(a) for a in apart])
+                if case.name in (early.name, whole.name):
+                    kept[case.name, private] = apart
+    last = gate_cases.last_case(task, found)
+    for private in (True, False):
+        if (early.name, private) in kept and (whole.name, private) in kept:
+            pairs = zip(kept[whole.name, private], kept[early.name, private], strict=True)
+            result[gate_cases.rounding_name(last, private)] = np.array([np.linalg.norm(a - b) for a, b in pairs])
+    return result
 
 
 def _pool_facts(task: Task, model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> dict[str, np.ndarray]:

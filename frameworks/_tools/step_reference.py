@@ -18,9 +18,11 @@ import torch
 
 from dpcore import reference
 from frameworks._shared.torch import models as torch_models
+from frameworks._tools import bfloat16
 from frameworks._tools.reference import PERTURBATION
-from harness.tasks import TASKS, Task
+from harness.tasks import FLOAT32, TASKS, Task
 from harness.worker.gate import noise as gate_noise
+from harness.worker.gate.cases import ROUNDING_FACTOR
 
 TOLERANCE = 1e-3
 INSTABILITY_ROWS = 64
@@ -72,6 +74,12 @@ def compare(
         z = (np.stack(moved) - np.stack(truths)) / deviation
         alone = {"at the halt": halt - 1, "at the end": max(numbers)}
         scores = gate_noise.residual_scores(z, np.stack(truths), np.stack(differences), numbers, alone)
+        rows = _some(x, y, found["0/rows"][:INSTABILITY_ROWS])
+        share = _rounded_away(task, {name: found[f"0/before/{name}"] for name in task.parameters}, *rows, bound)
+        # Eight bits move the updates themselves, and so what is found along them.
+        lengths = np.linalg.norm(np.stack(truths), axis=1)
+        allowance = share * float(lengths.sum()) / math.sqrt(len(lengths)) / deviation
+        scores |= {name: max(0.0, scores[name] - allowance) for name in scores if name.startswith("along")}
         result |= {"noise_scores": scores, "noise_limit": gate_noise.normal_limit(len(scores))}
     return result
 
@@ -99,7 +107,18 @@ def _error(
     )
     instability = moved / (float(np.linalg.norm(near)) or 1.0)
     error = float(np.linalg.norm(exact - truth)) / scale
-    return error, TOLERANCE + factor * instability + rounding / scale
+    lowered = _rounded_away(task, before, x, y, bound)
+    return error, TOLERANCE + factor * instability + rounding / scale + lowered
+
+
+def _rounded_away(task: Task, weights: Arrays, x: np.ndarray, y: np.ndarray, bound: float | None) -> float:
+    """What the task's precision may move a sum by, over its length, as these rows show it; in float32 nothing."""
+    if task.precision == FLOAT32:
+        return 0.0
+    exact = _sum(task, weights, x, y, bound)
+    with bfloat16.arithmetic(task):
+        moved = float(np.linalg.norm(_sum(task, weights, x, y, bound) - exact))
+    return ROUNDING_FACTOR * moved / (float(np.linalg.norm(exact)) or 1.0)
 
 
 def _some(x: np.ndarray, y: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ from dpcore.accountants import PRVAccountant
 from dpcore.errors import UnsupportedError
 from frameworks._shared.torch import models as torch_models
 from frameworks._shared.torch import optimizers
-from frameworks._shared.torch.adapter import TorchAdapter
+from frameworks._shared.torch.adapter import PRECISIONS, TorchAdapter
 from harness.contract import Adapter, Setting, Unsupported
 from harness.tasks import Task
 
@@ -27,6 +27,7 @@ class Dpcore(TorchAdapter):
     """A thin shell: the engine clips, sums, adds noise, divides by B and calls the optimiser."""
 
     optimizers = optimizers.NAMES
+    precisions = PRECISIONS
 
     def __init__(self, kernels: bool, graphs: bool) -> None:
         self.kernels = kernels
@@ -75,7 +76,8 @@ class Dpcore(TorchAdapter):
     def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
         assert self.engine is not None
         x, y = self.batch(indices)
-        self.engine.step(x, y, None if mask is None else torch.from_numpy(mask).to(self.device))
+        with self.autocast():  # the engine takes norms, sums and noise out of it by itself
+            self.engine.step(x, y, None if mask is None else torch.from_numpy(mask).to(self.device))
 
     def epoch(self, seed: int) -> int:
         """``make_private`` and its loader; the first epoch's seed also decides the ones that follow."""

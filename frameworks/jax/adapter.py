@@ -20,7 +20,7 @@ from frameworks._shared.jax.adapter import JaxAdapter, Tree, Update, in_pieces
 from frameworks._shared.jax.models import Form
 from harness import tasks
 from harness.contract import Adapter
-from harness.tasks import Task
+from harness.tasks import BFLOAT16, FLOAT32, Task
 
 MICRO_BATCH = {"cifar10-cnn": 4, "imdb-lstm": 8}
 MICRO_BATCH_ELSEWHERE = 16
@@ -81,6 +81,7 @@ class Jax(JaxAdapter):
     optimizer remembers."""
 
     optimizers = optimizers.NAMES
+    precisions = (FLOAT32, BFLOAT16)
 
     def noise_state(self, key: jax.Array):
         trained = {name: self.params[name] for name in self.task.trained_parameters}

@@ -15,9 +15,12 @@ from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 
 from frameworks._shared.torch import models as torch_models
 from frameworks._shared.torch import optimizers
-from frameworks._shared.torch.adapter import TorchAdapter
+from frameworks._shared.torch.adapter import PRECISIONS, TorchAdapter
 from harness.contract import Adapter, Setting, Unsupported
-from harness.tasks import Task
+from harness.tasks import FLOAT32, Task
+
+MIXED = ("hooks", "ghost", "functorch")
+"""The modes whose mixed precision Opacus 1.6's own tests cover."""
 
 
 def create(variant: str) -> Adapter:
@@ -52,6 +55,7 @@ class Opacus(TorchAdapter):
 
     def __init__(self, mode: str) -> None:
         self.mode = mode
+        self.precisions = PRECISIONS if mode in MIXED else (FLOAT32,)
 
     def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
         if not setting.private:
@@ -89,7 +93,9 @@ class Opacus(TorchAdapter):
             self._single_example(indices)
         else:
             x, y = self.batch(indices)
-            self.loss(self.wrapped(x), y).backward()
+            with self.autocast():  # around the model alone, as in Opacus' own test of mixed precision
+                outputs = self.wrapped(x)
+            self.loss(outputs, y).backward()
         self.optimizer.step()
 
     def _contribute_nothing(self) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from frameworks._shared.torch import models as torch_models
 from frameworks._shared.torch import optimizers
-from frameworks._shared.torch.adapter import COMPILERS, TorchAdapter
+from frameworks._shared.torch.adapter import COMPILERS, PRECISIONS, TorchAdapter
 from harness.contract import Adapter, Setting, Unsupported
 from harness.tasks import Task
 
@@ -27,6 +27,7 @@ class PyTorch(TorchAdapter):
     """``torch.optim``'s update by the sum of the examples' losses over B."""
 
     optimizers = optimizers.NAMES
+    precisions = PRECISIONS
 
     def __init__(self, compiled: bool) -> None:
         self.compiled = compiled
@@ -69,11 +70,12 @@ class PyTorch(TorchAdapter):
         if len(indices) == 0:
             return
         x, y = self.batch(indices)
-        if self.compiled:
-            kept = np.ones(len(indices), bool) if mask is None else mask
-            loss = self.loss(x, y, torch.from_numpy(kept).to(self.device, non_blocking=True))
-        else:
-            loss = self.loss(x, y)
+        with self.autocast():
+            if self.compiled:
+                kept = np.ones(len(indices), bool) if mask is None else mask
+                loss = self.loss(x, y, torch.from_numpy(kept).to(self.device, non_blocking=True))
+            else:
+                loss = self.loss(x, y)
         (loss if self.share == 1.0 else self.share * loss).backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

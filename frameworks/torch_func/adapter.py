@@ -11,7 +11,7 @@ from torch.func import functional_call, grad, vmap
 
 from frameworks._shared.torch import models as torch_models
 from frameworks._shared.torch import optimizers
-from frameworks._shared.torch.adapter import COMPILERS, TorchAdapter
+from frameworks._shared.torch.adapter import COMPILERS, PRECISIONS, TorchAdapter
 from frameworks._shared.torch.update import NoisyUpdate, clipped_sums, piece_size
 from harness.contract import Adapter, Setting, Unsupported
 from harness.tasks import Lstm, Task
@@ -34,6 +34,7 @@ class TorchFunc(TorchAdapter):
 
     memory_format = torch.contiguous_format
     optimizers = optimizers.NAMES
+    precisions = PRECISIONS
 
     def __init__(self, compiled: bool) -> None:
         self.compiled = compiled
@@ -67,7 +68,8 @@ class TorchFunc(TorchAdapter):
         model, losses = self.model, torch_models.loss_fn(self.task)
 
         def loss(trained: dict, frozen: dict, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return losses(functional_call(model, (trained, frozen), (x[None],)), y[None])[0]
+            with self.autocast():
+                return losses(functional_call(model, (trained, frozen), (x[None],)), y[None])[0]
 
         gradients = vmap(grad(loss), in_dims=(None, None, 0, 0))
 

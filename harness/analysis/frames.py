@@ -9,9 +9,10 @@ from __future__ import annotations
 import csv
 import math
 import statistics
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, namedtuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ PAPER = (
 PUBLISHED_LABEL = "published by Yousefpour et al. 2021, NVIDIA A100 40 GB"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # equal to itself only, so that what is computed of it can be kept
 class Tables:
     """Everything a report shows, as frames; ``records[i]`` is row ``i`` of ``raw``.
 
@@ -184,6 +185,7 @@ def tidy(records: Sequence[Record]) -> pd.DataFrame:
                 "protocol": r.cell.protocol,
                 "isolation": r.cell.isolation,
                 "task": r.cell.task,
+                "precision": r.precision,
                 "synthetic": r.data.synthetic if r.data else None,
                 "batch_size": r.cell.batch_size,
                 "contestant": r.cell.contestant,
@@ -211,7 +213,9 @@ def tidy(records: Sequence[Record]) -> pd.DataFrame:
             }
         )
     # Words as plain objects: pandas' own strings take several times as long to compare and to walk through.
-    frame = pd.DataFrame(table, dtype=object).infer_objects()
+    plain = pd.DataFrame(table, dtype=object)
+    frame = plain.infer_objects()
+    frame = frame.assign(**{c: plain[c] for c in frame if isinstance(frame[c].dtype, pd.StringDtype)})
     frame["compile_seconds"] = frame["compile_seconds"].astype(float)
     frame["synthetic"] = _filled(frame)
     _reject_whole_cells(frame)
@@ -288,12 +292,12 @@ def cells(raw: pd.DataFrame) -> pd.DataFrame:
     current = raw[~raw.superseded]
     timed = current[current.purpose == "time"]
     older = raw[raw.superseded & (raw.purpose == "time")].groupby(CELL).size()
-    for place, processes in _grouped(timed, CELL).items():
+    for place, processes in grouped(timed, CELL).items():
         rows.append(_cell(dict(zip(CELL, place, strict=True)), processes, int(older.get(place, 0))))
     sizes = timed.groupby(PLACE).batch_size.unique()
     seen = set(timed.groupby([*PLACE, "contestant"]).groups)
     stopped = current[(current.purpose != "time") & (current.state != "ok")]
-    for place, processes in _grouped(stopped, [*PLACE, "contestant"]).items():
+    for place, processes in grouped(stopped, [*PLACE, "contestant"]).items():
         if place in seen:
             continue
         *where, contestant = place
@@ -307,7 +311,18 @@ Process = Mapping[Any, Any]
 """A row of the tidy frame."""
 
 
-def _grouped(frame: pd.DataFrame, keys: Sequence[str]) -> dict[tuple[Any, ...], list[Process]]:
+def rows_of(frame: pd.DataFrame) -> Iterator[Any]:
+    """Yield the rows as named tuples with their ``Index``, as ``itertuples`` does, without a Series per column."""
+    columns = (frame[name].tolist() for name in frame.columns)
+    return map(_row(("Index", *frame.columns))._make, zip(frame.index.tolist(), *columns, strict=True))
+
+
+@lru_cache(maxsize=64)
+def _row(names: tuple[str, ...]) -> Any:
+    return namedtuple("_row", names, rename=True)
+
+
+def grouped(frame: pd.DataFrame, keys: Sequence[str]) -> dict[tuple[Any, ...], list[Process]]:
     """Rows by key as plain dictionaries: thousands of small frames would take a minute."""
     groups: dict[tuple[Any, ...], list[Process]] = {}
     for row in frame.to_dict("records"):
@@ -554,7 +569,7 @@ def memory(current: pd.DataFrame, records: Sequence[Record]) -> pd.DataFrame:
 def gate(current: pd.DataFrame, records: Sequence[Record]) -> pd.DataFrame:
     """Per section, task, contestant and check: the largest error of all records and its limit; passed if all passed."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for row in current.itertuples():
+    for row in rows_of(current):
         record_gate = records[row.Index].gate
         if record_gate is None:
             continue
@@ -580,7 +595,7 @@ def _worse(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 def privacy(current: pd.DataFrame, records: Sequence[Record]) -> pd.DataFrame:
     """epsilon at delta after the steps of the record: by two accountants of ours and by the library's own."""
     rows = {}
-    for row in current[current.private & (current.purpose == "time")].itertuples():
+    for row in rows_of(current[current.private & (current.purpose == "time")]):
         e = records[row.Index].epsilon
         if e is None:
             continue
@@ -632,7 +647,7 @@ SHOWN_PACKAGES = (
 def versions(current: pd.DataFrame, records: Sequence[Record], order: Sequence[str]) -> pd.DataFrame:
     """What each contestant ran on, by section: Python and the packages that its time can depend on."""
     found: dict[tuple[str, ...], None] = {}
-    for row in current.itertuples():
+    for row in rows_of(current):
         v = records[row.Index].versions
         if v:
             text = ", ".join(f"{name} {v[name]}" for name in ("python", *SHOWN_PACKAGES) if name in v)

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from harness.analysis import naming, stats
-from harness.analysis.frames import PAIRING, SECTION, UNGATED, UNGATED_REASON
+from harness.analysis.frames import PAIRING, SECTION, UNGATED, UNGATED_REASON, Process, grouped
 from harness.layers import LAYERS
 from harness.paths import ROOT
 from harness.store.record import Record
 
 PLACE = [*SECTION, "layer", "batch_size"]
 CELL = [*PLACE, "passes", "contestant"]
+Key = tuple[Any, ...]
 MEGABYTE = 1e6
 BASELINE = "pytorch-eager"
 """Plain torch.nn without DP, which every factor is over."""
@@ -156,39 +158,47 @@ def cells(raw: pd.DataFrame) -> pd.DataFrame:
     """One row per cell: its runtime (median over processes of their medians, mean of their means) and its bytes (median
     over processes). [low, high] is over processes or, where there is one only, over its passes. ``state`` and
     ``reason`` are those of what is missing, runtime first."""
+    # Plain dictionaries here and below: a small frame for every cell would take most of a report's time.
     rows = []
-    for place, group in raw.groupby(CELL, sort=False):
-        timed = group[(group.purpose == "time") & group.median_ms.notna()]
-        counted = group[group.peak.notna()]
-        failed = group[group.state != "ok"].sort_values(["purpose", "when"], ascending=[False, True])
-        first = group.iloc[0]
-        m = stats.median_interval(timed.median_ms.tolist()) if len(timed) else None
+    for place, group in grouped(raw, CELL).items():
+        timed = [p for p in group if p["purpose"] == "time" and not math.isnan(p["median_ms"])]
+        counted = [p for p in group if not math.isnan(p["peak"])]
+        failed = sorted((p for p in group if p["state"] != "ok"), key=lambda p: p["when"])
+        failed.sort(key=lambda p: str(p["purpose"]), reverse=True)
+        first = group[0]
+        m = stats.median_interval([p["median_ms"] for p in timed]) if timed else None
         low, high = (m.low, m.high) if m else (math.nan, math.nan)
         if len(timed) == 1:
-            low, high = float(timed.pass_low_ms.iloc[0]), float(timed.pass_high_ms.iloc[0])
+            low, high = float(timed[0]["pass_low_ms"]), float(timed[0]["pass_high_ms"])
         rows.append(
             {
                 **dict(zip(CELL, place, strict=True)),
                 **{c: first[c] for c in ("paper_row", "kind", "framework", "column", "C", "L")},
                 **{c: first[c] for c in ("input_bytes", "label_bytes", "output_bytes")},
-                "micro_batch": group.micro_batch.median(),
-                "kept_bytes": group.kept_bytes.median(),
-                "state": "ok" if len(timed) or len(counted) else failed.state.iloc[-1],
-                "reason": "" if failed.empty else failed.reason.iloc[-1],
-                "failed": ", ".join(sorted(set(failed.state))),
+                "micro_batch": _middle(group, "micro_batch"),
+                "kept_bytes": _middle(group, "kept_bytes"),
+                "state": "ok" if timed or counted else failed[-1]["state"],
+                "reason": failed[-1]["reason"] if failed else "",
+                "failed": ", ".join(sorted({p["state"] for p in failed})),
                 "median_ms": m.median if m else math.nan,
                 "low_ms": low,
                 "high_ms": high,
-                "mean_ms": timed.mean_ms.mean() if len(timed) else math.nan,
+                "mean_ms": float(np.mean([p["mean_ms"] for p in timed])) if timed else math.nan,
                 "n": len(timed),
-                "passes_timed": int(timed.passes_timed.sum()),
-                "disturbed": int(timed.disturbed.sum()),
-                **{name: counted[name].median() for name in PARTS},
+                "passes_timed": sum(p["passes_timed"] for p in timed),
+                "disturbed": sum(p["disturbed"] for p in timed),
+                **{name: _middle(counted, name) for name in PARTS},
                 "memory_n": len(counted),
-                "cell": first.cell,
+                "cell": first["cell"],
             }
         )
     return pd.DataFrame(rows)
+
+
+def _middle(processes: Sequence[Process], column: str) -> float:
+    """Median of what is known of a column; NaN where nothing is."""
+    known = [p[column] for p in processes if not math.isnan(p[column])]
+    return float(statistics.median(known)) if known else math.nan
 
 
 _RATIO = [f"runtime{end}" for end in ("", "_low", "_high", "_n")]
@@ -203,7 +213,13 @@ def factors(raw: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
     interval, ``memory`` of the peaks; and over the framework's own module, where it has one (``own_runtime``,
     ``own_memory``)."""
     timed = raw[(raw.purpose == "time") & raw.median_ms.notna()]
-    by_cell = {key: group for key, group in timed.groupby(CELL, sort=False)}
+    by_cell: dict[Key, dict[Hashable, float]] = {}
+    for key, group in grouped(timed, CELL).items():
+        blocks = by_cell.setdefault(key, {})
+        for process in group:
+            block = tuple(process[c] for c in PAIRING)
+            blocks.pop(block, None)  # a cell that was measured twice in one block counts with its later value
+            blocks[block] = process["median_ms"]
     peaks = {tuple(row[c] for c in CELL): row["peak"] for row in summary.to_dict("records")}
     own_modules = {
         (*(row[c] for c in PLACE), row["framework"]): str(row["contestant"])
@@ -230,20 +246,16 @@ def factors(raw: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=FACTORS)
 
 
-Key = tuple[Any, ...]
-
-
 def _over(values: dict[Key, float], a: Key, b: Key | None) -> float:
     return math.nan if b is None or not values.get(b) else values[a] / values[b]
 
 
-def _ratio(name: str, by_cell: dict[Key, pd.DataFrame], a: Key, b: Key | None) -> dict[str, float]:
+def _ratio(name: str, by_cell: Mapping[Key, Mapping[Hashable, float]], a: Key, b: Key | None) -> dict[str, float]:
     """Milliseconds of a over those of b, the mean over blocks that hold both, with Student's interval on log-ratios."""
     nothing = {name: math.nan, f"{name}_low": math.nan, f"{name}_high": math.nan, f"{name}_n": 0}
     if b is None or a not in by_cell or b not in by_cell:
         return nothing
-    left, right = (by_cell[key].drop_duplicates(PAIRING, keep="last").set_index(PAIRING).median_ms for key in (b, a))
-    logs = stats.paired_log_ratios(left.to_dict(), right.to_dict())
+    logs = stats.paired_log_ratios(by_cell[b], by_cell[a])
     if not len(logs):
         return nothing
     found = stats.compare(logs)
@@ -259,22 +271,29 @@ def spread(raw: pd.DataFrame, order: Sequence[tuple[str, str]]) -> pd.DataFrame:
     A run's value is the median of its processes' medians, for bytes of their peaks. ``runs_ms``: the values themselves,
     oldest run first."""
     rows = []
-    starts = raw.groupby("run").when.min().sort_values(kind="stable").index
-    for place, group in raw.groupby(CELL, sort=False):
-        times = group[group.median_ms.notna()].groupby("run").median_ms.median()
-        peaks = group[group.peak.notna()].groupby("run").peak.median()
+    starts: dict[str, float] = {}
+    for run, when in zip(raw.run, raw.when, strict=True):
+        starts[run] = min(when, starts.get(run, math.inf))
+    for place, group in grouped(raw, CELL).items():
+        by_run: dict[str, list[Process]] = {run: [] for run in sorted(starts, key=lambda run: (starts[run], run))}
+        for process in group:
+            by_run[process["run"]].append(process)
+        times, peaks = (
+            {run: value for run, mine in by_run.items() if not math.isnan(value := _middle(mine, column))}
+            for column in ("median_ms", "peak")
+        )
         if len(times) > 1 or len(peaks) > 1:
             rows.append(
                 {
                     **dict(zip(CELL, place, strict=True)),
                     "runs": max(len(times), len(peaks)),
-                    "median_ms": times.median() if len(times) else math.nan,
-                    "lowest_ms": times.min() if len(times) else math.nan,
-                    "highest_ms": times.max() if len(times) else math.nan,
-                    "runs_ms": " ".join(f"{times[run]:.6g}" for run in starts if run in times.index),
-                    "runtime_spread": _spread(times),
-                    "memory_spread": _spread(peaks),
-                    "disturbed": int(group[group.median_ms.notna()].disturbed.sum()),
+                    "median_ms": statistics.median(times.values()) if times else math.nan,
+                    "lowest_ms": min(times.values(), default=math.nan),
+                    "highest_ms": max(times.values(), default=math.nan),
+                    "runs_ms": " ".join(f"{value:.6g}" for value in times.values()),
+                    "runtime_spread": _spread(list(times.values())),
+                    "memory_spread": _spread(list(peaks.values())),
+                    "disturbed": sum(p["disturbed"] for p in group if not math.isnan(p["median_ms"])),
                 }
             )
     rank = {name: i for i, name in enumerate(LAYERS)}
@@ -290,8 +309,8 @@ def spread(raw: pd.DataFrame, order: Sequence[tuple[str, str]]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _spread(values: pd.Series) -> float:
-    return float((values.max() - values.min()) / values.median()) if len(values) > 1 else math.nan
+def _spread(values: Sequence[float]) -> float:
+    return (max(values) - min(values)) / statistics.median(values) if len(values) > 1 else math.nan
 
 
 def published(kind: str) -> pd.DataFrame:

@@ -40,7 +40,9 @@ def env_make(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Build environments ahead of a run."""
+    """Build environments ahead of a run, one per processor at once."""
+    from concurrent.futures import ThreadPoolExecutor
+
     from harness.cli import listing
     from harness.environments import git_mirrors as mirrors
     from harness.environments import venv
@@ -50,13 +52,17 @@ def env_make(
         os.environ[mirrors.VARIABLE] = str(git_mirrors)
     mirrors.folder()  # a wrong name is told before anything is built
     say = (lambda text: None) if as_json else print
-    rows: list[dict[str, Any]] = []
-    for framework in {c.framework.name: c.framework for c in registry.select(names or None)}.values():
+
+    def make(framework: registry.Framework) -> dict[str, Any]:
         try:
             made = venv.ensure(framework, say)
-            rows.append({"framework": framework.name, "state": "ready", "where": str(made.folder)})
+            return {"framework": framework.name, "state": "ready", "where": str(made.folder)}
         except venv.EnvironmentFault as fault:
-            rows.append({"framework": framework.name, "state": "unsupported", "where": str(fault)})
+            return {"framework": framework.name, "state": "unsupported", "where": str(fault)}
+
+    frameworks = {c.framework.name: c.framework for c in registry.select(names or None)}
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        rows = list(pool.map(make, frameworks.values()))
     listing.table("Environments", rows, as_json)
 
 

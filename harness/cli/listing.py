@@ -10,7 +10,7 @@ from typing import Any
 from harness.layers import SETS
 from harness.plan import layer_registry, protocol, registry
 from harness.plan.e2e import PRESETS
-from harness.tasks import TASKS
+from harness.tasks import FLOAT32, TASKS
 
 
 def table(title: str, rows: list[dict[str, Any]], as_json: bool) -> None:
@@ -45,6 +45,7 @@ def tasks() -> list[dict[str, Any]]:
         {
             "task": task.name,
             "data": task.dataset,
+            "precision": task.precision,
             "examples": task.train_size,
             "parameters": task.parameter_count,
             "forward_flops_per_example": task.forward_flops,
@@ -148,6 +149,7 @@ def short(parts: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
     yield "Tasks"
     for task in TASKS.values():
         size = f"{task.train_size:>6,} examples, {task.parameter_count:>9,} parameters"
+        size += f", {task.precision}" if task.precision != FLOAT32 else ""
         yield f"  {task.name:<15} {size}"
     yield "\nFrameworks (*: default variant; c: also in core, the set of the short presets)"
     for row in parts["frameworks"]:

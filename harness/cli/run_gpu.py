@@ -37,6 +37,10 @@ def gpu(
     layers: Annotated[
         str | None, typer.Option(help="Comma-separated layers or sets; or none.", metavar="NAMES")
     ] = None,
+    frontier: Annotated[
+        str | None,
+        typer.Option(help="Tasks whose largest physical batch is searched, last of all; or none.", metavar="NAMES"),
+    ] = None,
     batch_sizes: Annotated[
         str | None, typer.Option(help="Comma-separated, most important first; layers take the first.", metavar="SIZES")
     ] = None,
@@ -76,6 +80,7 @@ def gpu(
         frameworks=names_of(frameworks),
         tasks=() if tasks == NONE else names_of(tasks),
         layers=() if layers == NONE else names_of(layers),
+        frontier=() if frontier == NONE else names_of(frontier),
         batch_sizes=integers(batch_sizes, "--batch-sizes"),
         rounds=ROUNDS if rounds is None else rounds,
         device=device,

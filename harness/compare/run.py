@@ -671,7 +671,6 @@ class ComparisonRun:
             delta=protocol.delta,
             device=options.device,
             threads=options.threads,
-            precision=protocol.precision,
             initial_seed=seed,
             batch_seed=seed,
             noise_seed=seed + 1,

@@ -24,19 +24,19 @@ CONTESTANTS = {
     ("opacus", "hooks", True): 2.9,
     ("opacus", "ghost", True): 2.6,
     ("dpcore", "engine", True): 1.3,
-    ("dpcore", "hooks", True): 2.0,
+    ("dpcore", "native", True): 1.1,
     ("jax", "vmap", True): 1.4,
-    ("jax_privacy", "vmap", True): 1.7,
-    ("fastdp", "mixed", True): 1.6,
+    ("jax_privacy", "clipped-grad", True): 1.7,
+    ("fastdp", "flat", True): 1.6,
 }
-LAYERS = {"linear": 8e-4, "conv": 0.4, "embedding": 2e-3, "layernorm": 6e-4, "mha": 0.02, "lstm": 0.09}
+LAYERS = {"linear": 8e-4, "conv": 0.4, "embedding": 2e-3, "layer-norm": 6e-4, "mha": 0.02, "lstm": 0.09}
 LAYER_CONTESTANTS = (
     ("pytorch", "eager", "plain", 1.0),
     ("opacus", "hooks", "per_sample", 3.1),
     ("opacus", "hooks", "clipped", 3.6),
     ("opacus", "ghost", "clipped", 2.2),
     ("dpcore", "engine", "clipped", 1.5),
-    ("dpcore", "engine", "per_sample", 1.8),
+    ("dpcore", "grad-sample", "per_sample", 1.8),
 )
 NOISE = (0.01, 0.015, 0.03, 0.05)
 SIZES = (0.02, 0.05, 0.10, 0.25)

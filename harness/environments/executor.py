@@ -406,7 +406,7 @@ def run_tool(
         done = subprocess.run(
             dying_with_parent([str(python), "-m", module, *arguments]),
             cwd=ROOT,
-            env=worker_environment(os.cpu_count() or 1, environment or {}),
+            env=worker_environment(len(os.sched_getaffinity(0)), environment or {}),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

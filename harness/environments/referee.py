@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from harness.environments import energy
 from harness.environments.processors import tree_processors, tree_seconds
 from harness.tasks import TASKS
 from harness.worker.e2e import (
@@ -90,6 +91,7 @@ class Referee:
         self._own_seconds = 0.0
         self._told_seed: tuple[float, float] | None = None
         self._went: tuple[float, float] | None = None
+        self._energy = energy.Meter(energy.counters(self.request.device))
         self._read_from: tuple[float, float] | None = None
         self._paused_from: tuple[float, float] | None = None
         self._used_before = (0.0, 0.0)
@@ -143,6 +145,7 @@ class Referee:
                 order = order_of(self.request.order_seed, int(event["epoch"]), int(event["done"]))
                 self._read_from = None
                 self._epoch = int(event["epoch"])
+                self._energy.start()
                 self._used_before = self._use()
                 self._went = (time.monotonic(), self._waited())
                 return {"go": True, "order": order}
@@ -199,6 +202,7 @@ class Referee:
             self._timer.cancel()
             self._timer = None
             self._left = (self._left or 0.0) - (now - start)
+        self._energy.stop(now - start)
         self.seconds.append(now - start)
         self.epochs.append(self._epoch)
         self.allowances.append(waited - waited_before)
@@ -241,7 +245,7 @@ class Referee:
         if not faults and self._disagreements(stated, waiting=False):
             result = self._by_this_clock(result)
         timed = {**(result.timed or {}), "referee_seconds": self.seconds}
-        return replace(result, timed=timed, clock_fault="; ".join(faults) or None)
+        return replace(result, timed=timed, energy=self._energy.said(), clock_fault="; ".join(faults) or None)
 
     def _by_this_clock(self, result: Result) -> Result:
         """Return the result with this clock's seconds for every epoch."""

@@ -29,6 +29,7 @@ from harness.worker.sampling import steps_per_epoch
 
 REFERENCE_SOURCES = (
     "dpcore/reference.py",
+    "frameworks/_tools/bfloat16.py",
     "frameworks/_tools/reference.py",
     "frameworks/_shared/torch/models.py",
     "frameworks/_shared/torch/transformer.py",
@@ -166,7 +167,6 @@ def judge(
         delta=DELTA,
         device=device,
         threads=threads,
-        precision="float32",
         initial_seed=0,
         batch_seed=0,
         noise_seed=1,

@@ -448,9 +448,9 @@ def of(runs: Iterable[Run], faults: Sequence[str] = ()) -> History:
     kept: dict[tuple[str, str], Run] = {}
     said = list(faults)
     for run in sorted(runs, key=lambda r: (r.moment, r.id)):
-        twin = kept.setdefault((run.machine_key, run.run), run)
-        if twin is not run:
-            said.append(f"Run {run.run} is there twice ({twin.file_name}, {run.file_name}); the first counts.")
+        first = kept.setdefault((run.machine_key, run.run), run)
+        if first is not run:
+            said.append(f"Run {run.run} is there twice ({first.file_name}, {run.file_name}); the first counts.")
     return History(tuple(kept.values()), tuple(said))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from harness.errors import BadInput
 from harness.plan import e2e as plan
 from harness.plan import layer_registry, registry
 from harness.plan import layers as layer_plan
@@ -14,7 +15,7 @@ from harness.plan.layer_registry import LayerContestant
 from harness.plan.layers import LayerJob, LayerOptions
 from harness.plan.registry import Contestant
 from harness.store.record import UNPINNED
-from harness.tasks import MODERN_TASKS
+from harness.tasks import BF16_TASKS, MODERN_TASKS
 
 FIRST = ("pytorch-eager", "dpcore-engine", "opacus-ghost", "opacus-hooks", "jax-vmap", "jax-non-private")
 """What every comparison needs."""
@@ -29,7 +30,8 @@ LATER = (
 )
 """Peers that compile for long, or were slower on a CPU."""
 
-TASKS = ("mnist-cnn", "imdb-embedding", "cifar10-cnn", "imdb-lstm", *MODERN_TASKS)
+TODAY = (*BF16_TASKS, *MODERN_TASKS)
+TASKS = ("mnist-cnn", "imdb-embedding", "cifar10-cnn", "imdb-lstm", *TODAY)
 BATCH_SIZES = (512, 64, 2048)
 MODERN_BATCH_SIZES = (64, 512)
 """Of the tasks of today, whose examples are larger."""
@@ -55,6 +57,14 @@ FIRST_LAYERS = 3
 FIRST_TASKS = 2
 LAYER_CONTESTANTS = ("pytorch-eager", "dpcore-engine", "opacus-ghost", "opacus-hooks", "jax-non-private", "jax-vmap")
 
+FRONTIER_TASKS = BF16_TASKS[:1]
+"""Of which the largest physical batch is searched, last of all."""
+FRONTIER_FIRST = 512
+FRONTIER_RESOLUTION = 0.25
+FRONTIER_STEP_SECONDS = 5.0
+FRONTIER_BYTES_ON_CPU = 3 * 2**29
+"""Above start-up; on CUDA it is the device's memory."""
+
 LONGEST_SECONDS = 120.0
 """Of one process: one that hangs must not take the whole run with it."""
 
@@ -68,6 +78,7 @@ class Choice:
     frameworks: tuple[str, ...] | None = None
     tasks: tuple[str, ...] | None = None
     layers: tuple[str, ...] | None = None
+    frontier: tuple[str, ...] | None = None
     batch_sizes: tuple[int, ...] | None = None
     rounds: int = ROUNDS
     device: str = "cuda"
@@ -113,7 +124,7 @@ def options(choice: Choice, synthetic: bool) -> Options:
         repeats=0,
     )
     if choice.batch_sizes is None:
-        smaller = {task: MODERN_BATCH_SIZES for task in made.tasks if task in MODERN_TASKS}
+        smaller = {task: MODERN_BATCH_SIZES for task in made.tasks if task in TODAY}
         made = replace(made, batch_sizes={**made.batch_sizes, **smaller})
     return replace(made, isolation=UNPINNED)
 
@@ -137,6 +148,25 @@ def layer_options(choice: Choice) -> LayerOptions:
     return replace(made, isolation=UNPINNED)
 
 
+def frontier_tasks(choice: Choice) -> tuple[str, ...]:
+    """Return the tasks whose memory frontier is searched: those that the user names, or those of FRONTIER_TASKS that
+    are measured. Raises :class:`BadInput` for one that is not measured, for it is not judged."""
+    measured = TASKS if choice.tasks is None else choice.tasks
+    for task in choice.frontier or ():
+        if task not in measured:
+            raise BadInput(
+                f"--frontier names {task!r}, which is not among the tasks of this run ({', '.join(measured)}); add it "
+                "to --tasks, or leave it out."
+            )
+    return tuple(t for t in FRONTIER_TASKS if t in measured) if choice.frontier is None else choice.frontier
+
+
+def frontier_contestants(choice: Choice, here: Sequence[Contestant]) -> list[Contestant]:
+    """Return those of ``here`` whose frontier is searched: the contestants of FIRST, or all where the user named
+    some."""
+    return [c for c in here if choice.frameworks is not None or c.name in FIRST]
+
+
 @dataclass(frozen=True)
 class Tier:
     """Jobs of equal importance. ``untimed`` ones may run side by side; then the ``timed``, alone, one by one."""
@@ -149,8 +179,8 @@ def tiers(choice: Choice, options: Options | None, e2e: Sequence[Job], layer_job
     """All jobs by importance; those of one tier in the order of their plans, where what is compared stands together.
 
     First the paper's table: its tasks at the first batch size by the contestants of FIRST (all, where the user named
-    some), the first two tasks before the others. Then the tasks of today, a few layers, the other layers, captured
-    graphs; then the other sizes, the other contestants, and last the second round.
+    some), the first two tasks before the others. Then the tasks of today in bfloat16, a few layers, the other layers,
+    captured graphs; then the tasks of today in float32, the other sizes, the other contestants, and the second round.
     """
     ranked: dict[tuple[int, int], list[AnyJob]] = {}
     for job in e2e:
@@ -168,11 +198,12 @@ def _stage(job: Job, choice: Choice, options: Options) -> int:
     name, task = job.contestant.name, job.cell.task
     size = options.batch_sizes[task].index(job.cell.batch_size)
     is_first = choice.frameworks is not None or name in FIRST
-    if size == 0 and is_first:
-        return 2 if task in MODERN_TASKS else int(options.tasks.index(task) >= FIRST_TASKS)
-    if size == 0 and name in GRAPHS:
+    is_later = task in MODERN_TASKS and choice.tasks is None
+    if size == 0 and is_first and not is_later:
+        return 2 if task in TODAY else int(options.tasks.index(task) >= FIRST_TASKS)
+    if size == 0 and name in GRAPHS and not is_later:
         return 5
-    return 5 + size if is_first else 20 if size == 0 else 40 + size
+    return 6 + size if is_first else 20 if size == 0 else 40 + size
 
 
 def _place_of_layer(name: str) -> tuple[int, str]:

@@ -30,7 +30,6 @@ class Protocol:
     noise_multiplier: float
     max_grad_norm: float
     delta: float
-    precision: str
     warm_up: bool
     default_epochs: int
     rules: tuple[Rule, ...]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from harness.analysis import naming
+from harness.analysis.frames import rows_of
 from harness.analysis.naming import factor
 from harness.errors import BadInput
 from harness.paths import ROOT
@@ -43,13 +44,11 @@ def files(entries: Sequence[Entry], size: int) -> Mapping[Path, bytes]:
     """Return the pictures, light and dark, as SVG and PNG: path -> content."""
     import matplotlib
 
-    from harness.report.figures.axes import STYLE
-
     rows = _rows(entries, size)
     runs = ", ".join(entry.name for entry in entries)
     metadata = {"Title": TITLE, "Description": f"{_note(rows, entries, size)} Runs: {runs}."}
     found: dict[Path, bytes] = {}
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(headline.STYLE):
         for suffix, theme in headline.THEMES.items():
             figure = headline.draw(TITLE, _panels(rows), _note(rows, entries, size), theme)
             for kind, apart in (("svg", {"Date": None}), ("png", {"Software": None})):
@@ -74,7 +73,7 @@ def _panels(rows: pd.DataFrame) -> list[tuple[str, list[headline.Bar]]]:
             task_title(str(task), False),
             [
                 headline.Bar(titles.get(r.contestant, r.contestant), r.ratio, looks.is_own(r.contestant))
-                for r in group.sort_values("ratio").itertuples()
+                for r in rows_of(group.sort_values("ratio"))
             ],
         )
         for task, group in rows.groupby("task", sort=False)

@@ -34,7 +34,7 @@ class Entry(BaseModel):
         date: Day on which the run began (UTC).
         commit: Commit of the code that ran; None where it was not recorded.
         status: ``current``: its figures hold today. ``superseded``: newer code or a better run replaced it.
-            ``scouting``: the order of things, not measurements. ``withdrawn``: do not use it.
+            ``scouting``: rough magnitudes, not measurements. ``withdrawn``: do not use it.
         note: Why it has this status, and what a reader has to know.
     """
 

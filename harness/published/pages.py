@@ -1,8 +1,8 @@
 """Pages with tables that are made from committed records: what stands between two comments is written anew.
 
-A block begins with ``<!-- ratios: NAMES at SIZES -->``, ``<!-- tables: NAMES | TITLE -->`` or ``<!-- figure: NAMES at
-SIZE -->`` and ends with ``<!-- end -->``. NAMES are those of ``dpbench report``, separated by spaces; SIZES, batch
-sizes, may be left out.
+A block begins with ``<!-- ratios: NAMES at SIZES -->``, ``<!-- tables: NAMES | TITLE -->``, ``<!-- sentence: NAMES at
+SIZE -->`` or ``<!-- figure: NAMES at SIZE -->`` and ends with ``<!-- end -->``. NAMES are those of ``dpbench report``,
+separated by spaces; SIZES, batch sizes, may be left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from harness.published import index
 from harness.published.index import Entry
 
 BLOCK = re.compile(
-    r"(?P<first><!-- (?P<kind>ratios|tables|figure): (?P<what>[^\n]*) -->\n).*?(?P<last><!-- end -->)", re.DOTALL
+    r"(?P<first><!-- (?P<kind>ratios|tables|sentence|figure): (?P<what>[^\n]*) -->\n).*?(?P<last><!-- end -->)",
+    re.DOTALL,
 )
 
 
@@ -51,7 +52,7 @@ def pictures(text: str) -> Mapping[Path, bytes]:
 
 def _size(text: str) -> int:
     if not text.isdecimal():
-        raise BadInput(f"A figure asks for batch size {text!r}: give one number, for instance `at 512`.")
+        raise BadInput(f"A figure or a sentence asks for batch size {text!r}: give one number, for instance `at 512`.")
     return int(text)
 
 
@@ -64,6 +65,8 @@ def _table(kind: str, what: str) -> str:
         return tables.grids(entries, rest)
     if kind == "figure":
         return headline.block(entries, _size(rest))
+    if kind == "sentence":
+        return tables.sentence(entries, _size(rest))
     if not re.fullmatch(r"[\d ]*", rest):
         raise BadInput(f"A block of ratios asks for batch sizes {rest!r}: give numbers, separated by spaces.")
     return tables.ratios(entries, [int(size) for size in rest.split()])

@@ -11,8 +11,8 @@ from typing import Any
 
 import pandas as pd
 
-from harness.analysis import frames
-from harness.analysis.frames import Tables
+from harness.analysis import frames, naming
+from harness.analysis.frames import Tables, rows_of
 from harness.analysis.naming import factor
 from harness.errors import BadInput
 from harness.published.index import FOLDER, Entry
@@ -25,6 +25,8 @@ from harness.store.record import Record
 from harness.tasks import TASKS
 
 LIBRARY = "dpcore"
+INSTALLED = f"{LIBRARY}-native"
+"""What users of the wheel for Linux have."""
 
 
 def ratios(entries: Sequence[Entry], sizes: Sequence[int] = ()) -> str:
@@ -38,7 +40,7 @@ def ratios(entries: Sequence[Entry], sizes: Sequence[int] = ()) -> str:
     """
     rows = against(entries, sizes)
     rows = rows[rows.contestant.str.startswith(f"{LIBRARY}-")]
-    shown = {(row.task, row.batch_size, row.contestant, row.against): _ratio(row) for row in rows.itertuples()}
+    shown = {(row.task, row.batch_size, row.contestant, row.against): _ratio(row) for row in rows_of(rows)}
     order = list(TASKS)
     cells = sorted({key[:3] for key in shown}, key=lambda key: (order.index(key[0]), *key[1:]))
     lines = [
@@ -49,6 +51,39 @@ def ratios(entries: Sequence[Entry], sizes: Sequence[int] = ()) -> str:
         peer, plain = (shown.get((*cell, against), "–") for against in (fastest_peer.PEER, fastest_peer.WITHOUT_DP))
         lines.append(f"| {cell[0]} | {cell[1]} | {cell[2]} | {peer} | {plain} |")
     return "\n".join(lines)
+
+
+def sentence(entries: Sequence[Entry], size: int) -> str:
+    """Return the result at one batch size in a sentence: dpcore's smallest and largest ratio over the tasks.
+
+    Raises:
+        BadInput: The runs hold no time of dpcore at this batch size.
+    """
+    rows = against(entries, [size])
+    mine = rows[rows.contestant == INSTALLED]
+    if mine.empty:
+        raise BadInput(f"No run of {', '.join(e.name for e in entries)} has a time of {INSTALLED} at {size}.")
+    parts = [
+        f"{_span(here.ratio)} of the time of {whom}"
+        for against, whom in (
+            (fastest_peer.PEER, "the fastest other exact framework"),
+            (fastest_peer.WITHOUT_DP, "PyTorch without DP"),
+        )
+        if len(here := mine[mine.against == against])
+    ]
+    where = " and ".join(dict.fromkeys(naming.where(m, sorted(str(e.date) for e in entries)) for m in mine.machine))
+    tasks = "task" if mine.task.nunique() == 1 else "tasks"
+    partly = "" if mine.extrapolated.all() else "partly "
+    scaled = f", {partly}extrapolated from parts of epochs" if mine.extrapolated.any() else ""
+    return (
+        f"**Training with DP in {naming.titles()[INSTALLED]} takes {', and '.join(parts)}** ({mine.task.nunique()} "
+        f"{tasks} at batch {size}, {where}{scaled})."
+    )
+
+
+def _span(values: pd.Series) -> str:
+    low, high = factor(values.min()), factor(values.max())
+    return low if low == high else f"{low} to {high}"
 
 
 def against(entries: Sequence[Entry], sizes: Sequence[int] = ()) -> pd.DataFrame:

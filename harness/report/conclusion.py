@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.analysis.frames import PLACE, SECTION
+from harness.analysis.frames import PLACE, SECTION, rows_of
 from harness.analysis.naming import factor, number
 from harness.report import model
 from harness.report.model import Report
@@ -23,7 +23,7 @@ def sentences(report: Report) -> Iterator[str]:
         tuple(getattr(row, column) for column in (*where, "contestant")): (
             f"; {factor(row.ratio)} times that of {row.baseline}{model.interval(row.low, row.high)}, n = {row.n}"
         )
-        for row in report.tables.ratios.itertuples()
+        for row in rows_of(report.tables.ratios)
     }
     yield "Fastest with DP:"
     disturbed = False

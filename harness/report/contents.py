@@ -97,11 +97,11 @@ def _of_section(tables: Tables, section: Section, numbers: Mapping[str, pd.DataF
         task_tables.seconds(tables, section),
         seconds_per_epoch=tables.cells,
     )
-    speeds = section.of(numbers["throughput"])
+    speeds, no_joules = section.of(numbers["throughput"]), throughput.without_joules(tables, section)
     yield chapter(
         "Examples and tokens per second",
-        throughput.grids(speeds),
-        throughput.grids(throughput.of_texts(speeds)),
+        throughput.grids(speeds, no_joules),
+        throughput.grids(throughput.of_texts(speeds), no_joules),
         throughput=numbers["throughput"],
     )
     yield chapter(

@@ -6,8 +6,10 @@ import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from harness.analysis import stats
@@ -55,17 +57,17 @@ class Section:
         """The rows of ``frame`` in this section."""
         if frame.empty:
             return frame
-        keep = pd.Series(True, index=frame.index)
+        keep = np.ones(len(frame), dtype=bool)
         for column in SECTION:
-            keep &= frame[column] == getattr(self, column)
-        return frame[keep]
+            keep &= (frame[column] == getattr(self, column)).to_numpy()
+        return frame.copy(deep=False) if keep.all() else frame[keep]
 
 
 @dataclass(frozen=True)
 class Picture:
     """A figure for print. ``stem``: name of its files, without a suffix and unique in a report; ``title``: what it
     shows, in words, for those who cannot see it; ``provenance``: machine, rules, days and code, for captions and for
-    the metadata of its files. ``draw`` makes a Drawing, or Matplotlib's Figure, which carries its own legend."""
+    the metadata of its files. ``draw`` makes a :class:`harness.report.figures.drawing.Drawing`."""
 
     stem: str
     title: str
@@ -99,6 +101,7 @@ class Chapter:
     brief: tuple[Grid, ...] | None = None
 
 
+@lru_cache(maxsize=4)
 def sections(tables: Tables) -> list[Section]:
     """All sections of the end-to-end records: first the one with the most undisturbed times."""
     raw = tables.raw
@@ -170,6 +173,7 @@ def task_title(task: str, synthetic: bool) -> str:
     return f"{title} – synthetic data" if synthetic else title
 
 
+@lru_cache(maxsize=64)
 def provenance(tables: Tables, section: Section) -> str:
     """When and with which code a section was measured."""
     return measured(section.of(tables.raw))

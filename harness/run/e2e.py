@@ -19,6 +19,7 @@ import numpy as np
 from harness.analysis import accounting
 from harness.contract import NO_OWN_LOOP
 from harness.data import store
+from harness.environments import energy
 from harness.environments.backend import Argument, Backend, Input, Say, last_json
 from harness.environments.executor import Executor, Limits, ToolFault
 from harness.environments.unavailable import Unavailable
@@ -34,20 +35,18 @@ from harness.run.job_text import key_of, outcome_of
 from harness.run.pace import Pace
 from harness.run.progress import Progress
 from harness.run.session import ENDS_THE_RUN, Moment, Session, changed, killer, short, unforeseen
-from harness.store import sequence
 from harness.store.folder import MOST_ATTEMPTS, RunFolder
 from harness.store.record import (
     Accuracy,
-    Block,
     Cell,
     Compared,
     Data,
+    Energy,
     Epsilon,
     Gate,
     Load,
     Record,
     Seeds,
-    Source,
     Timed,
 )
 from harness.tasks import TASKS, initial_parameters
@@ -92,9 +91,11 @@ class Run(Session[Options, Contestant, Job, Request]):
         self.verdicts: dict[tuple[str, str], Verdict] = {}
         self.unreplayed: dict[str, Record] = {}
         self.peaks: dict[str, float] | None = None
+        self.idle = energy.Idle()
         self.folder_hashes = {c.name: c.framework.folder_hash for c in contestants}
 
     def _begin(self, progress: Progress) -> None:
+        self.idle = self.measured_idle()
         self.peaks = self.measured_peaks()
         self.prepare(progress.say)
         self._judge_all(progress)
@@ -151,6 +152,23 @@ class Run(Session[Options, Contestant, Job, Request]):
         machine."""
         is_here = self.options.device == "cpu" and self.backend.remote_host is None
         return peaks.measure(self.threads) if is_here else None
+
+    def measured_idle(self) -> energy.Idle:
+        """Measure what the idle machine takes, before anything of the run is at work; nothing where workers run
+        elsewhere, or nothing is timed."""
+        is_here = self.options.time and self.backend.remote_host is None
+        return energy.idle(energy.counters(self.options.device)) if is_here else energy.Idle()
+
+    def _energy(self, result: Result) -> Energy | None:
+        if result.energy is None:
+            return None
+        known = energy.counters(self.options.device)
+        if self.backend.remote_host is not None:
+            return Energy(unavailable=dict.fromkeys(known, "the workers run on another machine"))
+        said = Energy(**result.energy, idle_watts=dict(self.idle.watts), step_seconds=dict(self.idle.step_seconds))
+        if self.idle.reason is None:
+            return said
+        return said.model_copy(update={"unavailable": dict.fromkeys(said.joules, self.idle.reason) | said.unavailable})
 
     def description(self) -> dict[str, Any]:
         """Return what all records of the folder have in common: options, code, machine. A resumed run must have the
@@ -303,7 +321,6 @@ class Run(Session[Options, Contestant, Job, Request]):
             delta=self.protocol.delta,
             device=options.device,
             threads=self.threads,
-            precision=self.protocol.precision,
             initial_seed=seeds.initial,
             batch_seed=seeds.batches,
             noise_seed=seeds.noise,
@@ -462,40 +479,23 @@ class Run(Session[Options, Contestant, Job, Request]):
         load: Load | None = None,
         accuracy: Accuracy | None = None,
     ) -> Record:
-        commit, dirty = machine.commit()
         timed = Timed.model_validate(result.timed) if result.timed is not None else None
         if timed is not None and self.protocol.sampling == "own":
             timed = timed.model_copy(update={"own_sampling": job.contestant.variant.own_sampling})
-        where = self.backend.describe_process(job.contestant.framework, result)
-        adapter_hash, lock_hash = self.hashes[job.contestant.name]
+        facts = self._facts(job, result, started, load)
+        facts["machine"]["peaks"] = self.peaks
         return Record(
-            purpose=job.purpose,
-            state=result.state,
-            reason=result.reason,
-            cell=job.cell,
-            key=self._key(job),
+            **facts,
+            precision=TASKS[job.cell.task].precision,
             data=self.data.get(TASKS[job.cell.task].dataset),
             epoch_seconds=result.epoch_seconds,
             compile_seconds=result.compile_seconds,
             timed=timed,
-            memory=result.memory,
             gate=gate,
             epsilon=self._epsilon(job, result),
             accuracy=accuracy,
-            versions=result.versions,
-            image=where.image,
-            container=where.container,
-            machine={**where.machine, "threads": self.threads, "peaks": self.peaks},
             seeds=self._seeds(job),
-            block=Block(run=self.folder.id, round=job.round, order=job.order),
-            source=Source(commit=commit, dirty=dirty, adapter_hash=adapter_hash, lock_hash=lock_hash),
-            load=load,
-            started=started.text,
-            wall_seconds=started.seconds,
-            command=self.command,
-            log_tail="" if result.state == "ok" else result.log_tail,
-            interrupted=result.interrupted,
-            sequence=sequence.take(),
+            energy=self._energy(result),
         )
 
     def _epsilon(self, job: Job, result: Result) -> Epsilon | None:

@@ -82,6 +82,12 @@ def next_size(seen: Mapping[int, Fit], search: Search, ceiling: int) -> int | No
 _ENDINGS = {"oom": "", "ok": " at least; no larger size was tried"}
 
 
+def ending(sizes: Mapping[int, Fit], state: str) -> str:
+    """Return what a search found, in words; ``state`` of its last probe."""
+    size = largest_fit(sizes)
+    return (f"batch {size}" if size else "nothing fits") + _ENDINGS.get(state, f", then {state}")
+
+
 class Budgeted:
     """An executor whose processes may grow by ``budget_bytes`` above their start-up, and are out of memory beyond."""
 
@@ -148,8 +154,7 @@ class FrontierRun(Run):
         seen: dict[str, dict[int, Fit]] = {}
 
         def probe(contestant: Contestant, size: int, number: int, place: int) -> Record:
-            cell = self._cell(contestant, task, size)
-            job = Job(contestant, cell, number, place, "probe")
+            job = self.probe_of(contestant, task, size, number, place)
             progress.doing(f"{task} · {contestant.name} · batch {size}")
             record, is_old = self.recorded(job, progress)
             counts["resumed"] += is_old
@@ -158,12 +163,10 @@ class FrontierRun(Run):
             return record
 
         for place, contestant in enumerate(order):
-            sizes, state = self._find(task, contestant, lambda c, b, p=place: probe(c, b, 0, p))  # type: ignore[misc]
-            size = largest_fit(sizes)
-            if size and state in {"ok", "oom"}:
+            sizes, state = self.find(task, lambda size, c=contestant, p=place: probe(c, size, 0, p))  # type: ignore[misc]
+            if largest_fit(sizes) and state in {"ok", "oom"}:
                 seen[contestant.name] = sizes
-            found = f"batch {size}" if size else "nothing fits"
-            progress.say(f"{task} · {contestant.name}: {found}{_ENDINGS.get(state, f', then {state}')}")
+            progress.say(f"{task} · {contestant.name}: {ending(sizes, state)}")
             progress.done(state)
         rounds = [(number, c) for number in range(1, self.options.rounds + 1) for c in _shuffled(order, rng)]
         # What fitted once need not fit again: a frontier is a size that fits in every round. Where one does not, all
@@ -188,15 +191,17 @@ class FrontierRun(Run):
                     )
                 progress.done(state)
 
-    def _find(
-        self, task: str, contestant: Contestant, probe: Callable[[Contestant, int], Record]
-    ) -> tuple[dict[int, Fit], str]:
+    def probe_of(self, contestant: Contestant, task: str, size: int, number: int = 0, place: int = 0) -> Job:
+        """Return the probe of one batch size."""
+        return Job(contestant, self._cell(contestant, task, size), number, place, "probe")
+
+    def find(self, task: str, probe: Callable[[int], Record]) -> tuple[dict[int, Fit], str]:
         """(what the sizes that were tried said; how the search ended: the state of its last probe)."""
         ceiling = min(self.search.ceiling or TASKS[task].train_size, TASKS[task].train_size)
         seen: dict[int, Fit] = {}
         state = "ok"
         while (size := next_size(seen, self.search, ceiling)) is not None:
-            record = probe(contestant, size)
+            record = probe(size)
             state = record.state
             if state not in {"ok", "oom"}:
                 break

@@ -5,6 +5,7 @@ What is not timed (references, gates, memory) may run side by side, as it is mos
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import threading
@@ -31,7 +32,8 @@ from harness.plan.layer_registry import LayerContestant
 from harness.plan.layers import LayerJob
 from harness.plan.registry import Contestant
 from harness.run.e2e import Run
-from harness.run.gpu_summary import Key, Outcome, key_of, summary, text
+from harness.run.frontier import FrontierRun, Search, ending, options_of
+from harness.run.gpu_summary import NOT_BEGUN, NOT_ENDED, Key, Outcome, key_of, summary, text
 from harness.run.gpu_summary import Place as Where
 from harness.run.job_text import outcome_of, title_of
 from harness.run.layers import LayerRun
@@ -40,7 +42,7 @@ from harness.store import cache, record
 from harness.store.folder import RunFolder, portable
 from harness.store.read import SUMMARY
 from harness.store.record import Record
-from harness.tasks import MODERN_TASKS, TASKS
+from harness.tasks import TASKS
 from harness.worker import machine
 
 RECORDS, TEXT = "records.jsonl", "summary.txt"
@@ -91,6 +93,7 @@ class GpuRun:
         self.devices = self._devices() if choice.device == "cuda" else []
         self.e2e: Run | None = None
         self.layers: LayerRun | None = None
+        self.frontier: FrontierRun | None = None
         options, jobs = None, list[Job]()
         self.synthetic = False
         if here:
@@ -99,10 +102,16 @@ class GpuRun:
             options = gpu_plan.options(choice, self.synthetic)
             jobs = plan.jobs(options, here)
             self.e2e = Run(options, here, RunFolder(self.work / "e2e"), command, self.backend)
+            self.frontier = self._frontier(here, command)
         if layers_here:
             folder = RunFolder(self.work / "layers")
             self.layers = LayerRun(gpu_plan.layer_options(choice), layers_here, folder, command, self.backend)
         self.tiers = gpu_plan.tiers(choice, options, jobs, self.layers.jobs if self.layers else [])
+        self.searches = {
+            (task, c.name): NOT_BEGUN
+            for task in (self.frontier.options.tasks if self.frontier else ())
+            for c in (self.frontier.contestants if self.frontier else ())
+        }
         self.records: dict[Key, Record] = {}
         self.lines: dict[Key, str] = {}
         self.referenced = set[str]()
@@ -110,6 +119,35 @@ class GpuRun:
         cores = len(os.sched_getaffinity(0))
         is_cuda = choice.device == "cuda"
         self.slots = max(1, min(MOST_SIDE_BY_SIDE, cores // CORES_PER_PROCESS)) if is_cuda else 1
+
+    def _frontier(self, here: list[Contestant], command: str) -> FrontierRun | None:
+        """The searches for the largest physical batch; None where no task is chosen."""
+        choice, tasks = self.choice, gpu_plan.frontier_tasks(self.choice)
+        contestants = gpu_plan.frontier_contestants(choice, here)
+        if not tasks or not contestants:
+            return None
+        options = options_of(
+            tasks,
+            frameworks=tuple(c.name for c in contestants),
+            budget_seconds=gpu_plan.SECONDS_PER_CELL,
+            device=choice.device,
+            threads=choice.threads,
+            seed=choice.seed,
+            timeout_seconds=gpu_plan.LONGEST_SECONDS,
+            synthetic=self.synthetic,
+            isolation=record.UNPINNED,
+        )
+        search = Search(
+            gpu_plan.FRONTIER_FIRST,
+            resolution=gpu_plan.FRONTIER_RESOLUTION,
+            longest_step_seconds=gpu_plan.FRONTIER_STEP_SECONDS,
+        )
+        budget = None if choice.device == "cuda" else gpu_plan.FRONTIER_BYTES_ON_CPU
+        folder = RunFolder(self.work / "frontier")
+        made = FrontierRun(options, search, budget, contestants, folder, command, self.backend)
+        assert self.e2e is not None
+        made.verdicts = self.e2e.verdicts  # judged when their tasks' times were due
+        return made
 
     def _devices(self) -> list[dict[str, object]]:
         """Return what the frameworks say of the device. Raises :class:`BadInput` where none sees one."""
@@ -135,7 +173,7 @@ class GpuRun:
         except OSError as error:
             raise BadInput(f"{error.filename} cannot be made ({error.strerror}); choose another by --out.") from None
         with ExitStack() as stack:
-            for part in (self.e2e, self.layers):
+            for part in (self.e2e, self.layers, self.frontier):
                 if part is not None:
                     stack.enter_context(part.folder.open(part.description(), fresh))
                     for path in sorted(part.folder.records.glob("*.json")):
@@ -145,6 +183,7 @@ class GpuRun:
                 self._prepare(progress)
                 for tier in self.tiers:
                     self._measure(tier, progress)
+                self._search(progress)
             except OutOfTime:
                 progress.say("The time is over.")
             finally:
@@ -152,15 +191,20 @@ class GpuRun:
             return self.outcome()
 
     def _prepare(self, progress: Progress) -> None:
-        """References, data, places: side by side, before any clock runs."""
+        """References, data, places: side by side, before any clock runs. First of all what the idle machine takes."""
+        if self.e2e is not None:
+            self.e2e.idle = self.e2e.measured_idle()
         work: list[Callable[[], object]] = []
         if self.layers is not None:
             layers = self.layers
             work.append(lambda: layers.prepare(progress.say))
         if self.e2e is not None:
             e2e = self.e2e
-            work += self._references([t for t in reversed(e2e.options.tasks) if t not in MODERN_TASKS], progress)
+            work += self._references([t for t in reversed(e2e.options.tasks) if t not in gpu_plan.TODAY], progress)
             work.append(lambda: e2e.prepare(progress.say))
+        if self.frontier is not None:
+            frontier = self.frontier
+            work.append(lambda: frontier.prepare(progress.say))
         self._side_by_side(work, len(os.sched_getaffinity(0)))
         if self.e2e is not None:
             self.e2e.peaks = self.e2e.measured_peaks()
@@ -216,6 +260,25 @@ class GpuRun:
             progress.done(outcome_of(made), counts=False)
         if not is_old:
             self._write()
+
+    def _search(self, progress: Progress) -> None:
+        """The memory frontier, contestant by contestant, each process alone."""
+        if self.frontier is None:
+            return
+        frontier = self.frontier
+
+        def probed(contestant: Contestant, task: str, size: int) -> Record:
+            made, is_old = frontier.recorded(frontier.probe_of(contestant, task, size), progress)
+            self._keep(made)
+            progress.doing(f"{task} · {contestant.name} · largest batch · {size}")
+            if not is_old:
+                self._write()
+            return made
+
+        for task, name in self.searches:
+            self.searches[task, name] = NOT_ENDED
+            found = frontier.find(task, functools.partial(probed, frontier.by_name[name], task))
+            self.searches[task, name] = ending(*found)
 
     def _side_by_side(self, work: Sequence[Callable[[], object]], slots: int) -> None:
         """All of it; the first error is raised once what is under way has ended."""
@@ -282,6 +345,7 @@ class GpuRun:
                 if isinstance(j, Job) and j.contestant.variant.why_rejected(j.cell.task)
             ),
             notes=notes,
+            searches=dict(self.searches),
         )
 
     def _write(self) -> None:

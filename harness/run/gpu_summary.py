@@ -6,13 +6,14 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from harness.analysis import energy
 from harness.store.record import Cell, Record
 
 BASELINE = "pytorch-eager"
-NOT_BEGUN = "not begun"
+NOT_BEGUN, NOT_ENDED = "not begun", "not ended"
 MEMORY = ("cuda_peak_allocated", "cpu_peak_allocated", "jax_peak_in_use", "cuda_peak_in_use", "peak_resident_growth")
 """The first of these metrics that a record has is shown."""
 
@@ -38,7 +39,8 @@ class Place:
 @dataclass(frozen=True)
 class Outcome:
     """``planned``: every job's cell with its key, in the order of the plan; ``gates``: likewise, (task, contestant).
-    ``declared``: the contestants that, by their own folder, the gate must reject in a task."""
+    ``declared``: the contestants that, by their own folder, the gate must reject in a task. ``searches``: how that for
+    the largest physical batch ended, by (task, contestant)."""
 
     place: Place
     command: str
@@ -49,11 +51,14 @@ class Outcome:
     records: Mapping[Key, Record]
     declared: frozenset[tuple[str, str]] = frozenset()
     notes: Sequence[str] = ()
+    searches: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
     @property
     def not_begun(self) -> list[str]:
-        """Jobs without a record, by name."""
-        return [f"{key[0]} · {key[1]} · round {key[2] + 1}" for _, key in self.planned if key not in self.records]
+        """Jobs without a record, by name, and searches that have not ended."""
+        jobs = [f"{key[0]} · {key[1]} · round {key[2] + 1}" for _, key in self.planned if key not in self.records]
+        open_ones = [where for where, how in self.searches.items() if how in {NOT_BEGUN, NOT_ENDED}]
+        return jobs + [f"{task}/{contestant} · largest batch" for task, contestant in open_ones]
 
     @property
     def expected_rejections(self) -> int:
@@ -95,7 +100,11 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "gates": gate_rows(outcome),
         "cells": cell_rows(outcome),
         "layers": layer_rows(outcome),
+        "frontier": frontier_rows(outcome),
         "not_begun": outcome.not_begun,
+        "joules_missing": energy.missing(
+            r for r in outcome.records.values() if r.purpose == "time" and r.state == "ok"
+        ),
         "notes": list(outcome.notes),
     }
 
@@ -154,6 +163,7 @@ def cell_rows(outcome: Outcome) -> list[dict[str, Any]]:
                 "first_pass_seconds": next((r.timed.first_pass_seconds for r in timed if r.timed is not None), None),
                 "disturbed": any(r.load is not None and r.load.disturbed for r in timed),
                 **_memory(memory),
+                "joules_per_example": energy.median(r for r in timed if r.state == "ok"),
             }
         )
     return _with_ratio(rows, "step_ms", ("task", "batch_size"))
@@ -178,6 +188,28 @@ def layer_rows(outcome: Outcome) -> list[dict[str, Any]]:
             }
         )
     return _with_ratio(rows, "pass_ms", ("layer", "batch_size"))
+
+
+def frontier_rows(outcome: Outcome) -> list[dict[str, Any]]:
+    """One per search: how it ended, its largest probe that fitted, and what that took."""
+    rows = []
+    for (task, contestant), how in outcome.searches.items():
+        own = [r for r in outcome.records.values() if (r.cell.task, r.cell.contestant) == (task, contestant)]
+        fitted = [r for r in own if r.purpose == "probe" and r.state == "ok" and r.probe is not None]
+        best = max(fitted, key=lambda r: r.cell.batch_size, default=None)
+        seconds = best.probe.step_seconds if best is not None and best.probe is not None else []
+        size = best.cell.batch_size if best is not None else None
+        rows.append(
+            {
+                "task": task,
+                "contestant": contestant,
+                "ended": how,
+                "batch_size": size,
+                "examples_per_second": size / statistics.median(seconds) if size and seconds else None,
+                **_memory(best),
+            }
+        )
+    return rows
 
 
 def _ending(timed: Sequence[Record], memory: Record | None) -> dict[str, Any]:
@@ -243,6 +275,8 @@ def text(outcome: Outcome) -> str:
             "Data: SYNTHETIC twins of the data sets; times stand, accuracies and batches are not the real ones."
         )
     lines += outcome.notes
+    no_joules = energy.missing(r for r in outcome.records.values() if r.purpose == "time" and r.state == "ok")
+    lines += [no_joules] if no_joules else []
     states = ", ".join(f"{count} {state}" for state, count in sorted(outcome.states.items())) or "none"
     lines.append(
         f"{outcome.seconds_used:.0f} s of {outcome.seconds_asked:.0f} s; records: {states}; "
@@ -254,6 +288,7 @@ def text(outcome: Outcome) -> str:
     lines += _table(
         "Gate (a contestant that has not passed gets no time)", "task contestant state checks reason", gates
     )
+    counters = sorted({counter for r in cell_rows(outcome) for counter in r["joules_per_example"]})
     cells = [
         [
             r["task"],
@@ -265,12 +300,14 @@ def text(outcome: Outcome) -> str:
             _number(r["epoch_seconds"]) + ("*" if r["extrapolated"] and r["epoch_seconds"] is not None else ""),
             r["processes"] or "",
             _number(r["memory_bytes"] and r["memory_bytes"] / 2**20, 1),
+            *(_number(r["joules_per_example"].get(counter)) for counter in counters),
             _short(r["reason"]),
         ]
         for r in cell_rows(outcome)
     ]
+    joules = "".join(f"J/example,_{counter} " for counter in counters)
     title = f"Training steps (x plain: over {BASELINE}; *: extrapolated to the epoch from a part of its steps)"
-    lines += _table(title, "task B contestant state ms/step x_plain s/epoch processes peak_MiB reason", cells)
+    lines += _table(title, f"task B contestant state ms/step x_plain s/epoch processes peak_MiB {joules}reason", cells)
     layers = [
         [
             r["layer"],
@@ -287,6 +324,17 @@ def text(outcome: Outcome) -> str:
     lines += _table(
         "Layers (a pass: forward and backward)", "layer B contestant state ms/pass x_plain peak_MiB reason", layers
     )
+    searches = [
+        [
+            r["task"],
+            r["contestant"],
+            r["ended"],
+            _number(r["examples_per_second"]),
+            _number(r["memory_bytes"] and r["memory_bytes"] / 2**20, 1),
+        ]
+        for r in frontier_rows(outcome)
+    ]
+    lines += _table("Largest physical batch that fits", "task contestant largest examples/s peak_MiB", searches)
     if outcome.not_begun:
         lines += ["", "Not begun when the time was over (the same command goes on here):"]
         lines += [f"  {name}" for name in outcome.not_begun]

@@ -36,7 +36,7 @@ def outcome_of(record: Record) -> str:
         marks = ["extrapolated"] * is_extrapolated + ["disturbed"] * is_disturbed
         return f"{number(median(record.epoch_seconds))} s per epoch" + (f" ({', '.join(marks)})" if marks else "")
     if record.layer is not None and record.layer.pass_seconds:
-        return f"{number(1e3 * median(record.layer.pass_seconds))} ms a pass"
+        return f"{number(1e3 * median(record.layer.pass_seconds))} ms per pass"
     peak = record.layer.parts.peak if record.layer and record.layer.parts else record.memory.get(memory.GROWTH)
     return "ok" if peak is None else f"peak {number(peak / 2**20)} MiB"
 

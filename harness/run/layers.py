@@ -19,9 +19,9 @@ from harness.plan.layer_registry import LayerContestant
 from harness.plan.layers import LayerJob, LayerOptions
 from harness.run.progress import Progress
 from harness.run.session import Moment, Session
-from harness.store import cache, seal, sequence
+from harness.store import cache, seal
 from harness.store.folder import RunFolder
-from harness.store.record import Block, Gate, GateCheck, LayerResult, Load, Record, Seeds, Source
+from harness.store.record import Gate, GateCheck, LayerResult, Load, Record, Seeds
 from harness.worker import machine
 from harness.worker.layer_request import LayerRequest
 from harness.worker.result import Result
@@ -180,19 +180,11 @@ class LayerRun(Session[LayerOptions, LayerContestant, LayerJob, LayerRequest]):
     def _record(self, job: LayerJob, result: Result, started: Moment, load: Load | None = None) -> Record:
         assert job.cell.layer is not None
         layer = LAYERS[job.cell.layer]
-        commit, dirty = machine.commit()
-        code_hash, lock_hash = self.hashes[job.contestant.name]
         checks = [GateCheck.model_validate(check) for check in result.checks]
         gate = Gate(passed=all(c.passed for c in checks), key=self._key(job), checks=checks) if checks else None
         seed = self._seed(job)
-        where = self.backend.describe_process(job.contestant.framework, result)
         return Record(
-            purpose=job.purpose,
-            state=result.state,
-            reason=result.reason,
-            cell=job.cell,
-            key=self._key(job),
-            memory=result.memory,
+            **self._facts(job, result, started, load),
             layer=LayerResult(
                 kind=layer.kind,
                 description=layer.description,
@@ -205,20 +197,7 @@ class LayerRun(Session[LayerOptions, LayerContestant, LayerJob, LayerRequest]):
                 **(result.layer or {}),
             ),
             gate=gate,
-            versions=result.versions,
-            image=where.image,
-            container=where.container,
-            machine={**where.machine, "threads": self.threads},
             seeds=Seeds(initial=seed, batches=seed, noise=seed),
-            block=Block(run=self.folder.id, round=job.round, order=job.order),
-            source=Source(commit=commit, dirty=dirty, adapter_hash=code_hash, lock_hash=lock_hash),
-            load=load,
-            started=started.text,
-            wall_seconds=started.seconds,
-            command=self.command,
-            log_tail="" if result.state == "ok" else result.log_tail,
-            interrupted=result.interrupted,
-            sequence=sequence.take(),
         )
 
 

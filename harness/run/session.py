@@ -27,9 +27,10 @@ from harness.plan.layers import LayerJob, LayerOptions
 from harness.plan.registry import Contestant
 from harness.run.job_text import key_of, outcome_of, title_of
 from harness.run.progress import Progress
-from harness.store import seal
+from harness.store import seal, sequence
 from harness.store.folder import MOST_ATTEMPTS, RunFolder
-from harness.store.record import Load, Record
+from harness.store.record import Block, Load, Record, Source
+from harness.worker import machine
 from harness.worker.layer_request import LayerRequest
 from harness.worker.request import Request
 from harness.worker.result import Result
@@ -122,6 +123,33 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
     @abstractmethod
     def _unmeasured(self, job: AJob, result: Result, started: Moment) -> Record:
         """The record of a job without a process, or with one that broke."""
+
+    def _facts(self, job: AJob, result: Result, started: Moment, load: Load | None) -> dict[str, Any]:
+        """Return what the records of all kinds of runs say of a process."""
+        commit, dirty = machine.commit()
+        code_hash, lock_hash = self.hashes[job.contestant.name]
+        where = self.backend.describe_process(job.contestant.framework, result)
+        return {
+            "purpose": job.purpose,
+            "state": result.state,
+            "reason": result.reason,
+            "cell": job.cell,
+            "key": self._key(job),
+            "memory": result.memory,
+            "versions": result.versions,
+            "image": where.image,
+            "container": where.container,
+            "machine": {**where.machine, "threads": self.threads},
+            "block": Block(run=self.folder.id, round=job.round, order=job.order),
+            "source": Source(commit=commit, dirty=dirty, adapter_hash=code_hash, lock_hash=lock_hash),
+            "load": load,
+            "started": started.text,
+            "wall_seconds": started.seconds,
+            "command": self.command,
+            "log_tail": "" if result.state == "ok" else result.log_tail,
+            "interrupted": result.interrupted,
+            "sequence": sequence.take(),
+        }
 
     def _stands(self, job: AJob, record: Record) -> bool:
         """Whether a record that is there already counts."""

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from harness.errors import BadInput
-from harness.tasks import TASKS
+from harness.tasks import FLOAT32, TASKS
 from harness.worker.result import State
 
 SCHEMA = 1
@@ -254,6 +254,23 @@ class Load(_Model):
     canary_after: float | None = None
 
 
+GPU, PROCESSORS = "gpu", "processors"
+"""What has an energy counter; the second one holds their memory, too."""
+
+
+class Energy(_Model):
+    """What the harness read off the machine's counters (GPU, PROCESSORS), which count all that runs there.
+    ``joules``: of the timed ``stretches``, ``seconds`` in all; ``idle_watts``: before the run, when nothing of it ran;
+    ``step_seconds``: a counter moves once in so many. ``unavailable``: by counter, why it says nothing."""
+
+    joules: dict[str, float] = Field(default_factory=dict)
+    seconds: float = 0.0
+    stretches: int = 0
+    idle_watts: dict[str, float] = Field(default_factory=dict)
+    step_seconds: dict[str, float] = Field(default_factory=dict)
+    unavailable: dict[str, str] = Field(default_factory=dict)
+
+
 class Seeds(_Model):
     initial: int
     batches: int
@@ -300,13 +317,15 @@ class Container(_Model):
 class Record(_Model):
     """``interrupted``: what ended the process came from outside (a signal, for instance), so that it says nothing of
     the cell and the next run measures it again. ``sequence``: orders the records of a machine, whatever its clock does
-    (see :mod:`harness.store.sequence`); None in records from before there was one, of which ``started`` decides."""
+    (see :mod:`harness.store.sequence`); None in records from before there was one, of which ``started`` decides.
+    ``precision``: of the task's products."""
 
     schema_: int = Field(SCHEMA, alias="schema")
     purpose: Purpose
     state: State
     reason: Words | None = None
     cell: Cell
+    precision: str = FLOAT32
     key: str
     data: Data | None = None
     epoch_seconds: list[Seconds] = Field(default_factory=list)
@@ -326,6 +345,7 @@ class Record(_Model):
     block: Block
     source: Source
     load: Load | None = None
+    energy: Energy | None = None
     started: str
     wall_seconds: float
     command: str = ""

@@ -79,6 +79,7 @@ def setting_of(request: Request) -> Setting:
     elif request.static_shapes:
         last = request.dataset_size % request.batch_size
         sizes = tuple(sorted({request.batch_size, last or request.batch_size}))
+    task = known_task(request.task)
     return Setting(
         variant=request.variant,
         private=request.private,
@@ -90,9 +91,9 @@ def setting_of(request: Request) -> Setting:
         seed=request.noise_seed,
         device=request.device,
         threads=request.threads,
-        precision=request.precision,
+        precision=task.precision,
         padded_sizes=sizes,
-        optimizer=known_task(request.task).optimizer,
+        optimizer=task.optimizer,
     )
 
 

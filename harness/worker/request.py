@@ -35,7 +35,6 @@ class Request:
     delta: float
     device: str
     threads: int
-    precision: str
     initial_seed: int
     batch_seed: int
     noise_seed: int

@@ -36,6 +36,7 @@ class Result:
         log_tail: the end of its error output.
         interrupted: somebody else ended it.
         harness_stopped: the harness itself was stopped meanwhile.
+        energy: what the machine's counters moved by while the clock ran (:mod:`harness.environments.energy`).
         clock_fault: why the worker's clock and the harness's do not agree.
     """
 
@@ -58,6 +59,7 @@ class Result:
     log_tail: str = ""
     interrupted: bool = False
     harness_stopped: bool = False
+    energy: Part | None = None
     clock_fault: str | None = None
 
     @classmethod
@@ -80,7 +82,9 @@ class Result:
 
 
 NAMES = frozenset(f.name for f in dataclasses.fields(Result))
-BY_THE_HARNESS = frozenset({"machine", "container", "log_tail", "interrupted", "harness_stopped", "clock_fault"})
+BY_THE_HARNESS = frozenset(
+    {"machine", "container", "log_tail", "interrupted", "harness_stopped", "energy", "clock_fault"}
+)
 """Fields that no worker fills."""
 OUT_OF_MEMORY = ("out of memory", "resource_exhausted", "can't allocate memory", "cannot allocate memory", "bad_alloc")
 

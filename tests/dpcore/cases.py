@@ -1371,7 +1371,7 @@ def section(cases: list[Case]) -> list[str]:
         print(rows[-1], flush=True)
     counts = ", ".join(f"{totals[what]} {what}" for what in ("right", "refused", "unseen", "wrong", "crash"))
     head = ["", f"{len(cases)} cases: {counts}. Honest cases refused: {refused}.", ""]
-    return [*head, "| case | expected | outcome | |", "|---|---|---|---|", *rows]
+    return [*head, "| case | expected | outcome | detail |", "|---|---|---|---|", *rows]
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ inputs and output gradients, and random data are compared with the reference its
 from __future__ import annotations
 
 import copy
+import fcntl
 import functools
 import os
 import pkgutil
@@ -611,7 +612,7 @@ def measure(path: Path, degree: float | None, seed: int = 0) -> Errors:
         engine = Engine(
             batch.model, aligned, max_grad_norm=bound, physical_batch_size=path.pieces, check_isolation=False
         )
-        # The first batch is the one that learns; what is put off is put off from then on.
+        # The first batch is the one that learns; what is deferred is deferred from then on.
         engine.clipped_sum(batch.x, batch.y)
         with counted([*WATCHED, SINGLY]) as counts:
             result = engine.clipped_sum(batch.x, batch.y, mask if path.masked else None)
@@ -641,14 +642,20 @@ def overshoot(path: Path, batch: Batch, smallest: float, median: float) -> float
 
 
 @contextmanager
-def own_kernels() -> Iterator[bool]:
-    """The compiled kernels, built into a folder that is gone afterwards; whether there is a compiler to build them."""
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {"XDG_CACHE_HOME": folder}):
+def own_kernels(cache: File) -> Iterator[bool]:
+    """The compiled kernels, built into ``cache`` unless they are there; whether there is a compiler to build them.
+
+    Other processes may ask for the same ones: the first compiles them, the others wait.
+    """
+    with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(cache)}):
         os.environ.pop("DPCORE_NATIVE", None)
         native.reload()
         found = bool(os.environ.get("CXX")) or any(shutil.which(c) for c in native.COMPILERS)
         if found:
-            native.build()
+            with (cache / "lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                native.build()
+            assert native.available()
         try:
             yield found
         finally:
@@ -727,7 +734,7 @@ def document(compiled: bool) -> str:
 
 def main() -> None:
     torch.set_num_threads(1)
-    with own_kernels() as compiled:
+    with tempfile.TemporaryDirectory() as cache, own_kernels(File(cache)) as compiled:
         print(document(compiled))
 
 

@@ -249,7 +249,7 @@ def document(rows: Sequence[Row], versions: str) -> str:
     """The table as a page."""
     names = ["lowered", "loop", *MODES[:4], "loop, bf16", MODES[4], "most", MODES[5]]
     lines = [HEAD, versions, "", summary(rows), ""]
-    lines += [f"| | {' | '.join(names)} | fallbacks |", "|---" * (len(names) + 2) + "|"]
+    lines += [f"| architecture | {' | '.join(names)} | fallbacks |", "|---" * (len(names) + 2) + "|"]
     for each in rows:
         cells = [_cell(each.outcomes[mode]) for mode in MODES]
         half = each.outcomes[MODES[4]]

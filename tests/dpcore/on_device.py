@@ -4,8 +4,9 @@
 
 Every path of docs/exactness.md that needs no compiled kernel, with random data and with positions that cancel, by the
 engine, by the engine with Triton's kernels, by hooks and by the two-line loop. Of each: the error of the clipped sum,
-and by how much the largest example alone exceeds C. It prints one JSON line for each and ends with 1 if any is wrong.
-It needs torch, numpy and scipy alone.
+and by how much the largest example alone exceeds C; with Triton, which kernels ran. Before them, a million numbers of
+the kernel of noise beside float64's. It prints one JSON line for each and ends with 1 if any is wrong. It needs torch,
+numpy and scipy alone, and Triton for its kernels.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ TOLERATED = 5e-4
 """By how much the kernels' Gram norms may clip an example below C (``dpcore.gpu.contraction.TOLERATED_EXCESS``)."""
 SHARE = 1e-6
 DEGREE = 1e4
+KERNELS = ("contraction_norm_sq", "convolution_norm_sq", "lookup_norm_sq")
+NORMALS = 1_000_003
 
 
 def main() -> int:
@@ -56,6 +59,10 @@ def main() -> int:
         return 2
     warnings.simplefilter("ignore")
     begun, wrong, left = time.monotonic(), 0, 0
+    if (options.paths or "") in "noise":
+        found = {"path": "noise", "way": "Triton", **_noise(device)}
+        wrong += found["outcome"] in ("wrong", "crash")
+        print(json.dumps(found), flush=True)
     for name, degree, way in _plan(options.paths or ""):
         if time.monotonic() - begun > options.seconds:
             left += 1
@@ -86,12 +93,62 @@ def _outcome(name: str, data: str, way: str, device: str) -> dict[str, Any]:
 
     path = next(path for path in exactness.PATHS if path.name == name)
     batch = exactness.build(path, None if data == "random" else DEGREE)
+    ran = dict.fromkeys(KERNELS, 0)
     try:
-        error, share = _measured(batch.model, batch.x, batch.y, way, device)
+        with _counted(ran):
+            error, share = _measured(batch.model, batch.x, batch.y, way, device)
     except Exception as failure:  # the next path is to run
         return {"outcome": "crash", "reason": f"{type(failure).__name__}: {failure}"[:500]}
     right = error <= ALLOWED[data] + (TOLERATED if "Triton" in way else 0.0) and share <= 1.0 + SHARE
-    return {"outcome": "right" if right else "wrong", "error": error, "share": share}
+    kernels = {"kernels": [kernel for kernel, calls in ran.items() if calls]} if "Triton" in way else {}
+    return {"outcome": "right" if right else "wrong", "error": error, "share": share, **kernels}
+
+
+def _noise(device: str) -> dict[str, Any]:
+    """Return the largest error of the kernel's normals over the standard deviation; "no kernel" where there is none."""
+    import torch
+
+    from dpcore import gpu
+    from dpcore.gpu.normals import LARGEST_ERROR, normals
+
+    with _triton(True):
+        added = torch.zeros(NORMALS, device=device)
+        if not gpu.serves_noise(added):
+            return {"outcome": "no kernel"}
+        try:
+            name = bytes(range(100, 116))
+            gpu.draw_normals(added, 2.0, name, add=True)
+            gpu.draw_normals(added, 1.0, name, add=True)
+            written = torch.empty_like(added)
+            gpu.draw_normals(written, 3.0, name, add=False)
+        except Exception as failure:
+            return {"outcome": "crash", "reason": f"{type(failure).__name__}: {failure}"[:500]}
+        true = 3.0 * torch.from_numpy(normals(name, NORMALS))
+        error = max(float((found.cpu().double() - true).abs().max()) for found in (added, written)) / 3.0
+    return {"outcome": "right" if error <= LARGEST_ERROR else "wrong", "error": error}
+
+
+@contextmanager
+def _counted(calls: dict[str, int]) -> Iterator[None]:
+    """Within, calls of the kernels for norms are counted."""
+    from dpcore import gpu
+
+    before = {name: getattr(gpu, name) for name in calls}
+
+    def counting(name: str, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            calls[name] += 1
+            return function(*args)
+
+        return call
+
+    for name, function in before.items():
+        setattr(gpu, name, counting(name, function))
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(gpu, name, function)
 
 
 def _measured(model: Any, x: Any, y: Any, way: str, device: str) -> tuple[float, float]:

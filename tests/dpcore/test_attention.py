@@ -10,13 +10,9 @@ from torch import nn
 
 import dpcore
 from dpcore import clipped_sum
-from tests.dpcore.comparison import check, check_by_autograd, check_private, has_rules, odd_loss
+from tests.dpcore.comparison import check, check_by_autograd, check_private, has_rules, labels, odd_loss
 
 DTYPES = [torch.float64, torch.float32]
-
-
-def _labels(batch: int) -> torch.Tensor:
-    return torch.arange(batch) % 3
 
 
 class Attention(nn.Module):
@@ -95,14 +91,14 @@ def test_every_form(
     layer = nn.MultiheadAttention(4, 2, 0.0, bias, bias_kv, zero, kdim, vdim, batch_first)
     model = Attention(layer, sources, mask, padding, *weights, queries=queries).to(dtype)
     x = torch.randn(batch, queries + keys, 3, dtype=dtype)
-    check(model, x, _labels(batch), clipped_sum)
-    assert has_rules(model, x, _labels(batch))
+    check(model, x, labels(batch), clipped_sum)
+    assert has_rules(model, x, labels(batch))
 
 
 @pytest.mark.parametrize("sources", ["self", "memory", "all"])
 def test_frozen_parts(sources):
     torch.manual_seed(0)
-    x, y = torch.randn(4, 7, 3, dtype=torch.float64), _labels(4)
+    x, y = torch.randn(4, 7, 3, dtype=torch.float64), labels(4)
     for kdim in (None, 3):
         names = ["in_proj_bias", "out_proj.weight", "bias_k"] + ([] if kdim else ["in_proj_weight"])
         for name in names if kdim is None or sources == "all" else ():
@@ -118,7 +114,7 @@ def test_dropout_draws_what_torch_draws(sources, batch_first):
     for need_weights in (True, False):
         layer = nn.MultiheadAttention(4, 2, 0.4, add_bias_kv=True, batch_first=batch_first)
         model = Attention(layer, sources, need_weights=need_weights).double()
-        check_by_autograd(model, torch.randn(4, 7, 3, dtype=torch.float64), _labels(4))
+        check_by_autograd(model, torch.randn(4, 7, 3, dtype=torch.float64), labels(4))
 
 
 @pytest.mark.parametrize("sources", ["self", "memory", "all"])
@@ -126,7 +122,7 @@ def test_the_two_line_use(sources):
     torch.manual_seed(0)
     for batch_first in (True, False):
         layer = nn.MultiheadAttention(4, 2, add_bias_kv=True, add_zero_attn=True, batch_first=batch_first)
-        check_private(Attention(layer, sources).double(), torch.randn(4, 7, 3, dtype=torch.float64), _labels(4))
+        check_private(Attention(layer, sources).double(), torch.randn(4, 7, 3, dtype=torch.float64), labels(4))
 
 
 def test_examples_that_attend_to_each_other_are_refused():
@@ -139,7 +135,7 @@ def test_examples_that_attend_to_each_other_are_refused():
             return self.layer(x, x, x)[0]
 
     with pytest.raises(dpcore.UnsupportedError, match="attend to each other"):
-        clipped_sum(Swapped(), odd_loss, torch.randn(3, 5, 4), _labels(3), 1.0)
+        clipped_sum(Swapped(), odd_loss, torch.randn(3, 5, 4), labels(3), 1.0)
 
 
 class Transformer(nn.Module):
@@ -162,7 +158,7 @@ class Transformer(nn.Module):
 def test_a_transformer(batch_first, norm_first):
     torch.manual_seed(0)
     for batch in (3, 6):
-        x, y = torch.randn(batch, 6, 4, dtype=torch.float64), _labels(batch)
+        x, y = torch.randn(batch, 6, 4, dtype=torch.float64), labels(batch)
         model = Transformer(batch_first, norm_first, 0.0).double()
         check(model, x, y, clipped_sum)
         assert has_rules(model, x, y)
@@ -200,5 +196,5 @@ def test_parameters_handed_to_every_example(dtype, how):
     for batch in (2, 3, 4, 6):
         model = LearnedQueries(how).to(dtype)
         x = torch.randn(batch, 5, 4, dtype=dtype)
-        check(model, x, _labels(batch), clipped_sum)
-        assert has_rules(model, x, _labels(batch))
+        check(model, x, labels(batch), clipped_sum)
+        assert has_rules(model, x, labels(batch))

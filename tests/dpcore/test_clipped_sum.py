@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 import dpcore
 from dpcore import Engine, GaussianNoise, clipped_sum, reference
 from dpcore.errors import PrivacyError, UnsupportedError
-from tests.dpcore.comparison import check, check_private, odd_loss, relative_error
+from tests.dpcore.comparison import check, check_private, labels, odd_loss, relative_error
 
 DTYPES = [torch.float64, torch.float32]
 
@@ -26,10 +26,6 @@ class First(nn.Module):
 
     def forward(self, outputs):
         return outputs[0]
-
-
-def _labels(batch: int) -> torch.Tensor:
-    return torch.arange(batch) % 3
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -44,7 +40,7 @@ def _labels(batch: int) -> torch.Tensor:
 def test_linear_of_any_rank(dtype, batch, middle, p, d, bias):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(p, d, bias=bias), nn.Tanh(), nn.Linear(d, 3)).to(dtype)
-    check(model, torch.randn(batch, *middle, p, dtype=dtype), _labels(batch), clipped_sum)
+    check(model, torch.randn(batch, *middle, p, dtype=dtype), labels(batch), clipped_sum)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -67,7 +63,7 @@ def test_convolution(dtype, dims, batch, groups, kernel, stride, dilation, paddi
     layer = kind(2 * groups, 3 * groups, kernel, stride, padding, dilation, groups, bias=bias, padding_mode=mode)
     model = nn.Sequential(layer, nn.Tanh()).to(dtype)
     size = (7, 6, 5)[:dims]
-    check(model, torch.randn(batch, 2 * groups, *size, dtype=dtype), _labels(batch), clipped_sum)
+    check(model, torch.randn(batch, 2 * groups, *size, dtype=dtype), labels(batch), clipped_sum)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -85,7 +81,7 @@ def test_small_and_large_convolutions_behind_each_other(dtype, memory_format, ch
         nn.Flatten(),
     ).to(dtype=dtype, memory_format=memory_format)
     x = torch.randn(5, channels, size, size, dtype=dtype).to(memory_format=memory_format)
-    check(model, x, _labels(5), clipped_sum)
+    check(model, x, labels(5), clipped_sum)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -111,7 +107,7 @@ def test_embedding_with_repeated_tokens(dtype, pooled, batch, shape, rows, paddi
             return self.fc(vectors.flatten(1, -2).mean(1) if pooled and ids.dim() > 1 else vectors.tanh())
 
     ids = torch.randint(0, rows, (batch, *shape))
-    check(Model().to(dtype), ids, _labels(batch), clipped_sum)
+    check(Model().to(dtype), ids, labels(batch), clipped_sum)
 
 
 class Averaged(nn.Module):
@@ -135,15 +131,15 @@ def test_averaged_embeddings(dtype, frozen, time_first):
     model = Averaged(time_first=time_first).to(dtype)
     if frozen:
         model.get_submodule(frozen).requires_grad_(False)
-    check(model, torch.randint(0, 9, (5, 7)), _labels(5), clipped_sum)
-    check(model, torch.randint(0, 9, (1, 7), dtype=torch.int32), _labels(1), clipped_sum)
+    check(model, torch.randint(0, 9, (5, 7)), labels(5), clipped_sum)
+    check(model, torch.randint(0, 9, (1, 7), dtype=torch.int32), labels(1), clipped_sum)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_averaged_embeddings_by_scipys_public_product(dtype, monkeypatch):
     monkeypatch.setattr("dpcore.rules.embedding._csc_matvecs", lambda: None)
     torch.manual_seed(0)
-    check(Averaged(padding_idx=2).to(dtype), torch.randint(0, 9, (5, 7)), _labels(5), clipped_sum)
+    check(Averaged(padding_idx=2).to(dtype), torch.randint(0, 9, (5, 7)), labels(5), clipped_sum)
 
 
 class Looked(nn.Module):
@@ -204,7 +200,7 @@ LOOKS = {
 def test_vectors_that_are_not_only_averaged_are_formed(look, monkeypatch):
     """Also where that could not be known from the first batch of the kind."""
     torch.manual_seed(0)
-    model, ids, y = Looked(), torch.randint(0, 9, (5, 7)), _labels(5)
+    model, ids, y = Looked(), torch.randint(0, 9, (5, 7)), labels(5)
     model.look = LOOKS[look]
     check(model, ids, y, clipped_sum)
     engine = Engine(model, odd_loss, max_grad_norm=0.5)
@@ -223,7 +219,7 @@ def test_vectors_that_were_kept_have_their_values_afterwards(monkeypatch):
     model, ids, kept = Looked(), torch.randint(0, 9, (5, 7)), []
     model.look = kept.append
     calls = _count_bags(monkeypatch)
-    clipped_sum(model, odd_loss, ids, _labels(5), 0.5)
+    clipped_sum(model, odd_loss, ids, labels(5), 0.5)
     assert calls and torch.equal(kept[-1], model.embedding(ids))
 
 
@@ -231,19 +227,19 @@ def test_ids_that_change_before_their_vectors_are_averaged_are_refused():
     torch.manual_seed(0)
     model, ids = Looked(), torch.randint(0, 8, (5, 7))
     engine = Engine(model, odd_loss, max_grad_norm=0.5, check_isolation=False)
-    engine.clipped_sum(ids, _labels(5))
+    engine.clipped_sum(ids, labels(5))
 
     def change(vectors):
         ids.add_(1)
 
     model.look = change
     with pytest.raises(dpcore.UnsupportedError, match="changed in place"):
-        engine.clipped_sum(ids, _labels(5))
+        engine.clipped_sum(ids, labels(5))
 
 
 def test_averaged_embeddings_in_the_two_line_use():
     torch.manual_seed(0)
-    check_private(Averaged(padding_idx=0), torch.randint(0, 9, (6, 7)), _labels(6))
+    check_private(Averaged(padding_idx=0), torch.randint(0, 9, (6, 7)), labels(6))
 
 
 def test_hostile_masked_and_empty_examples_of_an_averaged_embedding():
@@ -277,7 +273,7 @@ def test_opposite_gradients_of_one_token_cancel_before_the_norm(dtype):
             return 64.0 * vectors[:, 0] - 63.75 * vectors[:, 1]
 
     torch.manual_seed(0)
-    check(Difference().to(dtype), torch.tensor([[2, 2], [2, 3], [4, 4]]), _labels(3), clipped_sum, _mild_loss)
+    check(Difference().to(dtype), torch.tensor([[2, 2], [2, 3], [4, 4]]), labels(3), clipped_sum, _mild_loss)
 
 
 def _mild_loss(outputs, y):
@@ -311,7 +307,7 @@ def test_lstm(dtype, batch, steps, layers, bidirectional, bias, frozen, batch_fi
     model = Model().to(dtype)
     if bias and frozen:
         model.lstm.bias_hh_l0.requires_grad_(False)
-    check(model, torch.randn(batch, steps, 3, dtype=dtype), _labels(batch), clipped_sum)
+    check(model, torch.randn(batch, steps, 3, dtype=dtype), labels(batch), clipped_sum)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -320,7 +316,7 @@ def test_a_long_wide_lstm(dtype):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50, 40), nn.LSTM(40, 48, batch_first=True), First()).to(dtype)
     ids = torch.randint(0, 50, (3, 150))
-    check(model, ids, _labels(3), clipped_sum, lambda out, y: odd_loss(out.mean(1), y))
+    check(model, ids, labels(3), clipped_sum, lambda out, y: odd_loss(out.mean(1), y))
 
 
 def _text_model(dtype=torch.float64):
@@ -331,7 +327,7 @@ def _text_model(dtype=torch.float64):
 
 
 def test_the_physical_batch_size_does_not_change_the_sum():
-    model, ids, y = _text_model(), torch.randint(0, 11, (7, 6)), _labels(7)
+    model, ids, y = _text_model(), torch.randint(0, 11, (7, 6)), labels(7)
     truth = reference.clipped_sum(model, odd_loss, ids, y, 0.5)
     for size in (1, 2, 3, 7, 100):
         result = clipped_sum(model, odd_loss, ids, y, 0.5, physical_batch_size=size)
@@ -347,7 +343,7 @@ def test_the_physical_batch_size_does_not_change_the_sum():
 def test_a_large_batch_goes_through_in_pieces_so_that_it_needs_less_than_ordinary_training(batch_size, width, pieces):
     torch.manual_seed(0)
     model, seen = nn.Linear(width, 3), []
-    x, y = torch.randn(batch_size, width), _labels(batch_size)
+    x, y = torch.randn(batch_size, width), labels(batch_size)
     whole = clipped_sum(model, odd_loss, x, y, 0.5, physical_batch_size=batch_size).sums
     engine = Engine(model, odd_loss, max_grad_norm=0.5)
     engine.clipped_sum(x, y)  # the first batch begins with few examples, to see what they leave behind
@@ -357,7 +353,7 @@ def test_a_large_batch_goes_through_in_pieces_so_that_it_needs_less_than_ordinar
 
 
 def test_masked_examples_and_an_empty_batch_contribute_nothing():
-    model, ids, y = _text_model(), torch.randint(0, 11, (7, 6)), _labels(7)
+    model, ids, y = _text_model(), torch.randint(0, 11, (7, 6)), labels(7)
     mask = torch.tensor([1, 0, 1, 1, 0, 0, 1], dtype=torch.bool)
     truth = reference.clipped_sum(model, odd_loss, ids[mask], y[mask], 0.5)
     masked = clipped_sum(model, odd_loss, ids, y, 0.5, mask=mask, physical_batch_size=3)
@@ -371,14 +367,14 @@ def test_masked_examples_and_an_empty_batch_contribute_nothing():
 @pytest.mark.parametrize("mask", [2 * torch.ones(4), torch.ones(4, dtype=torch.long), torch.ones(5, dtype=torch.bool)])
 def test_a_mask_is_no_weight(mask):
     with pytest.raises(ValueError, match="must be bool, one entry per example"):
-        clipped_sum(nn.Linear(3, 2), odd_loss, torch.randn(4, 3), _labels(4), 0.5, mask=mask)
+        clipped_sum(nn.Linear(3, 2), odd_loss, torch.randn(4, 3), labels(4), 0.5, mask=mask)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
 def test_a_hostile_example_is_bounded_and_harms_no_other(value):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Flatten(), nn.Linear(8, 3))
-    x, y = torch.randn(5, 1, 3, 3), _labels(5)
+    x, y = torch.randn(5, 1, 3, 3), labels(5)
     x[2] = value
 
     def loss(outputs, y):
@@ -396,7 +392,7 @@ def test_a_hostile_example_is_bounded_and_harms_no_other(value):
 def test_one_example_moves_the_sum_by_at_most_the_sensitivity(seed, scale):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
-    x, y = scale * torch.randn(4, 1, 4, 4), _labels(4)
+    x, y = scale * torch.randn(4, 1, 4, 4), labels(4)
     engine = Engine(model, odd_loss, max_grad_norm=0.3)
     with_all = {n: s.clone() for n, s in engine.clipped_sum(x, y).sums.items()}
     without = engine.clipped_sum(x[:-1], y[:-1])
@@ -410,7 +406,7 @@ class EverySecond(nn.Module):
 
 
 def test_what_cannot_be_told_apart_by_example_is_refused():
-    x, y = torch.randn(4, 3), _labels(4)
+    x, y = torch.randn(4, 3), labels(4)
     with pytest.raises(dpcore.UnsupportedError, match="not the batch of"):
         clipped_sum(nn.Sequential(nn.Flatten(0), EverySecond(), nn.Linear(1, 2)), odd_loss, x, y, 1.0)
     with pytest.raises(dpcore.UnsupportedError, match="batch norm"):
@@ -436,7 +432,7 @@ def test_an_input_changed_in_place_after_its_use_is_refused():
             return out
 
     with pytest.raises(dpcore.UnsupportedError, match="changed in place"):
-        clipped_sum(Late(), odd_loss, torch.randn(4, 3), _labels(4), 1.0)
+        clipped_sum(Late(), odd_loss, torch.randn(4, 3), labels(4), 1.0)
 
 
 def test_reused_and_unused_layers_and_frozen_parameters():
@@ -458,13 +454,13 @@ def test_reused_and_unused_layers_and_frozen_parameters():
             return self.head(hidden)
 
     model = Model().double()
-    check(model, torch.randint(0, 7, (4, 5)), _labels(4), clipped_sum)
+    check(model, torch.randint(0, 7, (4, 5)), labels(4), clipped_sum)
 
 
 def test_per_layer_bounds():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    x, y = torch.randn(6, 3, dtype=torch.float64), _labels(6)
+    x, y = torch.randn(6, 3, dtype=torch.float64), labels(6)
     bounds = [0.3, 0.1, 0.5, 0.2]
     result = Engine(model, odd_loss, max_grad_norm=bounds).clipped_sum(x, y)
     assert result.sensitivity == pytest.approx(sum(c * c for c in bounds) ** 0.5)
@@ -479,7 +475,7 @@ def test_per_layer_bounds():
 def test_norms_are_taken_in_full_precision_under_autocast():
     torch.manual_seed(0)
     engine = Engine(nn.Linear(64, 48, bias=False), odd_loss, max_grad_norm=0.2)
-    x, y = torch.randn(8, 4, 64), _labels(8)
+    x, y = torch.randn(8, 4, 64), labels(8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for i in range(8):
             assert engine.clipped_sum(x, y, torch.arange(8) == i).sums["weight"].double().norm() <= 0.2
@@ -496,7 +492,7 @@ def test_a_pickled_engine_releases_noisy_sums():
         expected_batch_size=8,
         noise=GaussianNoise(1),
     )
-    x, y = torch.randn(8, 6), _labels(8)
+    x, y = torch.randn(8, 6), labels(8)
     engine.privatize(x, y)
     first = engine.model.weight.grad.clone()
     for copied in (pickle.loads(pickle.dumps(engine)), copy.deepcopy(engine)):
@@ -510,7 +506,7 @@ def test_a_pickled_engine_releases_noisy_sums():
 
 def test_a_replaced_parameter_or_layer_is_refused():
     torch.manual_seed(0)
-    x, y = torch.randn(8, 6), _labels(8)
+    x, y = torch.randn(8, 6), labels(8)
 
     def layers():
         return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
@@ -566,7 +562,7 @@ def _by_backward(backward):
 
 SEEN = pytest.mark.skipif(
     "torch_function" not in inspect.getsource(torch.autograd.backward),
-    reason="this torch does not show calls of torch.autograd.backward to anybody (docs/dpcore.md, What is refused)",
+    reason="this torch does not show calls of torch.autograd.backward to anybody (docs/dpcore-refusals.md)",
 )
 
 

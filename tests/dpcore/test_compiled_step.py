@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from dpcore import Engine, GaussianNoise
 from dpcore.errors import UnsupportedError
+from tests.dpcore.private_setup import losses
 
 BACKEND = "aot_eager"
 """Traces forward and backward as inductor does, without a C++ compiler."""
@@ -20,10 +20,6 @@ SIZES = (16, 13, 0, 1, 16)
 def _forget_compiled_code():
     yield
     torch._dynamo.reset()
-
-
-def losses(outputs, labels):
-    return F.cross_entropy(outputs, labels, reduction="none")
 
 
 def make(loss=losses):

@@ -22,6 +22,8 @@ from dpcore.noise import GaussianNoise, grid_spacing
 from tests.dpcore import ranks
 from tests.dpcore.comparison import TOLERANCE
 
+pytestmark = pytest.mark.xdist_group("ranks")  # one launch for all of them
+
 STEPS = 8  # two rounds of ceil(1 / 0.25) batches
 CHECKS = ["sums", "pieces", "noise", "secure", "empty", "resume", "adaptive", "sharded"]
 

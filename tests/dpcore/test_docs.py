@@ -14,7 +14,10 @@ from setuptools.config.pyprojecttoml import read_configuration
 import dpcore
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("dpcore", "migration", "privacy", "exactness", "side_by_side", "patches", "dpcore-internals")
+NAMES = (
+    *("dpcore", "dpcore-features", "dpcore-refusals", "dpcore-internals"),
+    *("migration", "privacy", "exactness", "side_by_side", "patches"),
+)
 DOCUMENTS = [*(ROOT / "docs" / f"{name}.md" for name in NAMES), ROOT / "dpcore" / "examples" / "README.md"]
 documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 

@@ -19,15 +19,12 @@ from tests.dpcore.comparison import (
     check_private,
     check_private_call,
     has_rules,
+    labels,
     odd_loss,
     relative_error,
 )
 
 DTYPES = [torch.float64, torch.float32]
-
-
-def _labels(batch: int) -> torch.Tensor:
-    return torch.arange(batch) % 3
 
 
 class Bilinear(nn.Module):
@@ -58,8 +55,8 @@ def test_bilinear(dtype, batch, middle, p, q, d, bias):
     torch.manual_seed(0)
     model = Bilinear(p, q, d, bias).to(dtype)
     x = torch.randn(batch, *middle, 2, dtype=dtype)
-    check(model, x, _labels(batch), clipped_sum)
-    assert has_rules(model, x, _labels(batch))
+    check(model, x, labels(batch), clipped_sum)
+    assert has_rules(model, x, labels(batch))
 
 
 @pytest.mark.parametrize(("p", "steps"), [(30, 3), (2, 30)])
@@ -68,8 +65,8 @@ def test_bilinear_by_either_norm(p, steps):
     torch.manual_seed(0)
     for time_first in (False, True):
         model = Bilinear(p, p, 4, True, time_first).double()
-        check(model, torch.randn(3, steps, 2, dtype=torch.float64), _labels(3), clipped_sum)
-    check_private(Bilinear(p, p, 4, True).double(), torch.randn(3, steps, 2, dtype=torch.float64), _labels(3))
+        check(model, torch.randn(3, steps, 2, dtype=torch.float64), labels(3), clipped_sum)
+    check_private(Bilinear(p, p, 4, True).double(), torch.randn(3, steps, 2, dtype=torch.float64), labels(3))
 
 
 class Bags(nn.Module):
@@ -111,14 +108,14 @@ def test_embedding_bag(dtype, mode, batch, width, rows, form, weighted, padding_
     weighted = weighted and mode == "sum" and form == "rows"
     model = Bags(form, weighted, rows, mode=mode, padding_idx=padding_idx).to(dtype)
     ids = torch.randint(0, rows, (batch, width))
-    check(model, ids, _labels(batch), clipped_sum)
-    assert has_rules(model, ids, _labels(batch))
+    check(model, ids, labels(batch), clipped_sum)
+    assert has_rules(model, ids, labels(batch))
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_embedding_bag_in_the_two_line_use(mode):
     torch.manual_seed(0)
-    check_private(Bags("offsets", False, mode=mode).double(), torch.randint(0, 9, (5, 4)), _labels(5))
+    check_private(Bags("offsets", False, mode=mode).double(), torch.randint(0, 9, (5, 4)), labels(5))
 
 
 class Text(nn.Module):
@@ -139,12 +136,12 @@ def test_flat_ids_and_offsets_as_inputs_of_a_private_module(last, offsets):
     torch.manual_seed(0)
     ids = torch.randint(0, 9, (11,))
     starts = torch.tensor([*offsets, 11] if last else offsets)
-    check_private_call(Text(last).double(), (ids, starts), _labels(len(offsets)))
+    check_private_call(Text(last).double(), (ids, starts), labels(len(offsets)))
 
 
 def test_embedding_bag_with_weights_for_flat_ids():
     torch.manual_seed(0)
-    check_by_autograd(Bags("offsets", True, mode="sum").double(), torch.randint(0, 9, (5, 4)), _labels(5))
+    check_by_autograd(Bags("offsets", True, mode="sum").double(), torch.randint(0, 9, (5, 4)), labels(5))
 
 
 def test_a_hostile_example_in_an_embedding_bag():
@@ -155,9 +152,9 @@ def test_a_hostile_example_in_an_embedding_bag():
         ids[2] = 8
         with torch.no_grad():
             model.bag.weight[8] = float("nan")
-        result = clipped_sum(model, odd_loss, ids, _labels(5), 0.5)
+        result = clipped_sum(model, odd_loss, ids, labels(5), 0.5)
         others = [0, 1, 3, 4]
-        rest = clipped_sum(model, odd_loss, ids[others], _labels(5)[others], 0.5)
+        rest = clipped_sum(model, odd_loss, ids[others], labels(5)[others], 0.5)
         assert result.nonfinite == 1
         assert relative_error(result.sums, rest.sums) < 1e-5
 
@@ -165,7 +162,7 @@ def test_a_hostile_example_in_an_embedding_bag():
 @pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])
 def test_what_an_embedding_bag_must_not_do(option):
     with pytest.raises(dpcore.UnsupportedError, match=next(iter(option))):
-        clipped_sum(Bags("rows", False, **option), odd_loss, torch.randint(0, 9, (3, 2)), _labels(3), 1.0)
+        clipped_sum(Bags("rows", False, **option), odd_loss, torch.randint(0, 9, (3, 2)), labels(3), 1.0)
 
 
 class Biased(nn.Module):
@@ -186,10 +183,10 @@ def test_sequence_bias(batch_first, batch, steps, width):
     torch.manual_seed(0)
     model = Biased(width, batch_first).double()
     x = torch.randn(batch, steps, 3, dtype=torch.float64)
-    check(model, x, _labels(batch), clipped_sum)
+    check(model, x, labels(batch), clipped_sum)
     assert model(x).shape == (batch, steps + 1, width)
     torch.testing.assert_close(model(x)[:, -1], model.layer.bias.expand(batch, -1))
-    assert has_rules(model, x, _labels(batch))
+    assert has_rules(model, x, labels(batch))
 
 
 PAIRS = {
@@ -222,7 +219,7 @@ def test_recurrent_layers_are_torchs(kind, bias):
         def forward(self, x):
             return self.layer(x)[0]
 
-    check(Model().double().eval(), x.double(), _labels(2), clipped_sum)
+    check(Model().double().eval(), x.double(), labels(2), clipped_sum)
 
 
 def test_positional_arguments_are_in_opacus_order():
@@ -248,7 +245,7 @@ def test_rnn_linear_is_used_at_every_step():
                 h = (self.ih(x[:, t]) + self.hh(h)).tanh()
             return h
 
-    check(Loop().double(), torch.randn(4, 5, 3, dtype=torch.float64), _labels(4), clipped_sum)
+    check(Loop().double(), torch.randn(4, 5, 3, dtype=torch.float64), labels(4), clipped_sum)
 
 
 @pytest.mark.parametrize("kdim", [None, 3])
@@ -292,8 +289,8 @@ def test_attention_under_opacus_name_is_trained_by_the_rule():
             return self.layer(x, x, x)[0]
 
     model, x = Model().double(), torch.randn(3, 5, 4, dtype=torch.float64)
-    check(model, x, _labels(3), clipped_sum)
-    assert has_rules(model, x, _labels(3))
+    check(model, x, labels(3), clipped_sum)
+    assert has_rules(model, x, labels(3))
 
 
 @pytest.mark.parametrize("name", ["DPRNN", "DPGRU", "DPLSTM", "DPMultiheadAttention"])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from dpcore import clipped_sum
-from tests.dpcore.exactness import PATHS, Path, WeightedBag, aligned, measure, own_kernels
+from tests.dpcore.exactness import PATHS, Path, WeightedBag, aligned, measure
 
 NORMS = 5e-7
 SUMS = 1e-6
@@ -19,10 +19,7 @@ FORMED = 3e-7
 CASES = [pytest.param(p, d, id=f"{p.name}-{'random' if d is None else f'{d:g}'}") for p in PATHS for d in p.degrees]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> Iterator[bool]:
-    with own_kernels() as found:
-        yield found
+pytestmark = pytest.mark.usefixtures("compiled")
 
 
 @pytest.mark.parametrize(("path", "degree"), CASES)

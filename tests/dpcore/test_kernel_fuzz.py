@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpcore import native
-from tests.dpcore.test_native import library, pytestmark  # noqa: F401
+from tests.dpcore.test_native import pytestmark  # noqa: F401
 
 VALUES = st.sampled_from(["normal", "huge", "tiny", "nan", "inf"])
 WILD = {"huge": 3e38, "tiny": 1e-45, "nan": float("nan"), "inf": float("inf")}

@@ -8,13 +8,9 @@ from torch import nn
 
 import dpcore
 from dpcore import Engine, clipped_sum
-from tests.dpcore.comparison import check, check_by_autograd, check_private, has_rules, odd_loss
+from tests.dpcore.comparison import check, check_by_autograd, check_private, has_rules, labels, odd_loss
 
 DTYPES = [torch.float64, torch.float32]
-
-
-def _labels(batch: int) -> torch.Tensor:
-    return torch.arange(batch) % 3
 
 
 def _randomised(model: nn.Module) -> nn.Module:
@@ -44,7 +40,7 @@ def _randomised(model: nn.Module) -> nn.Module:
 )
 def test_norms(dtype, layer):
     model = _randomised(nn.Sequential(nn.Conv1d(3, 4, 1), layer(), nn.Tanh())).to(dtype)
-    check(model, torch.randn(5, 3, 6, dtype=dtype), _labels(5), clipped_sum)
+    check(model, torch.randn(5, 3, 6, dtype=dtype), labels(5), clipped_sum)
 
 
 @pytest.mark.parametrize("dims", [2, 3])
@@ -52,7 +48,7 @@ def test_instance_and_group_norm_of_images(dims):
     conv, norm = ((nn.Conv2d, nn.InstanceNorm2d), (nn.Conv3d, nn.InstanceNorm3d))[dims - 2]
     model = _randomised(nn.Sequential(conv(2, 4, 2), norm(4, affine=True), nn.ReLU(), nn.GroupNorm(2, 4))).double()
     x = torch.randn(3, 2, *[4] * dims, dtype=torch.float64)
-    check(model, x, _labels(3), clipped_sum)
+    check(model, x, labels(3), clipped_sum)
 
 
 class Positions(nn.Module):
@@ -127,7 +123,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_layers_without_a_rule(dtype, name):
     model = _randomised(OTHERS[name]()).to(dtype)
-    check(model, torch.randn(5, 5, 3, dtype=dtype), _labels(5), clipped_sum)
+    check(model, torch.randn(5, 5, 3, dtype=dtype), labels(5), clipped_sum)
 
 
 MASK = torch.triu(torch.ones(5, 5, dtype=torch.bool), 1)
@@ -150,7 +146,7 @@ def test_self_attention(dtype, options, batch_first):
         return out if batch_first else m(*[h.transpose(0, 1)] * 3, **ATTENTIONS[options])[0].transpose(0, 1)
 
     model = _randomised(Wrapped(layer, call)).to(dtype)
-    check(model, torch.randn(3, 5, 3, dtype=dtype), _labels(3), clipped_sum)
+    check(model, torch.randn(3, 5, 3, dtype=dtype), labels(3), clipped_sum)
 
 
 def test_self_attention_has_a_rule_and_its_values_are_torchs():
@@ -171,7 +167,7 @@ def test_self_attention_has_a_rule_and_its_values_are_torchs():
 
     model = Model()
     engine = Engine(model, odd_loss)
-    engine.clipped_sum(x, _labels(3))
+    engine.clipped_sum(x, labels(3))
     taped = [t.detach() for t in seen["out"]]
     assert "vmap" not in engine.explain()
     for a, b in zip(taped, layer(x, x, x, key_padding_mask=padding.expand(3, 5), attn_mask=MASK), strict=True):
@@ -184,24 +180,24 @@ def test_a_transformer_layer(norm_first):
         return nn.TransformerEncoderLayer(4, 2, 8, dropout, batch_first=True, norm_first=norm_first)
 
     model = _randomised(Wrapped(layer(0.0), lambda m, h: m(h))).double()
-    check(model, torch.randn(3, 5, 3, dtype=torch.float64), _labels(3), clipped_sum)
+    check(model, torch.randn(3, 5, 3, dtype=torch.float64), labels(3), clipped_sum)
     with_dropout = Wrapped(layer(0.1), lambda m, h: m(h))
     engine = Engine(with_dropout, odd_loss)
-    assert engine.clipped_sum(torch.randn(3, 5, 3), _labels(3)).norms.isfinite().all()
+    assert engine.clipped_sum(torch.randn(3, 5, 3), labels(3)).norms.isfinite().all()
     assert "vmap" not in engine.explain()
 
 
 @pytest.mark.parametrize("kind", [Rows, TimeFirst])
 def test_layouts_that_hide_the_batch(kind):
-    check(_randomised(kind()).double(), torch.randn(4, 4, 3, dtype=torch.float64), _labels(4), clipped_sum)
+    check(_randomised(kind()).double(), torch.randn(4, 4, 3, dtype=torch.float64), labels(4), clipped_sum)
 
 
 def test_positions_without_a_batch_dimension():
     model = _randomised(Positions()).double()
     for batch in (3, 5):
-        check(model, torch.randint(0, 9, (batch, 5)), _labels(batch), clipped_sum)
+        check(model, torch.randint(0, 9, (batch, 5)), labels(batch), clipped_sum)
     engine = Engine(model, odd_loss)
-    engine.clipped_sum(torch.randint(0, 9, (4, 5)), _labels(4))
+    engine.clipped_sum(torch.randint(0, 9, (4, 5)), labels(4))
     assert "no rule, by vmap" not in engine.explain()
 
 
@@ -238,10 +234,10 @@ def test_what_is_added_to_every_example(dtype, kind):
     for batch in (1, 3, 4, 5, 7):
         model = _randomised(Tables(kind)).to(dtype)
         ids = torch.randint(0, 9, (batch, 5))
-        check(model, ids, _labels(batch), clipped_sum)
-        assert has_rules(model, ids, _labels(batch))
-    check_by_autograd(_randomised(Tables(kind, 0.3)).to(dtype), ids, _labels(7))
-    check_private(_randomised(Tables(kind)).to(dtype), ids, _labels(7))
+        check(model, ids, labels(batch), clipped_sum)
+        assert has_rules(model, ids, labels(batch))
+    check_by_autograd(_randomised(Tables(kind, 0.3)).to(dtype), ids, labels(7))
+    check_private(_randomised(Tables(kind)).to(dtype), ids, labels(7))
 
 
 def test_a_table_of_tokens_and_of_fixed_ids():
@@ -254,7 +250,7 @@ def test_a_table_of_tokens_and_of_fixed_ids():
             return self.fc(self.tokens(ids) + self.tokens(torch.tensor([2, 3, 3])))
 
     for batch in (2, 3):
-        check(_randomised(Prompted()).double(), torch.randint(0, 9, (batch, 3)), _labels(batch), clipped_sum)
+        check(_randomised(Prompted()).double(), torch.randint(0, 9, (batch, 3)), labels(batch), clipped_sum)
 
 
 def test_what_is_shared_in_other_ways_is_still_right():
@@ -268,15 +264,15 @@ def test_what_is_shared_in_other_ways_is_still_right():
             return self.fc(self.tokens(ids) * self.positions(torch.arange(5)) + self.positions(torch.arange(5)))
 
     for batch in (3, 5):
-        check(_randomised(Scaled()).double(), torch.randint(0, 9, (batch, 5)), _labels(batch), clipped_sum)
+        check(_randomised(Scaled()).double(), torch.randint(0, 9, (batch, 5)), labels(batch), clipped_sum)
 
 
 def test_a_hostile_example_in_a_layer_without_a_rule():
     model = _randomised(Wrapped(nn.PReLU(), lambda m, h: m(h)))
     x = torch.randn(4, 2, 3)
     x[1] = float("nan")
-    result = clipped_sum(model, odd_loss, x, _labels(4), 0.5)
-    rest = clipped_sum(model, odd_loss, x[[0, 2, 3]], _labels(4)[[0, 2, 3]], 0.5)
+    result = clipped_sum(model, odd_loss, x, labels(4), 0.5)
+    rest = clipped_sum(model, odd_loss, x[[0, 2, 3]], labels(4)[[0, 2, 3]], 0.5)
     assert result.nonfinite == 1
     for name, summed in rest.sums.items():
         torch.testing.assert_close(result.sums[name], summed)
@@ -293,7 +289,7 @@ def test_a_layer_without_a_rule_that_mixes_examples_is_refused():
 
     model = Wrapped(Centred(), lambda m, h: m(h))
     with pytest.raises(dpcore.UnsupportedError, match="depends on the others"):
-        clipped_sum(model, odd_loss, torch.randn(3, 2, 3), _labels(3), 1.0)
+        clipped_sum(model, odd_loss, torch.randn(3, 2, 3), labels(3), 1.0)
 
 
 def test_time_first_layers_have_rules_and_hide_no_example():
@@ -312,11 +308,11 @@ def test_time_first_layers_have_rules_and_hide_no_example():
 
     ids = torch.randint(0, 9, (4, 4))
     model = _randomised(Model(False)).double()
-    check(model, ids, _labels(4), clipped_sum)
+    check(model, ids, labels(4), clipped_sum)
     engine = Engine(model, odd_loss)
-    engine.clipped_sum(ids, _labels(4))
+    engine.clipped_sum(ids, labels(4))
     assert "vmap" not in engine.explain()
     model = _randomised(Model(True)).double()
-    check(model, ids[:3], _labels(3), clipped_sum)
+    check(model, ids[:3], labels(3), clipped_sum)
     with pytest.raises(dpcore.UnsupportedError, match="in different places"):
-        clipped_sum(model, odd_loss, ids, _labels(4), 1.0)
+        clipped_sum(model, odd_loss, ids, labels(4), 1.0)

@@ -116,3 +116,16 @@ def test_what_a_trainer_would_do_to_the_loss_or_the_loader_is_told_with_the_reci
     other = DataLoader(small_data(), batch_size=3)
     with pytest.raises(PrivacyError, match=r"dpcore\.lightning\.DPLightningDataModule"):
         fit(Module(small_model(), PrivacyEngine(), other, noise_multiplier=1.0), Batches())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_lightning_module_that_is_made_private_itself_is_told_the_recipe():
+    class Whole(Module):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            loader = DataLoader(small_data(), batch_size=3)
+            options = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
+            return PrivacyEngine().make_private(module=self, optimizer=optimizer, data_loader=loader, **options)[1]
+
+    with pytest.raises(PrivacyError, match=r"with lightning use dpcore\.lightning\.DPLightningDataModule"):
+        fit(Whole(small_model()), Batches())

@@ -27,7 +27,9 @@ from dpcore.numerics.rounding import gamma, gram, gram_roundings, squares
 from dpcore.rules.convolution import ConvolutionUse
 from dpcore.rules.custom import GRAD_SAMPLERS, NORM_SAMPLERS
 from dpcore.rules.linear import ContractionUse
-from tests.dpcore.exactness import OwnScale, Reused, WeightedBag, aligned, own_kernels
+from tests.dpcore.exactness import First, OwnScale, Reused, WeightedBag, aligned
+
+pytestmark = pytest.mark.usefixtures("compiled")
 
 C = 1e-3
 
@@ -199,30 +201,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "bilinear": (Twice, (12,)),
     "bilinear, ghost norm": (Twice, (3, 12)),
     "attention": (lambda: nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True), (5, 16)),
-    "LSTM": (lambda: Last(nn.LSTM(10, 12, batch_first=True)), (7, 10)),
+    "LSTM": (lambda: First(nn.LSTM(10, 12, batch_first=True)), (7, 10)),
     "no rule": (lambda: OwnScale(60, by_rule=False), (9, 60)),
     "embedding": (Looked, (30,)),
     "embedding, averaged": (lambda: Mean(nn.Embedding(7, 40)), (30,)),
     "embedding bag": (Weighted, (16,)),
 }
 IDS = ("embedding", "embedding, averaged")
-
-
-class Last(nn.Module):
-    """The outputs of a recurrent layer, without its state."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)[0]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> Iterator[bool]:
-    with own_kernels() as found:
-        yield found
 
 
 HARD = dict(seed=st.integers(0, 10**6), decades=st.sampled_from([0.0, 0.5, 3.0, 9.0]), size=st.floats(-6, 6))

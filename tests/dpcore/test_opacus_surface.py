@@ -13,9 +13,7 @@ pytest.importorskip("opacus")
 INTERNAL = "a helper of Opacus' own implementation; dpcore's is built otherwise"
 RULES = "dpcore's rules intercept torch functions; a rule for a layer of the user's is registered by decorator"
 ONE_LOSS = "one backward pass does everything: the loss of the ghost mode is an ordinary tensor"
-ADAPTIVE = 'PrivacyEngine(...).make_private(clipping="adaptive") does it in every mode'
 SHARDED = "sharded modules have no mode of their own"
-MATH = "the accountants' own functions; use RDPAccountant, PRVAccountant, GaussianAccountant"
 PIECES = "BatchMemoryManager cuts batches that were loaded; index lists are not cut"
 
 EXCEPTIONS = {

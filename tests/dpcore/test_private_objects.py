@@ -24,14 +24,14 @@ def test_a_copy_of_a_module_with_hooks_is_an_ordinary_module(copied):
     model = small_model()
     _, _, _, _ = make(model, wrap_model=False)
     x = small_data()[:5][0]
-    for twin in (copied(model), copied(copied(model))):
-        torch.testing.assert_close(twin(x), model.eval()(x))
+    for made in (copied(model), copied(copied(model))):
+        torch.testing.assert_close(made(x), model.eval()(x))
         with torch.no_grad():
-            for p in twin.parameters():
+            for p in made.parameters():
                 p.zero_()
-        assert float(twin(x).detach().abs().max()) == 0.0 < float(model(x).detach().abs().max())
-        F.cross_entropy(twin.train()(x), torch.arange(5) % 3).backward()
-        assert all(p.grad is not None for p in twin.parameters())
+        assert float(made(x).detach().abs().max()) == 0.0 < float(model(x).detach().abs().max())
+        F.cross_entropy(made.train()(x), torch.arange(5) % 3).backward()
+        assert all(p.grad is not None for p in made.parameters())
         model.train()
 
 

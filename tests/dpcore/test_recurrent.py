@@ -20,6 +20,7 @@ from tests.dpcore.comparison import (
     check_private,
     check_private_call,
     has_rules,
+    labels,
     odd_loss,
     relative_error,
 )
@@ -32,10 +33,6 @@ KINDS = {
     "tanh": nn.RNN,
     "relu": lambda *args, **kwargs: nn.RNN(*args, nonlinearity="relu", **kwargs),
 }
-
-
-def _labels(batch: int) -> torch.Tensor:
-    return torch.arange(batch) % 3
 
 
 def _joined(out: torch.Tensor, state) -> torch.Tensor:
@@ -124,8 +121,8 @@ def test_every_form(dtype, kind, batch, steps, layers, bidirectional, bias, batc
     options = {"bias": bias, "batch_first": batch_first, "bidirectional": bidirectional}
     model = _sharp(Sequences(KINDS[kind](3, 4, layers, **options), packed, learned)).to(dtype)
     x = _batch(batch, steps, dtype, bool(packed))
-    check(model, x, _labels(batch), clipped_sum)
-    assert has_rules(model, x, _labels(batch))
+    check(model, x, labels(batch), clipped_sum)
+    assert has_rules(model, x, labels(batch))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -134,14 +131,14 @@ def test_as_many_examples_as_steps_and_time_first(kind):
     torch.manual_seed(0)
     for packed in (None, False):
         model = Sequences(KINDS[kind](3, 4, 3, bidirectional=True), packed).double()
-        check(model, _batch(5, 5, torch.float64), _labels(5), clipped_sum)
+        check(model, _batch(5, 5, torch.float64), labels(5), clipped_sum)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("packed", [None, False])
 def test_frozen_parts(kind, packed):
     torch.manual_seed(0)
-    x, y = _batch(4, 5, torch.float64), _labels(4)
+    x, y = _batch(4, 5, torch.float64), labels(4)
     for names in (["weight_ih_l0"], ["weight_hh_l0", "bias_ih_l0"], ["weight_ih_l0", "bias_ih_l0"], ["weight_hr_l0"]):
         model = Sequences(KINDS[kind](3, 4, 2, batch_first=True), packed).double()
         for name in names:
@@ -162,9 +159,9 @@ def test_dropout_between_layers_draws_what_torch_draws(dtype, kind, packed, batc
         layer = KINDS[kind](3, 4, 3, dropout=0.4, batch_first=batch_first, bidirectional=bidirectional)
         model = Sequences(layer, packed).to(dtype)
         x = _batch(5, 4, dtype, bool(packed))
-        check_by_autograd(model, x, _labels(5))
+        check_by_autograd(model, x, labels(5))
         model.eval()
-        check(model, x, _labels(5), clipped_sum)
+        check(model, x, labels(5), clipped_sum)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -172,14 +169,14 @@ def test_the_two_line_use(kind):
     torch.manual_seed(0)
     for packed, batch_first in ((None, False), (False, True)):
         model = Sequences(KINDS[kind](3, 4, 2, batch_first=batch_first, bidirectional=True), packed, "layer").double()
-        check_private(model, _batch(4, 5, torch.float64), _labels(4))
+        check_private(model, _batch(4, 5, torch.float64), labels(4))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_long_sequences_in_physical_batches_and_hostile_examples(kind):
     torch.manual_seed(0)
     model = Sequences(KINDS[kind](3, 6, 2, batch_first=True), False)
-    x, y = _batch(7, 40, torch.float32), _labels(7)
+    x, y = _batch(7, 40, torch.float32), labels(7)
     whole = clipped_sum(model, odd_loss, x, y, 0.5, physical_batch_size=7)
     pieces = clipped_sum(model, odd_loss, x, y, 0.5, physical_batch_size=3)
     assert relative_error(pieces.sums, whole.sums) < 1e-5
@@ -204,7 +201,7 @@ def test_batch_and_time_swapped_is_refused():
                 return self.layer(x)[0]
 
         with pytest.raises(dpcore.UnsupportedError, match="batch_first=True"):
-            clipped_sum(Swapped(), odd_loss, torch.randn(4, 5, 3), _labels(4), 1.0)
+            clipped_sum(Swapped(), odd_loss, torch.randn(4, 5, 3), labels(4), 1.0)
 
 
 def test_a_functional_call_with_packed_sequences_is_refused():
@@ -220,7 +217,7 @@ def test_a_functional_call_with_packed_sequences_is_refused():
             return torch.gru(packed.data, packed.batch_sizes, state, weights, True, 1, 0.0, True, False)[1][0]
 
     with pytest.raises(dpcore.UnsupportedError, match="functional call"):
-        clipped_sum(Functional(), odd_loss, torch.randn(4, 5, 3), _labels(4), 1.0)
+        clipped_sum(Functional(), odd_loss, torch.randn(4, 5, 3), labels(4), 1.0)
 
 
 class Cells(nn.Module):
@@ -249,8 +246,8 @@ def test_cells(dtype, bias, kind):
     cell = cells[kind](3, 4, bias) if kind in cells else nn.RNNCell(3, 4, bias, kind)
     model = _sharp(Cells(cell)).to(dtype)
     x = torch.randn(4, 5, 3, dtype=dtype)
-    check(model, x, _labels(4), clipped_sum)
-    assert has_rules(model, x, _labels(4))
+    check(model, x, labels(4), clipped_sum)
+    assert has_rules(model, x, labels(4))
 
 
 def test_the_outputs_are_torchs_in_evaluation_and_training():
@@ -274,7 +271,7 @@ def test_the_outputs_are_torchs_in_evaluation_and_training():
         model = Model(kind(3, 4, 2, bidirectional=True))
         model(x, lengths)
         plain = seen["out"]
-        Engine(model, odd_loss, physical_batch_size=4).clipped_sum((x, lengths), _labels(4))
+        Engine(model, odd_loss, physical_batch_size=4).clipped_sum((x, lengths), labels(4))
         for a, b in zip(seen["out"], plain, strict=True):
             torch.testing.assert_close(a.detach(), b.detach())
 
@@ -314,7 +311,7 @@ def test_a_packed_sequence_as_the_input_of_a_private_module(kind, enforce_sorted
     torch.manual_seed(0)
     model = Packed(KINDS[kind](3, 4, 2, bidirectional=True)).double()
     lengths = torch.tensor([5, 5, 3, 2] if enforce_sorted else [2, 5, 3, 5])
-    x, y = torch.randn(4, 5, 3, dtype=torch.float64), _labels(4)
+    x, y = torch.randn(4, 5, 3, dtype=torch.float64), labels(4)
     packed = pack_padded_sequence(x, lengths, True, enforce_sorted)
     check_private_call(model, packed, y)
 
@@ -338,7 +335,7 @@ def test_a_packed_sequence_in_a_layer_without_a_rule_is_refused():
 def test_mixed_precision_leaves_the_recurrence_in_full(kind):
     torch.manual_seed(0)
     model = Sequences(KINDS[kind](3, 4, 2, batch_first=True), False)
-    x, y = _batch(4, 5, torch.float32), _labels(4)
+    x, y = _batch(4, 5, torch.float32), labels(4)
     truth = reference.clipped_sum(model, odd_loss, x, y, 0.5)
     with torch.autocast("cpu", torch.bfloat16):
         result = clipped_sum(model, lambda out, y: odd_loss(out.float(), y), x, y, 0.5)

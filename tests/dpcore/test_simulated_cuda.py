@@ -18,13 +18,21 @@ ROOT = Path(__file__).resolve().parents[2]
 WAYS = ("engine", "loop", "hooks", "engine, bf16")
 MODELS = ("linear", "convolution", "group norm", "lstm", "tied transformer")
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the simulated device needs g++")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="the simulated device needs g++"),
+    pytest.mark.xdist_group("device"),  # which takes a minute to compile
+]
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The device, compiled."""
+    return build(tmp_path_factory.mktemp("device"))
+
+
+@pytest.fixture(scope="module")
+def steps(library: Path) -> dict[tuple[str, str], dict[str, Any]]:
     """Return what a process with the device reports, by model and way."""
-    library = build(tmp_path_factory.mktemp("device"))
     environment = os.environ | {"DPCORE_NATIVE": "0", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.dpcore.simulated_cuda.steps", str(library)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -53,10 +61,11 @@ def test_a_private_step_asks_for_few_more_operators_than_an_ordinary_one(steps, 
     assert sum(private["operators"].values()) <= 6 * sum(ordinary["operators"].values())
 
 
-def test_the_proof_for_a_real_device_runs_on_the_simulated_one(tmp_path):
-    command = [sys.executable, "-m", "tests.dpcore.on_device", "--device", "simulated", "--library", str(tmp_path)]
+def test_the_proof_for_a_real_device_runs_on_the_simulated_one(library):
+    command = [sys.executable, "-m", "tests.dpcore.on_device", "--device", "simulated", "--paths", "norm"]
+    command += ["--library", str(library.parent)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, "--paths", "norm"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert {one["way"] for one in found} == {"engine", "engine, Triton", "loop", "hooks"}

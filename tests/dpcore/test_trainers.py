@@ -114,12 +114,12 @@ def test_a_trainer_without_noise_ends_where_transformers_own_does(name, optimize
     ordinary = type("Ordinary", (InOrder, transformers.Trainer), {"loss_is_scaled_for_ga": name != "bert"})
     private = type("Private", (InOrder, DPTrainer), {})
     model, data = language_model(name), Texts(3 if name == "bert" else 0)
-    start, twin = state(model), copy.deepcopy(model)
+    start, reference = state(model), copy.deepcopy(model)
     ordinary(model=model, args=arguments(tmp_path, optim=optimizer), train_dataset=data).train()
     engine, options = PrivacyEngine(), arguments(tmp_path, optim=optimizer)
-    private(model=twin, args=options, train_dataset=data, engine=engine, privacy=WITHOUT).train()
+    private(model=reference, args=options, train_dataset=data, engine=engine, privacy=WITHOUT).train()
     assert len(engine.accountant) == STEPS and options.gradient_accumulation_steps == PIECES
-    assert difference(start, model, twin) < 1e-6
+    assert difference(start, model, reference) < 1e-6
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -225,7 +225,7 @@ def test_trls_trainer_without_noise_ends_where_its_own_does(tmp_path, monkeypatc
     texts = [" ".join(words[int(i) % len(words)] for i in row) for row in Texts().ids]
     data = datasets.Dataset.from_dict({"text": texts})
     model = language_model("llama")
-    start, twin = state(model), copy.deepcopy(model)
+    start, reference = state(model), copy.deepcopy(model)
     options = {"bf16": False, "gradient_checkpointing": False, "max_length": 8, "optim": "sgd"}
 
     def given(trained):
@@ -234,11 +234,11 @@ def test_trls_trainer_without_noise_ends_where_its_own_does(tmp_path, monkeypatc
 
     type("Ordinary", (InOrder, trl.SFTTrainer), {})(**given(model)).train()
     private = type("Private", (InOrder, DPTrainerMixin, trl.SFTTrainer), {})
-    private(**given(twin), engine=PrivacyEngine(), privacy=WITHOUT).train()
-    assert difference(start, model, twin) < 1e-6
+    private(**given(reference), engine=PrivacyEngine(), privacy=WITHOUT).train()
+    assert difference(start, model, reference) < 1e-6
     with pytest.raises(UnsupportedError, match="packing"):
         options["packing"] = True
-        private(**given(copy.deepcopy(twin)), engine=PrivacyEngine(), privacy=WITHOUT)
+        private(**given(copy.deepcopy(reference)), engine=PrivacyEngine(), privacy=WITHOUT)
 
 
 # ---- accelerate
@@ -276,18 +276,18 @@ def test_an_accelerators_loop_without_noise_ends_where_its_own_does():
     from dpcore.accelerate import prepare
 
     model = network()
-    start, twin = state(model), copy.deepcopy(model)
+    start, reference = state(model), copy.deepcopy(model)
     accelerator = accelerate.Accelerator(gradient_accumulation_steps=PIECES, cpu=True)
     rate = loop(accelerator, *accelerator.prepare(*parts(model)))
     accelerator = accelerate.Accelerator(gradient_accumulation_steps=PIECES, cpu=True)
     engine = PrivacyEngine()
-    module, optimizer, loader = parts(twin)
+    module, optimizer, loader = parts(reference)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         private = prepare(accelerator, engine, module=module, optimizer=optimizer, data_loader=loader, **WITHOUT)
     assert loop(accelerator, *private) == rate == 0.01 * 0.5**4
     assert len(engine.accountant) == STEPS
-    assert difference(start, model, twin) < 1e-12
+    assert difference(start, model, reference) < 1e-12
 
 
 def test_a_private_loop_of_an_accelerator_spends_its_budget_and_no_more():

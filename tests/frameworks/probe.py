@@ -42,6 +42,7 @@ class Probe:
             max_grad_norm=1.0,
             learning_rate=task.learning_rate,
             seed=SEED,
+            precision=task.precision,
             padded_sizes=sampling.padded_sizes(BATCH, ROWS) if static else (),
         )
         self.initial = initial_parameters(task, 3)

@@ -13,7 +13,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,12 @@ from harness.environments import executor, memory_limit
 from harness.environments import venv as env
 from harness.environments.backend import last_json
 from harness.environments.executor import Limits, Venv
+from harness.errors import BadInput
 from harness.gate import admission
+from harness.plan import e2e as plan
 from harness.plan import registry
 from harness.plan.registry import Contestant
+from harness.run.e2e import ensure_data
 from harness.tasks import TASKS
 
 pytestmark = pytest.mark.frameworks
@@ -64,17 +66,12 @@ def cases(tasks: Iterable[str], is_quick: Callable[[str, str], bool]) -> list[An
 
 
 @pytest.fixture(scope="module", autouse=True)
-def environments(request: pytest.FixtureRequest) -> None:
-    """All environments that the chosen tests need, as many at once as there are processors."""
-    chosen = [item.callspec.params.get("contestant") for item in request.session.items if hasattr(item, "callspec")]
-    frameworks = {c.framework.lock_hash: c.framework for c in chosen if c is not None}
-
-    def make(framework: registry.Framework) -> None:
-        with contextlib.suppress(env.EnvironmentFault):  # which then is the reason of a skip
-            env.ensure(framework, print)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(make, frameworks.values()))
+def data() -> None:
+    """The data of the short run, before any verdict: verdicts hang on the data that is there, and the run would ask for
+    all of its own anew."""
+    with contextlib.suppress(BadInput):  # which then fails the run alone
+        for task in plan.preset("smoke").tasks:
+            ensure_data(TASKS[task].dataset, False, print)
 
 
 def venv(contestant: Contestant, task: str) -> Venv:

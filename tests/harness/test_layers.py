@@ -1,24 +1,17 @@
-"""Layers as data against the paper's sizes, and how a layer's record looks."""
+"""Layers as data against the paper's sizes."""
 
 from __future__ import annotations
 
 import csv
-import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 
 from harness import layers
-from harness.analysis import frames
 from harness.errors import BadInput
 from harness.layers import LAYERS, PAPER, SWEEP, SWEEP_ROWS
-from harness.store import record
-from harness.worker import sketch
-from tests.support.record_factory import layer_record
-from tests.support.record_factory import record as e2e_record
 
 PAPER_BYTES = Path(__file__).parents[2] / "results" / "paper" / "layer_memory_breakdown.csv"
 BLOCK = 512
@@ -100,36 +93,3 @@ def test_select_takes_layers_and_sets():
     assert layers.select(["linear", "sweep", "linear"]) == ("linear", *(layer.name for layer in SWEEP))
     with pytest.raises(BadInput, match=r"'conv4d' \(did you mean conv\?\); choose from conv, .*paper, today, sweep"):
         layers.select(["conv4d"])
-
-
-def test_a_layers_record_survives_the_store_and_keeps_out_of_the_tables_of_tasks():
-    mine = layer_record(purpose="memory")
-    again = record.parse(mine.to_json(), "here")
-    assert again == mine
-    assert again.cell.name == "linear/opacus-hooks/clipped/16/layers-v1/cpu/venv"
-    parts = again.layer.parts
-    assert parts.peak == parts.input + parts.labels + parts.module + parts.gradients + parts.intermediate
-    tables = frames.build([mine, e2e_record()])
-    assert set(tables.raw.task) == {"mnist-cnn"}
-    with pytest.raises(BadInput, match=r"no end-to-end records here \(only of: layer"):
-        frames.build([mine])
-
-
-def test_a_cell_is_either_a_task_or_a_layer_with_its_passes():
-    for change in ({"task": "mnist-cnn"}, {"passes": None}, {"layer": None}, {"kind": "e2e"}):
-        cell = {**layer_record().cell.model_dump(), **change}
-        with pytest.raises(ValidationError, match="a cell names a task, or, of kind layer"):
-            record.Cell.model_validate(cell)
-
-
-def test_a_sketch_tells_how_far_arrays_lie_apart():
-    rng = np.random.default_rng(3)
-    one = {"a": rng.standard_normal((300, 70)), "b": rng.standard_normal(5)}
-    known = sketch.of(one)
-    assert len(known) == sketch.WIDTH and sketch.apart(known, sketch.of(dict(reversed(one.items())))) == 0.0
-    for size in (1e-6, 1e-2, 1.0):
-        apart = {name: value + size * rng.standard_normal(value.shape) for name, value in one.items()}
-        assert sketch.apart(known, sketch.of(apart)) == pytest.approx(size, rel=0.3)
-    assert sketch.apart(known, [math.nan] * sketch.WIDTH) == math.inf == sketch.apart(known, known[:3])
-    nothing = sketch.of({"a": np.zeros(3)})
-    assert sketch.apart(nothing, nothing) == 0.0 and sketch.apart(nothing, known) == math.inf

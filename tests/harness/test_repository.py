@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -93,3 +94,28 @@ def test_the_api_page_shows_every_public_name_of_dpcore() -> None:
     names = re.findall(r'^    "(\w+)",$', (ROOT / "dpcore" / "__init__.py").read_text(), re.MULTILINE)
     shown = re.findall(r"^::: dpcore\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
     assert names and set(names) == set(shown)
+
+
+GROUPED = """
+import os
+import pytest
+
+pytestmark = pytest.mark.xdist_group("one")
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_it(number):
+    with open("processes.txt", "a") as file:
+        file.write(os.environ["PYTEST_XDIST_WORKER"] + "\\n")
+"""
+
+
+def test_tests_of_a_group_run_in_one_process(tmp_path: Path) -> None:
+    """With some pairs of versions pytest-xdist loses the groups without a word, and what they share is made twice."""
+    (tmp_path / "test_group.py").write_text(GROUPED)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadgroup"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    processes = (tmp_path / "processes.txt").read_text().split()
+    assert len(processes) == 4 and len(set(processes)) == 1

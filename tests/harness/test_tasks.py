@@ -1,16 +1,13 @@
-"""The tasks' networks, counted; their batches, drawn; their plans."""
+"""The tasks' networks, counted."""
 
 from __future__ import annotations
 
-import math
+import dataclasses
 
 import numpy as np
 import pytest
 
-from harness.plan import e2e as plan
-from harness.plan import protocol, registry
-from harness.tasks import GATE_TASKS, TASKS, check_parameters, initial_parameters
-from harness.worker import sampling
+from harness.tasks import GATE_TASKS, TASKS, check_parameters, initial_parameters, known_task
 
 PARAMETERS = {
     "mnist-cnn": 26_010,
@@ -23,6 +20,8 @@ PARAMETERS = {
     "llama-lora": 3_256_000,
     "vit": 809_098,
     "wrn-16-2": 692_810,
+    "gpt2-lm-bf16": 1_858_304,
+    "llama-lora-bf16": 3_256_000,
 }
 
 
@@ -109,98 +108,12 @@ def test_a_tied_table_has_two_uses_only_where_it_is_trained() -> None:
     assert TASKS["gpt2-lm"].trains_tied_table and not TASKS["llama-lora"].trains_tied_table
 
 
-def test_poisson_batches_have_the_right_distribution() -> None:
-    n, rate, steps = 2000, 0.03, 4000
-    batches = sampling.poisson_batches(n, rate, steps, seed=5)
-    sizes = np.array([len(b) for b in batches])
-    mean, variance = n * rate, n * rate * (1 - rate)
-    assert abs(sizes.mean() - mean) < 5 * math.sqrt(variance / steps)
-    assert abs(sizes.var() / variance - 1) < 5 * math.sqrt(2 / steps)
-    counts = np.bincount(np.concatenate(batches), minlength=n)
-    deviations = (counts - steps * rate) / math.sqrt(steps * rate * (1 - rate))
-    assert abs(deviations).max() < 5.5
-    assert all(len(np.unique(b)) == len(b) for b in batches)
-    together = np.mean([np.isin([0, 1], b).all() for b in batches])
-    assert together < 5 * rate**2 + 0.002
-
-
-def test_poisson_batches_may_be_empty() -> None:
-    assert any(len(b) == 0 for b in sampling.poisson_batches(100, 0.01, 50, seed=0))
-
-
-def test_the_same_seed_gives_the_same_lists() -> None:
-    a, b = (sampling.poisson_batches(500, 0.1, 5, seed=9) for _ in range(2))
-    assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def test_consecutive_batches_keep_the_partial_one() -> None:
-    batches = sampling.consecutive_batches(10, 4)
-    assert [b.tolist() for b in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-
-
-@pytest.mark.parametrize("batch_size", [1, 16, 64, 512, 2048, 60_000])
-def test_padded_sizes_hold_every_batch_with_little_waste(batch_size: int) -> None:
-    n = 60_000
-    sizes = sampling.padded_sizes(batch_size, n)
-    assert len(sizes) <= 6 and sizes[-1] <= n
-    assert max(sizes) <= n
-    batches = sampling.poisson_batches(n, batch_size / n, 300, seed=1)
-    padded = [sampling.pad(b, sizes) for b in batches]
-    for indices, (rows, mask) in zip(batches, padded, strict=True):
-        assert np.array_equal(rows[mask], indices) and len(rows) in sizes and not rows[~mask].any()
-    if batch_size >= 64:
-        waste = 1 - sum(map(len, batches)) / sum(len(rows) for rows, _ in padded)
-        assert waste < 0.09
-
-
-@pytest.mark.parametrize("count", [7, 8, 118, 938])
-def test_balanced_batches_are_the_same_ones_and_few_of_them_have_the_average_size(count: int) -> None:
-    lists = sampling.poisson_batches(60_000, 64 / 60_000, count, seed=3)
-    ordered = sampling.balanced(lists)
-    assert sorted(map(tuple, ordered)) == sorted(map(tuple, lists))
-    sizes = np.array([len(b) for b in ordered])
-    mean = sizes.mean()
-    for k in range(4, count, 2):
-        assert abs(sizes[:k].mean() / mean - 1) < 0.05
-    if count > 100:
-        assert sizes[: 2 * (count // 4)].std() > 0.5 * sizes.std(), "sizes must still vary"
-        errors = [
-            abs(np.mean([len(b) for b in f(sampling.poisson_batches(60_000, 64 / 60_000, 938, seed=s))[:4]]) / 64 - 1)
-            for f in (sampling.balanced, list)
-            for s in range(20)
-        ]
-        assert np.mean(errors[:20]) < 0.5 * np.mean(errors[20:])
-
-
-def test_padding_never_cuts_a_batch() -> None:
-    with pytest.raises(ValueError, match="larger than every compiled size"):
-        sampling.pad(np.arange(9), (4, 8))
-
-
-def test_protocols_are_data_and_the_page_quotes_every_rule() -> None:
-    page = (registry.ROOT / "docs" / "protocol.md").read_text()
-    for name in protocol.names():
-        loaded = protocol.load(name)
-        noise = 0.0 if name == "layers" else 1.1  # whose passes end with the clipped sum
-        assert loaded.name == name and (loaded.noise_multiplier, loaded.max_grad_norm) == (noise, 1.0)
-        for rule in loaded.rules:
-            assert f"**{rule.id}** {rule.text}" in page
-
-
-def test_every_block_of_the_quick_plan_is_whole() -> None:
-    options = plan.preset("quick")
-    contestants = registry.select(options.frameworks)
-    jobs = [j for j in plan.jobs(options, contestants) if j.purpose == "time"]
-    blocks: dict[tuple[str, int, int], list[str]] = {}
-    for job in jobs:
-        blocks.setdefault((job.cell.task, job.cell.batch_size, job.round), []).append(job.contestant.name)
-    assert len(blocks) == sum(len(options.batch_sizes[t]) * options.rounds_of(t) for t in options.tasks) == 31
-    names = sorted(c.name for c in contestants)
-    assert all(sorted(block) == names for block in blocks.values())
-    assert len({job.name for job in jobs}) == len(jobs)
-
-
-def test_the_plan_depends_on_its_seed_alone() -> None:
-    contestants = registry.select(None)
-    names = [[j.name for j in plan.jobs(plan.preset("quick", seed=s), contestants)] for s in (1, 1, 2)]
-    assert names[0] == names[1] != names[2] and sorted(names[0]) == sorted(names[2])
+@pytest.mark.parametrize("name", ["gpt2-lm", "llama-lora", "small-gpt2", "small-llama"])
+def test_a_task_in_bfloat16_is_the_same_but_for_its_products(name: str) -> None:
+    task, lowered = known_task(name), known_task(f"{name}-bf16")
+    assert (task.precision, lowered.precision) == ("float32", "bfloat16")
+    assert dataclasses.replace(lowered, name=task.name, title=task.title, precision=task.precision) == task
+    assert lowered.title == f"{task.title}, in bfloat16"
+    assert lowered.weight_bytes == task.weight_bytes and 2 * lowered.activation_bytes == task.activation_bytes
+    ours, theirs = (initial_parameters(t, 0) for t in (task, lowered))
+    assert all(np.array_equal(ours[key], theirs[key]) for key in ours)

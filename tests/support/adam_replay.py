@@ -1,5 +1,6 @@
 """The replay of a measured cell whose optimizer is Adam, by an interpreter with torch: ``python -m
-tests.support.adam_replay NAME ...`` prints, by the name of a mutant, what the step's reference says of it.
+tests.support.adam_replay OUT NAME ...`` writes, by the name of a mutant, what the step's reference says of it.
+``NAME@bf16``: with bfloat16 products.
 
 On the small transformer, with examples drawn here: what a worker does, without a harness around it.
 """
@@ -23,11 +24,12 @@ from harness.worker.request import Request
 from tests.mutants.adapter import create
 
 TASK = tasks.GATE_TASKS["small-llama"]
+LOWERED = "bf16"
 BATCH, STEPS, HALT = 24, 6, 4
 SIGMA, BOUND = 1.1, 1.0
 
 
-def request() -> Request:
+def request(task: tasks.Task) -> Request:
     """Return the request of a cell of the small task."""
     return Request(
         mode="time",
@@ -35,7 +37,7 @@ def request() -> Request:
         variant="",
         private=True,
         static_shapes=False,
-        task=TASK.name,
+        task=task.name,
         batch_size=BATCH,
         dataset_size=gate_cases.POOL_SIZE,
         sampling="poisson",
@@ -46,27 +48,28 @@ def request() -> Request:
         delta=1e-5,
         device="cpu",
         threads=1,
-        precision="float32",
         initial_seed=3,
         batch_seed=4,
         noise_seed=5,
     )
 
 
-def measurement(adapter: Adapter) -> e2e.Measurement:
+def measurement(adapter: Adapter, task: tasks.Task) -> e2e.Measurement:
     """Return a measurement as the worker has it after ``build`` and ``place``."""
     found = e2e.Measurement.__new__(e2e.Measurement)
-    found.request, found.task, found.adapter = request(), TASK, adapter
+    found.request, found.task, found.adapter = request(task), task, adapter
     found.setting = e2e.setting_of(found.request)
-    found.initial = gate_cases.starting_weights(TASK)
-    adapter.build(TASK, found.setting, found.initial)
-    adapter.place(*gate_cases.pool(TASK))
+    found.initial = gate_cases.starting_weights(task)
+    adapter.build(task, found.setting, found.initial)
+    adapter.place(*gate_cases.pool(task))
     return found
 
 
 def compared(name: str) -> dict[str, object]:
     """``replay_error`` at the halt and at the end, and what the reference says of the steps."""
-    m = measurement(create(name))
+    variant, _, precision = name.partition("@")
+    task = tasks.GATE_TASKS[f"{TASK.name}-bf16"] if precision == LOWERED else TASK
+    m = measurement(create(variant), task)
     rng = np.random.default_rng(7)
     batches: list[e2e.Batch] = [
         (rng.choice(gate_cases.POOL_SIZE, size=BATCH, replace=False).astype(np.int64), None) for _ in range(STEPS)
@@ -79,7 +82,7 @@ def compared(name: str) -> dict[str, object]:
     found = e2e.replay(m, batches, HALT, *weights)
     rate = reading_rate(TASK.optimizer, TASK.learning_rate) / BATCH
     x, y = gate_cases.pool(TASK)
-    said = step_reference.compare(TASK, found, x, y, BOUND, rate, SIGMA * BOUND)
+    said = step_reference.compare(task, found, x, y, BOUND, rate, SIGMA * BOUND)
     apart = max(
         float(np.abs(found[f"timed{where}/{n}"] - found[f"replayed{where}/{n}"]).max())
         for where in ("", "_end")

@@ -50,6 +50,7 @@ def main(out: Path, names: list[str]) -> None:
             max_grad_norm=1.0,
             learning_rate=task.learning_rate,
             seed=5,
+            precision=task.precision,
             optimizer=task.optimizer,
         )
         start = time.perf_counter()

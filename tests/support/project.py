@@ -12,7 +12,7 @@ from harness.compare import sides
 from harness.compare.record import Comparison
 from harness.compare.run import ComparisonOptions, ComparisonRun
 from harness.store.folder import RunFolder
-from tests.harness.run.test_layers import PHANTOM
+from tests.support.phantom_layer import PHANTOM
 
 SLEEP = "    sleep_seconds = 0.0"
 SPARE = "    spare_bytes = 0"

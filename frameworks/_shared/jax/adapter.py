@@ -81,18 +81,15 @@ def in_pieces(rows: jax.Array, mask: jax.Array, largest: int | None) -> tuple[ja
 
 
 def configure(setting: Setting) -> jax.Device:
-    """Applies the precision of ``setting`` to this process; its device.
+    """Turns TF32 off in this process; the device of ``setting``.
 
-    Raises :class:`Unsupported` where the machine cannot do it.
+    Raises :class:`Unsupported` where the machine has none.
     """
-    if setting.precision not in ("float32", "tf32"):
-        raise Unsupported(f"precision {setting.precision!r}: this adapter trains in float32 or tf32.")
     try:
         device = jax.devices(setting.device)[0]
     except RuntimeError as error:
         raise Unsupported(f"JAX finds no device {setting.device!r} here ({error}).") from None
-    precision = "highest" if setting.precision == "float32" else "tensorfloat32"
-    jax.config.update("jax_default_matmul_precision", precision)
+    jax.config.update("jax_default_matmul_precision", "highest")
     return device
 
 

@@ -8,7 +8,7 @@ backends; every measurement behind the choice is in frameworks/jax/NOTES.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import jax
@@ -18,7 +18,7 @@ from jax import lax
 
 from harness import network, tasks
 from harness.contract import Unsupported
-from harness.tasks import NOT_OWN, TOKEN_LOSS, Task
+from harness.tasks import BFLOAT16, NOT_OWN, TOKEN_LOSS, Task
 
 Params = Mapping[str, jax.Array]
 
@@ -26,10 +26,17 @@ Params = Mapping[str, jax.Array]
 @dataclass(frozen=True)
 class Form:
     """How the networks are put to XLA. ``patches``: convolutions as matrix products over image patches. ``unroll``: an
-    LSTM as a Python loop, its time steps written out in the compiled program, instead of a ``lax.scan``."""
+    LSTM as a Python loop, its time steps written out in the compiled program, instead of a ``lax.scan``. ``half``: what
+    goes into linear maps and attention, and comes out, is bfloat16, weights rounded on the way in; softmax, norms and
+    losses are float32."""
 
     patches: bool = False
     unroll: bool = False
+    half: bool = False
+
+    def lowered(self, *values: jax.Array) -> tuple[jax.Array, ...]:
+        """What a product takes."""
+        return tuple(value.astype(jnp.bfloat16) for value in values) if self.half else values
 
 
 PLAIN = Form()
@@ -41,9 +48,11 @@ def logits(task: Task, params: Params, x: jax.Array, form: Form = PLAIN) -> jax.
     x: float32 [*input_shape] or int32 tokens [T]; for a task that starts with an embedding it may also be the rows
     already looked up, float32 [T, dim].
     """
+    if task.precision == BFLOAT16:
+        form = replace(form, half=True)
     for layer in task.layers:
         x = _apply(layer, params, x, form)
-    return x
+    return x.astype(jnp.float32)
 
 
 def example_loss(task: Task, form: Form = PLAIN) -> Callable[[Params, jax.Array, jax.Array], jax.Array]:
@@ -78,11 +87,13 @@ def parameters(task: Task, values: Mapping[str, np.ndarray], device: jax.Device)
 
 def _apply(layer: tasks.Layer, params: Params, x: jax.Array, form: Form) -> jax.Array:
     match layer:
+        case tasks.Conv2d() | tasks.Lstm() if form.half:
+            raise Unsupported(f"its {type(layer).__name__} has no bfloat16 form.")
         case tasks.Conv2d(name, _, _, _, stride, padding):
             convolve = _convolve_patches if form.patches else _convolve
             return convolve(x, params[f"{name}.weight"], stride, padding) + params[f"{name}.bias"][:, None, None]
         case tasks.Linear():
-            return _linear(layer, params, x)
+            return _linear(layer, params, x, form)
         case tasks.Embedding(name):
             return x if jnp.issubdtype(x.dtype, jnp.floating) else params[f"{name}.weight"][x]
         case tasks.Lstm(name):
@@ -123,11 +134,13 @@ def _apply_of_transformer(layer: tasks.Layer, params: Params, x: jax.Array, form
             return jax.nn.silu(x)
         case tasks.SwiGLU():
             gate, up, down = layer.maps
-            return _linear(down, params, jax.nn.silu(_linear(gate, params, x)) * _linear(up, params, x))
+            opened = jax.nn.silu(_linear(gate, params, x, form)) * _linear(up, params, x, form)
+            return _linear(down, params, opened, form)
         case tasks.Attention():
-            return _attention(layer, params, x)
+            return _attention(layer, params, x, form)
         case tasks.TiedHead(table):
-            return x @ params[f"{table}.weight"].T
+            x, weight = form.lowered(x, params[f"{table}.weight"])
+            return x @ weight.T
         case tasks.Residual(layers, shortcut):
             body, beside = (
                 reduce(lambda value, inner: _apply(inner, params, value, form), part, x) for part in (layers, shortcut)
@@ -142,30 +155,32 @@ def _standardised(x: jax.Array, eps: float) -> jax.Array:
     return centred * lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + eps)
 
 
-def _linear(layer: tasks.Linear, params: Params, x: jax.Array) -> jax.Array:
+def _linear(layer: tasks.Linear, params: Params, x: jax.Array, form: Form) -> jax.Array:
     """[in] or [T, in] to [out] or [T, out]."""
-    weight = params[f"{layer.name}.weight"]
+    x, weight = form.lowered(x, params[f"{layer.name}.weight"])
     result = weight @ x if x.ndim == 1 else x @ weight.T
     if layer.bias:
-        result = result + params[f"{layer.name}.bias"]
+        (bias,) = form.lowered(params[f"{layer.name}.bias"])
+        result = result + bias
     if layer.lora:
-        narrow = x @ params[f"{layer.name}.lora_a"].T
-        result = result + network.LORA_SCALE * (narrow @ params[f"{layer.name}.lora_b"].T)
+        first, second = form.lowered(params[f"{layer.name}.lora_a"], params[f"{layer.name}.lora_b"])
+        result = result + network.LORA_SCALE * (x @ first.T @ second.T)
     return result
 
 
-def _attention(layer: tasks.Attention, params: Params, x: jax.Array) -> jax.Array:
+def _attention(layer: tasks.Attention, params: Params, x: jax.Array, form: Form) -> jax.Array:
     """Self-attention of [T, dim]."""
     length, groups, share = len(x), layer.groups, layer.heads // layer.groups
-    query, key, value = (_linear(part, params, x).reshape(length, -1, layer.head_dim) for part in layer.maps[:3])
+    query, key, value = (_linear(part, params, x, form).reshape(length, -1, layer.head_dim) for part in layer.maps[:3])
     if layer.rotary:
-        query, key = _rotated(layer, query), _rotated(layer, key)
+        query, key = form.lowered(_rotated(layer, query), _rotated(layer, key))
     query = query.reshape(length, groups, share, layer.head_dim)
-    scores = jnp.einsum("tgsd,ugd->gstu", query, key) / np.sqrt(layer.head_dim)
+    scores = jnp.einsum("tgsd,ugd->gstu", query, key, preferred_element_type=jnp.float32) / np.sqrt(layer.head_dim)
     if layer.causal:
         scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -jnp.inf)
-    mixed = jnp.einsum("gstu,ugd->tgsd", jax.nn.softmax(scores, -1), value)
-    return _linear(layer.maps[3], params, mixed.reshape(length, -1))
+    (shares,) = form.lowered(jax.nn.softmax(scores, -1))
+    mixed = jnp.einsum("gstu,ugd->tgsd", shares, value)
+    return _linear(layer.maps[3], params, mixed.reshape(length, -1), form)
 
 
 def _rotated(layer: tasks.Attention, x: jax.Array) -> jax.Array:

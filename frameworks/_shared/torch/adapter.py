@@ -11,8 +11,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from frameworks._shared.torch import models as torch_models
 from harness.contract import Adapter, Memory, Setting, Unsupported
-from harness.tasks import Task
+from harness.tasks import BFLOAT16, FLOAT32, Task
 
+PRECISIONS = (FLOAT32, BFLOAT16)
+"""Of adapters that run the forward pass under :meth:`TorchAdapter.autocast`."""
 COMPILERS = ("g++", "clang++", "c++")
 """What torch.compile looks for on a CPU."""
 
@@ -26,22 +28,23 @@ class TorchAdapter(Adapter):
     and canonical weights do not depend on it."""
 
     def configure(self, task: Task, setting: Setting) -> None:
-        """Applies device, threads and precision of ``setting`` to this process.
+        """Applies device and threads of ``setting`` to this process.
 
-        Raises :class:`Unsupported` where the machine or the variant cannot do it.
+        Raises :class:`Unsupported` where the machine cannot do it.
         """
-        if setting.precision not in ("float32", "tf32"):
-            raise Unsupported(f"precision {setting.precision!r}: this adapter trains in float32 or tf32.")
         self.task = task
         self.setting = setting
         self.device = torch.device(setting.device)
         if self.device.type == "cuda":
             if not torch.cuda.is_available():
                 raise Unsupported("PyTorch finds no CUDA device here.")
-            torch.backends.cuda.matmul.allow_tf32 = setting.precision == "tf32"
-            torch.backends.cudnn.allow_tf32 = setting.precision == "tf32"
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
             torch.cuda.reset_peak_memory_stats(self.device)
         torch.set_num_threads(setting.threads)
+
+    def autocast(self) -> torch.autocast:
+        """The region of the forward pass and the loss: PyTorch's own mixed precision where the setting has one."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.setting.precision == BFLOAT16)
 
     def network(
         self, initial: Mapping[str, np.ndarray], lstm: type[torch.nn.Module] = torch.nn.LSTM
@@ -72,7 +75,9 @@ class TorchAdapter(Adapter):
         updates = 0
         for x, y in loader:
             optimizer.zero_grad()
-            criterion(module(x.to(self.device)), y.to(self.device)).backward()
+            with self.autocast():
+                loss = criterion(module(x.to(self.device)), y.to(self.device))
+            loss.backward()
             optimizer.step()
             updates += 1
         return updates

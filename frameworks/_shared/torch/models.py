@@ -196,7 +196,8 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def loss_fn(task: Task) -> Loss:
     """(logits [B, outputs], labels [B]) -> the examples' own losses [B]; of tokens (logits [B, T, outputs], labels
-    [B, T]). The one place where logits become losses."""
+    [B, T]). The one place where logits become losses; those of bfloat16 become float32 first, for a logarithm of
+    probabilities with eight bits is off by per cents."""
     if task.loss == "cross_entropy":
         return _cross_entropy
     if task.loss == "binary_cross_entropy":
@@ -206,17 +207,22 @@ def loss_fn(task: Task) -> Loss:
     raise ValueError(f"{task.name}: there is no loss {task.loss!r}.")
 
 
+def _full(logits: torch.Tensor) -> torch.Tensor:
+    return logits.float() if logits.dtype == torch.bfloat16 else logits
+
+
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits, labels, reduction="none")
+    return F.cross_entropy(_full(logits), labels, reduction="none")
 
 
 def _binary_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.binary_cross_entropy_with_logits(logits.squeeze(-1), labels.to(logits.dtype), reduction="none")
+    outputs = _full(logits).squeeze(-1)
+    return F.binary_cross_entropy_with_logits(outputs, labels.to(outputs.dtype), reduction="none")
 
 
 def _token_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The mean over each example's own tokens, zero where it has none."""
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=NOT_OWN, reduction="none")
+    losses = F.cross_entropy(_full(logits).flatten(0, 1), labels.flatten(), ignore_index=NOT_OWN, reduction="none")
     return losses.view(labels.shape).sum(1) / (labels != NOT_OWN).sum(1).clamp(min=1)
 
 

@@ -10,17 +10,18 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from harness.analysis.frames import CELL, PLACE, Tables
+from harness.analysis.frames import CELL, PLACE, Tables, rows_of
 from harness.analysis.naming import factor, number
 from harness.report import model
 from harness.report.figures.tasks import PAPER_EPOCHS, CumulativeRun, cumulative_runs
 from harness.report.model import MISSING, Grid, Section
-from harness.tasks import TASKS
+from harness.tasks import FLOAT32, TASKS
 
 SHOWN_EPOCHS = (1, 5, 10, PAPER_EPOCHS)
 CHEAPER = 0.1
@@ -176,7 +177,7 @@ def start_up(tables: Tables) -> pd.DataFrame:
             for name, median in zip(group.contestant, group["median"], strict=True)
             if (*place, name) in start
         }
-        for row in group.itertuples():
+        for row in rows_of(group):
             if row.contestant not in found:
                 continue
             c1, t1 = found[row.contestant]
@@ -220,7 +221,7 @@ def start_up_grids(frame: pd.DataFrame) -> list[Grid]:
                 _pays(r.rival, r.rival_epochs),
                 str(r.n),
             )
-            for r in group.itertuples()
+            for r in rows_of(group)
         )
         header = (
             *("contestant", "batch", "start s", "epoch s", "first / ordinary"),
@@ -329,7 +330,7 @@ def goals_grids(frame: pd.DataFrame) -> list[Grid]:
                 MISSING if math.isnan(r.epsilon) else f"{r.epsilon:.3g}",
                 str(r.n),
             )
-            for r in shown.itertuples()
+            for r in rows_of(shown)
         )
         header = (
             *("contestant", "batch", f"reached {target:.0%}", "seconds", "of them start", "epochs"),
@@ -366,13 +367,14 @@ def _range(r: Any) -> str:
     return model.interval(r.low, r.high)
 
 
+@lru_cache(maxsize=4)
 def floor(tables: Tables) -> pd.DataFrame:
     """Every timed cell over the physical floor of its task on its machine, where the peaks were measured.
 
     Arithmetic: ``Task.training_flops`` per example (forward, gradients of activations and weights; direct algorithms)
     over the measured float32 product. Traffic: the training data, read once an epoch, over the measured copy; weights
     and activations may stay in caches, so that they are no part of a floor. The floor is the larger of the two, as if
-    they overlapped perfectly.
+    they overlapped perfectly. Tasks of a lower precision have none: the peak of their products is not measured.
     """
     rows: list[dict[str, Any]] = []
     for section in model.sections(tables):
@@ -380,10 +382,10 @@ def floor(tables: Tables) -> pd.DataFrame:
         here = section.of(tables.cells)
         raw = section.of(tables.raw)
         sizes = {name: d.train_size for i, name in raw.task.items() if (d := tables.records[i].data) is not None}
-        for r in here[here.state == "ok"].itertuples() if peaks else ():
+        for r in rows_of(here[here.state == "ok"]) if peaks else ():
             task = TASKS.get(r.task)
             size = sizes.get(r.task)
-            if task is None or size is None:
+            if task is None or size is None or task.precision != FLOAT32:
                 continue
             assert peaks is not None
             flops = task.training_flops * size
@@ -421,7 +423,7 @@ def floor_grids(tables: Tables, section: Section, frame: pd.DataFrame) -> list[G
     for task, synthetic, group in model.blocks(frame):
         sizes = sorted(group.batch_size.unique())
         first = {size: group[group.batch_size == size].iloc[0] for size in sizes}
-        cell = {(r.contestant, r.batch_size): f"{factor(r.over_floor)}×{model.doubts(r)}" for r in group.itertuples()}
+        cell = {(r.contestant, r.batch_size): f"{factor(r.over_floor)}×{model.doubts(r)}" for r in rows_of(group)}
         rows = (
             ("floor, seconds", *(f"{number(first[size].floor_seconds)} ({first[size].bound})" for size in sizes)),
             ("arithmetic, GFLOP", *(number(first[size].flops / 1e9) for size in sizes)),

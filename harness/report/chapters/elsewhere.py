@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from harness.analysis.frames import Tables
+from harness.analysis.frames import Tables, rows_of
 from harness.analysis.naming import factor
 from harness.paths import ROOT
 from harness.report.model import Chapter, Grid, doubts
@@ -93,7 +93,7 @@ def _grids(theirs: pd.DataFrame, ours: pd.DataFrame) -> Iterator[Grid]:
                 READ[r.read],
                 r.source,
             )
-            for r in theirs.itertuples()
+            for r in rows_of(theirs)
         ),
         ("Nothing of this was measured here. Where the norm is not one over all parameters, less work is done.",),
     )
@@ -103,7 +103,7 @@ def _grids(theirs: pd.DataFrame, ours: pd.DataFrame) -> Iterator[Grid]:
             ("contestant", "task", "batch sizes", "hardware", "twin", "ratio", "n"),
             tuple(
                 (r.contestant, r.task, r.batch_sizes, r.hardware, r.twin, f"{_range(r)}{doubts(r)}", str(r.n))
-                for r in ours.itertuples()
+                for r in rows_of(ours)
             ),
             ("Means over paired rounds, the lowest and the highest of the batch sizes; other tasks and machines.",),
         )

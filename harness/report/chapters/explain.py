@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.analysis.frames import SHOWN_PACKAGES, Tables
+from harness.analysis.frames import SHOWN_PACKAGES, Tables, rows_of
 from harness.analysis.naming import machine_label, number
 from harness.errors import BadInput
 from harness.report import model
@@ -82,7 +82,7 @@ def _code(record: Record) -> tuple[str, str]:
 
 def summary(tables: Tables, name: str) -> Iterator[str]:
     """What the tables show for this cell, a line per machine."""
-    for row in tables.cells[tables.cells.cell == name].itertuples():
+    for row in rows_of(tables.cells[tables.cells.cell == name]):
         value = row.state
         if row.state == "ok":
             value = f"median {number(row.median)} s{model.interval(row.low, row.high)}, n = {row.n}"

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from harness.analysis import frames
-from harness.analysis.frames import PLACE, Tables
+from harness.analysis.frames import PLACE, Tables, rows_of
 from harness.analysis.naming import BASELINE_FRAMEWORK, factor
 from harness.report.model import MISSING, Grid, Section, blocks, doubt_notes, doubts, task_title, usual
 
@@ -62,7 +62,7 @@ def grids(numbers: pd.DataFrame, section: Section) -> Iterable[Grid]:
         for against, group in of_task.groupby("against", sort=False):
             n = usual(group.n)
             sizes = sorted(group.batch_size.unique())
-            cell = {(r.contestant, r.batch_size): _cell(r, n) for r in group.itertuples()}
+            cell = {(r.contestant, r.batch_size): _cell(r, n) for r in rows_of(group)}
             rows = tuple(
                 (name, *(cell.get((name, size), MISSING) for size in sizes)) for name in dict.fromkeys(group.contestant)
             )

@@ -10,7 +10,7 @@ import pandas as pd
 
 from harness.analysis import frames as table
 from harness.analysis import naming, stats
-from harness.analysis.frames import SECTION
+from harness.analysis.frames import SECTION, rows_of
 from harness.analysis.naming import number
 from harness.report import model
 from harness.report.figures import frontier as figure
@@ -179,7 +179,7 @@ def _grid(task: str, synthetic: bool, group: pd.DataFrame) -> Grid:
             _rate(r, n),
             _scaled(r.start_up_bytes, MEBIBYTE),
         )
-        for r in group.itertuples()
+        for r in rows_of(group)
     )
     budget = number(group.budget_bytes.iloc[0] / MEBIBYTE)
     notes = [
@@ -209,11 +209,11 @@ def endings(group: pd.DataFrame) -> Iterable[str]:
     cut = group[(group.ended == "ok") & ~group.whole_training_set & group.batch_size.notna()]
     if len(cut):
         yield f"≥ no larger size was tried, by the ceiling or the longest step of the run: {', '.join(cut.contestant)}."
-    for r in group[~group.ended.isin(["ok", "oom"])].itertuples():
+    for r in rows_of(group[~group.ended.isin(["ok", "oom"])]):
         yield f"{r.ended}: {r.contestant}: {model.short(r.reason)}"
-    for r in group[group.failed > 0].itertuples():
+    for r in rows_of(group[group.failed > 0]):
         yield f"{r.contestant}: at its frontier {r.failed} of {r.failed + r.n} further processes failed."
-    for r in group[group.not_again.str.len() > 0].itertuples():
+    for r in rows_of(group[group.not_again.str.len() > 0]):
         sizes = ", ".join(f"{size:.0f}" for size in r.not_again)
         yield f"{r.contestant}: {sizes} fitted in the search and did not in a further process."
 

@@ -11,6 +11,7 @@ import pandas as pd
 
 from harness.analysis import layer_frames, naming
 from harness.analysis import memory_law as law
+from harness.analysis.frames import rows_of
 from harness.analysis.layer_frames import BASELINE, MEGABYTE, PUBLISHED_LABEL, LayerTables
 from harness.analysis.memory_law import Parts
 from harness.analysis.naming import factor, number
@@ -18,6 +19,7 @@ from harness.layers import LAYERS, SWEEP
 from harness.report import model
 from harness.report.chapters import layer_claims, memory
 from harness.report.chapters.paper import TOLERANCE
+from harness.report.figures import layers as layer_figures
 from harness.report.model import MISSING, Chapter, Grid, Picture, Section
 from harness.store.record import Record
 
@@ -51,8 +53,6 @@ def _of_section(
     raw, cells, factors = section.of(tables.raw), section.of(tables.cells), section.of(tables.factors)
     older = len(section.of(tables.superseded))
     left_out = [f"Left out: {older} process(es) of cells that were measured again with newer code."] if older else []
-    from harness.report.figures import layers as layer_figures  # Matplotlib: a report without layers does without
-
     when = model.measured(raw)
     main, main_factors = (f[~f.layer.isin(SWEPT)] if len(f) else f for f in (cells, factors))
     where = f"{model.readable(section, raw)}, rules {section.protocol}."
@@ -244,7 +244,7 @@ def _notes(what: str, cells: pd.DataFrame, contestant: str, passes: str, n: int)
     yield f"Paper: {PUBLISHED_LABEL}."
     mine = cells[(cells.contestant == contestant) & (cells.passes == passes) & (cells.failed != "")]
     for (state, reason), group in mine.groupby(["state", "reason"], sort=False):
-        places = ", ".join(f"{r.layer} at {r.batch_size}" for r in group.itertuples())
+        places = ", ".join(f"{r.layer} at {r.batch_size}" for r in rows_of(group))
         yield f"{group.failed.iloc[0] or state}: {places}: {model.short(reason)}"
 
 
@@ -362,11 +362,11 @@ def _shares(predicted: pd.DataFrame) -> Iterator[Grid]:
     """Share explained by each law: here by contestant, on the paper's tables, and as its text has it."""
     own = memory.shares(memory.of_the_paper(), [])
     rows = []
-    for r in own.itertuples():
+    for r in rows_of(own):
         text = memory.QUOTED_SHARES.get((r.group, r.law), MISSING)
         rows.append(("the paper's tables", r.group, r.law, *_explained(r), text))
     here = memory.shares(predicted, ["contestant", "passes"]) if len(predicted) else predicted
-    for r in here.itertuples():
+    for r in rows_of(here):
         rows.append((f"{r.contestant} ({r.passes})", r.group, r.law, *_explained(r), MISSING))
     header = (
         "measured",
@@ -437,7 +437,7 @@ def _predictions(predicted: pd.DataFrame, order: Sequence[tuple[str, str]]) -> I
         for (layer, size), group in mine.groupby(["layer", "batch_size"], sort=False):
             first = group.iloc[0]
             plan = (f"{first.micro_batch:.0f}",) if with_plan else ()
-            by_law = {r.law: (number(r.predicted_mb), _percent(r.error), f"{r.share:.1%}") for r in group.itertuples()}
+            by_law = {r.law: (number(r.predicted_mb), _percent(r.error), f"{r.share:.1%}") for r in rows_of(group)}
             beside = (text for name in laws for text in by_law.get(name, (MISSING,) * 3))
             rows.append((str(layer), str(size), *plan, number(first.measured_mb), *beside))
         header = ("layer", "batch", *(("m",) if with_plan else ()), "measured MB")
@@ -496,7 +496,7 @@ def _errors(errors: pd.DataFrame) -> Iterator[Grid]:
             str(r.n),
             memory.QUOTED_ERRORS.get(r.regime, MISSING),
         )
-        for r in errors.itertuples()
+        for r in rows_of(errors)
     )
     notes = (
         "How far the paper's law over- (+) or underestimates (-) the memory overhead, mean ± standard deviation. "
@@ -536,7 +536,7 @@ def _spread(between: pd.DataFrame) -> Iterator[Grid]:
     columns = [*((shown, "spread") if has_times else ()), *(("spread of the peak",) if has_peaks else ())]
     for (contestant, passes), group in between.groupby(["contestant", "passes"], sort=False):
         rows = []
-        for r in group.itertuples():
+        for r in rows_of(group):
             row = [r.layer, str(r.batch_size), str(r.runs)]
             if has_times:
                 row += [_runs(r), MISSING if math.isnan(r.runtime_spread) else f"{r.runtime_spread:.1%}"]
@@ -605,7 +605,7 @@ def _claims(stated: pd.DataFrame) -> Iterator[Grid]:
                 MISSING if math.isnan(r.here_over_paper) else f"{factor(r.here_over_paper)}×",
                 r.outcome,
             )
-            for r in group.itertuples()
+            for r in rows_of(group)
         )
         notes = [
             "Its table: the same quantity from the paper's own tables, at the layers and batch sizes measured here "

@@ -10,7 +10,7 @@ import pandas as pd
 
 from harness.analysis import layer_frames
 from harness.analysis import memory_law as law
-from harness.analysis.frames import SECTION
+from harness.analysis.frames import SECTION, rows_of
 from harness.analysis.layer_frames import CELL, MEGABYTE
 from harness.analysis.memory_law import Parts
 from harness.layers import PAPER, SWEEP, SWEEP_ROWS
@@ -45,7 +45,7 @@ def of_the_paper() -> pd.DataFrame:
     """The laws on the paper's own tables: predicted and measured MB, share explained, overhead and its error."""
     peaks = layer_frames.published("memory").set_index(["paper_row", "batch_size"])
     rows = []
-    for r in layer_frames.published("memory_breakdown").itertuples():
+    for r in rows_of(layer_frames.published("memory_breakdown")):
         peak = peaks.loc[(r.paper_row, r.batch_size)]
         parts = Parts(r.batch_size, r.input_mb, r.labels_mb, r.L_mb)
         for name, predicted, measured in (

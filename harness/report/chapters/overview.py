@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import pandas as pd
 
-from harness.analysis.frames import Tables
+from harness.analysis.frames import Tables, rows_of
 from harness.analysis.naming import factor, number
 from harness.report.model import Section, blocks, doubts, task_title
 
@@ -47,6 +48,7 @@ class Overview:
     private: int
 
 
+@lru_cache(maxsize=4)
 def of(tables: Tables, section: Section) -> Overview | None:
     """Return the main result of a section; None where nothing was timed in it."""
     cells = section.of(tables.cells)
@@ -76,13 +78,13 @@ def _ratios(ratios: pd.DataFrame, task: str, synthetic: bool, size: int) -> Mapp
     if ratios.empty:
         return {}
     here = ratios[(ratios.task == task) & (ratios.synthetic == synthetic) & (ratios.batch_size == size)]
-    return {row.contestant: row for row in here.itertuples()}
+    return {row.contestant: row for row in rows_of(here)}
 
 
 def _squares(here: pd.DataFrame, over: Mapping[str, Any]) -> Mapping[str, Square]:
     base = next(iter(over.values())).baseline if over else None
     found = {}
-    for row in here.itertuples():
+    for row in rows_of(here):
         ratio = over.get(row.contestant)
         if row.state != "ok":
             found[row.contestant] = Square(row.state, 0.0, row.cell)

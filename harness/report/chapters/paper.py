@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 import pandas as pd
 
 from harness.analysis import stats
-from harness.analysis.frames import PLACE, SECTION, Tables, paired
+from harness.analysis.frames import PLACE, SECTION, Tables, paired, rows_of
 from harness.analysis.naming import BASELINE_ROW, PAPER_ORDER, factor
 
 MINIMUM_RANKED = 3
@@ -33,6 +34,7 @@ JAX, OPACUS, TFP, BACKPACK, PYVACY = "JAX (DP)", "Opacus", "Custom TFP (XLA)", "
 DP_ROWS = tuple(row for row in PAPER_ORDER if row != BASELINE_ROW)
 
 
+@lru_cache(maxsize=4)  # every section and every format asks for it
 def then_and_now(tables: Tables) -> pd.DataFrame:
     """Seconds relative to PyTorch without DP, in the paper and measured, for contestants that stand for a row of it."""
     if tables.paper_ratios.empty:
@@ -48,6 +50,7 @@ def then_and_now(tables: Tables) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+@lru_cache(maxsize=4)
 def rank_correlation(tables: Tables) -> pd.DataFrame:
     """Spearman's correlation of published and measured seconds over contestants, for every task and batch size at which
     at least three rows of the paper were measured."""
@@ -114,7 +117,7 @@ class PaperTable:
 
     def __init__(self, published: pd.DataFrame) -> None:
         self._seconds: dict[tuple[str, Place], float] = {
-            (line.paper_row, (line.task, int(line.batch_size))): float(line.seconds) for line in published.itertuples()
+            (line.paper_row, (line.task, int(line.batch_size))): float(line.seconds) for line in rows_of(published)
         }
 
     def places(self, row: str) -> set[Place]:
@@ -162,7 +165,7 @@ class Records:
         self._basis: dict[tuple[str, Place], Basis] = {}
         cells = here(tables.cells)
         for row, name in self._contestant.items():
-            for cell in cells[cells.contestant == name].itertuples():
+            for cell in rows_of(cells[cells.contestant == name]):
                 place = (cell.task, int(cell.batch_size))
                 self._medians[row][place] = float(cell.median)
                 # A minority of disturbed processes does not move a median.
@@ -506,6 +509,7 @@ UNTESTABLE = "cannot be tested here"
 UNDECIDED = "undecided"
 
 
+@lru_cache(maxsize=4)
 def claims(tables: Tables) -> pd.DataFrame:
     """Every claim in every section, judged by :func:`outcome` or ``cannot be tested here``, with the measured range
     and, over the places that the paper's table has too, the geometric mean of measured over published.

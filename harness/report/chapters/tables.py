@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import pandas as pd
 
-from harness.analysis.frames import PUBLISHED_LABEL, SECTION, Tables
+from harness.analysis.frames import PUBLISHED_LABEL, SECTION, Tables, rows_of
 from harness.analysis.naming import factor, number
 from harness.report import model
 from harness.report.chapters import paper
@@ -33,6 +34,7 @@ from harness.report.model import (
 )
 
 
+@lru_cache(maxsize=64)  # the terminal and every file show it
 def seconds(tables: Tables, section: Section) -> list[Grid]:
     """The main table, a grid per task: median seconds per epoch [range or interval] and n, failures in place."""
     return [_seconds_grid(task, synthetic, group) for task, synthetic, group in blocks(section.of(tables.cells))]
@@ -41,16 +43,17 @@ def seconds(tables: Tables, section: Section) -> list[Grid]:
 def seconds_and_published(tables: Tables, section: Section) -> list[Grid]:
     """The main table with the paper's values below each task."""
     grids = []
-    for task, synthetic, group in blocks(section.of(tables.cells)):
+    found = zip(blocks(section.of(tables.cells)), seconds(tables, section), strict=True)
+    for (task, _, group), grid in found:
         old = published(tables, task, sorted(group.batch_size.unique()))
-        grids += [_seconds_grid(task, synthetic, group), *([old] if old else [])]
+        grids += [grid, *([old] if old else [])]
     return grids
 
 
 def _seconds_grid(task: str, synthetic: bool, group: pd.DataFrame) -> Grid:
     sizes = sorted(group.batch_size.unique())
     usual_n = usual(group[group.state == "ok"].n)
-    by_place = {(row.contestant, row.batch_size): row for row in group.itertuples()}
+    by_place = {(row.contestant, row.batch_size): row for row in rows_of(group)}
     # Only a library's own loop (protocol as_shipped) samples in its own way.
     sampling = group[group.own_sampling.notna()].groupby("contestant").own_sampling.first()
     body = tuple(
@@ -84,12 +87,12 @@ def seconds_notes(group: pd.DataFrame, body: tuple[tuple[str, ...], ...]) -> Ite
         yield "ᵉ extrapolated: a part of an epoch was measured and scaled up to a whole one."
     disturbed = ok[(ok.disturbed > 0) & ~ok.swamped]
     if len(disturbed):
-        where = ", ".join(f"{r.contestant} at {r.batch_size} ({r.disturbed} of {r.n})" for r in disturbed.itertuples())
+        where = ", ".join(f"{r.contestant} at {r.batch_size} ({r.disturbed} of {r.n})" for r in rows_of(disturbed))
         yield f"ᵈ disturbed, other programs took processor time or the machine changed its speed: {where}."
     if ok.swamped.any():
-        places = ", ".join(f"{row.contestant} at {row.batch_size}" for row in ok[ok.swamped].itertuples())
+        places = ", ".join(f"{row.contestant} at {row.batch_size}" for row in rows_of(ok[ok.swamped]))
         yield f"‼ {model.SWAMPED_NOTE}: {places}."
-    for row in ok[ok.failed > 0].itertuples():
+    for row in rows_of(ok[ok.failed > 0]):
         yield f"ᶠ {row.contestant} at {row.batch_size}, besides the {row.n} shown: {row.failures}: {short(row.reason)}"
     failed = group[group.state != "ok"]
     for (contestant, state, reason), rows in failed.groupby(["contestant", "state", "reason"], sort=False):
@@ -116,7 +119,7 @@ def published(tables: Tables, task: str, sizes: list[int]) -> Grid | None:
     if frame.empty:
         return None
     columns = sorted(frame.batch_size.unique())
-    by_place = {(row.paper_row, row.batch_size): f"{row.seconds:.2f}" for row in frame.itertuples()}
+    by_place = {(row.paper_row, row.batch_size): f"{row.seconds:.2f}" for row in rows_of(frame)}
     rows = tuple(
         (name, *(by_place.get((name, size), MISSING) for size in columns)) for name in dict.fromkeys(frame.paper_row)
     )
@@ -124,13 +127,14 @@ def published(tables: Tables, task: str, sizes: list[int]) -> Grid | None:
     return Grid(title, ("framework", *(f"batch {size}" for size in columns)), rows)
 
 
+@lru_cache(maxsize=64)
 def ratios(tables: Tables, section: Section) -> list[Grid]:
     """Seconds over those of PyTorch without DP, paired in blocks."""
     grids = []
     for task, synthetic, group in blocks(section.of(tables.ratios)):
         sizes = sorted(group.batch_size.unique())
         n = usual(group.n)
-        cell = {(row.contestant, row.batch_size): _ratio_cell(row, n) for row in group.itertuples()}
+        cell = {(row.contestant, row.batch_size): _ratio_cell(row, n) for row in rows_of(group)}
         rows = tuple(
             (name, *(cell.get((name, size), MISSING) for size in sizes)) for name in dict.fromkeys(group.contestant)
         )
@@ -170,7 +174,7 @@ def overheads(tables: Tables, section: Section) -> list[Grid]:
                 str(r.n),
                 doubts(r),
             )
-            for r in group.itertuples()
+            for r in rows_of(group)
         )
         header = (
             "contestant",
@@ -221,7 +225,7 @@ def values(
         cell = dict(failed or {})
         sizes = sorted({*group.batch_size, *(size for _, size in cell)})
         n = usual(group.n)
-        for row in group.itertuples():
+        for row in rows_of(group):
             spread = interval(row.low / scale, row.high / scale)
             cell[row.contestant, row.batch_size] = (
                 number(row.median / scale) + spread + ("" if row.n == n else f" n={row.n}")
@@ -254,7 +258,7 @@ def memory(tables: Tables, section: Section) -> list[Grid]:
         about = [f"{metric}: {METRICS[metric]}."] if metric in METRICS else []
         for task, synthetic, group in blocks(all_tasks):
             ran = timed[(timed.task == task) & (timed.synthetic == synthetic)].contestant
-            failures = memory_failures(tables, section, task, synthetic).itertuples()
+            failures = rows_of(memory_failures(tables, section, task, synthetic))
             failed = {(str(r.contestant), int(r.batch_size)): str(r.state) for r in failures}
             shown = {*group.contestant, *(name for name, _ in failed)}
             without = [name for name in dict.fromkeys(ran) if name not in shown]
@@ -295,7 +299,7 @@ def gate(tables: Tables, section: Section) -> list[Grid]:
     for task, group in here.groupby("task", sort=False) if len(here) else ():
         rows = tuple(
             (r.contestant, r.check, _measure(r.error), _measure(r.limit), "passed" if r.passed else "FAILED", r.detail)
-            for r in group.itertuples()
+            for r in rows_of(group)
         )
         header = ("contestant", "check", "error", "limit", "verdict", "detail")
         note = "Each check in its own measure; the largest error over all records. Passed: error <= limit."
@@ -318,7 +322,7 @@ def privacy(tables: Tables, section: Section) -> list[Grid]:
                 f"{r.delta:g}",
                 *(_measure4(v) for v in (r.rdp, r.pld, r.own)),
             )
-            for r in group.itertuples()
+            for r in rows_of(group)
         )
         header = ("contestant", "batch", "steps", "δ", "ε (RDP)", "ε (PLD)", "ε (its own)")
         note = (
@@ -351,7 +355,7 @@ def accuracy(tables: Tables, section: Section) -> list[Grid]:
                 MISSING if math.isnan(r.low) else f"{r.low:.2%} – {r.high:.2%}",
                 str(r.n),
             )
-            for r in group.itertuples()
+            for r in rows_of(group)
         )
         header = ("contestant", "batch", "after steps", "median test accuracy", "lowest – highest", "n")
         grids.append(Grid(f"{task_title(task, synthetic)}: accuracy", header, rows))
@@ -363,7 +367,7 @@ def coverage(tables: Tables, section: Section) -> list[Grid]:
     if here.empty:
         return []
     columns = [c for c in here.columns if c not in SECTION]
-    rows = tuple(tuple(str(getattr(r, c)) for c in columns) for r in here.itertuples())
+    rows = tuple(tuple(str(getattr(r, c)) for c in columns) for r in rows_of(here))
     return [Grid("Coverage: cells by state", tuple(columns), rows)]
 
 
@@ -374,7 +378,7 @@ def against_the_paper(tables: Tables, section: Section) -> list[Grid]:
     for task, synthetic, group in blocks(now):
         rows = tuple(
             (r.contestant, r.paper_row, str(r.batch_size), f"{factor(r.paper_ratio)}×", _ratio_cell(r, r.n), str(r.n))
-            for r in group.itertuples()
+            for r in rows_of(group)
         )
         header = ("contestant", "row of the paper", "batch", "paper", "measured", "n")
         title = f"{task_title(task, synthetic)}: seconds relative to PyTorch without DP, {PUBLISHED_LABEL}, and here"
@@ -383,7 +387,7 @@ def against_the_paper(tables: Tables, section: Section) -> list[Grid]:
     if len(ranks):
         order = tuple(
             (task_title(r.task, r.synthetic), str(r.batch_size), f"{r.spearman:.2f}{doubts(r)}", str(r.rows), str(r.n))
-            for r in ranks.itertuples()
+            for r in rows_of(ranks)
         )
         note = (
             "Spearman's correlation of published and measured seconds over the rows of the paper that were measured; "
@@ -404,7 +408,7 @@ def against_the_paper(tables: Tables, section: Section) -> list[Grid]:
             MISSING if math.isnan(r.here_over_paper) else f"{factor(r.here_over_paper)}×",
             r.outcome,
         )
-        for r in stated.itertuples()
+        for r in rows_of(stated)
     )
     notes = (
         f"Claims: of section {usual_section} of the paper unless shown. "
@@ -436,5 +440,5 @@ def _stand_ins(tables: Tables) -> str:
 
 
 def versions(tables: Tables, section: Section) -> list[Grid]:
-    rows = tuple((r.contestant, r.versions) for r in section.of(tables.versions).itertuples())
+    rows = tuple((r.contestant, r.versions) for r in rows_of(section.of(tables.versions)))
     return [Grid("Versions", ("contestant", "python and packages"), rows)] if rows else []

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import re
 import struct
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from harness.report.figures.drawing import Drawing
 from harness.report.model import Picture
 from harness.store.cache import check_replaceable
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SCALE = 1.5
 """Scale of the PNG, for 144 dots per inch, where SVG has 96."""
@@ -33,44 +27,16 @@ def save(shown: Picture, folder: Path) -> list[Path]:
     """
     import vl_convert
 
-    svg, traced = _svg(shown)
+    drawing, words = shown.draw(), (shown.title, shown.provenance)
+    traced = drawing.svg(*words, reuse=False)  # the same picture in the form that is drawn fastest
     contents = {
         ".pdf": _pdf_with_info(vl_convert.svg_to_pdf(traced), shown),
-        ".svg": svg.encode(),
+        ".svg": drawing.svg(*words).encode(),
         ".png": _png_with_info(vl_convert.svg_to_png(traced, scale=SCALE), shown),
     }
     for suffix, content in contents.items():
         check_replaceable(folder / f"{shown.stem}{suffix}").write_bytes(content)
     return [folder / f"{shown.stem}{suffix}" for suffix in contents]
-
-
-def _svg(shown: Picture) -> tuple[str, str]:
-    """(the file, the same picture in the form that is drawn fastest)."""
-    drawn = shown.draw()
-    if isinstance(drawn, Drawing):
-        words = shown.title, shown.provenance
-        return drawn.svg(*words), drawn.svg(*words, reuse=False)
-    svg = _of_matplotlib(drawn, shown)
-    return svg, svg
-
-
-def _of_matplotlib(figure: Figure, shown: Picture) -> str:
-    import matplotlib
-
-    from harness.report.figures.axes import STYLE
-
-    text = io.StringIO()
-    metadata = {"Title": shown.title, "Description": shown.provenance, "Date": None}
-    with matplotlib.rc_context(STYLE):
-        figure.draw_without_rendering()
-        area = figure.get_tightbbox().padded(0.06)
-        # Layout and area are found; finding them anew would take most of the time.
-        figure.set_layout_engine("none")
-        figure.savefig(text, format="svg", metadata=metadata, bbox_inches=area)
-    # White below the letters that stand outside of the figure's own area.
-    start = text.getvalue().index("<g id=")
-    ground = '<rect x="-9999" y="-9999" width="99999" height="99999" fill="#ffffff"/>'
-    return text.getvalue()[:start] + ground + text.getvalue()[start:]
 
 
 def _png_with_info(png: bytes, shown: Picture) -> bytes:

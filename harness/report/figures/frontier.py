@@ -37,7 +37,7 @@ def draw(
     here = raw[(raw.task == task) & (raw.synthetic == synthetic) & (raw.stage == "search")]
     ok = here[here.state == "ok"]
     budget = group.budget_bytes.iloc[0] / MEBIBYTE
-    drawing = task_figures.page(f"{model.task_title(task, synthetic)}: what fits into {number(budget)} MiB")
+    drawing = panel.page(f"{model.task_title(task, synthetic)}: what fits into {number(budget)} MiB")
     smallest, largest = here.batch_size.min(), here.batch_size.max()
     ticks = panel.size_ticks([2**k for k in range(20) if smallest <= 2**k <= largest])
     x = panel.of_sizes([smallest, largest])

@@ -1,16 +1,33 @@
-"""The figure for a front page: what privacy costs at one batch size, a panel of bars per task, light and dark."""
+"""The figure for a front page: what privacy costs at one batch size, a panel of bars per task, light and dark. The only
+one that Matplotlib draws: `dpbench findings` makes it, no report does."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from harness.analysis.naming import factor
 
+STYLE: dict[Any, Any] = {
+    "font.size": 8,
+    "axes.titlesize": 9,
+    "axes.labelsize": 8,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.5,
+    "lines.linewidth": 1.2,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "dpbench",
+}
 LONGEST_BAR = 5.0
 """Ratio from which on a bar is cut and ends in an arrow: one slow framework must not squeeze all others."""
 LABEL = 22

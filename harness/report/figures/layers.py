@@ -1,32 +1,31 @@
-"""Figures of layers, made with Matplotlib. Every one stands alone: units, machine,
-day, n."""
+"""Figures of layers. Every one stands alone: units, machine, day, n."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
 
 from harness.analysis import layer_frames, stats
+from harness.analysis.frames import rows_of
 from harness.analysis.layer_frames import MEGABYTE
 from harness.analysis.naming import number
 from harness.layers import LAYERS
 from harness.report import model
-from harness.report.figures import axes as shared
-from harness.report.figures import looks
-from harness.report.figures.axes import WIDTH, styled
+from harness.report.figures import looks, panel
+from harness.report.figures.drawing import Drawing, width
 from harness.report.figures.looks import MARKERS, PALETTE, Fill, Look
+from harness.report.figures.panel import Panel, Scale
 
 GREY = "#888888"
+SEPARATOR = "#dddddd"
 OWN = {"pytorch": "torch.nn", "opacus": "Opacus", "dpcore": "dpcore"}
-
-
+SIZES_SHADES = ("#7FCDBB", "#41B6C4", "#1D91C0", "#225EA8", "#253494", "#081D58")
+"""ColorBrewer's YlGnBu without its lightest: batch sizes from light to dark, an order on a grey printer too."""
+LEFT = 46.0
+"""Points between the edge of the page and a panel with values beside it."""
 QUANTITIES = {"runtime": "runtime", "memory": "peak memory"}
 
 
@@ -35,88 +34,90 @@ def _measured(frame: pd.DataFrame) -> list[str]:
     return [what for what in QUANTITIES if frame[what].notna().any()] or ["runtime"]
 
 
-@styled
-def factors(contestant: str, passes: str, frame: pd.DataFrame, where: str) -> Figure:
+def factors(contestant: str, passes: str, frame: pd.DataFrame, where: str) -> Drawing:
     """Runtime (top) and memory (bottom) over torch.nn by layer, batch sizes side by side; the paper's in grey."""
     mine = frame[(frame.contestant == contestant) & (frame.passes == passes)]
     names = [name for name in LAYERS if name in set(mine.layer)]
     sizes = sorted(mine.batch_size.unique())
+    style = {size: Look(_shade(i, len(sizes)), "o", "") for i, size in enumerate(sizes)}
+    drawing = panel.page(f"{contestant} ({passes.replace('_', ' ')}) over torch.nn, by layer and batch size")
     whats = _measured(mine)
-    figure = Figure(figsize=(WIDTH, 1.6 + 1.5 * len(whats)), layout="constrained")
-    panels = figure.subplots(len(whats), 1, sharex=True, squeeze=False)[:, 0]
-    shades = _shades(sizes)
     with_paper = False
-    for axes, what in zip(panels, whats, strict=True):
-        old = layer_frames.published(what).set_index(["layer", "batch_size"]).dp_factor
-        for size in sizes:
-            at = [(i + _offset(size, sizes), name) for i, name in enumerate(names)]
-            published = [(x, old[name, size]) for x, name in at if (name, size) in old.index]
-            if published:
-                with_paper = True
-                axes.plot(*zip(*published, strict=True), marker="_", markersize=7, color=GREY, linestyle="", zorder=1)
-            here = mine[(mine.batch_size == size) & mine[what].notna()]
-            places = [names.index(name) + _offset(size, sizes) for name in here.layer]
-            _points(axes, places, here, what, Look(shades[size], "o", "-"))
+    for k, what in enumerate(whats):
+        published = layer_frames.published(what).set_index(["layer", "batch_size"]).dp_factor
+        old = {place: value for place, value in published.dropna().items() if place[0] in names and place[1] in sizes}
+        top = panel.TITLE_ROOM + 6 + 124 * k
+        y = panel.around([*mine[what], *old.values(), 1.0])
+        one = Panel(drawing, LEFT, top, panel.PAGE - 6, top + 112, Scale(-0.5, len(names) - 0.5, log=False), y)
+        is_last = k == len(whats) - 1
+        ticks = [(float(i), name if is_last else "") for i, name in enumerate(names)]
+        label = f"{QUANTITIES[what]} / torch.nn (log)"
+        one.frame(ticks, panel.factor_ticks(y.low, y.high), y_label=label, grid="y")
         for i in range(1, len(names)):
-            axes.axvline(i - 0.5, color="#eeeeee", linewidth=0.6, zorder=0)
-        _factor_axis(axes)
-        axes.set_ylabel(f"{QUANTITIES[what]} / torch.nn (log)")
-        axes.grid(axis="x", visible=False)
-    panels[-1].set_xticks(range(len(names)), names, rotation=40, ha="right")
-    panels[-1].set_xlim(-0.5, len(names) - 0.5)
-    _title(figure, f"{contestant} ({passes.replace('_', ' ')}) over torch.nn, by layer and batch size")
-    n = model.usual(mine[mine.runtime_n > 0].runtime_n)
-    style = {f"batch {size}": Look(shades[size], "o", "") for size in sizes}
+            _line(one, (i - 0.5, y.low), (i - 0.5, y.high), SEPARATOR, 0.5)
+        _line(one, (-0.5, 1.0), (len(names) - 0.5, 1.0), "#000000", 1.0, ":")
+        for (name, size), value in old.items():
+            with_paper = True
+            one.mark(names.index(name) + _offset(size, sizes), value, Look(GREY, "_", ""), 6)
+        for row in rows_of(mine[mine[what].notna()]):
+            x = names.index(str(row.layer)) + _offset(row.batch_size, sizes)
+            if what == "runtime":
+                one.bar(x, row.runtime_low, row.runtime_high, style[row.batch_size])
+            one.mark(x, getattr(row, what), style[row.batch_size], 4)
+    legend = {f"batch {size}": look for size, look in style.items()}
     if with_paper:
-        style["the paper, at the same batch"] = Look(GREY, "_", "")
+        legend["the paper, at the same batch"] = Look(GREY, "_", "")
+    n = model.usual(mine[mine.runtime_n > 0].runtime_n)
     notes = [
         f"Points, left to right and light to dark: batch sizes. Runtime: {_rounds(n)}.",
         *(["The paper: Opacus 1.0 on an A100 in 2021, forward and backward without clipping."] if with_paper else []),
         *_absent(mine),
+        where,
     ]
-    shared.below(figure, where, notes, list(style), style)
-    return figure
+    panel.below(drawing, notes, legend)
+    return drawing
 
 
-@styled
-def modes(size: int, frame: pd.DataFrame, where: str) -> Figure:
+def modes(size: int, frame: pd.DataFrame, where: str) -> Drawing:
     """All DP contestants at one batch size: runtime (left) and memory factor (right), a row per layer."""
     private = frame[frame.column == "dp"]
     pairs = list(dict.fromkeys(zip(private.contestant, private.passes, strict=True)))
     names = [name for name in LAYERS if name in set(private.layer)]
-    labels = [_label(pair) for pair in pairs]
-    style = {label: _look(*pair) for label, pair in zip(labels, pairs, strict=True)}
-    row = max(0.27, 0.09 + 0.055 * len(pairs))
-    figure = Figure(figsize=(WIDTH, 0.9 + row * len(names)), layout="constrained")
+    style = {pair: _look(*pair) for pair in pairs}
+    drawing = panel.page(f"Layers with DP over torch.nn without, batch {size}")
+    row = max(19.0, 6.5 + 4.0 * len(pairs))
+    left = 9 + max((width(name, 8) for name in names), default=0.0)
     whats = _measured(private)
-    panels = figure.subplots(1, len(whats), sharey=True, squeeze=False)[0]
-    for axes, what in zip(panels, whats, strict=True):
-        for k, (pair, label) in enumerate(zip(pairs, labels, strict=True)):
-            mine = private[(private.contestant == pair[0]) & (private.passes == pair[1])]
-            here = mine[mine[what].notna()]
-            shift = 0.76 * (k - (len(pairs) - 1) / 2) / max(1, len(pairs))
-            places = [names.index(name) + shift for name in here.layer]
-            _points(axes, places, here, what, style[label], sideways=True)
-        axes.axvline(1.0, color="#000000", linestyle=":", linewidth=1.0)
+    gap = 24
+    across = (panel.PAGE - 8 - left + gap) / len(whats)
+    y = Scale(len(names) - 0.5, -0.5, log=False)  # the first layer on top
+    for k, what in enumerate(whats):
+        x = panel.around([*private[what], 1.0])
+        begin, top = left + k * across, panel.TITLE_ROOM + 4
+        one = Panel(drawing, begin, top, begin + across - gap, top + row * len(names), x, y)
+        rows = [(float(i), name if k == 0 else "") for i, name in enumerate(names)]
+        better = "faster" if what == "runtime" else "less"
+        label = f"{QUANTITIES[what]} / torch.nn (log; left is {better})"
+        one.frame(panel.factor_ticks(x.low, x.high), rows, x_label=label, grid="x")
         for i in range(1, len(names)):
-            axes.axhline(i - 0.5, color="#dddddd", linewidth=0.6, zorder=0)
-        axes.grid(axis="y", visible=False)
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
-        _minor_labels(axes.xaxis, axes.get_xlim())
-        axes.set_ylim(len(names) - 0.5, -0.5)
-        axes.set_xlabel(f"{QUANTITIES[what]} / torch.nn (log; left is {'faster' if what == 'runtime' else 'less'})")
-    panels[0].set_yticks(range(len(names)), names)
-    _title(figure, f"Layers with DP over torch.nn without, batch {size}")
+            _line(one, (x.low, i - 0.5), (x.high, i - 0.5), SEPARATOR, 0.5)
+        _line(one, (1.0, len(names) - 0.5), (1.0, -0.5), "#000000", 1.0, ":")
+        for measured in rows_of(private[private[what].notna()]):
+            pair = str(measured.contestant), str(measured.passes)
+            place = names.index(str(measured.layer)) + 0.76 * (pairs.index(pair) - (len(pairs) - 1) / 2) / len(pairs)
+            if what == "runtime":
+                one.bar_across(place, measured.runtime_low, measured.runtime_high, style[pair])
+            one.mark(getattr(measured, what), place, style[pair], 4)
     n = model.usual(private[private.runtime_n > 0].runtime_n)
     notes = [
         f"Runtime: {_rounds(n)}. Between two lines: one layer, the contestants in the order of the legend."
-        " Filled: forward, backward and the clipped sum. Open: forward and backward with per-sample gradients only, "
-        "which leaves the clipping to be paid.",
+        " Filled, wholly or by half: forward, backward and the clipped sum. Open: forward and backward with per-sample "
+        "gradients only, which leaves the clipping to be paid.",
         *_absent_by(private),
+        where,
     ]
-    shared.below(figure, where, notes, labels, style)
-    return figure
+    panel.below(drawing, notes, {_label(pair): replace(look, line="") for pair, look in style.items()})
+    return drawing
 
 
 def _label(pair: tuple[str, str]) -> str:
@@ -126,95 +127,90 @@ def _label(pair: tuple[str, str]) -> str:
 MODULES = ("mha", "rnn", "gru", "lstm")
 
 
-@styled
-def modules(framework: str, cells: pd.DataFrame, where: str) -> Figure:
+def modules(framework: str, cells: pd.DataFrame, where: str) -> Drawing:
     """The paper's appendix figure: torch.nn, the library's own module without DP, and with DP; milliseconds and MB."""
     own = cells[(cells.framework == framework) & (cells.column == "own_module")]
     names = [name for name in MODULES if name in set(own.layer)] or list(dict.fromkeys(own.layer))[:4]
-    dp = cells[(cells.framework == framework) & (cells.column == "dp")]
-    wanted = [("pytorch", "module", "plain"), (framework, "own_module", "plain")]
-    lines: list[tuple[str, Look, pd.DataFrame]] = []
-    for who, column, passes in wanted:
-        part = cells[(cells.framework == who) & (cells.column == column) & (cells.passes == passes)]
+    lines = dict(_lines_of(framework, cells))
+    drawing = panel.page(f"torch.nn, {OWN.get(framework, framework)}'s own module without DP, and with DP")
+    across = panel.PAGE / max(1, len(names))
+    quantities = (
+        ("milliseconds per pass (log)", ("median_ms", "low_ms", "high_ms"), 1.0),
+        ("peak MB (log)", ("peak", "peak", "peak"), MEGABYTE),
+    )
+    for place, name in enumerate(names):
+        sizes = sorted(cells[cells.layer == name].batch_size.unique())
+        for k, (label, (value, low, high), scale) in enumerate(quantities):
+            of_here = {title: frame[frame.layer == name] for title, (_, frame) in lines.items()}
+            left, top = place * across + (44 if place == 0 else 34), panel.TITLE_ROOM + 16 + 128 * k
+            y = panel.around([v / scale for frame in of_here.values() for v in frame[value]])
+            one = Panel(drawing, left, top, (place + 1) * across - 4, top + 108, panel.of_sizes(sizes), y)
+            is_last = k == len(quantities) - 1
+            ticks = [(size, text if is_last else "") for size, text in panel.size_ticks(sizes)]
+            one.frame(
+                ticks,
+                panel.plain_ticks(y),
+                [] if k else [name],
+                "batch size (log)" if is_last else "",
+                label if place == 0 else "",
+            )
+            for title, frame in of_here.items():
+                columns = zip(frame.batch_size, frame[value], frame[low], frame[high], strict=True)
+                bounded = value != low
+                shown = {
+                    int(size): (v / scale, *((a / scale, b / scale) if bounded else (math.nan, math.nan)))
+                    for size, v, a, b in columns
+                    if not math.isnan(v)
+                }
+                panel.lines(one, sizes, shown, lines[title][0])
+    panel.below(drawing, [_processes(cells), where], {title: look for title, (look, _) in lines.items()})
+    return drawing
+
+
+def _lines_of(framework: str, cells: pd.DataFrame) -> Iterator[tuple[str, tuple[Look, pd.DataFrame]]]:
+    """(name, (look, cells)) of torch.nn, of the framework's own module and of its contestants with DP."""
+    for who, column in (("pytorch", "module"), (framework, "own_module")):
+        part = cells[(cells.framework == who) & (cells.column == column) & (cells.passes == "plain")]
         for contestant, group in part.groupby("contestant", sort=False):
-            lines.append((str(contestant), replace(looks.of(str(contestant)), line=":", fill="none"), group))
+            own = looks.of(str(contestant))
+            look = replace(own, line=own.line if own.line in (":", "-.") else ":", fill="none")
+            yield str(contestant), (look, group)
+    dp = cells[(cells.framework == framework) & (cells.column == "dp")]
     for (contestant, passes), group in dp.groupby(["contestant", "passes"], sort=False):
         pair = str(contestant), str(passes)
-        lines.append((_label(pair), _look(*pair), group))
-    style = {label: look for label, look, _ in lines}
-    figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
-    grid = figure.subplots(2, max(1, len(names)), squeeze=False, sharex=True)
-    for place, name in enumerate(names):
-        for row, (value, scale, low, high) in enumerate(
-            (("median_ms", 1.0, "low_ms", "high_ms"), ("peak", MEGABYTE, None, None))
-        ):
-            axes: Axes = grid[row, place]
-            for label, _, frame in lines:
-                mine = frame[(frame.layer == name) & frame[value].notna()].sort_values("batch_size")
-                if mine.empty:
-                    continue
-                bars = [mine[value] - mine[low], mine[high] - mine[value]] if low and high else None
-                axes.errorbar(
-                    mine.batch_size,
-                    mine[value] / scale,
-                    yerr=bars,
-                    color=style[label].colour,
-                    marker=style[label].marker,
-                    linestyle=style[label].line,
-                    markersize=3.5,
-                    linewidth=1.0,
-                    capsize=2,
-                )
-            _batch_axis(axes, sorted(cells[cells.layer == name].batch_size.unique()))
-            if axes.has_data():
-                shared.log_values(axes)
-            if row == 0:
-                axes.set_title(name, loc="left")
-            else:
-                axes.set_xlabel("batch size (log)")
-    grid[0, 0].set_ylabel("ms a pass (log)")
-    grid[1, 0].set_ylabel("peak MB (log)")
-    _title(figure, f"torch.nn, {OWN.get(framework, framework)}'s own module without DP, and with DP")
-    notes = [_processes(cells)]
-    shared.below(figure, where, notes, [label for label, _, _ in lines], style)
-    return figure
+        yield _label(pair), (_look(*pair), group)
 
 
-@styled
-def sweep(contestant: str, passes: str, frame: pd.DataFrame, where: str) -> Figure:
+def sweep(contestant: str, passes: str, frame: pd.DataFrame, where: str) -> Drawing:
     """The paper's embedding figure: runtime and memory factor over num_embeddings, a line per batch size."""
-    figure = Figure(figsize=(WIDTH, 3.0), layout="constrained")
-    left, right = figure.subplots(1, 2)
     sizes = sorted(frame.batch_size.unique())
-    shades = _shades(sizes)
-    style = {f"batch {size}": Look(shades[size], MARKERS[i % len(MARKERS)], "-") for i, size in enumerate(sizes)}
-    for size in sizes:
-        mine = frame[frame.batch_size == size].sort_values("num_embeddings")
-        for axes, what in ((left, "runtime"), (right, "memory")):
+    widths = sorted(frame.num_embeddings.unique())
+    style = {size: Look(_shade(i, len(sizes)), MARKERS[i % len(MARKERS)], "-") for i, size in enumerate(sizes)}
+    drawing = panel.page(f"Embedding of width 100: {contestant} ({passes.replace('_', ' ')}) over torch.nn")
+    for k, (what, title) in enumerate((("runtime", "Runtime"), ("memory", "Peak memory (dashed: the paper's law)"))):
+        predicted = list(frame.predicted_overhead) if what == "memory" else []
+        y = panel.around([*frame[what], *predicted, 1.0])
+        begin = k * panel.PAGE / 2
+        one = Panel(drawing, begin + LEFT, 32, begin + panel.PAGE / 2 - 8, 176, panel.of_sizes(widths), y)
+        one.frame(
+            [(value, f"{value:,.0f}") for value in widths],
+            panel.factor_ticks(y.low, y.high),
+            [title],
+            "num_embeddings (log)",
+            f"{QUANTITIES[what]} / torch.nn (log)",
+        )
+        _line(one, (one.x.low, 1.0), (one.x.high, 1.0), "#000000", 1.0, ":")
+        for size, look in style.items():
+            mine = frame[frame.batch_size == size].sort_values("num_embeddings")
+            if what == "memory":
+                law_line = replace(look, line="--")
+                one.curve(list(mine.num_embeddings), list(mine.predicted_overhead), law_line, 0.8)
             known = mine[mine[what].notna()]
-            bars = None
-            if what == "runtime":
-                bars = [(known.runtime - known.runtime_low).fillna(0), (known.runtime_high - known.runtime).fillna(0)]
-            axes.errorbar(
-                known.num_embeddings,
-                known[what],
-                yerr=bars,
-                color=shades[size],
-                marker=style[f"batch {size}"].marker,
-                markersize=3.5,
-                linewidth=1.1,
-                capsize=2,
-            )
-        right.plot(mine.num_embeddings, mine.predicted_overhead, color=shades[size], linestyle="--", linewidth=0.8)
-    for axes, what in ((left, "runtime"), (right, "memory")):
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        axes.set_xlabel("num_embeddings (log)")
-        axes.set_ylabel(f"{what} / torch.nn (log)")
-        _factor_axis(axes)
-    left.set_title("Runtime", loc="left")
-    right.set_title("Peak memory (dashed: the paper's law)", loc="left")
-    _title(figure, f"Embedding of width 100: {contestant} ({passes.replace('_', ' ')}) over torch.nn")
+            one.curve(list(known.num_embeddings), list(known[what]), look, 1.1)
+            for row in rows_of(known):
+                if what == "runtime":
+                    one.bar(row.num_embeddings, row.runtime_low, row.runtime_high, look)
+                one.mark(row.num_embeddings, getattr(row, what), look, 4)
     ratios = frame.drop_duplicates("num_embeddings").sort_values("num_embeddings")
     n = model.usual(frame[frame.runtime_n > 0].runtime_n)
     notes = [
@@ -222,13 +218,13 @@ def sweep(contestant: str, passes: str, frame: pd.DataFrame, where: str) -> Figu
         f"bytes: {', '.join(f'{value:,g}' for value in ratios.paper_L_over_C)}. Law: (bC + (1 + b)L) / (bC + 2L), of "
         f"a gradient per example. Runtime: {_rounds(n)}.",
         *_absent(frame),
+        where,
     ]
-    shared.below(figure, where, notes, list(style), style)
-    return figure
+    panel.below(drawing, notes, {f"batch {size}": look for size, look in style.items()})
+    return drawing
 
 
-@styled
-def law(predicted: pd.DataFrame, where: str) -> Figure:
+def law(predicted: pd.DataFrame, where: str) -> Drawing:
     """Predicted against measured peak: without DP, Opacus by the paper's law and by today's, dpcore by its own."""
     panels = (
         ("without DP: bC + 2L", predicted[predicted.column != "dp"]),
@@ -237,66 +233,47 @@ def law(predicted: pd.DataFrame, where: str) -> Figure:
         ("dpcore: its own", predicted[(predicted.framework == "dpcore") & (predicted.law == "dpcore")]),
     )
     shown = [(title, frame) for title, frame in panels if len(frame)]
-    columns = 2 if len(shown) > 1 else 1
-    lines = max(1, -(-len(shown) // columns))
-    figure = Figure(figsize=(WIDTH, 0.5 + 2.6 * lines), layout="constrained")
-    grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
     names = [name for name in LAYERS if name in set(predicted.layer)]
     kinds = list(dict.fromkeys(LAYERS[name].kind for name in names))
     style = {kind: Look(PALETTE[i % len(PALETTE)], MARKERS[i % len(MARKERS)], "") for i, kind in enumerate(kinds)}
-    low, high = (
-        f([predicted.predicted_mb.agg(k), predicted.measured_mb.agg(k)]) for f, k in ((min, "min"), (max, "max"))
-    )
-    ends = np.array([low / 1.5, high * 1.5])
-    for k, axes in enumerate(grid.flat):
-        if k >= len(shown):
-            axes.set_visible(False)
-            continue
-        title, frame = shown[k]
-        for kind in kinds:
-            mine = frame[frame.kind == kind]
-            look = style[kind]
-            axes.plot(
-                mine.measured_mb,
-                mine.predicted_mb,
-                color=look.colour,
-                marker=look.marker,
-                markersize=3.5,
-                linestyle="",
-                markeredgewidth=0.5,
-                alpha=0.85,
-            )
-        axes.plot(ends, ends, color="#000000", linewidth=0.8)
-        axes.plot(ends, ends / 2, color="#000000", linewidth=0.6, linestyle=":")
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_xlim(*ends)
-        axes.set_ylim(*ends)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axis.set_minor_locator(NullLocator())
-        axes.tick_params(labelbottom=True, labelleft=True)
-        axes.set_title(title, loc="left")
-        if k % columns == 0:
-            axes.set_ylabel("predicted MB (log)")
-        if k + columns >= len(shown):
-            axes.set_xlabel("measured peak MB (log)")
-    _title(figure, "The memory law: predicted against measured peak of a pass")
+    scale = panel.around([*predicted.predicted_mb, *predicted.measured_mb])
+    ticks = [(value, label) for value, label in panel.plain_ticks(scale) if label]
+    drawing = panel.page("The memory law: predicted against measured peak of a pass")
+    columns = 2 if len(shown) > 1 else 1
+    for k, (title, frame) in enumerate(shown):
+        left, top = k % columns * panel.PAGE / columns + LEFT, panel.TITLE_ROOM + 16 + k // columns * 196
+        one = Panel(drawing, left, top, left + panel.PAGE / columns - LEFT - 8, top + 148, scale, scale)
+        x_label = "measured peak MB (log)" if k + columns >= len(shown) else ""
+        one.frame(ticks, ticks, [title], x_label, "predicted MB (log)" if k % columns == 0 else "")
+        _line(one, (scale.low, scale.low), (scale.high, scale.high), "#000000", 0.8)
+        _line(one, (2 * scale.low, scale.low), (scale.high, scale.high / 2), "#000000", 0.6, ":")
+        for row in rows_of(frame):
+            if row.measured_mb > 0 and row.predicted_mb > 0:
+                one.mark(row.measured_mb, row.predicted_mb, style[str(row.kind)], 4)
     notes = [
-        "A point per layer, batch size and contestant. Full line: predicted = measured; dotted: half of it. Below the "
-        "line are intermediate results and workspaces, which no law counts. MB: 10⁶ bytes."
+        "A point per layer, batch size and contestant. b: batch size; C: bytes of an example's input, label and "
+        "output; L: bytes of the parameters. Full line: predicted = measured; dotted: half of it. Below the line are "
+        "intermediate results and workspaces, which no law counts. MB: 10⁶ bytes.",
+        where,
     ]
-    shared.below(figure, where, notes, kinds, style)
-    return figure
+    panel.below(drawing, notes, style)
+    return drawing
 
 
 # ---- shared
 
 
+def _line(
+    one: Panel, begin: tuple[float, float], end: tuple[float, float], colour: str, thickness: float, line: str = "-"
+) -> None:
+    """Join two values."""
+    one.drawing.curve((one.at(*begin), one.at(*end)), colour, thickness, panel.DASHES[line])
+
+
 def _look(contestant: str, passes: str) -> Look:
-    """A contestant's own colour and marker; open where only per-sample gradients are formed."""
+    """A contestant's own colour and marker; open where only per-sample gradients are formed, and nowhere else."""
     own = looks.of(contestant)
-    fill: Fill = "none" if passes == "per_sample" else "full" if own.fill == "none" else own.fill
+    fill: Fill = "none" if passes == "per_sample" else "bottom" if own.fill == "none" else own.fill
     return replace(own, line="-", fill=fill)
 
 
@@ -327,73 +304,15 @@ def _rounds(n: int) -> str:
     )
 
 
-def _title(figure: Figure, text: str) -> None:
-    figure.suptitle(text, x=0.01, ha="left", fontsize=9, fontweight="bold")
-
-
-def _shades(sizes: Sequence[int]) -> Mapping[int, Any]:
-    """Light to dark blue: an order, in print too."""
-    import matplotlib
-
-    colours = matplotlib.colormaps["viridis_r"](np.linspace(0.2, 1.0, max(2, len(sizes))))
-    return {size: colours[i] for i, size in enumerate(sizes)}
+def _shade(i: int, count: int) -> str:
+    """Return the colour of the i-th of ``count`` batch sizes: light to dark."""
+    last = len(SIZES_SHADES) - 1
+    return SIZES_SHADES[last if count < 2 else round(i * last / (count - 1))]
 
 
 def _offset(size: int, sizes: Sequence[int]) -> float:
-    width = min(0.66, 0.2 * (len(sizes) - 1))
-    return 0.0 if len(sizes) < 2 else width * (sizes.index(size) / (len(sizes) - 1) - 0.5)
-
-
-def _points(
-    axes: Axes,
-    places: Sequence[float],
-    frame: pd.DataFrame,
-    what: str,
-    look: Look,
-    sideways: bool = False,
-) -> None:
-    """The factors ``what`` at these places of the other axis; runtimes with their interval where there is one."""
-    values = frame[what].to_numpy()
-    bars = None
-    if what == "runtime":
-        ends = (values - frame.runtime_low.to_numpy(), frame.runtime_high.to_numpy() - values)
-        bars = np.array(ends, dtype=float)  # no bar where it is NaN
-    x, y = (values, places) if sideways else (places, values)
-    axes.errorbar(
-        x,
-        y,
-        xerr=bars if sideways else None,
-        yerr=None if sideways else bars,
-        color=look.colour,
-        marker=look.marker,
-        markersize=4 if sideways else 3.5,
-        fillstyle=look.fill,
-        capsize=2,
-        elinewidth=0.8,
-        linestyle="",
-    )
-
-
-def _factor_axis(axes: Axes) -> None:
-    axes.set_yscale("log")
-    axes.axhline(1.0, color="#000000", linestyle=":", linewidth=1.0)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
-    _minor_labels(axes.yaxis, axes.get_ylim())
-
-
-def _minor_labels(axis: Any, limits: tuple[float, float]) -> None:
-    """2 and 5 are labelled too where the powers of ten alone are fewer than three."""
-    ratio = max(limits) / max(min(limits), 1e-12)
-    digits = "23456789" if ratio < 6 else "25" if ratio < 300 else ""
-    axis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}×" if f"{value:e}"[0] in digits else ""))
-    axis.set_tick_params(which="minor", labelsize=8)
-
-
-def _batch_axis(axes: Axes, sizes: Iterable[int]) -> None:
-    ticks = list(sizes)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [str(t) for t in ticks], rotation=90 if len(ticks) > 3 else 0)
-    axes.xaxis.set_minor_locator(NullLocator())
+    room = min(0.66, 0.2 * (len(sizes) - 1))
+    return 0.0 if len(sizes) < 2 else room * (sizes.index(size) / (len(sizes) - 1) - 0.5)
 
 
 def _processes(cells: pd.DataFrame) -> str:

@@ -8,7 +8,7 @@ from functools import partial
 import pandas as pd
 
 from harness.analysis import stats
-from harness.analysis.frames import Tables
+from harness.analysis.frames import Tables, rows_of
 from harness.report import model
 from harness.report.figures import looks, panel
 from harness.report.figures import tasks as task_figures
@@ -20,8 +20,8 @@ from harness.report.model import MEBIBYTE, Picture, Section
 FEWEST_SIZES = 3
 """Batch sizes; fewer make no curve, and the table says as much."""
 INSTRUMENTS = {
-    "peak_resident_growth": "Linux' count of resident pages (VmHWM), whichever allocator holds them, above the loaded "
-    "data and model, in a process that measures nothing else",
+    "peak_resident_growth": "resident pages as Linux counts them (VmHWM), whichever allocator holds them, above the "
+    "loaded data and model, in a process that measures nothing else",
     "nvml_process_peak": "the GPU driver (NVML), seen every 0.1 s",
     "cuda_peak_allocated": "the framework's own CUDA allocator, bytes that tensors occupied",
 }
@@ -69,7 +69,7 @@ def over_batch_size(
     share = ROW * len(lost)
     if share:  # a row of states per contestant above the highest point
         y = Scale(y.low, y.high * (y.high / y.low) ** (share / (1 - share)))
-    drawing = task_figures.page(f"{model.task_title(task, synthetic)}: peak memory")
+    drawing = panel.page(f"{model.task_title(task, synthetic)}: peak memory")
     one = Panel(drawing, task_figures.LEFT, 24, panel.PAGE - 8, 226, panel.of_sizes(sizes), y)
     one.frame(
         panel.size_ticks(sizes),
@@ -81,7 +81,7 @@ def over_batch_size(
         shown = task_figures.points(measured[measured.contestant == name], "median", MEBIBYTE)
         panel.lines(one, sizes, shown, style[name], label=tables.title(name))
     for i, name in enumerate(lost):
-        for row in failed[failed.contestant == name].itertuples():
+        for row in rows_of(failed[failed.contestant == name]):
             across = one.at(row.batch_size, y.low)[0]
             down = one.top + ROW * (i + 0.5) * (one.bottom - one.top) + 2.5
             drawing.write(across, down, f"× {row.state}", 7, str(style[name].colour), "middle")

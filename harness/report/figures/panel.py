@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -69,19 +70,24 @@ class Panel:
         title: Sequence[str] = (),
         x_label: str = "",
         y_label: str = "",
+        grid: str = "xy",
     ) -> None:
-        """Draw grid, axes, labels and the title, in lines, above the panel; the drawing reaches below them all."""
-        turned = sum(width(label, 8) + 5 for _, label in x_ticks) > self.right - self.left
+        """Draw grid, axes, labels and the title, in lines, above the panel; the drawing reaches below them all.
+        ``grid``: the axes whose ticks have a line."""
+        turned = self._is_crowded(x_ticks)
         for value, label in x_ticks:
             x = self.at(value, self.y.low)[0]
-            self.drawing.curve(((x, self.top), (x, self.bottom)), GRID, 0.5)
+            if "x" in grid:
+                self.drawing.curve(((x, self.top), (x, self.bottom)), GRID, 0.5)
             if turned:
                 self.drawing.write(x + 3, self.bottom + 5 + width(label, 8), label, turned=True)
             else:
                 self.drawing.write(x, self.bottom + 10, label, anchor="middle")
         for value, label in y_ticks:
             y = self.at(self.x.low, value)[1]
-            self.drawing.curve(((self.left, y), (self.right, y)), GRID if label else "#eeeeee", 0.5 if label else 0.3)
+            if "y" in grid:
+                colour, thickness = (GRID, 0.5) if label else ("#eeeeee", 0.3)
+                self.drawing.curve(((self.left, y), (self.right, y)), colour, thickness)
             self.drawing.write(self.left - 4, y + 3, label, anchor="end")
         corner = ((self.left, self.top), (self.left, self.bottom), (self.right, self.bottom))
         self.drawing.curve(corner, EDGE, 0.8)
@@ -96,6 +102,12 @@ class Panel:
             beside = max((width(label, 8) for _, label in y_ticks), default=0.0) + 9
             middle = (self.top + self.bottom) / 2
             self.drawing.write(self.left - beside, middle, y_label, anchor="middle", turned=True)
+
+    def _is_crowded(self, x_ticks: Ticks) -> bool:
+        """Return whether labels side by side would touch."""
+        ends = [(self.at(value, self.y.low)[0], width(label, 8)) for value, label in x_ticks if label]
+        near = any(b - a < (left + right) / 2 + 3 for (a, left), (b, right) in itertools.pairwise(ends))
+        return near or sum(long + 5 for _, long in ends) > self.right - self.left
 
     def curve(self, xs: Sequence[float], ys: Sequence[float], look: Look, thickness: float = 1.2) -> None:
         """Join points in the look's line, broken where a value is missing."""
@@ -128,6 +140,19 @@ class Panel:
                 edge = self.y.low if arrow == "v" else self.y.high
                 self.mark(x, edge, Look(colour, arrow, ""))
 
+    def bar_across(self, y: float, low: float, high: float, look: Look) -> None:
+        """Draw an interval to the right; an end beyond the axis is an arrow at its edge."""
+        if math.isnan(low) or math.isnan(high):
+            return
+        colour = str(look.colour)
+        ends = [self.at(min(max(value, self.x.low), self.x.high), y) for value in (low, high)]
+        self.drawing.curve(ends, colour, 0.8)
+        for value, (x, down), arrow in ((low, ends[0], "<"), (high, ends[1], ">")):
+            if self.x.holds(value):
+                self.drawing.curve(((x, down - 1.5), (x, down + 1.5)), colour, 0.8)
+            else:
+                self.mark(self.x.low if arrow == "<" else self.x.high, y, Look(colour, arrow, ""), 3)
+
     def name(self, x: float, y: float, text: str) -> bool:
         """Write a name beside a grey line, which is in no legend, inside of the panel; False where another name is in
         its place, for elsewhere it would name another line."""
@@ -141,6 +166,13 @@ class Panel:
             return False
         self.drawing.write(across - 2, baseline, text, NAME, FAINT, anchor="end")
         return True
+
+
+def page(title: str) -> Drawing:
+    """Return an empty page with its title."""
+    drawing = Drawing(PAGE, TITLE_ROOM)
+    drawing.write(4, 12, title, 9, style="bold")
+    return drawing
 
 
 def lines(

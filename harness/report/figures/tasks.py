@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import pandas as pd
 
 from harness.analysis import stats
-from harness.analysis.frames import Tables
+from harness.analysis.frames import Tables, rows_of
 from harness.analysis.naming import factor, number, slug
 from harness.report import model
 from harness.report.figures import heatmap, looks, panel
@@ -84,7 +84,7 @@ def seconds(tables: Tables, section: Section, task: str, synthetic: bool, group:
     ok = group[group.state == "ok"]
     names = list(dict.fromkeys(ok.contestant))
     style = looks.of_all(names, _private(tables))
-    drawing = page(title)
+    drawing = panel.page(title)
     one = Panel(drawing, LEFT, 24, panel.PAGE - 8, 212, panel.of_sizes(sizes), panel.around(ok["median"]))
     one.frame(
         panel.size_ticks(sizes),
@@ -102,13 +102,6 @@ def seconds(tables: Tables, section: Section, task: str, synthetic: bool, group:
 
 LEFT = 50.0
 """Points between the edge of the page and a panel with values beside it."""
-
-
-def page(title: str) -> Drawing:
-    """Return an empty page with its title."""
-    drawing = Drawing(panel.PAGE, panel.TITLE_ROOM)
-    drawing.write(4, 12, title, 9, style="bold")
-    return drawing
 
 
 def points(rows: pd.DataFrame, value: str, scale: float = 1.0) -> dict[int, tuple[float, float, float]]:
@@ -143,11 +136,11 @@ def _seconds_as_grid(tables: Tables, section: Section, title: str, group: pd.Dat
         )
         if row.state == "ok"
         else HeatmapCell(row.state)
-        for row in group.itertuples()
+        for row in rows_of(group)
     }
     sizes = sorted(group.batch_size.unique())
     names = sorted(dict.fromkeys(group.contestant), key=lambda name: private[name])
-    drawing = page(title)
+    drawing = panel.page(title)
     plain = sum(not private[name] for name in names)
     both = 0 < plain < len(names)
     left = 9 + heatmap.names_width(names, tables.title)
@@ -187,7 +180,7 @@ def relative(tables: Tables, section: Section) -> Drawing:
     sizes = sorted(frame.batch_size.unique())
     as_grid = _as_grid(max((list(group.contestant.unique()) for _, _, group in groups), key=len), sizes)
     style = looks.of_all(names, _private(tables))
-    drawing = page("Seconds per epoch relative to PyTorch without DP")
+    drawing = panel.page("Seconds per epoch relative to PyTorch without DP")
     if as_grid:
         _relative_grids(drawing, tables, section, groups)
     else:
@@ -238,7 +231,7 @@ def columns(count: int, room: float = 186.0) -> Iterator[tuple[float, float, flo
 
 def _states(cells: pd.DataFrame, task: str, synthetic: bool) -> dict[tuple[str, int], str]:
     here = cells[(cells.task == task) & (cells.synthetic == synthetic)]
-    return {(row.contestant, row.batch_size): row.state for row in here.itertuples()}
+    return {(row.contestant, row.batch_size): row.state for row in rows_of(here)}
 
 
 def _squares_of_ratios(
@@ -252,7 +245,7 @@ def _squares_of_ratios(
             max(1.0, row.ratio),
             "" if pd.isna(row.low) else f"[{factor(row.low)}, {factor(row.high)}]",
         )
-        for row in group.itertuples()
+        for row in rows_of(group)
     }
 
 
@@ -299,6 +292,7 @@ class CumulativeRun:
     cells: pd.DataFrame
 
 
+@lru_cache(maxsize=64)
 def cumulative_runs(tables: Tables, section: Section) -> list[CumulativeRun]:
     """Per task at batch size 512, or the largest that was measured."""
     runs = []
@@ -348,7 +342,7 @@ def cumulative(tables: Tables, section: Section, runs: Sequence[CumulativeRun]) 
     """The paper's figure: cumulative seconds over 20 epochs, compile time included, a panel per task."""
     everyone = [name for name in tables.order if any(name in run.curves for run in runs)]
     style = looks.of_all(everyone, _private(tables))
-    drawing = page("Cumulative seconds over 20 epochs, compile time included")
+    drawing = panel.page("Cumulative seconds over 20 epochs, compile time included")
     named = True
     for run, (left, top, right, bottom) in zip(runs, columns(len(runs), 197.0), strict=True):
         values = np.concatenate([curves.ravel() for curves in run.curves.values()])
@@ -409,7 +403,7 @@ def _failures(tables: Tables, group: pd.DataFrame) -> Iterator[str]:
         yield f"{tables.title(contestant)} at {', '.join(map(str, sorted(rows.batch_size)))}: {state}."
     disturbed = group[(group.state == "ok") & (group.disturbed > 0)]
     if len(disturbed):
-        cells = ", ".join(f"{tables.title(r.contestant)} at {r.batch_size}" for r in disturbed.itertuples())
+        cells = ", ".join(f"{tables.title(r.contestant)} at {r.batch_size}" for r in rows_of(disturbed))
         yield f"Disturbed: {cells}."
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.analysis.frames import PUBLISHED_LABEL, Tables
+from harness.analysis.frames import PUBLISHED_LABEL, Tables, rows_of
 from harness.analysis.naming import BASELINE_ROW, factor, number
 from harness.report import model
 from harness.report.model import Chapter, Grid, Picture, Section
@@ -191,7 +191,7 @@ def main(tables: Tables, section: Section, label: str) -> str:
     cut = any(len(sizes) > room for _, _, sizes in columns)
     columns = [(task, synthetic, _some(sizes, room)) for task, synthetic, sizes in columns]
     places = [(task, synthetic, size) for task, synthetic, sizes in columns for size in sizes]
-    by_place = {(r.task, r.synthetic, r.batch_size, r.contestant): r for r in cells.itertuples()}
+    by_place = {(r.task, r.synthetic, r.batch_size, r.contestant): r for r in rows_of(cells)}
     best = ok[ok.private].groupby(["task", "synthetic", "batch_size"])["median"].min().to_dict()
     private = dict(zip(cells.contestant, cells.private, strict=True))
     all_scaled = bool(ok.extrapolated.all())
@@ -331,7 +331,7 @@ def _rows(name: str, private: bool, values: list[tuple[str, str]]) -> Iterator[s
 
 def _measured_rows(tables: Tables, group: pd.DataFrame, sizes: list[int]) -> Iterator[str]:
     usual_n = model.usual(group[group.state == "ok"].n)
-    by_place = {(row.contestant, row.batch_size): row for row in group.itertuples()}
+    by_place = {(row.contestant, row.batch_size): row for row in rows_of(group)}
     for name in dict.fromkeys(group.contestant):
         rows = [by_place.get((name, size)) for size in sizes]
         private = next(row.private for row in rows if row is not None)
@@ -369,7 +369,7 @@ def _published_rows(tables: Tables, task: str, sizes: list[int]) -> Iterator[str
         return
     yield r"\midrule"
     yield rf"\multicolumn{{{len(sizes) + 1}}}{{l}}{{\scriptsize {escape(PUBLISHED_LABEL)} (not this machine)}}\\"
-    by_place = {(row.paper_row, row.batch_size): f"{row.seconds:.2f}" for row in frame.itertuples()}
+    by_place = {(row.paper_row, row.batch_size): f"{row.seconds:.2f}" for row in rows_of(frame)}
     for name in dict.fromkeys(frame.paper_row):
         private = name != BASELINE_ROW
         yield from _rows(name, private, [(by_place.get((name, size), "--"), "") for size in sizes])
@@ -411,7 +411,7 @@ def ratios(tables: Tables, section: Section, label: str) -> str:
     usual_n = model.usual(frame.n)
     parts = []
     for task, synthetic, group in model.blocks(frame):
-        by_place = {(row.contestant, row.batch_size): row for row in group.itertuples()}
+        by_place = {(row.contestant, row.batch_size): row for row in rows_of(group)}
         lines: list[str] = []
         for name in dict.fromkeys(group.contestant):
             rows = [by_place.get((name, size)) for size in sizes]

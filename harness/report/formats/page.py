@@ -24,7 +24,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from harness.analysis import naming
-from harness.analysis.frames import CELL, PLACE, Tables
+from harness.analysis.frames import CELL, PLACE, Tables, rows_of
 from harness.errors import BadInput
 from harness.report import model
 from harness.report.chapters import costs, explain, overview, paper
@@ -242,9 +242,7 @@ def _cells(tables: Tables, sections: Mapping[Section, int], position: Mapping[st
 
     ratio = column(tables.ratios, "ratio", "low", "high", "n", "baseline")
     ratio_marks = (
-        {}
-        if tables.ratios.empty
-        else {k: model.doubts(r) for k, r in zip(ratio, tables.ratios.itertuples(), strict=True)}
+        {} if tables.ratios.empty else {k: model.doubts(r) for k, r in zip(ratio, rows_of(tables.ratios), strict=True)}
     )
     bases = set()
     if len(tables.ratios):
@@ -260,7 +258,7 @@ def _cells(tables: Tables, sections: Mapping[Section, int], position: Mapping[st
         memory |= {key: (value / model.MEBIBYTE, metric) for key, (value,) in column(frame, "median").items()}
     behind = _behind(tables)
     cells = []
-    for row in tables.cells.itertuples():
+    for row in rows_of(tables.cells):
         key = tuple(getattr(row, name) for name in CELL)
         section = Section(row.machine, row.device, row.protocol, row.isolation)
         against = ratio.get(key)

@@ -84,6 +84,11 @@ OWN_TOKENS = "short and long, none clipped"
 SATURATION = 300.0
 """exp(-300) is zero in float32 and logits of ordinary examples stay far below: softmax and sigmoid give 1 exactly."""
 SEED = 1
+ROUNDING_FACTOR = 3.0
+"""Where a task's precision is lower, an update may be off by so many times what the reference finds that this rounds
+away of that very batch. It rounds what goes into products and what comes out of them; frameworks round GELU, norms
+and sums of gradients, too: at most twice as many places, whose errors add as squares. And two draws of one error
+differ."""
 
 
 @dataclass(frozen=True)
@@ -409,6 +414,12 @@ def late_cases(task: Task, reference: Mapping[str, np.ndarray]) -> tuple[Case, C
     return replace(whole, name="the first of many steps", batches=whole.batches[:-LATE_LAST]), whole
 
 
+def last_case(task: Task, reference: Mapping[str, np.ndarray]) -> Case:
+    """The last few of the many steps by themselves: the name under which their rounding is stored."""
+    _, whole = late_cases(task, reference)
+    return replace(whole, name="the last of many steps", batches=whole.batches[-LATE_LAST:])
+
+
 def stored_cases(task: Task, reference: Mapping[str, np.ndarray], private: bool) -> list[Case]:
     """All cases that have a truth of their own."""
     every = [*cases(task, reference, private), *size_cases(task, reference), *late_cases(task, reference)]
@@ -503,3 +514,7 @@ def unpack(name: str, task: Task, packed: Mapping[str, np.ndarray]) -> Values:
 
 def truth_name(case: Case, private: bool) -> str:
     return f"{'clipped' if private else 'plain'}/{case.truth}"
+
+
+def rounding_name(case: Case, private: bool) -> str:
+    return f"rounding/{truth_name(case, private)}"

@@ -21,7 +21,7 @@ import numpy as np
 
 from harness.contract import Adapter, Setting, Unsupported, require
 from harness.optimizer import SGD, Optimizer
-from harness.tasks import Task, check_parameters
+from harness.tasks import FLOAT32, Task, check_parameters
 from harness.worker import sampling
 from harness.worker.clock import Batch, timed_steps
 from harness.worker.gate import cases as gate_cases
@@ -33,7 +33,7 @@ from harness.worker.reading import transparent
 Check = dict[str, Any]
 """The fields of ``record.GateCheck``."""
 
-TOLERANCE = {"float64": 2e-5, "float32": 5e-5, "tf32": 5e-3, "float16": 1e-2, "bfloat16": 3e-2}
+TOLERANCE = 5e-5
 """Relative L2 error of an update. Float32 arithmetic gives 1e-7 to 1e-5; the rest is room for clip factors with a
 margin, C/(|g| + 1e-6) or C(1 - 2^-16)/|g|, which are right too."""
 
@@ -110,6 +110,7 @@ NOISE_CHECKS = (
     "on a large batch",
 )
 
+COPIES_CHECK = "clip bound: copies of one example"
 FROZEN_CHECK = "parameters: frozen ones stay"
 
 BUDGET_BELOW = 1e-3
@@ -157,6 +158,7 @@ def checks(
     yield from _guarded("update: worst tensor", driver.worst_tensor_check)
     if setting.private:
         yield from _guarded("sensitivity", driver.sensitivity_check)
+        yield from _guarded(COPIES_CHECK, driver.copies_check)
         yield from _guarded("noise", driver.noise_checks)
         yield from _guarded("noise: on real batches", driver.real_noise_check)
         yield from _guarded("noise: on a large batch", driver.large_noise_check)
@@ -178,7 +180,7 @@ def names(private: bool, has_budget: bool, task: Task | None = None) -> list[str
     found += [f"update: {name}" for name in gate_cases.names(private, task)]
     found += ["update: sizes", "update: many steps", LAST_STEPS, "update: worst tensor"]
     if private:
-        found += ["sensitivity", *(f"noise: {name}" for name in NOISE_CHECKS)]
+        found += ["sensitivity", COPIES_CHECK, *(f"noise: {name}" for name in NOISE_CHECKS)]
     else:
         found += ["no noise"]
     found += ["timed = replayed", "deferred work"]
@@ -219,7 +221,8 @@ def bound_check(create: Callable[[], Adapter], setting: Setting, static: bool) -
     """
     example = gate_cases.large_example()
     bound = float(np.float32(example.norm / 4))
-    size = gate_cases.LARGE_PARAMETER.parameter_count
+    task = dataclasses.replace(gate_cases.LARGE_PARAMETER, precision=setting.precision)
+    size = task.parameter_count
     alone = dataclasses.replace(
         setting,
         batch_size=1,
@@ -233,7 +236,7 @@ def bound_check(create: Callable[[], Adapter], setting: Setting, static: bool) -
     rows = np.zeros(1, dtype=np.int64)
     try:
         adapter = create()
-        adapter.build(gate_cases.LARGE_PARAMETER, alone, example.weights)
+        adapter.build(task, alone, example.weights)
         adapter.place(example.x, example.y)
         adapter.step(rows, np.ones(1, dtype=bool) if static else None)
         adapter.synchronize()
@@ -273,7 +276,6 @@ class Driver:
         self.reference = reference
         self.cases = gate_cases.cases(task, reference, setting.private)
         self.norm = gate_cases.clipping_norm(reference)
-        self.tolerance = TOLERANCE[setting.precision]
         self.slices: dict[str, slice] = {}
         end = 0
         for name, shape in task.trained_parameters.items():
@@ -437,7 +439,46 @@ class Driver:
     def _limit(self, case: Case, expected: np.ndarray, readings: int = 0) -> float:
         """On the relative L2 error of a case, given its displacement."""
         rounding = self._rounding(case, expected, readings or len(case.batches))
-        return case.slack * self.tolerance + float(np.linalg.norm(rounding) / np.linalg.norm(expected))
+        size = float(np.linalg.norm(expected))
+        return case.slack * TOLERANCE + float(np.linalg.norm(rounding)) / size + self._arithmetic(case, size)
+
+    def _arithmetic(self, case: Case, size: float) -> float:
+        """What the task's precision may move the update of a case by, over its length ``size``; in float32 nothing.
+        Where it is not known of a case by itself, it is the largest share of any single step."""
+        if self.task.precision == FLOAT32:
+            return 0.0
+        known = self._rounded_by_tensor(case)
+        if known is not None:
+            return float(np.linalg.norm(known)) / size
+        return self._largest_arithmetic
+
+    @functools.cached_property
+    def _single_steps(self) -> list[Case]:
+        """Those that move the weights, and of which it is known what the task's precision rounds away."""
+        cases = [*self.cases, *gate_cases.size_cases(self.task, self.reference)]
+        known = [case for case in cases if len(case.batches) == 1 and self._rounded_by_tensor(case) is not None]
+        return [case for case in known if self.truth(case).any()]
+
+    @functools.cached_property
+    def _largest_arithmetic(self) -> float:
+        return max(self._arithmetic(case, float(np.linalg.norm(self.truth(case)))) for case in self._single_steps)
+
+    @functools.cached_property
+    def _largest_by_tensor(self) -> np.ndarray:
+        """What the task's precision may move each trained tensor by, over the length of the whole update: the largest
+        of all single steps, for the rounding of a few values is one draw of them, and differs by half an order of
+        magnitude from step to step."""
+        shares = [np.zeros(len(self.slices))]
+        for case in self._single_steps:
+            known = self._rounded_by_tensor(case)
+            assert known is not None
+            shares.append(known / np.linalg.norm(self.truth(case)))
+        return np.stack(shares).max(0)
+
+    def _rounded_by_tensor(self, case: Case) -> np.ndarray | None:
+        """How far the task's precision may move each trained tensor; None where it is not known, as in float32."""
+        known = self.reference.get(gate_cases.rounding_name(case, self.setting.private))
+        return None if known is None else gate_cases.ROUNDING_FACTOR * known
 
     def _rounding(self, case: Case, expected: np.ndarray, steps: int) -> np.ndarray:
         """The float32 rounding of the weights that move, at most half a unit in the last place in every step."""
@@ -468,20 +509,22 @@ class Driver:
                 self.step(rows)
             weights.append(self.weights())
         count = len(whole.batches)
-        for name, start, expected, steps in (
-            ("update: many steps", 0, self.truth(whole), count),
-            (LAST_STEPS, 1, self.truth(whole) - self.truth(early), LATE_LAST),
+        last = gate_cases.last_case(self.task, self.reference)
+        for name, case, start, expected, steps in (
+            ("update: many steps", whole, 0, self.truth(whole), count),
+            (LAST_STEPS, last, 1, self.truth(whole) - self.truth(early), LATE_LAST),
         ):
             error = float(np.linalg.norm(weights[start] - weights[2] - expected) / np.linalg.norm(expected))
-            yield _check(name, error, self._limit(whole, expected, steps), f"relative L2 error; {count} steps")
+            yield _check(name, error, self._limit(case, expected, steps), f"relative L2 error; {count} steps")
 
     def _note_tensors(self, case: Case, difference: np.ndarray, expected: np.ndarray) -> None:
         """Keeps the worst ratio of a tensor's error to its own limit."""
         rounding = self._rounding(case, expected, 1)
         floor = TENSOR_FLOOR * float(np.linalg.norm(expected))
-        for name, part in self.slices.items():
+        lowered = self._largest_by_tensor * float(np.linalg.norm(expected))
+        for (name, part), share in zip(self.slices.items(), lowered, strict=True):
             size = max(floor, float(np.linalg.norm(expected[part])))
-            limit = TENSOR_SLACK * self.tolerance + float(np.linalg.norm(rounding[part])) / size
+            limit = TENSOR_SLACK * TOLERANCE + float(np.linalg.norm(rounding[part]) + share) / size
             error = float(np.linalg.norm(difference[part])) / size
             error = math.inf if math.isnan(error) else error
             if error / limit > self.worst.value / (self.worst.limit or 1.0):
@@ -493,15 +536,42 @@ class Driver:
         )
 
     def sensitivity_check(self) -> Iterator[Check]:
-        ratios = {}
+        """How far one example more moves the sum. Where the sums round to fewer bits, those of the other examples may
+        differ by what that moves the larger one; an example that is alone has no others."""
+        cases = {case.name: case for case in self.cases}
+        larger = {cases[name].batches[0].tobytes(): name for name in ("some clipped", "outlier")}
+        beyond, ratios, limits = {}, {}, {}
         for name, fewer, more in gate_cases.sensitivity_pairs(self.task, self.reference):
             moved = self.single_step(more) - self.single_step(fewer)
             ratios[name] = float(np.linalg.norm(moved)) / self.norm
+            limits[name] = self._bound_limit(2)
+            if len(fewer):
+                known = self._rounded_by_tensor(cases[larger[more.tobytes()]])
+                limits[name] += 0.0 if known is None else float(np.linalg.norm(known)) / self.norm
+            beyond[name] = math.inf if math.isnan(ratios[name]) else ratios[name] - limits[name]
+        where = max(beyond, key=lambda name: beyond[name])
+        yield _check("sensitivity", ratios[where], limits[where], f"|change of the sum| / C, worst for {where}")
+
+    def _bound_limit(self, sums: int) -> float:
+        """How far one example may move the weights, over C: each of so many sums carries the float32 rounding of the
+        weights."""
+        return 1.0 + SENSITIVITY_MARGIN + sums * 2.0**-24 * float(np.linalg.norm(self.starts[False])) / self.norm
+
+    def copies_check(self) -> Iterator[Check]:
+        """Copies of one example move the sum by no more than C each, whatever the arithmetic: however their gradients
+        are rounded, the length of the sum is at most the sum of lengths, and each was to be at most C as it is
+        released. One alone, and for some as many as a batch holds."""
+        cases = {case.name: case for case in self.cases}
+        high, outlier = cases["all clipped"].batches[0], cases["outlier"].batches[0][-1:]
+        rows = [*high, *outlier]
+        ratios = {}
+        for row, repeats in [*((row, 1) for row in rows), (high[0], BATCH), (outlier[0], BATCH)]:
+            alone = np.array([row], dtype=np.int64)
+            case = Case("", (alone,), self.norm, repeats=repeats)
+            moved = self.single_step(alone) if repeats == 1 else self.displacement(case)
+            ratios[f"row {row} of the pool, {repeats} of it"] = float(np.linalg.norm(moved)) / self.norm
         where = max(ratios, key=lambda name: math.inf if math.isnan(ratios[name]) else ratios[name])
-        # Each of the two sums carries its own rounding of the weights.
-        rounding = 2 * 2.0**-24 * float(np.linalg.norm(self.starts[False])) / self.norm
-        limit = 1.0 + max(SENSITIVITY_MARGIN, self.tolerance) + rounding
-        yield _check("sensitivity", ratios[where], limit, f"|change of the sum| / C, worst for {where}")
+        yield _check(COPIES_CHECK, ratios[where], self._bound_limit(1), f"|sum| / C for each copy, worst for {where}")
 
     def _noise_run(self, seed: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
         """([steps, parameters], [parameters]): noise in units of its nominal standard deviation, from batches without
@@ -563,12 +633,13 @@ class Driver:
 
     def real_noise_check(self) -> Iterator[Check]:
         """The update under little noise, less the float64 truth, is that noise: mean, spread, and no remainder in the
-        direction of the update. Noise that follows the norms of the examples, or their number, does so here."""
+        direction of the update. Noise that follows the norms of the examples, or their number, does so here. Where
+        products are rounded to fewer bits, that would drown the noise: there the same step without noise is taken off,
+        which another check has held against the truth."""
         known = [*self.cases, *gate_cases.size_cases(self.task, self.reference)]
         cases = [case for case in known if case.name in REAL_NOISE_CASES]
         seeds = range(1, 1 + math.ceil(REAL_NOISE_VALUES / self.task.trained_count))
-        multiplier = max(REAL_NOISE_MULTIPLIER, 10 * self.tolerance)
-        scores = [self._noisy_update(case, multiplier, seeds, len(cases)) for case in cases]
+        scores = [self._noisy_update(case, REAL_NOISE_MULTIPLIER, seeds, len(cases)) for case in cases]
         yield _scored("noise: on real batches", gate_noise.worst(scores))
 
     def large_noise_check(self) -> Iterator[Check]:
@@ -579,7 +650,8 @@ class Driver:
 
     def _noisy_update(self, case: Case, multiplier: float, streams: range, batches: int = 1) -> Score:
         """Score the noise of one step for each of the streams; ``batches``: how many such scores a check takes."""
-        expected = self.truth(case)
+        is_lowered = self.task.precision != FLOAT32 and case.name != LARGE_CASE
+        expected = self.single_step(case.batches[0]) if is_lowered else self.truth(case)
         unit = case.learning_rate / (case.batch_size * case.repeats) * multiplier * case.max_grad_norm
         steps = [self._noisy_step(case, multiplier, case.batches[0], stream) for stream in streams]
         z = (np.stack(steps) - expected) / unit
@@ -610,7 +682,7 @@ class Driver:
         start = self.build(seed=self.other_seed, noise_multiplier=0.0)
         self.step(rows)
         error = float(np.linalg.norm(start - self.weights() - first) / np.linalg.norm(first))
-        yield _check("no noise", error, self.tolerance, "same step, other seed: relative change of the update")
+        yield _check("no noise", error, TOLERANCE, "same step, other seed: relative change of the update")
 
     def _replay_batches(self) -> list[np.ndarray]:
         rng = np.random.default_rng(gate_cases.SEED)
@@ -639,9 +711,7 @@ class Driver:
             after = self.weights()
         single = start - after
         error = float(np.linalg.norm(burst - single) / np.linalg.norm(single))
-        yield _check(
-            "timed = replayed", error, max(REPLAY_LIMIT, self.tolerance), f"relative L2 after {len(batches)} steps"
-        )
+        yield _check("timed = replayed", error, REPLAY_LIMIT, f"relative L2 after {len(batches)} steps")
 
     def deferred_check(self) -> Iterator[Check]:
         """Work left for after the clock makes the first reading of the weights slow. The share of the time that the

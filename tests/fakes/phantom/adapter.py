@@ -123,10 +123,6 @@ class Phantom(Adapter):
                     os.write(number, json.dumps(result).encode() + b"\n")
         os._exit(0)
 
-    def _chatty(self) -> None:
-        print("a library's idea of logging")
-        os.write(1, b"and a C library's\n")
-
     def epoch(self, seed: int) -> int | None:
         """Its own loop: 3 updates of 10 ms, with noise from the seed; ``own-unseeded`` cannot be seeded."""
         if self.variant not in {"own", "own-unseeded", "own-fickle"}:

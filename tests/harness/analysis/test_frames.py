@@ -74,8 +74,8 @@ def test_two_machines_are_never_pooled_nor_paired():
 
 
 def test_machines_that_look_alike_are_told_apart_by_their_id():
-    twin = {**factory.MACHINE, "id": "deadbeef"}
-    t = tables([factory.record(), factory.record(machine=twin)])
+    other = {**factory.MACHINE, "id": "deadbeef"}
+    t = tables([factory.record(), factory.record(machine=other)])
     assert len(model.sections(t)) == 2
 
 

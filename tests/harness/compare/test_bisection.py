@@ -16,9 +16,9 @@ from harness.compare import bisection
 from harness.compare import record as compare_record
 from harness.compare.bisection import Step, search
 from harness.errors import BadInput
-from tests.harness.compare.test_compare import apart, project, sides_cache  # noqa: F401 (fixtures)
-from tests.harness.run.test_layers import reference  # noqa: F401
 from tests.support.project import Project
+
+pytestmark = pytest.mark.usefixtures("apart")
 
 
 @given(st.data())
@@ -52,7 +52,7 @@ def test_a_bad_commit_that_is_not_bad_ends_the_search():
         search([], lambda commit: Step(commit, "bad"))
 
 
-def bisect(project: Project, good: str, bad: str, *more: str) -> tuple[int, dict]:  # noqa: F811
+def bisect(project: Project, good: str, bad: str, *more: str) -> tuple[int, dict]:
     arguments = ["bisect", "layer-norm/phantom-exact/clipped/16", good, bad, "--repository", str(project.folder)]
     arguments += ["--isolation", "inprocess", "--seconds", "0.03", "--threshold", "0.2", "--max-rounds", "8", "--json"]
     done = CliRunner().invoke(app, [*arguments, "--out", str(project.folder.parent / "steps"), *more])
@@ -60,7 +60,7 @@ def bisect(project: Project, good: str, bad: str, *more: str) -> tuple[int, dict
     return done.exit_code, json.loads(done.stdout)
 
 
-def test_the_commit_that_made_a_layer_slower_is_named(project):  # noqa: F811
+def test_the_commit_that_made_a_layer_slower_is_named(project):
     good = project.git("rev-parse", "HEAD")
     project.commit("sleep-3ms", title="nothing")
     project.commit("crash", title="does not run")
@@ -72,7 +72,7 @@ def test_the_commit_that_made_a_layer_slower_is_named(project):  # noqa: F811
     assert len(said["steps"]) <= 4
 
 
-def test_commits_that_do_not_run_leave_a_range(project):  # noqa: F811
+def test_commits_that_do_not_run_leave_a_range(project):
     good = project.git("rev-parse", "HEAD")
     broken = project.commit("crash")
     bad = project.commit("buffer")
@@ -81,7 +81,7 @@ def test_commits_that_do_not_run_leave_a_range(project):  # noqa: F811
     assert [step["opinion"] for step in said["steps"]] == ["bad", "did not run"]
 
 
-def test_a_bad_commit_that_is_as_good_is_no_finding_and_one_that_breaks_is_a_failure(project):  # noqa: F811
+def test_a_bad_commit_that_is_as_good_is_no_finding_and_one_that_breaks_is_a_failure(project):
     good = project.git("rev-parse", "HEAD")
     project.commit("sleep-3ms")
     code, said = bisect(project, good, "HEAD")
@@ -91,7 +91,7 @@ def test_a_bad_commit_that_is_as_good_is_no_finding_and_one_that_breaks_is_a_fai
     assert code == 3 and said["steps"][0]["opinion"] == "did not run"
 
 
-def test_bad_input_is_one_sentence(project):  # noqa: F811
+def test_bad_input_is_one_sentence(project):
     with pytest.raises(BadInput, match="must be an ancestor"):
         bisection.commits_between("HEAD", "HEAD", project.folder)
     with pytest.raises(BadInput, match="GOOD is 'no'"):
@@ -102,7 +102,7 @@ def test_bad_input_is_one_sentence(project):  # noqa: F811
     assert parse_cell("mnist-cnn/dpcore-engine/64")["tasks"] == "mnist-cnn"
 
 
-def test_a_wrong_commit_is_found_without_asking_the_clock(project):  # noqa: F811
+def test_a_wrong_commit_is_found_without_asking_the_clock(project):
     good = project.git("rev-parse", "HEAD")
     project.commit("sleep-6ms")
     wrong = project.commit("sleep-6ms", "clip-bug")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,40 +24,9 @@ from harness.environments.unavailable import Unavailable
 from harness.errors import BadInput
 from harness.gate import admission
 from harness.plan import registry
-from harness.run import layers as layer_run
 from harness.store.record import Gate, GateCheck, Load
-from tests.harness.run.test_layers import reference  # noqa: F401 (a fixture)
-from tests.support import virtual_time
-from tests.support.project import Project
 
-
-@pytest.fixture(scope="session")
-def sides_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(autouse=True)
-def apart(sides_cache, monkeypatch, reference) -> Iterator[None]:  # noqa: F811
-    monkeypatch.setenv("DPBENCH_CACHE", str(sides_cache))
-    monkeypatch.setattr(
-        "harness.compare.sides.compileall.compile_dir", lambda *tree, **how: True
-    )  # it only saves workers time
-    monkeypatch.setattr(layer_run, "ensure_references", lambda names, *rest: dict.fromkeys(names, reference))
-    virtual_time.install(monkeypatch)
-    # The canary's work is real, and takes no time on that clock.
-    monkeypatch.setattr("harness.environments.backend.speed_probe.seconds", lambda: 0.01)
-    monkeypatch.setattr("harness.compare.run.LOOK_SECONDS", 0.001)
-    # A worker collects garbage around its clock: of what the test run itself has loaded, that takes longest of all.
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture
-def project(tmp_path) -> Project:
-    made = Project(tmp_path / "project")
-    made.commit("sleep-3ms", title="plain")
-    return made
+pytestmark = pytest.mark.usefixtures("apart")
 
 
 def test_a_slower_head_is_slower(project, tmp_path):

@@ -20,10 +20,10 @@ from harness.errors import BadInput
 from harness.gate import admission
 from harness.plan import registry
 from harness.store.record import Gate
-from tests.harness.compare.test_compare import apart, sides_cache  # noqa: F401 (fixtures)
-from tests.harness.run.test_layers import reference  # noqa: F401 (a fixture)
 from tests.support.engines import PretendedEngine
 from tests.support.project import Project
+
+pytestmark = pytest.mark.usefixtures("apart")
 
 
 @pytest.fixture

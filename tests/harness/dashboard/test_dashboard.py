@@ -16,6 +16,9 @@ from harness.dashboard import demo, feed, site, view
 from harness.errors import BadInput
 from harness.history import events, series
 from harness.history import runs as history
+from harness.layers import LAYERS
+from harness.plan import layer_registry, registry
+from harness.tasks import TASKS
 from tests.harness.report.test_page import CONTRAST, Opened, browser  # noqa: F401 (browser is a fixture)
 from tests.support import history_factory as made
 
@@ -60,6 +63,17 @@ def small(*runs, **options):
     """Files of a small site as text."""
     files, _ = site.pages(history.of(runs), view.Options(**options))
     return {name: content.decode() for name, content in files.items()}
+
+
+def test_the_demo_shows_contestants_and_layers_that_exist(big):
+    known = {
+        "e2e": {(c.name, task) for c in registry.select(["all"]) for task in TASKS},
+        "layer": {(c.name, layer) for c in layer_registry.contestants() for layer in LAYERS},
+    }
+    shown = {
+        (cell.kind, (f"{cell.framework}-{cell.variant}", cell.subject)) for run in big[2].runs for cell in run.cells
+    }
+    assert [place for kind, place in shown if place not in known[kind]] == []
 
 
 def test_every_task_layer_and_framework_has_a_page_and_all_say_simulated(big):

@@ -29,7 +29,6 @@ from harness.store import record
 from harness.store.record import Record
 from harness.worker import machine
 from harness.worker.request import Request
-from tests.harness.run.test_layers import reference  # noqa: F401 (a fixture)
 from tests.support import engines
 from tests.support.project import Project
 
@@ -286,7 +285,6 @@ def test_a_gpu_that_vanished_is_a_record_and_one_that_never_was_a_sentence(
         warm_up=True,
         device="cuda",
         threads=1,
-        precision="float32",
         **settings,
         **seeds,
     )
@@ -394,7 +392,7 @@ def test_two_images_and_two_states_are_compared_in_containers(
     world: tuple[Engine, Any],
     cells: Cells,
     tmp_path: Path,
-    reference: Path,  # noqa: F811
+    reference: Path,
 ) -> None:
     on, _ = world
     was = on.client.images.get(images.tag_of(registry.load(PRISONER)))

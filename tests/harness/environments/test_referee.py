@@ -36,7 +36,6 @@ GIVEN = {
     "delta": 1e-5,
     "device": "cpu",
     "threads": 2,
-    "precision": "float32",
     "initial_seed": 0,
     "batch_seed": 7,
     "noise_seed": 1,
@@ -44,11 +43,24 @@ GIVEN = {
 }
 
 
+WATTS = 50.0
+
+
 def fault_of(
     monkeypatch: pytest.MonkeyPatch, pause: float = 0.1, processors: float = 2.0, allowed: Collection[int] = (0, 1)
 ) -> str | None:
-    """Return what is said of three stretches of one second, with so long a pause after each, on so many processors."""
+    """Return what is said against :func:`judged`."""
+    return judged(monkeypatch, pause, processors, allowed).clock_fault
+
+
+def judged(
+    monkeypatch: pytest.MonkeyPatch, pause: float = 0.1, processors: float = 2.0, allowed: Collection[int] = (0, 1)
+) -> Result:
+    """Return the result of three stretches of one second, with so long a pause after each, on so many processors, by a
+    machine that takes WATTS."""
     now = used = 0.0
+    counter = SimpleNamespace(longest_seconds=60.0, joules=lambda: WATTS * now)
+    monkeypatch.setattr(referee_module.energy, "counters", lambda device: {"processors": counter})
     monkeypatch.setattr(referee_module, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(referee_module, "tree_seconds", lambda pid: used)
     monkeypatch.setattr(referee_module, "_waited", lambda task: 0.0)
@@ -65,7 +77,7 @@ def fault_of(
             now += 1e-3
             line.tell("read")
         now, used = now + pause, used + 2.0 * pause
-    return judge.judged(Result("ok", epoch_seconds=[1.0] * 3, timed={"part_seconds": [1.0] * 3})).clock_fault
+    return judge.judged(Result("ok", epoch_seconds=[1.0] * 3, timed={"part_seconds": [1.0] * 3}))
 
 
 @pytest.mark.parametrize(("waited", "counts"), [(0.0, None), (0.2, [3.0, 1.5]), (0.4, [3.0, 1.5])])
@@ -97,6 +109,16 @@ def test_on_a_busy_machine_a_clock_that_goes_slowly_gains_nothing(monkeypatch, w
 
 def test_an_honest_worker_has_no_fault(monkeypatch):
     assert fault_of(monkeypatch) is None
+
+
+def test_energy_is_that_of_the_stretches_and_not_of_the_pauses(monkeypatch):
+    said = judged(monkeypatch).energy
+    assert said == {
+        "joules": {"processors": pytest.approx(3 * WATTS)},
+        "seconds": pytest.approx(3.0),
+        "stretches": 3,
+        "unavailable": {},
+    }
 
 
 def test_work_between_a_reading_and_the_next_start_is_a_fault(monkeypatch):

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from harness.store import record
 from harness.store.record import Record
-
-DRIVE = Path(__file__).parents[2] / "support" / "drive.py"
-ROOT = DRIVE.parents[2]
+from tests.support.driver import Driver
 
 REFUSED = {
     "quarter": ("rejected", ("measured step",)),
@@ -37,21 +31,13 @@ BY_CHANCE = {"until-halt"}
 """Honest to the end where the halt is drawn so late that there is none."""
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
 def run(cache: Path, out: Path, variants: list[str], *more: str) -> dict[str, Record]:
-    environment = {**os.environ, "DPBENCH_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
-    environment["CHEAT_FOUND"] = str(out.with_name("found.txt"))
-    names = ",".join(f"cheat-{variant}" for variant in variants)
-    command = [sys.executable, str(DRIVE), "run", "e2e", "--preset", "smoke", "--tasks", "logreg", "--synthetic"]
-    command += ["--threads", "1", "--frameworks", names, "--out", str(out), *more]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
+    verb = ("run", "e2e", "--preset", "smoke", "--tasks", "logreg")
+    driver = Driver(verb, cache, out, fake="cheat")
+    driver.environment["CHEAT_FOUND"] = str(out.with_name("found.txt"))
+    done = driver.run(",".join(variants), *more)
     assert "Traceback" not in done.stderr, done.stderr
-    found = [record.parse(path.read_text(), path.name) for path in (out / "records").glob("*.time.*.json")]
-    return {r.cell.variant: r for r in found}
+    return {r.cell.variant: r for r in driver.records("time")}
 
 
 def test_an_honest_one_is_timed_and_what_was_compared_is_named(cache: Path, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_the_right_adapter_passes(task, static, setting):
     single = [f"update: {name}" for name in gate_cases.names(setting.private)]
     assert max(check["error"] for check in found if check["check"] in single and "steps" not in check["check"]) < 1e-5
     names = gate_module.names(setting.private, has_budget=True)
-    assert [check["check"] for check in found] == [name for name in names if not name.startswith("clip bound")]
+    assert [check["check"] for check in found] == [name for name in names if name != gate_module.BOUND_CHECK]
 
 
 @pytest.mark.parametrize(
@@ -165,6 +165,25 @@ def test_unsupported_goes_through():
 
     with pytest.raises(Unsupported, match="not this task"):
         gate(Refuses())
+
+
+def test_an_adapter_is_asked_for_no_precision_that_it_does_not_know():
+    with pytest.raises(Unsupported, match=r"trains in float32 only; the task's precision is bfloat16"):
+        gate(gate_numpy.Exact(), setting=dataclasses.replace(PRIVATE, precision="bfloat16"))
+
+
+@pytest.mark.parametrize("excess", [0.0, 5e-5, 3e-4, -0.2])
+def test_no_example_may_move_the_sum_by_more_than_c(excess):
+    """In batches of copies, whose sum is as long as all of them; to move it by less is another check's affair."""
+
+    class Clips(gate_numpy.Exact):
+        def build(self, task, setting, initial):
+            super().build(
+                task, dataclasses.replace(setting, max_grad_norm=(1 + excess) * setting.max_grad_norm), initial
+            )
+
+    found = {check["check"]: check["passed"] for check in gate(Clips())}
+    assert found[gate_module.COPIES_CHECK] == (excess < 1e-4)
 
 
 def test_checks_come_one_by_one():

@@ -13,7 +13,7 @@ from harness.environments import venv
 from harness.plan import registry
 from harness.tasks import TASKS
 from harness.worker.gate import cases as gate_cases
-from harness.worker.gate.checks import BOUND_CHECK
+from harness.worker.gate.checks import BOUND_CHECK, COPIES_CHECK
 from tests.support import gate_numpy
 
 # One process asks for the verdicts, which all tests share.
@@ -65,7 +65,10 @@ CAUGHT_BY = {
     "counts-frozen": UPDATES,
     "trains-base": {"parameters: frozen ones stay"},
     "noise-in-bf16": {"noise: fine enough"},
-    "norm-in-bf16": {"update: one, clipped", "sensitivity", BOUND_CHECK},
+    "norm-in-bf16": {"update: one, clipped", "sensitivity", COPIES_CHECK, BOUND_CHECK},
+    # With bfloat16 products, where updates say less.
+    "cuts-norm-bf16": {COPIES_CHECK},
+    "noise-bf16": {"noise: fine enough"},
     "sum-to-adam": UPDATES | {SPREAD},
     "mean-noise-to-adam": {SPREAD, "noise: on real batches"},
     "adam-l2": {ADAM},
@@ -82,6 +85,8 @@ ONLY = {
     "defers",
     "under-reports",
     "noise-in-bf16",
+    "cuts-norm-bf16",
+    "noise-bf16",
     "mean-noise-to-adam",
     "adam-l2",
     "keeps-moments",
@@ -90,6 +95,7 @@ ONLY = {
 QUICK = {
     "caches-gradients",
     "clips-batch",
+    "cuts-norm-bf16",
     "drops-large-batch",
     "half-noise",
     "ignores-seed",
@@ -100,7 +106,7 @@ QUICK = {
     "under-reports",
 }
 """Mutants that CI judges each time; `make mutants` and the slow tests judge all."""
-RIGHT = ("exact", "exact-static", "exact-plain", "exact-adam", "exact-lora")
+RIGHT = ("exact", "exact-static", "exact-plain", "exact-adam", "exact-lora", "exact-bf16")
 ALSO_RIGHT = ("exact-vit", "exact-wrn")
 """Right ones that only the slow tests judge."""
 
@@ -179,6 +185,34 @@ def test_a_measured_cell_under_adam_is_compared_by_its_gradients(torch_python, t
     assert said["mean-noise-to-adam"]["noise_scores"]["spread"] > 10 * right["noise_limit"]
     for name in ("counts-frozen", "trains-base"):
         assert said[name]["update_error"] > 100 * right["update_limit"]
+
+
+def test_a_measured_cell_in_bfloat16_is_compared_within_what_that_rounds_away(torch_python, tmp_path):
+    out = tmp_path / "said.json"
+    names = ["exact-lora@bf16", "mean-noise-to-adam@bf16", "counts-frozen@bf16"]
+    command = [torch_python, "-m", "tests.support.adam_replay", out, *names]
+    subprocess.run(command, cwd=registry.ROOT, check=True, timeout=300)
+    right, little_noise, counts_frozen = json.loads(out.read_text()).values()
+    assert right["apart"] == 0 and right["jump"] < 1
+    assert 1e-3 < right["update_error"] < right["update_limit"] < 0.2
+    assert max(right["noise_scores"].values()) < right["noise_limit"]
+    assert little_noise["noise_scores"]["spread"] > 10 * right["noise_limit"]
+    assert counts_frozen["update_error"] > 2 * right["update_limit"]
+
+
+def test_the_reference_rounds_as_mixed_precision_does(torch_python, tmp_path):
+    out = tmp_path / "said.json"
+    command = [torch_python, "-m", "tests.support.rounding", out]
+    subprocess.run(command, cwd=registry.ROOT, check=True, timeout=300)
+    said = json.loads(out.read_text())
+    assert len(said) == 4
+    for task, apart in said.items():
+        assert apart["float32"] == 0, task
+        assert 1e-3 < apart["reference"] < 0.1, (task, apart)
+        assert apart["reference"] / 2 < apart["autocast"] < gate_cases.ROUNDING_FACTOR * apart["reference"], (
+            task,
+            apart,
+        )
 
 
 def test_a_measured_step_may_take_the_other_side_of_a_kink_and_count_no_example_twice(torch_python, tmp_path):

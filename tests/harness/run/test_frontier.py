@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,11 +12,8 @@ import pytest
 from harness.environments import memory_limit
 from harness.report.chapters.frontier import frontiers, probes
 from harness.run.frontier import Fit, Search, largest_fit, next_size
-from harness.store import record
 from harness.store.record import Record
-
-DRIVE = Path(__file__).parents[2] / "support" / "drive.py"
-ROOT = DRIVE.parents[2]
+from tests.support.driver import Driver
 
 
 def explore(limit: int, search: Search, ceiling: int, seconds_each: float = 0.0) -> tuple[int, list[int]]:
@@ -55,37 +52,13 @@ def test_no_size_is_tried_whose_step_would_take_too_long() -> None:
     assert explore(10**9, Search(first=64, longest_step_seconds=3.0), 10**6, seconds_each=0.01) == (256, [64, 128, 256])
 
 
-class Driver:
-    """Runs ``dpbench run frontier`` with the fakes in a process of its own."""
-
-    def __init__(self, cache: Path, out: Path) -> None:
-        self.out = out
-        self.environment = {**os.environ, "DPBENCH_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
-
-    def run(self, variants: str, *more: str) -> subprocess.CompletedProcess[str]:
-        names = ",".join(f"phantom-{v}" for v in variants.split(","))
-        base = ["run", "frontier", "--tasks", "logreg", "--synthetic", "--threads", "1", "--seconds", "0.02"]
-        return subprocess.run(
-            [sys.executable, str(DRIVE), *base, "--frameworks", names, "--out", str(self.out), *more],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-
-    def records(self, stage: str) -> list[Record]:
-        found = [r for p in sorted((self.out / "records").glob("*.probe.*.json")) for r in record.read(p)]
-        return [r for r in found if r.probe is not None and r.probe.stage == stage]
-
-
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture
 def driver(cache: Path, tmp_path: Path) -> Driver:
-    return Driver(cache, tmp_path / "run")
+    return Driver(("run", "frontier", "--tasks", "logreg", "--seconds", "0.02"), cache, tmp_path / "run")
+
+
+def probed(driver: Driver, stage: str) -> list[Record]:
+    return [r for r in driver.records("probe") if r.probe is not None and r.probe.stage == stage]
 
 
 MIB = 2**20
@@ -95,7 +68,7 @@ def test_known_bytes_have_a_known_frontier(driver: Driver) -> None:
     """1 MiB an example and 30.5 MiB above start-up: 30 examples fit, whatever Python and numpy hold themselves."""
     done = driver.run("hungry", "--budget", str(30.5 / 1024), "--first", "20", "--resolution", "0", "--rounds", "2")
     assert done.returncode == 0, done.stderr
-    states = {r.cell.batch_size: r for r in driver.records("search")}
+    states = {r.cell.batch_size: r for r in probed(driver, "search")}
     assert max(size for size, r in states.items() if r.state == "ok") in {29, 30}
     for size, r in states.items():
         assert r.probe is not None and r.probe.budget_bytes == int(30.5 * MIB) and r.cell.kind == "frontier"
@@ -104,7 +77,7 @@ def test_known_bytes_have_a_known_frontier(driver: Driver) -> None:
             assert r.memory["peak_resident_growth_with_compile"] == pytest.approx(size * MIB, abs=0.75 * MIB)
         else:
             assert r.state == "oom" and ("budget" in str(r.reason) or "memory limit" in str(r.reason))
-    rounds = driver.records("throughput")
+    rounds = probed(driver, "throughput")
     assert [r.block.round for r in rounds] == [1, 2] and {r.state for r in rounds} <= {"ok", "oom"}
     assert all(r.probe is not None and r.probe.step_seconds for r in rounds if r.state == "ok")
 
@@ -113,22 +86,22 @@ def test_a_size_that_fits_only_once_is_not_the_frontier(driver: Driver) -> None:
     """In the search 30 examples fit; the further processes take 1.2 MiB each, of which 25 fit."""
     done = driver.run("moody", "--budget", str(30.5 / 1024), "--first", "20", "--resolution", "0.1", "--rounds", "2")
     assert done.returncode == 0, done.stderr
-    assert max(r.cell.batch_size for r in driver.records("search") if r.state == "ok") in {28, 29, 30}
-    rounds = driver.records("throughput")
+    assert max(r.cell.batch_size for r in probed(driver, "search") if r.state == "ok") in {28, 29, 30}
+    rounds = probed(driver, "throughput")
     sizes = sorted({r.cell.batch_size for r in rounds}, reverse=True)
     assert [r.state for r in rounds if r.cell.batch_size == sizes[-1]] == ["ok", "ok"] and 21 <= sizes[-1] <= 25
     assert len(sizes) > 1 and all(r.state == "oom" for r in rounds if r.cell.batch_size in sizes[:-1])
     assert "did not fit again" in done.stderr + done.stdout
-    assert frontiers(probes(rounds + driver.records("search"))).batch_size.tolist() == [sizes[-1]]
+    assert frontiers(probes(rounds + probed(driver, "search"))).batch_size.tolist() == [sizes[-1]]
 
 
 def test_far_beyond_the_budget_the_harness_ends_the_process(driver: Driver) -> None:
     done = driver.run("glutton", "--budget", "0.2", "--first", "2")
     assert done.returncode == 0, done.stderr
-    found = driver.records("search")
+    found = probed(driver, "search")
     assert {r.state for r in found} == {"oom"} and {r.cell.batch_size for r in found} == {2, 1}
     assert all("memory limit" in str(r.reason) for r in found)
-    assert not driver.records("throughput")
+    assert not probed(driver, "throughput")
 
 
 def test_a_search_goes_on_where_it_stopped_and_measures_nothing_twice(driver: Driver) -> None:
@@ -149,20 +122,20 @@ def test_every_other_ending_stops_the_search_and_is_a_record(driver: Driver) -> 
     done = driver.run("crash,hang,refuses,unfit,slow", "--budget", "0.2", "--timeout", "5", "--longest-step", "0.5")
     assert done.returncode == 3
     found: dict[str, list[Record]] = {}
-    for r in driver.records("search"):
+    for r in probed(driver, "search"):
         found.setdefault(r.cell.variant, []).append(r)
     states = {name: [r.state for r in of] for name, of in found.items()}
     assert states["hang"] == ["timeout"] and states["refuses"] == ["unsupported"] and states["unfit"] == ["rejected"]
     assert states["crash"] == ["crashed"]
     assert sorted(r.cell.batch_size for r in found["slow"]) == [64, 128, 256]
-    assert {r.cell.variant for r in driver.records("throughput")} == {"slow"}
+    assert {r.cell.variant for r in probed(driver, "throughput")} == {"slow"}
 
 
 def test_on_cuda_the_device_decides(driver: Driver) -> None:
     driver.environment["DRIVE_WITH_GPU"] = "1"
     done = driver.run("device", "--device", "cuda", "--first", "128", "--resolution", "0.1", "--rounds", "1")
     assert done.returncode == 0, done.stderr
-    states = {r.cell.batch_size: r for r in driver.records("search")}
+    states = {r.cell.batch_size: r for r in probed(driver, "search")}
     assert max(size for size, r in states.items() if r.state == "ok") == 288
     assert states[512].state == "oom" and "CUDA out of memory" in str(states[512].reason)
     assert all(r.probe is not None and r.probe.device_bytes == 1000 * MIB for r in states.values())
@@ -204,6 +177,8 @@ def test_a_moved_limit_holds_for_the_watchdog_too(monkeypatch: pytest.MonkeyPatc
         (("--device", "cuda"), "no GPU"),
     ],
 )
-def test_bad_input_is_one_sentence(driver: Driver, arguments: tuple[str, ...], words: str) -> None:
-    done = driver.run("noop", *arguments)
-    assert done.returncode == 2 and words in done.stderr and len(done.stderr.strip().splitlines()) == 1
+def test_bad_input_is_one_sentence(
+    driver: Driver, refusal: Callable[..., str], arguments: tuple[str, ...], words: str
+) -> None:
+    said = refusal(*driver.arguments("noop", *arguments))
+    assert words in said and len(said.strip().splitlines()) == 1

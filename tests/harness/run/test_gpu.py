@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from harness.analysis import frames
@@ -19,7 +18,6 @@ from harness.environments.executor import Limits
 from harness.environments.unavailable import Unavailable
 from harness.environments.unpinned import Deadline, OutOfTime
 from harness.errors import BadInput
-from harness.layers import LAYERS
 from harness.plan import e2e as plan
 from harness.plan import gpu as gpu_plan
 from harness.plan import layer_registry, registry
@@ -28,30 +26,14 @@ from harness.plan.gpu import Choice
 from harness.run import gpu_summary
 from harness.run.gpu import GpuRun
 from harness.store import read as report_records
-from harness.tasks import MODERN_TASKS
+from harness.tasks import BF16_TASKS, MODERN_TASKS, TASKS
 from harness.worker import machine
-from harness.worker.gate import layers as layer_gate
-from tests.harness.run.test_layers import FAKE, PHANTOM, ROOT
+from tests.harness.run.test_layers import ROOT
 from tests.harness.run.test_layers import request as layer_request
+from tests.support.phantom_layer import PHANTOM
 
 BLOCKED = ("pandas", "scipy", "dp_accounting", "matplotlib", "docker", "jinja2", "PIL")
 """What a Python that was found need not have."""
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    layer = LAYERS["layer-norm"]
-    inputs, targets = layer_gate.checked_batch(layer)
-    weights = {name: value.astype(np.float64) for name, value in layer_gate.checked_weights(layer).items()}
-    truth = FAKE.gradients(weights, inputs["x"].astype(np.float64), targets.astype(np.float64))
-    path = tmp_path_factory.mktemp("reference") / "layer-norm.npz"
-    np.savez(path, **layer_gate.pack(truth))
-    return path
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
 
 
 def run_gpu(out: Path, reference: Path, cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -182,7 +164,7 @@ def test_the_most_important_comes_first_and_every_job_once():
     assert [{job.cell.task for job in tier.timed} for tier in tiers[:3]] == [
         {"mnist-cnn", "imdb-embedding"},
         {"cifar10-cnn", "imdb-lstm"},
-        set(MODERN_TASKS),
+        set(BF16_TASKS),
     ]
     assert [{job.cell.batch_size for job in tier.timed} for tier in tiers[:3]] == [{512}, {512}, {64}]
     for tier in tiers[:3]:
@@ -193,11 +175,41 @@ def test_the_most_important_comes_first_and_every_job_once():
     assert {job.cell.layer for job in tiers[3].timed} == set(gpu_plan.LAYERS[: gpu_plan.FIRST_LAYERS])
     assert {job.cell.layer for job in tiers[4].timed} == set(gpu_plan.LAYERS[gpu_plan.FIRST_LAYERS :])
     assert {job.contestant.name for job in tiers[5].timed} == set(gpu_plan.GRAPHS)
+    assert {job.cell.task for job in tiers[5].timed}.isdisjoint(MODERN_TASKS)
+    assert {job.cell.task for job in tiers[6].timed} == set(MODERN_TASKS), "the same networks in float32"
     last = {job.round for job in tiers[-1].timed}
     assert last == {1} and all(cells)
     assert all(job.purpose == "memory" for tier in tiers for job in tier.untimed)
     layered = {c.name for c in layer_registry.contestants()}
     assert {job.contestant.name for job in layer_jobs} <= layered
+
+
+def test_the_frontier_is_that_of_tasks_that_are_judged():
+    assert gpu_plan.frontier_tasks(Choice()) == ("gpt2-lm-bf16",)
+    assert gpu_plan.frontier_tasks(Choice(tasks=("mnist-cnn",))) == ()
+    assert gpu_plan.frontier_tasks(Choice(tasks=("mnist-cnn", "vit"), frontier=("vit",))) == ("vit",)
+    with pytest.raises(BadInput, match="--frontier names 'vit', which is not among the tasks of this run"):
+        gpu_plan.frontier_tasks(Choice(tasks=("mnist-cnn",), frontier=("vit",)))
+    here = gpu_plan.contestants(Choice())
+    assert {c.name for c in gpu_plan.frontier_contestants(Choice(), here)} == set(gpu_plan.FIRST)
+
+
+def test_the_frontier_comes_last(reference, cache, tmp_path):
+    arguments = ("--layers", "none", "--frontier", "logreg", "--frameworks", "phantom-noop,phantom-unfit")
+    done = run_gpu(tmp_path, reference, cache, "--seconds", "300", *arguments)
+    assert done.returncode == 0, done.stderr
+    said = json.loads((tmp_path / "summary.json").read_text())
+    found = {row["contestant"]: row for row in said["frontier"]}
+    assert said["complete"] and set(found) == {"phantom-noop", "phantom-unfit"}
+    everyone = TASKS["logreg"].train_size
+    assert found["phantom-noop"]["batch_size"] == everyone and found["phantom-noop"]["examples_per_second"] > 0
+    assert found["phantom-noop"]["ended"] == f"batch {everyone} at least; no larger size was tried"
+    assert found["phantom-unfit"]["ended"] == "nothing fits, then rejected"
+    assert "Largest physical batch that fits" in (tmp_path / "summary.txt").read_text()
+    probes = [r for r in report_records.load(tmp_path) if r.purpose == "probe"]
+    timed = [r for r in report_records.load(tmp_path) if r.purpose == "time"]
+    assert {r.cell.kind for r in probes} == {"frontier"} and len(probes) > 5
+    assert min(r.sequence for r in probes) > max(r.sequence for r in timed)
 
 
 def test_versions_other_than_the_pins_are_named():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import statistics
@@ -26,35 +25,13 @@ from harness.worker import layers as layer_worker
 from harness.worker.gate import layers as layer_gate
 from harness.worker.layer_request import LayerRequest
 from harness.worker.result import Result
-from tests.support import virtual_time
+from tests.support import phantom_layer, virtual_time
+from tests.support.phantom_layer import PHANTOM
 
 ROOT = Path(__file__).parents[3]
-PHANTOM = ROOT / "tests" / "fakes" / "phantom"
 LAYER = LAYERS["layer-norm"]
 KIB = 2**10
-
-
-def fake() -> Any:
-    """The module of the fake layers."""
-    spec = importlib.util.spec_from_file_location("phantom_layers", PHANTOM / "layers.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-FAKE = fake()
-
-
-@pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Float64 gradients of the checked batch."""
-    inputs, targets = layer_gate.checked_batch(LAYER)
-    weights = {name: value.astype(np.float64) for name, value in layer_gate.checked_weights(LAYER).items()}
-    truth = FAKE.gradients(weights, inputs["x"].astype(np.float64), targets.astype(np.float64))
-    path = tmp_path_factory.mktemp("reference") / "layer-norm.npz"
-    np.savez(path, **layer_gate.pack(truth))
-    return path
+FAKE = phantom_layer.module()
 
 
 def request(reference: Path, **changes: Any) -> LayerRequest:

@@ -23,13 +23,12 @@ from harness.run.progress import Progress
 from harness.store import record
 from harness.store.folder import RunFolder
 from harness.store.record import Record
-from tests.harness.run.test_layers import reference  # noqa: F401 (a fixture)
 from tests.support import phantom_layer
 from tests.support.engines import PretendedEngine
 
 
 @pytest.fixture
-def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: Path) -> PretendedEngine:  # noqa: F811
+def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: Path) -> PretendedEngine:
     """An engine with the images of the phantom, whose tree is a copy with a lock, and of plain PyTorch."""
     folder = tmp_path / "frameworks" / "phantom"
     shutil.copytree(phantom_layer.PHANTOM, folder)

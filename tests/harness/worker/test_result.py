@@ -17,6 +17,7 @@ FULL = Result(
     machine={"id": "m"},
     container={"exit_code": 0},
     log_tail="x",
+    energy={"joules": {"gpu": 1.0}},
     clock_fault="late",
 )
 

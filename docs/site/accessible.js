@@ -1,0 +1,9 @@
+// Names and focus that the theme's own parts lack. It builds some of them late, so every change of the page is looked at.
+function complete() {
+  document.querySelector(".md-search")?.setAttribute("aria-label", "Search");
+  for (const region of document.querySelectorAll(".md-typeset__scrollwrap, .md-typeset pre > code")) {
+    if (region.tabIndex < 0) region.tabIndex = 0;
+  }
+}
+complete();
+new MutationObserver(complete).observe(document.body, {childList: true, subtree: true});

@@ -1,0 +1,199 @@
+"""Energy counters, with files and a driver made up: round once, not to be read, too coarse, absent."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from harness.environments import energy
+from harness.environments.energy import GPU, PROCESSORS, Meter
+from harness.environments.unavailable import Unavailable
+
+RANGE = 262_143_328_850
+
+
+def zone(root: Path, name: str, microjoules: int, folder: str = "intel-rapl:0") -> Path:
+    """A zone as the kernel shows it; its counter's file."""
+    where = root / folder
+    where.mkdir()
+    (where / "name").write_text(f"{name}\n")
+    (where / "max_energy_range_uj").write_text(f"{RANGE}\n")
+    counter = where / "energy_uj"
+    counter.write_text(f"{microjoules}\n")
+    return counter
+
+
+def test_packages_and_memory_are_added_and_their_parts_are_not(tmp_path: Path) -> None:
+    (tmp_path / "intel-rapl").mkdir()
+    first = zone(tmp_path, "package-0", 5_000_000)
+    second = zone(tmp_path, "package-1", 1_000_000, "intel-rapl:1")
+    memory = zone(tmp_path, "dram", 0, "intel-rapl:0:1")
+    cores = zone(tmp_path, "core", 0, "intel-rapl:0:0")
+    everything = zone(tmp_path, "psys", 0, "intel-rapl:2")
+    counter = energy.open_rapl(tmp_path)
+    assert isinstance(counter, energy.Rapl) and counter.joules() == 0
+    for file, value in (
+        (first, 7_000_000),
+        (second, 1_500_000),
+        (memory, 250_000),
+        (cores, 10**9),
+        (everything, 10**9),
+    ):
+        file.write_text(f"{value}\n")
+    assert counter.joules() == pytest.approx(2.75)
+    first.write_text(f"{8_000_000}\n")
+    assert counter.joules() == pytest.approx(3.75)
+
+
+def test_a_counter_that_begins_anew_goes_on(tmp_path: Path) -> None:
+    file = zone(tmp_path, "package-0", RANGE - 1_000_000)
+    counter = energy.open_rapl(tmp_path)
+    assert isinstance(counter, energy.Rapl)
+    file.write_text("2000000\n")
+    assert counter.joules() == pytest.approx(3.0)
+    file.write_text("3000000\n")
+    assert counter.joules() == pytest.approx(4.0)
+
+
+def test_without_counters_the_reason_is_told(tmp_path: Path) -> None:
+    assert energy.open_rapl(tmp_path) == Unavailable("the kernel shows no RAPL counters here")
+    file = zone(tmp_path, "package-0", 1)
+    file.write_text("nothing\n")
+    broken = energy.open_rapl(tmp_path)
+    assert isinstance(broken, Unavailable) and "cannot be read" in broken.reason
+
+
+def test_a_counter_that_only_the_administrator_may_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = zone(tmp_path, "package-0", 1)
+    file.chmod(0)
+    if os.access(file, os.R_OK):  # the administrator runs the tests
+        original = Path.read_text
+
+        def read_text(path: Path, *rest: object, **named: object) -> str:
+            if path == file:
+                raise PermissionError(13, "Permission denied")
+            return original(path)
+
+        monkeypatch.setattr(Path, "read_text", read_text)
+    found = energy.open_rapl(tmp_path)
+    assert isinstance(found, Unavailable) and "administrator" in found.reason
+
+
+class Fault(Exception):
+    pass
+
+
+def driver(*millijoules: int, fails: bool = False, gpus: int = 1, mig: int | None = None) -> SimpleNamespace:
+    """Each look shows the counter moved on. ``mig``: whether the GPU is divided; None where it cannot be."""
+    shown = iter(millijoules)
+
+    def consumed(gpu: int) -> int:
+        if fails:
+            raise Fault("Not Supported")
+        return next(shown)
+
+    def divided(gpu: int) -> list[int]:
+        if mig is None:
+            raise Fault("Not Supported")
+        return [mig, mig]
+
+    return SimpleNamespace(
+        NVMLError=Fault,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: gpus,
+        nvmlDeviceGetHandleByIndex=lambda i: i,
+        nvmlDeviceGetMigMode=divided,
+        nvmlDeviceGetTotalEnergyConsumption=consumed,
+    )
+
+
+@pytest.mark.parametrize("mig", [None, 0])
+def test_the_drivers_counter(monkeypatch: pytest.MonkeyPatch, mig: int | None) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", driver(5_000, 5_000, 8_500, mig=mig))
+    counter = energy.open_nvml()
+    assert isinstance(counter, energy.Nvml)
+    assert [counter.joules(), counter.joules()] == [0.0, 3.5]
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (None, "no nvidia-ml-py"),
+        (driver(fails=True), "does not count energy here (NVML says Not Supported)"),
+        (driver(0, gpus=2), "2 GPUs; what others do on them"),
+        (driver(0, gpus=0), "0 GPUs"),
+        (driver(0, mig=1), "divided (MIG)"),
+    ],
+)
+def test_a_driver_that_says_nothing_of_the_contestant_alone(
+    monkeypatch: pytest.MonkeyPatch, module: object, words: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    found = energy.open_nvml()
+    assert isinstance(found, Unavailable) and words in found.reason
+
+
+class Moves:
+    """A counter that shows the given joules, one after the other, then the last; None: it cannot be read."""
+
+    longest_seconds = 60.0
+
+    def __init__(self, *joules: float | None) -> None:
+        self.shown = list(joules)
+
+    def joules(self) -> float:
+        found = self.shown.pop(0) if len(self.shown) > 1 else self.shown[0]
+        if found is None:
+            raise OSError("gone")
+        return found
+
+
+def metered(counter: Moves | Unavailable, *stretches: float) -> dict[str, object]:
+    meter = Meter({PROCESSORS: counter})
+    for seconds in stretches:
+        meter.start()
+        meter.stop(seconds)
+    return meter.said()
+
+
+def test_a_meter_adds_up_the_stretches_and_not_what_lies_between() -> None:
+    said = metered(Moves(0.0, 30.0, 100.0, 150.0), 4.0, 4.0)
+    assert said == {"joules": {PROCESSORS: 80.0}, "seconds": 8.0, "stretches": 2, "unavailable": {}}
+
+
+@pytest.mark.parametrize(
+    ("counter", "stretches", "words"),
+    [
+        (Moves(0.0, 30.0), (61.0,), "may go round twice in 60 s"),
+        (Moves(0.0, 30.0, 40.0, None), (4.0, 4.0), "could not be read"),
+        (Unavailable("there is none"), (4.0,), "there is none"),
+    ],
+)
+def test_a_meter_that_cannot_tell_says_why_and_gives_no_figure(
+    counter: Moves | Unavailable, stretches: tuple[float, ...], words: str
+) -> None:
+    said = metered(counter, *stretches)
+    assert said["joules"] == {} and words in said["unavailable"][PROCESSORS]  # type: ignore[index]
+
+
+def test_the_power_of_the_idle_machine_and_how_often_its_counter_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(energy.ForeignLoad, "share", 0.0)
+    found = {PROCESSORS: Moves(0.0, 0.0, 2.0, 2.0, 5.0), GPU: Unavailable("there is none")}
+    said = energy.idle(found, 0.1)
+    assert said.reason is None and set(said.watts) == set(said.step_seconds) == {PROCESSORS}
+    took = 5.0 / said.watts[PROCESSORS]
+    assert took >= 0.1 and said.step_seconds[PROCESSORS] == pytest.approx(took / 2)
+
+
+def test_a_machine_at_work_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(energy.ForeignLoad, "share", 0.2)
+    said = energy.idle({PROCESSORS: Moves(0.0, 2.0)}, 0.02)
+    assert said.watts == {} and "other programs took 20%" in str(said.reason)
+
+
+def test_without_a_counter_nobody_waits() -> None:
+    assert energy.idle({GPU: Unavailable("there is none")}, 1e9) == energy.Idle()

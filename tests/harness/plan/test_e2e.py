@@ -1,0 +1,35 @@
+"""Protocols as data, and the plans of whole runs."""
+
+from __future__ import annotations
+
+from harness.plan import e2e as plan
+from harness.plan import protocol, registry
+
+
+def test_protocols_are_data_and_the_page_quotes_every_rule() -> None:
+    page = (registry.ROOT / "docs" / "protocol.md").read_text()
+    for name in protocol.names():
+        loaded = protocol.load(name)
+        noise = 0.0 if name == "layers" else 1.1  # whose passes end with the clipped sum
+        assert loaded.name == name and (loaded.noise_multiplier, loaded.max_grad_norm) == (noise, 1.0)
+        for rule in loaded.rules:
+            assert f"**{rule.id}** {rule.text}" in page
+
+
+def test_every_block_of_the_quick_plan_is_whole() -> None:
+    options = plan.preset("quick")
+    contestants = registry.select(options.frameworks)
+    jobs = [j for j in plan.jobs(options, contestants) if j.purpose == "time"]
+    blocks: dict[tuple[str, int, int], list[str]] = {}
+    for job in jobs:
+        blocks.setdefault((job.cell.task, job.cell.batch_size, job.round), []).append(job.contestant.name)
+    assert len(blocks) == sum(len(options.batch_sizes[t]) * options.rounds_of(t) for t in options.tasks) == 31
+    names = sorted(c.name for c in contestants)
+    assert all(sorted(block) == names for block in blocks.values())
+    assert len({job.name for job in jobs}) == len(jobs)
+
+
+def test_the_plan_depends_on_its_seed_alone() -> None:
+    contestants = registry.select(None)
+    names = [[j.name for j in plan.jobs(plan.preset("quick", seed=s), contestants)] for s in (1, 1, 2)]
+    assert names[0] == names[1] != names[2] and sorted(names[0]) == sorted(names[2])
