@@ -23,6 +23,7 @@ from harness.contract import Adapter
 from harness.tasks import BFLOAT16, FLOAT32, Task
 
 MICRO_BATCH = {"cifar10-cnn": 4, "imdb-lstm": 8}
+MICRO_BATCH_PRIVATE = MICRO_BATCH | {"gpt2-lm": 2, "llama-lora": 2, "vit": 4, "wrn-16-2": 4}
 MICRO_BATCH_ELSEWHERE = 16
 """Examples per scan step, tuned on a CPU: what they leave behind should stay in the cores' own caches."""
 
@@ -73,7 +74,8 @@ def formulation(variant: str, task: Task, platform: str, size: int) -> Formulati
     if platform != "cpu" or is_whole:
         return Formulation(rows=rows)
     elsewhere = MICRO_BATCH_ELSEWHERE if private or model.patches else None
-    return Formulation(model, rows, MICRO_BATCH.get(task.name, elsewhere))
+    tuned = MICRO_BATCH_PRIVATE if private else MICRO_BATCH
+    return Formulation(model, rows, tuned.get(task.name, elsewhere))
 
 
 class Jax(JaxAdapter):

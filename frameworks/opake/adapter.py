@@ -11,19 +11,20 @@ from opake.dpsgd.clipping import clipped_grad
 from opake.dpsgd.noise import gaussian_noise
 from opake.dpsgd.sampling import PoissonSampler
 from opake.functional import empty_collate, make_functional
-from opake.optimizers import sgd
+from opake.optimizers import adamw, sgd
 from opake.random import key, split
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from frameworks._shared.torch import models as torch_models
 from frameworks._shared.torch.adapter import TorchAdapter
 from harness.contract import Adapter, Setting, Unsupported
-from harness.tasks import Lstm, Task
+from harness.optimizer import SGD, AdamW
+from harness.tasks import Task
 
 GRADIENT_BYTES = 10 * 2**20
 """Per-example gradients of one piece of a batch: what stays in the processor's cache is 1.5 to 3.5 times as fast."""
-LSTM_ROWS = 4
-"""Examples of a piece on an LSTM (NOTES.md)."""
+ROWS = {"imdb-lstm": 4, "gpt2-lm": 4, "llama-lora": 16, "vit": 16, "wrn-16-2": 16}
+"""Examples of a piece where that was measured (NOTES.md)."""
 
 
 def create(variant: str) -> Adapter:
@@ -31,10 +32,20 @@ def create(variant: str) -> Adapter:
     return Opake()
 
 
+def _optimizer(setting: Setting) -> torchopt.base.GradientTransformation:
+    chosen = setting.optimizer
+    if isinstance(chosen, AdamW):
+        betas = (chosen.beta1, chosen.beta2)
+        return adamw(setting.learning_rate, betas, chosen.eps, chosen.weight_decay)
+    return sgd(lr=setting.learning_rate)
+
+
 class Opake(TorchAdapter):
-    """``clipped_grad`` over the loss of one example, ``gaussian_noise``, ``sgd``: state goes into and out of each."""
+    """``clipped_grad`` over the loss of one example, ``gaussian_noise``, and an optimizer: state goes into and out of
+    each."""
 
     memory_format = torch.contiguous_format
+    optimizers = (SGD.name, AdamW.name)
 
     def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
         if not setting.private:
@@ -47,14 +58,13 @@ class Opake(TorchAdapter):
         def loss(weights: dict, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             return losses(forward({**weights, **frozen}, x[None]), y[None])[0]
 
-        has_lstm = any(isinstance(layer, Lstm) for layer in task.layers)
-        rows = LSTM_ROWS if has_lstm else max(1, GRADIENT_BYTES // task.weight_bytes)
+        rows = ROWS.get(task.name, max(1, GRADIENT_BYTES // (4 * task.trained_count)))
         options = {"clipping_norm": setting.max_grad_norm, "normalize_by": setting.batch_size, "batch_argnums": (1, 2)}
         self.clipped, self.clip_state = clipped_grad(loss, **options)
         self.in_pieces, _ = clipped_grad(loss, **options, microbatch_size=rows)
         self.rows = rows
         self.weights = trained
-        self.optimizer = sgd(lr=setting.learning_rate)
+        self.optimizer = _optimizer(setting)
         self.optimizer_state = self.optimizer.init(trained)
         self._seed(setting.seed)
 
@@ -68,7 +78,7 @@ class Opake(TorchAdapter):
         clipped = self.clipped if len(x) <= self.rows else self.in_pieces
         gradient, self.clip_state = clipped(self.weights, x, y, state=self.clip_state)
         noisy, self.noise_state = self.noise(gradient, self.noise_state)
-        updates, self.optimizer_state = self.optimizer.update(noisy, self.optimizer_state)
+        updates, self.optimizer_state = self.optimizer.update(noisy, self.optimizer_state, params=self.weights)
         self.weights = torchopt.apply_updates(self.weights, updates)
 
     def epoch(self, seed: int) -> int:

@@ -22,6 +22,8 @@ GRADIENT_BYTES = 256 * 2**20
 """Per-example gradients of one piece of a batch."""
 LSTM_ROWS = 16
 """The tape of a vmapped LSTM takes about 90 MB for each example (NOTES.md)."""
+ROWS = {"gpt2-lm": 8, "llama-lora": 8, "vit": 16, "wrn-16-2": 16}
+"""Examples of a piece, tuned on a CPU (NOTES.md)."""
 
 
 def create(variant: str) -> Adapter:
@@ -60,7 +62,7 @@ class TorchFunc(TorchAdapter):
         self.update = NoisyUpdate([named[name] for name in self.trained], setting, self.device)
         # A tensor, since a number would be compiled in.
         self.norm = torch.tensor(setting.max_grad_norm, device=self.device)
-        self.limit = max(1, GRADIENT_BYTES // task.weight_bytes)
+        self.limit = ROWS.get(task.name, max(1, GRADIENT_BYTES // task.weight_bytes))
         if any(isinstance(layer, Lstm) for layer in task.layers):
             self.limit = min(self.limit, LSTM_ROWS)
 
