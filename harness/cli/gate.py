@@ -79,7 +79,7 @@ def judge_all(
             one = Judged(contestant, task, _judge(contestant, task, device, threads, progress, fresh))
             judged.append(one)
             progress.done(one.word)
-    sampler = [GateCheck.model_validate(check) for check in sampler_checks()]
+    sampler = [GateCheck(**check) for check in sampler_checks()]
     rows = table_rows(judged, sampler, every_check)
     if as_json:
         print(json.dumps(rows, indent=1))

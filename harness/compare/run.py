@@ -760,7 +760,7 @@ def _backend_of(options: ComparisonOptions, role: Role, side: Side) -> Backend:
 
 def _process(result: Result, with_versions: bool) -> Process:
     """Return what is kept of a worker's result: of the passes, their median and spread."""
-    seconds = (result.layer or {}).get("pass_seconds") or result.epoch_seconds
+    seconds = (result.layer and result.layer.pass_seconds) or result.epoch_seconds
     low, middle, high = (float(q) for q in np.quantile(seconds, (0.1, 0.5, 0.9))) if seconds else (None, None, None)
     memory = result.memory
     return Process(
@@ -771,7 +771,7 @@ def _process(result: Result, with_versions: bool) -> Process:
         low=low,
         high=high,
         bytes=next((memory[metric] for metric in METRICS if metric in memory), None),
-        checks=[GateCheck.model_validate(line) for line in result.checks],
+        checks=[GateCheck(**vars(line)) for line in result.checks],
         versions=result.versions if with_versions else {},
         log_tail="" if result.state == "ok" else result.log_tail,
         interrupted=result.interrupted,

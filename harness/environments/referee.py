@@ -237,25 +237,19 @@ class Referee:
         """
         if result.state != "ok" or result.timed is None:
             return result
-        stated = [float(s) for s in result.timed.get("part_seconds", [])]
+        stated = result.timed.part_seconds
         faults = [*self.faults, *self._disagreements(stated), *self._slow_reads(), *self._long_pauses()]
         faults += self._too_many_processors()
         if set(self.epochs) != set(range(len(result.epoch_seconds))):
             faults.append(f"{len(result.epoch_seconds)} epochs were stated, and {len(set(self.epochs))} were started")
+        timed = replace(result.timed, referee_seconds=self.seconds)
         if not faults and self._disagreements(stated, waiting=False):
-            result = self._by_this_clock(result)
-        timed = {**(result.timed or {}), "referee_seconds": self.seconds}
+            measured = [0.0] * len(result.epoch_seconds)
+            for epoch, seconds in zip(self.epochs, self.seconds, strict=True):
+                measured[epoch] += seconds
+            timed = replace(timed, measured_seconds=measured)
+            result = replace(result, epoch_seconds=[seconds * timed.scale for seconds in measured])
         return replace(result, timed=timed, energy=self._energy.said(), clock_fault="; ".join(faults) or None)
-
-    def _by_this_clock(self, result: Result) -> Result:
-        """Return the result with this clock's seconds for every epoch."""
-        timed = dict(result.timed or {})
-        measured = [0.0] * len(result.epoch_seconds)
-        for epoch, seconds in zip(self.epochs, self.seconds, strict=True):
-            measured[epoch] += seconds
-        scale = timed["steps_per_epoch"] / timed["steps_timed"] if timed["extrapolated"] else 1.0
-        timed["measured_seconds"] = measured
-        return replace(result, timed=timed, epoch_seconds=[seconds * scale for seconds in measured])
 
     def _disagreements(self, stated: list[float], waiting: bool = True) -> list[str]:
         """In sum, and in the middle of all stretches: a single one may be held up by chance.

@@ -8,55 +8,62 @@ nonsense.
 from __future__ import annotations
 
 import io
+import json
 import math
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import field
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic.dataclasses import dataclass as pydantic_dataclass
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
 
 from harness.contract import Array
-from harness.store.record import GateCheck, Timed
+from harness.store.record import Timed
 from harness.tasks import TASKS, initial_parameters, known_task
 from harness.worker.e2e import WINDOW_STEPS
 from harness.worker.gate import checks as gate_checks
 from harness.worker.gate import layers as layer_gate
 from harness.worker.layer_request import LayerRequest
 from harness.worker.request import Request
-from harness.worker.result import NAMES, Result
+from harness.worker.result import NAMES, Check, Layer, Probe, Result
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Some = Annotated[list[Seconds], Field(min_length=1)]
 
 
-class _Layer(BaseModel):
-    pass_seconds: list[Seconds] = Field(default_factory=list)
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
 
-class _Probe(BaseModel):
+@dataclass(frozen=True, config=STRICT)
+class _Layer(Layer):
+    pass_seconds: list[Seconds] = field(default_factory=list)
+
+
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class _Probe(Probe):
     start_up_bytes: Count
     first_step_seconds: Seconds
-    step_seconds: list[Seconds] = Field(min_length=1)
+    step_seconds: Some
 
 
+@dataclass(frozen=True, config=STRICT)
 class _Timed(Timed):
-    steps_per_epoch: int = Field(ge=1)
-    steps_timed: int = Field(ge=1)
-    epochs: int = Field(ge=1)
-    measured_seconds: list[Seconds] = Field(min_length=1)
+    steps_per_epoch: Positive
+    steps_timed: Positive
+    epochs: Positive
+    measured_seconds: Some
     first_pass_seconds: NotNegative | None = None
-    padding_fraction: float = Field(default=0.0, ge=0, lt=1)
-    parameters_read_seconds: list[NotNegative] = Field(default_factory=list)
+    padding_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    parameters_read_seconds: list[NotNegative] = field(default_factory=list)
 
 
-class _Check(GateCheck):
-    error: Annotated[float, Field(allow_inf_nan=False)] | None
-    limit: Annotated[float, Field(allow_inf_nan=False)] | None
-
+@dataclass(frozen=True, config=STRICT)
+class _Check(Check):
     @model_validator(mode="after")
     def _passes_as_it_says(self) -> _Check:
         within = self.error is not None and self.limit is not None and self.error <= self.limit
@@ -65,47 +72,33 @@ class _Check(GateCheck):
         return self
 
 
-@pydantic_dataclass(frozen=True, config=ConfigDict(strict=True))
+@dataclass(frozen=True, config=ConfigDict(strict=True))
 class _Answer(Result):
-    """A result within its ranges; its parts are checked as the record holds them."""
+    """A result within its ranges."""
 
     epoch_seconds: list[Seconds] = field(default_factory=list)
     compile_seconds: NotNegative | None = None
+    timed: _Timed | None = None
     foreign_share: NotNegative = 0.0
     epsilon_steps: Count | None = None
     memory: dict[str, Count] = field(default_factory=dict)
+    probe: _Probe | None = None
+    layer: _Layer | None = None
+    checks: list[_Check] = field(default_factory=list)
 
 
-PARTS: dict[str, type[BaseModel]] = {"timed": _Timed, "probe": _Probe, "layer": _Layer}
-
-
-def _check_parts(result: Result) -> Iterator[tuple[str, str]]:
-    """(where, what is wrong) in the parts of a result."""
-    parts = [(name, getattr(result, name), model) for name, model in PARTS.items()]
-    parts += [(f"checks.{i}", check, _Check) for i, check in enumerate(result.checks)]
-    for name, part, model in parts:
-        if part is not None:
-            try:
-                model.model_validate(part, strict=True)
-            except ValidationError as error:
-                yield _first(error, name)
-
-
-def _first(error: ValidationError, *above: str) -> tuple[str, str]:
-    first = error.errors(include_url=False, include_input=False)[0]
-    return ".".join(map(str, (*above, *first["loc"]))), first["msg"]
+ANSWER = TypeAdapter(_Answer)
 
 
 def _disagreement(result: Result) -> str | None:
     """Why the seconds of a result contradict each other, or None."""
     if result.timed is None or result.state != "ok":
         return None
-    timed = _Timed.model_validate(result.timed)
-    scale = timed.steps_per_epoch / timed.steps_timed if timed.extrapolated else 1.0
+    timed = result.timed
     if not len(timed.measured_seconds) == timed.epochs == len(result.epoch_seconds):
         return "epoch_seconds, timed.measured_seconds and timed.epochs do not agree"
     pairs = zip(result.epoch_seconds, timed.measured_seconds, strict=True)
-    if not all(math.isclose(epoch, measured * scale, rel_tol=1e-6) for epoch, measured in pairs):
+    if not all(math.isclose(epoch, measured * timed.scale, rel_tol=1e-6) for epoch, measured in pairs):
         return "epoch_seconds are not the measured seconds of the steps timed"
     return None
 
@@ -124,14 +117,12 @@ NEEDED = {
 def fault_of_result(said: Mapping[str, Any], mode: str) -> str | None:
     """Why this event is no answer to a request of that mode (of a layer: ``""``), or None."""
     try:
-        _Answer(**{name: said[name] for name in NAMES & said.keys()})
+        # As JSON, of which the strict rules take an object for a part.
+        ANSWER.validate_json(json.dumps({name: said[name] for name in NAMES & said.keys()}))
     except ValidationError as error:
-        return ": ".join(_first(error))
-    except TypeError:  # a field that must be there is not
-        return "state: Field required"
+        first = error.errors(include_url=False, include_input=False)[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
     result = Result.of(said)
-    for where, what in _check_parts(result):
-        return f"{where}: {what}"
     if fault := _disagreement(result):
         return fault
     missing = [name for name in NEEDED.get(mode, ()) if said.get(name) is None]
@@ -145,12 +136,12 @@ def fault_of_answer(said: Mapping[str, Any], request: Request | LayerRequest) ->
     if fault is not None or said["state"] != "ok":
         return fault
     result = Result.of(said)
-    found = [check["check"] for check in result.checks]
+    found = [check.check for check in result.checks]
     if isinstance(request, LayerRequest):
         missing = [name for name in layer_gate.names(request.mode, request.passes) if name not in found]
-        if request.mode == "time" and not (result.layer or {}).get("pass_seconds"):
+        if request.mode == "time" and not (result.layer and result.layer.pass_seconds):
             missing.append("pass_seconds")
-    elif request.mode == "gate" and all(check["passed"] for check in result.checks):
+    elif request.mode == "gate" and all(check.passed for check in result.checks):
         expected = gate_checks.names(request.private, request.budget is not None, known_task(request.task))
         missing = [name for name in expected if name not in found]
         if not missing and found != expected:

@@ -195,7 +195,7 @@ def _remembered(path: Path, key: str) -> Verdict | None:
 
 
 def _verdict(result: Result, key: str) -> Verdict:
-    checks = [GateCheck.model_validate(check) for check in result.checks]
+    checks = [GateCheck(**vars(check)) for check in result.checks]
     passed = result.state == "ok" and bool(checks) and all(check.passed for check in checks)
     return Verdict(
         state=result.state,

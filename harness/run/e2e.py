@@ -376,8 +376,8 @@ class Run(Session[Options, Contestant, Job, Request]):
             return replace(result, state="rejected", reason=reason)
         is_own = self.protocol.sampling == "own"
         assert result.timed is not None
-        limit = REPLAY_TOLERANCE + rounding * (result.timed["steps_timed"] if is_own else REPLAYED_STEPS)
-        result = replace(result, timed={**result.timed, "replay_error": _finite(error)})
+        limit = REPLAY_TOLERANCE + rounding * (result.timed.steps_timed if is_own else REPLAYED_STEPS)
+        result = replace(result, timed=replace(result.timed, replay_error=_finite(error)))
         if error <= limit or (is_own and not job.contestant.variant.own_replays):
             return result
         reason = (
@@ -400,11 +400,11 @@ class Run(Session[Options, Contestant, Job, Request]):
             jump, jumped = (float(value) for value in found["jump"])
         timed = result.timed
         assert timed is not None
-        each = timed["steps_timed"]
-        if steps != each * timed["epochs"] or not 0 < halt <= steps or not {halt - 1, steps - 1} <= set(numbers):
+        each = timed.steps_timed
+        if steps != each * timed.epochs or not 0 < halt <= steps or not {halt - 1, steps - 1} <= set(numbers):
             reason = f"the replay is of {steps} steps, halted at {halt}: not the timed ones."
             return replace(result, state="rejected", reason=reason)
-        batches = timed_batches(request, setting_of(request), each, timed["epochs"], halt)
+        batches = timed_batches(request, setting_of(request), each, timed.epochs, halt)
         for number, found_rows in zip(numbers, rows, strict=True):
             indices, mask = batches[number] if 0 <= number < steps else (np.zeros(0), None)
             if not np.array_equal(found_rows, indices if mask is None else indices[mask]):
@@ -433,7 +433,7 @@ class Run(Session[Options, Contestant, Job, Request]):
             **measured,
         ).model_dump()
         faults = faults_of(compared)
-        result = replace(result, timed={**timed, "compared": compared})
+        result = replace(result, timed=replace(timed, compared=compared))
         return replace(result, state="rejected", reason="; ".join(faults)) if faults else result
 
     def step_reference(self, request: Request, checked: Path, say: Callable[[str], None]) -> dict[str, Any]:
@@ -479,9 +479,9 @@ class Run(Session[Options, Contestant, Job, Request]):
         load: Load | None = None,
         accuracy: Accuracy | None = None,
     ) -> Record:
-        timed = Timed.model_validate(result.timed) if result.timed is not None else None
+        timed = Timed(**vars(result.timed)) if result.timed is not None else None
         if timed is not None and self.protocol.sampling == "own":
-            timed = timed.model_copy(update={"own_sampling": job.contestant.variant.own_sampling})
+            timed = replace(timed, own_sampling=job.contestant.variant.own_sampling)
         facts = self._facts(job, result, started, load)
         facts["machine"]["peaks"] = self.peaks
         return Record(

@@ -24,6 +24,7 @@ from harness.store.record import Accuracy, Cell, Gate, Load, Probe, Record
 from harness.tasks import TASKS
 from harness.worker import machine, memory
 from harness.worker.request import Request
+from harness.worker.result import Probe as Probed
 from harness.worker.result import Result
 
 PROTOCOL = "frontier"
@@ -239,7 +240,7 @@ class FrontierRun(Run):
             stage="throughput" if job.round else "search",
             budget_bytes=self.budget_bytes,
             device_bytes=device_bytes() if self.options.device == "cuda" else None,
-            **(result.probe or {}),
+            **vars(result.probe or Probed()),
         )
         return record.model_copy(update={"probe": probe})
 

@@ -24,7 +24,7 @@ from harness.store.folder import RunFolder
 from harness.store.record import Gate, GateCheck, LayerResult, Load, Record, Seeds
 from harness.worker import machine
 from harness.worker.layer_request import LayerRequest
-from harness.worker.result import Result
+from harness.worker.result import Check, Layer, Result
 
 WORKER = "harness.worker.layers"
 REFERENCE = "frameworks._tools.layer_reference"
@@ -105,21 +105,20 @@ class LayerRun(Session[LayerOptions, LayerContestant, LayerJob, LayerRequest]):
             reason = "the timed process left nothing of its last pass to compare."
             return replace(result, state="crashed", reason=reason)
         try:
-            measured = result.layer or {}
-            last = (len(measured["pass_seconds"]) - 1) % measured["batches"]
-            check = self.last_pass(request, last, say)
+            measured = result.layer or Layer()
+            check = self.last_pass(request, (len(measured.pass_seconds) - 1) % measured.batches, say)
         except (EnvironmentFault, ToolFault) as fault:
             reason = f"the float64 reference of the last pass could not be made: {fault}"
             return replace(result, state="crashed", reason=reason)
         finally:
             left.unlink()
         result = replace(result, checks=[*result.checks, check])
-        if check["passed"]:
+        if check.passed:
             return result
-        reason = f"{check['check']}: error {check['error']}, limit {check['limit']} ({check['detail']})"
+        reason = f"{check.check}: error {check.error}, limit {check.limit} ({check.detail})"
         return replace(result, state="rejected", reason=reason)
 
-    def last_pass(self, request: LayerRequest, number: int, say: Callable[[str], None]) -> dict[str, Any]:
+    def last_pass(self, request: LayerRequest, number: int, say: Callable[[str], None]) -> Check:
         """Return what :mod:`frameworks._tools.layer_reference` says of it, which was over batch ``number``.
 
         Raises :class:`EnvironmentFault` or :class:`ToolFault` where it cannot be asked.
@@ -129,7 +128,7 @@ class LayerRun(Session[LayerOptions, LayerContestant, LayerJob, LayerRequest]):
         arguments += ["--passes", request.passes]
         arguments += ["--batch-size", str(request.batch_size), "--seed", str(request.seed), "--number", str(number)]
         arguments += ["--bound", repr(request.max_grad_norm)]
-        return last_json(self.backend.run_tool(REFERENCE, arguments, say))
+        return Check(**last_json(self.backend.run_tool(REFERENCE, arguments, say)))
 
     def _refusal(self, job: LayerJob) -> Result | None:
         """A result without a process: it cannot run, or an earlier process of this cell showed so."""
@@ -180,7 +179,7 @@ class LayerRun(Session[LayerOptions, LayerContestant, LayerJob, LayerRequest]):
     def _record(self, job: LayerJob, result: Result, started: Moment, load: Load | None = None) -> Record:
         assert job.cell.layer is not None
         layer = LAYERS[job.cell.layer]
-        checks = [GateCheck.model_validate(check) for check in result.checks]
+        checks = [GateCheck(**vars(check)) for check in result.checks]
         gate = Gate(passed=all(c.passed for c in checks), key=self._key(job), checks=checks) if checks else None
         seed = self._seed(job)
         return Record(
@@ -194,20 +193,17 @@ class LayerRun(Session[LayerOptions, LayerContestant, LayerJob, LayerRequest]):
                 label_bytes=layer.label_bytes,
                 output_bytes=layer.output_bytes,
                 parameter_bytes=layer.parameter_bytes,
-                **(result.layer or {}),
+                **vars(result.layer or Layer()),
             ),
             gate=gate,
             seeds=Seeds(initial=seed, batches=seed, noise=seed),
         )
 
 
-def _predictions(record: Record) -> dict[str, Any] | None:
+def _predictions(record: Record) -> Layer | None:
     if record.layer is None:
         return None
-    return {
-        "predicted_seconds": record.layer.predicted_seconds,
-        "predicted_bytes": record.layer.predicted_bytes,
-    }
+    return Layer(predicted_seconds=record.layer.predicted_seconds, predicted_bytes=record.layer.predicted_bytes)
 
 
 def ensure_references(names: tuple[str, ...], say: Callable[[str], None], run_tool: RunTool) -> dict[str, Path]:

@@ -10,14 +10,17 @@ import gzip
 import json
 import re
 import zlib
+from dataclasses import field
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic.dataclasses import dataclass
 
 from harness.errors import BadInput
 from harness.tasks import FLOAT32, TASKS
+from harness.worker import result
 from harness.worker.result import State
 
 SCHEMA = 1
@@ -120,58 +123,21 @@ class Compared(_Model):
     longest_step_number: int | None = None
 
 
-class Timed(_Model):
-    """How the seconds came about. ``extrapolated``: epoch_seconds are the measured ones times
-    steps_per_epoch / steps_timed. ``replay_error``: distance of the weights after the first timed steps from an untimed
-    replay, over the distance travelled; None where they were not compared (later rounds, no memory process).
-    ``part_seconds`` of each timed stretch by the worker's clock, ``referee_seconds`` by the harness's own.
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    Protocol ``as_shipped`` only: ``own_sampling`` (``poisson``, ``shuffled`` or ``fixed``) is how the library's own
-    loop draws its batches, ``updates`` how many it made in the first timed epoch (None: it does not say)."""
 
-    steps_per_epoch: int
-    steps_timed: int
-    epochs: int
-    extrapolated: bool
+@dataclass(frozen=True, config=STRICT)
+class Timed(result.Timed):
+    """How the seconds came about, as the record keeps it."""
+
     measured_seconds: list[Seconds]
-    first_pass_seconds: float | None = None
-    warm_up_steps: int = 0
-    padding_fraction: float = 0.0
-    parameters_read_seconds: list[float] = Field(default_factory=list)
-    rows_timed: int | None = None
-    replay_error: float | None = None
-    part_seconds: list[float] = Field(default_factory=list)
-    referee_seconds: list[float] = Field(default_factory=list)
     compared: Compared | None = None
-    own_sampling: str | None = None
-    updates: int | None = None
 
 
-class LayerParts(_Model):
-    """Bytes of one pass, one by one. ``gradients`` is what the pass leaves behind beside the first three, ``peak`` the
-    highest sum at any moment; ``intermediate`` = peak - input - labels - module - gradients. ``baseline``: allocated
-    before anything of the layer was (workspaces of the BLAS library), not in the peak. ``instrument`` counted the
-    bytes. ``unexplained``: what an independent count of the arrays alive after the pass found more (or less, below 0)
-    than input + labels + module + gradients; None where the instrument cannot count them."""
-
-    input: int
-    labels: int
-    module: int
-    gradients: int
-    intermediate: int
-    peak: int
-    baseline: int
-    instrument: str
-    unexplained: int | None = None
-
-
-class LayerResult(_Model):
-    """Of a cell of kind layer. ``input_bytes`` to ``output_bytes`` are of one example (their sum is the memory law's
-    C), ``parameter_bytes`` is its L. Time: ``pass_seconds`` of each timed pass, in order, on ``batches`` different
-    batches in turn, after ``warm_up`` passes; ``stopped_by`` the number of ``passes`` or their ``seconds``. Memory:
-    ``parts``. Both: ``predicted_seconds`` and ``predicted_bytes`` of one pass, from two small batches, where they were
-    made before the cell was let run. ``plan``: what a framework that plans for itself says of it: ``micro_batch``
-    examples at once, ``kept_bytes`` of per-sample gradients kept per example."""
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class LayerResult(result.Layer):
+    """What was measured of a cell of kind layer, and the layer: ``input_bytes`` to ``output_bytes`` are of one example
+    (their sum is the memory law's C), ``parameter_bytes`` is its L."""
 
     kind: str
     description: str
@@ -181,14 +147,7 @@ class LayerResult(_Model):
     label_bytes: int
     output_bytes: int
     parameter_bytes: int
-    pass_seconds: list[Seconds] = Field(default_factory=list)
-    batches: int = 1
-    warm_up: int = 0
-    stopped_by: Literal["passes", "seconds"] | None = None
-    parts: LayerParts | None = None
-    predicted_seconds: float | None = None
-    predicted_bytes: int | None = None
-    plan: dict[str, int] = Field(default_factory=dict)
+    pass_seconds: list[Seconds] = field(default_factory=list)
 
     @property
     def example_bytes(self) -> int:
@@ -196,29 +155,23 @@ class LayerResult(_Model):
         return self.input_bytes + self.label_bytes + self.output_bytes
 
 
-class Probe(_Model):
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class Probe(result.Probe):
     """One process of the search for the memory frontier. ``budget_bytes``: above ``start_up_bytes``, what was resident
     with model and data in place; None on CUDA, where it is ``device_bytes``, all of the device. ``stage``: ``search``
-    or ``throughput``. ``step_seconds``: those after the first."""
+    or ``throughput``."""
 
     stage: Literal["search", "throughput"]
     budget_bytes: int | None = None
     device_bytes: int | None = None
-    start_up_bytes: int | None = None
     first_step_seconds: Seconds | None = None
-    step_seconds: list[Seconds] = Field(default_factory=list)
+    step_seconds: list[Seconds] = field(default_factory=list)
 
 
-class GateCheck(_Model):
-    """One line of the admission gate. ``error`` and ``limit`` in the check's own measure; passes if error <= limit. An
-    infinite error is written as none."""
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=True))
+class GateCheck(result.Check):
+    """One line of the admission gate, as the record keeps it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=True)
-
-    check: str
-    error: float | None
-    limit: float | None
-    passed: bool
     detail: Words = ""
 
 

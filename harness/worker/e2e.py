@@ -42,7 +42,7 @@ from harness.worker.clock import Batch, ForeignLoad, collector_paused, timed_epo
 from harness.worker.line import Line, Remote
 from harness.worker.reading import reading_rate, transparent
 from harness.worker.request import Request
-from harness.worker.result import Result, of_error
+from harness.worker.result import Check, Result, Timed, of_error
 
 MINIMUM_STEPS = 4
 MOST_EPOCHS = 100
@@ -358,19 +358,19 @@ def measure_time(request: Request, emit: Emit, line: Line) -> dict[str, Any]:  #
         **fault,
         "epoch_seconds": [seconds * scale for seconds in measured],
         "compile_seconds": compile_seconds,
-        "timed": {
-            "steps_per_epoch": m.whole_epoch,
-            "steps_timed": steps,
-            "epochs": len(epochs),
-            "extrapolated": steps < m.whole_epoch,
-            "measured_seconds": measured,
-            "part_seconds": timed.seconds,
-            "first_pass_seconds": first_pass,
-            "warm_up_steps": warm_up_steps,
-            "padding_fraction": padding_fraction([batch for batches in epochs for batch in batches]),
-            "parameters_read_seconds": [read.first for read in timed.reads],
-            "rows_timed": rows,
-        },
+        "timed": Timed(
+            steps_per_epoch=m.whole_epoch,
+            steps_timed=steps,
+            epochs=len(epochs),
+            extrapolated=steps < m.whole_epoch,
+            measured_seconds=measured,
+            part_seconds=timed.seconds,
+            first_pass_seconds=first_pass,
+            warm_up_steps=warm_up_steps,
+            padding_fraction=padding_fraction([batch for batches in epochs for batch in batches]),
+            parameters_read_seconds=[read.first for read in timed.reads],
+            rows_timed=rows,
+        ),
         "foreign_share": timed.load.share,
         "epsilon_own": own,
         "epsilon_steps": total_steps,
@@ -532,17 +532,17 @@ def measure_own_loop(request: Request, emit: Emit, line: Line) -> dict[str, Any]
         **(_fault(timed.weights, m.initial, timed.reads, timed.load.share) or fault),
         "epoch_seconds": measured,
         "compile_seconds": max(0.0, first_pass - statistics.median(measured)),
-        "timed": {
-            "steps_per_epoch": m.whole_epoch,
-            "steps_timed": m.whole_epoch if updates[0] is None else updates[0],
-            "epochs": request.epochs,
-            "extrapolated": False,
-            "measured_seconds": measured,
-            "part_seconds": measured,
-            "first_pass_seconds": first_pass,
-            "parameters_read_seconds": [read.first for read in timed.reads],
-            "updates": updates[0],
-        },
+        "timed": Timed(
+            steps_per_epoch=m.whole_epoch,
+            steps_timed=m.whole_epoch if updates[0] is None else updates[0],
+            epochs=request.epochs,
+            extrapolated=False,
+            measured_seconds=measured,
+            part_seconds=measured,
+            first_pass_seconds=first_pass,
+            parameters_read_seconds=[read.first for read in timed.reads],
+            updates=updates[0],
+        ),
         "foreign_share": timed.load.share,
         "epsilon_own": _own_epsilon(m.adapter, total_steps, request.delta) if request.private else None,
         "epsilon_steps": total_steps,
@@ -666,7 +666,7 @@ def run_gate(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
             dict(reference),
             budget=request.budget,
         )
-    return {"state": "ok", "checks": checks}
+    return {"state": "ok", "checks": [Check(**check) for check in checks]}
 
 
 def _own_epsilon(adapter: Adapter, steps: int, delta: float) -> float | None:

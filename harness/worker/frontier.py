@@ -17,6 +17,7 @@ from harness.worker.clock import Batch, ForeignLoad, timed_steps
 from harness.worker.e2e import Emit, Measurement
 from harness.worker.line import Line
 from harness.worker.request import Request
+from harness.worker.result import Probe
 
 
 def probe(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def probe(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
     result = {
         "state": "ok",
         "memory": {**m.adapter.peak_memory().bytes_by_metric, memory.GROWTH_WITH_COMPILE: growth},
-        "probe": {"start_up_bytes": start_up, "first_step_seconds": first, "step_seconds": seconds},
+        "probe": Probe(start_up, first, seconds),
         "foreign_share": load.share,
     }
     if not all(np.isfinite(value).all() for value in weights.values()):

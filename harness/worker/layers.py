@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,8 @@ from harness.worker.e2e import Emit, die_with_parent, pin, save_weights, version
 from harness.worker.gate import layers as layer_gate
 from harness.worker.layer_request import LayerRequest
 from harness.worker.line import Line
-from harness.worker.result import Result, of_error
+from harness.worker.result import Check, LayerParts, Result, of_error
+from harness.worker.result import Layer as Measured
 
 BATCHES_BYTES = 64 * 2**20
 MOST_BATCHES = 20
@@ -217,22 +219,22 @@ def measure_memory(create: Create, layer: Layer, request: LayerRequest) -> Resul
     shapes = layer_gate.batch_dimension(layer, setting_of(request, request.batch_size), adapter.gradient_shapes())
     result = Result(
         "ok",
-        layer={
-            "parts": {
-                "input": parts.input,
-                "labels": parts.labels,
-                "module": parts.module,
-                "gradients": parts.gradients,
-                "intermediate": parts.intermediate,
-                "peak": parts.peak,
-                "baseline": parts.baseline,
-                "instrument": adapter.instrument,
-                "unexplained": parts.unexplained,
-            },
-            "plan": dict(adapter.plan()),
-        },
+        layer=Measured(
+            parts=LayerParts(
+                input=parts.input,
+                labels=parts.labels,
+                module=parts.module,
+                gradients=parts.gradients,
+                intermediate=parts.intermediate,
+                peak=parts.peak,
+                baseline=parts.baseline,
+                instrument=adapter.instrument,
+                unexplained=parts.unexplained,
+            ),
+            plan=dict(adapter.plan()),
+        ),
         memory={f"{request.device}_peak_allocated": parts.peak},
-        checks=[shapes],
+        checks=[Check(**shapes)],
     )
     if reason := parts.fault or (None if shapes["passed"] else f"{shapes['check']}: {shapes['detail']}"):
         return replace(result, state="rejected", reason=reason)
@@ -247,7 +249,7 @@ def measure_time(create: Create, layer: Layer, request: LayerRequest, emit: Emit
             create, layer, setting_of(request, request.batch_size), layer_gate.Reference(dict(file))
         )
     if refusal := _refusal(checks):
-        return Result("rejected", refusal, checks=checks)
+        return Result("rejected", refusal, checks=[Check(**check) for check in checks])
     gc.collect()
     emit({"event": "phase", "phase": "warm-up"})
     count = batches_of(layer, request.batch_size)
@@ -276,15 +278,15 @@ def measure_time(create: Create, layer: Layer, request: LayerRequest, emit: Emit
         save_weights(request.left, layer_gate.left_behind(setting, adapter.gradients()))
     result = Result(
         "ok",
-        layer={
-            "pass_seconds": seconds,
-            "batches": count,
-            "warm_up": warm_up,
-            "stopped_by": "passes" if len(seconds) >= request.most_passes else "seconds",
-            "plan": dict(adapter.plan()),
-        },
+        layer=Measured(
+            pass_seconds=seconds,
+            batches=count,
+            warm_up=warm_up,
+            stopped_by="passes" if len(seconds) >= request.most_passes else "seconds",
+            plan=dict(adapter.plan()),
+        ),
         foreign_share=load.share if load.available >= SHARE_FROM else 0.0,
-        checks=checks,
+        checks=[Check(**check) for check in checks],
     )
     if request.sketches:
         del adapter
@@ -324,18 +326,18 @@ def measure(request: LayerRequest, emit: Emit) -> Result:
     layer = LAYERS[request.layer]
     emit({"event": "phase", "phase": "import"})
     create = load_create(Path(request.folder), request.variant)
-    predicted: dict[str, float] = {}
+    predicted: dict[str, Any] = {}
     if request.predicts and request.batch_size > PROBED_SIZES[1]:
         emit({"event": "phase", "phase": "prediction"})
         seconds, size = predict(create, layer, request)
         predicted = {"predicted_seconds": seconds, "predicted_bytes": size}
         if reason := too_large(request, seconds, size):
-            return Result("unsupported", reason, layer=predicted)
+            return Result("unsupported", reason, layer=Measured(**predicted))
     if request.mode == "memory":
         result = measure_memory(create, layer, request)
     else:
         result = measure_time(create, layer, request, emit)
-    return replace(result, layer={**predicted, **(result.layer or {})})
+    return replace(result, layer=replace(result.layer or Measured(), **predicted))
 
 
 def run(request: LayerRequest, emit: Emit, line: Line | None = None) -> None:

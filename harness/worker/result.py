@@ -1,11 +1,11 @@
-"""What one process answers: the worker makes it, the harness checks it and adds how the process did. Standard library
-only."""
+"""Typed result of one process: the worker fills it, the harness checks it and adds how the process ended. Standard
+library only."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,20 +15,113 @@ Part = dict[str, Any]
 
 
 @dataclass(frozen=True)
+class Timed:
+    """How the seconds came about. ``extrapolated``: epoch_seconds are the measured ones times
+    steps_per_epoch / steps_timed. ``replay_error``: distance of the weights after the first timed steps from an untimed
+    replay, over the distance travelled; None where they were not compared (later rounds, no memory process).
+    ``part_seconds`` of each timed stretch by the worker's clock, ``referee_seconds`` by the harness's own.
+    ``compared``: as :class:`harness.store.record.Compared`.
+
+    Protocol ``as_shipped`` only: ``own_sampling`` (``poisson``, ``shuffled`` or ``fixed``) is how the library's own
+    loop draws its batches, ``updates`` how many it made in the first timed epoch (None: it does not say)."""
+
+    steps_per_epoch: int
+    steps_timed: int
+    epochs: int
+    extrapolated: bool
+    measured_seconds: list[float]
+    first_pass_seconds: float | None = None
+    warm_up_steps: int = 0
+    padding_fraction: float = 0.0
+    parameters_read_seconds: list[float] = field(default_factory=list)
+    rows_timed: int | None = None
+    replay_error: float | None = None
+    part_seconds: list[float] = field(default_factory=list)
+    referee_seconds: list[float] = field(default_factory=list)
+    compared: Any = None
+    own_sampling: str | None = None
+    updates: int | None = None
+
+    @property
+    def scale(self) -> float:
+        """Return seconds of an epoch over the measured ones."""
+        return self.steps_per_epoch / self.steps_timed if self.extrapolated else 1.0
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One probe of the memory frontier: bytes resident with model and data in place, and seconds of its steps;
+    ``step_seconds`` are those after the first."""
+
+    start_up_bytes: int | None = None
+    first_step_seconds: float | None = None
+    step_seconds: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """Bytes of one pass, one by one. ``gradients`` is what the pass leaves behind beside the first three, ``peak`` the
+    highest sum at any moment; ``intermediate`` = peak - input - labels - module - gradients. ``baseline``: allocated
+    before anything of the layer was (workspaces of the BLAS library), not in the peak. ``instrument`` counted the
+    bytes. ``unexplained``: what an independent count of the arrays alive after the pass found more (or less, below 0)
+    than input + labels + module + gradients; None where the instrument cannot count them."""
+
+    input: int
+    labels: int
+    module: int
+    gradients: int
+    intermediate: int
+    peak: int
+    baseline: int
+    instrument: str
+    unexplained: int | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What was measured of a layer. Time: ``pass_seconds`` of each timed pass, in order, on ``batches`` different
+    batches in turn, after ``warm_up`` passes; ``stopped_by`` the number of ``passes`` or their ``seconds``. Memory:
+    ``parts``. Both: ``predicted_seconds`` and ``predicted_bytes`` of one pass, from two small batches, where they were
+    made before the cell was let run. ``plan``: what a framework that plans for itself says of it: ``micro_batch``
+    examples at once, ``kept_bytes`` of per-sample gradients kept per example."""
+
+    pass_seconds: list[float] = field(default_factory=list)
+    batches: int = 1
+    warm_up: int = 0
+    stopped_by: Literal["passes", "seconds"] | None = None
+    parts: LayerParts | None = None
+    predicted_seconds: float | None = None
+    predicted_bytes: int | None = None
+    plan: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the admission gate. ``error`` and ``limit`` in the check's own measure; passes if error <= limit. An
+    infinite error is written as none."""
+
+    check: str
+    error: float | None
+    limit: float | None
+    passed: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True)
 class Result:
-    """Of an end-to-end, layer, frontier or gate process.
+    """Result of an end-to-end, layer, frontier or gate process.
 
     Attributes:
         state: how it ended; ``reason`` says why it is not ``ok``.
         epoch_seconds: of every timed epoch, extrapolated to a whole one.
         compile_seconds: what the first pass took more than a later one.
-        timed: what was timed, as :class:`harness.store.record.Timed`.
+        timed: how the seconds came about.
         foreign_share: share of the processors that other processes took inside the clock.
         epsilon_steps: steps of the whole epochs that the figure stands for; ``epsilon_own``: the library's own ε.
         memory: bytes by metric.
-        probe: of the memory frontier, as :class:`harness.store.record.Probe`.
-        layer: of a layer, as :class:`harness.store.record.LayerResult`.
-        checks: lines of the gate, as :class:`harness.store.record.GateCheck`.
+        probe: the probe of the memory frontier that this process was.
+        layer: what was measured of a layer.
+        checks: lines of the gate.
         sketch: of the weights or gradients that it left (:mod:`harness.worker.sketch`).
         versions: of what is installed where it ran.
         machine: where it ran, None for this machine.
@@ -44,14 +137,14 @@ class Result:
     reason: str | None = None
     epoch_seconds: list[float] = field(default_factory=list)
     compile_seconds: float | None = None
-    timed: Part | None = None
+    timed: Timed | None = None
     foreign_share: float = 0.0
     epsilon_steps: int | None = None
     epsilon_own: float | None = None
     memory: dict[str, int] = field(default_factory=dict)
-    probe: Part | None = None
-    layer: Part | None = None
-    checks: list[Part] = field(default_factory=list)
+    probe: Probe | None = None
+    layer: Layer | None = None
+    checks: Sequence[Check] = field(default_factory=list)
     sketch: list[float] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     machine: Part | None = None
@@ -64,13 +157,24 @@ class Result:
 
     @classmethod
     def of(cls, event: Mapping[str, Any]) -> Result:
-        """The result in an event; what it does not know is left out."""
-        return cls(**{name: event[name] for name in NAMES & event.keys()})
+        """Return the result in an event; names that it does not know are left out.
+
+        Raises:
+            TypeError: a part of it lacks a field, or has another one.
+        """
+        said = {name: event[name] for name in NAMES & event.keys()}
+        for name, kind in (("timed", Timed), ("probe", Probe), ("layer", Layer)):
+            if said.get(name) is not None:
+                said[name] = kind(**said[name])
+        layer = said.get("layer")
+        if layer is not None and layer.parts is not None:
+            said["layer"] = dataclasses.replace(layer, parts=LayerParts(**layer.parts))
+        return cls(**{**said, "checks": [Check(**check) for check in said.get("checks", ())]})
 
     def as_event(self) -> Part:
-        """The event that ends a worker's output, without what is as it is by default."""
-        nothing = Result(self.state)
-        said = {name: getattr(self, name) for name in sorted(NAMES) if getattr(self, name) != getattr(nothing, name)}
+        """Return the event that ends a worker's output, without what is as it is by default."""
+        nothing = dataclasses.asdict(Result(self.state))
+        said = {name: value for name, value in sorted(dataclasses.asdict(self).items()) if value != nothing[name]}
         return {"event": "result", "state": self.state, **said}
 
     def to_json(self) -> str:

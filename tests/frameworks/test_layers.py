@@ -95,14 +95,14 @@ def test_a_cell_is_right_and_its_memory_adds_up(contestant: LayerContestant, lay
         if result.state == "unsupported" or contestant.variant.why_unsupported(facts):
             pytest.skip(str(result.reason))
         assert result.state == "ok", result
-        assert all(check["passed"] for check in result.checks)
-    parts = result.layer["parts"]
+        assert all(check.passed for check in result.checks)
+    parts = result.layer.parts
     slack = 4096  # token ids may be half as wide, and a framework may add a few scalars
-    assert parts["labels"] == BATCH * facts.label_bytes
-    assert facts.parameter_bytes <= parts["module"] <= 2 * facts.parameter_bytes + slack
-    whole = parts["module"] + parts["gradients"]
+    assert parts.labels == BATCH * facts.label_bytes
+    assert facts.parameter_bytes <= parts.module <= 2 * facts.parameter_bytes + slack
+    whole = parts.module + parts.gradients
     assert whole >= facts.parameter_bytes * (1 + (BATCH if passes == "per_sample" else 1))
-    assert parts["intermediate"] >= 0 and abs(parts["unexplained"]) <= 64 * 1024 + parts["peak"] // 1000
+    assert parts.intermediate >= 0 and abs(parts.unexplained) <= 64 * 1024 + parts.peak // 1000
 
 
 def test_pytorchs_allocations_are_counted_to_the_byte() -> None:

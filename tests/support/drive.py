@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 FAKES = Path(__file__).resolve().parent.parent / "fakes"
 os.environ["DPBENCH_FRAMEWORKS"] = str(FAKES)
@@ -29,6 +28,7 @@ from harness.store.record import Gate  # noqa: E402
 from harness.worker import machine  # noqa: E402
 from harness.worker.layer_request import LayerRequest  # noqa: E402
 from harness.worker.request import Request  # noqa: E402
+from harness.worker.result import Check  # noqa: E402
 from tests.support import phantom_layer  # noqa: E402
 
 
@@ -67,9 +67,9 @@ def _step_reference(itself: run.Run, request: Request, checked: Path, say: objec
     return gate_numpy.step_reference(request, checked)
 
 
-def _last_pass(itself: layer_run.LayerRun, request: LayerRequest, number: int, say: object) -> dict[str, Any]:
+def _last_pass(itself: layer_run.LayerRun, request: LayerRequest, number: int, say: object) -> Check:
     left, size, bound = Path(str(request.left)), request.batch_size, request.max_grad_norm
-    return phantom_layer.last_pass(request.layer, request.passes, left, size, request.seed, number, bound)
+    return Check(**phantom_layer.last_pass(request.layer, request.passes, left, size, request.seed, number, bound))
 
 
 def install() -> None:

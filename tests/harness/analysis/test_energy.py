@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from harness.analysis import energy
@@ -27,7 +29,7 @@ def record(number: int = 0, rows: int | None = 200, foreign: float = 0.0, **of_e
     made = factory.record(task="mnist-cnn", seconds=[10.0 + number], round=number, **WHO)
     assert made.timed is not None
     load = Load(foreign_share=foreign, disturbed=False, repeats=0)
-    update = {"timed": made.timed.model_copy(update={"rows_timed": rows}), "load": load}
+    update = {"timed": replace(made.timed, rows_timed=rows), "load": load}
     return made.model_copy(update={**update, "energy": Energy(**of_energy) if of_energy else None})
 
 

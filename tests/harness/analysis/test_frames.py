@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -351,7 +352,7 @@ def test_a_twin_that_is_the_baseline_itself_leaves_all_to_dp():
 def test_how_a_library_s_own_loop_samples_is_a_column():
     def shipped(variant, sampling, replay_error, seconds):
         one = factory.record(variant=variant, protocol="as_shipped-v1", seconds=[seconds])
-        timed = one.timed.model_copy(update={"own_sampling": sampling, "replay_error": replay_error})
+        timed = replace(one.timed, own_sampling=sampling, replay_error=replay_error)
         return one.model_copy(update={"timed": timed})
 
     t = tables([shipped("hooks", "poisson", 0.0, 2.0), shipped("ghost", "shuffled", 1.4, 3.0)])

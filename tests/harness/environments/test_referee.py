@@ -17,7 +17,7 @@ from harness.environments.processors import tree_processors, tree_seconds
 from harness.environments.referee import Direct, Referee
 from harness.worker.e2e import REPLAYED_STEPS, epoch_batches, setting_of, timed_batches
 from harness.worker.request import Request
-from harness.worker.result import Result
+from harness.worker.result import Result, Timed
 
 GIVEN = {
     "mode": "time",
@@ -77,7 +77,9 @@ def judged(
             now += 1e-3
             line.tell("read")
         now, used = now + pause, used + 2.0 * pause
-    return judge.judged(Result("ok", epoch_seconds=[1.0] * 3, timed={"part_seconds": [1.0] * 3}))
+    return judge.judged(
+        Result("ok", epoch_seconds=[1.0] * 3, timed=Timed(1, 1, 3, False, [1.0] * 3, part_seconds=[1.0] * 3))
+    )
 
 
 @pytest.mark.parametrize(("waited", "counts"), [(0.0, None), (0.2, [3.0, 1.5]), (0.4, [3.0, 1.5])])
@@ -94,8 +96,7 @@ def test_on_a_busy_machine_a_clock_that_goes_slowly_gains_nothing(monkeypatch, w
         line.tell("end")
         for _ in range(2):
             line.tell("read")
-    timed = {"part_seconds": [0.01] * 3, "measured_seconds": [0.02, 0.01], "extrapolated": True}
-    timed |= {"steps_per_epoch": 20, "steps_timed": 10}
+    timed = Timed(20, 10, 2, True, measured_seconds=[0.02, 0.01], part_seconds=[0.01] * 3)
 
     judged = judge.judged(Result("ok", epoch_seconds=[0.04, 0.02], timed=timed))
 
@@ -104,7 +105,7 @@ def test_on_a_busy_machine_a_clock_that_goes_slowly_gains_nothing(monkeypatch, w
     else:
         assert judged.clock_fault is None
         assert judged.epoch_seconds == counts
-        assert judged.timed is not None and judged.timed["measured_seconds"] == [1.5, 0.75]
+        assert judged.timed is not None and judged.timed.measured_seconds == [1.5, 0.75]
 
 
 def test_an_honest_worker_has_no_fault(monkeypatch):

@@ -56,7 +56,7 @@ def failed(found):
 def test_the_right_adapter_passes(task, static, setting):
     found = gate(gate_numpy.Exact(), task, setting, static)
     assert failed(found) == set()
-    assert [GateCheck.model_validate(check).check for check in found]
+    assert [GateCheck(**check).check for check in found]
     single = [f"update: {name}" for name in gate_cases.names(setting.private)]
     assert max(check["error"] for check in found if check["check"] in single and "steps" not in check["check"]) < 1e-5
     names = gate_module.names(setting.private, has_budget=True)

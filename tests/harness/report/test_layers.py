@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -86,7 +87,7 @@ def test_dpcore_is_predicted_from_the_plan_on_its_record() -> None:
     linear = LAYERS["linear"]
     record = layer_record(purpose="memory", layer="linear", batch_size=64, **ENGINE)
     assert record.layer is not None
-    planned = record.layer.model_copy(update={"plan": {"micro_batch": 16, "kept_bytes": 2048}})
+    planned = replace(record.layer, plan={"micro_batch": 16, "kept_bytes": 2048})
     predicted = memory.predictions(tables([record.model_copy(update={"layer": planned})]).cells)
     expected = 64 * linear.example_bytes - 48 * linear.output_bytes + 2 * linear.parameter_bytes + 16 * 2048
     assert one(predicted, law=memory.DPCORE_DP).predicted_mb == pytest.approx(expected / 1e6)
@@ -132,8 +133,8 @@ def as_published() -> list[Record]:
                     continue
                 timed, counted = both(ms, layer=layer, batch_size=size, **who)
                 assert counted.layer is not None and counted.layer.parts is not None
-                parts = counted.layer.parts.model_copy(update={"peak": int(mb * 1e6)})
-                result = counted.layer.model_copy(update={"parts": parts})
+                parts = replace(counted.layer.parts, peak=int(mb * 1e6))
+                result = replace(counted.layer, parts=parts)
                 records += [timed, counted.model_copy(update={"layer": result})]
     return records
 

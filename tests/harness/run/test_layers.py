@@ -77,7 +77,7 @@ def test_a_known_sleep_is_measured(reference, milliseconds):
         return made[-1]
 
     asked = request(reference, most_passes=10)
-    seconds = layer_worker.measure_time(create, LAYER, asked, lambda event: None).layer["pass_seconds"]
+    seconds = layer_worker.measure_time(create, LAYER, asked, lambda event: None).layer.pass_seconds
     truth = made[-1].lasted[-len(seconds) :]
     assert min(truth) >= milliseconds / 1e3
     ratios = [measured / lasted for measured, lasted in zip(seconds, truth, strict=True)]
@@ -93,16 +93,16 @@ def test_known_bytes_are_counted_part_by_part(reference, mebibytes, passes):
         return adapter
 
     result = layer_worker.measure_memory(create, LAYER, request(reference, mode="memory", passes=passes))
-    parts = result.layer["parts"]
+    parts = result.layer.parts
     gradients = LAYER.parameter_bytes * (32 if passes == "per_sample" else 1)
-    assert parts["input"] == 32 * LAYER.input_bytes
-    assert parts["labels"] == 32 * LAYER.label_bytes
-    assert parts["module"] == LAYER.parameter_bytes
-    assert parts["gradients"] == gradients
-    assert abs(parts["intermediate"] - mebibytes * 2**20) <= 64 * KIB
-    assert parts["peak"] == sum(parts[name] for name in ("input", "labels", "module", "gradients", "intermediate"))
-    assert parts["baseline"] == FAKE.WORKSPACE  # what the BLAS library keeps is no part of the layer
-    assert parts["unexplained"] == 0
+    assert parts.input == 32 * LAYER.input_bytes
+    assert parts.labels == 32 * LAYER.label_bytes
+    assert parts.module == LAYER.parameter_bytes
+    assert parts.gradients == gradients
+    assert abs(parts.intermediate - mebibytes * 2**20) <= 64 * KIB
+    assert parts.peak == parts.input + parts.labels + parts.module + parts.gradients + parts.intermediate
+    assert parts.baseline == FAKE.WORKSPACE  # what the BLAS library keeps is no part of the layer
+    assert parts.unexplained == 0
     assert result.state == "ok"
 
 
@@ -119,12 +119,12 @@ def test_parts_that_do_not_add_up_are_void(reference):
 
 def test_a_cell_stops_by_passes_or_by_seconds_and_never_before_the_least(reference):
     by_passes = result_of(request(reference, most_passes=7)).layer
-    assert len(by_passes["pass_seconds"]) == 7 and by_passes["stopped_by"] == "passes"
+    assert len(by_passes.pass_seconds) == 7 and by_passes.stopped_by == "passes"
     by_seconds = result_of(request(reference, variant="slow", batch_size=10, seconds=0.1, most_passes=10_000)).layer
-    assert 5 <= len(by_seconds["pass_seconds"]) <= 10 and by_seconds["stopped_by"] == "seconds"
+    assert 5 <= len(by_seconds.pass_seconds) <= 10 and by_seconds.stopped_by == "seconds"
     least = result_of(request(reference, variant="slow", batch_size=10, seconds=1e-6)).layer
-    assert len(least["pass_seconds"]) == 5
-    assert statistics.median(least["pass_seconds"]) >= 0.01
+    assert len(least.pass_seconds) == 5
+    assert statistics.median(least.pass_seconds) >= 0.01
 
 
 def test_what_is_predicted_to_be_too_large_is_not_tried(reference, monkeypatch):
@@ -132,10 +132,10 @@ def test_what_is_predicted_to_be_too_large_is_not_tried(reference, monkeypatch):
     hungry = result_of(request(reference, mode="memory", variant="hungry", predicts=True))
     assert hungry.state == "unsupported"
     assert str(hungry.reason) == "predicted 32.0 GiB for a pass (limit 16 GiB)."
-    assert hungry.layer["predicted_bytes"] == pytest.approx(32 * 2**30, rel=1e-3)
+    assert hungry.layer.predicted_bytes == pytest.approx(32 * 2**30, rel=1e-3)
     slow = result_of(request(reference, variant="slow", batch_size=2048, predicts=True, longest_pass=0.4))
     assert slow.state == "unsupported" and "s for a pass (limit 0 s)" in str(slow.reason)
-    assert slow.layer["predicted_seconds"] == pytest.approx(2.048, rel=0.2)
+    assert slow.layer.predicted_seconds == pytest.approx(2.048, rel=0.2)
     small = result_of(request(reference, variant="hungry", predicts=True, batch_size=16))
     assert small.state == "ok"  # only above the sizes that the prediction itself runs
 
@@ -147,7 +147,7 @@ def test_what_is_predicted_to_be_too_large_is_not_tried(reference, monkeypatch):
 def test_the_right_one_is_let_in(reference, passes):
     result = result_of(request(reference, passes=passes))
     assert result.state == "ok", result
-    assert all(check["passed"] and check["error"] < 1e-5 for check in result.checks)
+    assert all(check.passed and check.error < 1e-5 for check in result.checks)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from harness.store import cache, read, seal, sequence
 from harness.store import folder as store
 from harness.store.folder import RunFolder
 from harness.store.record import parse
-from harness.worker.result import Result
+from harness.worker.result import Check, Result
 from tests.support import record_factory as factory
 
 PLAN = {"options": {"seed": 0}}
@@ -233,8 +233,7 @@ class Yes:
 
     def run(self, request, limits, on_event):
         self.runs += 1
-        line = {"check": "update: all", "error": 0.0, "limit": 1.0, "passed": True}
-        return Result("ok", checks=[line])
+        return Result("ok", checks=[Check("update: all", 0.0, 1.0, True)])
 
 
 @pytest.fixture

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 
 from harness.environments.executor import event_of
-from harness.worker.result import BY_THE_HARNESS, Result, of_error
+from harness.worker.result import BY_THE_HARNESS, Check, Layer, LayerParts, Probe, Result, Timed, of_error
 
 FULL = Result(
     "ok",
     epoch_seconds=[1.0, 1.5],
-    timed={"steps_timed": 4},
+    timed=Timed(8, 4, 1, True, [0.5]),
     epsilon_steps=0,
     memory={"peak_resident_growth": 3},
-    checks=[{"check": "clip", "passed": True}],
+    checks=[Check("clip", 0.0, 1.0, True)],
+    probe=Probe(1, 0.5, [0.25]),
+    layer=Layer(parts=LayerParts(1, 2, 3, 4, 5, 15, 0, "profiler"), plan={"micro_batch": 4}),
     machine={"id": "m"},
     container={"exit_code": 0},
     log_tail="x",
