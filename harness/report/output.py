@@ -38,7 +38,7 @@ def write_report(report: Report, out: Path, plots: Path) -> list[Path]:
         shown = {picture.stem: picture for chapter in report.chapters for picture in chapter.pictures}
         pdfs = {os.path.relpath(path, out): shown[path.stem] for path in drawn if path.suffix == ".pdf"}
         written = texts(report, pdfs)
-        written["report.html"] = page.page(report, {path.stem: path for path in drawn if path.suffix == ".png"})
+        written["report.html"] = page.page(report, {path.stem: path for path in drawn if path.suffix == ".svg"})
         for name, text in written.items():
             write_atomically(out / name, text.encode())
     except OSError as error:

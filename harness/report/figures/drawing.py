@@ -166,6 +166,7 @@ def _font(style: Style) -> tuple[Any, Mapping[int, str], float]:
         raise ModuleNotFoundError("matplotlib is not installed; its fonts are needed for figures")
     file = Path(package.submodule_search_locations[0], "mpl-data", "fonts", "ttf", f"{FILES[style]}.ttf")
     font = TTFont(file, lazy=True)
+    font.setGlyphOrder([f"glyph{i}" for i in range(font["maxp"].numGlyphs)])  # reading the font's own names takes long
     return font.getGlyphSet(), font.getBestCmap(), EM / font["head"].unitsPerEm
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import io
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from harness.store.record import Record
 
 WEB = Path(__file__).parent / "web"
 PICTURE_WIDTH = 1000
-"""Pixels of a figure inside the page; the files beside it are sharper."""
+"""Largest width of a figure inside the page, in pixels; a point of a narrower one takes two."""
 SHAPES = {
     **{
         "o": "circle",
@@ -74,7 +74,7 @@ class _Chapter:
 
 
 def page(report: Report, drawn: Mapping[str, Path]) -> str:
-    """The page. ``drawn``: stem of a picture -> its PNG, for those that are shown as they are."""
+    """Return the page. ``drawn``: stem of a picture -> its SVG, for those that are shown as they are."""
     data = _data(report.tables) if report.tables and not _of_memory(report.tables) else {"cells": []}
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
@@ -177,18 +177,11 @@ def _parts(report: Report, drawn: Mapping[str, Path]) -> list[dict[str, Any]]:
 
 
 def _picture(title: str, path: Path) -> _Picture:
-    from PIL import Image
-
-    with Image.open(path) as image:
-        width = min(PICTURE_WIDTH, image.width)
-        small = image.convert("RGB").resize(
-            (width, round(image.height * width / image.width)), Image.Resampling.LANCZOS
-        )
-    buffer = io.BytesIO()
-    # By coverage, not by frequency: thin lines must keep their own colours.
-    small.quantize(256, Image.Quantize.MAXCOVERAGE).save(buffer, "PNG", optimize=True)
-    uri = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-    return _Picture(title, path.name, uri, small.width, small.height)
+    content = path.read_bytes()
+    wide, high = (float(points) for points in re.findall(rb'viewBox="0 0 (\S+) (\S+)"', content)[0])
+    width = min(PICTURE_WIDTH, round(2 * wide))
+    uri = f"data:image/svg+xml;base64,{base64.b64encode(content).decode()}"
+    return _Picture(title, path.name, uri, width, round(high / wide * width))
 
 
 def _data(tables: Tables) -> dict[str, Any]:

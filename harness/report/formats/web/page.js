@@ -76,7 +76,7 @@
     });
   }
   for (const image of document.querySelectorAll("figure img")) {
-    image.previousElementSibling.append(saver("PNG", image.alt, () => save(image.dataset.name, image.src)));
+    image.previousElementSibling.append(saver("SVG", image.alt, () => save(image.dataset.name, image.src)));
   }
   for (const table of document.querySelectorAll("table.sortable")) {
     const title = table.caption.textContent;
