@@ -1,4 +1,4 @@
-"""Whether private training without noise and clipping is ordinary training, for a model of yours.
+"""Test that private training without noise and clipping is ordinary training, for a model of yours.
 
     python -m dpcore.parity                       # a small convolutional network, on random images
     python -m dpcore.parity mymodule:setup        # yours
@@ -45,7 +45,7 @@ def demo() -> Setup:
 
 @torch.no_grad()
 def _apart(start: Tensor, ordinary: Tensor, private: Tensor) -> float:
-    """How far apart two runs ended, over how far the ordinary one went."""
+    """Return how far apart two runs ended, over how far the ordinary one went."""
     return float((private - ordinary).norm() / (ordinary - start).norm().clamp(min=1e-300))
 
 

@@ -1,4 +1,4 @@
-"""What was measured on the GPU at hand, as data: sizes of the kernels' tiles, and the planner's costs.
+"""Measurements of the GPU at hand, as data: sizes of the kernels' tiles, and the planner's costs.
 
 ``python -m dpcore.gpu.tune`` writes such a file, and ``DPCORE_GPU_TUNING`` names it. Without it the kernels have the
 sizes below, which nobody has measured, and the planner has what it weighs on a CPU.
@@ -51,7 +51,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Costs:
-    """What the planner weighs, in the time that one number of a kept gradient takes: written, squared and added.
+    """Costs that the planner weighs, in the time that one number of a kept gradient takes: written, squared and added.
 
     ``flops_per_kept_float``: FLOPs of a product of matrices that take as long. ``fewest_in_turn``: so many numbers take
     as long as starting the operators of one more example.

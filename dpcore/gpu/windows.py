@@ -1,4 +1,4 @@
-"""What the output positions of a convolution see of its input."""
+"""Windows: the part of its input that each output position of a convolution sees."""
 
 from __future__ import annotations
 

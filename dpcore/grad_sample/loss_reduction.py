@@ -1,4 +1,4 @@
-"""Whether a loss was summed over the batch or averaged, read off its gradient where that can be told."""
+"""Tell whether a loss was summed over the batch or averaged, from its gradient where that shows it."""
 
 from __future__ import annotations
 

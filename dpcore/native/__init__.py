@@ -112,7 +112,7 @@ def serves(*tensors: Tensor) -> bool:
 
 
 def serves_graph(*tensors: Tensor) -> bool:
-    """As :func:`serves`, for tensors without values while a graph is traced that will call the kernels."""
+    """Do what :func:`serves` does, for tensors without values while a graph is traced that will call the kernels."""
     return available() and all(
         isinstance(t, FakeTensor) and t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors
     )

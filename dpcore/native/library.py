@@ -1,4 +1,4 @@
-"""Which library of kernels is in use: the one in the wheel or one compiled here, for the best instruction set."""
+"""Choose the library of kernels: the one in the wheel or one compiled here, for the best instruction set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a library of kernels computes on this processor what torch computes: a few milliseconds when it is loaded.
+"""Check that a library of kernels computes on this processor what torch computes: a few milliseconds when it is loaded.
 
 The sizes fill whole vectors and parts of them, at every width. What is checked here are the compiler and the processor;
 the kernels' own tests compare every shape with float64.

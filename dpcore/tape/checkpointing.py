@@ -53,7 +53,7 @@ class _Checkpointing:
 
     @property
     def depth(self) -> int:
-        """How many tapes are open on this thread."""
+        """Return how many tapes are open on this thread."""
         return getattr(self._here, "depth", 0)
 
 

@@ -126,7 +126,7 @@ class ThroughUse(Use):
         return self.use.grad
 
     def _of(self, root: Parameter) -> list[tuple[Parameter, Derivation | None]]:
-        """What of the use leads to ``root``: itself (None), and stand-ins."""
+        """Return what leads to ``root`` in this use: itself (None), and its stand-ins."""
         found = [(p, d) for p, d in self.stands.items() if any(r is root for r in d.roots)]
         return [*([(root, None)] if any(p is root for p in self.use.params) else []), *found]
 

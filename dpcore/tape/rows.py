@@ -1,4 +1,4 @@
-"""Where examples lie in tensors whose first dimension is not the batch: [B * k, ...], k rows for every example.
+"""Find where examples lie in tensors whose first dimension is not the batch: [B * k, ...], k rows for every example.
 
 Models reshape [B, T, d] to [B * T, d] for one matrix product, and pictures to windows. Neither shapes nor values tell
 such rows from others (those that a router has chosen, say), so every step from the batch to there is followed: only
@@ -176,7 +176,7 @@ _PLACES: tuple[tuple[set[Any], Callable[[_Step], int | None]], ...] = (
 
 
 def _order(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dims: int) -> list[int] | None:
-    """Which dimension of the input each dimension of a permuted tensor was."""
+    """Return which dimension of the input each dimension of a permuted tensor was."""
     given = list(args[1]) if len(args) == 2 and isinstance(args[1], list | tuple) else list(args[1:])
     if kwargs or not all(isinstance(d, int) for d in given):
         return None
