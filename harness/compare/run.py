@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -53,7 +52,7 @@ from harness.plan.registry import Contestant
 from harness.run import layers as layer_run
 from harness.run.e2e import ensure_data
 from harness.run.progress import Progress
-from harness.run.session import undisturbed
+from harness.run.session import Moment, undisturbed
 from harness.store import cache
 from harness.store.folder import RunFolder
 from harness.store.record import Cell, GateCheck, no_number
@@ -62,8 +61,6 @@ from harness.worker import e2e as worker
 from harness.worker import machine, sketch
 from harness.worker import memory as resident
 from harness.worker.gate import layers as layer_gate
-from harness.worker.layer_request import LayerRequest
-from harness.worker.request import Request
 from harness.worker.result import Result
 
 DEFAULT_LAYERS = ("linear", "embedding", "lstm")
@@ -359,7 +356,7 @@ class ComparisonRun:
         self.executors: dict[tuple[Role, str, str], Executor | Unavailable] = {}
         self.references: dict[str, Path] = {}
         self.reference_fault: str | None = None
-        self.started = datetime.now(UTC).isoformat(timespec="seconds")
+        self.started = Moment().text
 
     @classmethod
     def connected(
@@ -614,7 +611,7 @@ class ComparisonRun:
             return Process(state="crashed", reason=self.reference_fault)
         request = self._request(paired.cell, contestant, purpose, number)
         progress.doing(f"{paired.name} · {'pair ' + str(number + 1) if purpose == 'time' else purpose} · {role}")
-        began, started = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
+        started = Moment()
         quiet = Progress(progress.console, quiet=True)
         result, load = undisturbed(
             lambda: executor.run(request, self.limits, progress.event),
@@ -624,7 +621,7 @@ class ComparisonRun:
             quiet,
             backend.speed_probe,
         )
-        how: dict[str, Any] = {"load": load, "started": started, "wall_seconds": time.monotonic() - began}
+        how: dict[str, Any] = {"load": load, "started": started.text, "wall_seconds": started.seconds}
         how["container"] = backend.describe_process(contestant.framework, result).container
         return _process(result, number == 0).model_copy(update=how)
 
@@ -632,19 +629,14 @@ class ComparisonRun:
         options = self.options
         seed = options.seed * 1000 + number
         if isinstance(contestant, LayerContestant):
-            assert cell.layer is not None and cell.passes is not None
-            return LayerRequest(
+            return layer_plan.request_of(
+                contestant,
+                cell,
                 mode="time" if purpose == "time" else "memory",
-                folder=str(contestant.framework.folder),
-                variant=cell.variant,
-                layer=cell.layer,
-                passes=cell.passes,
-                batch_size=cell.batch_size,
                 max_grad_norm=1.0,
-                device=options.device,
                 threads=options.threads,
                 seed=seed,
-                reference=str(self.references[cell.layer]),
+                reference=str(self.references[str(cell.layer)]),
                 predicts=False,
                 seconds=options.seconds,
                 most_passes=SINGLE_PASSES,
@@ -653,28 +645,17 @@ class ComparisonRun:
                 most_bytes=self.limits.memory_bytes,
                 sketches=purpose == "time",
             )
-        task, protocol = TASKS[cell.task], protocols.load("verified")
-        return Request(
+        protocol = protocols.load("verified")
+        return plan.request_of(
+            contestant,
+            cell,
+            protocol,
             mode="time" if purpose == "time" else "memory",
-            folder=str(contestant.framework.folder),
-            variant=cell.variant,
-            private=cell.private,
-            static_shapes=contestant.variant.static_shapes,
-            task=cell.task,
-            batch_size=cell.batch_size,
-            dataset_size=task.train_size,
-            sampling=protocol.sampling,
-            warm_up=protocol.warm_up,
             noise_multiplier=0.0 if purpose == "weights" else protocol.noise_multiplier,
-            max_grad_norm=protocol.max_grad_norm,
-            learning_rate=task.learning_rate,
-            delta=protocol.delta,
-            device=options.device,
             threads=options.threads,
             initial_seed=seed,
             batch_seed=seed,
             noise_seed=seed + 1,
-            data=task.dataset,
             synthetic=options.synthetic,
             budget_seconds=options.seconds,
             sketches=purpose == "weights",

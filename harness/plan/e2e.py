@@ -10,9 +10,11 @@ from typing import Any
 
 from harness.errors import BadInput, did_you_mean
 from harness.plan import protocol as protocols
+from harness.plan.protocol import Protocol
 from harness.plan.registry import Contestant
 from harness.store.record import Cell, Purpose
 from harness.tasks import MODERN_TASKS, PAPER_BATCH_SIZES, PAPER_TASKS, TASKS
+from harness.worker.request import Request
 from harness.worker.sampling import steps_per_epoch
 
 
@@ -299,6 +301,30 @@ def cell_of(options: Options, contestant: Contestant, task: str, batch_size: int
         device=options.device,
         isolation=options.isolation,
     )
+
+
+def request_of(contestant: Contestant, cell: Cell, protocol: Protocol, **more: Any) -> Request:
+    """Return what a worker is asked for in this cell under the protocol; ``more``: the request's other fields, or
+    others than the protocol's."""
+    task = TASKS[cell.task]
+    by_plan: dict[str, Any] = {
+        "folder": str(contestant.framework.folder),
+        "variant": cell.variant,
+        "private": cell.private,
+        "static_shapes": contestant.variant.static_shapes,
+        "task": cell.task,
+        "batch_size": cell.batch_size,
+        "dataset_size": task.train_size,
+        "sampling": protocol.sampling,
+        "warm_up": protocol.warm_up,
+        "noise_multiplier": protocol.noise_multiplier,
+        "max_grad_norm": protocol.max_grad_norm,
+        "learning_rate": task.learning_rate,
+        "delta": protocol.delta,
+        "device": cell.device,
+        "data": task.dataset,
+    }
+    return Request(**by_plan | more)
 
 
 def steps_of(options: Options, task: str, batch_size: int) -> int | None:

@@ -14,6 +14,7 @@ from harness.plan import protocol as protocols
 from harness.plan.e2e import check_seed
 from harness.plan.layer_registry import LayerContestant
 from harness.store.record import Cell, Passes, Purpose
+from harness.worker.layer_request import LayerRequest
 
 PROTOCOL = "layers"
 PAPER_SIZES = (16, 32, 64, 128, 256, 512)
@@ -190,6 +191,20 @@ def cell_of(options: LayerOptions, contestant: LayerContestant, layer: str, pass
         protocol=protocols.load(options.protocol).label,
         device=options.device,
         isolation=options.isolation,
+    )
+
+
+def request_of(contestant: LayerContestant, cell: Cell, **more: Any) -> LayerRequest:
+    """Return what a worker is asked for in this cell; ``more``: the request's other fields."""
+    assert cell.layer is not None and cell.passes is not None
+    return LayerRequest(
+        folder=str(contestant.framework.folder),
+        variant=cell.variant,
+        layer=cell.layer,
+        passes=cell.passes,
+        batch_size=cell.batch_size,
+        device=cell.device,
+        **more,
     )
 
 

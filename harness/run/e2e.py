@@ -45,6 +45,7 @@ from harness.store.record import (
     Epsilon,
     Gate,
     Load,
+    Probe,
     Record,
     Seeds,
     Timed,
@@ -298,33 +299,21 @@ class Run(Session[Options, Contestant, Job, Request]):
 
     def _request(self, job: Job) -> Request:
         options, cell = self.options, job.cell
-        task = TASKS[cell.task]
         seeds = self._seeds(job)
         epochs = options.epochs or self.protocol.default_epochs
         whole = options.subset is None and options.budget_seconds is None
         is_first_time = job.purpose == "time" and job.round == 0
-        return Request(
+        return plan.request_of(
+            job.contestant,
+            cell,
+            self.protocol,
             mode="time" if job.purpose == "time" else "memory",
-            folder=str(job.contestant.framework.folder),
-            variant=cell.variant,
-            private=cell.private,
-            static_shapes=job.contestant.variant.static_shapes,
-            task=cell.task,
-            batch_size=cell.batch_size,
-            dataset_size=task.train_size,
-            sampling=self.protocol.sampling,
             order_seed=int.from_bytes(hashlib.sha256(f"{self.folder.id} {seeds.initial} order".encode()).digest()[:4]),
-            warm_up=self.protocol.warm_up,
             noise_multiplier=self._sigma,
-            max_grad_norm=self.protocol.max_grad_norm,
-            learning_rate=task.learning_rate,
-            delta=self.protocol.delta,
-            device=options.device,
             threads=self.threads,
             initial_seed=seeds.initial,
             batch_seed=seeds.batches,
             noise_seed=seeds.noise,
-            data=task.dataset,
             synthetic=options.synthetic,
             epochs=epochs if job.purpose == "time" else 1,
             steps=plan.steps_of(options, cell.task, cell.batch_size),
@@ -470,6 +459,10 @@ class Run(Session[Options, Contestant, Job, Request]):
             return None
         return Accuracy(test=measured["accuracy"], after_steps=steps)
 
+    def _probe(self, job: Job, result: Result) -> Probe | None:
+        """Return what the process says of the memory frontier."""
+        return None
+
     def _record(
         self,
         job: Job,
@@ -494,6 +487,7 @@ class Run(Session[Options, Contestant, Job, Request]):
             gate=gate,
             epsilon=self._epsilon(job, result),
             accuracy=accuracy,
+            probe=self._probe(job, result),
             seeds=self._seeds(job),
             energy=self._energy(result),
         )

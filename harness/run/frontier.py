@@ -18,9 +18,9 @@ from harness.plan.e2e import Job, Options
 from harness.plan.registry import Contestant
 from harness.run.e2e import Run
 from harness.run.progress import Progress
-from harness.run.session import Moment, Summary
+from harness.run.session import Summary
 from harness.store.folder import RunFolder
-from harness.store.record import Accuracy, Cell, Gate, Load, Probe, Record
+from harness.store.record import Cell, Probe, Record
 from harness.tasks import TASKS
 from harness.worker import machine, memory
 from harness.worker.request import Request
@@ -224,25 +224,15 @@ class FrontierRun(Run):
     def _request(self, job: Job) -> Request:
         return replace(super()._request(job), mode="probe", epochs=1, steps=None, snapshot=None, weights=None)
 
-    def _record(
-        self,
-        job: Job,
-        result: Result,
-        started: Moment,
-        gate: Gate | None = None,
-        load: Load | None = None,
-        accuracy: Accuracy | None = None,
-    ) -> Record:
-        record = super()._record(job, result, started, gate, load, accuracy)
+    def _probe(self, job: Job, result: Result) -> Probe | None:
         if job.purpose != "probe":
-            return record
-        probe = Probe(
+            return None
+        return Probe(
             stage="throughput" if job.round else "search",
             budget_bytes=self.budget_bytes,
             device_bytes=device_bytes() if self.options.device == "cuda" else None,
             **vars(result.probe or Probed()),
         )
-        return record.model_copy(update={"probe": probe})
 
 
 def fit_of(record: Record) -> Fit:

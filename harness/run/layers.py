@@ -148,21 +148,16 @@ class LayerRun(Session[LayerOptions, LayerContestant, LayerJob, LayerRequest]):
 
     def _request(self, job: LayerJob) -> LayerRequest:
         options, cell = self.options, job.cell
-        assert cell.layer is not None and cell.passes is not None
         is_compared = job.purpose == "time" and job.round == 0
         first = job.purpose == "memory" or (job.round == 0 and not options.memory)
-        return LayerRequest(
+        return layer_plan.request_of(
+            job.contestant,
+            cell,
             mode="time" if job.purpose == "time" else "memory",
-            folder=str(job.contestant.framework.folder),
-            variant=cell.variant,
-            layer=cell.layer,
-            passes=cell.passes,
-            batch_size=cell.batch_size,
             max_grad_norm=options.max_grad_norm,
-            device=options.device,
             threads=self.threads,
             seed=self._seed(job),
-            reference=str(self.references[cell.layer]),
+            reference=str(self.references[str(cell.layer)]),
             predicts=first and options.device == "cpu",
             seconds=options.seconds,
             most_passes=options.most_passes,

@@ -242,26 +242,28 @@ def _ratio(row: str, base: str, tasks: Sequence[str], sizes: Sequence[int] | Non
 
 
 def _lead(row: str, tasks: Sequence[str], sizes: Sequence[int] | None = None) -> Measure:
-    """Seconds of the fastest other DP row over those of ``row``: above 1 it is the fastest."""
+    """Return seconds of the fastest other DP row over those of ``row``: above 1 it is the fastest."""
+    return _least(row, tasks, sizes, lambda source, other, place: source.ratio(other, row, place))
+
+
+def _slowest(row: str, tasks: Sequence[str]) -> Measure:
+    """Return seconds of ``row`` over those of the slowest other DP row: above 1 it is the slowest."""
+    return _least(row, tasks, None, lambda source, other, place: source.ratio(row, other, place))
+
+
+def _least(
+    row: str,
+    tasks: Sequence[str],
+    sizes: Sequence[int] | None,
+    ratio: Callable[[Source, str, Place], Measured | None],
+) -> Measure:
+    """Return the least ratio with any other DP row, place by place."""
 
     def measure(source: Source) -> Iterable[Measured]:
         for place in _shared(source, (row,), tasks, sizes):
             others = [other for other in DP_ROWS if other != row and place in source.places(other)]
-            found = [source.ratio(other, row, place) for other in others]
-            if known := [one for one in found if one is not None]:
-                yield min(known, key=lambda one: one.value)
-
-    return measure
-
-
-def _slowest(row: str, tasks: Sequence[str]) -> Measure:
-    """Seconds of ``row`` over those of the slowest other DP row: above 1 it is the slowest."""
-
-    def measure(source: Source) -> Iterable[Measured]:
-        for place in _shared(source, (row,), tasks, None):
-            others = [other for other in DP_ROWS if other != row and place in source.places(other)]
-            found = [source.ratio(row, other, place) for other in others]
-            if known := [one for one in found if one is not None]:
+            ratios = [ratio(source, other, place) for other in others]
+            if known := [one for one in ratios if one is not None]:
                 yield min(known, key=lambda one: one.value)
 
     return measure

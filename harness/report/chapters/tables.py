@@ -307,8 +307,8 @@ def gate(tables: Tables, section: Section) -> list[Grid]:
     return grids
 
 
-def _measure(value: float | None) -> str:
-    return MISSING if value is None or pd.isna(value) else f"{value:.5g}"
+def _measure(value: float | None, digits: int = 5) -> str:
+    return MISSING if value is None or pd.isna(value) else f"{value:.{digits}g}"
 
 
 def privacy(tables: Tables, section: Section) -> list[Grid]:
@@ -320,7 +320,7 @@ def privacy(tables: Tables, section: Section) -> list[Grid]:
                 str(r.batch_size),
                 str(r.steps),
                 f"{r.delta:g}",
-                *(_measure4(v) for v in (r.rdp, r.pld, r.own)),
+                *(_measure(v, 4) for v in (r.rdp, r.pld, r.own)),
             )
             for r in rows_of(group)
         )
@@ -337,10 +337,6 @@ def privacy(tables: Tables, section: Section) -> list[Grid]:
             )
         )
     return grids
-
-
-def _measure4(value: float | None) -> str:
-    return MISSING if value is None or pd.isna(value) else f"{value:.4g}"
 
 
 def accuracy(tables: Tables, section: Section) -> list[Grid]:
