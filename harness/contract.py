@@ -26,7 +26,7 @@ NO_OWN_LOOP = "has no loop of its own, so there is nothing to run as shipped."
 
 @dataclass(frozen=True)
 class Setting:
-    """How a task is trained: everything an adapter may depend on beyond the task itself.
+    """Settings of the training of a task: everything an adapter may depend on beyond the task itself.
 
     Attributes:
         variant: the contestant's variant, from its ``framework.toml``.

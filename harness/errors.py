@@ -1,4 +1,4 @@
-"""What the user did that cannot be done: one sentence with the value, the rule and the remedy. Exit code 2."""
+"""Errors caused by the user's input: one sentence with the value, the rule and the remedy. Exit code 2."""
 
 from __future__ import annotations
 

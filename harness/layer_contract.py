@@ -22,7 +22,7 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class LayerSetting:
-    """How a layer is run.
+    """Settings of a layer's passes.
 
     Attributes:
         variant: the contestant's variant, from its ``layers.toml``.
@@ -44,7 +44,7 @@ class LayerSetting:
 
 @dataclass(frozen=True)
 class Bytes:
-    """What a piece of work did to the memory.
+    """Effect of a piece of work on the memory.
 
     Attributes:
         delta: bytes allocated less bytes freed.

@@ -1,4 +1,4 @@
-"""Where the code of this tree lies. Standard library only."""
+"""Paths of this tree. Standard library only."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class Session:
-    """What one session was asked for and has measured."""
+    """One session: its options and its measurements."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -73,14 +73,14 @@ class Session:
             self._check()
 
     def _become_child(self, task: Path) -> None:
-        """Measures the task's test here, and nothing else."""
+        """Measure the task's test here, and nothing else."""
         self.child = json.loads(task.read_text())
         self.config.args = [self.child["test"]]
         self.save = self.compare = self.fail = self.processes = None
         self.disabled = self.parallel
 
     def _check(self) -> None:
-        """Raises UsageError for what cannot be, before anything takes time."""
+        """Raise UsageError for what cannot be, before anything takes time."""
         keeps = [name for name in ("save", "compare") if getattr(self, name) is not None]
         if keeps and self.parallel:
             raise pytest.UsageError(
@@ -135,7 +135,7 @@ class Session:
             self.canary.append(seconds)
 
     def finish(self) -> None:
-        """Saves and compares. Raises BadInput where the run cannot be saved."""
+        """Save and compares. Raises BadInput where the run cannot be saved."""
         if self.child is not None:
             from harness.store import cache
 
@@ -196,7 +196,7 @@ class Bench:
         self.measured: tuple[Process, ...] = ()
 
     def __call__(self, step: Action, synchronize: Action | None = None, setup: Action | None = None) -> Any:
-        """Measures ``step()`` and returns what its last call returned, so that the test can check it.
+        """Measure ``step()`` and returns what its last call returned, so that the test can check it.
 
         ``synchronize`` blocks until the device is at rest (``torch.cuda.synchronize``); it is called before the clock
         starts and before it stops. ``setup`` is called before every call of the step, outside the clock.
@@ -331,7 +331,7 @@ def _summary(state: Session) -> Iterator[str]:
 
 
 def _is_parallel(config: pytest.Config) -> bool:
-    """Whether pytest-xdist runs tests side by side: this is one of its workers, or what starts them."""
+    """Return whether pytest-xdist runs tests side by side: this is one of its workers, or what starts them."""
     return hasattr(config, "workerinput") or bool(
         config.getoption("numprocesses", None) or config.getoption("tx", None)
     )

@@ -13,14 +13,14 @@ from harness.errors import BadInput
 
 @lru_cache
 def available() -> bool:
-    """Whether this Python has the two accountants: one that was found may not."""
+    """Return whether this Python has the two accountants: one that was found may not."""
     return importlib.util.find_spec("dp_accounting") is not None
 
 
 @lru_cache(maxsize=1024)
 def epsilons(sample_rate: float, noise_multiplier: float, steps: int, delta: float) -> tuple[float, float]:
-    """(Rényi, privacy-loss-distribution) ε of ``steps`` Poisson-sampled Gaussian mechanisms, neighbours by adding or
-    removing one example. Both are upper bounds; the second is tight to about 1e-3. Infinite without noise."""
+    """Return (Rényi, privacy-loss-distribution) ε of ``steps`` Poisson-sampled Gaussian mechanisms, neighbours by
+    adding or removing one example. Both are upper bounds; the second is tight to about 1e-3. Infinite without noise."""
     if not 0 < sample_rate <= 1:
         raise BadInput(f"The sample rate is {sample_rate}; it must lie in (0, 1]: batch size over size of the data.")
     if not 0 < delta < 1:

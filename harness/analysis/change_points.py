@@ -126,12 +126,12 @@ class Noise:
 
     @property
     def inflation(self) -> float:
-        """By how much means vary more than those of independent runs."""
+        """Return how much more means vary than those of independent runs."""
         return (1 + self.correlation) / (1 - self.correlation)
 
     @property
     def penalty(self) -> float:
-        """Of a step, in units of the noise variance."""
+        """Return the penalty of a step, in units of the noise variance."""
         return PENALTY * self.inflation * self.heaviness
 
 
@@ -168,9 +168,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class Found:
-    """What is known of one series of n values. ``alarms``: every run after which a step was reported that had not been
-    before, or elsewhere; ``retracted``: how many of those stand near no step of the final answer. ``shortest``: runs
-    after a step that it needs at least."""
+    """Result of the search in one series of n values. ``alarms``: every run after which a step was reported that had
+    not been before, or elsewhere; ``retracted``: how many of those stand near no step of the final answer.
+    ``shortest``: runs after a step that it needs at least."""
 
     segments: tuple[Segment, ...]
     steps: tuple[Step, ...]
@@ -195,7 +195,7 @@ def noise(y: Floats) -> Noise:
 
 
 def _heaviness(z: Floats) -> float:
-    """Of runs z [n] in standard deviations; see the module's docstring."""
+    """Return how heavy the tails of runs z [n] (in standard deviations) are; see the module's docstring."""
     half = min(WINDOW, z.size - 1 + z.size % 2) // 2
     mirrored = np.concatenate([z[:half][::-1], z, z[z.size - half :][::-1]])
     middles = np.median(np.lib.stride_tricks.sliding_window_view(mirrored, 2 * half + 1), axis=1)
@@ -249,8 +249,8 @@ def find(values: Sequence[float] | Floats) -> Found:
 
 
 def _epochs(y: Floats) -> list[tuple[int, Noise]]:
-    """(end, noise known in it) of the stretches in which one noise was held to be true: it is looked at anew at every
-    checkpoint, and replaced where it is another by more than RENEWED."""
+    """Return (end, noise known in it) of the stretches in which one noise was held to be true: it is looked at anew at
+    every checkpoint, and replaced where it is another by more than RENEWED."""
     marks = [c for c in CHECKPOINTS if c < y.size] or [y.size]
     epochs: list[tuple[int, Noise]] = []
     held = noise(y[: marks[0]])
@@ -291,7 +291,8 @@ def _partition(y: Floats, seen: Noise) -> NDArray[np.int64]:
 
 
 def _levels(z: Floats) -> Floats:
-    """Points of the grid near which some five neighbouring runs have their median: no level can pay elsewhere."""
+    """Return points of the grid near which some five neighbouring runs have their median: no level can pay
+    elsewhere."""
     window = min(5, z.size)
     middles = np.median(np.lib.stride_tricks.sliding_window_view(z, window), axis=1)
     near = np.unique(np.round(middles * GRID).astype(np.int64))
@@ -308,14 +309,16 @@ def _bounds(starts: NDArray[np.int64]) -> list[int]:
 
 
 def _level(y: Floats, sd: float) -> float:
-    """Mean of the runs within the cap around the median; the median where it lies between two levels, far from both."""
+    """Return mean of the runs within the cap around the median; the median where it lies between two levels, far from
+    both."""
     middle = float(np.median(y))
     near = y[np.abs(y - middle) <= math.sqrt(CAP) * sd]
     return float(np.mean(near)) if y.size > 2 and near.size else middle
 
 
 def _alarms(reported: Sequence[int], tolerance: int) -> list[tuple[int, int]]:
-    """(run after which it was said, where the step was placed then), once per step however its place moved since."""
+    """Return (run after which it was said, where the step was placed then), once per step however its place moved
+    since."""
     alarms: list[tuple[int, int]] = []
     before = 0
     for t, start in enumerate(reported):
@@ -326,9 +329,10 @@ def _alarms(reported: Sequence[int], tolerance: int) -> list[tuple[int, int]]:
 
 
 def _told(reported: Sequence[int], alarms: Sequence[tuple[int, int]], a: int, at: int) -> int:
-    """The first run after which the step at ``at`` was known, where the one before it is at ``a``. Of two steps that
-    are near each other ``_alarms`` counts one: then it is the first run after which a step was placed nearer to ``at``
-    than to ``a``, or beyond. Later runs change neither, and the last one places the last step: there always is one."""
+    """Return the first run after which the step at ``at`` was known, where the one before it is at ``a``. Of two steps
+    that are near each other ``_alarms`` counts one: then it is the first run after which a step was placed nearer to
+    ``at`` than to ``a``, or beyond. Later runs change neither, and the last one places the last step: there always is
+    one."""
     raised = set(alarms)
     return next(
         t
@@ -368,7 +372,7 @@ def _step(y: Floats, left: Segment, right: Segment, seen: Noise, alarm: int) -> 
 
 
 def _range(cost: Floats, best: int) -> tuple[int, int]:
-    """Smallest range around ``best`` that holds PLACED of exp(-cost / 2); grows to the heavier side."""
+    """Return smallest range around ``best`` that holds PLACED of exp(-cost / 2); grows to the heavier side."""
     weight = np.exp(-(cost - cost.min()) / 2)
     weight /= weight.sum()
     low = high = best

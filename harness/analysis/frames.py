@@ -77,15 +77,15 @@ class Tables:
     titles: Mapping[str, str]
 
     def title(self, contestant: str) -> str:
-        """The contestant's name for readers; where none is declared, the name that commands take."""
+        """Return the contestant's name for readers; where none is declared, the name that commands take."""
         return self.titles.get(contestant, contestant)
 
 
 def build(
     records: Sequence[Record], rows: Mapping[str, str] | None = None, twins: Mapping[str, str] | None = None
 ) -> Tables:
-    """All frames of the end-to-end records; others are left out. ``rows``: contestant -> row of the paper's table,
-    ``twins``: private contestant -> the one that does the same without DP (defaults: as the frameworks declare).
+    """Return all frames of the end-to-end records; others are left out. ``rows``: contestant -> row of the paper's
+    table, ``twins``: private contestant -> the one that does the same without DP (defaults: as the frameworks declare).
 
     Records of layers have tables of their own and are left out. Raises :class:`BadInput` for no record.
     """
@@ -140,7 +140,7 @@ def build(
 
 
 def _by_speed(all_cells: pd.DataFrame, raw: pd.DataFrame) -> tuple[tuple[str, ...], Mapping[tuple[Any, ...], int]]:
-    """(all contestants, the fastest first; (place, contestant) -> its rank in that place).
+    """Return (all contestants, the fastest first; (place, contestant) -> its rank in that place).
 
     Slowness is the geometric mean, over what was measured, of the time over that of the fastest at the same batch size.
     Who has no time comes last, by name.
@@ -165,7 +165,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def tidy(records: Sequence[Record]) -> pd.DataFrame:
-    """One row per record, in order.
+    """Return one row per record, in order.
 
     ``seconds`` is the process's value (median of its epochs; NaN unless its state is ok). ``superseded`` rows are shown
     nowhere but counted: the same cell was measured again with a newer adapter or environment, or completely where
@@ -229,7 +229,7 @@ every time."""
 
 
 def _own_sampling(r: Record) -> str | None:
-    """How the library's own loop draws its batches (protocol as_shipped), and whether its seed fixes them."""
+    """Return how the library's own loop draws its batches (protocol as_shipped), and whether its seed fixes them."""
     if r.timed is None or r.timed.own_sampling is None:
         return None
     varies = r.timed.replay_error is not None and r.timed.replay_error > REPLAYED
@@ -251,7 +251,8 @@ def admitted(r: Record) -> tuple[str, str | None]:
 
 
 def _filled(frame: pd.DataFrame) -> pd.Series:
-    """A process that failed before it had data belongs to the data of its neighbours; genuine if nobody knows."""
+    """Return whether it ran on synthetic data. A process that failed before it had data counts with its neighbours; as
+    genuine if none of them says."""
     known = frame[frame.synthetic.notna()].groupby([*SECTION, "task"]).synthetic.min()
     places = pd.MultiIndex.from_frame(frame[[*SECTION, "task"]])
     guess = pd.Series(known.reindex(places).to_numpy(), index=frame.index)
@@ -282,8 +283,8 @@ def _reject_whole_cells(frame: pd.DataFrame) -> None:
 
 
 def cells(raw: pd.DataFrame) -> pd.DataFrame:
-    """One row per cell: ``state`` ok with ``median``, ``low``, ``high``, ``coverage``, ``n`` of its processes, or the
-    state and ``reason`` of its latest failure. ``failures``: how many processes failed, by state (text).
+    """Return one row per cell: ``state`` ok with ``median``, ``low``, ``high``, ``coverage``, ``n`` of its processes,
+    or the state and ``reason`` of its latest failure. ``failures``: how many processes failed, by state (text).
 
     A contestant that was stopped before timing on a task (its gate or memory process failed) gets its state at every
     batch size at which others were timed.
@@ -323,7 +324,7 @@ def _row(names: tuple[str, ...]) -> Any:
 
 
 def grouped(frame: pd.DataFrame, keys: Sequence[str]) -> dict[tuple[Any, ...], list[Process]]:
-    """Rows by key as plain dictionaries: thousands of small frames would take a minute."""
+    """Return rows by key as plain dictionaries: thousands of small frames would take a minute."""
     groups: dict[tuple[Any, ...], list[Process]] = {}
     for row in frame.to_dict("records"):
         groups.setdefault(tuple(row[key] for key in keys), []).append(row)
@@ -372,7 +373,7 @@ def _medians(frame: pd.DataFrame, column: str) -> pd.DataFrame:
 
 
 def baseline(raw: pd.DataFrame, rows: Mapping[str, str]) -> str | None:
-    """The contestant that is plain PyTorch without DP, or None where no record has it."""
+    """Return the contestant that is plain PyTorch without DP, or None where no record has it."""
     plain = raw[~raw.private]
     declared = sorted(c for c in plain.contestant.unique() if rows.get(c) == naming.BASELINE_ROW)
     fallback = sorted(plain[plain.framework == naming.BASELINE_FRAMEWORK].contestant.unique())
@@ -398,8 +399,8 @@ Sides = Mapping[str, Mapping[Any, tuple[float, bool]]]
 
 
 def by_block(here: pd.DataFrame) -> Sides:
-    """Seconds by contestant and block. A cell that was measured twice in one block (a retry) counts with its later
-    value."""
+    """Return seconds by contestant and block. A cell that was measured twice in one block (a retry) counts with its
+    later value."""
     sides: dict[str, dict[Any, tuple[float, bool]]] = {}
     columns = ["contestant", *PAIRING, "seconds", "disturbed"]
     for contestant, run, number, seconds, disturbed in zip(*(here[c] for c in columns), strict=True):
@@ -408,7 +409,7 @@ def by_block(here: pd.DataFrame) -> Sides:
 
 
 def paired_sides(sides: Sides, a: str, b: str) -> tuple[stats.Comparison | None, int, bool]:
-    """As :func:`paired`, of cells that are already grouped."""
+    """Return what :func:`paired` does, for cells that are already grouped."""
     log_ratios, left_out, use_all = log_ratios_of(sides, a, b)
     if not log_ratios.size:
         return None, 0, False
@@ -419,7 +420,7 @@ def paired_sides(sides: Sides, a: str, b: str) -> tuple[stats.Comparison | None,
 
 
 def log_ratios_of(sides: Sides, a: str, b: str) -> tuple[np.ndarray, int, bool]:
-    """(log(seconds of b / seconds of a) of the pairs that count, and the rest as :func:`paired`)."""
+    """Return (log(seconds of b / seconds of a) of the pairs that count, and the rest as :func:`paired`)."""
     left, right = sides.get(a, {}), sides.get(b, {})
     both = [block for block in left if block in right]
     clean = [block for block in both if not (left[block][1] or right[block][1])]
@@ -435,14 +436,15 @@ def plain_contestants(raw: pd.DataFrame) -> list[str]:
 
 
 def medians_of(sides: Sides) -> dict[str, float]:
-    """Contestant -> median of its seconds."""
+    """Return contestant -> median of its seconds."""
     return {name: statistics.median(seconds for seconds, _ in side.values()) for name, side in sides.items()}
 
 
 def against_fastest(
     sides: Sides, medians: Mapping[str, float], candidates: Iterable[str], contestant: str
 ) -> dict[str, Any] | None:
-    """A contestant's seconds over those of the candidate with the smallest median; None where none shares a round.
+    """Return a contestant's seconds over those of the candidate with the smallest median; None where none shares a
+    round.
 
     ``low`` and ``high`` are for the truly fastest one, see :func:`harness.analysis.stats.against_fastest`.
     """
@@ -468,7 +470,7 @@ def against_fastest(
 
 
 def ratios(current: pd.DataFrame, bases: Sequence[str]) -> pd.DataFrame:
-    """Seconds of every contestant over seconds of the baseline, paired in blocks, with a 95 % interval.
+    """Return seconds of every contestant over seconds of the baseline, paired in blocks, with a 95 % interval.
 
     The ``baseline`` of a batch size is that of the ``bases`` with the smallest median there.
     """
@@ -502,7 +504,8 @@ def ratios(current: pd.DataFrame, bases: Sequence[str]) -> pd.DataFrame:
 def overheads(
     current: pd.DataFrame, compiling: pd.DataFrame, base: str | None, twins: Mapping[str, str]
 ) -> pd.DataFrame:
-    """What the time of a private contestant over that of the baseline is made of, by means of its non-private twin:
+    """Return what the time of a private contestant over that of the baseline is made of, by means of its non-private
+    twin:
 
     total = contestant / baseline = (twin / baseline) * (contestant / twin) = framework * DP, each the mean over paired
     blocks with a 95 % interval; where one block lacks one of the three, the product is not exactly the total. Compiling
@@ -548,7 +551,7 @@ def overheads(
 
 
 def memory(current: pd.DataFrame, records: Sequence[Record]) -> pd.DataFrame:
-    """Peak memory in bytes by metric, from processes that measure nothing else."""
+    """Return peak memory in bytes by metric, from processes that measure nothing else."""
     here = current[(current.purpose == "memory") & (current.state == "ok")]
     rows = [
         {**place, "metric": metric, "bytes": value}
@@ -567,7 +570,8 @@ def memory(current: pd.DataFrame, records: Sequence[Record]) -> pd.DataFrame:
 
 
 def gate(current: pd.DataFrame, records: Sequence[Record]) -> pd.DataFrame:
-    """Per section, task, contestant and check: the largest error of all records and its limit; passed if all passed."""
+    """Return per section, task, contestant and check: the largest error of all records and its limit; passed if all
+    passed."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows_of(current):
         record_gate = records[row.Index].gate
@@ -625,7 +629,7 @@ def accuracy(current: pd.DataFrame, records: Sequence[Record]) -> pd.DataFrame:
 
 
 def coverage(all_cells: pd.DataFrame, order: Sequence[str]) -> pd.DataFrame:
-    """How many cells of each contestant are in each state, by section."""
+    """Return how many cells of each contestant are in each state, by section."""
     if all_cells.empty:
         return pd.DataFrame()
     counts = all_cells.groupby([*SECTION, "contestant", "state"]).size().unstack("state", fill_value=0).reset_index()
@@ -645,7 +649,7 @@ SHOWN_PACKAGES = (
 
 
 def versions(current: pd.DataFrame, records: Sequence[Record], order: Sequence[str]) -> pd.DataFrame:
-    """What each contestant ran on, by section: Python and the packages that its time can depend on."""
+    """Return what each contestant ran on, by section: Python and the packages that its time can depend on."""
     found: dict[tuple[str, ...], None] = {}
     for row in rows_of(current):
         v = records[row.Index].versions
@@ -657,7 +661,7 @@ def versions(current: pd.DataFrame, records: Sequence[Record], order: Sequence[s
 
 
 def published() -> pd.DataFrame:
-    """The paper's Table 1: task, paper_row, batch_size, seconds (median of 20 epochs)."""
+    """Return the paper's Table 1: task, paper_row, batch_size, seconds (median of 20 epochs)."""
     with (ROOT / "results" / "paper" / "e2e_runtime.csv").open(newline="") as file:
         rows = [
             {

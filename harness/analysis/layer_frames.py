@@ -46,7 +46,7 @@ class LayerTables:
 
 
 def build(records: Sequence[Record]) -> LayerTables | None:
-    """None where no record is of kind layer."""
+    """Return the frames of layers; None where no record is of kind layer."""
     everything = _rows([r for r in records if r.cell.kind == "layer" and r.layer is not None])
     if everything.empty:
         return None
@@ -76,14 +76,14 @@ def _contestants(raw: pd.DataFrame) -> tuple[tuple[str, str], ...]:
 
 
 def tidy(records: Sequence[Record]) -> pd.DataFrame:
-    """One row per record. ``median_ms`` and ``mean_ms`` are the process's, over its passes; what a pass holds is in
-    bytes. Records of a cell measured again with newer code are left out."""
+    """Return one row per record. ``median_ms`` and ``mean_ms`` are the process's, over its passes; what a pass holds is
+    in bytes. Records of a cell measured again with newer code are left out."""
     raw = _rows(records)
     return raw if raw.empty else raw[~_superseded(raw)].reset_index(drop=True)
 
 
 def _superseded(raw: pd.DataFrame) -> pd.Series:
-    """Which rows are of a cell that was measured again with newer code."""
+    """Return which rows are of a cell that was measured again with newer code."""
     newest = raw.sort_values("when", kind="stable").groupby([*CELL, "purpose"]).code.transform("last").sort_index()
     return raw.code != newest
 
@@ -140,13 +140,14 @@ def _rows(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def _over_passes(seconds: Sequence[float]) -> dict[str, float]:
-    """Interval of the median over the passes of one process."""
+    """Return interval of the median over the passes of one process."""
     m = stats.median_interval(list(seconds)) if seconds else None
     return {"pass_low_ms": m.low * 1e3 if m else math.nan, "pass_high_ms": m.high * 1e3 if m else math.nan}
 
 
 def _admitted(r: Record) -> tuple[str, str | None]:
-    """A time counts with a passed gate of its own process only; bytes do with the one of the same code."""
+    """Return what counts: a time with a passed gate of its own process only, bytes also with the one of the same
+    code."""
     if r.state == "ok" and r.gate is not None and not r.gate.passed:
         return "rejected", r.reason or "its gate failed"
     if r.state == "ok" and r.purpose == "time" and r.gate is None:
@@ -155,8 +156,8 @@ def _admitted(r: Record) -> tuple[str, str | None]:
 
 
 def cells(raw: pd.DataFrame) -> pd.DataFrame:
-    """One row per cell: its runtime (median over processes of their medians, mean of their means) and its bytes (median
-    over processes). [low, high] is over processes or, where there is one only, over its passes. ``state`` and
+    """Return one row per cell: its runtime (median over processes of their medians, mean of their means) and its bytes
+    (median over processes). [low, high] is over processes or, where there is one only, over its passes. ``state`` and
     ``reason`` are those of what is missing, runtime first."""
     # Plain dictionaries here and below: a small frame for every cell would take most of a report's time.
     rows = []
@@ -196,7 +197,7 @@ def cells(raw: pd.DataFrame) -> pd.DataFrame:
 
 
 def _middle(processes: Sequence[Process], column: str) -> float:
-    """Median of what is known of a column; NaN where nothing is."""
+    """Return median of what is known of a column; NaN where nothing is."""
     known = [p[column] for p in processes if not math.isnan(p[column])]
     return float(statistics.median(known)) if known else math.nan
 
@@ -209,8 +210,8 @@ FACTORS = [
 
 
 def factors(raw: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
-    """Every contestant over plain torch.nn at the same layer and batch: ``runtime`` paired in blocks with its 95 %
-    interval, ``memory`` of the peaks; and over the framework's own module, where it has one (``own_runtime``,
+    """Return every contestant over plain torch.nn at the same layer and batch: ``runtime`` paired in blocks with its 95
+    % interval, ``memory`` of the peaks; and over the framework's own module, where it has one (``own_runtime``,
     ``own_memory``)."""
     timed = raw[(raw.purpose == "time") & raw.median_ms.notna()]
     by_cell: dict[Key, dict[Hashable, float]] = {}
@@ -251,7 +252,8 @@ def _over(values: dict[Key, float], a: Key, b: Key | None) -> float:
 
 
 def _ratio(name: str, by_cell: Mapping[Key, Mapping[Hashable, float]], a: Key, b: Key | None) -> dict[str, float]:
-    """Milliseconds of a over those of b, the mean over blocks that hold both, with Student's interval on log-ratios."""
+    """Return milliseconds of a over those of b, the mean over blocks that hold both, with Student's interval on
+    log-ratios."""
     nothing = {name: math.nan, f"{name}_low": math.nan, f"{name}_high": math.nan, f"{name}_n": 0}
     if b is None or a not in by_cell or b not in by_cell:
         return nothing
@@ -267,9 +269,9 @@ RUNS_SHOWN = 5
 
 
 def spread(raw: pd.DataFrame, order: Sequence[tuple[str, str]]) -> pd.DataFrame:
-    """How far whole runs lie apart, per cell that several runs hold: (largest - smallest) / median of the runs' values.
-    A run's value is the median of its processes' medians, for bytes of their peaks. ``runs_ms``: the values themselves,
-    oldest run first."""
+    """Return how far whole runs lie apart, per cell that several runs hold: (largest - smallest) / median of the runs'
+    values. A run's value is the median of its processes' medians, for bytes of their peaks. ``runs_ms``: the values
+    themselves, oldest run first."""
     rows = []
     starts: dict[str, float] = {}
     for run, when in zip(raw.run, raw.when, strict=True):

@@ -51,7 +51,7 @@ class Parts:
 
     @property
     def regime(self) -> Regime:
-        """How L/C compares with b, which decides the shape of the paper's predicted overhead."""
+        """Return how L/C compares with b, which decides the shape of the paper's predicted overhead."""
         relation = self.ratio / self.batch_size
         return "L/C << b" if relation <= 1 / FAR else "L/C >> b" if relation >= FAR else "L/C ~ b"
 
@@ -118,8 +118,8 @@ def overhead(b: int, C: float, L: float) -> float:
 
 
 def overhead_by_regime(parts: Parts) -> float:
-    """The paper's three approximations of the overhead: 1 + L/C where L/C << b, (2 + b)/3 where L/C ~ b, (1 + b)/2
-    where L/C >> b."""
+    """Return the paper's three approximations of the overhead: 1 + L/C where L/C << b, (2 + b)/3 where L/C ~ b, (1 +
+    b)/2 where L/C >> b."""
     b = parts.batch_size
     if parts.regime == "L/C << b":
         return 1 + parts.ratio
@@ -127,12 +127,12 @@ def overhead_by_regime(parts: Parts) -> float:
 
 
 def share_explained(predicted: float, measured: float) -> float:
-    """Which share of a measured peak a law accounts for; above 1 it predicts more than there was."""
+    """Return which share of a measured peak a law accounts for; above 1 it predicts more than there was."""
     return predicted / measured
 
 
 def relative_error(predicted: float, measured: float) -> float:
-    """(predicted - measured) / measured: above 0 an overestimate, below 0 an underestimate."""
+    """Return (predicted - measured) / measured: above 0 an overestimate, below 0 an underestimate."""
     return predicted / measured - 1.0
 
 
@@ -147,7 +147,7 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Raises ValueError for no value."""
+    """Raise ValueError for no value."""
     if not values:
         raise ValueError("A mean needs at least one value.")
     deviation = statistics.stdev(values) if len(values) > 1 else math.nan

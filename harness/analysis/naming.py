@@ -18,7 +18,7 @@ BASELINE_FRAMEWORK = "pytorch"
 
 
 def paper_rows(known: Mapping[str, Framework] | None = None) -> dict[str, str]:
-    """Contestant -> row of the paper's table that it stands for, as the framework's folder declares it."""
+    """Return contestant -> row of the paper's table that it stands for, as the framework's folder declares it."""
     known = frameworks() if known is None else known
     return {f"{f.name}-{v.name}": v.paper_row for f in known.values() for v in f.variants if v.paper_row}
 
@@ -30,7 +30,8 @@ def twins(known: Mapping[str, Framework] | None = None) -> dict[str, str]:
 
 
 def titles(known: Mapping[str, Framework] | None = None) -> dict[str, str]:
-    """Contestant -> its title, as the framework's folder declares it. A title that two of them share is left out."""
+    """Return contestant -> its title, as the framework's folder declares it. A title that two of them share is left
+    out."""
     known = frameworks() if known is None else known
     found = {f"{f.name}-{v.name}": v.title for f in known.values() for v in f.variants}
     shared = {title for title, count in Counter(found.values()).items() if count > 1}
@@ -53,7 +54,7 @@ def machine_label(machine: Mapping[str, Any]) -> str:
 
 
 def machine_slug(label: str) -> str:
-    """The identity in brackets at the end of a :func:`machine_label`, or all of a label that has none."""
+    """Return the identity in brackets at the end of a :func:`machine_label`, or all of a label that has none."""
     return label.rpartition("[")[2].rstrip("]")
 
 
@@ -88,5 +89,6 @@ def number(value: float) -> str:
 
 
 def factor(value: float) -> str:
-    """A ratio with as many digits as an interval of some per cent deserves, and never 0.00: 0.00249, 0.56, 153."""
+    """Return a ratio with as many digits as an interval of some per cent deserves, and never 0.00: 0.00249, 0.56,
+    153."""
     return f"{value:.2f}" if 0.1 <= abs(float(f"{value:.3g}")) < 10 else number(value)

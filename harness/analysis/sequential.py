@@ -89,7 +89,7 @@ def limits(alpha: float, first: int, last: int) -> tuple[float, ...]:
 
 
 def _edges(bound: float) -> np.ndarray:
-    """Of the cells of |u|, finest next to the bound, from where most crossings come."""
+    """Return the edges of the cells of |u|, finest next to the bound, from where most crossings come."""
     return bound * (1.0 - np.linspace(1.0, 0.0, GRID + 1) ** 2)
 
 
@@ -139,7 +139,7 @@ class Rule:
     rounds: int = 20
 
     def critical(self, n: int) -> float:
-        """The limit of |t| for a difference after n >= FIRST_LOOK blocks."""
+        """Return the limit of |t| for a difference after n >= FIRST_LOOK blocks."""
         return limits(self.alpha / self.cells, FIRST_LOOK, self.rounds)[n - FIRST_LOOK]
 
     def critical_of_equivalence(self, n: int) -> float:
@@ -170,7 +170,7 @@ class Finding:
 
 
 def judge(log_ratios: Sequence[float] | np.ndarray, rule: Rule) -> Finding:
-    """What may be said after these blocks, [n] of log(head / base), n <= rule.rounds."""
+    """Return what may be said after these blocks, [n] of log(head / base), n <= rule.rounds."""
     x = np.asarray(log_ratios, dtype=float)
     n = x.size
     if n == 0:

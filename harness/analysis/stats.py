@@ -43,7 +43,7 @@ Verdict = Literal["faster", "slower", "equivalent", "ambiguous"]
 
 
 def process_value(epoch_seconds: Sequence[float]) -> float:
-    """The one value that a process contributes: the median of its epochs, in seconds.
+    """Return the one value that a process contributes: the median of its epochs, in seconds.
 
     Raises ValueError for no epoch, or one that is not a positive finite number.
     """
@@ -64,7 +64,7 @@ class MedianInterval:
 
 
 def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> MedianInterval:
-    """Median with its distribution-free interval from order statistics.
+    """Return median with its distribution-free interval from order statistics.
 
     Each of n independent values of a continuous distribution lies below the true median with probability 1/2, so the
     number below it is binomial(n, 1/2), and [x(j), x(n+1-j)] (the j-th smallest and j-th largest) misses the median
@@ -152,7 +152,7 @@ def _verdict(low: float, high: float, within: bool) -> Verdict:
 
 
 def against_fastest(log_ratios: Sequence[np.ndarray], confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Interval of the log of (a contestant's time / that of the truly fastest of several others).
+    """Return interval of the log of (a contestant's time / that of the truly fastest of several others).
 
     ``log_ratios``: an array [n_j] for each of J others, of log(seconds of the contestant / seconds of that other) in
     the rounds that both share. With the true means delta[j] this is theta = max_j delta[j], which is not the mean of
@@ -181,8 +181,8 @@ def against_fastest(log_ratios: Sequence[np.ndarray], confidence: float = CONFID
 def compare_unpaired(
     a: Sequence[float], b: Sequence[float], margin: float = MARGIN, confidence: float = CONFIDENCE
 ) -> Comparison:
-    """As :func:`compare`, of processes that were not run in common blocks: ``a`` [n] and ``b`` [m] are seconds of
-    processes, and the interval is Welch's of the difference of their mean logs.
+    """Compare as :func:`compare` does, for processes that were not run in common blocks: ``a`` [n] and ``b`` [m] are
+    seconds of processes, and the interval is Welch's of the difference of their mean logs.
 
     What the machine was like during a and during b (the d[k] of the module's docstring) does not cancel here: the
     interval is about the processes that were run, and a drift between the two is inside the ratio. ``n`` is the smaller
@@ -258,7 +258,8 @@ class Noise:
 def simulate(
     rounds: int, effect: float, trials: int, seed: int, noise: Noise | None = None, margin: float = MARGIN
 ) -> dict[str, float]:
-    """How often each verdict is given if b truly takes (1 + effect) times as long as a. ``effect = 0`` is an A/A test.
+    """Return how often each verdict is given if b truly takes (1 + effect) times as long as a. ``effect = 0`` is an A/A
+    test.
 
     Returns the share of ``trials`` per verdict (``"none"`` under the minimum of rounds).
     """

@@ -1,1 +1,1 @@
-"""What CI jobs call: wheels of a pull request, comments and published history."""
+"""Commands of CI jobs: wheels of a pull request, comments and published history."""

@@ -40,7 +40,7 @@ class GitHubClient:
 
     @classmethod
     def of_the_job(cls, repository: str) -> GitHubClient:
-        """As the runner describes it to every job. Raises :class:`BadInput` outside of one."""
+        """Return the pull request that the runner describes to every job. Raises :class:`BadInput` outside of one."""
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
             raise BadInput(f"The repository {repository!r} is not of the form owner/name.")
         url, token = os.environ.get("GITHUB_API_URL", ""), os.environ.get("GITHUB_TOKEN", "")
@@ -70,7 +70,7 @@ class GitHubClient:
 
 
 def comment(client: GitHubClient, pull_request: int, text: str, name: str) -> str:
-    """Writes ``text`` as the comment ``name`` of the pull request, over its former one if there is one; returns
+    """Write ``text`` as the comment ``name`` of the pull request, over its former one if there is one; returns
     ``created`` or ``renewed``. Raises :class:`Forbidden` where the token may not.
     """
     marker = MARKER.format(name=name)
@@ -100,7 +100,7 @@ def _harmless(text: str) -> str:
 
 
 def publish_history(root: Path, by: str, branch: str, client: GitHubClient | None) -> str:
-    """Commits the new files of the history and pushes them to ``branch`` (``by`` = ``commit``) or opens a pull request
+    """Commit the new files of the history and push them to ``branch`` (``by`` = ``commit``) or opens a pull request
     against it (``pull-request``); returns what was done.
 
     Raises :class:`BadInput` where a file that exists was changed (a history only grows), or the push is refused.

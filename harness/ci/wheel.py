@@ -1,4 +1,4 @@
-"""What a CI job does around ``dpbench compare``: which wheel, against which release, and how the runner is told."""
+"""Prepare ``dpbench compare`` in a CI job: find the wheel and the release, and tell the runner the outcome."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class WheelComparison:
 
 
 def find_wheel(pattern: str, workspace: Path, package: str) -> tuple[Path, Version]:
-    """The only wheel that ``pattern`` (a path, or one with ``*``, relative to ``workspace``) means, and its version.
+    """Return the only wheel that ``pattern`` (a path, or one with ``*``, relative to ``workspace``) means, and its
+    version.
 
     Raises :class:`BadInput` where that is no wheel of ``package`` or not exactly one.
     """
@@ -71,7 +72,7 @@ def find_wheel(pattern: str, workspace: Path, package: str) -> tuple[Path, Versi
 
 
 def last_release(package: str) -> str:
-    """The version that pip would install now from the index that it is configured for.
+    """Return the version that pip would install now from the index that it is configured for.
 
     Raises :class:`BadInput` where pip finds none.
     """
@@ -87,7 +88,7 @@ def last_release(package: str) -> str:
 
 
 def check_version(text: str) -> str:
-    """A version, also as written after ``NAME==``."""
+    """Return a version, also as written after ``NAME==``."""
     version = text.rsplit("==", 1)[-1].strip()
     try:
         Version(version)
@@ -106,7 +107,7 @@ def _run(command: Sequence[str]) -> int:
 
 
 def compare_wheel(comparison: WheelComparison, dry_run: bool = False, run: Run = _run) -> int:
-    """Runs the comparison and tells the runner ``verdict``, ``markdown`` and ``base``; returns the exit code."""
+    """Run the comparison, tell the runner ``verdict``, ``markdown`` and ``base``, and return the exit code."""
     if dry_run:
         code, verdict = 0, DRY_RUN
     else:

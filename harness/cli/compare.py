@@ -162,7 +162,7 @@ def compare(
 
 
 def _options(both: tuple[Side, Side], **asked: Any) -> ComparisonOptions:
-    """Lists from text, and the defaults that depend on the sides."""
+    """Return the options, with lists read from text and the defaults that depend on the sides."""
     from harness.cli.options import integers, names_of
     from harness.compare import run as comparison
 
@@ -186,8 +186,8 @@ def _options(both: tuple[Side, Side], **asked: Any) -> ComparisonOptions:
 
 
 def _contestants(both: tuple[Side, Side], users: list[str], has_layers: bool) -> tuple[str, ...]:
-    """Of the frameworks that pin a package: those that can be asked for by name, where ``has_layers``, those with
-    layers. Raises :class:`BadInput` where there are none."""
+    """Return the contestants of the frameworks that pin a package: those that can be asked for by name, where
+    ``has_layers``, those with layers. Raises :class:`BadInput` where there are none."""
     from harness.plan import registry
 
     known = [framework for side in both for framework in registry.frameworks(root=side.folder).values()]

@@ -102,7 +102,7 @@ def path(
 
 
 def _chosen(names: list[str] | None) -> list[str]:
-    """Each name once, checked before anything is fetched."""
+    """Return each name once, checked before anything is fetched."""
     from harness.data import store
 
     for name in names or ():
@@ -111,7 +111,7 @@ def _chosen(names: list[str] | None) -> list[str]:
 
 
 def _rows(name: str) -> list[dict[str, Any]]:
-    """One row per folder of the data set, or one that says that it is missing."""
+    """Return one row per folder of the data set, or one that says that it is missing."""
     from harness.data import store
 
     rows = []

@@ -85,7 +85,7 @@ def bytes_error(allocated: int) -> int:
 
 
 def overhead_seconds(steps: int = 20_000) -> float:
-    """What the timed loop itself costs per step."""
+    """Return what the timed loop itself costs per step."""
     return min(timed_steps(Phantom(), [(NO_INDICES, None)] * steps) for _ in range(5)) / steps
 
 
@@ -198,7 +198,7 @@ def _gpu() -> Finding:
 
 @lru_cache
 def _connected() -> Engine | str:
-    """The engine, or why there is none."""
+    """Return the engine, or why there is none."""
     try:
         return engine.connect()
     except BadInput as fault:
@@ -284,7 +284,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 
 
 def examine(as_json: bool) -> bool:
-    """Runs every check and prints them; True where none is a fault."""
+    """Run every check and print it; return whether none is a fault."""
     findings = [check() for check in CHECKS]
     if as_json:
         print(json.dumps({"machine": machine.describe(), "checks": [asdict(f) for f in findings]}, indent=1))

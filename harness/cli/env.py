@@ -51,11 +51,11 @@ def env_make(
     if git_mirrors is not None:
         os.environ[mirrors.VARIABLE] = str(git_mirrors)
     mirrors.folder()  # a wrong name is told before anything is built
-    say = (lambda text: None) if as_json else print
+    log = (lambda text: None) if as_json else print
 
     def make(framework: registry.Framework) -> dict[str, Any]:
         try:
-            made = venv.ensure(framework, say)
+            made = venv.ensure(framework, log)
             return {"framework": framework.name, "state": "ready", "where": str(made.folder)}
         except venv.EnvironmentFault as fault:
             return {"framework": framework.name, "state": "unsupported", "where": str(fault)}

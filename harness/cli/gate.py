@@ -96,12 +96,12 @@ def _judge(contestant: Contestant, task: str, device: str, threads: int | None, 
     if reason := contestant.variant.why_unsupported(task):
         return Verdict("unsupported", reason, nothing, {})
     backend = VenvBackend()
-    executor = backend.executor(contestant, progress.say)
+    executor = backend.executor(contestant, progress.log)
     if isinstance(executor, Unavailable):
         return Verdict("unsupported", executor.reason, nothing, {})
     bounds = Limits(memory_limit.default_limit(), admission.TIMEOUT_SECONDS)
     cores = threads or len(os.sched_getaffinity(0))
-    return admission.judge(contestant, task, executor, bounds, device, cores, progress.say, backend.run_tool, fresh)
+    return admission.judge(contestant, task, executor, bounds, device, cores, progress.log, backend.run_tool, fresh)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Judged:
 
     @property
     def known_fault(self) -> str | None:
-        """Why it must be rejected, or None where it must pass."""
+        """The reason why it must be rejected, or None where it must pass."""
         if self.contestant.framework.name == MUTANTS and not self.contestant.name.startswith(EXACT):
             return self.contestant.variant.title
         return self.contestant.variant.why_rejected(self.task)
@@ -132,7 +132,7 @@ class Judged:
 
 
 def summary(judged: Sequence[Judged]) -> str:
-    """How many of each verdict, and every verdict that is not the expected one."""
+    """Return how many of each verdict, and every verdict that is not the expected one."""
     counts = Counter(one.word for one in judged)
     known = sum(one.word == "rejected" and one.as_expected for one in judged)
     text = ", ".join(f"{count} {word}" for word, count in counts.items())
@@ -149,8 +149,8 @@ def summary(judged: Sequence[Judged]) -> str:
 
 
 def table_rows(judged: Sequence[Judged], sampler: Sequence[GateCheck], every_check: bool) -> list[dict[str, Any]]:
-    """A row per contestant and task, or with ``every_check`` per check. What a contestant cannot run for one and the
-    same reason on several tasks is one row."""
+    """Return a row per contestant and task, or with ``every_check`` per check. What a contestant cannot run for one and
+    the same reason on several tasks is one row."""
     rows = [_row("harness", "poisson sampling", check, "") for check in sampler]
     without: dict[tuple[str, str, str], list[str]] = {}
     for one in judged:
@@ -180,8 +180,8 @@ def _row_without_checks(one: Judged) -> dict[str, Any]:
 
 
 def _rows(one: Judged, every_check: bool) -> list[dict[str, Any]]:
-    """Of a contestant that passed the update nearest its limit; of one that did not the failed check farthest beyond
-    its own, with the others counted."""
+    """Return the rows of a contestant: if it passed, the update nearest its limit; else the failed check farthest
+    beyond its own, with the others counted."""
     name, checks = one.contestant.name, one.verdict.gate.checks
     if every_check:
         return [_row(name, one.task, check, "") for check in checks]
@@ -202,12 +202,12 @@ def _rows(one: Judged, every_check: bool) -> list[dict[str, Any]]:
 
 
 def findings_of(checks: Sequence[GateCheck]) -> list[str]:
-    """What checks that passed have to tell."""
+    """Return what checks that passed have to tell."""
     return [check.detail.partition(";")[0] for check in checks if check.passed and check.detail.startswith(FINDING)]
 
 
 def _groups(checks: Sequence[GateCheck]) -> dict[str, None]:
-    """What the names of the checks begin with, each once."""
+    """Return what the names of the checks begin with, each once."""
     return dict.fromkeys(check.check.partition(":")[0] for check in checks)
 
 

@@ -16,7 +16,7 @@ Frameworks = Annotated[list[str] | None, typer.Argument(help="Frameworks; defaul
 
 
 def _chosen(names: list[str] | None) -> dict[str, Any]:
-    """The frameworks named, the hidden ones included, by name."""
+    """Return the frameworks named, the hidden ones included, by name."""
     from harness.plan import registry
 
     return {c.framework.name: c.framework for c in registry.select(names or ["all"], hidden=bool(names))}
@@ -78,10 +78,10 @@ def image_base(
     if source and from_debootstrap:
         raise BadInput("--from and --from-debootstrap both name the base: choose one of them.")
     on = engine.connect()
-    say = _say(as_json)
+    log = _say(as_json)
     if from_debootstrap:
-        source = images.debootstrap(on, say, mirror)
-    digest = images.make_base(on, say, source, device)
+        source = images.debootstrap(on, log, mirror)
+    digest = images.make_base(on, log, source, device)
     listing.table("Base", [{"tag": images.base_tag(device), "digest": digest}], as_json)
 
 

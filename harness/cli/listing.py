@@ -40,7 +40,7 @@ def _text(value: Any) -> str:
 
 
 def tasks() -> list[dict[str, Any]]:
-    """The physical floor beside the name: FLOPs and bytes of one example's training step."""
+    """Return the physical floor beside the name: FLOPs and bytes of one example's training step."""
     return [
         {
             "task": task.name,
@@ -145,7 +145,7 @@ def show_all(details: bool, as_json: bool) -> None:
 
 
 def short(parts: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
-    """One line for each thing that has a name, of at most 80 characters."""
+    """Yield one line for each thing that has a name, of at most 80 characters."""
     yield "Tasks"
     for task in TASKS.values():
         size = f"{task.train_size:>6,} examples, {task.parameter_count:>9,} parameters"

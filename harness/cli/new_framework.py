@@ -14,7 +14,7 @@ RESERVED = {"all", "core", "defaults"}
 
 
 def write(name: str, parent: Path) -> list[Path]:
-    """Writes ``parent/name``, never over anything; returns the files.
+    """Write ``parent/name``, never over anything; returns the files.
 
     Its adapter runs, and the gate rejects it because ``step`` is not filled in. Raises :class:`BadInput` for a name
     that cannot be a Python package or is taken.

@@ -1,4 +1,4 @@
-"""What the verbs share: options, exit codes, and how a list is read."""
+"""Options and exit codes that the verbs share, and the reading of lists."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ In = Annotated[
 
 
 def names_of(text: str | None) -> tuple[str, ...] | None:
-    """The names in a comma-separated list; None where the option was not given."""
+    """Return the names in a comma-separated list; None where the option was not given."""
     return tuple(part.strip() for part in text.split(",") if part.strip()) if text is not None else None
 
 
 def integers(text: str | None, option: str) -> tuple[int, ...] | None:
-    """The whole numbers in a comma-separated list; None where the option was not given.
+    """Return the whole numbers in a comma-separated list; None where the option was not given.
 
     Raises:
         BadInput: one of them is no whole number.
@@ -76,7 +76,7 @@ def integers(text: str | None, option: str) -> tuple[int, ...] | None:
 
 
 def exit_code(states: dict[str, int], expected: int) -> int:
-    """The exit code of a run. ``expected``: how many rejections are known findings, which alone are no news."""
+    """Return the exit code of a run. ``expected``: how many rejections are known findings, which alone are no news."""
     if {"crashed", "oom", "timeout"} & states.keys():
         return CELL_FAILED
     return FINDING if states.get("rejected", 0) > expected else 0

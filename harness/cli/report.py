@@ -86,7 +86,7 @@ def _write(places: list[Path] | None, out: Path | None, plots: Path | None, as_j
 
 
 def _refuse(faults: list[str]) -> None:
-    """Raises :class:`BadInput` with what had to be left out, once the rest has been shown."""
+    """Raise :class:`BadInput` with what had to be left out, once the rest has been shown."""
     if faults:
         raise BadInput("Left out: " + "\ndpbench: Left out: ".join(faults))
 

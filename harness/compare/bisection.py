@@ -1,5 +1,5 @@
-"""Which commit made a cell worse: a search over the commits between a good and a bad one. The search is a pure function
-of what a judge says of single commits; the judge is a comparison of the good commit against each of them."""
+"""Find the commit that made a cell worse: a search over the commits between a good and a bad one. The search is a pure
+function of what a judge says of single commits; the judge is a comparison of the good commit against each of them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def search(commits: Sequence[str], judge: Callable[[str], Step]) -> Culprit:
 
 
 def commits_between(good: str, bad: str, repository: Path) -> tuple[str, list[str]]:
-    """(full hash of the good commit, first-parent commits after it up to the bad one, oldest first). Raises
+    """Return (full hash of the good commit, first-parent commits after it up to the bad one, oldest first). Raises
     :class:`BadInput` where there are none."""
     start, end = commit_of("GOOD", good, repository), commit_of("BAD", bad, repository)
     if git(repository, "merge-base", "--is-ancestor", start, end) is None or start == end:

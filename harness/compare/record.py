@@ -1,5 +1,4 @@
-"""What a comparison leaves behind: ``comparison.json``, and one file per pair of processes from which it can be made
-again.
+"""Records of a comparison: ``comparison.json``, and one file per pair of processes from which it can be made again.
 
 The conclusions are pure functions of the pairs, so that a resumed comparison says the same as one that was never
 killed.
@@ -251,7 +250,7 @@ class Comparison(_Model):
 
 
 def read(path: Path) -> Comparison:
-    """Raises :class:`BadInput` for what is no comparison."""
+    """Raise :class:`BadInput` for what is no comparison."""
     try:
         return Comparison.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:  # pydantic's error is a ValueError
@@ -264,8 +263,8 @@ def read(path: Path) -> Comparison:
 
 
 def counted(pairs: Sequence[Pair], most_set_aside: int) -> tuple[list[Pair], list[Pair]]:
-    """(pairs that count, pairs set aside). An uneven pair is set aside whole, never one side of it, until so many
-    are; on a machine that is always disturbed the rest counts, and is only noisier."""
+    """Return (pairs that count, pairs set aside). An uneven pair is set aside whole, never one side of it, until so
+    many are; on a machine that is always disturbed the rest counts, and is only noisier."""
     kept: list[Pair] = []
     aside: list[Pair] = []
     for pair in pairs:
@@ -280,14 +279,14 @@ def most_set_aside(rounds: int) -> int:
 
 
 def finding(pairs: Sequence[Pair], rule: Rule) -> sequential.Finding:
-    """Of the pairs that count."""
+    """Return statistics of the pairs that count."""
     kept, _ = counted(pairs, most_set_aside(rule.rounds))
     ratios = [ratio for pair in kept if (ratio := pair.log_ratio) is not None]
     return sequential.judge(ratios[: rule.rounds], rule)
 
 
 def is_over(pairs: Sequence[Pair], rule: Rule) -> bool:
-    """Whether the pairs say enough, one did not run, or there are as many as there may be."""
+    """Return whether the pairs say enough, one did not run, or there are as many as there may be."""
     if any(pair.base.state != "ok" or pair.head.state != "ok" or pair.differs for pair in pairs):
         return True
     found = finding(pairs, rule)
@@ -315,7 +314,7 @@ def gate_of(processes: Sequence[Process]) -> str:
 
 
 def memory_of(processes: MemoryPair | None, exact: bool) -> Memory | None:
-    """None where a side has no figure."""
+    """Return how memory changed from base to head; None where a side has no figure."""
     if processes is None:
         return None
     base = [p.bytes for p in processes.base if p.state == "ok" and p.bytes is not None]
@@ -338,7 +337,7 @@ def memory_of(processes: MemoryPair | None, exact: bool) -> Memory | None:
 
 
 def memory_fault(processes: MemoryPair | None) -> str | None:
-    """Of the memory processes that have no figure: which side, and why; None where all have one."""
+    """Return which side has a memory process without a figure, and why; None where all have one."""
     for role in ROLES:
         for process in getattr(processes, role) if processes is not None else []:
             if process.state not in ("ok", "unsupported"):
@@ -351,19 +350,19 @@ def tolerance_of(base_bytes: int) -> int:
 
 
 def needs_second(processes: MemoryPair) -> bool:
-    """Whether the first process of each side shows a change that a second one must confirm."""
+    """Return whether the first process of each side shows a change that a second one must confirm."""
     first = memory_of(processes, True)
     return first is not None and first.change != "same" and len(processes.base) == len(processes.head) == 1
 
 
 def has_proven_growth(processes: MemoryPair | None, exact: bool) -> bool:
-    """Whether head needs more memory for certain; that needs no clock."""
+    """Return whether head needs more memory for certain; that needs no clock."""
     seen = memory_of(processes, exact)
     return seen is not None and seen.change == "grown" and seen.proven
 
 
 def difference(pairs: Sequence[Pair], kind: Literal["layer", "e2e"]) -> str | None:
-    """Why the two sides do not compute the same, though each passes its own check; None where they do."""
+    """Return why the two sides do not compute the same, though each passes its own check; None where they do."""
     pair = next((pair for pair in pairs if pair.differs), None)
     if pair is None:
         return None
@@ -388,7 +387,7 @@ def _stop(found: sequential.Finding, rule: Rule) -> str:
 
 
 def time_of(pairs: Sequence[Pair], rule: Rule) -> Time | None:
-    """None without a pair in which both sides have a time."""
+    """Return how the time changed from base to head; None without a pair in which both sides have one."""
     kept, aside = counted(pairs, most_set_aside(rule.rounds))
     kept = [pair for pair in kept if pair.log_ratio is not None][: rule.rounds]
     if not kept:
@@ -422,9 +421,9 @@ def conclude(
     is_failure: bool = False,
     weights: Pair | None = None,
 ) -> CellResult:
-    """What a cell's processes say. ``gates``: of a task, the verdicts of the admission gate, as processes. ``refusal``:
-    why there was nothing to compare; ``is_failure``: because head no longer has what base has, or a side cannot run.
-    ``weights``: see :class:`CellResult`."""
+    """Return what a cell's processes say. ``gates``: of a task, the verdicts of the admission gate, as processes.
+    ``refusal``: why there was nothing to compare; ``is_failure``: because head no longer has what base has, or a side
+    cannot run. ``weights``: see :class:`CellResult`."""
     processes: dict[Role, list[Process]] = {"base": [], "head": []}
     for role in ROLES:
         processes[role] += [gates[role]] if gates else []

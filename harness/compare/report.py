@@ -15,7 +15,7 @@ WORST_FIRST = ("wrong", "slower", "failed", "ambiguous", "faster", "repaired", "
 
 
 def summary(comparison: Comparison) -> str:
-    """One sentence."""
+    """Return one sentence."""
     found = sorted(comparison.regressions, key=_rank)
     if found:
         many = f"{len(found)} regressions" if len(found) > 1 else "A regression"
@@ -63,7 +63,7 @@ def _what(cell: CellResult) -> str:
 
 
 def percent(ratio: float) -> str:
-    """A ratio as the change that it is: ``+4.2 %``, without a sign where a word says it."""
+    """Return a ratio as the change that it is: ``+4.2 %``, without a sign where a word says it."""
     return f"{abs(ratio - 1.0) * 100:.1f} %"
 
 
@@ -150,7 +150,7 @@ COLUMNS = ("cell", "base", "head", "head over base", "verdict", "memory at the p
 
 
 def markdown(comparison: Comparison) -> str:
-    """Of a pull request's comment."""
+    """Return the Markdown of a pull request's comment."""
     cells = sorted(comparison.cells, key=_rank)
     lines = [MARKER, f"**{summary(comparison)}**", ""]
     lines += [f"| {' | '.join(COLUMNS)} |", f"|{'|'.join('---' for _ in COLUMNS)}|"]
@@ -171,7 +171,8 @@ def _short(text: str, most: int = 400) -> str:
 
 
 def blind_spot(comparison: Comparison) -> str:
-    """The smallest slowdown that would have been found, cell by cell, worst last; and the cells without any figure."""
+    """Return the smallest slowdown that would have been found, cell by cell, worst last; and the cells without any
+    figure."""
     known = [
         (cell.time.smallest_effect, cell.name) for cell in comparison.cells if cell.time and cell.time.smallest_effect
     ]
@@ -189,7 +190,7 @@ def blind_spot(comparison: Comparison) -> str:
 
 
 def conditions(comparison: Comparison) -> list[str]:
-    """How it was measured, and with which error rate."""
+    """Return how it was measured, and with which error rate."""
     pairs = sum(cell.time.n for cell in comparison.cells if cell.time)
     aside = sum(cell.time.set_aside for cell in comparison.cells if cell.time)
     noisy = sum(cell.time.disturbed_counted for cell in comparison.cells if cell.time)
@@ -220,7 +221,8 @@ def _side(side: SideFacts) -> str:
 
 
 def differences(comparison: Comparison) -> list[str]:
-    """What the environments of both sides are, framework by framework: their images, and the packages that differ."""
+    """Return what the environments of both sides are, framework by framework: their images, and the packages that
+    differ."""
     base, head = comparison.base, comparison.head
     lines = []
     for name in sorted(base.images.keys() & head.images.keys()):

@@ -35,7 +35,7 @@ from harness.compare.record import (
 )
 from harness.compare.sides import Side
 from harness.environments import memory_limit
-from harness.environments.backend import Backend, check_device, check_threads
+from harness.environments.backend import Backend, Log, check_device, check_threads
 from harness.environments.choose import backend_of, check_isolation
 from harness.environments.executor import WORKER, Executor, Limits, ToolFault
 from harness.environments.unavailable import Unavailable
@@ -85,7 +85,7 @@ Stored = TypeVar("Stored", Pair, MemoryPair)
 
 @dataclass(frozen=True)
 class ComparisonOptions:
-    """What the user asks for. ``frameworks``: names as the other verbs take them. ``seconds``: timed, per process.
+    """Options of a comparison. ``frameworks``: names as the other verbs take them. ``seconds``: timed, per process.
     ``minutes``: after which no new pair is begun; environments and data do not count. ``threads``: 1 unless asked,
     which leaves processors to the rest of the machine. ``first_alert``: a cell ends with its first alert; where memory
     has grown for certain, no clock is started."""
@@ -111,7 +111,7 @@ class ComparisonOptions:
 
 
 def check(options: ComparisonOptions) -> None:
-    """Raises :class:`BadInput` with the value, the rule and the remedy."""
+    """Raise :class:`BadInput` with the value, the rule and the remedy."""
     if not 0.0 < options.threshold < 1.0:
         raise BadInput(f"--threshold is {options.threshold}: it is a fraction above 0 and below 1, for instance 0.05.")
     # Equivalence takes an interval at 1 - 2 alpha, see harness.analysis.sequential.
@@ -142,7 +142,7 @@ def check(options: ComparisonOptions) -> None:
 
 
 def check_sides(options: ComparisonOptions, sides: dict[Role, Side]) -> None:
-    """Raises :class:`BadInput` for a side that cannot run in isolation of that kind."""
+    """Raise :class:`BadInput` for a side that cannot run in isolation of that kind."""
     for role, side in sides.items():
         if side.image is not None and options.isolation != "docker":
             raise BadInput(
@@ -158,7 +158,7 @@ def check_sides(options: ComparisonOptions, sides: dict[Role, Side]) -> None:
 
 
 def module_of(contestant: AnyContestant) -> str:
-    """The worker that measures it."""
+    """Return the worker that measures it."""
     return LAYER_WORKER if isinstance(contestant, LayerContestant) else WORKER
 
 
@@ -194,7 +194,8 @@ class PairedCell:
 
 
 def paired_cells(options: ComparisonOptions, roots: dict[Role, Path]) -> list[PairedCell]:
-    """Every cell that the options name and at least one side has. Raises :class:`BadInput` where there is none."""
+    """Return every cell that the options name and at least one side has. Raises :class:`BadInput` where there is
+    none."""
     found = [*_of_layers(options, roots), *_of_tasks(options, roots)]
     if not found:
         raise BadInput(
@@ -248,8 +249,8 @@ def _of_tasks(options: ComparisonOptions, roots: dict[Role, Path]) -> list[Paire
 def _both(
     names: Iterable[str], roots: dict[Role, Path], select: Callable[[list[str], Path], Iterable[AnyContestant]]
 ) -> list[tuple[dict[Role, AnyContestant | None], dict[Role, str]]]:
-    """The chosen contestants by side, and why a side lacks one. Raises :class:`BadInput` for a name that neither side
-    knows."""
+    """Return the chosen contestants by side, and why a side lacks one. Raises :class:`BadInput` for a name that neither
+    side knows."""
     by_name: dict[str, dict[Role, AnyContestant | None]] = {}
     for name in names:
         faults = []
@@ -270,7 +271,7 @@ def _complete(
     roots: dict[Role, Path],
     select: Callable[[list[str], Path], Iterable[AnyContestant]],
 ) -> dict[Role, str]:
-    """Asks a side that lacks the contestant for it by its full name: it may only have left the framework's defaults.
+    """Ask a side that lacks the contestant for it by its full name: it may only have left the framework's defaults.
     Returns why a side has none, in the registry's words."""
     faults: dict[Role, str] = {}
     for role in ROLES:
@@ -306,7 +307,7 @@ def _unsupported(contestant: AnyContestant, cell: Cell) -> str | None:
 
 
 def first_of(seed: int, slug: str, number: int) -> tuple[Role, Role]:
-    """The order inside a pair: random for every other one, reversed in the next, so that an effect of the order
+    """Return the order inside a pair: random for every other one, reversed in the next, so that an effect of the order
     cancels."""
     flip = random.Random(f"dpbench comparison {seed} {slug} {number // 2}").random() < 0.5
     return ("base", "head") if flip == (number % 2 == 0) else ("head", "base")
@@ -372,17 +373,17 @@ class ComparisonRun:
         return cls(options, base, head, folder, command, backends)
 
     def execute(self, progress: Progress, fresh: bool = False) -> Comparison:
-        """Everything, or what is left of it. A kill at any moment loses at most the pair under way."""
+        """Measure everything, or what is left of it. A kill at any moment loses at most the pair under way."""
         try:
             for role, backend in self.backends.items():
-                backend.prepare([c for _, c in self._running(role)], progress.say)
+                backend.prepare([c for _, c in self._running(role)], progress.log)
             return self._execute(progress, fresh)
         finally:
             for backend in self.backends.values():
                 backend.close()
 
     def _running(self, role: Role) -> Iterator[tuple[PairedCell, AnyContestant]]:
-        """The cells of both sides, each with the contestant of one."""
+        """Yield the cells of both sides, each with the contestant of one."""
         for paired in self.paired_cells:
             contestant = paired.sides[role]
             if paired.refusal is None and contestant is not None:
@@ -390,7 +391,7 @@ class ComparisonRun:
 
     def _execute(self, progress: Progress, fresh: bool) -> Comparison:
         with self.folder.open(self._description(), fresh):
-            self._prepare(progress.say)
+            self._prepare(progress.log)
             begun = time.monotonic()
             progress.begin(len(self.paired_cells), "cells")
             for paired in self.paired_cells:
@@ -414,35 +415,33 @@ class ComparisonRun:
             **({"images": images} if images else {}),
         }
 
-    def _prepare(self, say: Callable[[str], None]) -> None:
-        """Environments, references, data."""
-        self._prepare_executors(say)
+    def _prepare(self, log: Log) -> None:
+        """Make environments, references and data."""
+        self._prepare_executors(log)
         names = tuple(dict.fromkeys(paired.cell.layer for paired in self.paired_cells if paired.cell.layer is not None))
         if names:
             try:
-                self.references = layer_run.ensure_references(names, say, self.backends["base"].run_tool)
+                self.references = layer_run.ensure_references(names, log, self.backends["base"].run_tool)
             except (EnvironmentFault, ToolFault) as fault:
                 self.reference_fault = f"the float64 references of the layers could not be made: {fault}"
-                say(self.reference_fault)
+                log(self.reference_fault)
         for dataset in sorted({TASKS[paired.cell.task].dataset for paired in self.paired_cells if paired.cell.task}):
-            ensure_data(dataset, self.options.synthetic, say)
+            ensure_data(dataset, self.options.synthetic, log)
 
-    def _prepare_executors(self, say: Callable[[str], None]) -> None:
+    def _prepare_executors(self, log: Log) -> None:
         for paired in self.paired_cells:
             for role, contestant in paired.sides.items():
                 if paired.refusal is None and contestant is not None:
-                    executor = self._prepare_executor(role, contestant, say)
+                    executor = self._prepare_executor(role, contestant, log)
                     if isinstance(executor, Unavailable):  # and the other side is not even installed
                         paired.refusal, paired.is_failure = f"{role} cannot run: {executor.reason}", True
 
-    def _prepare_executor(
-        self, role: Role, contestant: AnyContestant, say: Callable[[str], None]
-    ) -> Executor | Unavailable:
+    def _prepare_executor(self, role: Role, contestant: AnyContestant, log: Log) -> Executor | Unavailable:
         """Return where it runs, or why it cannot."""
         module = module_of(contestant)
         key = role, module, contestant.name
         if key not in self.executors:
-            self.executors[key] = self.backends[role].executor(contestant, say, module)
+            self.executors[key] = self.backends[role].executor(contestant, log, module)
         return self.executors[key]
 
     def _executor(self, role: Role, contestant: AnyContestant) -> Executor:
@@ -474,7 +473,7 @@ class ComparisonRun:
         bounds = Limits(self.limits.memory_bytes, min(admission.TIMEOUT_SECONDS, self.limits.timeout_seconds))
         options, run_tool = self.options, self.backends[role].run_tool
         verdict = admission.judge(
-            contestant, paired.cell.task, executor, bounds, options.device, options.threads, progress.say, run_tool
+            contestant, paired.cell.task, executor, bounds, options.device, options.threads, progress.log, run_tool
         )
         state = "rejected" if verdict.state == "ok" and not verdict.passed else verdict.state
         return Process.model_validate(
@@ -496,8 +495,9 @@ class ComparisonRun:
         return pair
 
     def _weights(self, paired: PairedCell, progress: Progress) -> Pair:
-        """The weights of either side after the first steps on the measured batch size, without noise, whose stream a
-        newer version may draw in another order. Beside what the gate compares, these are real rows, and as many."""
+        """Return the weights of either side after the first steps on the measured batch size, without noise, whose
+        stream a newer version may draw in another order. Beside what the gate compares, these are real rows, and as
+        many."""
         name = f"{paired.slug}.weights.json"
         stored = self._stored(name, Pair)
         if stored is not None:
@@ -516,7 +516,7 @@ class ComparisonRun:
         processors: list[int],
         progress: Progress,
     ) -> Pair:
-        """A process of either side, and how far what they leave behind lies apart."""
+        """Return a process of either side, and how far what they leave behind lies apart."""
         processes = {role: self._process(paired, role, purpose, number, progress) for role in order}
         base, head = processes["base"], processes["head"]
         apart = limit = None
@@ -545,7 +545,7 @@ class ComparisonRun:
     # ---- pairs
 
     def _run_pairs(self, begun: float, progress: Progress) -> bool:
-        """Pairs of all open cells in turn, in random order, until each is clear; whether all came to their end."""
+        """Measure pairs of all open cells in turn, in random order, until each is clear; return whether all ended."""
         number = 0
         while any(not paired.is_closed for paired in self.paired_cells):
             left = [paired for paired in self.paired_cells if not paired.is_closed]
@@ -577,7 +577,7 @@ class ComparisonRun:
         with quietest(self.options.threads) as processors:
             pair = self._both(paired, order, "time", number, processors, progress)
         if pair.is_uneven:
-            progress.say(f"{paired.name}: pair {number + 1} was unevenly disturbed by other work on this machine")
+            progress.log(f"{paired.name}: pair {number + 1} was unevenly disturbed by other work on this machine")
         self._store(name, pair.model_dump_json())
         return pair
 
@@ -602,7 +602,7 @@ class ComparisonRun:
     # ---- one process
 
     def _process(self, paired: PairedCell, role: Role, purpose: Purpose, number: int, progress: Progress) -> Process:
-        """A fresh process, never repeated by itself: a disturbed pair is repeated whole."""
+        """Return a fresh process, never repeated by itself: a disturbed pair is repeated whole."""
         contestant = paired.sides[role]
         assert contestant is not None
         executor = self._executor(role, contestant)
@@ -728,7 +728,7 @@ class ComparisonRun:
 
 
 def _backend_of(options: ComparisonOptions, role: Role, side: Side) -> Backend:
-    """Where one side runs. Raises :class:`BadInput` where it cannot."""
+    """Return where one side runs. Raises :class:`BadInput` where it cannot."""
     made = backend_of(options.isolation, options.device, otherwise=MEANT, named=side.image, option=f"--{role}")
     if made.remote_host is not None:
         raise BadInput(

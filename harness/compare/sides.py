@@ -70,9 +70,9 @@ class Side:
 
 
 def resolve(role: Role, asked: str, repository: Path = ROOT) -> Side:
-    """A git ref of ``repository``, ``.`` or ``WORKTREE`` (its files as they are), another folder with ``frameworks/``,
-    ``NAME==VERSION``, the path of a wheel, or ``image:TAG_OR_DIGEST``, which is looked up on the engine only when the
-    comparison begins. Raises :class:`BadInput` for anything else."""
+    """Return the side that the text names: a git ref of ``repository``, ``.`` or ``WORKTREE`` (its files as they are),
+    another folder with ``frameworks/``, ``NAME==VERSION``, the path of a wheel, or ``image:TAG_OR_DIGEST``, which is
+    looked up on the engine only when the comparison begins. Raises :class:`BadInput` for anything else."""
     if asked.startswith(IMAGE):
         return _of_image(role, asked, repository)
     if asked.endswith(".whl"):
@@ -98,7 +98,7 @@ def git(repository: Path, *arguments: str) -> str | None:
 
 
 def commit_of(option: str, asked: str, repository: Path) -> str:
-    """The full hash of the commit that a ref names. Raises :class:`BadInput`."""
+    """Return the full hash of the commit that a ref names. Raises :class:`BadInput`."""
     found = (
         None if asked.startswith("-") else git(repository, "rev-parse", "--verify", "--quiet", f"{asked}^{{commit}}")
     )
@@ -151,7 +151,7 @@ def _of_image(role: Role, asked: str, repository: Path) -> Side:
 
 
 def _of_pin(role: Role, asked: str, name: str, line: str, repository: Path) -> Side:
-    """The working tree, in which every pin of the package is ``line``."""
+    """Return the working tree, in which every pin of the package is ``line``."""
     with _workshop() as place:
         _copy(repository, place / "tree")
         users = _repin(place / "tree" / "frameworks", name, line)
@@ -178,7 +178,8 @@ def _of_wheel(role: Role, asked: str, repository: Path) -> Side:
 
 
 def _of_core_wheel(role: Role, asked: str, path: Path, version: str, repository: Path) -> Side:
-    """dpcore is imported from the tree and pinned nowhere: the wheel's package takes the place of the folder."""
+    """Put a wheel of dpcore in place. It is imported from the tree and pinned nowhere: the wheel's
+    package takes the place of the folder."""
     with _workshop() as place:
         _copy(repository, place / "tree")
         shutil.rmtree(place / "tree" / "dpcore", ignore_errors=True)
@@ -192,7 +193,7 @@ def _of_core_wheel(role: Role, asked: str, path: Path, version: str, repository:
 
 
 def _repin(frameworks: Path, name: str, line: str) -> tuple[str, ...]:
-    """Names of the frameworks in which a pin of ``name`` was replaced."""
+    """Return the names of the frameworks in which a pin of ``name`` was replaced."""
     users = set()
     for file in (path for kind in PIN_FILES for path in sorted(frameworks.glob(f"*/{kind}"))):
         old = {
@@ -230,7 +231,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _finish(tree: Path) -> tuple[Path, str]:
-    """The running harness beside the tree; the whole under the name of its content."""
+    """Return the running harness beside the tree; the whole under the name of its content."""
     shutil.copytree(ROOT / "harness", tree / "harness", ignore=_ignored, dirs_exist_ok=True)
     content = _hash(tree)
     target = cache.folder("sides") / content

@@ -92,7 +92,7 @@ class _Cell:
 
 
 def history(seed: int = 0, days: int = DAYS) -> Demo:
-    """The same seed gives the same history."""
+    """Return a made-up history; the same seed gives the same one."""
     rng = np.random.default_rng(seed)
     commits = _commits(rng, days)
     runs: list[Run] = []
@@ -171,7 +171,7 @@ def _cell(
 def _plant(
     rng: np.random.Generator, cells: Sequence[_Cell], days: int, since: int, device: str
 ) -> tuple[list[tuple[str, str, int, float | None, float, str]], dict[str, list[int]]]:
-    """(what was planted, framework -> days of its releases). Two steps of one cell are 120 days apart."""
+    """Return (what was planted, framework -> days of its releases). Two steps of one cell are 120 days apart."""
     plants: list[tuple[str, str, int, float | None, float, str]] = []
     taken: dict[tuple[str, str], list[int]] = {}
     releases: dict[str, list[int]] = {}

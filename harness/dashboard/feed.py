@@ -20,8 +20,8 @@ _FEED = uuid.UUID("0b4d2c55-58c4-5f0f-8f0e-4a8f2f6f7c11")
 
 
 def atom(history: History, events: Sequence[Event], addresses: dict[str, str], site: str | None) -> bytes:
-    """The newest regressions. ``addresses``: event id -> page and anchor. An entry keeps its id; ``updated`` moves when
-    a cell works again."""
+    """Return the newest regressions. ``addresses``: event id -> page and anchor. An entry keeps its id; ``updated``
+    moves when a cell works again."""
     ElementTree.register_namespace("", ATOM)
     base = f"{site.rstrip('/')}/" if site else ""
     mark = "Simulated: " if history.simulated else ""
@@ -50,7 +50,7 @@ def atom(history: History, events: Sequence[Event], addresses: dict[str, str], s
 
 
 def _updated(event: Event) -> Run:
-    """The run at which it was detected, or at which the last of its cells worked again."""
+    """Return the run at which it was detected, or at which the last of its cells worked again."""
     ends = [event.runs[c.back] for c in event.changes if c.back is not None]
     return max([event.detected, *ends], key=lambda run: run.moment)
 
@@ -80,7 +80,7 @@ class Badge:
     colour: str
 
     def as_json(self) -> str:
-        """As the endpoint of a badge service wants it."""
+        """Return the JSON that the endpoint of a badge service takes."""
         shown = {"schemaVersion": 1, "label": "dpbench", "message": self.message, "color": self.colour}
         return json.dumps(shown, ensure_ascii=False) + "\n"
 

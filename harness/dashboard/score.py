@@ -30,7 +30,7 @@ EFFECTS, NOISES = (0.02, 0.05, 0.10), (0.015, 0.05)
 
 
 def score(made: Demo) -> dict[str, Any]:
-    """One generated history."""
+    """Return one generated history."""
     machines = series.of_history(history.of(made.runs))
     plants: list[dict[str, Any]] = []
     false: list[dict[str, Any]] = []
@@ -58,7 +58,8 @@ def _planted(p: Planted) -> dict[str, Any]:
 def _match(
     s: Series, metric: str, truth: Sequence[Planted], plants: list[dict[str, Any]]
 ) -> tuple[list[Planted], list[float]]:
-    """(planted steps that were not found, ratios of steps that are none); appends to ``plants`` what was found."""
+    """Return (planted steps that were not found, ratios of steps that are none); appends to ``plants`` what was
+    found."""
     left, wrong = list(truth), []
     for step, before, after, alarm in s.changes(metric):
         fitting = [
@@ -110,7 +111,7 @@ def delays(trials: int = 100, before: int = 100, after: int = 265) -> list[dict[
 
 
 def summary(scores: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """All histories together."""
+    """Return all histories together."""
     scores = list(scores)
     plants = [p for s in scores for p in s["plants"]]
     false = [f for s in scores for f in s["false"]]
@@ -151,7 +152,7 @@ def summary(scores: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def markdown(total: dict[str, Any], alone: Sequence[dict[str, Any]]) -> str:
-    """Both as text, which says in its title that all of it is simulated."""
+    """Return both as text, which says in its title that all of it is simulated."""
     seeds, years, memory = ", ".join(map(str, SEEDS)), total["series_years"], total["memory"]
     false = [
         f"{f['from']:.0%} to {'any' if f['to'] is None else format(f['to'], '.0%')}: {f['time']} of time, "

@@ -31,7 +31,7 @@ OPEN_CELLS = 4
 
 
 def write(history: History, out: Path, options: Options) -> dict[str, Any]:
-    """Replaces ``out`` by the site, whole or not at all; returns what is in it.
+    """Replace ``out`` by the site, whole or not at all; returns what is in it.
 
     Raises :class:`BadInput` where ``out`` holds something else, or cannot be written.
     """
@@ -59,7 +59,7 @@ def write(history: History, out: Path, options: Options) -> dict[str, Any]:
 
 
 def pages(history: History, options: Options) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """(file name -> content, summary)."""
+    """Return (file name -> content, summary)."""
     all_series = series_of.of_history(history)
     events = events_of.of_history(history, all_series)
     cells = view.cells(history, events, all_series, options.days)
@@ -151,7 +151,8 @@ def pages(history: History, options: Options) -> tuple[dict[str, bytes], dict[st
 
 
 def _matrices(frameworks: Sequence[str], covered: Sequence[tuple[str, str, dict[str, Any]]]) -> Iterator[Any]:
-    """(title, frameworks with a cell there, rows of (kind, subject, framework -> coverage)) of tasks and layers."""
+    """Yield (title, frameworks with a cell there, rows of (kind, subject, framework -> coverage)) of tasks and
+    layers."""
     for kind, title in (("task", "Tasks"), ("layer", "Layers")):
         rows = [row for row in covered if row[0] == kind]
         if rows:
@@ -159,7 +160,7 @@ def _matrices(frameworks: Sequence[str], covered: Sequence[tuple[str, str, dict[
 
 
 def _looks(names: Iterable[str]) -> dict[str, looks.Look]:
-    """The looks of frameworks, those of reports; grey for one that this checkout does not have."""
+    """Return the looks of frameworks, those of reports; grey for one that this checkout does not have."""
     return {name: looks.of(f"{name}-") for name in names}
 
 

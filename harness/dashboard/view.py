@@ -1,4 +1,4 @@
-"""What the pages show, as plain values: one :class:`CellView` per series, and small drawings made beforehand.
+"""Values that the pages show: one :class:`CellView` per series, and small drawings made beforehand.
 
 Charts are drawn by the page's own script from whole numbers. Vega, which the report uses, was measured first: 0.9 MB
 and 0.8 to 2.6 s for 16 charts of 700 points on two cores, where a page of this site has up to 40.
@@ -132,7 +132,7 @@ class CellView:
 
     @property
     def seconds(self) -> str:
-        """Of the newest run that holds the cell; a cell that is not ok has no time."""
+        """Seconds of the newest run that holds the cell; a cell that is not ok has none."""
         p = self.last_time
         if p is None or p.normalised is None or self.state != "ok":
             return "–"
@@ -169,7 +169,7 @@ class CellView:
 
     @property
     def trouble(self) -> str:
-        """What is new and worse with a cell that is ok: ``slower``, ``more memory``."""
+        """The new trouble with a cell that is ok: ``slower``, ``more memory``."""
         metrics = {e.metric for e in self.open if e in self.recent}
         return " and ".join(
             word for metric, word in (("time", "slower"), ("memory", "more memory")) if metric in metrics
@@ -304,7 +304,8 @@ def cells(history: History, events: Iterable[Event], all_series: dict[str, list[
 
 
 def chart_data(views: Sequence[CellView]) -> dict[str, Any]:
-    """The numbers of one page. Times in minutes, values in 1/SCALE of the series' base, bytes where they change."""
+    """Return the numbers of one page. Times in minutes, values in 1/SCALE of the series' base, bytes where they
+    change."""
     used = list({v.machine.key: v.machine for v in views}.values())
     place = {m.key: i for i, m in enumerate(used)}
     return {
@@ -388,7 +389,7 @@ def _finite(value: float) -> float | None:
 
 
 def movers(views: Iterable[CellView], count: int = 8) -> list[CellView]:
-    """Those that moved most against the days before, by more than noise explains."""
+    """Return those that moved most against the days before, by more than noise explains."""
     moved = [v for v in views if v.move is not None and v.ratio_class != "calm"]
     return sorted(moved, key=lambda v: -abs(math.log(v.move.ratio)) if v.move else 0.0)[:count]
 
@@ -404,7 +405,7 @@ class Coverage:
 
 
 def coverage(views: Sequence[CellView]) -> tuple[list[str], list[tuple[str, str, dict[str, Coverage]]]]:
-    """(frameworks, rows of (kind, subject, framework -> coverage)); all machines together."""
+    """Return (frameworks, rows of (kind, subject, framework -> coverage)); all machines together."""
     frameworks = sorted({v.framework for v in views})
     groups: dict[tuple[str, str], dict[str, list[CellView]]] = {}
     for v in sorted(views, key=lambda v: v.kind == "layer"):
@@ -421,7 +422,8 @@ def coverage(views: Sequence[CellView]) -> tuple[list[str], list[tuple[str, str,
 
 
 def versions(history: History, framework: str) -> list[dict[str, str]]:
-    """Where a framework's packages changed, newest first; the first line of a machine is what it started with."""
+    """Return where a framework's packages changed, newest first; the first line of a machine is what it started
+    with."""
     rows = []
     for runs in history.machines.values():
         before: dict[str, str] | None = None

@@ -1,1 +1,1 @@
-"""Where a worker runs: in a virtual environment, in a container, or in a Python that is used as it is."""
+"""Environments in which workers run: virtual environments, containers, or a Python that is used as it is."""

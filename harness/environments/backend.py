@@ -1,5 +1,5 @@
-"""Where workers run, as the runs see it: one interface for virtual environments, containers, a Python as it is found,
-and this very process."""
+"""The place where workers run, as the runs see it: one interface for virtual environments, containers, a Python as it
+is found, and this very process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from harness.worker import machine, speed_probe
 from harness.worker.result import Result
 
 AnyContestant = Contestant | LayerContestant
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 """Takes a line for the progress display."""
 
 
@@ -39,20 +39,20 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """What a tool writes: the file ``path``, or the files ``names`` into the folder ``path``."""
+    """Output of a tool: the file ``path``, or the files ``names`` into the folder ``path``."""
 
     path: Path
     names: tuple[str, ...] = ()
 
 
 Argument = str | Input | Output
-RunTool = Callable[[str, Sequence[Argument], Say], str]
+RunTool = Callable[[str, Sequence[Argument], Log], str]
 """As :meth:`Backend.run_tool`."""
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """What a record says of the place where its process ran."""
+    """The place where a process ran, as its record names it."""
 
     image: Image | None
     container: Container | None
@@ -60,7 +60,8 @@ class Provenance:
 
 
 class Backend(Protocol):
-    """Where workers run. ``VenvBackend``, ``ContainerBackend``, ``UnpinnedBackend`` and ``InProcessBackend`` have it.
+    """Interface to the place where workers run. ``VenvBackend``, ``ContainerBackend``, ``UnpinnedBackend`` and
+    ``InProcessBackend`` have it.
 
     Attributes:
         remote_host: where the workers' machine is reached, None where it is this one.
@@ -69,11 +70,11 @@ class Backend(Protocol):
     @property
     def remote_host(self) -> str | None: ...
 
-    def prepare(self, contestants: Iterable[AnyContestant], say: Say) -> None:
+    def prepare(self, contestants: Iterable[AnyContestant], log: Log) -> None:
         """Make what :meth:`describe` tells of, before the folder of the run is opened."""
         ...
 
-    def executor(self, contestant: AnyContestant, say: Say, module: str = WORKER) -> Executor | Unavailable:
+    def executor(self, contestant: AnyContestant, log: Log, module: str = WORKER) -> Executor | Unavailable:
         """Return where the contestant's workers run, or why they cannot.
 
         Args:
@@ -83,7 +84,7 @@ class Backend(Protocol):
         """
         ...
 
-    def run_tool(self, module: str, arguments: Sequence[Argument], say: Say) -> str:
+    def run_tool(self, module: str, arguments: Sequence[Argument], log: Log) -> str:
         """Run a tool that needs PyTorch: a float64 reference, an evaluation.
 
         Args:
@@ -138,11 +139,11 @@ class Resources:
 
 
 class LocalBackend:
-    """What the backends have in common whose workers are ordinary processes of this machine."""
+    """Common part of the backends whose workers are ordinary processes of this machine."""
 
     remote_host = None
 
-    def prepare(self, contestants: Iterable[AnyContestant], say: Say) -> None:
+    def prepare(self, contestants: Iterable[AnyContestant], log: Log) -> None:
         """Environments are built when an executor is asked for: nothing that is described depends on them."""
 
     def environment_id(self, framework: Framework) -> str:
@@ -168,7 +169,7 @@ class LocalBackend:
 
 
 def check_threads(threads: int) -> None:
-    """Raises :class:`BadInput` for none, or for more threads than processors, which would not be pinned one to one."""
+    """Raise :class:`BadInput` for none, or for more threads than processors, which would not be pinned one to one."""
     if threads < 1:
         raise BadInput(f"--threads is {threads}: it must be at least 1.")
     available = len(os.sched_getaffinity(0))
@@ -177,7 +178,7 @@ def check_threads(threads: int) -> None:
 
 
 def check_device(device: str) -> None:
-    """Raises :class:`BadInput` where the device is not there."""
+    """Raise :class:`BadInput` where the device is not there."""
     if device == "cuda" and not machine.gpus():
         raise BadInput(
             "--device is cuda, but nvidia-smi sees no GPU on this machine; use --device cpu, or repair the driver."
@@ -187,11 +188,11 @@ def check_device(device: str) -> None:
 
 
 def as_words(arguments: Sequence[Argument]) -> list[str]:
-    """The arguments of a tool that sees the files of this machine."""
+    """Return the arguments of a tool that sees the files of this machine."""
     return [a if isinstance(a, str) else str(a.file if isinstance(a, Input) else a.path) for a in arguments]
 
 
 def last_json(printed: str) -> dict[str, Any]:
-    """The JSON object on the last line that a tool printed."""
+    """Return the JSON object on the last line that a tool printed."""
     said: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
     return said

@@ -13,7 +13,7 @@ ISOLATIONS = ("venv", "docker", "inprocess")
 
 
 def check_isolation(isolation: str) -> None:
-    """Raises :class:`BadInput` for a name that is none."""
+    """Raise :class:`BadInput` for a name that is none."""
     if isolation not in ISOLATIONS:
         raise BadInput(f"--isolation is {isolation!r}: choose venv, docker, or inprocess (tests only).")
 

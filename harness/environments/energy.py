@@ -124,7 +124,7 @@ def open_nvml() -> Nvml | Unavailable:
 
 
 def _is_shared(nvml: Any, gpu: Any) -> bool:
-    """Whether the GPU is divided; one that cannot be is not."""
+    """Return whether the GPU is divided; one that cannot be is not."""
     try:
         return bool(nvml.nvmlDeviceGetMigMode(gpu)[0])
     except nvml.NVMLError:
@@ -154,7 +154,7 @@ def _read(found: Counters) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Idle:
-    """What the machine takes before anything of a run is at work: ``watts`` by counter, and how often each moves:
+    """Power that the machine takes before anything of a run is at work: ``watts`` by counter, and how often each moves:
     once in ``step_seconds``. ``reason``: why nothing was measured."""
 
     watts: Mapping[str, float] = field(default_factory=dict)

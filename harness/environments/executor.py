@@ -1,4 +1,4 @@
-"""What runs a worker: this process (for tests), a virtual environment, and, in their own folder, containers.
+"""Executors of workers: this process (for tests), a virtual environment, and, in their own folder, containers.
 
 Every executor takes a request and yields the worker's events; what went wrong outside the worker (a kill, a limit, a
 time-out, silence) becomes a ``result`` event as well, so that the caller has one kind of ending.
@@ -66,8 +66,8 @@ class Limits:
 
 
 class Executor(Protocol):
-    """What runs one worker. ``name`` goes into the cell. ``identity`` tells two executors with the same pins apart (the
-    image of a container): a verdict holds for one; empty where the pins say it all."""
+    """An executor runs one worker. ``name`` goes into the cell. ``identity`` tells two executors with the same pins
+    apart (the image of a container): a verdict holds for one; empty where the pins say it all."""
 
     name: str
     identity: str
@@ -161,7 +161,7 @@ class Venv:
                 start_new_session=True,
             )
             if referee is not None:
-                referee.say, referee.pid = functools.partial(_write_line, process), process.pid
+                referee.send, referee.pid = functools.partial(_write_line, process), process.pid
             try:
                 limit.adopt(process.pid)
                 gpu = nvml.Watch(process.pid) if watches_gpu else None
@@ -177,7 +177,7 @@ class Venv:
 
 
 def _examined(said: Event, request: AnyRequest) -> Result:
-    """The result as :mod:`harness.environments.validate` lets it through; files of no use are removed."""
+    """Return the result as :mod:`harness.environments.validate` lets it through; files of no use are removed."""
     paths = {name: getattr(request, name, None) for name in OUTPUTS}
     files = {name: Path(path) for name, path in paths.items() if path is not None and Path(path).exists()}
     result, kept = validate.examined(
@@ -189,7 +189,8 @@ def _examined(said: Event, request: AnyRequest) -> Result:
 
 
 def worker_environment(threads: int, extra: Mapping[str, str], root: Path = ROOT) -> dict[str, str]:
-    """The worker sees the repository, its thread count, and nothing of the harness's own virtual environment."""
+    """Return the worker's environment variables: it sees the repository, its thread count, and nothing of the harness's
+    own virtual environment."""
     dropped = (
         "PYTHONHOME",
         "VIRTUAL_ENV",
@@ -300,13 +301,14 @@ def _name(number: int) -> str:
 
 
 def failed(state: State, reason: str, interrupted: bool = False) -> Event:
-    """A ``result`` event in the place of the worker's. ``interrupted``: see :class:`harness.store.record.Record`."""
+    """Return a ``result`` event in the place of the worker's. ``interrupted``: see
+    :class:`harness.store.record.Record`."""
     return Result(state, reason, interrupted=interrupted).as_event()
 
 
 def event_of(line: bytes) -> Event:
-    """A line that is not an event is a library's print that slipped past the redirection: passed on as noise. How the
-    process did is the harness's to say, in a result."""
+    """Return the event in a line. A line that is none is a library's print that slipped past the redirection. What only
+    the harness may state of the process is left out."""
     with suppress(ValueError, RecursionError):
         event = json.loads(line)
         if isinstance(event, dict):
@@ -334,7 +336,7 @@ class Inbox:
                 return
 
     def get(self, seconds: float) -> bytes | None:
-        """The next line; empty where none came within ``seconds``; None at and after the end."""
+        """Return the next line; empty where none came within ``seconds``; None at and after the end."""
         try:
             line = self._lines.get(timeout=seconds)
         except queue.Empty:
@@ -371,7 +373,7 @@ def _read(stream: IO[bytes], inbox: Inbox, referee: Referee | None) -> None:
 
 
 def kill_tree(process: subprocess.Popen[Any]) -> None:
-    """Ends the worker and everything it started (it leads a session of its own)."""
+    """End the worker and everything it started (it leads a session of its own)."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -385,8 +387,8 @@ class ToolFault(Exception):
 
 
 def dying_with_parent(command: list[str]) -> list[str]:
-    """The command, killed by Linux when this process dies (PR_SET_PDEATHSIG outlives exec): an orphaned installer would
-    write into the folder that the next run cleans up."""
+    """Return the command, killed by Linux when this process dies (PR_SET_PDEATHSIG outlives exec): an orphaned
+    installer would write into the folder that the next run cleans up."""
     code = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
     return [sys.executable, "-c", code, shutil.which(command[0]) or command[0], *command[1:]]
 

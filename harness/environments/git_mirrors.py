@@ -97,7 +97,7 @@ def _source(pin: GitPin, mirrors: Path | None) -> Path | None:
 
 
 def _copy(pin: GitPin, source: Path, copy: Path) -> None:
-    """Makes a bare repository with the pinned commit on a branch, as pip clones branches only."""
+    """Make a bare repository with the pinned commit on a branch, as pip clones branches only."""
     made = _git("clone", "--quiet", "--mirror", str(source), str(copy))
     if made.returncode:
         words = " ".join(made.stderr.split())[-300:]

@@ -30,7 +30,7 @@ class MemoryLimit:
         self._watched_peak = 0
 
     def adopt(self, pid: int) -> None:
-        """Moves a fresh process into the limited group."""
+        """Move a fresh process into the limited group."""
         if self._group is not None:
             try:
                 (self._group / "cgroup.procs").write_text(str(pid))
@@ -52,14 +52,15 @@ class MemoryLimit:
                 self.kind = "watchdog"
 
     def exceeded(self, pid: int) -> bool:
-        """Whether the limit was passed: the kernel killed inside the group, or the tree's resident set is too large."""
+        """Return whether the limit was passed: the kernel killed inside the group, or the tree's resident set is too
+        large."""
         if self._group is not None and (self.kind != "watchdog" or _kills(self._group)):
             return _kills(self._group) > 0
         self._watched_peak = max(self._watched_peak, tree_resident(pid))
         return self._watched_peak > self.limit_bytes
 
     def close(self) -> None:
-        """Ends what is left in the group, and removes it."""
+        """End what is left in the group, and removes it."""
         if self._group is not None:
             _empty(self._group)
             with contextlib.suppress(OSError):
@@ -90,7 +91,7 @@ def _make_group(limit_bytes: int) -> tuple[Path | None, str]:
 
 
 def _empty(group: Path) -> None:
-    """Kills every process of the group: at once by the kernel (cgroup v2), else until none is left."""
+    """Kill every process of the group: at once by the kernel (cgroup v2), else until none is left."""
     deadline = time.monotonic() + EMPTYING_SECONDS
     with contextlib.suppress(OSError):
         while (left := (group / "cgroup.procs").read_text().split()) and time.monotonic() < deadline:
@@ -114,7 +115,7 @@ def _kills(group: Path) -> int:
 
 
 def tree_resident(pid: int) -> int:
-    """Bytes resident in a process and its children; 0 once it is gone."""
+    """Return bytes resident in a process and its children; 0 once it is gone."""
     try:
         process = psutil.Process(pid)
         family = [process, *process.children(recursive=True)]

@@ -26,7 +26,7 @@ def tree_seconds(pid: int) -> float:
 
 
 def tree_processors(pid: int) -> set[int]:
-    """Those on which any thread of them may run."""
+    """Return the processors on which any thread of them may run."""
     found: set[int] = set()
     for process in _tree(pid):
         for thread in process.glob("task/*"):

@@ -58,11 +58,11 @@ in every stretch."""
 @dataclass
 class Referee:
     """The harness's side of one timed process: it keeps the seed, starts and stops each stretch, and times it.
-    ``say`` sends the worker a message. ``attend``, or ``hear``, which returns its answer, must be
+    ``send`` sends the worker a message. ``attend``, or ``hear``, which returns its answer, must be
     called as soon as an event arrives."""
 
     request: Request
-    say: Callable[[Message], None] = field(default=lambda message: None)
+    send: Callable[[Message], None] = field(default=lambda message: None)
     pid: int | None = None
     """Of the worker, where it is a process of this machine."""
 
@@ -116,7 +116,7 @@ class Referee:
             answer = self.hear(event)
             if answer is not None:
                 with self._lock:
-                    self.say(answer)
+                    self.send(answer)
 
     def hear(self, event: Mapping[str, Any]) -> Message | None:
         now, waited = time.monotonic(), self._waited()
@@ -152,7 +152,8 @@ class Referee:
         return {}
 
     def _sizes(self, steps: int, epochs: int) -> list[int]:
-        """The padded sizes that occur in the batches, which are all drawn here too; none where there is no padding."""
+        """Return the padded sizes that occur in the batches, which are all drawn here too; none where there is no
+        padding."""
         setting = setting_of(self.request)
         lists = [epoch_batches(self.request, setting, e, steps) for e in range(min(epochs, MOST_LISTED_EPOCHS))]
         return sorted({len(rows) for batches in lists for rows, mask in batches if mask is not None})
@@ -173,7 +174,7 @@ class Referee:
             self._paused_from = None
 
     def _use(self) -> tuple[float, float]:
-        """(seconds of the clock, of all processors by the worker and what it started)."""
+        """Return (seconds of the clock, of all processors by the worker and what it started)."""
         return time.monotonic(), tree_seconds(self.pid) if self.pid is not None else 0.0
 
     def _preparation_limit(self) -> float:
@@ -191,7 +192,7 @@ class Referee:
         """Between two stretches there is nothing to stop."""
         with self._lock:
             if self._went is not None:
-                self.say({"stop": True})
+                self.send({"stop": True})
 
     def _end(self, now: float, waited: float) -> None:
         with self._lock:
@@ -272,7 +273,7 @@ class Referee:
         return []
 
     def _slow_reads(self) -> list[str]:
-        """As the worker looks at its own readings, by this clock."""
+        """Return which readings of the weights were slow by this clock, as the worker judges its own."""
         if not len(self.first_reads) == len(self.second_reads) == len(self.seconds):
             return [f"the weights were not read twice after each of {len(self.seconds)} stretches"]
         longest = READ_SECONDS + TASKS[self.request.task].weight_bytes / READ_BYTES_PER_SECOND
@@ -308,7 +309,7 @@ class Referee:
 
 
 def _is_beyond(excess: list[float]) -> bool:
-    """A single one may be held up by chance, where the others make up for it."""
+    """Return whether the limit was passed in sum and in the middle: a single one may be held up by chance."""
     return sum(excess) > 0 or (len(excess) > 1 and sorted(excess)[-2] > 0)
 
 
@@ -318,7 +319,7 @@ class Direct:
     def __init__(self, request: Request, referee: Referee | None = None) -> None:
         self._stopped = threading.Event()
         self.referee = Referee(request) if referee is None else referee
-        self.referee.say = lambda message: self._stopped.set()
+        self.referee.send = lambda message: self._stopped.set()
         self.is_stopped = self._stopped.is_set
 
     def ask(self, what: str, **more: Any) -> Message:
@@ -334,7 +335,7 @@ MOST_LISTED_EPOCHS = 100
 
 
 def _waited(task: str) -> float:
-    """Seconds that a thread was ready and waited for a processor; 0 where the kernel does not count."""
+    """Return seconds that a thread was ready and waited for a processor; 0 where the kernel does not count."""
     try:
         return int(Path(f"/proc/{task}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):

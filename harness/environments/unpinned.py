@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.environments import executor
-from harness.environments.backend import AnyContestant, Argument, LocalBackend, Say, as_words, last_json
+from harness.environments.backend import AnyContestant, Argument, LocalBackend, Log, as_words, last_json
 from harness.environments.executor import WORKER, AnyRequest, Event, Executor, Limits, Venv
 from harness.environments.unavailable import Unavailable
 from harness.errors import BadInput
@@ -97,12 +97,12 @@ class UnpinnedBackend(LocalBackend):
         self.longest_seconds = longest_seconds
         self.side_by_side = False
 
-    def executor(self, contestant: AnyContestant, say: Say, module: str = WORKER) -> Executor | Unavailable:
+    def executor(self, contestant: AnyContestant, log: Log, module: str = WORKER) -> Executor | Unavailable:
         if missing := self.environment.missing.get(contestant.framework.name):
             return Unavailable(f"not installed in {self.environment.python}: {', '.join(missing)}.")
         return UnpinnedExecutor(self, contestant.variant.environment, module)
 
-    def run_tool(self, module: str, arguments: Sequence[Argument], say: Say) -> str:
+    def run_tool(self, module: str, arguments: Sequence[Argument], log: Log) -> str:
         """Run the tool. Raises :class:`OutOfTime` where the time of the whole run ends first."""
         self.deadline.check()
         try:
@@ -174,7 +174,7 @@ def look(python: Path, files: dict[str, tuple[Path, ...]]) -> UnpinnedEnvironmen
 
 
 def ask(python: Path, module: str, arguments: list[str]) -> dict[str, Any]:
-    """The JSON object on the last line that ``python -m module`` prints. Raises :class:`ToolFault`."""
+    """Return the JSON object on the last line that ``python -m module`` prints. Raises :class:`ToolFault`."""
     return last_json(executor.run_tool(python, module, arguments, PROBE_SECONDS, {**search_path(), **JAX_GROWS}))
 
 
@@ -206,7 +206,7 @@ def _named(tree: ast.Module) -> Iterable[str]:
 
 
 def _local(name: str) -> list[Path]:
-    """The files that importing a module of this repository runs, itself and the packages above it."""
+    """Return the files that importing a module of this repository runs, itself and the packages above it."""
     parts = name.split(".")
     above = [ROOT.joinpath(*parts[:i], "__init__.py") for i in range(1, len(parts) + 1)]
     return [*above, ROOT.joinpath(*parts).with_suffix(".py")]

@@ -1,5 +1,5 @@
-"""What a worker answers is the contestant's word: its shape and its ranges are checked before anything relies on it,
-wherever the worker ran.
+"""Validation of a worker's answer, which is the contestant's word: its shape and its ranges are checked before anything
+relies on it, wherever the worker ran.
 
 Whether the numbers are true is for the gate and the clock; these checks are for the harness, which must not fall over
 nonsense.
@@ -91,7 +91,7 @@ ANSWER = TypeAdapter(_Answer)
 
 
 def _disagreement(result: Result) -> str | None:
-    """Why the seconds of a result contradict each other, or None."""
+    """Return why the seconds of a result contradict each other, or None."""
     if result.timed is None or result.state != "ok":
         return None
     timed = result.timed
@@ -115,7 +115,7 @@ NEEDED = {
 
 
 def fault_of_result(said: Mapping[str, Any], mode: str) -> str | None:
-    """Why this event is no answer to a request of that mode (of a layer: ``""``), or None."""
+    """Return why this event is no answer to a request of that mode (of a layer: ``""``), or None."""
     try:
         # As JSON, of which the strict rules take an object for a part.
         ANSWER.validate_json(json.dumps({name: said[name] for name in NAMES & said.keys()}))
@@ -130,8 +130,8 @@ def fault_of_result(said: Mapping[str, Any], mode: str) -> str | None:
 
 
 def fault_of_answer(said: Mapping[str, Any], request: Request | LayerRequest) -> str | None:
-    """Why this is no answer to ``request``, or None: as :func:`fault_of_result`, and, of a gate that passed, whether it
-    made every check that there is; of a layer, whether it made its own."""
+    """Return why this is no answer to ``request``, or None: as :func:`fault_of_result`, and, of a gate that passed,
+    whether it made every check that there is; of a layer, whether it made its own."""
     fault = fault_of_result(said, request.mode if isinstance(request, Request) else "")
     if fault is not None or said["state"] != "ok":
         return fault
@@ -154,8 +154,8 @@ def fault_of_answer(said: Mapping[str, Any], request: Request | LayerRequest) ->
 def examined(
     said: Mapping[str, Any], request: Request | LayerRequest, files: Mapping[str, bytes], who: str
 ) -> tuple[Result, list[str]]:
-    """(result, names of the ``files`` that may be kept): what the event ``said``, or, where it or a file is no answer
-    to ``request``, a crash with the reason in its place; how the process did stays known. ``who`` said it."""
+    """Return (result, names of the ``files`` that may be kept): what the event ``said``, or, where it or a file is no
+    answer to ``request``, a crash with the reason in its place; how the process did stays known. ``who`` said it."""
     fault = fault_of_answer(said, request)
     kept = []
     for name, content in files.items():
@@ -178,7 +178,7 @@ def _fault_of_file(name: str, content: bytes, request: Request | LayerRequest) -
 
 
 def fault_of_weights(content: bytes, task: str, largest: int) -> str | None:
-    """Why these are no weights of the task's model, or None. ``largest``: bytes that they may take unpacked."""
+    """Return why these are no weights of the task's model, or None. ``largest``: bytes that they may take unpacked."""
     found, fault = _arrays(content, largest)
     return fault or _fault_of_parts(found, task, [""])
 
@@ -189,7 +189,7 @@ ONE_AXIS = tuple((length,) for length in range(1, MOST_COMPARED + 1))
 
 
 def fault_of_replay(content: bytes, task: str, largest: int) -> str | None:
-    """Why this is not what :func:`harness.worker.e2e.replay` makes, or None."""
+    """Return why this is not what :func:`harness.worker.e2e.replay` makes, or None."""
     found, fault = _arrays(content, largest)
     if fault is not None:
         return fault
@@ -207,7 +207,7 @@ def fault_of_replay(content: bytes, task: str, largest: int) -> str | None:
 
 
 def _fault_of_parts(found: Mapping[str, Array], task: str, parts: Iterable[str]) -> str | None:
-    """The first weight of the task's model that is not there, of each part."""
+    """Return the first weight of the task's model that is not there, of each part."""
     expected = initial_parameters(TASKS[task], 0)
     for name, shape in ((f"{p}/{n}" if p else n, value.shape) for p in parts for n, value in expected.items()):
         array = found.get(name)
@@ -217,7 +217,7 @@ def _fault_of_parts(found: Mapping[str, Array], task: str, parts: Iterable[str])
 
 
 def _arrays(content: bytes, largest: int) -> tuple[dict[str, Array], str | None]:
-    """(the arrays of an archive, or why it is none)."""
+    """Return (the arrays of an archive, or why it is none)."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             if sum(entry.file_size for entry in archive.infolist()) > largest:

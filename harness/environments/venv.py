@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.environments import executor, git_mirrors
-from harness.environments.backend import AnyContestant, Argument, LocalBackend, Say, as_words
+from harness.environments.backend import AnyContestant, Argument, LocalBackend, Log, as_words
 from harness.environments.executor import WORKER, Executor, Venv
 from harness.environments.unavailable import Unavailable
 from harness.plan.registry import Framework, frameworks, pins
@@ -50,18 +50,18 @@ class Environment:
 class VenvBackend(LocalBackend):
     """A virtual environment for each framework's pins."""
 
-    def executor(self, contestant: AnyContestant, say: Say, module: str = WORKER) -> Executor | Unavailable:
+    def executor(self, contestant: AnyContestant, log: Log, module: str = WORKER) -> Executor | Unavailable:
         framework = contestant.framework
         try:
-            python = ensure(framework, say).python
+            python = ensure(framework, log).python
         except EnvironmentFault as fault:
-            say(f"{framework.name}: {fault}")
+            log(f"{framework.name}: {fault}")
             return Unavailable(str(fault))
         return Venv(python, contestant.variant.environment, module, framework.root)
 
-    def run_tool(self, module: str, arguments: Sequence[Argument], say: Say) -> str:
+    def run_tool(self, module: str, arguments: Sequence[Argument], log: Log) -> str:
         """Run the tool in the environment of plain PyTorch."""
-        return executor.run_tool(ensure(frameworks()["pytorch"], say).python, module, as_words(arguments))
+        return executor.run_tool(ensure(frameworks()["pytorch"], log).python, module, as_words(arguments))
 
 
 def parent() -> Path:
@@ -69,7 +69,7 @@ def parent() -> Path:
 
 
 def existing() -> list[Environment]:
-    """All finished environments."""
+    """Return all finished environments."""
     return [_read(marker.parent) for marker in sorted(parent().glob(f"*/{MARKER}"))]
 
 
@@ -82,8 +82,8 @@ _faults: dict[Path, EnvironmentFault] = {}
 """What could not be built by this process: every task and variant asks again, and an installation is not tried anew."""
 
 
-def ensure(framework: Framework, say: Say) -> Environment:
-    """The framework's environment, built where it is missing. Raises :class:`EnvironmentFault`."""
+def ensure(framework: Framework, log: Log) -> Environment:
+    """Return the framework's environment, built where it is missing. Raises :class:`EnvironmentFault`."""
     folder = parent() / framework.lock_hash
     if folder in _faults:
         raise _faults[folder]
@@ -91,19 +91,19 @@ def ensure(framework: Framework, say: Say) -> Environment:
         if (folder / MARKER).exists():
             return _read(folder)
         if folder.exists():
-            say(f"Environment of {framework.name}: a half-built one is removed")
+            log(f"Environment of {framework.name}: a half-built one is removed")
             shutil.rmtree(folder)
         try:
-            return _build(framework, folder, say)
+            return _build(framework, folder, log)
         except EnvironmentFault as fault:
             _faults[folder] = fault
             raise
 
 
-def _build(framework: Framework, folder: Path, say: Say) -> Environment:
+def _build(framework: Framework, folder: Path, log: Log) -> Environment:
     start = time.monotonic()
-    say(f"Environment of {framework.name}: installing {framework.requirements.name} into {folder}")
-    log = parent() / f"{framework.lock_hash}.log"
+    log(f"Environment of {framework.name}: installing {framework.requirements.name} into {folder}")
+    log_file = parent() / f"{framework.lock_hash}.log"
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "-q"]
     commands = [
         [interpreter(framework.python), "-m", "venv", str(folder)],
@@ -114,7 +114,7 @@ def _build(framework: Framework, folder: Path, say: Say) -> Environment:
     try:
         with (
             git_mirrors.redirected(_git_pins(framework), git_mirrors.folder()) as redirections,
-            log.open("w") as output,
+            log_file.open("w") as output,
         ):
             for command in commands:
                 done = subprocess.run(
@@ -125,7 +125,7 @@ def _build(framework: Framework, folder: Path, say: Say) -> Environment:
                     env={**os.environ, "GIT_TERMINAL_PROMPT": "0", **redirections},
                 )
                 if done.returncode:
-                    raise EnvironmentFault(_why(framework, command, done.returncode, log))
+                    raise EnvironmentFault(_why(framework, command, done.returncode, log_file))
     except git_mirrors.MirrorFault as fault:
         raise EnvironmentFault(str(fault)) from None
     except EnvironmentFault:
@@ -134,7 +134,7 @@ def _build(framework: Framework, folder: Path, say: Say) -> Environment:
     seconds = time.monotonic() - start
     data = {"lock_hash": framework.lock_hash, "frameworks": [framework.name], "seconds": round(seconds, 1)}
     cache.write_atomically(folder / MARKER, json.dumps(data).encode())
-    say(f"Environment of {framework.name}: ready after {seconds:.0f} s")
+    log(f"Environment of {framework.name}: ready after {seconds:.0f} s")
     return _read(folder)
 
 
@@ -146,28 +146,29 @@ def _git_pins(framework: Framework) -> list[git_mirrors.GitPin]:
 GIT_FAILED = ("git clone", "git fetch", "Cannot find command 'git'", "unable to access")
 
 
-def _why(framework: Framework, command: list[str], code: int, log: Path) -> str:
-    """One sentence: what could not be installed, and where the log is."""
-    text = log.read_text(errors="replace")
+def _why(framework: Framework, command: list[str], code: int, log_file: Path) -> str:
+    """Return one sentence: what could not be installed, and where the log is."""
+    text = log_file.read_text(errors="replace")
     from_git = _git_pins(framework)
     if from_git and any(mark in text for mark in GIT_FAILED):
         names = ", ".join(pin.package for pin in from_git)
         bundles = " and ".join(f"{pin.repository}.bundle" for pin in from_git)
         return (
             f"not installable offline: {names} comes from a git commit and from no package registry, and git could not "
-            f"reach it from here; name a folder that holds {bundles} by {git_mirrors.VARIABLE}; the whole log is {log}."
+            f"reach it from here; name a folder that holds {bundles} by {git_mirrors.VARIABLE}; the whole log is "
+            f"{log_file}."
         )
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")] or lines[-2:]
     errors = [re.sub(r" *\(from versions:[^)]*\)", "", line) for line in errors]  # a list of every release
     return (
         f"not installable here: `{' '.join(command[1:4])} …` ended with {code} ({' '.join(errors)[-300:]}); "
-        f"the whole log is {log}."
+        f"the whole log is {log_file}."
     )
 
 
 def interpreter(version: str) -> str:
-    """A Python of that version: this one, or ``pythonX.Y`` of the PATH. Raises :class:`EnvironmentFault`."""
+    """Return a Python of that version: this one, or ``pythonX.Y`` of the PATH. Raises :class:`EnvironmentFault`."""
     if version == f"{sys.version_info.major}.{sys.version_info.minor}":
         return getattr(sys, "_base_executable", sys.executable)
     found = shutil.which(f"python{version}")
@@ -177,6 +178,6 @@ def interpreter(version: str) -> str:
 
 
 def remove(environment: Environment) -> None:
-    """Removes the marker first, so that a killed removal leaves nothing that looks whole."""
+    """Remove the marker first, so that a killed removal leaves nothing that looks whole."""
     (environment.folder / MARKER).unlink()
     shutil.rmtree(environment.folder)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 from harness.analysis import accounting
 from harness.data import store
-from harness.environments.backend import Output, RunTool
+from harness.environments.backend import Log, Output, RunTool
 from harness.environments.executor import Executor, Limits, ToolFault
 from harness.environments.venv import EnvironmentFault
 from harness.errors import BadInput
@@ -72,8 +72,8 @@ class Verdict:
 
 
 def key_of(contestant: Contestant, task: str, device: str, threads: int, identity: str = "") -> str:
-    """Hash of everything that the verdict depends on, and of every file that the adapter could read beside its code:
-    all of its folder and the data set. ``identity``: :attr:`Executor.identity`."""
+    """Return hash of everything that the verdict depends on, and of every file that the adapter could read beside its
+    code: all of its folder and the data set. ``identity``: :attr:`Executor.identity`."""
     framework = contestant.framework
     parts = [task, contestant.name, device, framework.adapter_hash, framework.lock_hash, sources_hash(GATE_SOURCES)]
     parts += [str(threads), framework.folder_hash, *_data_hashes(known_task(task).dataset)]
@@ -83,7 +83,7 @@ def key_of(contestant: Contestant, task: str, device: str, threads: int, identit
 
 
 def _data_hashes(name: str) -> list[str]:
-    """Of the data set and of its synthetic twin, as far as they are in the cache."""
+    """Return the hashes of the data set and of its synthetic twin, as far as they are in the cache."""
     found = []
     for synthetic in (False, True):
         with suppress(BadInput):
@@ -99,7 +99,7 @@ def sources_hash(sources: Iterable[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def reference(task: str, say: Callable[[str], None], run_tool: RunTool) -> Path:
+def reference(task: str, log: Log, run_tool: RunTool) -> Path:
     """Return the float64 reference of a task, which ``run_tool`` computes once.
 
     Raises:
@@ -109,9 +109,9 @@ def reference(task: str, say: Callable[[str], None], run_tool: RunTool) -> Path:
     folder = cache.folder("references")
     path = folder / f"{task}-{sources_hash(REFERENCE_SOURCES)}.npz"
     with cache.locked(folder / f"{task}.lock"):
-        if not seal.holds(path, say):
-            say(f"Reference of {task}: float64, one example at a time")
-            run_tool("frameworks._tools.reference", ["--task", task, "--out", Output(path)], say)
+        if not seal.holds(path, log):
+            log(f"Reference of {task}: float64, one example at a time")
+            run_tool("frameworks._tools.reference", ["--task", task, "--out", Output(path)], log)
             seal.put(path)
     return path
 
@@ -123,7 +123,7 @@ def judge(
     limits: Limits,
     device: str,
     threads: int,
-    say: Callable[[str], None],
+    log: Log,
     run_tool: RunTool,
     fresh: bool = False,
 ) -> Verdict:
@@ -136,9 +136,9 @@ def judge(
         remembered = _remembered(path, key)
         if remembered is not None:
             return remembered
-        say(f"The remembered verdict {path} is damaged, or another hand has written it; the gate judges anew.")
+        log(f"The remembered verdict {path} is damaged, or another hand has written it; the gate judges anew.")
     try:
-        truth = reference(task, say, run_tool)
+        truth = reference(task, log, run_tool)
     except (EnvironmentFault, ToolFault) as fault:
         nothing = Gate(passed=False, key=key, checks=[])
         return Verdict("crashed", f"the float64 reference of {task} could not be made: {fault}", nothing, {})
@@ -183,7 +183,7 @@ def judge(
 
 
 def _remembered(path: Path, key: str) -> Verdict | None:
-    """The verdict in a file of the cache; None where this harness has not written it, or not under this key."""
+    """Return the verdict in a file of the cache; None where this harness has not written it, or not under this key."""
     try:
         kept = json.loads(path.read_bytes())
         content: str = kept["result"]
@@ -208,7 +208,7 @@ def _verdict(result: Result, key: str) -> Verdict:
 
 
 def failures(gate: Gate) -> str:
-    """One line: which checks failed, by how much."""
+    """Return one line: which checks failed, by how much."""
     failed = [check for check in gate.checks if not check.passed]
     return "; ".join(f"{c.check} (error {_number(c.error)}, limit {_number(c.limit)})" for c in failed)
 

@@ -15,7 +15,8 @@ SEED = 20_260
 
 
 def sampler_checks(batches: list[np.ndarray] | None = None) -> list[dict]:
-    """Checks of ``batches``, STEPS Poisson samples of ROWS rows at RATE; without an argument, of the harness's own."""
+    """Return checks of ``batches``, STEPS Poisson samples of ROWS rows at RATE; without an argument, of the harness's
+    own."""
     if batches is None:
         batches = sampling.poisson_batches(ROWS, RATE, STEPS, SEED)
     taken = np.zeros((len(batches), ROWS))

@@ -1,4 +1,4 @@
-"""What happened in a history: steps of many cells gathered into one sentence, states that changed, what is open.
+"""Events of a history: steps of many cells gathered into one sentence, states that changed, what is open.
 
 **Grouping.** Steps of one machine, one measure (time or memory) and one direction whose ranges of runs overlap in
 common are one event: a change of a library moves many cells at once, and so does one of the machine. Cells of different
@@ -225,7 +225,7 @@ def _open(c: Change, metric: str) -> bool:
 
 
 def of_history(history: History, machines: dict[str, list[Series]] | None = None) -> list[Event]:
-    """Every event of every machine, the latest first."""
+    """Return every event of every machine, the latest first."""
     machines = series_of.of_history(history) if machines is None else machines
     events = [event for key, cells in machines.items() for event in of_machine(key, cells)]
     return sorted(events, key=lambda e: (e.after.moment, e.id), reverse=True)
@@ -256,13 +256,13 @@ def _steps(s: Series, metric: str, worse: bool) -> Iterable[Change]:
 
 
 def _counts(s: Series, step: Step) -> bool:
-    """Whether exact bytes changed by more than `dpbench compare` lets pass."""
+    """Return whether exact bytes changed by more than `dpbench compare` lets pass."""
     old, new = (next(p.level for p in s.memory.segments if p.start <= run < p.stop) for run in (step.at - 1, step.at))
     return abs(new - old) > tolerance_of(int(old))
 
 
 def _grouped(changes: Iterable[Change]) -> list[tuple[Change, ...]]:
-    """Groups with a common range, narrowest ranges first."""
+    """Return groups with a common range, narrowest ranges first."""
     groups: list[tuple[int, int, list[Change]]] = []
     for change in sorted(changes, key=lambda c: (c.after - c.before, c.after, c.series.name)):
         for i, (before, after, members) in enumerate(groups):
@@ -287,7 +287,7 @@ def _size(c: Change) -> float:
 
 
 def _states(cells: Iterable[Series]) -> list[tuple[Change, ...]]:
-    """Cells that stopped being ok at one run, in one way. While a cell is not ok, only a worse state is news."""
+    """Return cells that stopped being ok at one run, in one way. While a cell is not ok, only a worse state is news."""
     groups: dict[tuple[int, int, str], list[Change]] = {}
     for s in cells:
         good: int | None = None

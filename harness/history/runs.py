@@ -171,7 +171,7 @@ class Run(_Model):
         return (self.commit or "nocommit")[:7] + ("+" if self.dirty else "")
 
     def to_json(self) -> str:
-        """The same run makes the same bytes."""
+        """Return the run as JSON; the same run makes the same bytes."""
         return json.dumps(self.model_dump(by_alias=True), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
     @cached_property
@@ -185,8 +185,8 @@ class Run(_Model):
 
 
 def condense(records: Sequence[Record], machine: str | None = None, simulated: bool = False) -> list[Run]:
-    """A :class:`Run` per run and machine of the records. ``machine`` stands in place of the machine's own identity, for
-    runners that are made anew each time but are alike.
+    """Return a :class:`Run` per run and machine of the records. ``machine`` stands in place of the machine's own
+    identity, for runners that are made anew each time but are alike.
 
     Runs without a cell (of memory alone, for instance) are left out.
 
@@ -236,7 +236,7 @@ def _run(records: Sequence[Record], machine: str | None, simulated: bool) -> Run
 
 
 def _versions(records: Iterable[Record]) -> dict[str, dict[str, str]]:
-    """The set of versions that most processes of a framework had."""
+    """Return the set of versions that most processes of a framework had."""
     seen: dict[str, Counter[str]] = {}
     for r in records:
         if r.versions:
@@ -304,7 +304,7 @@ def _of_tasks(records: Sequence[Record]) -> list[CellResult]:
 
 
 def _state(state: str, reason: str, failures: str, processes: Iterable[Record]) -> tuple[str, str]:
-    """A rejection of any process is one of the cell, whatever the others did."""
+    """Return the state of a cell: a rejection of any process is one of the cell."""
     wrong = next((r for r in processes if r.state == "rejected"), None)
     if wrong is not None:
         return "rejected", " ".join((wrong.reason or reason).split())
@@ -372,7 +372,7 @@ class Added:
 
 
 def add(runs: Sequence[Run], folder: Path) -> list[Added]:
-    """Writes a file per run, each whole or not at all. A run that is there already is left as it is.
+    """Write a file per run, each whole or not at all. A run that is there already is left as it is.
 
     Raises :class:`BadInput`, before anything is written, where a run is there with other content.
     """
@@ -455,7 +455,8 @@ def of(runs: Iterable[Run], faults: Sequence[str] = ()) -> History:
 
 
 def load(folder: Path) -> History:
-    """All files below ``folder``. One that is corrupt, or of a newer schema, becomes a sentence; the others load.
+    """Return all files below ``folder``. One that is corrupt, or of a newer schema, becomes a sentence; the others
+    load.
 
     Raises :class:`BadInput` where there is no such folder.
     """
@@ -478,7 +479,8 @@ def load(folder: Path) -> History:
 
 
 def read(path: Path) -> Run:
-    """One file, upgraded to the present schema. Raises :class:`BadInput`, naming it, where it is corrupt or newer."""
+    """Return one file, upgraded to the present schema. Raises :class:`BadInput`, naming it, where it is corrupt or
+    newer."""
     try:
         data = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:

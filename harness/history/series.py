@@ -94,7 +94,7 @@ class Series:
         return (self.time, self.timed) if metric == "time" else (self.memory, self.counted)
 
     def changes(self, metric: str) -> Iterator[tuple[Step, int, int, int]]:
-        """(step, last run before it, first run after it, run of its alarm), as indices of ``runs``."""
+        """Yield (step, last run before it, first run after it, run of its alarm), as indices of ``runs``."""
         found, points = self.found(metric)
         for step in found.steps:
             yield step, points[step.first - 1].run, points[step.last].run, points[step.alarm].run
@@ -119,7 +119,7 @@ class Move:
 
 
 def move(series: Series, days: int) -> Move | None:
-    """None where no run is as old as that, or the cell has no recent time."""
+    """Return the change since then; None where no run is as old as that, or the cell has no recent time."""
     timed = series.timed
     if not timed:
         return None
@@ -141,7 +141,7 @@ def reference_canary(runs: Sequence[Run]) -> float | None:
 
 
 def of_machine(key: str, runs: Sequence[Run]) -> list[Series]:
-    """All series of one machine, by name."""
+    """Return all series of one machine, by name."""
     reference = reference_canary(runs)
     points: dict[str, list[Point]] = {}
     memory_metrics: dict[str, str] = {}

@@ -1,1 +1,1 @@
-"""What is measured, as pure data: contestants, presets, protocols, jobs."""
+"""Plans of measurements, as pure data: contestants, presets, protocols, jobs."""

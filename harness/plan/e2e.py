@@ -20,9 +20,9 @@ from harness.worker.sampling import steps_per_epoch
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asks for. ``batch_sizes`` per task. ``subset``: fraction of an epoch's steps that is measured;
-    ``budget_seconds``: measure about that long instead (both make the figures *extrapolated*). ``repeats``: how often a
-    disturbed measurement is made again. ``time`` False: only the processes that measure peak memory.
+    """Options of an end-to-end run. ``batch_sizes`` per task. ``subset``: fraction of an epoch's steps that is
+    measured; ``budget_seconds``: measure about that long instead (both make the figures *extrapolated*). ``repeats``:
+    how often a disturbed measurement is made again. ``time`` False: only the processes that measure peak memory.
     ``more_rounds``: further rounds of tasks whose processes are short, after the ``rounds`` of all."""
 
     tasks: tuple[str, ...]
@@ -47,7 +47,7 @@ class Options:
     more_rounds: Mapping[str, int] = field(default_factory=dict)
 
     def rounds_of(self, task: str) -> int:
-        """Processes of each of the task's cells."""
+        """Return processes of each of the task's cells."""
         return self.rounds + self.more_rounds.get(task, 0)
 
 
@@ -122,7 +122,8 @@ PRESETS: dict[str, Options] = {
 
 
 def preset(name: str, **changes: Any) -> Options:
-    """A preset with the user's changes (None means unchanged). ``tasks`` and ``batch_sizes`` (a tuple) are expanded.
+    """Return a preset with the user's changes (None means unchanged). ``tasks`` and ``batch_sizes`` (a tuple) are
+    expanded.
 
     Raises :class:`BadInput` for whatever cannot be measured.
     """
@@ -169,7 +170,7 @@ LARGEST_SEED = 2_000_000
 
 
 def check(options: Options) -> None:
-    """Raises :class:`BadInput` with the value, the rule and the remedy."""
+    """Raise :class:`BadInput` with the value, the rule and the remedy."""
     known = [name for name in protocols.names() if protocols.load(name).times_epochs]
     if options.protocol not in known:
         raise BadInput(
@@ -201,13 +202,13 @@ def check(options: Options) -> None:
 
 
 def check_seed(seed: int) -> None:
-    """Raises :class:`BadInput` for a seed that the generators of random numbers do not take."""
+    """Raise :class:`BadInput` for a seed that the generators of random numbers do not take."""
     if not 0 <= seed <= LARGEST_SEED:
         raise BadInput(f"--seed is {seed}: it must be at least 0 and at most {LARGEST_SEED}.")
 
 
 def jobs(options: Options, contestants: list[Contestant]) -> list[Job]:
-    """All processes in the order in which they run.
+    """Return all processes in the order in which they run.
 
     Round by round, so that drift of the machine spreads over all cells; within a round the (task, batch size) blocks in
     random order; within a block all contestants in random order. In the first round the memory process of a cell comes

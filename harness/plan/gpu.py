@@ -73,7 +73,7 @@ AnyJob = Job | LayerJob
 
 @dataclass(frozen=True)
 class Choice:
-    """What the user asks for; None: the defaults above. ``batch_sizes``: the most important first."""
+    """Options of the short run on a GPU; None: the defaults above. ``batch_sizes``: the most important first."""
 
     frameworks: tuple[str, ...] | None = None
     tasks: tuple[str, ...] | None = None
@@ -87,7 +87,7 @@ class Choice:
 
 
 def contestants(choice: Choice) -> list[Contestant]:
-    """The most important first."""
+    """Return the layers, the most important first."""
     return registry.select(choice.frameworks if choice.frameworks is not None else (*FIRST, *GRAPHS, *LATER))
 
 
@@ -176,7 +176,8 @@ class Tier:
 
 
 def tiers(choice: Choice, options: Options | None, e2e: Sequence[Job], layer_jobs: Sequence[LayerJob]) -> list[Tier]:
-    """All jobs by importance; those of one tier in the order of their plans, where what is compared stands together.
+    """Return all jobs by importance; those of one tier in the order of their plans, where what is compared stands
+    together.
 
     First the paper's table: its tasks at the first batch size by the contestants of FIRST (all, where the user named
     some), the first two tasks before the others. Then the tasks of today in bfloat16, a few layers, the other layers,

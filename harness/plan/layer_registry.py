@@ -69,7 +69,7 @@ class LayerContestant:
 
 
 def contestants(hidden: bool = False, root: Path = ROOT) -> list[LayerContestant]:
-    """All of them. Raises :class:`BadInput` for a ``layers.toml`` that cannot be read."""
+    """Return all contestants of layers. Raises :class:`BadInput` for a ``layers.toml`` that cannot be read."""
     return [c for framework in frameworks(hidden, root).values() for c in _of(framework)]
 
 

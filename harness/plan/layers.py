@@ -24,9 +24,9 @@ PAPER_LAYERS = tuple(layer.name for layer in layers.PAPER)
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """What the user asks for. ``batch_sizes`` per layer. A cell stops at ``seconds`` or ``most_passes``, after at least
-    ``least_passes``; on a CPU, one predicted above ``longest_pass`` seconds or ``most_bytes`` a pass is not tried.
-    ``repeats``: how often a disturbed measurement is made again."""
+    """Options of a run over layers. ``batch_sizes`` per layer. A cell stops at ``seconds`` or ``most_passes``, after at
+    least ``least_passes``; on a CPU, one predicted above ``longest_pass`` seconds or ``most_bytes`` a pass is not
+    tried. ``repeats``: how often a disturbed measurement is made again."""
 
     layers: tuple[str, ...]
     frameworks: tuple[str, ...]
@@ -123,7 +123,8 @@ ON_CUDA: dict[str, Any] = {"most_passes": 2000, "seconds": 60.0}
 
 
 def preset(name: str, **changes: Any) -> LayerOptions:
-    """A preset with the user's changes (None means unchanged). ``layers`` may name sets, ``batch_sizes`` is a tuple.
+    """Return a preset with the user's changes (None means unchanged). ``layers`` may name sets, ``batch_sizes`` is a
+    tuple.
 
     Raises :class:`BadInput` for whatever cannot be measured.
     """
@@ -152,7 +153,7 @@ def preset(name: str, **changes: Any) -> LayerOptions:
 
 
 def check(options: LayerOptions) -> None:
-    """Raises :class:`BadInput` with the value, the rule and the remedy."""
+    """Raise :class:`BadInput` with the value, the rule and the remedy."""
     for value in {size for sizes in options.batch_sizes.values() for size in sizes}:
         if not 1 <= value <= 8192:
             raise BadInput(f"Batch size {value} is not measured: give --batch-sizes between 1 and 8192.")
@@ -209,9 +210,9 @@ def request_of(contestant: LayerContestant, cell: Cell, **more: Any) -> LayerReq
 
 
 def jobs(options: LayerOptions, contestants: list[LayerContestant]) -> list[LayerJob]:
-    """All processes in the order in which they run: round by round; within a round the (layer, batch size) blocks in
-    random order; within a block all (contestant, passes) in random order. In the first round the memory process of a
-    cell comes right before its timed one, and says where the cell is too large to be tried."""
+    """Return all processes in the order in which they run: round by round; within a round the (layer, batch size)
+    blocks in random order; within a block all (contestant, passes) in random order. In the first round the memory
+    process of a cell comes right before its timed one, and says where the cell is too large to be tried."""
     rng = random.Random(f"dpbench layers {options.seed}")
     blocks = [(layer, size) for layer in options.layers for size in options.batch_sizes[layer]]
     result: list[LayerJob] = []

@@ -54,7 +54,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Protocol:
-    """Raises ValueError with a remedy where there is no such protocol."""
+    """Raise ValueError with a remedy where there is no such protocol."""
     path = FOLDER / f"{name}.toml"
     if name not in names():
         raise ValueError(f"There is no protocol {name!r}; choose one of {', '.join(names())}.")

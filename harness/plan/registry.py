@@ -56,11 +56,11 @@ class Variant:
     """Environment variables of the worker process."""
 
     def why_unsupported(self, task: str) -> str | None:
-        """The declared reason why this variant cannot run ``task``, or None."""
+        """Return the declared reason why this variant cannot run ``task``, or None."""
         return self.unsupported.get(task) or self.unsupported.get(EVERY_TASK)
 
     def why_rejected(self, task: str) -> str | None:
-        """The known fault for which the gate must reject this variant on ``task``, or None."""
+        """Return the known fault for which the gate must reject this variant on ``task``, or None."""
         return self.expected_rejection.get(task) or self.expected_rejection.get(EVERY_TASK)
 
 
@@ -97,7 +97,7 @@ class Framework:
 
     @property
     def lock_hash(self) -> str:
-        """Identifies the environment: the same pins and Python make the same hash, whatever the framework."""
+        """Identify the environment: the same pins and Python make the same hash, whatever the framework."""
         text = f"python{self.python}\n" + "\n".join(pins(self.requirements))
         if bare := pins(self.requirements_without_dependencies):
             text += "\n--no-deps\n" + "\n".join(bare)
@@ -135,7 +135,7 @@ class Framework:
 
 
 def pins(path: Path) -> list[str]:
-    """The lines of a requirements file that say something, sorted; none where there is no such file."""
+    """Return the lines of a requirements file that say something, sorted; none where there is no such file."""
     text = path.read_text() if path.exists() else ""
     return sorted(line.strip() for line in text.splitlines() if line.strip() and line[0] != "#")
 
@@ -145,14 +145,14 @@ def _short(data: bytes) -> str:
 
 
 def code_files(root: Path) -> Iterable[Path]:
-    """The file, or all code below the folder."""
+    """Return the file, or all code below the folder."""
     if root.is_file():
         return [root]
     return [p for p in root.rglob("*") if p.suffix in {".py", ".toml", ".cpp", ".h"} and "__pycache__" not in p.parts]
 
 
 def load(folder: Path, root: Path = ROOT) -> Framework:
-    """Reads one ``framework.toml``; a mistake in it is the user's."""
+    """Read one ``framework.toml``; a mistake in it is the user's."""
     path = folder / FILE
     try:
         data = tomllib.loads(path.read_text())
@@ -175,7 +175,8 @@ def load(folder: Path, root: Path = ROOT) -> Framework:
 
 
 def frameworks(hidden: bool = False, root: Path = ROOT) -> dict[str, Framework]:
-    """All contestants by name; the deliberately wrong ones only on request. ``root``: of another tree than this one."""
+    """Return all contestants by name; the deliberately wrong ones only on request. ``root``: of another tree than this
+    one."""
     parents = [root / "frameworks"]
     if root == ROOT:
         parents += [Path(p) for p in os.environ.get(EXTRA_FOLDERS, "").split(os.pathsep) if p]

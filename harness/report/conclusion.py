@@ -11,7 +11,8 @@ from harness.report.model import Report
 
 
 def sentences(report: Report) -> Iterator[str]:
-    """One sentence per section, task and batch size of the end-to-end records; none where nothing private was timed."""
+    """Yield one sentence per section, task and batch size of the end-to-end records; none where nothing private was
+    timed."""
     if report.tables is None or report.tables.cells.empty:
         return
     cells, where = report.tables.cells, [*PLACE, "batch_size"]

@@ -24,7 +24,7 @@ Source = Callable[[Sequence[Record]], Iterable[Chapter]]
 
 
 def sources() -> tuple[Source, ...]:
-    """What stands beside the end-to-end tables, in order of appearance."""
+    """Return what stands beside the end-to-end tables, in order of appearance."""
     return (layers.chapters, frontier.chapters)
 
 
@@ -45,13 +45,13 @@ def _left_out(faults: Sequence[str]) -> Iterator[Chapter]:
 
 
 def of_tables(records: Sequence[Record], tables: Tables | None) -> Report:
-    """A report with end-to-end tables that were built before."""
+    """Return a report with end-to-end tables that were built before."""
     own = end_to_end(tables) if tables else ()
     return Report(records, tables, (*own, *(chapter for source in sources() for chapter in source(records))))
 
 
 def end_to_end(tables: Tables) -> tuple[Chapter, ...]:
-    """The chapters of the end-to-end records: section by section, then what belongs to none."""
+    """Return the chapters of the end-to-end records: section by section, then what belongs to none."""
     numbers = {
         "paper-then-and-now": paper.then_and_now(tables),
         "paper-rank-correlation": paper.rank_correlation(tables),

@@ -54,7 +54,7 @@ class Section:
         return f"{self.machine} · {self.device} · protocol {self.protocol} · {self.isolation}"
 
     def of(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """The rows of ``frame`` in this section."""
+        """Return the rows of ``frame`` in this section."""
         if frame.empty:
             return frame
         keep = np.ones(len(frame), dtype=bool)
@@ -103,13 +103,14 @@ class Chapter:
 
 @lru_cache(maxsize=4)
 def sections(tables: Tables) -> list[Section]:
-    """All sections of the end-to-end records: first the one with the most undisturbed times."""
+    """Return all sections of the end-to-end records: first the one with the most undisturbed times."""
     raw = tables.raw
     return sections_of(raw, (raw.purpose == "time") & (raw.state == "ok") & ~raw.disturbed & ~raw.superseded)
 
 
 def sections_of(raw: pd.DataFrame, counts: pd.Series | None = None) -> list[Section]:
-    """All sections of a frame: first the one with the most rows that ``counts`` marks (default: all), then by name."""
+    """Return all sections of a frame: first the one with the most rows that ``counts`` marks (default: all), then by
+    name."""
     sound = raw if counts is None else raw[counts]
     times = sound.groupby(SECTION).size()
     keys = sorted(raw[SECTION].drop_duplicates().itertuples(index=False, name=None))
@@ -136,7 +137,7 @@ def readable(section: Section, here: pd.DataFrame) -> str:
 
 
 def baselines(ratios: pd.DataFrame) -> str:
-    """Name what the ratios are over; where it is not always the same, which for which task and batch sizes."""
+    """Return name what the ratios are over; where it is not always the same, which for which task and batch sizes."""
     if ratios.baseline.nunique() == 1:
         return str(ratios.baseline.iloc[0])
     several = ratios.task.nunique() > 1
@@ -161,7 +162,7 @@ def rounds_note(n: pd.Series, brackets: str) -> str:
 
 
 def blocks(frame: pd.DataFrame) -> Iterator[tuple[str, bool, pd.DataFrame]]:
-    """(task, synthetic, rows) in the order of the frame."""
+    """Yield (task, synthetic, rows) in the order of the frame."""
     if frame.empty:
         return
     for (task, synthetic), group in frame.groupby(["task", "synthetic"], sort=False):
@@ -175,12 +176,12 @@ def task_title(task: str, synthetic: bool) -> str:
 
 @lru_cache(maxsize=64)
 def provenance(tables: Tables, section: Section) -> str:
-    """When and with which code a section was measured."""
+    """Return when and with which code a section was measured."""
     return measured(section.of(tables.raw))
 
 
 def measured(here: pd.DataFrame) -> str:
-    """Days and commits of processes, from their columns ``started``, ``commit`` and ``dirty``."""
+    """Return days and commits of processes, from their columns ``started``, ``commit`` and ``dirty``."""
     days = sorted({str(started)[:10] for started in here.started})
     pairs = zip(here.commit, here.dirty, strict=True)
     commits = sorted({str(commit)[:9] + ("+changes" if dirty else "") for commit, dirty in pairs if commit})
@@ -189,7 +190,7 @@ def measured(here: pd.DataFrame) -> str:
 
 
 def usual(n: pd.Series) -> int:
-    """The most frequent number of processes per cell; cells that differ say so themselves."""
+    """Return the most frequent number of processes per cell; cells that differ say so themselves."""
     return int(n.mode().max()) if len(n) else 0
 
 
@@ -211,7 +212,7 @@ def doubts(row: Any) -> str:
 
 
 def doubt_notes(frame: pd.DataFrame) -> list[str]:
-    """The legend of :func:`doubts`."""
+    """Return the legend of :func:`doubts`."""
     return [
         *(["ᵉ extrapolated: from a part of an epoch."] if frame.extrapolated.any() else []),
         *([DISTURBED_NOTE] if frame.disturbed.any() else []),
@@ -219,12 +220,12 @@ def doubt_notes(frame: pd.DataFrame) -> list[str]:
 
 
 def interval(low: float, high: float) -> str:
-    """Bounds in brackets behind their number; nothing where there are none."""
+    """Return bounds in brackets behind their number; nothing where there are none."""
     return "" if math.isnan(low) else f" [{number(low)}, {number(high)}]"
 
 
 def spread_note(n: int, unless: str = "unless shown") -> str:
-    """What the brackets are."""
+    """Return what the brackets are."""
     if n < stats.INTERVAL_ROUNDS:
         many = count(n, "process", "processes")
         return f"n = {many} per cell {unless}: too few for an interval, another process may lie elsewhere."
@@ -237,7 +238,7 @@ def spread_note(n: int, unless: str = "unless shown") -> str:
 
 
 def short(reason: str) -> str:
-    """A reason as a note under a table; ``explain`` shows all of it."""
+    """Return a reason as a note under a table; ``explain`` shows all of it."""
     return textwrap.shorten(reason, 240, placeholder=" …")
 
 
@@ -266,7 +267,8 @@ def memory_failures(tables: Tables, section: Section, task: str, synthetic: bool
 
 @dataclass(frozen=True)
 class Report:
-    """What every format is written from. ``tables``: the end-to-end tables, None where no record is of that kind."""
+    """A report, from which every format is written. ``tables``: the end-to-end tables, None where no record is of that
+    kind."""
 
     records: Sequence[Record]
     tables: Tables | None

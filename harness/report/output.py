@@ -27,7 +27,7 @@ def write(records_folder: Path, out: Path, plots: Path) -> list[Path]:
 
 
 def write_report(report: Report, out: Path, plots: Path) -> list[Path]:
-    """Writes everything; files that carry synthetic figures say so in their names."""
+    """Write everything; files that carry synthetic figures say so in their names."""
     for folder in (out, plots):
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def texts(report: Report, pictures: Mapping[str, Picture]) -> dict[str, str]:
 
 
 def frames(chapters: Iterable[Chapter]) -> dict[str, pd.DataFrame]:
-    """The numbers of all chapters by the stem of their file; those of several sections in one."""
+    """Return the numbers of all chapters by the stem of their file; those of several sections in one."""
     parts: dict[str, list[pd.DataFrame]] = {}
     for chapter in chapters:
         for stem, frame in chapter.frames.items():

@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from harness.analysis import accounting
 from harness.contract import NO_OWN_LOOP
 from harness.data import store
 from harness.environments import energy
-from harness.environments.backend import Argument, Backend, Input, Say, last_json
+from harness.environments.backend import Argument, Backend, Input, Log, last_json
 from harness.environments.executor import Executor, Limits, ToolFault
 from harness.environments.unavailable import Unavailable
 from harness.environments.venv import EnvironmentFault
@@ -98,7 +98,7 @@ class Run(Session[Options, Contestant, Job, Request]):
     def _begin(self, progress: Progress) -> None:
         self.idle = self.measured_idle()
         self.peaks = self.measured_peaks()
-        self.prepare(progress.say)
+        self.prepare(progress.log)
         self._judge_all(progress)
 
     def _in_order(self, progress: Progress) -> Iterator[Job]:
@@ -114,12 +114,12 @@ class Run(Session[Options, Contestant, Job, Request]):
                 )
                 progress.extend([key_of(job) for job in jobs])
                 if not jobs:
-                    progress.say("Every interval is narrow enough: no further rounds.")
+                    progress.log("Every interval is narrow enough: no further rounds.")
                     return
             # A block is never left half done: only what is beside each other in it can be compared.
             for _, block in itertools.groupby(jobs, key=lambda job: (job.cell.task, job.cell.batch_size)):
                 if number and self.pace.is_over(time.monotonic() - began):
-                    progress.say("Time is up: what was measured is reported; the same command goes on from here.")
+                    progress.log("Time is up: what was measured is reported; the same command goes on from here.")
                     return
                 yield from block
             if self.measured > before:
@@ -137,7 +137,8 @@ class Run(Session[Options, Contestant, Job, Request]):
         return record.state == "rejected" and bool(job.contestant.variant.why_rejected(job.cell.task))
 
     def _lacks_its_replay(self, job: Job, record: Record) -> bool:
-        """Whether the weights that a memory process left for comparison are lost, and its cell is not timed yet."""
+        """Return whether the weights that a memory process left for comparison are lost, and its cell is not timed
+        yet."""
         if job.purpose != "memory" or job.round > 0 or record.state != "ok" or not self.options.time:
             return False
         timed = replace(job, purpose="time")
@@ -184,34 +185,36 @@ class Run(Session[Options, Contestant, Job, Request]):
         }
 
     def _is_refusal_of_the_past(self, job: Job, record: Record) -> bool:
-        """A record without a measurement, because its gate could not run or failed, though by now the gate passes."""
+        """Return a record without a measurement, because its gate could not run or failed, though by now the gate
+        passes."""
         verdict = self.verdicts[job.contestant.name, job.cell.task]
         return record.gate is not None and not record.gate.passed and verdict.passed
 
-    def prepare(self, say: Callable[[str], None]) -> None:
+    def prepare(self, log: Log) -> None:
         """Data sets and environments. An environment that cannot be built makes its cells ``unsupported``."""
         for name in sorted({TASKS[task].dataset for task in self.options.tasks}):
-            self.data[name] = ensure_data(name, self.options.synthetic, say)
+            self.data[name] = ensure_data(name, self.options.synthetic, log)
             self.watched.add(store.files(name, self.options.synthetic))
         for contestant in self.contestants:
-            self.executors[contestant.name] = self._executor(contestant, say)
+            self.executors[contestant.name] = self._executor(contestant, log)
 
-    def _executor(self, contestant: Contestant, say: Callable[[str], None]) -> Executor | Unavailable:
-        return self.backend.executor(contestant, say)
+    def _executor(self, contestant: Contestant, log: Log) -> Executor | Unavailable:
+        return self.backend.executor(contestant, log)
 
     def _judge_all(self, progress: Progress) -> None:
         pairs = [(c, task) for task in self.options.tasks for c in self.contestants]
         progress.begin(len(pairs), "gate")
-        progress.say(f"Gate first: {len(pairs)} verdicts; one that is not remembered from before may take minutes.")
+        progress.log(f"Gate first: {len(pairs)} verdicts; one that is not remembered from before may take minutes.")
         for contestant, task in pairs:
             progress.doing(f"gate · {task} · {contestant.name}")
-            record = self.judged(contestant, task, progress.say)
+            record = self.judged(contestant, task, progress.log)
             was_remembered = self.verdicts[contestant.name, task].cached
             progress.done("passed" if record.state == "ok" else outcome_of(record), counts=not was_remembered)
 
-    def judged(self, contestant: Contestant, task: str, say: Callable[[str], None], fresh: bool = False) -> Record:
-        """The record of the gate's verdict, which is written and remembered. ``fresh``: forget an earlier verdict."""
-        verdict = self._judge(contestant, task, say, fresh)
+    def judged(self, contestant: Contestant, task: str, log: Log, fresh: bool = False) -> Record:
+        """Return the record of the gate's verdict, which is written and remembered. ``fresh``: forget an earlier
+        verdict."""
+        verdict = self._judge(contestant, task, log, fresh)
         self.verdicts[contestant.name, task] = verdict
         name = f"{task}.{contestant.name}.gate.{verdict.gate.key[:8]}.json"
         record = self._gate_record(contestant, task)
@@ -221,7 +224,7 @@ class Run(Session[Options, Contestant, Job, Request]):
         self.folder.write(name, record)
         return record
 
-    def _judge(self, contestant: Contestant, task: str, say: Callable[[str], None], fresh: bool) -> Verdict:
+    def _judge(self, contestant: Contestant, task: str, log: Log, fresh: bool) -> Verdict:
         executor = self.executors[contestant.name]
         identity = "" if isinstance(executor, Unavailable) else executor.identity
         key = admission.key_of(contestant, task, self.options.device, self.threads, identity)
@@ -237,7 +240,7 @@ class Run(Session[Options, Contestant, Job, Request]):
                     self._check_unchanged(contestant.name)
                     device, run_tool = self.options.device, self.backend.run_tool
                     return admission.judge(
-                        contestant, task, executor, bounds, device, self.threads, say, run_tool, fresh
+                        contestant, task, executor, bounds, device, self.threads, log, run_tool, fresh
                     )
                 result = killer(killed)
             except ENDS_THE_RUN:
@@ -257,19 +260,20 @@ class Run(Session[Options, Contestant, Job, Request]):
         reason = verdict.reason or admission.failures(verdict.gate) or None
         return self._record(job, _result_of(verdict, state, reason), Moment(), verdict.gate)
 
-    def _finished(self, job: Job, request: Request, result: Result, started: Moment, load: Load, say: Say) -> Record:
+    def _finished(self, job: Job, request: Request, result: Result, started: Moment, load: Load, log: Log) -> Record:
         if job.purpose == "time" and result.state == "ok":
             result = self._compare_with_replay(job, request, result)
         if request.checked is not None and result.state == "ok":
-            result = self._compare_with_reference(job, request, result, say)
-        accuracy = self._evaluate(job, request, result, say)
+            result = self._compare_with_reference(job, request, result, log)
+        accuracy = self._evaluate(job, request, result, log)
         return self._record(job, result, started, self._gate_of(job), load, accuracy)
 
     def _unmeasured(self, job: Job, result: Result, started: Moment) -> Record:
         return self._record(job, result, started, self._gate_of(job))
 
     def _refusal(self, job: Job) -> Result | None:
-        """A result without a process: the gate failed, or an earlier process of this cell showed that it cannot run."""
+        """Return a result without a process: the gate failed, or an earlier process of this cell showed that it cannot
+        run."""
         verdict = self.verdicts[job.contestant.name, job.cell.task]
         if verdict.state != "ok":
             return _result_of(verdict, verdict.state, verdict.reason)
@@ -332,7 +336,7 @@ class Run(Session[Options, Contestant, Job, Request]):
         return self.protocol.noise_multiplier if self.options.sigma is None else self.options.sigma
 
     def _seeds(self, job: Job) -> Seeds:
-        """The same for all contestants of a block; every round has its own."""
+        """Return the seed: the same for all contestants of a block; every round has its own."""
         base = self.options.seed * 1000 + job.round
         # What a worker knows from the start tells it nothing of the batches, which it gets when everything is built.
         drawn = hashlib.sha256(f"{self.folder.id} {base}".encode()).digest()
@@ -375,7 +379,7 @@ class Run(Session[Options, Contestant, Job, Request]):
         )
         return replace(result, state="rejected", reason=reason)
 
-    def _compare_with_reference(self, job: Job, request: Request, result: Result, say: Callable[[str], None]) -> Result:
+    def _compare_with_reference(self, job: Job, request: Request, result: Result, log: Log) -> Result:
         """Gate, part 5, to its end: the timed weights at a moment that nobody could know, and at the end, are those of
         a replay, and steps of that replay, drawn at random, are the float64 reference's on the same rows."""
         assert request.checked is not None
@@ -400,7 +404,7 @@ class Run(Session[Options, Contestant, Job, Request]):
                 reason = f"the replay's step {number} is not of the rows that it was given."
                 return replace(result, state="rejected", reason=reason)
         try:
-            measured = self.step_reference(request, path, say)
+            measured = self.step_reference(request, path, log)
         except (EnvironmentFault, ToolFault) as fault:
             reason = f"the float64 reference of a step could not be made: {fault}"
             return replace(result, state="crashed", reason=reason)
@@ -425,7 +429,7 @@ class Run(Session[Options, Contestant, Job, Request]):
         result = replace(result, timed=replace(timed, compared=compared))
         return replace(result, state="rejected", reason="; ".join(faults)) if faults else result
 
-    def step_reference(self, request: Request, checked: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    def step_reference(self, request: Request, checked: Path, log: Log) -> dict[str, Any]:
         """Return what :mod:`frameworks._tools.step_reference` says of the step.
 
         Raises :class:`EnvironmentFault` or :class:`ToolFault` where it cannot be asked.
@@ -437,14 +441,14 @@ class Run(Session[Options, Contestant, Job, Request]):
         if request.private:
             arguments += ["--bound", repr(request.max_grad_norm)]
             arguments += ["--deviation", repr(request.noise_multiplier * request.max_grad_norm)]
-        return last_json(self.backend.run_tool(STEP_REFERENCE, arguments, say))
+        return last_json(self.backend.run_tool(STEP_REFERENCE, arguments, log))
 
     def _check_unchanged(self, name: str) -> None:
         super()._check_unchanged(name)
         if self.folder_hashes[name] != self.by_name[name].framework.folder_hash:
             raise changed(name)
 
-    def _evaluate(self, job: Job, request: Request, result: Result, say: Callable[[str], None]) -> Accuracy | None:
+    def _evaluate(self, job: Job, request: Request, result: Result, log: Log) -> Accuracy | None:
         """Test accuracy after whole epochs, by one evaluator for all. Its failure does not void the times."""
         steps = result.epsilon_steps
         if request.weights is None or result.state != "ok" or steps is None or not Path(request.weights).exists():
@@ -453,9 +457,9 @@ class Run(Session[Options, Contestant, Job, Request]):
         arguments: list[Argument] = ["--task", request.task, "--parameters", Input(Path(request.weights))]
         arguments += ["--x", Input(test, "test_x.npy"), "--y", Input(test, "test_y.npy")]
         try:
-            measured = last_json(self.backend.run_tool(EVALUATE, arguments, say))
+            measured = last_json(self.backend.run_tool(EVALUATE, arguments, log))
         except (EnvironmentFault, ToolFault) as fault:
-            say(f"{job.cell.name}: no accuracy ({fault})")
+            log(f"{job.cell.name}: no accuracy ({fault})")
             return None
         return Accuracy(test=measured["accuracy"], after_steps=steps)
 
@@ -516,8 +520,8 @@ def _result_of(verdict: Verdict, state: State, reason: str | None) -> Result:
     return Result(state, reason, versions=verdict.versions, log_tail=verdict.log_tail, machine=verdict.machine)
 
 
-def ensure_data(name: str, synthetic: bool, say: Callable[[str], None]) -> Data:
-    """The data set in the cache, fetched where it is missing. A synthetic twin only where the user asked for it.
+def ensure_data(name: str, synthetic: bool, log: Log) -> Data:
+    """Return the data set in the cache, fetched where it is missing. A synthetic twin only where the user asked for it.
 
     Raises :class:`BadInput` where the arrays are not those that were written there.
     """
@@ -527,7 +531,7 @@ def ensure_data(name: str, synthetic: bool, say: Callable[[str], None]) -> Data:
     else:
         from harness.data import fetch
 
-        say(f"Data: {'making the synthetic twin of' if synthetic else 'fetching'} {name}")
+        log(f"Data: {'making the synthetic twin of' if synthetic else 'fetching'} {name}")
         meta = fetch.make_synthetic(name) if synthetic else fetch.fetch(name)
     return Data(
         name=name,
@@ -539,12 +543,12 @@ def ensure_data(name: str, synthetic: bool, say: Callable[[str], None]) -> Data:
 
 
 def _finite(value: float | None) -> float | None:
-    """None for infinity (no noise, no privacy), which JSON cannot carry."""
+    """Return the number; None for infinity (no noise, no privacy), which JSON cannot carry."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def faults_of(compared: dict[str, Any]) -> list[str]:
-    """Sentences on what of :class:`Compared` is beyond its limit; NaN is."""
+    """Return sentences on what of :class:`Compared` is beyond its limit; NaN is."""
     found = []
     if not compared["replay_error"] <= compared["replay_limit"]:
         found.append(
@@ -576,7 +580,7 @@ def faults_of(compared: dict[str, Any]) -> list[str]:
 
 
 def _replay_error(path: Path, initial: dict[str, np.ndarray], steps: int, where: str) -> tuple[float, float]:
-    """(error, limit) of the timed weights after so many steps against the replay's."""
+    """Return (error, limit) of the timed weights after so many steps against the replay's."""
     error, rounding = _relative_distance(path, path, initial, (f"timed{where}/", f"replayed{where}/"))
     return error, REPLAY_TOLERANCE * min(1.0 + steps / REPLAY_STEPS, REPLAY_GROWTH) + rounding * steps
 
@@ -584,8 +588,8 @@ def _replay_error(path: Path, initial: dict[str, np.ndarray], steps: int, where:
 def _relative_distance(
     a: Path, b: Path, start: dict[str, np.ndarray], prefixes: tuple[str, str] = ("", "")
 ) -> tuple[float, float]:
-    """(|a - b|, |one float32 rounding of every weight that moved|), both over |a - start|. NaN passes no limit; where
-    nothing moved the distances are absolute."""
+    """Return (|a - b|, |one float32 rounding of every weight that moved|), both over |a - start|. NaN passes no limit;
+    where nothing moved the distances are absolute."""
     apart, travelled, rounding = 0.0, 0.0, 0.0
     with np.load(a) as left, np.load(b) as right:
         for name, origin in start.items():

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from harness.environments.backend import Backend
+from harness.environments.backend import Backend, Log
 from harness.environments.executor import AnyRequest, Event, Executor, Limits
 from harness.environments.unavailable import Unavailable
 from harness.errors import BadInput
@@ -45,14 +45,14 @@ class Search:
 
 @dataclass(frozen=True)
 class Fit:
-    """What a probe said of one size: whether it fits, and seconds per step where it does."""
+    """Outcome of a probe of one size: whether it fits, and seconds per step where it does."""
 
     fits: bool
     step_seconds: float = 0.0
 
 
 def largest_fit(seen: Mapping[int, Fit]) -> int:
-    """The largest size that fits below every one that does not; 0 where there is none."""
+    """Return the largest size that fits below every one that does not; 0 where there is none."""
     return max((size for size, fit in seen.items() if fit.fits and size < _smallest_misfit(seen)), default=0)
 
 
@@ -61,8 +61,8 @@ def _smallest_misfit(seen: Mapping[int, Fit]) -> float:
 
 
 def next_size(seen: Mapping[int, Fit], search: Search, ceiling: int) -> int | None:
-    """The size to probe next, or None where the search has ended. A pure function of what was seen: that is what makes
-    a search resume.
+    """Return the size to probe next, or None where the search has ended. A pure function of what was seen: that is what
+    makes a search resume.
 
     Doubling from ``search.first`` (halving while nothing fits), then bisection.
     """
@@ -98,8 +98,8 @@ class Budgeted:
         self.budget_bytes = budget_bytes
 
     def run(self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None]) -> Result:
-        """The limit of the process is coarser than the budget (the kernel does not charge pages that libraries share),
-        so the peak that the worker measured has the last word."""
+        """Return the result, judged by the budget. The process's limit is coarser (the kernel does not charge pages
+        that libraries share), so the peak that the worker measured has the last word."""
         result = self.executor.run(request, replace(limits, growth_bytes=self.budget_bytes), on_event)
         growth = result.memory.get(memory.GROWTH_WITH_COMPILE, 0)
         if result.state == "ok" and growth > self.budget_bytes:
@@ -136,11 +136,11 @@ class FrontierRun(Run):
         self.stage: dict[str, str] = {}
 
     def _begin(self, progress: Progress) -> None:
-        self.prepare(progress.say)
+        self.prepare(progress.log)
         self._judge_all(progress)
 
     def _measure_all(self, progress: Progress) -> Summary:
-        """All searches and their throughput, or what is left of them."""
+        """Make all searches and measure their throughput, or what is left of them."""
         states: dict[str, int] = {}
         counts = {"resumed": 0, "expected": 0}
         for task in self.options.tasks:
@@ -167,7 +167,7 @@ class FrontierRun(Run):
             sizes, state = self.find(task, lambda size, c=contestant, p=place: probe(c, size, 0, p))  # type: ignore[misc]
             if largest_fit(sizes) and state in {"ok", "oom"}:
                 seen[contestant.name] = sizes
-            progress.say(f"{task} · {contestant.name}: {ending(sizes, state)}")
+            progress.log(f"{task} · {contestant.name}: {ending(sizes, state)}")
             progress.done(state)
         rounds = [(number, c) for number in range(1, self.options.rounds + 1) for c in _shuffled(order, rng)]
         # What fitted once need not fit again: a frontier is a size that fits in every round. Where one does not, all
@@ -187,7 +187,7 @@ class FrontierRun(Run):
                 if state == "oom":
                     smaller = size - max(1, int(self.search.resolution * size))
                     mine |= {size: Fit(False)} | ({smaller: Fit(True)} if smaller > 0 else {})
-                    progress.say(
+                    progress.log(
                         f"{task} · {contestant.name}: batch {size} did not fit again; next is {largest_fit(mine)}"
                     )
                 progress.done(state)
@@ -197,7 +197,7 @@ class FrontierRun(Run):
         return Job(contestant, self._cell(contestant, task, size), number, place, "probe")
 
     def find(self, task: str, probe: Callable[[int], Record]) -> tuple[dict[int, Fit], str]:
-        """(what the sizes that were tried said; how the search ended: the state of its last probe)."""
+        """Return (what the sizes that were tried said; how the search ended: the state of its last probe)."""
         ceiling = min(self.search.ceiling or TASKS[task].train_size, TASKS[task].train_size)
         seen: dict[int, Fit] = {}
         state = "ok"
@@ -215,8 +215,8 @@ class FrontierRun(Run):
     def description(self) -> dict[str, Any]:
         return {**super().description(), "search": asdict(self.search), "budget_bytes": self.budget_bytes}
 
-    def _executor(self, contestant: Contestant, say: Callable[[str], None]) -> Executor | Unavailable:
-        executor = self.backend.executor(contestant, say, WORKER)
+    def _executor(self, contestant: Contestant, log: Log) -> Executor | Unavailable:
+        executor = self.backend.executor(contestant, log, WORKER)
         if isinstance(executor, Unavailable) or self.budget_bytes is None:
             return executor
         return Budgeted(executor, self.budget_bytes)
@@ -248,7 +248,7 @@ def _shuffled(contestants: Sequence[Contestant], rng: random.Random) -> list[Con
 
 
 def device_bytes() -> int | None:
-    """All memory of the first GPU, as the driver's tool says; None where it says nothing."""
+    """Return all memory of the first GPU, as the driver's tool says; None where it says nothing."""
     for line in machine.gpus():
         _, size, *_ = line.split(",")
         return int(size.split()[0]) * 2**20
@@ -256,7 +256,7 @@ def device_bytes() -> int | None:
 
 
 def check(search: Search, budget_bytes: int | None, device: str) -> None:
-    """Raises :class:`BadInput` with the value, the rule and the remedy."""
+    """Raise :class:`BadInput` with the value, the rule and the remedy."""
     if device == "cpu" and (budget_bytes is None or budget_bytes < 1):
         raise BadInput("The memory budget must be above 0: say --budget 1.5 for 1.5 GiB above start-up.")
     if device == "cuda" and budget_bytes is not None:

@@ -121,7 +121,7 @@ class GpuRun:
         self.slots = max(1, min(MOST_SIDE_BY_SIDE, cores // CORES_PER_PROCESS)) if is_cuda else 1
 
     def _frontier(self, here: list[Contestant], command: str) -> FrontierRun | None:
-        """The searches for the largest physical batch; None where no task is chosen."""
+        """Return the searches for the largest physical batch; None where no task is chosen."""
         choice, tasks = self.choice, gpu_plan.frontier_tasks(self.choice)
         contestants = gpu_plan.frontier_contestants(choice, here)
         if not tasks or not contestants:
@@ -165,8 +165,8 @@ class GpuRun:
     # ---- the run
 
     def execute(self, progress: Progress, fresh: bool = False) -> Outcome:
-        """Everything that the time suffices for, or what is left of it. A kill at any moment loses at most the
-        processes under way."""
+        """Measure what the time suffices for, or what is left of it. A kill at any moment loses at most the processes
+        under way."""
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             self.work.mkdir(parents=True, exist_ok=True)
@@ -185,7 +185,7 @@ class GpuRun:
                     self._measure(tier, progress)
                 self._search(progress)
             except OutOfTime:
-                progress.say("The time is over.")
+                progress.log("The time is over.")
             finally:
                 self._write()
             return self.outcome()
@@ -197,14 +197,14 @@ class GpuRun:
         work: list[Callable[[], object]] = []
         if self.layers is not None:
             layers = self.layers
-            work.append(lambda: layers.prepare(progress.say))
+            work.append(lambda: layers.prepare(progress.log))
         if self.e2e is not None:
             e2e = self.e2e
             work += self._references([t for t in reversed(e2e.options.tasks) if t not in gpu_plan.TODAY], progress)
-            work.append(lambda: e2e.prepare(progress.say))
+            work.append(lambda: e2e.prepare(progress.log))
         if self.frontier is not None:
             frontier = self.frontier
-            work.append(lambda: frontier.prepare(progress.say))
+            work.append(lambda: frontier.prepare(progress.log))
         self._side_by_side(work, len(os.sched_getaffinity(0)))
         if self.e2e is not None:
             self.e2e.peaks = self.e2e.measured_peaks()
@@ -217,7 +217,7 @@ class GpuRun:
 
     def _reference(self, task: str, progress: Progress) -> None:
         with suppress(ToolFault):  # the gate tries again, and says why not
-            admission.reference(task, progress.say, self.backend.run_tool)
+            admission.reference(task, progress.log, self.backend.run_tool)
 
     def _measure(self, tier: Tier, progress: Progress) -> None:
         pairs = {
@@ -241,8 +241,8 @@ class GpuRun:
     def _judge(self, job: Job, progress: Progress, fresh: bool = False) -> None:
         assert self.e2e is not None
         self.deadline.check()
-        progress.say(f"gate · {job.cell.task} · {job.contestant.name}")
-        self._keep(self.e2e.judged(job.contestant, job.cell.task, progress.say, fresh))
+        progress.log(f"gate · {job.cell.task} · {job.contestant.name}")
+        self._keep(self.e2e.judged(job.contestant, job.cell.task, progress.log, fresh))
         self._write()
 
     def _record(self, job: AnyJob, progress: Progress) -> None:

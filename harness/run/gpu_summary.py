@@ -23,8 +23,8 @@ Key = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class Place:
-    """Where it ran. ``lacking``: framework -> what the environment lacks for it. ``devices``: what torch and jax say of
-    the CUDA device. ``pins``: package -> its pinned version, of the frameworks that ran."""
+    """The environment of a run. ``lacking``: framework -> what the environment lacks for it. ``devices``: what torch
+    and jax say of the CUDA device. ``pins``: package -> its pinned version, of the frameworks that ran."""
 
     device: str
     python: str
@@ -80,7 +80,7 @@ def key_of(record: Record) -> Key:
 
 
 def summary(outcome: Outcome) -> dict[str, Any]:
-    """Everything, for machines."""
+    """Return everything, for machines."""
     place = outcome.place
     return {
         "what": "dpbench run gpu: a short run in an environment as it was found; its versions are not the pinned ones",
@@ -110,7 +110,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
 
 
 def gate_rows(outcome: Outcome) -> list[dict[str, Any]]:
-    """One per (task, contestant): ``state`` passed, rejected, …, or not begun."""
+    """Return one row per (task, contestant): ``state`` passed, rejected, …, or not begun."""
     verdicts = {(r.cell.task, r.cell.contestant): r for r in outcome.records.values() if r.purpose == "gate"}
     rows = []
     for task, contestant in outcome.gates:
@@ -139,8 +139,8 @@ def _groups(outcome: Outcome, kind: str) -> dict[str, tuple[Cell, list[Record], 
 
 
 def cell_rows(outcome: Outcome) -> list[dict[str, Any]]:
-    """One per end-to-end cell. ``step_ms``: median over its processes of seconds per step; ``times_plain``: over
-    that of plain PyTorch in the same task and batch size, None where either is missing."""
+    """Return one row per end-to-end cell. ``step_ms``: median over its processes of seconds per step; ``times_plain``:
+    over that of plain PyTorch in the same task and batch size, None where either is missing."""
     rows = []
     for cell, timed, memory in _groups(outcome, "e2e").values():
         steps = [
@@ -170,7 +170,7 @@ def cell_rows(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def layer_rows(outcome: Outcome) -> list[dict[str, Any]]:
-    """One per layer, contestant and kind of pass. ``pass_ms``: median over the passes."""
+    """Return one row per layer, contestant and kind of pass. ``pass_ms``: median over the passes."""
     rows = []
     for cell, timed, memory in _groups(outcome, "layer").values():
         ok = [r for r in timed if r.state == "ok" and r.layer is not None and r.layer.pass_seconds]
@@ -191,7 +191,7 @@ def layer_rows(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def frontier_rows(outcome: Outcome) -> list[dict[str, Any]]:
-    """One per search: how it ended, its largest probe that fitted, and what that took."""
+    """Return one row per search: how it ended, its largest probe that fitted, and what that took."""
     rows = []
     for (task, contestant), how in outcome.searches.items():
         own = [r for r in outcome.records.values() if (r.cell.task, r.cell.contestant) == (task, contestant)]
@@ -213,7 +213,7 @@ def frontier_rows(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def _ending(timed: Sequence[Record], memory: Record | None) -> dict[str, Any]:
-    """The cell's state: that of a record that is not ok, else ok, else not begun."""
+    """Return the cell's state: that of a record that is not ok, else ok, else not begun."""
     failed = next((r for r in [*timed, *([memory] if memory else [])] if r.state != "ok"), None)
     if failed is not None:
         return {"state": failed.state, "reason": failed.reason}
@@ -254,7 +254,7 @@ def _normal(name: str) -> str:
 
 
 def text(outcome: Outcome) -> str:
-    """The same for people."""
+    """Return the summary for people."""
     place = outcome.place
     gpus = ", ".join(place.machine.get("gpus") or []) or "no GPU"
     where = gpus if place.device == "cuda" else f"{place.machine.get('cpu')} ({place.machine.get('threads')} threads)"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from harness.environments.backend import Argument, Backend, Input, Output, RunTool, Say, last_json
+from harness.environments.backend import Argument, Backend, Input, Log, Output, RunTool, last_json
 from harness.environments.executor import ToolFault
 from harness.environments.unavailable import Unavailable
 from harness.environments.venv import EnvironmentFault
@@ -73,32 +72,32 @@ class LayerRun(Session[LayerOptions, LayerContestant, LayerJob, LayerRequest]):
         """Return the hashes of the code and of the environment."""
         return contestant.code_hash, self.backend.environment_id(contestant.framework)
 
-    def prepare(self, say: Callable[[str], None]) -> None:
+    def prepare(self, log: Log) -> None:
         """Environments and references. Without one, its cells are ``unsupported`` (``crashed`` without a reference)."""
         for c in self.contestants:
-            self.executors[c.name] = self.backend.executor(c, say, WORKER)
+            self.executors[c.name] = self.backend.executor(c, log, WORKER)
         try:
-            self.references = ensure_references(self.options.layers, say, self.backend.run_tool)
+            self.references = ensure_references(self.options.layers, log, self.backend.run_tool)
             self.watched.add(self.references.values())
         except (EnvironmentFault, ToolFault) as fault:
             self.reference_fault = f"the float64 references of the layers could not be made: {fault}"
-            say(self.reference_fault)
+            log(self.reference_fault)
 
     def _begin(self, progress: Progress) -> None:
-        self.prepare(progress.say)
+        self.prepare(progress.log)
 
     def _finished(
-        self, job: LayerJob, request: LayerRequest, result: Result, started: Moment, load: Load, say: Say
+        self, job: LayerJob, request: LayerRequest, result: Result, started: Moment, load: Load, log: Log
     ) -> Record:
         if request.left is not None and result.state == "ok":
-            result = self._compare_last_pass(request, result, say)
+            result = self._compare_last_pass(request, result, log)
         return self._record(job, result, started, load)
 
     def _unmeasured(self, job: LayerJob, result: Result, started: Moment) -> Record:
         return self._record(job, result, started)
 
-    def _compare_last_pass(self, request: LayerRequest, result: Result, say: Callable[[str], None]) -> Result:
-        """The check that the last timed pass left what is right on the measured batch."""
+    def _compare_last_pass(self, request: LayerRequest, result: Result, log: Log) -> Result:
+        """Check that the last timed pass left what is right on the measured batch."""
         assert request.left is not None
         left = Path(request.left)
         if not left.exists():
@@ -106,7 +105,7 @@ class LayerRun(Session[LayerOptions, LayerContestant, LayerJob, LayerRequest]):
             return replace(result, state="crashed", reason=reason)
         try:
             measured = result.layer or Layer()
-            check = self.last_pass(request, (len(measured.pass_seconds) - 1) % measured.batches, say)
+            check = self.last_pass(request, (len(measured.pass_seconds) - 1) % measured.batches, log)
         except (EnvironmentFault, ToolFault) as fault:
             reason = f"the float64 reference of the last pass could not be made: {fault}"
             return replace(result, state="crashed", reason=reason)
@@ -118,7 +117,7 @@ class LayerRun(Session[LayerOptions, LayerContestant, LayerJob, LayerRequest]):
         reason = f"{check.check}: error {check.error}, limit {check.limit} ({check.detail})"
         return replace(result, state="rejected", reason=reason)
 
-    def last_pass(self, request: LayerRequest, number: int, say: Callable[[str], None]) -> Check:
+    def last_pass(self, request: LayerRequest, number: int, log: Log) -> Check:
         """Return what :mod:`frameworks._tools.layer_reference` says of it, which was over batch ``number``.
 
         Raises :class:`EnvironmentFault` or :class:`ToolFault` where it cannot be asked.
@@ -128,10 +127,10 @@ class LayerRun(Session[LayerOptions, LayerContestant, LayerJob, LayerRequest]):
         arguments += ["--passes", request.passes]
         arguments += ["--batch-size", str(request.batch_size), "--seed", str(request.seed), "--number", str(number)]
         arguments += ["--bound", repr(request.max_grad_norm)]
-        return Check(**last_json(self.backend.run_tool(REFERENCE, arguments, say)))
+        return Check(**last_json(self.backend.run_tool(REFERENCE, arguments, log)))
 
     def _refusal(self, job: LayerJob) -> Result | None:
-        """A result without a process: it cannot run, or an earlier process of this cell showed so."""
+        """Return a result without a process: it cannot run, or an earlier process of this cell showed so."""
         assert job.cell.layer is not None
         executor = self.executors[job.contestant.name]
         reason = job.contestant.variant.why_unsupported(LAYERS[job.cell.layer])
@@ -168,7 +167,7 @@ class LayerRun(Session[LayerOptions, LayerContestant, LayerJob, LayerRequest]):
         )
 
     def _seed(self, job: LayerJob) -> int:
-        """The same for all contestants of a block; every round has its own."""
+        """Return the seed: the same for all contestants of a block; every round has its own."""
         return self.options.seed * 1000 + job.round
 
     def _record(self, job: LayerJob, result: Result, started: Moment, load: Load | None = None) -> Record:
@@ -201,7 +200,7 @@ def _predictions(record: Record) -> Layer | None:
     return Layer(predicted_seconds=record.layer.predicted_seconds, predicted_bytes=record.layer.predicted_bytes)
 
 
-def ensure_references(names: tuple[str, ...], say: Callable[[str], None], run_tool: RunTool) -> dict[str, Path]:
+def ensure_references(names: tuple[str, ...], log: Log, run_tool: RunTool) -> dict[str, Path]:
     """Return layer -> .npz of its float64 gradients, which ``run_tool`` computes once.
 
     Raises:
@@ -212,11 +211,11 @@ def ensure_references(names: tuple[str, ...], say: Callable[[str], None], run_to
     folder.mkdir(exist_ok=True)
     paths = {name: folder / f"{name}.npz" for name in names}
     with cache.locked(folder / ".lock"):
-        missing = [name for name, path in paths.items() if not seal.holds(path, say)]
+        missing = [name for name, path in paths.items() if not seal.holds(path, log)]
         if missing:
-            say(f"References of {len(missing)} layers: float64, one example at a time")
+            log(f"References of {len(missing)} layers: float64, one example at a time")
             output = Output(folder, tuple(paths[name].name for name in missing))
-            run_tool(REFERENCE, ["--layers", ",".join(missing), "--out", output], say)
+            run_tool(REFERENCE, ["--layers", ",".join(missing), "--out", output], log)
             for name in missing:
                 seal.put(paths[name])
     return paths

@@ -1,4 +1,4 @@
-"""How long a run goes on, and what happens between its rounds."""
+"""Pace of a run: how long it goes on, and what happens between its rounds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Pace:
     after_round: Callable[[int, int], None] = _nothing
 
     def __post_init__(self) -> None:
-        """Raises :class:`BadInput` for minutes that cannot be measured for."""
+        """Raise :class:`BadInput` for minutes that cannot be measured for."""
         if self.minutes is not None and not 0.0 < self.minutes < math.inf:
             raise BadInput(f"--minutes is {self.minutes}: it must be above 0 and finite.")
 

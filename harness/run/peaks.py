@@ -1,4 +1,4 @@
-"""What the processors of this machine reach: float32 arithmetic and memory traffic, measured before a run.
+"""Peaks of this machine's processors: float32 arithmetic and memory traffic, measured before a run.
 
 The report divides the arithmetic and the bytes of a task by these two figures: an implementation on the same threads is
 not faster than the larger quotient. They are measured in a process of their own, because a BLAS library takes its

@@ -1,4 +1,4 @@
-"""What people see while a run is under way: one bar, what is being done now, and lines that stay."""
+"""Progress of a run, as people see it: one bar, what is being done now, and lines that stay."""
 
 from __future__ import annotations
 
@@ -102,9 +102,9 @@ class Progress:
         if not self.quiet and not self.console.is_terminal:
             number = f"{self._done:>{len(str(len(self._keys)))}}/{len(self._keys)}"
             tail = f" ({clock(now - self._began)}{', ' + left if left else ''})"
-            self.say(f"[{number}] {self._text}: {outcome}{tail}")
+            self.log(f"[{number}] {self._text}: {outcome}{tail}")
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         if not self.quiet:
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -123,7 +123,7 @@ def watched(execute: Callable[[Progress], Outcome], folder: Path, console: Conso
 
 @contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """SIGTERM and SIGHUP as Ctrl-C: what is under way is ended, and the exit code is a shell's for that signal."""
+    """Treat SIGTERM and SIGHUP as Ctrl-C: what is under way is ended, and the exit code is that of a shell."""
 
     def stop(number: int, frame: Any) -> None:
         raise KeyboardInterrupt(128 + number)

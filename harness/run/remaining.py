@@ -1,4 +1,4 @@
-"""How long the rest of a run takes, from what its pieces have taken so far. Pure arithmetic."""
+"""Estimate how long the rest of a run takes, from what its pieces have taken so far. Pure arithmetic."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from harness.environments.backend import Backend, Say
+from harness.environments.backend import Backend, Log
 from harness.environments.executor import LOG_TAIL, Executor
 from harness.environments.unavailable import Unavailable
 from harness.environments.unpinned import OutOfTime
@@ -48,8 +48,8 @@ FINAL_STATES = {"rejected", "oom", "timeout", "unsupported"}
 
 @dataclass
 class Summary:
-    """How many records of each state the run holds, and how many of them were measured before it. ``expected``: how
-    many of the rejected ones belong to a contestant that declares its fault."""
+    """Counts of a run: its records by state, and those that were measured before it. ``expected``: how many of the
+    rejected ones belong to a contestant that declares its fault."""
 
     total: int
     resumed: int
@@ -110,19 +110,19 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
 
     @abstractmethod
     def _refusal(self, job: AJob) -> Result | None:
-        """A result without a process: it cannot run, or an earlier process of this cell showed so."""
+        """Return a result without a process: it cannot run, or an earlier process of this cell showed so."""
 
     @abstractmethod
     def _request(self, job: AJob) -> ARequest:
         """Return what the worker is asked for."""
 
     @abstractmethod
-    def _finished(self, job: AJob, request: ARequest, result: Result, started: Moment, load: Load, say: Say) -> Record:
-        """The record of a process, after what is compared once it has ended."""
+    def _finished(self, job: AJob, request: ARequest, result: Result, started: Moment, load: Load, log: Log) -> Record:
+        """Return the record of a process, after what is compared once it has ended."""
 
     @abstractmethod
     def _unmeasured(self, job: AJob, result: Result, started: Moment) -> Record:
-        """The record of a job without a process, or with one that broke."""
+        """Return the record of a job without a process, or with one that broke."""
 
     def _facts(self, job: AJob, result: Result, started: Moment, load: Load | None) -> dict[str, Any]:
         """Return what the records of all kinds of runs say of a process."""
@@ -152,7 +152,7 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
         }
 
     def _stands(self, job: AJob, record: Record) -> bool:
-        """Whether a record that is there already counts."""
+        """Return whether a record that is there already counts."""
         return not record.interrupted
 
     def _remember(self, job: AJob, record: Record) -> None:
@@ -161,11 +161,11 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
             self.ended.setdefault(job.cell.name, record)
 
     def _is_expected(self, job: AJob, record: Record) -> bool:
-        """Whether it is the rejection that the contestant declares."""
+        """Return whether it is the rejection that the contestant declares."""
         return False
 
     def _check_unchanged(self, name: str) -> None:
-        """Raises :class:`BadInput` where the contestant's code is no longer what the gate has seen (rule V9), or the
+        """Raise :class:`BadInput` where the contestant's code is no longer what the gate has seen (rule V9), or the
         harness' own code or the data are not what they were when the run began."""
         self.watched.check()
         if self.hashes[name] != self._hashes_of(self.by_name[name]):
@@ -174,9 +174,9 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
     # ---- the loop
 
     def execute(self, progress: Progress, fresh: bool = False) -> Summary:
-        """Everything, or what is left of it. Ctrl-C or a kill at any moment loses at most the process under way."""
+        """Measure everything, or what is left of it. Ctrl-C or a kill loses at most the process under way."""
         try:
-            self.backend.prepare(self.contestants, progress.say)
+            self.backend.prepare(self.contestants, progress.log)
             with self.folder.open(self.description(), fresh):
                 self._begin(progress)
                 return self._measure_all(progress)
@@ -200,11 +200,11 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
         return Summary(sum(states.values()), resumed, states, self.folder.path, expected)
 
     def _in_order(self, progress: Progress) -> Iterator[AJob]:
-        """The jobs as they are measured; the former one is on record when the next one is asked for."""
+        """Yield the jobs as they are measured; the former one is on record when the next one is asked for."""
         yield from self.jobs
 
     def recorded(self, job: AJob, progress: Progress) -> tuple[Record, bool]:
-        """The record of a job, and whether it was there already; measured and written where it was not."""
+        """Return the record of a job, and whether it was there already; measured and written where it was not."""
         name = self._record_name(job)
         record = self.folder.read(name)
         is_old = record is not None and self._stands(job, record)
@@ -223,8 +223,8 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
         return f"{job.name}.{self._key(job)[:8]}.json"
 
     def _measured(self, job: AJob, progress: Progress) -> Record:
-        """A new record of the job, whatever the contestant does: what it makes of this process is a ``crashed`` record,
-        and never the end of a run that others are in."""
+        """Return a new record of the job, whatever the contestant does: what it makes of this process is a ``crashed``
+        record, and never the end of a run that others are in."""
         started = Moment()
         with self.folder.attempt(job.name) as killed:
             try:
@@ -238,7 +238,7 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
             return self._unmeasured(job, result, started)
 
     def _measure(self, job: AJob, progress: Progress) -> Record:
-        """One process, or the record of why there is none."""
+        """Return one process, or the record of why there is none."""
         started = Moment()
         refusal = self._refusal(job)
         if refusal is not None:
@@ -256,7 +256,7 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
             self.backend.speed_probe,
         )
         check_disk(result, self.folder, job.cell.name)
-        return self._finished(job, request, result, started, load, progress.say)
+        return self._finished(job, request, result, started, load, progress.log)
 
 
 def undisturbed(
@@ -267,10 +267,10 @@ def undisturbed(
     progress: Progress,
     clock: Callable[[], float | None],
 ) -> tuple[Result, Load]:
-    """(result, load) of one ``process``; a timed one that others disturbed is run again, up to ``repeats`` times.
-    One whose clock disagrees with the harness's is run again at least CLOCK_REPEATS times: a busy machine can keep
-    either clock waiting, but not every time.
-    ``clock``: the speed probe's seconds, None where it would not show the speed of the worker's machine."""
+    """Return (result, load) of one ``process``; a timed one that others disturbed is run again, up to ``repeats``
+    times. One whose clock disagrees with the harness's is run again at least CLOCK_REPEATS times: a busy machine can
+    keep either clock waiting, but not every time. ``clock``: the speed probe's seconds, None where it would not show
+    the speed of the worker's machine."""
     repeat = 0
     while True:
         before = clock()
@@ -283,7 +283,7 @@ def undisturbed(
         if not disturbed or not is_timed or result.state not in {"ok", "rejected"}:
             break
         most = max(repeats, CLOCK_REPEATS) if clocks is not None else repeats
-        progress.say(
+        progress.log(
             f"{name}: disturbed (others took {share:.0%}, speed probe changed by {changed:.0%}"
             + (f", {clocks})" if clocks else ")")
             + (", repeated" if repeat < most else "")
@@ -321,13 +321,13 @@ ENDS_THE_RUN = (BadInput, OutOfTime)
 
 
 def unforeseen(error: Exception) -> Result:
-    """The result of a process whose answer the harness stumbled over."""
+    """Return the result of a process whose answer the harness stumbled over."""
     tail = "".join(traceback.format_exception(error))[-LOG_TAIL:]
     return Result("crashed", f"what the process left could not be used ({short(error)}).", log_tail=tail)
 
 
 def killer(times: int) -> Result:
-    """The result of a process during which the run itself was killed again and again."""
+    """Return the result of a process during which the run itself was killed again and again."""
     return Result(
         "crashed",
         f"the run was killed {times} times while this process was at work, which may be its doing; it is not started "
@@ -344,7 +344,7 @@ FULL_BELOW_BYTES = 64 * 2**20
 
 
 def check_disk(result: Result, folder: RunFolder, name: str) -> None:
-    """Raises :class:`BadInput` where a process failed because this machine's disk is full or the run's folder cannot be
+    """Raise :class:`BadInput` where a process failed because this machine's disk is full or the run's folder cannot be
     written any more; a contestant that only says so ends nobody's run."""
     if result.state == "ok":
         return
@@ -360,7 +360,7 @@ def check_disk(result: Result, folder: RunFolder, name: str) -> None:
 
 
 def watched_code() -> seal.Watched:
-    """The harness' own code and settings, in this tree: they measure whatever tree the contestants come from."""
+    """Return the harness' own code and settings, in this tree: they measure whatever tree the contestants come from."""
     watched = seal.Watched()
     watched.add(path for path in (ROOT / "harness").rglob("*") if path.suffix in {".py", ".toml"})
     return watched

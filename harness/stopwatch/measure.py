@@ -48,7 +48,7 @@ Action = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Process:
-    """What one process contributes. ``seconds``: per call, one figure a round of ``calls`` calls; ``foreign_share``: of
+    """Measurements of one process. ``seconds``: per call, one figure a round of ``calls`` calls; ``foreign_share``: of
     the processors that it may use, taken by others meanwhile (0 where the time was too short to tell); ``observed``: a
     tracer, profiler or coverage tool was at work; ``memory``: bytes by named metric."""
 
@@ -74,7 +74,8 @@ class Process:
 
 
 class _Subject:
-    """What the clock drives in place of an adapter: the step, however many calls, between two waits for the device."""
+    """The subject that the clock drives in place of an adapter: the step, however many calls, between two waits for the
+    device."""
 
     def __init__(self, step: Action, synchronize: Action | None) -> None:
         self._step = step
@@ -96,14 +97,14 @@ def measure(
     rounds: int | None = None,
     memory: bool = False,
 ) -> tuple[Process, Any]:
-    """(figures, what the last call returned). ``synchronize`` blocks until the device has done all its work; it is
-    called before the clock starts and before it stops. ``setup`` is called before every call of ``step``, outside the
-    clock; with it every round is one call. ``rounds``: so many instead of what fits into half a second.
+    """Return (figures, what the last call returned). ``synchronize`` blocks until the device has done all its work; it
+    is called before the clock starts and before it stops. ``setup`` is called before every call of ``step``, outside
+    the clock; with it every round is one call. ``rounds``: so many instead of what fits into half a second.
     """
     subject = _Subject(step, synchronize)
 
     def timed(calls: int) -> float:
-        """Seconds per call."""
+        """Return seconds per call."""
         if setup is not None:
             setup()
         return timed_steps(cast("Adapter", subject), [(None, None)] * calls) / calls  # type: ignore[list-item]
@@ -132,7 +133,7 @@ def measure(
 
 
 def _warm_up(timed: Callable[[int], float]) -> tuple[int, float]:
-    """(calls, seconds of the fastest of the last three)."""
+    """Return (calls, seconds of the fastest of the last three)."""
     seconds: list[float] = []
     started = time.perf_counter()
     while len(seconds) < WARM_UP_CALLS or time.perf_counter() - started < WARM_UP_SECONDS:
@@ -159,7 +160,7 @@ def _rounds(timed: Callable[[int], float], calls: int, rounds: int | None) -> li
 
 
 def _peaks(subject: _Subject, setup: Action | None) -> dict[str, int]:
-    """Bytes by metric, each from a call of its own that no clock watches: counting slows a call down."""
+    """Return bytes by metric, each from a call of its own that no clock watches: counting slows a call down."""
 
     def call() -> None:
         subject.step(None, None)
@@ -194,7 +195,8 @@ def _peaks(subject: _Subject, setup: Action | None) -> dict[str, int]:
 
 
 def _observed() -> bool:
-    """Whether coverage, a debugger or a profiler watches this process, which then runs slower than its user's would."""
+    """Return whether coverage, a debugger or a profiler watches this process, which then runs slower than its user's
+    would."""
     if sys.gettrace() is not None or sys.getprofile() is not None:
         return True
     monitoring = getattr(sys, "monitoring", None)  # Python 3.12

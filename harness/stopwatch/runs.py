@@ -51,7 +51,7 @@ class StepRun:
 
 
 def parse(text: str, origin: Path) -> StepRun:
-    """Raises :class:`BadInput`, naming ``origin``, where it is no such run."""
+    """Raise :class:`BadInput`, naming ``origin``, where it is no such run."""
     remedy = "save it again, or compare with another run."
     try:
         data = json.loads(text)
@@ -86,8 +86,8 @@ def folder(root: Path) -> Path:
 
 
 def find(root: Path, name: str, option: str) -> StepRun:
-    """The newest run of this machine with that name (``latest``: with any). Raises :class:`BadInput` where there is
-    none, saying what there is."""
+    """Return the newest run of this machine with that name (``latest``: with any). Raises :class:`BadInput` where there
+    is none, saying what there is."""
     here = folder(root)
     paths = sorted(here.glob("*.json"))
     names = [_name(path) for path in paths]
@@ -105,12 +105,12 @@ def find(root: Path, name: str, option: str) -> StepRun:
 
 
 def _name(path: Path) -> str:
-    """The run's name: the file's begins with the time, in which there is no underscore."""
+    """Return the run's name: the file's begins with the time, in which there is no underscore."""
     return path.stem.split("_", 1)[-1]
 
 
 def save(root: Path, run: StepRun) -> Path:
-    """Writes the run whole or not at all, under a name that is newer than all; returns the path."""
+    """Write the run whole or not at all, under a name that is newer than all; returns the path."""
     here = folder(root)
     try:
         here.mkdir(parents=True, exist_ok=True)
@@ -130,8 +130,8 @@ def describe(root: Path) -> dict[str, Any]:
 
 
 def canary_seconds() -> float | None:
-    """The speed probe's, in a process of its own with one thread: this one may have other ideas of threads. None
-    where it could not be run."""
+    """Return the seconds of the speed probe, in a process of its own with one thread: this one may have other ideas of
+    threads. None where it could not be run."""
     done = subprocess.run(
         [sys.executable, "-c", "from harness.worker import speed_probe; print(speed_probe.seconds())"],
         env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

@@ -1,4 +1,4 @@
-"""What the figures of measured steps say: the comparison of two runs, and the table at the end of a session."""
+"""Tables of measured steps: the comparison of two runs, and the table at the end of a session."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Steps = Mapping[str, Sequence[Process]]
 
 
 def values(processes: Sequence[Process]) -> tuple[list[float], bool]:
-    """(seconds of each process, whether disturbed ones are among them): these are left out where enough others
+    """Return (seconds of each process, whether disturbed ones are among them): these are left out where enough others
     remain for a verdict."""
     calm = [p for p in processes if not p.disturbed]
     kept = calm if len(calm) >= VERDICT_ROUNDS else list(processes)
@@ -51,7 +51,7 @@ class Change:
 
 
 def changes(now: StepRun, then: StepRun) -> list[Change]:
-    """Each step of ``now``: the one that became slowest first, new ones last."""
+    """Return each step of ``now``: the one that became slowest first, new ones last."""
     pairs = {name: (now.steps[name], then.steps[name]) for name in now.steps if name in then.steps}
     clock = math.sqrt(math.prod(now.canary) / math.prod(then.canary)) if now.canary and then.canary else 1.0
     # Each of m comparisons errs at most with 5 % / m, so that any of them does at most with 5 % (Bonferroni).
@@ -70,7 +70,7 @@ def changes(now: StepRun, then: StepRun) -> list[Change]:
 
 
 def lines(now: Steps, compared: Sequence[Change], then: StepRun | None) -> Iterator[str]:
-    """The table, worst first: the slowest against then, else the slowest."""
+    """Yield the table, worst first: the slowest against then, else the slowest."""
     by_name = {change.step: change for change in compared}
     order = list(by_name) or sorted(now, key=lambda name: -statistics.median(values(now[name])[0]))
     with_memory = sorted({metric for found in now.values() for p in found for metric in p.memory})

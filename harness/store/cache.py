@@ -1,4 +1,4 @@
-"""Where the harness keeps what can be made again: data, environments, references, verdicts."""
+"""The cache, where the harness keeps what can be made again: data, environments, references, verdicts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.errors import BadInput
 
 
 def root() -> Path:
-    """The cache (``data.store.cache_folder``), made if missing. Raises :class:`BadInput` where it cannot be."""
+    """Return the cache (``data.store.cache_folder``), made if missing. Raises :class:`BadInput` where it cannot be."""
     path = cache_folder()
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -26,7 +26,7 @@ def root() -> Path:
 
 
 def folder(name: str) -> Path:
-    """A folder of the cache, made if missing. Raises :class:`BadInput` where it cannot be made or written."""
+    """Return a folder of the cache, made if missing. Raises :class:`BadInput` where it cannot be made or written."""
     path = root() / name
     try:
         path.mkdir(exist_ok=True)
@@ -64,8 +64,8 @@ def write_atomically(path: Path, content: bytes, option: str | None = None) -> N
 
 
 def check_replaceable(path: Path) -> Path:
-    """The file that writing to ``path`` replaces, behind links. Raises :class:`BadInput` where it is no regular file: a
-    rename onto a device or a pipe would put a file in its place."""
+    """Return the file that writing to ``path`` replaces, behind links. Raises :class:`BadInput` where it is no regular
+    file: a rename onto a device or a pipe would put a file in its place."""
     try:
         there = path.resolve()
         is_file = stat.S_ISREG(there.lstat().st_mode)
@@ -80,7 +80,7 @@ def check_replaceable(path: Path) -> Path:
 
 @contextmanager
 def locked(path: Path, busy: str | None = None) -> Iterator[None]:
-    """Holds ``path`` as a lock file. Waits, or, given ``busy``, raises :class:`BadInput` with that sentence. The lock
+    """Hold ``path`` as a lock file. Waits, or, given ``busy``, raises :class:`BadInput` with that sentence. The lock
     ends with the process, however it ends."""
     try:
         file = open(path, "a+")  # noqa: SIM115 (the `with` below closes it; only opening may fail as bad input)

@@ -35,7 +35,7 @@ class RunFolder:
 
     @contextmanager
     def open(self, description: dict[str, Any], fresh: bool) -> Iterator[None]:
-        """Makes or continues the run, alone. Raises :class:`BadInput` where another run is at work in the folder, the
+        """Make or continue the run, alone. Raises :class:`BadInput` where another run is at work in the folder, the
         folder cannot be written, or it holds a run with other options or other code."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ class RunFolder:
             yield
 
     def check_writable(self) -> None:
-        """Raises :class:`BadInput` where records or weights could not be left here."""
+        """Raise :class:`BadInput` where records or weights could not be left here."""
         for folder in (self.records, self.scratch):
             probe = folder / f".probe.{os.getpid()}.part"
             try:
@@ -111,7 +111,8 @@ class RunFolder:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def read(self, name: str) -> Record | None:
-        """The record of that name, or None. Raises :class:`BadInput` where it is corrupt, or is another cell's."""
+        """Return the record of that name, or None. Raises :class:`BadInput` where it is corrupt, or is another
+        cell's."""
         try:
             (value,) = record.read(self.records / name)
         except FileNotFoundError:
@@ -141,7 +142,7 @@ class RunFolder:
 
 
 def misnamed(path: Path, value: Record) -> str:
-    """Says that a record lies under a name that is not its own."""
+    """Say that a record lies under a name that is not its own."""
     return (
         f"{path} holds the record of another process (its name would be {value.file_name}); move it out of the folder "
         "and run again to measure the cell of that name anew."
@@ -161,7 +162,7 @@ def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> 
 
 
 def pack(folder: Path, target: Path) -> int:
-    """Writes all records of a run into one ``.jsonl`` (compressed where the target ends in ``.gz``), a record a line,
+    """Write all records of a run into one ``.jsonl`` (compressed where the target ends in ``.gz``), a record a line,
     sorted by name; returns how many. Raises
     :class:`BadInput` where there are none, one is bad, the run is still at work, or the target cannot be written.
     """
@@ -184,6 +185,7 @@ def pack(folder: Path, target: Path) -> int:
 
 
 def portable(value: Record) -> str:
-    """The record as a line for others: the home folder, which a reason may name with a log, is written as ``~``."""
+    """Return the record as a line for others: the home folder, which a reason may name with a log, is written as
+    ``~``."""
     home = json.dumps(str(Path.home()), ensure_ascii=False)[1:-1]
     return re.sub(r"(?<![\w./~-])" + re.escape(home) + "/", "~/", value.to_json())

@@ -20,7 +20,7 @@ Tell = Callable[[str], None]
 
 
 def load(*places: Path, left_out: Tell | None = None) -> list[Record]:
-    """All records of the ``places``, each a ``.json``, ``.jsonl`` or ``.jsonl.gz`` file, or a folder with such
+    """Return all records of the ``places``, each a ``.json``, ``.jsonl`` or ``.jsonl.gz`` file, or a folder with such
     files somewhere below it, in order of their paths.
 
     Of a run's folder (one that holds a ``plan.json``) only its ``records/`` count: what ``--fresh`` has set aside does
@@ -59,7 +59,7 @@ def _of(place: Path, left_out: Tell | None) -> list[Record]:
 
 
 def _read(place: Path) -> tuple[list[Record], list[str]]:
-    """(records, what is wrong with the others)."""
+    """Return (records, what is wrong with the others)."""
     found, faults = [], []
     for path in sorted(_files(place)):
         in_run = path.parent.name == "records" and (path.parent.parent / PLAN).exists()
@@ -97,7 +97,7 @@ def _files(place: Path) -> Iterator[Path]:
 
 
 def _is_comparison(plan: Path) -> bool:
-    """Whether a plan is that of ``dpbench compare``, whose pairs of processes are no records."""
+    """Return whether a plan is that of ``dpbench compare``, whose pairs of processes are no records."""
     try:
         return "sides" in json.loads(plan.read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):

@@ -52,7 +52,7 @@ class _Model(BaseModel):
 
 
 class Cell(_Model):
-    """What is measured. Two records of one cell differ in their block only.
+    """The thing that is measured. Two records of one cell differ in their block only.
 
     ``kind`` e2e, frontier: a ``task``. ``kind`` layer: no task, but a ``layer`` and which ``passes`` over it are made.
     """
@@ -99,12 +99,12 @@ class Data(_Model):
 
 
 class Compared(_Model):
-    """What was compared of the measured cell itself. The weights where the referee halted the clock, after ``steps``
-    steps, are ``replay_error`` from an untimed replay's, those after ``all_steps`` are ``end_error`` from it. Of one
-    step of that replay, ``step``, drawn at random, with ``rows`` examples: its update without noise is off from the
-    float64 reference's by ``update_error``, relative. What noise adds to it and to those after it, to the step at the
-    halt and to the last one, ``compared_steps`` in all, has the scores ``noise_scores``, in standard deviations.
-    ``longest_step`` of the replay: its length over what rows and noise explain."""
+    """Comparison of the measured cell itself with its replay and with the reference. The weights where the referee
+    halted the clock, after ``steps`` steps, are ``replay_error`` from an untimed replay's, those after ``all_steps``
+    are ``end_error`` from it. Of one step of that replay, ``step``, drawn at random, with ``rows`` examples: its update
+    without noise is off from the float64 reference's by ``update_error``, relative. What noise adds to it and to those
+    after it, to the step at the halt and to the last one, ``compared_steps`` in all, has the scores ``noise_scores``,
+    in standard deviations. ``longest_step`` of the replay: its length over what rows and noise explain."""
 
     step: int
     steps: int
@@ -128,7 +128,7 @@ STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 @dataclass(frozen=True, config=STRICT)
 class Timed(result.Timed):
-    """How the seconds came about, as the record keeps it."""
+    """Timing behind the seconds of a record."""
 
     measured_seconds: list[Seconds]
     compared: Compared | None = None
@@ -136,7 +136,7 @@ class Timed(result.Timed):
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
 class LayerResult(result.Layer):
-    """What was measured of a cell of kind layer, and the layer: ``input_bytes`` to ``output_bytes`` are of one example
+    """Measurements of a cell of kind layer, and its layer: ``input_bytes`` to ``output_bytes`` are of one example
     (their sum is the memory law's C), ``parameter_bytes`` is its L."""
 
     kind: str
@@ -212,9 +212,9 @@ GPU, PROCESSORS = "gpu", "processors"
 
 
 class Energy(_Model):
-    """What the harness read off the machine's counters (GPU, PROCESSORS), which count all that runs there.
-    ``joules``: of the timed ``stretches``, ``seconds`` in all; ``idle_watts``: before the run, when nothing of it ran;
-    ``step_seconds``: a counter moves once in so many. ``unavailable``: by counter, why it says nothing."""
+    """Readings of the machine's energy counters (GPU, PROCESSORS), which count all that runs there. ``joules``: of the
+    timed ``stretches``, ``seconds`` in all; ``idle_watts``: before the run, when nothing of it ran; ``step_seconds``: a
+    counter moves once in so many. ``unavailable``: by counter, why it says nothing."""
 
     joules: dict[str, float] = Field(default_factory=dict)
     seconds: float = 0.0
@@ -246,8 +246,8 @@ class Source(_Model):
 
 
 class Image(_Model):
-    """What a container was made of. ``digest`` and ``base``: the engine's hashes of the image and of what it stands on;
-    ``lock``: SHA-256 of the lock of its files. ``matches_lock`` is False only where the user insisted."""
+    """The image that a container was made of. ``digest`` and ``base``: the engine's hashes of the image and of what it
+    stands on; ``lock``: SHA-256 of the lock of its files. ``matches_lock`` is False only where the user insisted."""
 
     tag: str
     digest: str
@@ -257,8 +257,8 @@ class Image(_Model):
 
 
 class Container(_Model):
-    """How the container of this process did. ``startup_seconds``: from asking for it to its first word, outside of
-    every clock."""
+    """The container of this process and how it ended. ``startup_seconds``: from asking for it to its first word,
+    outside of every clock."""
 
     engine: str
     startup_seconds: float | None
@@ -346,7 +346,7 @@ class Record(_Model):
 
     @model_validator(mode="after")
     def _is_whole(self) -> Record:
-        """A measurement that is ``ok`` has what it was made for."""
+        """Refuse a record that is ``ok`` without what it was made for."""
         if self.state != "ok":
             return self
         if self.cell.kind == "e2e" and self.purpose == "time" and not (self.epoch_seconds and self.timed):
@@ -370,7 +370,7 @@ MACHINE_FACTS: dict[str, type | tuple[type, ...]] = {
 
 
 def parse(text: str, origin: str) -> Record:
-    """Raises :class:`BadInput`, naming ``origin``, for a corrupt record or one of a newer schema."""
+    """Raise :class:`BadInput`, naming ``origin``, for a corrupt record or one of a newer schema."""
     try:
         data = json.loads(text, parse_constant=no_number)
         if isinstance(data, dict) and "schema" not in data:
@@ -410,8 +410,8 @@ def _no_record(origin: str, why: str) -> BadInput:
 
 
 def read(path: Path) -> list[Record]:
-    """All records of one ``.json``, ``.jsonl`` or ``.jsonl.gz`` file. Raises :class:`BadInput`, naming it, where one
-    cannot be read, and FileNotFoundError where the file is gone."""
+    """Return all records of one ``.json``, ``.jsonl`` or ``.jsonl.gz`` file. Raises :class:`BadInput`, naming it, where
+    one cannot be read, and FileNotFoundError where the file is gone."""
     return [parse(text, origin) for text, origin in texts(path)]
 
 

@@ -1,4 +1,4 @@
-"""Whether files are still what this harness wrote or saw: seals of what it keeps in the cache, and watched files.
+"""Checks that files are still what this harness wrote or saw: seals of what it keeps in the cache, and watched files.
 
 A seal is a keyed hash (HMAC-SHA-256) of a name and a content; its key lies in the cache, readable by this user alone,
 and is never mounted into a container. A worker in a virtual environment runs as the same user: that it does not write
@@ -22,7 +22,7 @@ Stamp = tuple[int, ...]
 
 
 def of(name: str, content: bytes) -> str:
-    """The seal of a content under a name: that of one verdict fits no other."""
+    """Return the seal of a content under a name: that of one verdict fits no other."""
     return hmac.new(_key(), name.encode() + b"\0" + hashlib.sha256(content).digest(), hashlib.sha256).hexdigest()
 
 
@@ -47,20 +47,20 @@ def _key() -> bytes:
 
 
 def put(path: Path) -> None:
-    """Seals a file of the cache that this harness has just had made."""
+    """Seal a file of the cache that this harness has just had made."""
     cache.write_atomically(_beside(path), of(path.name, path.read_bytes()).encode())
     _sealed[path] = stamp(path)
 
 
-def holds(path: Path, say: Callable[[str], None]) -> bool:
-    """Whether the file is there with its seal, as it was sealed. Without a seal it may be the half of something; one
-    that is not what was sealed is told of. Both are to be made anew."""
+def holds(path: Path, log: Callable[[str], None]) -> bool:
+    """Return whether the file is there with its seal, as it was sealed. Without a seal it may be the half of something;
+    one that is not what was sealed is told of. Both are to be made anew."""
     if not path.exists() or not _beside(path).exists():
         return False
     now = stamp(path)
     if _sealed.get(path) != now:
         if not hmac.compare_digest(_beside(path).read_bytes(), of(path.name, path.read_bytes()).encode()):
-            say(f"{path} is damaged, or another hand has written it; it is made anew.")
+            log(f"{path} is damaged, or another hand has written it; it is made anew.")
             return False
         _sealed[path] = now
     return True
@@ -88,13 +88,13 @@ class Watched:
         self._known: dict[Path, tuple[Stamp, str]] = {}
 
     def add(self, paths: Iterable[Path]) -> None:
-        """Watches the files, from what they are now; those that are watched already stay as they were."""
+        """Watch the files, from what they are now; those that are watched already stay as they were."""
         for path in paths:
             if path not in self._known:
                 self._known[path] = stamp(path), _digest(path)
 
     def check(self) -> None:
-        """Raises :class:`BadInput`, naming it, for a file that is gone or has another content."""
+        """Raise :class:`BadInput`, naming it, for a file that is gone or has another content."""
         for path, (seen, digest) in self._known.items():
             try:
                 now = stamp(path)

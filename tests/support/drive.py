@@ -58,7 +58,7 @@ def _remembered(epsilons: Callable[..., tuple[float, float]]) -> Callable[..., t
     return answer
 
 
-def _step_reference(itself: run.Run, request: Request, checked: Path, say: object) -> dict[str, object]:
+def _step_reference(itself: run.Run, request: Request, checked: Path, log: object) -> dict[str, object]:
     """The phantoms train nothing that could be right; the cheats are looked at in numpy."""
     if Path(request.folder).name != "cheat":
         return {"update_error": 0.0, "update_limit": 1.0}
@@ -67,13 +67,13 @@ def _step_reference(itself: run.Run, request: Request, checked: Path, say: objec
     return gate_numpy.step_reference(request, checked)
 
 
-def _last_pass(itself: layer_run.LayerRun, request: LayerRequest, number: int, say: object) -> Check:
+def _last_pass(itself: layer_run.LayerRun, request: LayerRequest, number: int, log: object) -> Check:
     left, size, bound = Path(str(request.left)), request.batch_size, request.max_grad_norm
     return Check(**phantom_layer.last_pass(request.layer, request.passes, left, size, request.seed, number, bound))
 
 
 def install() -> None:
-    venv.ensure = lambda framework, say: _ThisPython(Path(), framework.lock_hash, (framework.name,), 0.0)
+    venv.ensure = lambda framework, log: _ThisPython(Path(), framework.lock_hash, (framework.name,), 0.0)
     admission.judge = lambda contestant, task, *rest, **named: Verdict(
         "ok", None, Gate(passed=contestant.variant.name != "unfit", key="fake", checks=[]), {}
     )

@@ -12,10 +12,10 @@ from harness.environments.backend import (
     Argument,
     Input,
     LocalBackend,
+    Log,
     Output,
     Provenance,
     Resources,
-    Say,
 )
 from harness.environments.containers import engine, images, lockfile
 from harness.environments.containers.engine import Engine
@@ -91,33 +91,33 @@ class ContainerBackend:
         image = images.named(on, named, option) if named is not None else None
         return cls(on, device, image=image, **more)
 
-    def prepare(self, contestants: Iterable[AnyContestant], say: Say) -> None:
+    def prepare(self, contestants: Iterable[AnyContestant], log: Log) -> None:
         """Remove what an earlier, killed run left on the engine, and build the images that are missing."""
         for name in engine.sweep(self.engine):
-            say(f"Removed {name}, which a run that was killed had left on the engine")
+            log(f"Removed {name}, which a run that was killed had left on the engine")
         for framework in {c.framework.name: c.framework for c in contestants}.values():
-            image = self._image(framework, say)
+            image = self._image(framework, log)
             self._described[framework.name] = image.reason if isinstance(image, Unavailable) else image.digest
 
-    def _image(self, framework: Framework, say: Say) -> Image | Unavailable:
-        return self._named or self._locked_image(framework, say)
+    def _image(self, framework: Framework, log: Log) -> Image | Unavailable:
+        return self._named or self._locked_image(framework, log)
 
-    def _locked_image(self, framework: Framework, say: Say) -> Image | Unavailable:
+    def _locked_image(self, framework: Framework, log: Log) -> Image | Unavailable:
         """Two trees may lock the same pins in different files."""
         key = framework.root, framework.lock_hash
         if key not in self._images:
             try:
                 self._images[key] = images.ensure(
-                    framework, self.engine, say, self.device, self.any_image, self.otherwise
+                    framework, self.engine, log, self.device, self.any_image, self.otherwise
                 )
             except EnvironmentFault as fault:
-                say(f"{framework.name}: {fault}")
+                log(f"{framework.name}: {fault}")
                 self._images[key] = Unavailable(str(fault))
         return self._images[key]
 
-    def executor(self, contestant: AnyContestant, say: Say, module: str = WORKER) -> Executor | Unavailable:
-        """Raises :class:`BadInput` where there should be a GPU and the engine gives none."""
-        image = self._image(contestant.framework, say)
+    def executor(self, contestant: AnyContestant, log: Log, module: str = WORKER) -> Executor | Unavailable:
+        """Raise :class:`BadInput` where there should be a GPU and the engine gives none."""
+        image = self._image(contestant.framework, log)
         if isinstance(image, Unavailable):
             return image
         if self.device == "cuda" and not self._gives_gpu:
@@ -126,9 +126,9 @@ class ContainerBackend:
         environment, root = contestant.variant.environment, contestant.framework.root
         return Docker(self.engine, image, self._mounts, environment, module, root)
 
-    def run_tool(self, module: str, arguments: Sequence[Argument], say: Say) -> str:
+    def run_tool(self, module: str, arguments: Sequence[Argument], log: Log) -> str:
         """Run the tool in the image of plain PyTorch, and bring here what it writes."""
-        image = self._locked_image(frameworks()["pytorch"], say)
+        image = self._locked_image(frameworks()["pytorch"], log)
         if isinstance(image, Unavailable):
             raise EnvironmentFault(image.reason)
         inside: dict[Path, str] = {}
@@ -172,7 +172,7 @@ class ContainerBackend:
         return record.Image(tag=image.tag, digest=image.digest, base=image.base, lock=image.lock, matches_lock=matches)
 
     def _is_locked(self, image: Image, framework: Framework) -> bool:
-        """Whether it is the one that the framework's lock describes."""
+        """Return whether it is the one that the framework's lock describes."""
         try:
             lock = lockfile.load(framework, self.device)
         except EnvironmentFault:
@@ -189,7 +189,7 @@ class ContainerBackend:
 
 
 def _path_inside(argument: Input | Output, inside: dict[Path, str]) -> str:
-    """The path as a container sees it; ``inside`` gets what has to be mounted, and where."""
+    """Return the path as a container sees it; ``inside`` gets what has to be mounted, and where."""
     if isinstance(argument, Output):
         return str(RESULTS if argument.names else RESULTS / argument.path.name)
     folder = inside.setdefault(argument.path, str(INSIDE / "inputs" / str(len(inside))))

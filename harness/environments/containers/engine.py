@@ -64,7 +64,7 @@ def host() -> str:
 
 
 def connect() -> Engine:
-    """The engine of ``DOCKER_HOST``. Raises :class:`BadInput` with the remedy where none answers."""
+    """Return the engine of ``DOCKER_HOST``. Raises :class:`BadInput` with the remedy where none answers."""
     import docker
     from docker.errors import DockerException
     from docker.transport import UnixHTTPAdapter
@@ -89,7 +89,7 @@ def connect() -> Engine:
 
 
 def _knock(where: str) -> None:
-    """Raises OSError where nobody opens: the time-out of the requests themselves is for builds, and long."""
+    """Raise OSError where nobody opens: the time-out of the requests themselves is for builds, and long."""
     url = urlsplit(where)
     socket.create_connection((url.hostname or "", url.port or 2375), timeout=CONNECT_SECONDS).close()
 
@@ -122,7 +122,7 @@ def _id(info: Mapping[str, Any]) -> str:
 
 
 def run_once(on: Engine, digest: str, code: str, **more: Any) -> tuple[int, bytes]:
-    """(exit code, standard output) of ``python -c code`` in a container of one of our images: hardened, and gone
+    """Return (exit code, standard output) of ``python -c code`` in a container of one of our images: hardened, and gone
     afterwards even where it could not be started."""
     container = on.client.containers.create(
         digest,
@@ -185,7 +185,7 @@ def _why_unreachable(where: str, error: Exception, complaint: str = "") -> str:
 
 
 def elsewhere(than: str) -> list[str]:
-    """Addresses of engines that Docker's command line, or a rootless installation, would use instead."""
+    """Return addresses of engines that Docker's command line, or a rootless installation, would use instead."""
     from docker.context import ContextAPI
 
     runtime, home = Path(os.environ.get("XDG_RUNTIME_DIR", "/nowhere")), Path.home()
@@ -224,7 +224,7 @@ def _machine() -> str:
 
 
 def owner() -> str:
-    """Names this process for ever: machine, boot, number, time of start."""
+    """Return a name that no other process will have: machine, boot, number, time of start."""
     return f"{_machine()}:{os.getpid()}:{int(psutil.Process().create_time() * 100)}"
 
 
@@ -234,7 +234,7 @@ def labels(seconds: float) -> dict[str, str]:
 
 
 def is_orphan(found: dict[str, str]) -> bool:
-    """Whether the owner named by the labels is dead (or, on another machine, must have been done by now)."""
+    """Return whether the owner named by the labels is dead (or, on another machine, must have been done by now)."""
     machine, _, process = found.get(OWNER, "").partition(":")
     if machine != _machine():
         return time.time() > float(found.get(DEADLINE, "0"))
@@ -259,7 +259,7 @@ def orphans(engine: Engine, mine: bool = False) -> list[Any]:
 
 
 def sweep(engine: Engine, mine: bool = False) -> list[str]:
-    """Removes :func:`orphans`; their names."""
+    """Remove :func:`orphans`; their names."""
     from docker.models.containers import Container
 
     found = orphans(engine, mine)
@@ -274,20 +274,20 @@ def sweep(engine: Engine, mine: bool = False) -> list[str]:
 
 
 def remove(container: Any) -> None:
-    """Ends and removes it with its anonymous volumes; it may be gone already, or be going."""
+    """End and removes it with its anonymous volumes; it may be gone already, or be going."""
     with suppress(_docker().errors.APIError):
         container.remove(force=True, v=True)
 
 
 def kill(container: Any) -> None:
-    """Ends it; it may have ended already."""
+    """End it; it may have ended already."""
     with suppress(_docker().errors.APIError):
         container.kill()
 
 
 @contextmanager
 def errors() -> Iterator[None]:
-    """Turns a lost connection into :class:`EngineGone`, and what the engine refuses into :class:`BadInput`."""
+    """Turn a lost connection into :class:`EngineGone`, and what the engine refuses into :class:`BadInput`."""
     import docker.errors
     import requests.exceptions
     import urllib3.exceptions

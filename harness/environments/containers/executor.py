@@ -151,7 +151,7 @@ class Docker:
         return outcome
 
     def _translate(self, request: AnyRequest) -> tuple[AnyRequest, list[Any], dict[str, Path]]:
-        """The request with the container's paths, what is mounted, and where which result goes."""
+        """Return the request with the container's paths, what is mounted, and where which result goes."""
         mounts = self._code()
         outputs: dict[str, Path] = {}
         changes: dict[str, Any] = {}
@@ -184,7 +184,7 @@ class Docker:
             return self.mounts.mount(source, inside, self.image)
 
     def _wait_for_return(self) -> None:
-        """Raises :class:`BadInput` where the engine stays away."""
+        """Raise :class:`BadInput` where the engine stays away."""
         deadline = time.monotonic() + RETURN_SECONDS
         while time.monotonic() < deadline:
             with suppress(BadInput), engine.errors():
@@ -208,7 +208,7 @@ class Docker:
         on_event: Callable[[Event], None],
         referee: Referee | None = None,
     ) -> Outcome:
-        """Raises :class:`EngineGone` where the engine stops answering, :class:`BadInput` where it refuses to start."""
+        """Raise :class:`EngineGone` where the engine stops answering, :class:`BadInput` where it refuses to start."""
         import docker.errors
 
         start = time.monotonic()
@@ -225,7 +225,7 @@ class Docker:
                     raise BadInput(f"The engine cannot run a container: {error.explanation}; {DOCTOR}.") from None
                 stream.send(order)
                 if referee is not None:
-                    referee.say = stream.send
+                    referee.send = stream.send
                 outcome = _follow(stream, start, limits, on_event, referee)
                 if not outcome.is_over:
                     engine.kill(container)
@@ -276,7 +276,7 @@ class Docker:
 
 
 def check_gpu(on: Engine, image: Image) -> None:
-    """Raises :class:`BadInput` where a container of this engine gets no GPU: one sentence instead of a record each."""
+    """Raise :class:`BadInput` where a container of this engine gets no GPU: one sentence instead of a record each."""
     import docker.errors
 
     with engine.errors():
@@ -300,7 +300,8 @@ def _all_gpus() -> list[Any]:
 
 
 def processors(threads: int, on: Engine) -> str:
-    """The processors to pin to: of those that this process may use, or simply the engine's first where it is remote."""
+    """Return the processors to pin to: of those that this process may use, or simply the engine's first where it is
+    remote."""
     if on.is_remote:
         if threads > on.facts["cpus"]:
             raise BadInput(
@@ -391,7 +392,7 @@ class _Stream:
         self.inbox.put(None)
 
     def close(self) -> None:
-        """Ends the container's standard input, too."""
+        """End the container's standard input, too."""
         self.inbox.close()
         with suppress(OSError, AttributeError):
             getattr(self._socket, "_sock", self._socket).shutdown(socket.SHUT_RDWR)
@@ -400,8 +401,8 @@ class _Stream:
 
 
 class Outcome:
-    """What a container said and left. ``is_over``: its streams ended by themselves; ``is_lost``: the connection to them
-    broke."""
+    """Output of a container and how it ended. ``is_over``: its streams ended by themselves; ``is_lost``: the connection
+    to them broke."""
 
     def __init__(self) -> None:
         self.result: Event = {}
@@ -521,7 +522,7 @@ def _without_gpu(why: str) -> Outcome:
 
 
 def _last_line(log: bytes) -> str:
-    """The last line that says something."""
+    """Return the last line that says something."""
     lines = [line for line in log.decode(errors="replace").splitlines() if line.strip()]
     return lines[-1].strip() if lines else ""
 

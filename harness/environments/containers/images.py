@@ -27,7 +27,7 @@ from packaging.version import Version
 from harness.environments.containers import engine, lockfile
 from harness.environments.containers.engine import Engine
 from harness.environments.containers.lockfile import Lock
-from harness.environments.venv import EnvironmentFault, Say
+from harness.environments.venv import EnvironmentFault, Log
 from harness.errors import BadInput
 from harness.paths import ROOT
 from harness.plan.registry import Framework
@@ -76,7 +76,7 @@ def recipe_hash() -> str:
 
 
 def existing(on: Engine) -> list[Image]:
-    """All framework images of the engine."""
+    """Return all framework images of the engine."""
     with engine.errors():
         found = on.client.images.list(filters={"label": LOCK_LABEL})
     return sorted((_image(one, tag) for one in found for tag in one.tags), key=lambda image: image.tag)
@@ -101,8 +101,8 @@ def find(on: Engine, tag: str) -> Image | None:
 
 
 def named(on: Engine, name: str, option: str) -> Image:
-    """The image that a tag or digest names. ``option``: what asks for it. Raises :class:`BadInput` where there is no
-    such image, or it is none of a framework."""
+    """Return the image that a tag or digest names. ``option``: what asks for it. Raises :class:`BadInput` where there
+    is no such image, or it is none of a framework."""
     import docker.errors
 
     remedy = "name a tag or digest that `dpbench image list` shows, or build one with `dpbench image build`"
@@ -120,7 +120,7 @@ def named(on: Engine, name: str, option: str) -> Image:
 
 
 def base_digest(on: Engine, device: str = "cpu") -> str | None:
-    """The base that images are built on, or None where there is none yet."""
+    """Return the base that images are built on, or None where there is none yet."""
     import docker.errors
 
     with engine.errors():
@@ -131,7 +131,7 @@ def base_digest(on: Engine, device: str = "cpu") -> str | None:
 
 
 def mismatch(image: Image, lock: Lock, on: Engine, device: str = "cpu") -> str | None:
-    """Why this image is not the one that the repository describes, or None."""
+    """Return why this image is not the one that the repository describes, or None."""
     if image.lock != lock.sha256:
         return f"it was built from another lock ({image.lock[:12]}, the repository's is {lock.sha256[:12]})"
     base = base_digest(on, device)
@@ -141,7 +141,7 @@ def mismatch(image: Image, lock: Lock, on: Engine, device: str = "cpu") -> str |
 
 
 def up_to_date(framework: Framework, on: Engine, device: str = "cpu") -> Image | None:
-    """The framework's image if it matches its lock. Raises :class:`EnvironmentFault` without a lock."""
+    """Return the framework's image if it matches its lock. Raises :class:`EnvironmentFault` without a lock."""
     lock = lockfile.load(framework, device)
     image = find(on, tag_of(framework, device))
     return image if image is not None and mismatch(image, lock, on, device) is None else None
@@ -153,12 +153,12 @@ ANY_IMAGE = "say --any-image to measure with it all the same"
 def ensure(
     framework: Framework,
     on: Engine,
-    say: Say,
+    log: Log,
     device: str = "cpu",
     any_image: bool = False,
     otherwise: str = ANY_IMAGE,
 ) -> Image:
-    """The framework's image, built where it is missing.
+    """Return the framework's image, built where it is missing.
 
     Raises :class:`EnvironmentFault` where it cannot be built, :class:`BadInput` where there is one that does not match
     the lock (unless ``any_image``): which of the two is meant, only the user knows. ``otherwise``: what the user does
@@ -167,7 +167,7 @@ def ensure(
     lock = lockfile.load(framework, device)
     image = find(on, tag_of(framework, device))
     if image is None:
-        return build(framework, on, say, device)
+        return build(framework, on, log, device)
     why = mismatch(image, lock, on, device)
     if why and not any_image:
         raise BadInput(
@@ -177,17 +177,17 @@ def ensure(
     return image
 
 
-def build(framework: Framework, on: Engine, say: Say, device: str = "cpu", fresh: bool = False) -> Image:
-    """Builds the framework's image from its lock with the network off. ``fresh``: without the engine's cache of layers.
+def build(framework: Framework, on: Engine, log: Log, device: str = "cpu", fresh: bool = False) -> Image:
+    """Build the framework's image from its lock with the network off. ``fresh``: without the engine's cache of layers.
 
     Raises :class:`EnvironmentFault` where the files cannot be had or the build fails, :class:`BadInput` without a base.
     """
     start = time.monotonic()
     lock = lockfile.load(framework, device)
-    base = base_digest(on, device) or make_base(on, say, device=device)
-    files = lockfile.collect(framework, lock, say)
+    base = base_digest(on, device) or make_base(on, log, device=device)
+    files = lockfile.collect(framework, lock, log)
     tag = tag_of(framework, device)
-    say(f"Image of {framework.name}: building {tag} from {len(files)} files, network off")
+    log(f"Image of {framework.name}: building {tag} from {len(files)} files, network off")
     made = {
         LOCK_LABEL: lock.sha256,
         PINS_LABEL: framework.lock_hash,
@@ -206,7 +206,7 @@ def build(framework: Framework, on: Engine, say: Say, device: str = "cpu", fresh
         _drop_builders(on)
     image = find(on, tag)
     assert image is not None
-    say(f"Image of {framework.name}: {tag} is ready after {time.monotonic() - start:.0f} s, {image.mib:,} MiB")
+    log(f"Image of {framework.name}: {tag} is ready after {time.monotonic() - start:.0f} s, {image.mib:,} MiB")
     return image
 
 
@@ -239,7 +239,7 @@ class _context:
 
 
 def entry(name: str, size: int) -> tarfile.TarInfo:
-    """A file that everybody may read and that says nothing of when and by whom it was made."""
+    """Return a file that everybody may read and that says nothing of when and by whom it was made."""
     info = tarfile.TarInfo(name)
     info.size, info.mode, info.mtime = size, 0o644, 0
     return info
@@ -252,7 +252,7 @@ def add_bytes(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 def _build(
     on: Engine, context: IO[bytes], tag: str, arguments: dict[str, str], labels: dict[str, str], fresh: bool
 ) -> None:
-    """Raises :class:`EnvironmentFault` with the last lines of a build that failed."""
+    """Raise :class:`EnvironmentFault` with the last lines of a build that failed."""
     import docker.errors
 
     with engine.errors():
@@ -284,7 +284,7 @@ def _drop_builders(on: Engine) -> None:
         on.client.images.prune(filters={"dangling": True, "label": "dpbench.stage=builder"})
 
 
-def make_base(on: Engine, say: Say, source: str | None = None, device: str = "cpu") -> str:
+def make_base(on: Engine, log: Log, source: str | None = None, device: str = "cpu") -> str:
     """Tags the base that images are built on, from an image that the engine has or can pull; its digest.
 
     Raises :class:`BadInput` where there is no such image.
@@ -296,7 +296,7 @@ def make_base(on: Engine, say: Say, source: str | None = None, device: str = "cp
         try:
             on.client.images.get(wanted)
         except docker.errors.ImageNotFound:
-            say(f"Base: pulling {wanted}")
+            log(f"Base: pulling {wanted}")
             try:
                 on.client.images.pull(wanted)
             except docker.errors.APIError as error:
@@ -304,7 +304,7 @@ def make_base(on: Engine, say: Say, source: str | None = None, device: str = "cp
                     f"The base image {wanted} is not on the engine and cannot be pulled ({_short(error)}); name "
                     "another with `dpbench image base --from IMAGE`, or make one with --from-debootstrap."
                 ) from None
-    say(f"Base: {base_tag(device)} from {wanted}")
+    log(f"Base: {base_tag(device)} from {wanted}")
     with _context({"Dockerfile": (RECIPE / "base.Dockerfile").read_text()}, []) as context:
         try:
             _build(on, context, base_tag(device), {"FROM_IMAGE": wanted}, {}, fresh=False)
@@ -319,8 +319,8 @@ def _short(error: Exception) -> str:
     return " ".join(str(error).split())[:160]
 
 
-def debootstrap(on: Engine, say: Say, mirror: str | None = None) -> str:
-    """Makes Debian's smallest system with Python on this machine and gives it to the engine; its tag.
+def debootstrap(on: Engine, log: Log, mirror: str | None = None) -> str:
+    """Make Debian's smallest system with Python on this machine, give it to the engine, and return its tag.
 
     Raises :class:`BadInput` without root or debootstrap, or where it fails.
     """
@@ -328,7 +328,7 @@ def debootstrap(on: Engine, say: Say, mirror: str | None = None) -> str:
         raise BadInput("--from-debootstrap needs root (it makes device files); use sudo, or --from with an image.")
     if shutil.which("debootstrap") is None:
         raise BadInput("--from-debootstrap needs debootstrap; install it (`apt install debootstrap`).")
-    say(f"Base: debootstrap of {DEBIAN} with {', '.join(PACKAGES)}")
+    log(f"Base: debootstrap of {DEBIAN} with {', '.join(PACKAGES)}")
     with tempfile.TemporaryDirectory(dir=cache.folder("base")) as temporary:
         root = Path(temporary, "root")
         command = ["debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", DEBIAN, str(root)]
@@ -352,7 +352,7 @@ def remove(on: Engine, tag: str) -> None:
 
 
 def remove_bases(on: Engine) -> list[str]:
-    """The tags of bases that were removed."""
+    """Return the tags of bases that were removed."""
     with engine.errors():
         found = [*on.client.images.list(BASE_TAG), *on.client.images.list(DEBOOTSTRAP)]
         tags = sorted({tag for image in found for tag in image.tags})
@@ -427,7 +427,7 @@ def _same_version(installed: str | None, locked: str | None) -> bool:
 
 
 def rows(on: Engine, known: Iterable[Framework], device: str = "cpu") -> Iterator[dict[str, Any]]:
-    """A row per framework: its image, and whether it matches the lock."""
+    """Yield a row per framework: its image, and whether it matches the lock."""
     for framework in known:
         image = find(on, tag_of(framework, device))
         row: dict[str, Any] = {"framework": framework.name, "tag": "-", "digest": "-", "mib": 0}

@@ -22,7 +22,7 @@ from pathlib import Path
 from packaging.utils import canonicalize_name, parse_sdist_filename, parse_wheel_filename
 
 from harness.environments import venv
-from harness.environments.venv import EnvironmentFault, Say
+from harness.environments.venv import EnvironmentFault, Log
 from harness.plan.registry import Framework, pins
 from harness.store import cache
 
@@ -64,7 +64,7 @@ def path_of(framework: Framework, device: str = "cpu") -> Path:
 
 
 def parse(text: str) -> Lock:
-    """Raises ValueError for a line that is no pinned and hashed requirement."""
+    """Raise ValueError for a line that is no pinned and hashed requirement."""
     joined = text.replace("\\\n", " ")
     found = []
     for line in (line.strip() for line in joined.splitlines()):
@@ -79,7 +79,8 @@ def parse(text: str) -> Lock:
 
 
 def load(framework: Framework, device: str = "cpu") -> Lock:
-    """The framework's lock. Raises :class:`EnvironmentFault` where it is missing, broken or older than the pins."""
+    """Return the framework's lock. Raises :class:`EnvironmentFault` where it is missing, broken or older than the
+    pins."""
     _refuse_git(framework)
     path = path_of(framework, device)
     again = f"run `dpbench image lock {framework.name}{'' if device == 'cpu' else ' --device ' + device}`."
@@ -115,15 +116,15 @@ def folder() -> Path:
     return cache.folder("wheelhouse")
 
 
-def write_lock(framework: Framework, say: Say, device: str = "cpu") -> Lock:
-    """Resolves the framework's pins as its environment does, keeps the files in the wheelhouse and writes the lock.
+def write_lock(framework: Framework, log: Log, device: str = "cpu") -> Lock:
+    """Resolve the framework's pins as its environment does, keeps the files in the wheelhouse and writes the lock.
 
     Hashes that the lock already lists for the same version stay: they are other builds, from other registries. Raises
     :class:`EnvironmentFault` where something cannot be had.
     """
     _refuse_git(framework)
     with tempfile.TemporaryDirectory(dir=folder(), prefix=".resolve-") as temporary:
-        say(f"Lock of {framework.name}: downloading what its pins mean on this machine ({device})")
+        log(f"Lock of {framework.name}: downloading what its pins mean on this machine ({device})")
         _pip(framework, temporary, ["-r", str(framework.requirements)])
         if pins(framework.requirements_without_dependencies):
             _pip(framework, temporary, ["--no-deps", "-r", str(framework.requirements_without_dependencies)])
@@ -142,14 +143,15 @@ def write_lock(framework: Framework, say: Say, device: str = "cpu") -> Lock:
     return lock
 
 
-def collect(framework: Framework, lock: Lock, say: Say) -> list[Path]:
-    """A file for each pin, from the wheelhouse, downloaded where it is missing; each with a hash that the lock lists.
+def collect(framework: Framework, lock: Lock, log: Log) -> list[Path]:
+    """Return a file for each pin, from the wheelhouse, downloaded where it is missing; each with a hash that the lock
+    lists.
 
     Raises :class:`EnvironmentFault` where one is nowhere to be had.
     """
     missing = [pin for pin in lock.pins if _in_wheelhouse(pin) is None]
     if missing:
-        say(f"Wheelhouse: downloading {len(missing)} of {len(lock.pins)} files for {framework.name}")
+        log(f"Wheelhouse: downloading {len(missing)} of {len(lock.pins)} files for {framework.name}")
         with tempfile.TemporaryDirectory(dir=folder(), prefix=".download-") as temporary:
             wanted = Path(temporary, "wanted.txt")
             wanted.write_text(Lock(tuple(missing)).text)

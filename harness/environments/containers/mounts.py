@@ -1,4 +1,4 @@
-"""What containers see of this machine: mounted where the engine runs here, sent to it where it runs elsewhere."""
+"""Files of this machine that containers see: mounted where the engine runs here, sent to it where it runs elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.errors import BadInput
 
 
 class Mounts:
-    """What containers see of this machine: files and folders, read-only. By bind mount where the engine runs here, else
+    """Files and folders of this machine that containers see, read-only. By bind mount where the engine runs here, else
     in volumes, each filled once and removed at the end of the run."""
 
     def __init__(self, on: Engine) -> None:
@@ -38,7 +38,7 @@ class Mounts:
         return Mount(target, str(source), type="bind", read_only=True)
 
     def _volume(self, source: Path, image: Image) -> str:
-        """The volume that holds ``source`` as it is now."""
+        """Return the volume that holds ``source`` as it is now."""
         files = sorted(_files(source))
         stamp = hashlib.sha256(repr([(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files]).encode())
         key = (source, stamp.hexdigest())
@@ -83,7 +83,7 @@ def _pack(archive: IO[bytes], source: Path, files: list[Path]) -> None:
 
 
 def _check_readable(source: Path) -> None:
-    """Raises :class:`BadInput`: a container runs as nobody, so that what is mounted has to be open to everybody."""
+    """Raise :class:`BadInput`: a container runs as nobody, so that what is mounted has to be open to everybody."""
     for path in [source, *_files(source)]:
         needed = 0o005 if path.is_dir() else 0o004
         if path.stat().st_mode & needed != needed:

@@ -1,4 +1,4 @@
-"""Which system calls a container of ours may make: what an interpreter and numerical libraries need, and no other.
+"""System calls that a container of ours may make: those that an interpreter and numerical libraries need, and no other.
 
 An engine's own profile is made for whatever people run. Docker's leaves more than that, on older engines sockets of
 AF_VSOCK (a way to a hypervisor past "no network") and io_uring among it. Here everything is refused that is not named:
@@ -63,7 +63,7 @@ SOCKETS = """
 
 
 def profile() -> str:
-    """The profile as JSON, as an engine takes it."""
+    """Return the profile as JSON, as an engine takes it."""
     names = sorted({name for family in (FILES, MEMORY, PROCESSES, WAITING, SOCKETS) for name in family.split()})
     allowed = [
         {"names": names, "action": "SCMP_ACT_ALLOW"},

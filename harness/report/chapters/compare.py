@@ -112,7 +112,7 @@ def _interval(low: float, high: float) -> str:
 
 
 def contestant(name: str, known: Iterable[str]) -> str:
-    """The contestant of that name, or the only one whose name holds it.
+    """Return the contestant of that name, or the only one whose name holds it.
 
     Raises :class:`BadInput` that lists near ones where there is none or more than one.
     """

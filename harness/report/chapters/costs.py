@@ -1,5 +1,5 @@
-"""What no table of the paper had: start-up and when it pays, seconds to an accuracy, the physical floor; and what every
-table rests on: hardware, and what failed.
+"""Costs that no table of the paper had: start-up and when it pays, seconds to an accuracy, the physical floor; and what
+every table rests on: hardware, and what failed.
 
 Every frame has the columns of :data:`harness.analysis.frames.CELL`, so that a section can be cut out of it.
 """
@@ -33,7 +33,7 @@ ACCURACY_STEP = 0.05
 
 
 def hardware(tables: Tables, section: Section) -> list[Grid]:
-    """The machine of a section: what its records say, and the peaks measured on it."""
+    """Return the machine of a section: what its records say, and the peaks measured on it."""
     here = section.of(tables.raw)
     machines = [tables.records[i].machine for i in here.index]
     first = machines[0]
@@ -65,7 +65,7 @@ def hardware(tables: Tables, section: Section) -> list[Grid]:
 
 
 def _peaks(tables: Tables, section: Section) -> tuple[float, float] | None:
-    """(FLOP/s, bytes/s), the best of all runs: whatever disturbed the measurement made it slower."""
+    """Return (FLOP/s, bytes/s), the best of all runs: whatever disturbed the measurement made it slower."""
     found = [p for i in section.of(tables.raw).index if (p := tables.records[i].machine.get("peaks"))]
     if not found:
         return None
@@ -73,7 +73,7 @@ def _peaks(tables: Tables, section: Section) -> tuple[float, float] | None:
 
 
 def failures(tables: Tables, section: Section) -> list[Grid]:
-    """Every cell without a time, with its reason, and cells of which some process failed."""
+    """Return every cell without a time, with its reason, and cells of which some process failed."""
     rows = []
     cells = section.of(tables.cells)
     for task, synthetic, group in model.blocks(cells):
@@ -90,7 +90,7 @@ def failures(tables: Tables, section: Section) -> list[Grid]:
 
 
 def cumulative(tables: Tables, section: Section) -> list[Grid]:
-    """Seconds from the start to the end of epochs 1 to 20, compilation included: median over processes."""
+    """Return seconds from the start to the end of epochs 1 to 20, compilation included: median over processes."""
     grids = []
     for run in cumulative_runs(tables, section):
         rows = []
@@ -120,7 +120,7 @@ def cumulative(tables: Tables, section: Section) -> list[Grid]:
 
 
 def _scaled(run: CumulativeRun) -> set[str]:
-    """Contestants whose epochs themselves were extrapolated from a part."""
+    """Return contestants whose epochs themselves were extrapolated from a part."""
     return set(run.cells.contestant[run.cells.extrapolated])
 
 
@@ -129,7 +129,7 @@ def _disturbed(run: CumulativeRun) -> set[str]:
 
 
 def cumulative_numbers(tables: Tables) -> pd.DataFrame:
-    """The curves behind :func:`cumulative`: median, lowest and highest process after every epoch."""
+    """Return the curves behind :func:`cumulative`: median, lowest and highest process after every epoch."""
     rows = []
     for section in model.sections(tables):
         for run in cumulative_runs(tables, section):
@@ -157,8 +157,8 @@ def cumulative_numbers(tables: Tables) -> pd.DataFrame:
 
 
 def start_up(tables: Tables) -> pd.DataFrame:
-    """Per private cell: seconds before the first ordinary epoch, the first epoch over an ordinary one, and after how
-    many epochs a compiled contestant is ahead of one that starts at once.
+    """Return per private cell: seconds before the first ordinary epoch, the first epoch over an ordinary one, and after
+    how many epochs a compiled contestant is ahead of one that starts at once.
 
     A cheap starter c0 takes c0 + n t0 seconds for n epochs, a dear one c1 + n t1; with c1 > c0 and t1 < t0 the second
     is ahead from n = (c1 - c0) / (t0 - t1) on; with t1 >= t0 it never is (infinite). ``rival`` is the fastest private
@@ -203,7 +203,7 @@ def start_up(tables: Tables) -> pd.DataFrame:
 
 
 def _break_even(dear: tuple[float, float], cheap: tuple[float, float]) -> float:
-    """Each (seconds before the first epoch, seconds per epoch)."""
+    """Return each (seconds before the first epoch, seconds per epoch)."""
     return (dear[0] - cheap[0]) / (cheap[1] - dear[1]) if dear[1] < cheap[1] else math.inf
 
 
@@ -310,7 +310,8 @@ def _of_place(place: Sequence[Any], processes: Sequence[_Reached]) -> dict[str, 
 
 
 def goals_grids(frame: pd.DataFrame) -> list[Grid]:
-    """Who is there first: per task the private contestants by seconds, those that reached the common accuracy first."""
+    """Return who is there first: per task the private contestants by seconds, those that reached the common accuracy
+    first."""
     grids = []
     for task, synthetic, group in model.blocks(frame):
         private = group[group.private]
@@ -353,7 +354,7 @@ def goals_grids(frame: pd.DataFrame) -> list[Grid]:
 
 
 def _guessing(task: str, target: float) -> list[str]:
-    """A warning where the best accuracy is that of a coin."""
+    """Return a warning where the best accuracy is that of a coin."""
     if task not in TASKS or target > 1 / TASKS[task].classes + ACCURACY_STEP / 2:
         return []
     classes = TASKS[task].classes
@@ -369,7 +370,7 @@ def _range(r: Any) -> str:
 
 @lru_cache(maxsize=4)
 def floor(tables: Tables) -> pd.DataFrame:
-    """Every timed cell over the physical floor of its task on its machine, where the peaks were measured.
+    """Return every timed cell over the physical floor of its task on its machine, where the peaks were measured.
 
     Arithmetic: ``Task.training_flops`` per example (forward, gradients of activations and weights; direct algorithms)
     over the measured float32 product. Traffic: the training data, read once an epoch, over the measured copy; weights

@@ -23,7 +23,7 @@ NEAR = 8
 
 
 def cell_name(fragment: str, known: Iterable[str]) -> str:
-    """The cell of that name, or the only one that the fragment fits.
+    """Return the cell of that name, or the only one that the fragment fits.
 
     A fragment that fits whole parts of a name (between slashes) goes before one that fits in the middle of a part, so
     that ``mnist-cnn/opacus-hooks/16`` does not mean 16 and 1600 alike. Parts may be left out at either end.
@@ -42,7 +42,8 @@ def cell_name(fragment: str, known: Iterable[str]) -> str:
 
 
 def rows(tables: Tables, fragment: str) -> list[tuple[Record, dict[str, Any]]]:
-    """The records of a cell and of the gate that admitted it, each with its row of the tidy frame, oldest first."""
+    """Return the records of a cell and of the gate that admitted it, each with its row of the tidy frame, oldest
+    first."""
     measured = tables.raw[tables.raw.purpose != "gate"]
     name = cell_name(fragment, tables.raw.cell if measured.empty else measured.cell)
     here = tables.raw[tables.raw.cell == name]
@@ -55,14 +56,14 @@ def rows(tables: Tables, fragment: str) -> list[tuple[Record, dict[str, Any]]]:
 
 
 def other_rows(records: Iterable[Record], fragment: str) -> list[tuple[Record, dict[str, Any]]]:
-    """The same for cells of layers and of the memory frontier."""
+    """Return the same for cells of layers and of the memory frontier."""
     cells = other_cells(records)
     return cells[cell_name(fragment, cells)]
 
 
 def other_cells(records: Iterable[Record]) -> dict[str, list[tuple[Record, dict[str, Any]]]]:
-    """All cells of layers and of the memory frontier by name, which have no tidy frame of the main table; their gate
-    stands in the record itself. What older code measured is marked as superseded."""
+    """Return all cells of layers and of the memory frontier by name, which have no tidy frame of the main table; their
+    gate stands in the record itself. What older code measured is marked as superseded."""
     cells: dict[str, list[Record]] = {}
     for record in sorted((r for r in records if r.cell.kind != "e2e"), key=lambda r: (r.cell.name, r.when)):
         cells.setdefault(record.cell.name, []).append(record)
@@ -81,7 +82,7 @@ def _code(record: Record) -> tuple[str, str]:
 
 
 def summary(tables: Tables, name: str) -> Iterator[str]:
-    """What the tables show for this cell, a line per machine."""
+    """Yield what the tables show for this cell, a line per machine."""
     for row in rows_of(tables.cells[tables.cells.cell == name]):
         value = row.state
         if row.state == "ok":
@@ -91,7 +92,7 @@ def summary(tables: Tables, name: str) -> Iterator[str]:
 
 
 def lines(record: Record, row: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(label, text) of everything that one process left behind."""
+    """Yield (label, text) of everything that one process left behind."""
     yield "state", row["state"] + (f": {row['reason']}" if row["reason"] else "")
     if row["superseded"]:
         yield "", "left out of the tables: a newer adapter or environment, or whole epochs, were measured later"
@@ -131,8 +132,8 @@ def lines(record: Record, row: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def parts(
     found: list[tuple[Record, dict[str, Any]]], every_check: bool = False
 ) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """(title, facts) of each process, times first and the gate last. What all measuring processes share is told once,
-    after them. Checks that passed are counted, unless ``every_check``."""
+    """Yield (title, facts) of each process, times first and the gate last. What all measuring processes share is told
+    once, after them. Checks that passed are counted, unless ``every_check``."""
     measured = [(record.purpose, list(lines(record, row))) for record, row in found if record.purpose != "gate"]
     gates = [(record.purpose, list(lines(record, row))) for record, row in found if record.purpose == "gate"]
     measured.sort(key=lambda part: part[0] != "time")

@@ -1,5 +1,5 @@
-"""Where a private contestant stands: its time over the fastest of the other frameworks', and over PyTorch without DP,
-the faster of eager and compiled. Both are chosen cell by cell, by what was measured here."""
+"""Compare each private contestant with the fastest private one of another framework, and with PyTorch without DP, the
+faster of eager and compiled. Both are chosen cell by cell, by what was measured here."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ PEER, WITHOUT_DP = "peer", "without DP"
 
 
 def frame(tables: Tables) -> pd.DataFrame:
-    """A row per private contestant, batch size and opponent (``against``: peer or without DP): its seconds over those
-    of ``other``, the mean over paired rounds as in ``tables.ratios``; ``low`` and ``high`` are for the truly fastest of
-    the candidates, see :func:`harness.analysis.stats.against_fastest`, and ``candidates`` counts them."""
+    """Return a row per private contestant, batch size and opponent (``against``: peer or without DP): its seconds over
+    those of ``other``, the mean over paired rounds as in ``tables.ratios``; ``low`` and ``high`` are for the truly
+    fastest of the candidates, see :func:`harness.analysis.stats.against_fastest`, and ``candidates`` counts them."""
     current = tables.raw[~tables.raw.superseded]
     ok = current[(current.purpose == "time") & (current.state == "ok") & current.seconds.notna()]
     rows = [
@@ -33,7 +33,7 @@ def frame(tables: Tables) -> pd.DataFrame:
 
 
 def _rows(group: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """Of one batch size in one block of the table."""
+    """Return the rows of one batch size in one block of the table."""
     # Plain dictionaries: small frames would make a report of ten thousand records wait for a minute.
     sides = frames.by_block(group)
     medians = frames.medians_of(sides)
@@ -57,7 +57,7 @@ TITLES = {
 
 
 def grids(numbers: pd.DataFrame, section: Section) -> Iterable[Grid]:
-    """A grid per task and opponent; each cell names whom it was compared with."""
+    """Yield a grid per task and opponent; each cell names whom it was compared with."""
     for task, synthetic, of_task in blocks(section.of(numbers)):
         for against, group in of_task.groupby("against", sort=False):
             n = usual(group.n)

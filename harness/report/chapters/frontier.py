@@ -22,7 +22,7 @@ PLACE = [*SECTION, "task", "synthetic", "budget_bytes"]
 
 
 def chapters(records: Sequence[Record]) -> Iterable[Chapter]:
-    """One chapter a section; none where no record is of kind frontier."""
+    """Yield one chapter a section; none where no record is of kind frontier."""
     raw = probes([r for r in records if r.cell.kind == "frontier"])
     if raw.empty:
         return
@@ -48,7 +48,7 @@ def chapters(records: Sequence[Record]) -> Iterable[Chapter]:
 
 
 def probes(records: Sequence[Record]) -> pd.DataFrame:
-    """One row per probe, of the latest run of each contestant and task in a section and budget."""
+    """Return one row per probe, of the latest run of each contestant and task in a section and budget."""
     rows = []
     for r in records:
         if r.purpose != "probe" or r.probe is None:
@@ -97,10 +97,10 @@ def probes(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def frontiers(raw: pd.DataFrame) -> pd.DataFrame:
-    """One row per contestant and task: ``batch_size``, the largest that fits (NaN where none does), ``misfit``, the
-    smallest larger one that did not, if only in one process of several (NaN where the search ended before, so that the
-    frontier is a lower bound),
-    ``ended``: the state that ended the search, peak memory there, and the throughput with its spread."""
+    """Return one row per contestant and task: ``batch_size``, the largest that fits (NaN where none does), ``misfit``,
+    the smallest larger one that did not, if only in one process of several (NaN where the search ended before, so that
+    the frontier is a lower bound), ``ended``: the state that ended the search, peak memory there, and the throughput
+    with its spread."""
     rows = []
     for place, group in raw.groupby([*PLACE, "contestant"], sort=False):
         where = dict(zip([*PLACE, "contestant"], place, strict=True))
@@ -142,8 +142,8 @@ def frontiers(raw: pd.DataFrame) -> pd.DataFrame:
 
 
 def _slope(fits: pd.DataFrame) -> float | None:
-    """Bytes by which the peak grows with an example: from the nearest size that is a third smaller than the largest, or
-    else the farthest that is a tenth smaller (between nearer ones the allocator's noise would count)."""
+    """Return bytes by which the peak grows with an example: from the nearest size that is a third smaller than the
+    largest, or else the farthest that is a tenth smaller (between nearer ones the allocator's noise would count)."""
     known = fits[fits.peak_bytes.notna()]
     if known.empty:
         return None

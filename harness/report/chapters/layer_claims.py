@@ -60,7 +60,7 @@ class Source:
     values: Mapping[Key, Measured]
 
     def only(self, other: Source) -> Source:
-        """What ``other`` has a value of as well."""
+        """Return what ``other`` has a value of as well."""
         return Source({key: value for key, value in self.values.items() if key in other.values})
 
     def factors(self, what: What, pair: Pair, rows: Sequence[str]) -> list[Measured]:
@@ -69,7 +69,7 @@ class Source:
 
 
 def paper_source() -> Source:
-    """The paper's Tables 2 to 4."""
+    """Return the paper's Tables 2 to 4."""
     values: dict[Key, Measured] = {}
     kinds: tuple[tuple[What, str], ...] = (("runtime", "ms"), ("memory", "mb"))
     for what, unit in kinds:
@@ -97,8 +97,8 @@ SHARES: Mapping[str, Pair] = {memory.NON_DP: "module", memory.PAPER_DP: "dp"}
 def record_source(
     factors: pd.DataFrame, predicted: pd.DataFrame, swept: pd.DataFrame, contestant: str, passes: str
 ) -> Source:
-    """What was measured of one DP contestant, of its framework's own modules and, for the law without DP, of torch.nn,
-    in one section. ``predicted`` and ``swept``: of :mod:`harness.report.chapters.memory`."""
+    """Return what was measured of one DP contestant, of its framework's own modules and, for the law without DP, of
+    torch.nn, in one section. ``predicted`` and ``swept``: of :mod:`harness.report.chapters.memory`."""
     values: dict[Key, Measured] = {}
     known = factors[factors.paper_row.notna()]
     mine = known[(known.contestant == contestant) & (known.passes == passes)]
@@ -142,7 +142,7 @@ def _factors(what: What, pair: Pair, rows: Sequence[str]) -> Measure:
 
 
 def _largest(what: What, pair: Pair, rows: Sequence[str]) -> Measure:
-    """The largest factor of all these rows and batch sizes."""
+    """Yield the largest factor of all these rows and batch sizes."""
 
     def measure(source: Source) -> Iterable[Measured]:
         found = source.factors(what, pair, rows)
@@ -154,7 +154,7 @@ def _largest(what: What, pair: Pair, rows: Sequence[str]) -> Measure:
 
 
 def _growth(what: What, pair: Pair, rows: Sequence[str]) -> Measure:
-    """The factor at a row's largest batch size over the one at its smallest, a value per row."""
+    """Yield the factor at a row's largest batch size over the one at its smallest, a value per row."""
 
     def measure(source: Source) -> Iterable[Measured]:
         for row in rows:
@@ -166,7 +166,7 @@ def _growth(what: What, pair: Pair, rows: Sequence[str]) -> Measure:
 
 
 def _own_share(rows: Sequence[str]) -> Measure:
-    """(own module / torch.nn) over (DP / own module): above 1 the module costs more than the DP."""
+    """Yield (own module / torch.nn) over (DP / own module): above 1 the module costs more than the DP."""
 
     def measure(source: Source) -> Iterable[Measured]:
         wrapped = {m.place: m.value for m in source.factors("runtime", "dp / own", rows)}
@@ -178,8 +178,8 @@ def _own_share(rows: Sequence[str]) -> Measure:
 
 
 def _weakening(what: What, pair: Pair, row: str) -> Measure:
-    """By how much the factor grows a doubling between the two largest batch sizes, over the same between the two
-    smallest: below 1 the growth weakens."""
+    """Return growth of the factor per doubling of the batch at the large end divided by that at the small end. Below 1,
+    it flattens out."""
 
     def measure(source: Source) -> Iterable[Measured]:
         found = source.factors(what, pair, (row,))
@@ -203,7 +203,7 @@ def _mean(what: What, pair: Pair, rows: Sequence[str]) -> Measure:
 
 
 def _mean_error(regime: law.Regime) -> Measure:
-    """Of the predicted overhead, over the cells of the embedding sweep that are of this regime."""
+    """Return the mean error of the predicted overhead over the cells of the embedding sweep of this regime."""
 
     def measure(source: Source) -> Iterable[Measured]:
         found = [m.value for (w, _, place), m in source.values.items() if w == "error" and place[0].startswith(regime)]
@@ -215,7 +215,8 @@ def _mean_error(regime: law.Regime) -> Measure:
 
 @dataclass(frozen=True)
 class Claim:
-    """As :class:`harness.report.chapters.paper.Claim`. ``show``: how its values are written, smallest and largest."""
+    """A claim on layers, as :class:`harness.report.chapters.paper.Claim` is one on tasks. ``show``: how its values are
+    written, smallest and largest."""
 
     about: str
     quoted: str
@@ -385,7 +386,8 @@ ELSEWHERE = (
 
 
 def claims(tables: LayerTables) -> pd.DataFrame:
-    """Every claim for every DP contestant and kind of pass in every section; columns as of the end-to-end claims."""
+    """Return every claim for every DP contestant and kind of pass in every section; columns as of the end-to-end
+    claims."""
     everything = paper_source()
     predicted, swept = memory.predictions(tables.cells), memory.sweep(tables.factors)
     rows = []

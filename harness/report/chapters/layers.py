@@ -167,8 +167,8 @@ def _of_section(
 def _paper_layout(
     what: str, cells: pd.DataFrame, factors: pd.DataFrame, contestant: str, passes: str
 ) -> Iterator[Grid]:
-    """The paper's Table 2 (mean milliseconds) or 3 (peak MB) for one DP contestant, the published values beside; for
-    the runtime a second one of medians with their intervals."""
+    """Yield the paper's Table 2 (mean milliseconds) or 3 (peak MB) for one DP contestant, the published values beside;
+    for the runtime a second one of medians with their intervals."""
     mine = factors[(factors.contestant == contestant) & (factors.passes == passes)]
     if mine.empty:
         return
@@ -211,7 +211,7 @@ def _number(cell: Mapping[str, Any] | None, value: str, scale: float) -> str:
 
 
 def _timed(cell: Mapping[str, Any] | None, usual_n: int) -> str:
-    """Median [low, high]."""
+    """Return median [low, high]."""
     if cell is None:
         return MISSING
     if math.isnan(cell["median_ms"]):
@@ -255,7 +255,7 @@ def _brackets(n: int) -> str:
 
 
 def _side_by_side(factors: pd.DataFrame, private: Sequence[tuple[str, str]], left_out: Sequence[str]) -> Iterator[Grid]:
-    """Factors of all DP contestants, a grid for runtime and one for memory of each kind of pass."""
+    """Yield factors of all DP contestants, a grid for runtime and one for memory of each kind of pass."""
     for passes in ("per_sample", "clipped"):
         names = [c for c, p in private if p == passes]
         mine = factors[(factors.passes == passes) & factors.contestant.isin(names)] if len(factors) else factors
@@ -288,7 +288,7 @@ def _short_factor(r: Mapping[str, Any] | None, what: str) -> str:
 
 
 def _last_sizes(factors: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame]]:
-    """The smallest and the largest batch size at which at least half of the layers were measured."""
+    """Yield the smallest and the largest batch size at which at least half of the layers were measured."""
     if factors.empty:
         return
     known = factors[factors.runtime.notna() | factors.memory.notna()]
@@ -299,7 +299,8 @@ def _last_sizes(factors: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame]]:
 
 
 def _breakdown(cells: pd.DataFrame) -> Iterator[Grid]:
-    """The paper's Table 4: sizes that a layer cannot do without, measured without DP, beside the published ones."""
+    """Yield the paper's Table 4: sizes that a layer cannot do without, measured without DP, beside the published
+    ones."""
     plain = cells[(cells.contestant == BASELINE) & cells.peak.notna()]
     if plain.empty:
         return
@@ -324,7 +325,7 @@ def _breakdown(cells: pd.DataFrame) -> Iterator[Grid]:
 
 
 def _parts(cells: pd.DataFrame, pairs: Sequence[tuple[str, str]]) -> Iterator[Grid]:
-    """Every part of the peak, per contestant, at the largest batch size of each layer."""
+    """Yield every part of the peak, per contestant, at the largest batch size of each layer."""
     known = cells[cells.peak.notna()]
     if known.empty:
         return
@@ -359,7 +360,7 @@ def _parts(cells: pd.DataFrame, pairs: Sequence[tuple[str, str]]) -> Iterator[Gr
 
 
 def _shares(predicted: pd.DataFrame) -> Iterator[Grid]:
-    """Share explained by each law: here by contestant, on the paper's tables, and as its text has it."""
+    """Yield share explained by each law: here by contestant, on the paper's tables, and as its text has it."""
     own = memory.shares(memory.of_the_paper(), [])
     rows = []
     for r in rows_of(own):
@@ -402,7 +403,7 @@ def _explained(r: Any) -> tuple[str, str, str, str]:
 
 
 def _reproduction(cells: pd.DataFrame) -> Iterator[Grid]:
-    """Why 129 and 334 do not come out again."""
+    """Yield why 129 and 334 do not come out again."""
     factors = memory.reproduction(cells)
     if factors.empty:
         return
@@ -426,7 +427,7 @@ def _times(value: float) -> str:
 
 
 def _predictions(predicted: pd.DataFrame, order: Sequence[tuple[str, str]]) -> Iterator[Grid]:
-    """Every law beside the measured peak of every cell, a grid per contestant and kind of pass."""
+    """Yield every law beside the measured peak of every cell, a grid per contestant and kind of pass."""
     for contestant, passes in order:
         mine = predicted[(predicted.contestant == contestant) & (predicted.passes == passes)]
         if mine.empty:
@@ -527,7 +528,7 @@ def _percent(error: float) -> str:
 
 
 def _spread(between: pd.DataFrame) -> Iterator[Grid]:
-    """By contestant in short, then every cell, a grid per contestant."""
+    """Yield the spread by contestant in short, then of every cell, a grid per contestant."""
     yield _spread_in_short(between)
     has_times, has_peaks = between.runtime_spread.notna().any(), between.memory_spread.notna().any()
     shown = "ms of each run, oldest first"

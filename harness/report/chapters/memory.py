@@ -42,7 +42,7 @@ QUOTED_ERRORS = {"L/C << b": "+41% ± 17.6%", "L/C >> b": "-23.3% ± 6.3%"}
 
 
 def of_the_paper() -> pd.DataFrame:
-    """The laws on the paper's own tables: predicted and measured MB, share explained, overhead and its error."""
+    """Return the laws on the paper's own tables: predicted and measured MB, share explained, overhead and its error."""
     peaks = layer_frames.published("memory").set_index(["paper_row", "batch_size"])
     rows = []
     for r in rows_of(layer_frames.published("memory_breakdown")):
@@ -70,7 +70,8 @@ def of_the_paper() -> pd.DataFrame:
 
 
 def _overhead(parts: Parts, measured: float) -> dict[str, Any]:
-    """The overhead by the paper's laws (exact and by its approximations), and the error against the measured one."""
+    """Return the overhead by the paper's laws (exact and by its approximations), and the error against the measured
+    one."""
     exact, approximate = law.overhead(parts.batch_size, parts.C, parts.L), law.overhead_by_regime(parts)
     return {
         "regime": parts.regime,
@@ -83,7 +84,7 @@ def _overhead(parts: Parts, measured: float) -> dict[str, Any]:
 
 
 def predictions(cells: pd.DataFrame) -> pd.DataFrame:
-    """Every measured peak beside the laws that are about it, in MB."""
+    """Return every measured peak beside the laws that are about it, in MB."""
     rows = []
     for r in cells[cells.peak.notna()].to_dict("records"):
         for name, predicted in _laws(r):
@@ -102,7 +103,7 @@ def predictions(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def _laws(r: dict[str, Any]) -> Iterable[tuple[str, float]]:
-    """(name, bytes) of every law that claims something of this cell."""
+    """Yield (name, bytes) of every law that claims something of this cell."""
     b, C, L = int(r["batch_size"]), float(r["C"]), float(r["L"])
     if r["column"] != "dp":
         yield NON_DP, law.non_private(b, C, L)
@@ -119,7 +120,7 @@ def _laws(r: dict[str, Any]) -> Iterable[tuple[str, float]]:
 
 
 def materialises(r: Mapping[str, Any]) -> bool:
-    """Whether a contestant holds a gradient per example, which is what the paper's law with DP is about."""
+    """Return whether a contestant holds a gradient per example, which is what the paper's law with DP is about."""
     clips_without = r["framework"] == "dpcore" and r["passes"] == "clipped"
     return r["column"] == "dp" and not clips_without and r["contestant"] != "opacus-ghost"
 
@@ -135,9 +136,9 @@ def _dpcore(r: dict[str, Any], b: int, C: float, L: float) -> float:
 
 
 def reproduction(cells: pd.DataFrame) -> pd.DataFrame:
-    """The paper's memory factors of Linear and Embedding, at the batch sizes that were measured and at its largest:
-    published; over a baseline less one L; by today's law; and, as columns of their own, as measured of every contestant
-    that holds a gradient per example.
+    """Return the paper's memory factors of Linear and Embedding, at the batch sizes that were measured and at its
+    largest: published; over a baseline less one L; by today's law; and, as columns of their own, as measured of every
+    contestant that holds a gradient per example.
 
     PyTorch 1.10's ``zero_grad`` kept ``.grad``, so that a third L stood in the paper's baseline beside the module and
     the gradient; since 2.0 it is freed.
@@ -173,8 +174,8 @@ def _measured_factor(mine: Mapping[str, Any] | None, base: Mapping[str, Any] | N
 
 
 def shares(predicted: pd.DataFrame, by: list[str]) -> pd.DataFrame:
-    """Share explained and error of every law, mean ± standard deviation over the rows of each group, and how many rows
-    it overestimates (``over``) and underestimates (``under``)."""
+    """Return share explained and error of every law, mean ± standard deviation over the rows of each group, and how
+    many rows it overestimates (``over``) and underestimates (``under``)."""
     rows = []
     for place, group in predicted.groupby([*by, "group", "law"], sort=False):
         share, error = law.spread(group.share.tolist()), law.spread(group.error.abs().tolist())
@@ -193,7 +194,8 @@ def shares(predicted: pd.DataFrame, by: list[str]) -> pd.DataFrame:
 
 
 def sweep(factors: pd.DataFrame) -> pd.DataFrame:
-    """The embedding sweep: measured factors of every contestant beside the predicted overhead, per size and batch."""
+    """Return the embedding sweep: measured factors of every contestant beside the predicted overhead, per size and
+    batch."""
     rows = []
     for r in factors[factors.layer.isin([layer.name for layer in SWEEP])].to_dict("records"):
         b = int(r["batch_size"])

@@ -99,7 +99,7 @@ def _squares(here: pd.DataFrame, over: Mapping[str, Any]) -> Mapping[str, Square
 
 
 def _sentence(tables: Tables, fastest: Sequence[tuple[str, str, float]]) -> str:
-    """Who is the fastest with DP, by task, and what that costs."""
+    """Return who is the fastest with DP, by task, and what that costs."""
     if not fastest:
         return "No contestant with DP has a time."
     known = [ratio for _, _, ratio in fastest if not math.isnan(ratio)]

@@ -36,7 +36,8 @@ DP_ROWS = tuple(row for row in PAPER_ORDER if row != BASELINE_ROW)
 
 @lru_cache(maxsize=4)  # every section and every format asks for it
 def then_and_now(tables: Tables) -> pd.DataFrame:
-    """Seconds relative to PyTorch without DP, in the paper and measured, for contestants that stand for a row of it."""
+    """Return seconds relative to PyTorch without DP, in the paper and measured, for contestants that stand for a row of
+    it."""
     if tables.paper_ratios.empty:
         return pd.DataFrame()
     base = tables.published[tables.published.paper_row == BASELINE_ROW].set_index(["task", "batch_size"]).seconds
@@ -95,20 +96,20 @@ def exactly(place: Place, value: float) -> Measured:
 
 
 class Source(Protocol):
-    """Where values come from: the paper's table, or one section of the records."""
+    """Source of values: the paper's table, or one section of the records."""
 
     def places(self, row: str) -> set[Place]:
-        """Where this row has a time."""
+        """Return where this row has a time."""
         ...
 
     def seconds(self, row: str, place: Place) -> float: ...
 
     def ratio(self, row: str, base: str, place: Place) -> Measured | None:
-        """Seconds of ``row`` over those of ``base``."""
+        """Return seconds of ``row`` over those of ``base``."""
         ...
 
     def first_epoch(self, row: str, place: Place) -> float | None:
-        """The first epoch, compilation included, over an ordinary one."""
+        """Return the first epoch, compilation included, over an ordinary one."""
         ...
 
 
@@ -135,7 +136,7 @@ class PaperTable:
 
 @dataclass(frozen=True)
 class Basis:
-    """What one value rests on: rounds or processes, and what is doubtful about them."""
+    """Basis of one value: rounds or processes, and what is doubtful about them."""
 
     n: int
     extrapolated: bool
@@ -213,8 +214,8 @@ class Records:
 
 
 def _first_over_ordinary(epochs: Sequence[float], median: float, compiling: float) -> float | None:
-    """Where compiling came before the clock (the protocols with a warm-up) its seconds are on record; else the first of
-    several epochs holds it."""
+    """Return the first epoch with compilation. Where that came before the clock (protocols with a warm-up) its seconds
+    are on record; else the first of several epochs holds it."""
     if not math.isnan(compiling):
         return 1.0 + compiling / median
     return epochs[0] / median if len(epochs) > 2 else None
@@ -224,13 +225,13 @@ Measure = Callable[[Source], Iterable[Measured]]
 
 
 def _shared(source: Source, rows: Sequence[str], tasks: Sequence[str], sizes: Sequence[int] | None) -> list[Place]:
-    """Where all of these rows have a time."""
+    """Return where all of these rows have a time."""
     found = set.intersection(*(source.places(row) for row in rows))
     return sorted(place for place in found if place[0] in tasks and (sizes is None or place[1] in sizes))
 
 
 def _ratio(row: str, base: str, tasks: Sequence[str], sizes: Sequence[int] | None = None) -> Measure:
-    """Seconds of ``row`` over seconds of ``base``."""
+    """Yield seconds of ``row`` over seconds of ``base``."""
 
     def measure(source: Source) -> Iterable[Measured]:
         for place in _shared(source, (row, base), tasks, sizes):
@@ -270,7 +271,7 @@ def _least(
 
 
 def _order(tasks: Sequence[str], table: PaperTable) -> Measure:
-    """Share of the pairs of DP rows whose order is that of the paper's table, a value per task and batch size."""
+    """Yield share of the pairs of DP rows whose order is that of the paper's table, a value per task and batch size."""
 
     def measure(source: Source) -> Iterable[Measured]:
         everywhere = sorted(set.union(*(source.places(row) for row in DP_ROWS)))
@@ -289,7 +290,7 @@ def _order(tasks: Sequence[str], table: PaperTable) -> Measure:
 
 
 def _reduction(row: str, tasks: Sequence[str]) -> Measure:
-    """Seconds at batch size 16 over those at 2048, a value per task."""
+    """Yield seconds at batch size 16 over those at 2048, a value per task."""
 
     def measure(source: Source) -> Iterable[Measured]:
         places = source.places(row)
@@ -310,7 +311,7 @@ def _mean_reduction(row: str, tasks: Sequence[str] = ALL) -> Measure:
 
 
 def _first_epoch(row: str) -> Measure:
-    """Largest first epoch over an ordinary one, of all tasks and batch sizes."""
+    """Yield largest first epoch over an ordinary one, of all tasks and batch sizes."""
 
     def measure(source: Source) -> Iterable[Measured]:
         found = {place: source.first_epoch(row, place) for place in sorted(source.places(row))}
@@ -337,7 +338,7 @@ def _strongest(rows: Sequence[str]) -> Measure:
 
 
 def _gap_beyond(row: str, base: str, tasks: Sequence[str]) -> Measure:
-    """The gap ``row`` / ``base`` at each batch size beyond 2048 over the gap at 2048: under 1 it closes."""
+    """Yield the gap ``row`` / ``base`` at each batch size beyond 2048 over the gap at 2048: under 1 it closes."""
 
     def measure(source: Source) -> Iterable[Measured]:
         for place in _shared(source, (row, base), tasks, BEYOND):
@@ -513,8 +514,8 @@ UNDECIDED = "undecided"
 
 @lru_cache(maxsize=4)
 def claims(tables: Tables) -> pd.DataFrame:
-    """Every claim in every section, judged by :func:`outcome` or ``cannot be tested here``, with the measured range
-    and, over the places that the paper's table has too, the geometric mean of measured over published.
+    """Return every claim in every section, judged by :func:`outcome` or ``cannot be tested here``, with the measured
+    range and, over the places that the paper's table has too, the geometric mean of measured over published.
 
     ``own_table``: whether the paper's own table agrees with what its text states.
     ``cells`` and ``paper_cells``: how many values were measured, and how many the paper's table has. ``n``: the fewest

@@ -36,12 +36,12 @@ from harness.report.model import (
 
 @lru_cache(maxsize=64)  # the terminal and every file show it
 def seconds(tables: Tables, section: Section) -> list[Grid]:
-    """The main table, a grid per task: median seconds per epoch [range or interval] and n, failures in place."""
+    """Return the main table, a grid per task: median seconds per epoch [range or interval] and n, failures in place."""
     return [_seconds_grid(task, synthetic, group) for task, synthetic, group in blocks(section.of(tables.cells))]
 
 
 def seconds_and_published(tables: Tables, section: Section) -> list[Grid]:
-    """The main table with the paper's values below each task."""
+    """Return the main table with the paper's values below each task."""
     grids = []
     found = zip(blocks(section.of(tables.cells)), seconds(tables, section), strict=True)
     for (task, _, group), grid in found:
@@ -79,7 +79,7 @@ def _seconds_cell(row: Any, usual_n: int) -> str:
 
 
 def seconds_notes(group: pd.DataFrame, body: tuple[tuple[str, ...], ...]) -> Iterator[str]:
-    """The legend of the marks that occur, and the reason of every failure."""
+    """Yield the legend of the marks that occur, and the reason of every failure."""
     ok = group[group.state == "ok"]
     if len(ok):
         yield spread_note(usual(ok.n))
@@ -114,7 +114,7 @@ def seconds_notes(group: pd.DataFrame, body: tuple[tuple[str, ...], ...]) -> Ite
 
 
 def published(tables: Tables, task: str, sizes: list[int]) -> Grid | None:
-    """The paper's values of a task at these batch sizes, or None where the paper has none of them."""
+    """Return the paper's values of a task at these batch sizes, or None where the paper has none of them."""
     frame = tables.published[(tables.published.task == task) & tables.published.batch_size.isin(sizes)]
     if frame.empty:
         return None
@@ -129,7 +129,7 @@ def published(tables: Tables, task: str, sizes: list[int]) -> Grid | None:
 
 @lru_cache(maxsize=64)
 def ratios(tables: Tables, section: Section) -> list[Grid]:
-    """Seconds over those of PyTorch without DP, paired in blocks."""
+    """Return seconds over those of PyTorch without DP, paired in blocks."""
     grids = []
     for task, synthetic, group in blocks(section.of(tables.ratios)):
         sizes = sorted(group.batch_size.unique())
@@ -153,7 +153,8 @@ def ratios(tables: Tables, section: Section) -> list[Grid]:
 
 
 def overheads(tables: Tables, section: Section) -> list[Grid]:
-    """The time of every private contestant that has a non-private twin, as framework times DP, and compiling apart."""
+    """Return the time of every private contestant that has a non-private twin, as framework times DP, and compiling
+    apart."""
     grids = []
     for task, synthetic, group in blocks(section.of(tables.overheads)):
         rows = tuple(
@@ -218,7 +219,7 @@ def values(
     notes: tuple[str, ...] = (),
     failed: Mapping[tuple[str, int], str] | None = None,
 ) -> list[Grid]:
-    """Median [low, high] of a frame of cells, a grid per task; the values are divided by ``scale``. ``failed``:
+    """Return median [low, high] of a frame of cells, a grid per task; the values are divided by ``scale``. ``failed``:
     (contestant, batch size) -> the state that stands in place of a value."""
     grids = []
     for task, synthetic, group in blocks(frame):
@@ -248,7 +249,7 @@ def compile_seconds(tables: Tables, section: Section) -> list[Grid]:
 
 
 def memory(tables: Tables, section: Section) -> list[Grid]:
-    """One grid per task and metric of memory; the metric is in the title."""
+    """Return one grid per task and metric of memory; the metric is in the title."""
     here = section.of(tables.memory)
     if here.empty:
         return []
@@ -275,7 +276,7 @@ def first_metric(tables: Tables, grids: list[Grid]) -> list[Grid]:
 
 
 def gate_summary(tables: Tables, section: Section) -> list[Grid]:
-    """The gate in a line per contestant: how many checks passed on each task, and the first that failed."""
+    """Return the gate in a line per contestant: how many checks passed on each task, and the first that failed."""
     here = section.of(tables.gate)
     if here.empty:
         return []
@@ -368,7 +369,8 @@ def coverage(tables: Tables, section: Section) -> list[Grid]:
 
 
 def against_the_paper(tables: Tables, section: Section) -> list[Grid]:
-    """Ratios then and now, rank correlation, claims. The paper's machine was another one: no seconds are compared."""
+    """Return ratios then and now, rank correlation, claims. The paper's machine was another one: no seconds are
+    compared."""
     grids = []
     now = section.of(paper.then_and_now(tables))
     for task, synthetic, group in blocks(now):
@@ -430,7 +432,7 @@ def against_the_paper(tables: Tables, section: Section) -> list[Grid]:
 
 
 def _stand_ins(tables: Tables) -> str:
-    """Which contestants speak for the paper's rows: some are not the program that the paper ran."""
+    """Return which contestants speak for the paper's rows: some are not the program that the paper ran."""
     here = [f"{name} for {tables.rows[name]}" for name in tables.order if name in tables.rows]
     return f"Rows of the paper are stood for by {', '.join(here)}." if here else "No row of the paper was measured."
 

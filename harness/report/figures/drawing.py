@@ -157,7 +157,7 @@ def width(text: str, size: float, style: Style = "normal") -> float:
 
 @cache
 def _font(style: Style) -> tuple[Any, Mapping[int, str], float]:
-    """(glyphs, code of a letter -> name of its glyph, units of the font per unit of ours)."""
+    """Return (glyphs, code of a letter -> name of its glyph, units of the font per unit of ours)."""
     from fontTools.ttLib import TTFont
 
     # The font that Matplotlib brings along; importing it would cost more than all figures do.
@@ -255,7 +255,7 @@ def _mark(item: Mark) -> str:
 
 
 def _half(points: Sequence[Point], middle: Point, out: tuple[float, float]) -> list[Point]:
-    """The part of a polygon that lies behind a line through ``middle``; ``out`` points away from it."""
+    """Return the part of a polygon that lies behind a line through ``middle``; ``out`` points away from it."""
     found: list[Point] = []
     depth = [(x - middle[0]) * out[0] + (y - middle[1]) * out[1] for x, y in points]
     for i, (x, y) in enumerate(points):
@@ -277,7 +277,8 @@ def _number(value: float) -> str:
 
 
 def _polygon(corners: int, turn: float = 0.0, inner: float = 1.0) -> list[Point]:
-    """A regular polygon or, with ``inner`` below 1, a star, within a circle of radius 1; one corner is on top."""
+    """Return a regular polygon or, with ``inner`` below 1, a star, within a circle of radius 1; one corner is on
+    top."""
     steps = corners if inner == 1.0 else 2 * corners
     radius = [1.0 if inner == 1.0 or i % 2 == 0 else inner for i in range(steps)]
     angle = [2 * math.pi * i / steps + math.radians(turn) for i in range(steps)]

@@ -40,7 +40,7 @@ def save(shown: Picture, folder: Path) -> list[Path]:
 
 
 def _png_with_info(png: bytes, shown: Picture) -> bytes:
-    """The picture with title and provenance as texts of its file, after its header."""
+    """Return the picture with title and provenance as texts of its file, after its header."""
     end = len(b"\x89PNG\r\n\x1a\n") + len(_chunk(b"IHDR", bytes(13)))
     texts = b"".join(
         _chunk(b"iTXt", f"{key}\0\0\0\0\0{text}".encode())
@@ -54,7 +54,7 @@ def _chunk(kind: bytes, content: bytes) -> bytes:
 
 
 def _pdf_with_info(pdf: bytes, shown: Picture) -> bytes:
-    """The PDF with title and provenance, as an incremental update: only what is new is appended to the file."""
+    """Return the PDF with title and provenance, as an incremental update: only what is new is appended to the file."""
     trailer = pdf[pdf.rindex(b"trailer") :]
     size, root = (int(found[1]) for found in re.finditer(rb"/(?:Size|Root) (\d+)", trailer))
     before = int(trailer.split(b"startxref")[1].split()[0])

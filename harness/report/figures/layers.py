@@ -30,7 +30,7 @@ QUANTITIES = {"runtime": "runtime", "memory": "peak memory"}
 
 
 def _measured(frame: pd.DataFrame) -> list[str]:
-    """The quantities of which there are factors: no empty panel where a run counted no memory."""
+    """Return the quantities of which there are factors: no empty panel where a run counted no memory."""
     return [what for what in QUANTITIES if frame[what].notna().any()] or ["runtime"]
 
 
@@ -79,7 +79,7 @@ def factors(contestant: str, passes: str, frame: pd.DataFrame, where: str) -> Dr
 
 
 def modes(size: int, frame: pd.DataFrame, where: str) -> Drawing:
-    """All DP contestants at one batch size: runtime (left) and memory factor (right), a row per layer."""
+    """Return all DP contestants at one batch size: runtime (left) and memory factor (right), a row per layer."""
     private = frame[frame.column == "dp"]
     pairs = list(dict.fromkeys(zip(private.contestant, private.passes, strict=True)))
     names = [name for name in LAYERS if name in set(private.layer)]
@@ -128,7 +128,8 @@ MODULES = ("mha", "rnn", "gru", "lstm")
 
 
 def modules(framework: str, cells: pd.DataFrame, where: str) -> Drawing:
-    """The paper's appendix figure: torch.nn, the library's own module without DP, and with DP; milliseconds and MB."""
+    """Return the paper's appendix figure: torch.nn, the library's own module without DP, and with DP; milliseconds and
+    MB."""
     own = cells[(cells.framework == framework) & (cells.column == "own_module")]
     names = [name for name in MODULES if name in set(own.layer)] or list(dict.fromkeys(own.layer))[:4]
     lines = dict(_lines_of(framework, cells))
@@ -168,7 +169,7 @@ def modules(framework: str, cells: pd.DataFrame, where: str) -> Drawing:
 
 
 def _lines_of(framework: str, cells: pd.DataFrame) -> Iterator[tuple[str, tuple[Look, pd.DataFrame]]]:
-    """(name, (look, cells)) of torch.nn, of the framework's own module and of its contestants with DP."""
+    """Yield (name, (look, cells)) of torch.nn, of the framework's own module and of its contestants with DP."""
     for who, column in (("pytorch", "module"), (framework, "own_module")):
         part = cells[(cells.framework == who) & (cells.column == column) & (cells.passes == "plain")]
         for contestant, group in part.groupby("contestant", sort=False):
@@ -182,7 +183,7 @@ def _lines_of(framework: str, cells: pd.DataFrame) -> Iterator[tuple[str, tuple[
 
 
 def sweep(contestant: str, passes: str, frame: pd.DataFrame, where: str) -> Drawing:
-    """The paper's embedding figure: runtime and memory factor over num_embeddings, a line per batch size."""
+    """Return the paper's embedding figure: runtime and memory factor over num_embeddings, a line per batch size."""
     sizes = sorted(frame.batch_size.unique())
     widths = sorted(frame.num_embeddings.unique())
     style = {size: Look(_shade(i, len(sizes)), MARKERS[i % len(MARKERS)], "-") for i, size in enumerate(sizes)}
@@ -271,14 +272,15 @@ def _line(
 
 
 def _look(contestant: str, passes: str) -> Look:
-    """A contestant's own colour and marker; open where only per-sample gradients are formed, and nowhere else."""
+    """Return a contestant's own colour and marker; open where only per-sample gradients are formed, and nowhere
+    else."""
     own = looks.of(contestant)
     fill: Fill = "none" if passes == "per_sample" else "bottom" if own.fill == "none" else own.fill
     return replace(own, line="-", fill=fill)
 
 
 def _absent(frame: pd.DataFrame) -> list[str]:
-    """Cells without runtime and memory, which the table of the report gives a state and a reason."""
+    """Return cells without runtime and memory, which the table of the report gives a state and a reason."""
     gone = frame[frame.runtime.isna() & frame.memory.isna()]
     places = [
         f"{layer} at {', '.join(map(str, sorted(group.batch_size)))}"
@@ -288,7 +290,7 @@ def _absent(frame: pd.DataFrame) -> list[str]:
 
 
 def _absent_by(frame: pd.DataFrame) -> list[str]:
-    """The same of one batch size and several contestants."""
+    """Return the same of one batch size and several contestants."""
     gone = frame[frame.runtime.isna() & frame.memory.isna()]
     places = [
         f"{layer} by {', '.join(dict.fromkeys(group.contestant))}" for layer, group in gone.groupby("layer", sort=False)

@@ -1,4 +1,4 @@
-"""How a contestant looks: the colour and marker that its framework declares, so that it is the same in every report."""
+"""Looks of contestants: the colour and marker that its framework declares, so that it is the same in every report."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def _points(measured: pd.DataFrame) -> str:
 
 
 def _in_words(tables: Tables, failed: pd.DataFrame, names: Sequence[str]) -> list[str]:
-    """The marks, from the top row to the lowest."""
+    """Return the marks, from the top row to the lowest."""
     by_state = {
         (name, state): ", ".join(map(str, sorted(rows.batch_size)))
         for (name, state), rows in failed.groupby(["contestant", "state"])

@@ -25,7 +25,8 @@ PAPER_BATCH_SIZE = 512
 
 
 def pictures(tables: Tables, section: Section) -> dict[str, list[Picture]]:
-    """The figures of a section by kind: ``seconds-per-epoch``, ``relative-to-pytorch``, ``cumulative-seconds``."""
+    """Return the figures of a section by kind: ``seconds-per-epoch``, ``relative-to-pytorch``,
+    ``cumulative-seconds``."""
     found: dict[str, list[Picture]] = {"seconds-per-epoch": [], "relative-to-pytorch": [], "cumulative-seconds": []}
     for task, synthetic, group in model.blocks(section.of(tables.cells)):
         if (group.state == "ok").any():
@@ -54,7 +55,7 @@ def pictures(tables: Tables, section: Section) -> dict[str, list[Picture]]:
 def picture(
     stem: str, title: str, tables: Tables, section: Section, shown: pd.DataFrame, draw: Callable[[], Drawing]
 ) -> Picture:
-    """A figure with its provenance, which its file carries too. ``shown``: the numbers in it."""
+    """Return a figure with its provenance, which its file carries too. ``shown``: the numbers in it."""
     doubts = " Extrapolated from parts of epochs." if shown.extrapolated.any() else ""
     doubts += " Synthetic data in place of the genuine." if shown.synthetic.any() else ""
     return Picture(stem, title, draw, f"{section.title}; measured {model.provenance(tables, section)}.{doubts}")
@@ -76,7 +77,7 @@ def _as_grid(names: Sequence[str], sizes: Sequence[int]) -> bool:
 
 
 def seconds(tables: Tables, section: Section, task: str, synthetic: bool, group: pd.DataFrame) -> Drawing:
-    """Median seconds per epoch over batch size, both axes logarithmic, with intervals; of many, a grid."""
+    """Return median seconds per epoch over batch size, both axes logarithmic, with intervals; of many, a grid."""
     sizes = sorted(group.batch_size.unique())
     title = f"{model.task_title(task, synthetic)}: seconds per epoch"
     if _as_grid(list(group.contestant.unique()), sizes):
@@ -165,7 +166,7 @@ def _seconds_as_grid(tables: Tables, section: Section, title: str, group: pd.Dat
 
 
 def _common_reasons(failed: pd.DataFrame) -> Iterator[str]:
-    """What a state means, where it means the same for all."""
+    """Yield what a state means, where it means the same for all."""
     for state, rows in failed.groupby("state", sort=True):
         reasons = {model.short(reason) for reason in rows.reason}
         if len(reasons) == 1:
@@ -173,7 +174,7 @@ def _common_reasons(failed: pd.DataFrame) -> Iterator[str]:
 
 
 def relative(tables: Tables, section: Section) -> Drawing:
-    """Seconds relative to PyTorch without DP with 95 % intervals, a panel per task."""
+    """Return seconds relative to PyTorch without DP with 95 % intervals, a panel per task."""
     frame = section.of(tables.ratios)
     groups = list(model.blocks(frame))
     names = [n for n in tables.order if n in set(frame.contestant)]
@@ -237,7 +238,7 @@ def _states(cells: pd.DataFrame, task: str, synthetic: bool) -> dict[tuple[str, 
 def _squares_of_ratios(
     group: pd.DataFrame, states: Mapping[tuple[str, int], str]
 ) -> dict[tuple[str, int], HeatmapCell]:
-    """Ratios with their intervals; in place of a ratio that lacks, why."""
+    """Return ratios with their intervals; in place of a ratio that lacks, why."""
     missing = {place: HeatmapCell("no pair" if state == "ok" else state) for place, state in states.items()}
     return missing | {
         (row.contestant, row.batch_size): HeatmapCell(
@@ -276,7 +277,8 @@ def _relative_lines(
 
 
 def shift(i: int, count: int) -> float:
-    """Contestants stand side by side instead of on top of each other: one factor for all points of a contestant."""
+    """Return contestants stand side by side instead of on top of each other: one factor for all points of a
+    contestant."""
     return float(2.0 ** ((i - (count - 1) / 2) * min(0.09, 0.5 / count)))
 
 
@@ -294,7 +296,7 @@ class CumulativeRun:
 
 @lru_cache(maxsize=64)
 def cumulative_runs(tables: Tables, section: Section) -> list[CumulativeRun]:
-    """Per task at batch size 512, or the largest that was measured."""
+    """Return per task at batch size 512, or the largest that was measured."""
     runs = []
     cells = section.of(tables.cells)
     raw = section.of(tables.raw)
@@ -329,7 +331,7 @@ def _compile(raw: pd.DataFrame, index: int) -> float:
 
 
 def cumulative_seconds(epoch_seconds: Sequence[float], compile_seconds: float) -> np.ndarray:
-    """Seconds from the start to the end of epochs 1 to 20, compilation first. [PAPER_EPOCHS]
+    """Return seconds from the start to the end of epochs 1 to 20, compilation first. [PAPER_EPOCHS]
 
     Where fewer epochs were measured, the process's median epoch stands for the others.
     """
@@ -339,7 +341,7 @@ def cumulative_seconds(epoch_seconds: Sequence[float], compile_seconds: float) -
 
 
 def cumulative(tables: Tables, section: Section, runs: Sequence[CumulativeRun]) -> Drawing:
-    """The paper's figure: cumulative seconds over 20 epochs, compile time included, a panel per task."""
+    """Return the paper's figure: cumulative seconds over 20 epochs, compile time included, a panel per task."""
     everyone = [name for name in tables.order if any(name in run.curves for run in runs)]
     style = looks.of_all(everyone, _private(tables))
     drawing = panel.page("Cumulative seconds over 20 epochs, compile time included")

@@ -1,1 +1,1 @@
-"""How a report is written: Markdown, LaTeX, a page, the terminal."""
+"""Formats of a report: Markdown, LaTeX, a page, the terminal."""

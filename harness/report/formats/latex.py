@@ -90,8 +90,8 @@ def _label(name: str) -> str:
 
 
 def chapter(chapter: Chapter, label: str) -> str:
-    """All grids of a chapter as ``longtable`` (which break over pages); neighbours with the same columns in one table,
-    each under its title. Needs booktabs, longtable and array. ``label``: of the first table, for ``\\ref``; the
+    """Return all grids of a chapter as ``longtable`` (which break over pages); neighbours with the same columns in one
+    table, each under its title. Needs booktabs, longtable and array. ``label``: of the first table, for ``\\ref``; the
     next ones have -2, -3."""
     groups: list[list[Grid]] = []
     for grid in chapter.grids:
@@ -143,7 +143,7 @@ def _is_number(grid: Grid, column: int) -> bool:
 
 
 def _parts(grid: Grid) -> Iterator[tuple[list[int], dict[int, int]]]:
-    """(columns, their widths in letters) of every table that a grid needs; the first column stands in each.
+    """Yield (columns, their widths in letters) of every table that a grid needs; the first column stands in each.
 
     Columns of words that are wider than ``NARROWEST`` may be broken into lines; they share the room that the others
     leave, the narrowest first, so that what one does not need goes to the next.
@@ -179,8 +179,8 @@ MOST_COLUMNS = 12
 
 
 def main(tables: Tables, section: Section, label: str) -> str:
-    """The one table for a paper: contestants with DP, the fastest first, then those without; tasks and batch sizes in
-    columns; the fastest with DP of each column in bold. Needs the package booktabs."""
+    """Return the one table for a paper: contestants with DP, the fastest first, then those without; tasks and batch
+    sizes in columns; the fastest with DP of each column in bold. Needs the package booktabs."""
     cells = section.of(tables.cells)
     ok = cells[cells.state == "ok"]
     columns = []
@@ -221,7 +221,7 @@ def main(tables: Tables, section: Section, label: str) -> str:
         "--: no time." if len(ok) < len(names) * len(places) else "",
     ]
     body = [
-        r"\begin{table*}[t]",
+        r"\begin{table*}[!ht]",  # with h, the first page of report.tex holds it
         r"\centering\footnotesize\setlength{\tabcolsep}{4pt}"
         if len(places) <= FEW_COLUMNS
         else r"\centering\scriptsize\setlength{\tabcolsep}{2.5pt}",
@@ -259,7 +259,8 @@ def _main_value(row: Any, best: float | None, all_scaled: bool) -> str:
 
 
 def seconds(tables: Tables, section: Section, label: str) -> str:
-    """The times of a section with intervals: per task the measured rows, then the published ones, labelled as such.
+    """Return the times of a section with intervals: per task the measured rows, then the published ones, labelled as
+    such.
 
     Needs the package booktabs. Tasks that do not fit on the page go into further tables with the same caption.
     """
@@ -317,7 +318,7 @@ def _row(cells: list[str]) -> str:
 
 
 def _rows(name: str, private: bool, values: list[tuple[str, str]]) -> Iterator[str]:
-    """One row of (value, interval), or two where there are many columns."""
+    """Yield one row of (value, interval), or two where there are many columns."""
     label = _styled(escape(name), private)
     if len(values) <= INLINE_COLUMNS:
         yield _row([label, *(_styled(v, private) + (rf" {{\scriptsize {i}}}" if i else "") for v, i in values)])
@@ -339,7 +340,7 @@ def _measured_rows(tables: Tables, group: pd.DataFrame, sizes: list[int]) -> Ite
 
 
 def _styled(text: str, private: bool) -> str:
-    """The rows without DP are in italics, as in the paper."""
+    """Return the name, in italics for rows without DP, as in the paper."""
     return text if private else rf"\textit{{{text}}}"
 
 
@@ -359,7 +360,7 @@ def _spread(row: Any, usual_n: int) -> str:
 
 
 def _own_n(n: int, usual_n: int) -> str:
-    """The number of processes as a subscript, where it is not the usual one."""
+    """Return the number of processes as a subscript, where it is not the usual one."""
     return "" if n == usual_n else f"$_{{{n}}}$"
 
 
@@ -405,7 +406,7 @@ def _has_gaps(cells: pd.DataFrame) -> bool:
 
 
 def ratios(tables: Tables, section: Section, label: str) -> str:
-    """Seconds relative to PyTorch without DP with 95 % intervals, a block per task."""
+    """Return seconds relative to PyTorch without DP with 95 % intervals, a block per task."""
     frame = section.of(tables.ratios)
     sizes = sorted(frame.batch_size.unique())
     usual_n = model.usual(frame.n)
@@ -429,7 +430,7 @@ def ratios(tables: Tables, section: Section, label: str) -> str:
 
 
 def _ratio(row: Any, usual_n: int) -> tuple[str, str]:
-    """(ratio with its marks, interval and n)."""
+    """Return (ratio with its marks, interval and n)."""
     if row is None:
         return "--", ""
     marks = "".join(mark for column, mark in MARKS.items() if getattr(row, column, False))
@@ -439,7 +440,7 @@ def _ratio(row: Any, usual_n: int) -> tuple[str, str]:
 
 
 def document(names: list[str], figures: Mapping[str, Picture], floating: Collection[str] = ()) -> str:
-    """A document that compiles as it is.
+    """Return a document that compiles as it is.
 
     ``names``: tables, as file names without ``.tex``; ``floating``: those of them that hold floats. ``figures``: path
     of a PDF -> what it shows.

@@ -12,7 +12,7 @@ from harness.report.model import MISSING, Grid, Report
 
 
 def page(report: Report) -> str:
-    """A page with a part per section: the main result, the measured tables, then what they rest on."""
+    """Return a page with a part per section: the main result, the measured tables, then what they rest on."""
     parts = ["# Benchmark report", *_main_result(report.tables), _reading()]
     section = None
     elsewhere = []
@@ -66,7 +66,7 @@ def _reading() -> str:
 
 
 def table(grid: Grid) -> str:
-    """A GitHub table with its title above and its notes below."""
+    """Return a GitHub table with its title above and its notes below."""
     lines = [
         f"**{grid.title}**",
         "",

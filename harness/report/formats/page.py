@@ -110,14 +110,14 @@ def page(report: Report, drawn: Mapping[str, Path]) -> str:
 
 
 def _of_memory(tables: Tables) -> bool:
-    """Whether memory was measured and nothing timed: charts of seconds would be empty."""
+    """Return whether memory was measured and nothing timed: charts of seconds would be empty."""
     return "time" not in set(tables.raw.purpose) and bool(
         ((tables.raw.purpose == "memory") & (tables.raw.state == "ok")).any()
     )
 
 
 def _others(records: Iterable[Record]) -> dict[str, list[tuple[str, list[tuple[str, str]]]]]:
-    """Cells of layers and of the frontier -> what each of their processes left behind."""
+    """Return cells of layers and of the frontier -> what each of their processes left behind."""
     return {
         name: [(record.purpose, list(explain.lines(record, row))) for record, row in rows]
         for name, rows in explain.other_cells(records).items()
@@ -143,7 +143,7 @@ def _vega() -> str:
 
 
 def _parts(report: Report, drawn: Mapping[str, Path]) -> list[dict[str, Any]]:
-    """Chapters of one section under one heading, in their order; what belongs to none at the end.
+    """Return chapters of one section under one heading, in their order; what belongs to none at the end.
 
     Where nothing was timed end to end, the first chapter with a figure is open: it is the result.
     """
@@ -294,7 +294,7 @@ def _finite(value: Any) -> float | None:
 
 
 def _behind(tables: Tables) -> Any:
-    """A function: row of ``cells`` -> indices of its processes, superseded ones included, and of its gate."""
+    """Return a function: row of ``cells`` -> indices of its processes, superseded ones included, and of its gate."""
     raw = tables.raw
     own: dict[Any, list[int]] = {}
     gates: dict[Any, list[int]] = {}
@@ -336,7 +336,7 @@ def _behind(tables: Tables) -> Any:
 
 
 def _processes(tables: Tables) -> tuple[list[list[Any]], list[str], list[str]]:
-    """(per record: purpose, state, then label and text by their numbers; all labels; all texts)."""
+    """Return (per record: purpose, state, then label and text by their numbers; all labels; all texts)."""
     labels: dict[str, int] = {}
     strings: dict[str, int] = {}
     processes = []

@@ -54,7 +54,7 @@ def _end_to_end(report: Report, console: Console) -> None:
 
 
 def _print(grid: Grid, console: Console) -> None:
-    """As many columns side by side as fit; the rest below, so that nothing is cut off. Every part begins with the
+    """Print as many columns side by side as fit; the rest below, so that nothing is cut off. Every part begins with the
     columns that tell its rows apart, if they leave room for others."""
     # Beside a column are a blank on either side and the line between columns.
     widths = [max(len(row[i]) for row in (grid.header, *grid.rows)) + 3 for i in range(len(grid.header))]

@@ -19,7 +19,7 @@ from harness.plan.registry import Framework
 def test_environments_are_made_side_by_side_and_one_that_cannot_be_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     both = threading.Barrier(2, timeout=60)
 
-    def ensure(framework: Framework, say: object) -> Environment:
+    def ensure(framework: Framework, log: object) -> Environment:
         both.wait()
         if framework.name == "jax":
             raise EnvironmentFault("there is no such version.")

@@ -223,7 +223,7 @@ def test_the_minutes_begin_after_the_installations(project, tmp_path, monkeypatc
     run = project.run("main", ".", tmp_path / "out")
     clock = [0.0]
     monkeypatch.setattr("harness.compare.run.time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(type(run), "_prepare", lambda self, say: clock.__setitem__(0, 3600.0))
+    monkeypatch.setattr(type(run), "_prepare", lambda self, log: clock.__setitem__(0, 3600.0))
     begun: list[float] = []
     monkeypatch.setattr(type(run), "_open", lambda self, paired, progress: None)
     monkeypatch.setattr(type(run), "_run_pairs", lambda self, start, progress: begun.append(start) or True)

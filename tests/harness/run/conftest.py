@@ -20,11 +20,11 @@ def refusal(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     monkeypatch.setenv("DPBENCH_CACHE", str(cache))
     monkeypatch.setenv(EXTRA_FOLDERS, str(PHANTOM.parent))
 
-    def say(*arguments: str) -> str:
+    def log(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["dpbench", *arguments])
         with pytest.raises(SystemExit) as ended:
             cli.main()
         assert ended.value.code == 2
         return capsys.readouterr().err
 
-    return say
+    return log

@@ -240,14 +240,14 @@ class Yes:
 def gate(tmp_path: Path, monkeypatch):
     """Judges a contestant on a task in the place."""
     monkeypatch.setenv("DPBENCH_CACHE", str(tmp_path))
-    monkeypatch.setattr(admission, "reference", lambda task, say, run_tool: tmp_path)
+    monkeypatch.setattr(admission, "reference", lambda task, log, run_tool: tmp_path)
     (contestant,) = registry.select(["pytorch-eager"])
 
     def no_tool(*asked: object) -> str:
         raise AssertionError(f"nothing is to be computed: {asked}")
 
-    def decide(place: Yes, task: str = "logreg", say=lambda text: None):
-        return judge(contestant, task, place, Limits(2**30, 60.0), "cpu", 1, say, no_tool)
+    def decide(place: Yes, task: str = "logreg", log=lambda text: None):
+        return judge(contestant, task, place, Limits(2**30, 60.0), "cpu", 1, log, no_tool)
 
     return decide
 
@@ -267,10 +267,10 @@ def test_a_verdict_that_this_harness_did_not_write_is_made_anew(tmp_path: Path, 
     contents = (b"", whole[:40], b"{}", b"[]", b"null", b"\xff", json.dumps(forged).encode(), b"[" * 100_000)
     for number, content in enumerate(contents, start=1):
         path.write_bytes(content)
-        verdict = gate(place, say=said.append)
+        verdict = gate(place, log=said.append)
         assert verdict.passed and not verdict.cached and verdict.gate.checks[0].error == 0.0
         assert place.runs == 1 + number and len(said) == number and "another hand" in said[-1]
-        assert gate(place, say=said.append).cached and path.read_bytes() == whole
+        assert gate(place, log=said.append).cached and path.read_bytes() == whole
 
 
 def test_the_verdict_of_one_task_does_not_count_for_another(tmp_path: Path, gate) -> None:
@@ -295,7 +295,7 @@ def test_a_reference_is_what_was_sealed_or_made_anew(tmp_path: Path, monkeypatch
     monkeypatch.setenv("DPBENCH_CACHE", str(tmp_path))
     made: list[str] = []
 
-    def make(module: str, arguments: Sequence[Argument], say: object) -> str:
+    def make(module: str, arguments: Sequence[Argument], log: object) -> str:
         made.append(module)
         output = arguments[-1]
         assert isinstance(output, Output)
