@@ -505,7 +505,7 @@ def overheads(
     current: pd.DataFrame, compiling: pd.DataFrame, base: str | None, twins: Mapping[str, str]
 ) -> pd.DataFrame:
     """Return what the time of a private contestant over that of the baseline is made of, by means of its non-private
-    twin:
+    twin.
 
     total = contestant / baseline = (twin / baseline) * (contestant / twin) = framework * DP, each the mean over paired
     blocks with a 95 % interval; where one block lacks one of the three, the product is not exactly the total. Compiling

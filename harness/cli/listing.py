@@ -57,6 +57,7 @@ def tasks() -> list[dict[str, Any]]:
 
 
 def variants() -> list[dict[str, Any]]:
+    """Return a row per variant of every framework."""
     return [
         {
             "framework": framework.name,
@@ -75,6 +76,7 @@ def variants() -> list[dict[str, Any]]:
 
 
 def protocols() -> list[dict[str, Any]]:
+    """Return a row per protocol."""
     loaded = [protocol.load(name) for name in protocol.names()]
     return [
         {"protocol": p.label, "sampling": p.sampling, "sigma": p.noise_multiplier, "title": p.title} for p in loaded
@@ -82,6 +84,7 @@ def protocols() -> list[dict[str, Any]]:
 
 
 def presets() -> list[dict[str, Any]]:
+    """Return a row per preset of ``run e2e``."""
     return [
         {
             "preset": name,
@@ -111,6 +114,7 @@ def layers() -> list[dict[str, Any]]:
 
 
 def layer_contestants() -> list[dict[str, Any]]:
+    """Return a row per contestant of layers."""
     return [
         {
             "contestant": c.name,

@@ -294,6 +294,7 @@ def is_over(pairs: Sequence[Pair], rule: Rule) -> bool:
 
 
 def failed_checks(process: Process) -> str:
+    """Return the failed checks of a process in one line."""
     failed = [check for check in process.checks if not check.passed]
     return "; ".join(f"{c.check}: error {_figure(c.error)}, limit {_figure(c.limit)}" for c in failed)
 
@@ -346,6 +347,7 @@ def memory_fault(processes: MemoryPair | None) -> str | None:
 
 
 def tolerance_of(base_bytes: int) -> int:
+    """Return the bytes by which the memory may differ without being a change."""
     return max(SPARE_BYTES, math.ceil(SPARE_SHARE * base_bytes))
 
 

@@ -68,16 +68,19 @@ def percent(ratio: float) -> str:
 
 
 def signed(ratio: float) -> str:
+    """Return a ratio as a change in per cent, with its sign."""
     return f"{'+' if ratio >= 1.0 else '−'}{percent(ratio)}"
 
 
 def interval(cell: CellResult) -> str:
+    """Return the interval of a cell's change in brackets."""
     if cell.time is None or cell.time.low is None or cell.time.high is None:
         return "no interval yet"
     return f"{signed(cell.time.low)} to {signed(cell.time.high)}"
 
 
 def seconds(value: float) -> str:
+    """Return a time with its unit, as people read it."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if value >= scale:
             return f"{value / scale:.3g} {unit}"
@@ -85,6 +88,7 @@ def seconds(value: float) -> str:
 
 
 def size(value: int) -> str:
+    """Return bytes with their unit, as people read them."""
     sign, value = ("−" if value < 0 else ""), abs(value)
     for scale, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if value >= scale:

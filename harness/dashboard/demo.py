@@ -73,6 +73,8 @@ class Planted:
 
 @dataclass(frozen=True)
 class Demo:
+    """A made-up history: its runs, and the faults that were planted in them."""
+
     runs: tuple[Run, ...]
     planted: tuple[Planted, ...]
 

@@ -216,6 +216,7 @@ def _text(value: float | None) -> str:
 
 
 def main(stem: Path) -> None:
+    """Score generated histories and write the table to ``stem``."""
     total, alone = summary(score(demo.history(seed)) for seed in SEEDS), delays()
     content = {**total, "one_step_alone": alone, "alarms_per_100_series_years": change_points.ALARMS_PER_100_YEARS}
     cache.write_atomically(stem.with_suffix(".json"), (json.dumps(content, indent=1) + "\n").encode())

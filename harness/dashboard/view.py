@@ -191,6 +191,7 @@ class CellView:
 
 
 def page_name(kind: str, name: str) -> str:
+    """Return the file name of a page."""
     return f"{kind}-{slug(name)}.html"
 
 
@@ -204,6 +205,7 @@ def percent(ratio: float) -> str:
 
 
 def duration(seconds: float) -> str:
+    """Return seconds with their unit, as people read them."""
     for limit, scale, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")):
         if seconds < limit:
             return f"{number(seconds * scale)} {unit}"
@@ -211,14 +213,17 @@ def duration(seconds: float) -> str:
 
 
 def size(count: int) -> str:
+    """Return bytes with their unit, as people read them."""
     return f"{number(count / 2**30)} GiB" if count >= 2**30 else f"{number(count / MEBIBYTE)} MiB"
 
 
 def subject_title(kind: str, name: str) -> str:
+    """Return the name of a task, layer or framework for readers."""
     return TASKS[name].title if kind == "task" and name in TASKS else name
 
 
 def days_of(runs: Sequence[Run]) -> list[float]:
+    """Return the times of the runs in days."""
     return [run.moment.timestamp() / 86400 for run in runs]
 
 
@@ -258,6 +263,7 @@ def draw(values: Sequence[tuple[float, float]], first: float, last: float) -> st
 
 
 def machines(history: History) -> list[MachineView]:
+    """Return what the pages show of each machine."""
     found, taken = [], set()
     for i, (key, runs) in enumerate(history.machines.items()):
         label = runs[-1].machine_label

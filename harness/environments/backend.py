@@ -79,7 +79,7 @@ class Backend(Protocol):
 
         Args:
             contestant: whose environment and code it is.
-            say: takes a line for the progress display.
+            log: takes a line for the progress display.
             module: the worker, as for ``python -m``.
         """
         ...
@@ -90,7 +90,7 @@ class Backend(Protocol):
         Args:
             module: the tool, as for ``python -m``.
             arguments: its arguments; files are marked as :class:`Input` or :class:`Output`.
-            say: takes a line for the progress display.
+            log: takes a line for the progress display.
 
         Returns:
             What it printed.

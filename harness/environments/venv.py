@@ -33,6 +33,8 @@ class EnvironmentFault(Exception):
 
 @dataclass(frozen=True)
 class Environment:
+    """A finished virtual environment. ``frameworks``: all that share it; ``seconds``: what making it took."""
+
     folder: Path
     lock_hash: str
     frameworks: tuple[str, ...]
@@ -65,6 +67,7 @@ class VenvBackend(LocalBackend):
 
 
 def parent() -> Path:
+    """Return the folder that holds all environments, made if missing."""
     return cache.folder("envs")
 
 

@@ -92,6 +92,7 @@ def _data_hashes(name: str) -> list[str]:
 
 
 def sources_hash(sources: Iterable[str]) -> str:
+    """Return the hash of all files of these sources."""
     digest = hashlib.sha256()
     for source in sources:
         for path in sorted(code_files(ROOT / source)):

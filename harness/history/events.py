@@ -59,6 +59,8 @@ class Change:
 
 @dataclass(frozen=True)
 class Event:
+    """Cells of one machine that moved at one run, or whose state changed there, as one piece of news."""
+
     machine: str
     metric: Metric
     worse: bool
@@ -232,6 +234,7 @@ def of_history(history: History, machines: dict[str, list[Series]] | None = None
 
 
 def of_machine(key: str, cells: Sequence[Series]) -> list[Event]:
+    """Return the events of one machine."""
     if not cells:
         return []
     runs = cells[0].runs

@@ -136,6 +136,7 @@ def move(series: Series, days: int) -> Move | None:
 
 
 def reference_canary(runs: Sequence[Run]) -> float | None:
+    """Return the usual seconds of the speed probe on this machine; None where no run has any."""
     probes = [run.canary_seconds for run in runs if run.canary_seconds]
     return median(probes) if probes else None
 

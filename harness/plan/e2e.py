@@ -292,6 +292,7 @@ def expected_seconds(options: Options, planned: Sequence[Job]) -> float | None:
 
 
 def cell_of(options: Options, contestant: Contestant, task: str, batch_size: int) -> Cell:
+    """Return the cell of a contestant, a task and a batch size."""
     return Cell(
         task=task,
         framework=contestant.framework.name,

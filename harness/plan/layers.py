@@ -181,6 +181,7 @@ def check(options: LayerOptions) -> None:
 
 
 def cell_of(options: LayerOptions, contestant: LayerContestant, layer: str, passes: Passes, batch_size: int) -> Cell:
+    """Return the cell of a contestant, a layer, a kind of pass and a batch size."""
     return Cell(
         kind="layer",
         layer=layer,

@@ -50,6 +50,7 @@ class Protocol:
 
 
 def names() -> list[str]:
+    """Return the names of all protocols."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 

@@ -77,11 +77,11 @@ class Picture:
 
 @dataclass(frozen=True)
 class Chapter:
-    """A part of the report, which every format takes: Markdown, LaTeX, HTML, CSV and pictures.
+    r"""A part of the report, which every format takes: Markdown, LaTeX, HTML, CSV and pictures.
 
     ``section``: what it was measured on and how (None: it is of no one section); chapters of one section stand
     together. ``frames``: the numbers behind it as they go into CSV files, by the stem of the file; frames of one stem
-    are appended to each other. ``when``: day and commit, for captions. ``latex``: a layout of its own (for ``\\input``)
+    are appended to each other. ``when``: day and commit, for captions. ``latex``: a layout of its own (for ``\input``)
     instead of the one that is made of ``grids``, by the stem of its file. ``printed``: False where the grids are too
     long for LaTeX. ``in_terminal``: whether ``dpbench report`` prints the grids too.
     ``interactive``: whether the HTML page draws its figures anew, so that it does not hold the pictures. ``brief``: the
@@ -170,6 +170,7 @@ def blocks(frame: pd.DataFrame) -> Iterator[tuple[str, bool, pd.DataFrame]]:
 
 
 def task_title(task: str, synthetic: bool) -> str:
+    """Return the name of a task for readers, marked where its data are synthetic."""
     title = TASKS[task].title if task in TASKS else task
     return f"{title} – synthetic data" if synthetic else title
 
@@ -243,6 +244,7 @@ def short(reason: str) -> str:
 
 
 def count(n: int, singular: str, plural: str) -> str:
+    """Return a number with its noun, singular or plural."""
     return f"{n} {singular if n == 1 else plural}"
 
 

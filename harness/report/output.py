@@ -76,7 +76,7 @@ def frames(chapters: Iterable[Chapter]) -> dict[str, pd.DataFrame]:
 
 
 def latex_files(chapter: Chapter, names: Mapping[Section, str]) -> dict[str, str]:
-    """Stem of the file -> tables for ``\\input``. ``names``: what tells a section from the others in file names."""
+    r"""Stem of the file -> tables for ``\input``. ``names``: what tells a section from the others in file names."""
     if chapter.latex or not chapter.grids or not chapter.printed:
         return dict(chapter.latex)
     marked = ["synthetic"] if any(map(_is_synthetic, chapter.frames.values())) else []

@@ -602,4 +602,5 @@ def _relative_distance(
 
 
 def command_line() -> str:
+    """Return the command that this process was started with."""
     return "dpbench " + shlex.join(sys.argv[1:])

@@ -76,6 +76,7 @@ class Outcome:
 
 
 def key_of(record: Record) -> Key:
+    """Return what identifies the process of a record in the summary."""
     return record.cell.name, record.purpose, record.block.round
 
 

@@ -301,6 +301,7 @@ def undisturbed(
 
 
 def changed(contestant: str) -> BadInput:
+    """Return the error of a contestant whose code or pins changed during the run."""
     return BadInput(f"The code or the pins of {contestant} changed during the run; start anew with --fresh.")
 
 
@@ -336,6 +337,7 @@ def killer(times: int) -> Result:
 
 
 def short(error: Exception) -> str:
+    """Return an error in one line."""
     return f"{type(error).__name__}: {error}"[:300]
 
 

@@ -74,6 +74,7 @@ def parse(text: str, origin: Path) -> StepRun:
 
 
 def check_name(name: str, option: str) -> None:
+    """Raise :class:`BadInput` where a run cannot have that name."""
     if not NAME.fullmatch(name) or name == LATEST:
         raise BadInput(
             f"{option} is {name!r}: give a name of up to 64 letters, digits, '.', '_' or '-' other than '{LATEST}'."

@@ -149,4 +149,5 @@ def duration(seconds: float) -> str:
 
 
 def size(count: int) -> str:
+    """Return bytes with their unit, as people read them."""
     return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"

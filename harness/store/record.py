@@ -91,6 +91,8 @@ class Cell(_Model):
 
 
 class Data(_Model):
+    """The data set that was trained on."""
+
     name: str
     synthetic: bool
     origin: str
@@ -176,6 +178,8 @@ class GateCheck(result.Check):
 
 
 class Gate(_Model):
+    """A verdict of the admission gate. ``key``: hash of all that it depends on."""
+
     passed: bool
     key: str
     checks: list[GateCheck]
@@ -192,6 +196,8 @@ class Epsilon(_Model):
 
 
 class Accuracy(_Model):
+    """Share of the test set that is classified right after so many steps."""
+
     test: float
     after_steps: int
 
@@ -225,6 +231,8 @@ class Energy(_Model):
 
 
 class Seeds(_Model):
+    """Seeds of the starting weights, of the batches and of the noise."""
+
     initial: int
     batches: int
     noise: int
@@ -239,6 +247,8 @@ class Block(_Model):
 
 
 class Source(_Model):
+    """The code that was measured: commit of the checkout, hashes of the contestant's code and of its pins."""
+
     commit: str | None
     dirty: bool | None
     adapter_hash: str

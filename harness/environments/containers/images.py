@@ -61,14 +61,17 @@ class Image:
 
 
 def tag_of(framework: Framework, device: str = "cpu") -> str:
+    """Return the tag of a framework's image."""
     return f"{TAG}:{framework.lock_hash}" + ("" if device == "cpu" else f"-{device}")
 
 
 def base_tag(device: str = "cpu") -> str:
+    """Return the tag of the base that the images stand on."""
     return f"{BASE_TAG}:{device}"
 
 
 def recipe_hash() -> str:
+    """Return the hash of the recipe that images are built by."""
     digest = hashlib.sha256()
     for name in ("framework.Dockerfile", "install.py"):
         digest.update((RECIPE / name).read_bytes())
@@ -90,6 +93,7 @@ def _image(found: Any, tag: str) -> Image:
 
 
 def find(on: Engine, tag: str) -> Image | None:
+    """Return the image with that tag, or None where the engine has none."""
     import docker.errors
 
     with engine.errors():
@@ -246,6 +250,7 @@ def entry(name: str, size: int) -> tarfile.TarInfo:
 
 
 def add_bytes(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    """Add a file with that content to an archive."""
     tar.addfile(entry(name, len(content)), io.BytesIO(content))
 
 
@@ -347,6 +352,7 @@ def debootstrap(on: Engine, log: Log, mirror: str | None = None) -> str:
 
 
 def remove(on: Engine, tag: str) -> None:
+    """Remove the image with that tag."""
     with engine.errors():
         on.client.images.remove(tag, force=True)
 

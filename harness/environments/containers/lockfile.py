@@ -113,6 +113,7 @@ def _refuse_git(framework: Framework) -> None:
 
 
 def folder() -> Path:
+    """Return the folder of the locks."""
     return cache.folder("wheelhouse")
 
 
@@ -182,6 +183,7 @@ def name_and_version(file_name: str) -> tuple[str, str]:
 
 
 def is_source(path: Path) -> bool:
+    """Return whether the file is a source distribution."""
     return not path.name.endswith(".whl")
 
 

@@ -208,6 +208,7 @@ def _break_even(dear: tuple[float, float], cheap: tuple[float, float]) -> float:
 
 
 def start_up_grids(frame: pd.DataFrame) -> list[Grid]:
+    """Return a table per task of start-up and of when it pays."""
     grids = []
     for task, synthetic, group in model.blocks(frame):
         rows = tuple(
@@ -412,6 +413,7 @@ def floor(tables: Tables) -> pd.DataFrame:
 
 
 def floor_grids(tables: Tables, section: Section, frame: pd.DataFrame) -> list[Grid]:
+    """Return a table per task of times over the physical floor."""
     if frame.empty:
         missing = (
             "No record of this section holds measured peaks of the machine (they are measured at the start of a run on "

@@ -203,6 +203,7 @@ def _batch(row: Any) -> str:
 
 
 def endings(group: pd.DataFrame) -> Iterable[str]:
+    """Yield a sentence for each kind of search that did not end at the memory budget."""
     whole = group[(group.ended == "ok") & group.whole_training_set]
     if len(whole):
         yield f"≥ the whole training set fits: {', '.join(whole.contestant)}."

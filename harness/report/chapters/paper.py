@@ -92,6 +92,7 @@ class Measured:
 
 
 def exactly(place: Place, value: float) -> Measured:
+    """Return a value without an interval."""
     return Measured(place, value, value, value)
 
 
@@ -371,6 +372,7 @@ def _stated(figure: float) -> tuple[float, float]:
 
 
 def all_claims(table: PaperTable) -> tuple[Claim, ...]:
+    """Return every claim of the paper on its end-to-end results."""
     small = (16, 32, 64, 128, 256)
     return (
         Claim(
@@ -571,17 +573,20 @@ def outcome(found: Sequence[Measured], bounds: tuple[float, float]) -> str:
 
 
 def widened(then: Sequence[Measured]) -> tuple[float, float]:
+    """Return the paper's range, widened by the tolerance of an outcome."""
     values = [m.value for m in then]
     return min(values) / TOLERANCE, max(values) * TOLERANCE
 
 
 def here_over_paper(found: Sequence[Measured], then: Sequence[Measured]) -> float:
+    """Return the geometric mean of measured over published values."""
     old = {m.place: m.value for m in then}
     logs = [math.log(m.value / old[m.place]) for m in found if old.get(m.place) and m.value]
     return math.exp(float(np.mean(logs))) if logs else math.nan
 
 
 def span(values: Sequence[float]) -> str:
+    """Return the smallest and the largest value as text."""
     if not values:
         return ""
     low, high = factor(min(values)), factor(max(values))

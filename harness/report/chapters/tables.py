@@ -242,6 +242,7 @@ def values(
 
 
 def compile_seconds(tables: Tables, section: Section) -> list[Grid]:
+    """Return a table per task of the seconds of compiling and warming up."""
     notes = (
         "Warm-up of every compiled shape less the same number of ordinary steps; before the clock, in no epoch above.",
     )
@@ -295,6 +296,7 @@ def gate_summary(tables: Tables, section: Section) -> list[Grid]:
 
 
 def gate(tables: Tables, section: Section) -> list[Grid]:
+    """Return a table per task of every check of the gate."""
     here = section.of(tables.gate)
     grids = []
     for task, group in here.groupby("task", sort=False) if len(here) else ():
@@ -313,6 +315,7 @@ def _measure(value: float | None, digits: int = 5) -> str:
 
 
 def privacy(tables: Tables, section: Section) -> list[Grid]:
+    """Return a table per task of the ε that was spent."""
     grids = []
     for task, synthetic, group in blocks(section.of(tables.privacy)):
         rows = tuple(
@@ -341,6 +344,7 @@ def privacy(tables: Tables, section: Section) -> list[Grid]:
 
 
 def accuracy(tables: Tables, section: Section) -> list[Grid]:
+    """Return a table per task of the test accuracy."""
     grids = []
     for task, synthetic, group in blocks(section.of(tables.accuracy)):
         rows = tuple(
@@ -360,6 +364,7 @@ def accuracy(tables: Tables, section: Section) -> list[Grid]:
 
 
 def coverage(tables: Tables, section: Section) -> list[Grid]:
+    """Return the table of how many cells are in each state."""
     here = section.of(tables.coverage)
     if here.empty:
         return []
@@ -438,5 +443,6 @@ def _stand_ins(tables: Tables) -> str:
 
 
 def versions(tables: Tables, section: Section) -> list[Grid]:
+    """Return the table of what the contestants ran on."""
     rows = tuple((r.contestant, r.versions) for r in rows_of(section.of(tables.versions)))
     return [Grid("Versions", ("contestant", "python and packages"), rows)] if rows else []

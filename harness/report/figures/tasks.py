@@ -331,7 +331,7 @@ def _compile(raw: pd.DataFrame, index: int) -> float:
 
 
 def cumulative_seconds(epoch_seconds: Sequence[float], compile_seconds: float) -> np.ndarray:
-    """Return seconds from the start to the end of epochs 1 to 20, compilation first. [PAPER_EPOCHS]
+    """Return seconds from the start to the end of epochs 1 to 20, compilation first, shape [PAPER_EPOCHS].
 
     Where fewer epochs were measured, the process's median epoch stands for the others.
     """

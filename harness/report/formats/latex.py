@@ -1,4 +1,4 @@
-"""Tables for a paper: booktabs, ready for ``\\input``, in the layout of the paper's Table 1."""
+r"""Tables for a paper: booktabs, ready for ``\input``, in the layout of the paper's Table 1."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def _label(name: str) -> str:
 
 
 def chapter(chapter: Chapter, label: str) -> str:
-    """Return all grids of a chapter as ``longtable`` (which break over pages); neighbours with the same columns in one
-    table, each under its title. Needs booktabs, longtable and array. ``label``: of the first table, for ``\\ref``; the
+    r"""Return all grids of a chapter as ``longtable`` (which break over pages); neighbours with the same columns in one
+    table, each under its title. Needs booktabs, longtable and array. ``label``: of the first table, for ``\ref``; the
     next ones have -2, -3."""
     groups: list[list[Grid]] = []
     for grid in chapter.grids:
