@@ -92,3 +92,19 @@ def factor(value: float) -> str:
     """Return a ratio with as many digits as an interval of some per cent deserves, and never 0.00: 0.00249, 0.56,
     153."""
     return f"{value:.2f}" if 0.1 <= abs(float(f"{value:.3g}")) < 10 else number(value)
+
+
+def duration(seconds: float) -> str:
+    """Return seconds with the unit that people would use."""
+    for limit, scale, unit in ((1e-6, 1e9, "ns"), (1e-3, 1e6, "µs"), (1.0, 1e3, "ms")):
+        if seconds < limit:
+            return f"{number(seconds * scale)} {unit}"
+    return f"{number(seconds)} s"
+
+
+def size(count: int) -> str:
+    """Return bytes, a change of them too, with the unit that people would use."""
+    for scale, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(count) >= scale:
+            return f"{number(count / scale)} {unit}".replace("-", "−")
+    return f"{count} B".replace("-", "−")

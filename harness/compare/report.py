@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from harness.analysis.naming import duration, size
 from harness.compare.record import CellResult, Comparison, SideFacts
 from harness.store.record import Image
 
@@ -79,23 +80,6 @@ def interval(cell: CellResult) -> str:
     return f"{signed(cell.time.low)} to {signed(cell.time.high)}"
 
 
-def seconds(value: float) -> str:
-    """Return a time with its unit, as people read it."""
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value / 1e-9:.3g} ns"
-
-
-def size(value: int) -> str:
-    """Return bytes with their unit, as people read them."""
-    sign, value = ("−" if value < 0 else ""), abs(value)
-    for scale, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if value >= scale:
-            return f"{sign}{value / scale:.3g} {unit}"
-    return f"{sign}{value} B"
-
-
 def _memory(cell: CellResult) -> str:
     memory = cell.memory
     if memory is None:
@@ -141,8 +125,8 @@ def _row(cell: CellResult) -> list[str]:
     ratio = f"{signed(time.ratio)} ({interval(cell)}), n = {time.n}"
     return [
         f"`{cell.name}`",
-        seconds(time.base_seconds),
-        seconds(time.head_seconds),
+        duration(time.base_seconds),
+        duration(time.head_seconds),
         ratio,
         _verdict(cell),
         _memory(cell),

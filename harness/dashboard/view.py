@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.analysis.naming import factor, machine_slug, number, slug
+from harness.analysis.naming import duration, factor, machine_slug, size, slug
 from harness.history import series as series_of
 from harness.history.events import RANK, Event
 from harness.history.runs import History, Run
@@ -26,7 +26,6 @@ LEAST_SPAN = 0.10
 """A sparkline spans at least +-10 %, so that noise looks as small as it is."""
 SCALE = 10_000
 """Values go into a page as whole numbers, relative to the series' base."""
-MEBIBYTE = 2**20
 
 
 @dataclass(frozen=True)
@@ -202,19 +201,6 @@ def percent(ratio: float) -> str:
     value = (ratio - 1) * 100
     text = f"{abs(value):.1f}"
     return "0.0 %" if text == "0.0" else f"{'+' if value > 0 else '−'}{text} %"
-
-
-def duration(seconds: float) -> str:
-    """Return seconds with their unit, as people read them."""
-    for limit, scale, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")):
-        if seconds < limit:
-            return f"{number(seconds * scale)} {unit}"
-    return f"{number(seconds)} s"
-
-
-def size(count: int) -> str:
-    """Return bytes with their unit, as people read them."""
-    return f"{number(count / 2**30)} GiB" if count >= 2**30 else f"{number(count / MEBIBYTE)} MiB"
 
 
 def subject_title(kind: str, name: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from harness.analysis import naming
 from harness.analysis.sequential import Rule
 from harness.cli import main as cli
 from harness.cli.main import app
@@ -67,7 +68,7 @@ def test_grown_memory_is_proven_by_a_second_process_and_shrunk_memory_is_told(pr
     assert cell.memory.proven and len(cell.memory_processes.head) == 2
     back = project.compare("HEAD", "HEAD~1", tmp_path / "back")
     assert back.cells[0].memory.change == "shrunk" and back.exit_code == 0
-    assert "−1 MiB" in compare_report.markdown(back)
+    assert "−1.00 MiB" in compare_report.markdown(back)
 
 
 def test_grown_memory_is_an_alert_without_any_clock(project, tmp_path):
@@ -471,8 +472,8 @@ def test_a_reader_who_left_before_the_verdict_is_no_success(monkeypatch):
 
 
 def test_figures_are_readable():
-    assert compare_report.seconds(0.00213) == "2.13 ms" and compare_report.seconds(3.2e-6) == "3.2 µs"
-    assert compare_report.size(3 * 2**20) == "3 MiB" and compare_report.size(-2048) == "−2 KiB"
+    assert naming.duration(0.00213) == "2.13 ms" and naming.duration(3.2e-6) == "3.20 µs"
+    assert naming.size(3 * 2**20) == "3.00 MiB" and naming.size(-2048) == "−2.00 KiB"
     assert compare_report.signed(0.95) == "−5.0 %" and compare_report.signed(1.1) == "+10.0 %"
     assert math.isclose(pair(0, 1.5).log_ratio, math.log(1.5))
 
