@@ -61,7 +61,7 @@ class Session:
         self.steps: dict[str, tuple[Process, ...]] = {}
         self.run_once = 0
         self.then: StepRun | None = None
-        self.canary: list[float] = []
+        self.probe: list[float] = []
         self.started = ""
         self.run: StepRun | None = None
         self.changes: list[Change] = []
@@ -132,7 +132,7 @@ class Session:
         from harness.stopwatch import runs as stopwatch_runs
 
         if self.keeps and (seconds := stopwatch_runs.canary_seconds()) is not None:
-            self.canary.append(seconds)
+            self.probe.append(seconds)
 
     def finish(self) -> None:
         """Save and compares. Raises BadInput where the run cannot be saved."""
@@ -147,10 +147,10 @@ class Session:
         from harness.stopwatch import table as stopwatch_table
 
         self._watch_machine()
-        canary = (self.canary[0], self.canary[1]) if len(self.canary) == 2 else None
+        probe = (self.probe[0], self.probe[1]) if len(self.probe) == 2 else None
         facts = stopwatch_runs.describe(self.root)
         name = self.save or "this run"
-        self.run = stopwatch_runs.StepRun(name=name, started=self.started, canary=canary, steps=self.steps, **facts)
+        self.run = stopwatch_runs.StepRun(name=name, started=self.started, canary=probe, steps=self.steps, **facts)
         if self.then is not None:
             self.changes = stopwatch_table.changes(self.run, self.then)
             if self.fail is not None:

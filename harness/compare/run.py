@@ -121,12 +121,8 @@ def check(options: ComparisonOptions) -> None:
         raise BadInput(
             f"--max-rounds is {options.max_rounds}: fewer than {FIRST_LOOK} pairs give no verdict; ask for more."
         )
-    if options.minutes is not None and not 0.0 < options.minutes < math.inf:
-        raise BadInput(f"--minutes is {options.minutes}: it must be above 0 and finite.")
-    plan.check_seed(options.seed)
+    plan.check_numbers({"threads": options.threads}, {"minutes": options.minutes}, 0, options.seed)
     check_isolation(options.isolation)
-    if options.threads < 1:
-        raise BadInput(f"--threads is {options.threads}: it must be at least 1.")
     if options.layers:
         layer_plan.preset(
             "small",

@@ -307,7 +307,7 @@ def chart_data(views: Sequence[CellView]) -> dict[str, Any]:
 
 
 def _machine_data(runs: Sequence[Run]) -> dict[str, Any]:
-    reference = series_of.reference_canary(runs)
+    reference = series_of.reference_probe(runs)
     return {
         "t": [int(run.moment.timestamp() // 60) for run in runs],
         "commit": [(run.commit or "")[:12] for run in runs],

@@ -1,4 +1,4 @@
-"""Ends what a worker started and left running, wherever it put itself: a session of its own, or as nobody's child.
+"""End what a worker started and left running, wherever it went: into a session of its own, or away from its parent.
 
 On Linux this process becomes the parent of what its descendants orphan (PR_SET_CHILD_SUBREAPER), so that a daemon
 cannot leave its tree of processes. Standard library and psutil only.

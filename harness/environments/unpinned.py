@@ -1,4 +1,4 @@
-"""A Python environment as it is found on a machine: nothing is installed into it, its versions are nobody's pins.
+"""A Python environment as it is found on a machine: nothing is installed into it, and nobody pinned its versions.
 
 Cells measured in it have the isolation ``unpinned``, which every table shows beside the machine.
 """

@@ -310,7 +310,7 @@ def _states(cells: Iterable[Series]) -> list[tuple[Change, ...]]:
 
 
 def _machine_steps(key: str, runs: Sequence[Run]) -> tuple[tuple[int, int, float], ...]:
-    found, indices = series_of.canary(key, runs)
+    found, indices = series_of.probe_steps(key, runs)
     return tuple((indices[s.first - 1], indices[s.last], s.ratio) for s in found.steps)
 
 

@@ -30,7 +30,7 @@ from harness.analysis import naming
 from harness.analysis.change_points import LEAST_RUNS
 from harness.errors import BadInput
 from harness.store import cache
-from harness.store.record import Cell, Record
+from harness.store.record import Cell, Record, Time
 
 SCHEMA = 1
 UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
@@ -115,7 +115,7 @@ class Run(_Model):
 
     schema_: int = Field(SCHEMA, alias="schema")
     run: str
-    time: str
+    time: Time
     commit: str | None
     dirty: bool | None
     machine: dict[str, Any]
@@ -125,13 +125,6 @@ class Run(_Model):
     cells: list[CellResult]
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, ignored_types=(cached_property,))
-
-    @field_validator("time")
-    @classmethod
-    def _with_its_zone(cls, time: str) -> str:
-        if datetime.fromisoformat(time).tzinfo is None:
-            raise ValueError("a time has its offset from UTC")
-        return time
 
     @field_validator("machine")
     @classmethod

@@ -135,7 +135,7 @@ def move(series: Series, days: int) -> Move | None:
     return Move(median(values[1]) / median(values[0]), noise)
 
 
-def reference_canary(runs: Sequence[Run]) -> float | None:
+def reference_probe(runs: Sequence[Run]) -> float | None:
     """Return the usual seconds of the speed probe on this machine; None where no run has any."""
     probes = [run.canary_seconds for run in runs if run.canary_seconds]
     return median(probes) if probes else None
@@ -143,7 +143,7 @@ def reference_canary(runs: Sequence[Run]) -> float | None:
 
 def of_machine(key: str, runs: Sequence[Run]) -> list[Series]:
     """Return all series of one machine, by name."""
-    reference = reference_canary(runs)
+    reference = reference_probe(runs)
     points: dict[str, list[Point]] = {}
     memory_metrics: dict[str, str] = {}
     for run in runs:
@@ -178,7 +178,7 @@ def of_history(history: History) -> dict[str, list[Series]]:
     return {key: of_machine(key, runs) for key, runs in history.machines.items()}
 
 
-def canary(key: str, runs: Sequence[Run]) -> tuple[Found, tuple[int, ...]]:
+def probe_steps(key: str, runs: Sequence[Run]) -> tuple[Found, tuple[int, ...]]:
     """Steps of the machine itself, and the runs that the indices count."""
     with_canary = tuple(i for i, run in enumerate(runs) if run.canary_seconds)
     return change_points.find([float(runs[i].canary_seconds or 1) for i in with_canary]), with_canary

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from harness.errors import BadInput, did_you_mean
 from harness.plan import protocol as protocols
@@ -51,11 +51,14 @@ class Options:
         return self.rounds + self.more_rounds.get(task, 0)
 
 
-@dataclass(frozen=True)
-class Job:
-    """One process. ``purpose`` is ``memory`` or ``time``."""
+AContestant = TypeVar("AContestant")
 
-    contestant: Contestant
+
+@dataclass(frozen=True)
+class Planned(Generic[AContestant]):
+    """One process of a plan."""
+
+    contestant: AContestant
     cell: Cell
     round: int
     order: int
@@ -65,7 +68,12 @@ class Job:
     def name(self) -> str:
         """Unique in a plan."""
         cell = self.cell
-        return f"{cell.task}.{cell.contestant}.b{cell.batch_size}.r{self.round}.{self.purpose}"
+        what = cell.contestant if cell.passes is None else f"{cell.contestant}.{cell.passes}"
+        return f"{cell.layer or cell.task}.{what}.b{cell.batch_size}.r{self.round}.{self.purpose}"
+
+
+class Job(Planned[Contestant]):
+    """One process of an end-to-end run; its ``purpose`` is ``memory`` or ``time``."""
 
 
 QUICK_SIZES: dict[str, tuple[int, ...]] = {"imdb-lstm": (64,)}
@@ -183,26 +191,33 @@ def check(options: Options) -> None:
                     f"Batch size {size} is impossible for {task}: it must lie between 1 and the "
                     f"{TASKS[task].train_size} training examples; change --batch-sizes."
                 )
-    for name, value in (("rounds", options.rounds), ("epochs", options.epochs), ("threads", options.threads)):
-        if value is not None and value < 1:
-            raise BadInput(f"--{name} is {value}: it must be at least 1.")
     if options.subset is not None and not 0.0 < options.subset <= 1.0:
         raise BadInput(f"--subset is {options.subset}: it is a fraction of an epoch above 0 and at most 1.")
-    if options.budget_seconds is not None and not 0.0 < options.budget_seconds < math.inf:
-        raise BadInput(f"--budget-seconds is {options.budget_seconds}: it must be above 0 and finite.")
     if not options.memory and not options.time:
         raise BadInput("--no-memory and --no-time leave nothing to measure: drop one of them.")
-    if options.repeats < 0:
-        raise BadInput(f"--repeats is {options.repeats}: it must be at least 0.")
     if options.sigma is not None and not 0.0 <= options.sigma < float("inf"):
         raise BadInput(f"--sigma is {options.sigma}: a noise multiplier is a finite number of at least 0.")
-    if not 0.0 < options.timeout_seconds < math.inf:
-        raise BadInput(f"--timeout is {options.timeout_seconds}: it must be above 0 seconds and finite.")
-    check_seed(options.seed)
+    check_numbers(
+        {"rounds": options.rounds, "epochs": options.epochs, "threads": options.threads},
+        {"budget-seconds": options.budget_seconds, "timeout": options.timeout_seconds},
+        options.repeats,
+        options.seed,
+    )
 
 
-def check_seed(seed: int) -> None:
-    """Raise :class:`BadInput` for a seed that the generators of random numbers do not take."""
+def check_numbers(
+    counts: Mapping[str, int | None], seconds: Mapping[str, float | None], repeats: int, seed: int
+) -> None:
+    """Raise :class:`BadInput` for a count below 1, seconds that are not above 0 and finite, or a seed that the
+    generators of random numbers do not take. ``counts``, ``seconds``: by name of the option; None: not given."""
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise BadInput(f"--{name} is {count}: it must be at least 1.")
+    for name, value in seconds.items():
+        if value is not None and not 0.0 < value < math.inf:
+            raise BadInput(f"--{name} is {value}: it must be above 0 and finite.")
+    if repeats < 0:
+        raise BadInput(f"--repeats is {repeats}: it must be at least 0.")
     if not 0 <= seed <= LARGEST_SEED:
         raise BadInput(f"--seed is {seed}: it must be at least 0 and at most {LARGEST_SEED}.")
 

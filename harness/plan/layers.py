@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -11,9 +10,9 @@ from harness import layers
 from harness.errors import BadInput, did_you_mean
 from harness.layers import LAYERS
 from harness.plan import protocol as protocols
-from harness.plan.e2e import check_seed
+from harness.plan.e2e import Planned, check_numbers
 from harness.plan.layer_registry import LayerContestant
-from harness.store.record import Cell, Passes, Purpose
+from harness.store.record import Cell, Passes
 from harness.worker.layer_request import LayerRequest
 
 PROTOCOL = "layers"
@@ -50,21 +49,8 @@ class LayerOptions:
     repeats: int = 1
 
 
-@dataclass(frozen=True)
-class LayerJob:
-    """One process."""
-
-    contestant: LayerContestant
-    cell: Cell
-    round: int
-    order: int
-    purpose: Purpose
-
-    @property
-    def name(self) -> str:
-        """Unique in a plan."""
-        cell = self.cell
-        return f"{cell.layer}.{cell.contestant}.{cell.passes}.b{cell.batch_size}.r{self.round}.{self.purpose}"
+class LayerJob(Planned[LayerContestant]):
+    """One process of a run over layers."""
 
 
 def _sizes(names: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -160,24 +146,12 @@ def check(options: LayerOptions) -> None:
     unknown = set(options.passes) - set(ALL_PASSES)
     if unknown or not options.passes:
         raise BadInput(f"--passes is {','.join(options.passes)!r}: choose from {', '.join(ALL_PASSES)}.")
-    counts = {
-        "rounds": options.rounds,
-        "most-passes": options.most_passes,
-        "threads": 1 if options.threads is None else options.threads,
-    }
-    for name, count in counts.items():
-        if count < 1:
-            raise BadInput(f"--{name} is {count}: it must be at least 1.")
-    if options.repeats < 0:
-        raise BadInput(f"--repeats is {options.repeats}: it must be at least 0.")
-    for name, number in (
-        ("seconds", options.seconds),
-        ("timeout", options.timeout_seconds),
-        ("longest-pass", options.longest_pass),
-    ):
-        if not 0.0 < number < math.inf:
-            raise BadInput(f"--{name} is {number}: it must be above 0 and finite.")
-    check_seed(options.seed)
+    check_numbers(
+        {"rounds": options.rounds, "most-passes": options.most_passes, "threads": options.threads},
+        {"seconds": options.seconds, "timeout": options.timeout_seconds, "longest-pass": options.longest_pass},
+        options.repeats,
+        options.seed,
+    )
 
 
 def cell_of(options: LayerOptions, contestant: LayerContestant, layer: str, passes: Passes, batch_size: int) -> Cell:

@@ -347,7 +347,7 @@ FULL_BELOW_BYTES = 64 * 2**20
 
 def check_disk(result: Result, folder: RunFolder, name: str) -> None:
     """Raise :class:`BadInput` where a process failed because this machine's disk is full or the run's folder cannot be
-    written any more; a contestant that only says so ends nobody's run."""
+    written any more; a contestant that only says so does not end the run."""
     if result.state == "ok":
         return
     folder.check_writable()

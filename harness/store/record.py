@@ -45,6 +45,15 @@ Words = Annotated[str, AfterValidator(lambda text: CONTROLS.sub("", text))]
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
+def _with_its_zone(text: str) -> str:
+    if datetime.fromisoformat(text).tzinfo is None:
+        raise ValueError("a time has its offset from UTC, as 2026-11-20T08:00:00+00:00")
+    return text
+
+
+Time = Annotated[str, AfterValidator(_with_its_zone)]
+
+
 class _Model(BaseModel):
     """Numbers are finite: JSON has no others, so that a file with one could not be read again."""
 
@@ -309,7 +318,7 @@ class Record(_Model):
     source: Source
     load: Load | None = None
     energy: Energy | None = None
-    started: str
+    started: Time
     wall_seconds: float
     command: str = ""
     log_tail: Words = ""
@@ -336,13 +345,6 @@ class Record(_Model):
     def when(self) -> int:
         """Larger for the later of two records of one machine: ``sequence``, or ``started`` in milliseconds."""
         return int(datetime.fromisoformat(self.started).timestamp() * 1e3) if self.sequence is None else self.sequence
-
-    @field_validator("started")
-    @classmethod
-    def _is_a_moment(cls, text: str) -> str:
-        if datetime.fromisoformat(text).tzinfo is None:
-            raise ValueError("a moment needs its time zone, as 2026-11-20T08:00:00+00:00")
-        return text
 
     @field_validator("machine")
     @classmethod

@@ -28,7 +28,7 @@ HOST = "DOCKER_HOST"
 OWNER = "dpbench.owner"
 """Label of everything that must not outlive the process that made it."""
 DEADLINE = "dpbench.deadline"
-"""Label: seconds since 1970 after which even a foreign owner's container is nobody's."""
+"""Label: seconds since 1970 after which a container counts as abandoned, even if its owner is another machine."""
 DELEGATE = "run the engine as root, or on cgroup v2 with these controllers delegated to its user"
 CONNECT_SECONDS = 20
 ONCE_SECONDS = 900.0

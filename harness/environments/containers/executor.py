@@ -1,8 +1,8 @@
 """A worker in a container: fresh for every measurement, with nothing that it could harm or be helped by.
 
-No network, no privileges, nobody's user, a read-only root, code and data read-only, one results folder in memory of a
-limited size, limits on memory and processes, pinned processors. What the worker leaves comes back by its output stream,
-and so does everything else: an engine on another machine works as one on this.
+No network, no privileges, the user `nobody`, a read-only root, code and data read-only, one results folder in memory
+of a limited size, limits on memory and processes, pinned processors. What the worker leaves comes back by its output
+stream, and so does everything else: an engine on another machine works as one on this.
 """
 
 from __future__ import annotations

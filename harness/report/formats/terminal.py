@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from harness.analysis.frames import Tables
 from harness.report import model
 from harness.report.chapters import tables as task_tables
-from harness.report.model import Grid, Report
+from harness.report.model import Grid, Report, Section
 
+Part = Callable[[Tables, Section], Iterable[Grid]]
 FAILURES = {"oom", "rejected", "timeout", "crashed", "ungated"}
 
 
 def show(report: Report, console: Console) -> None:
-    """Seconds per epoch, ratio to PyTorch without DP, and failed gate checks, section by section; of other kinds of
-    measurement the chapters that ask for it."""
-    _end_to_end(report, console)
+    """Print seconds per epoch, ratio to PyTorch without DP, and failed gate checks, section by section; of other
+    kinds of measurement the chapters that ask for it."""
+    _end_to_end(report, console, (task_tables.seconds, task_tables.ratios, _failed_checks))
     for chapter in report.chapters:
         if chapter.in_terminal and chapter.grids:
             console.print(f"\n[bold]{escape(chapter.title)}")
@@ -28,29 +32,24 @@ def show(report: Report, console: Console) -> None:
 
 
 def times(report: Report, console: Console) -> None:
-    """Seconds per epoch alone."""
-    tables = report.tables
-    for section in model.sections(tables) if tables else ():
-        assert tables is not None
-        console.print(f"\n[bold]{escape(section.title)}")
-        for grid in task_tables.seconds(tables, section):
-            _print(grid, console)
+    """Print the seconds per epoch alone."""
+    _end_to_end(report, console, (task_tables.seconds,))
 
 
-def _end_to_end(report: Report, console: Console) -> None:
+def _end_to_end(report: Report, console: Console, parts: Sequence[Part]) -> None:
     tables = report.tables
     for section in model.sections(tables) if tables else ():
         assert tables is not None
         console.print(f"\n[bold]{escape(section.title)}")
         console.print(f"[dim]measured {escape(model.provenance(tables, section))}")
-        for grid in task_tables.seconds(tables, section):
+        for grid in (grid for part in parts for grid in part(tables, section)):
             _print(grid, console)
-        for grid in task_tables.ratios(tables, section):
-            _print(grid, console)
-        for grid in task_tables.gate(tables, section):
-            failed = tuple(row for row in grid.rows if "FAILED" in row)
-            if failed:
-                _print(Grid(f"{grid.title}: failed checks", grid.header, failed), console)
+
+
+def _failed_checks(tables: Tables, section: Section) -> Iterator[Grid]:
+    for grid in task_tables.gate(tables, section):
+        if failed := tuple(row for row in grid.rows if "FAILED" in row):
+            yield Grid(f"{grid.title}: failed checks", grid.header, failed)
 
 
 def _print(grid: Grid, console: Console) -> None:
