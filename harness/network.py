@@ -112,6 +112,18 @@ class Positions:
 
 
 @dataclass(frozen=True)
+class TokenTypes:
+    """Adds the vector of the first kind of tokens to [T, dim], as BERT does where there is one sentence.
+
+    The weight is [kinds, dim], of which the first row alone is used.
+    """
+
+    name: str
+    kinds: int
+    dim: int
+
+
+@dataclass(frozen=True)
 class LayerNorm:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension; weight and bias [dim]."""
 
@@ -144,7 +156,9 @@ class GroupNorm:
 
 @dataclass(frozen=True)
 class GELU:
-    """x times the normal distribution function of x, in the approximation by tanh (GPT-2's)."""
+    """x times the normal distribution function of x, in the approximation by tanh (GPT-2's), or exact (BERT's)."""
+
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -239,6 +253,7 @@ Layer = (
     | SpaceAsTime
     | MeanOverTime
     | Positions
+    | TokenTypes
     | GroupNorm
     | LayerNorm
     | RMSNorm
@@ -281,7 +296,7 @@ def parameter_shapes(layer: Layer) -> dict[str, tuple[int, ...]]:
             if lora:
                 shapes |= {f"{name}.lora_a": (lora, n_in), f"{name}.lora_b": (n_out, lora)}
             return shapes
-        case Embedding(name, rows, dim) | Positions(name, rows, dim):
+        case Embedding(name, rows, dim) | Positions(name, rows, dim) | TokenTypes(name, rows, dim):
             return {f"{name}.weight": (rows, dim)}
         case Lstm(name, n_in, h):
             return {f"{name}.weight_ih": (4 * h, n_in), f"{name}.weight_hh": (4 * h, h), f"{name}.bias": (4 * h,)}

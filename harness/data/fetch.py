@@ -20,12 +20,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from harness.data import adult, brown, cifar10, imdb, mnist, store, synthetic
+from harness.data import adult, brown, cifar10, imdb, imdb_wordpiece, mnist, store, synthetic
 from harness.data.download import Progress, Unavailable, obtain
 from harness.data.source import Content, Route, Source, check, file_hash
 from harness.errors import BadInput
 
-SOURCES: dict[str, Source] = {module.SOURCE.name: module.SOURCE for module in (mnist, cifar10, imdb, adult, brown)}
+SOURCES: dict[str, Source] = {
+    module.SOURCE.name: module.SOURCE for module in (mnist, cifar10, imdb, imdb_wordpiece, adult, brown)
+}
 
 # What the readers raise on bytes that are not what they should be.
 FORMAT_ERRORS = (
@@ -162,7 +164,7 @@ def _convert(
         "archives": {archive.file: file_hash(paths[archive.file], "sha256") for archive in route.archives},
         "known_sha256": found == source.expected.sha256,
     }
-    return store.write(source.name, False, content.arrays, facts, content.texts)
+    return store.write(source.name, False, content.arrays, facts, content.texts, content.files)
 
 
 def _read(route: Route, paths: Mapping[str, Path]) -> Content:

@@ -128,8 +128,10 @@ def _apply_of_transformer(layer: tasks.Layer, params: Params, x: jax.Array, form
             return _standardised(x, eps) * params[f"{name}.weight"] + params[f"{name}.bias"]
         case tasks.RMSNorm(name, _, eps):
             return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * params[f"{name}.weight"]
-        case tasks.GELU():
-            return jax.nn.gelu(x, approximate=True)
+        case tasks.TokenTypes(name):
+            return x + params[f"{name}.weight"][0]
+        case tasks.GELU(exact):
+            return jax.nn.gelu(x, approximate=not exact)
         case tasks.SiLU():
             return jax.nn.silu(x)
         case tasks.SwiGLU():

@@ -143,8 +143,10 @@ def _module_of_transformer(layer: tasks.Layer) -> nn.Module:
             return nn.LayerNorm(dim, eps)
         case tasks.RMSNorm(_, dim, eps):
             return nn.RMSNorm(dim, eps)
-        case tasks.GELU():
-            return nn.GELU(approximate="tanh")
+        case tasks.TokenTypes():
+            return transformer.TokenTypes(layer)
+        case tasks.GELU(exact):
+            return nn.GELU(approximate="none" if exact else "tanh")
         case tasks.SiLU():
             return nn.SiLU()
         case tasks.SwiGLU():
@@ -168,7 +170,7 @@ def canonical_parameters(model: nn.Module, task: Task) -> dict[str, nn.Parameter
             path, name = paths[layer.name], full_name.rpartition(".")[2]
             if isinstance(layer, tasks.Lstm):
                 name = _LSTM_NAMES[name]
-            elif isinstance(layer, tasks.Positions):
+            elif isinstance(layer, tasks.Positions | tasks.TokenTypes):
                 path += ".table"
             elif isinstance(layer, tasks.Linear) and layer.lora:
                 part, name = (name, "weight") if name.startswith("lora") else ("base", name)

@@ -44,6 +44,17 @@ class Positions(nn.Module):
         return x + self.table(places)
 
 
+class TokenTypes(nn.Module):
+    """Adds the vector of the first kind to every token."""
+
+    def __init__(self, layer: network.TokenTypes) -> None:
+        super().__init__()
+        self.table = nn.Embedding(layer.kinds, layer.dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.table(torch.zeros(x.shape[:-1], dtype=torch.long, device=x.device))
+
+
 class LoraLinear(nn.Module):
     """A linear map with a low-rank adapter beside it, three ``nn.Linear`` as in PEFT."""
 
