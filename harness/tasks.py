@@ -10,12 +10,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from itertools import pairwise
 
 import numpy as np
 
 from harness.network import GELU as GELU
 from harness.network import Attention as Attention
 from harness.network import AvgPool2d as AvgPool2d
+from harness.network import Bags as Bags
 from harness.network import Conv2d as Conv2d
 from harness.network import Embedding as Embedding
 from harness.network import Flatten as Flatten
@@ -108,7 +110,7 @@ class Task:
     @property
     def tokens(self) -> int | None:
         """Positions of one example, padding included; None where inputs are not tokens."""
-        return self.input_shape[0] if self.input_dtype == "int32" else None
+        return self.input_shape[0] if isinstance(self.layers[0], Embedding) else None
 
     @property
     def trains_tied_table(self) -> bool:
@@ -126,7 +128,7 @@ class Task:
         """Floor of one example's forward and backward: 3 x forward, less the gradients of frozen matrices and the
         input gradient of the first layer with weights, which nobody needs (an embedding multiplies nothing)."""
         products, trained = self._walk()[0], self.trained_parameters
-        first_is_fed_by_data = not isinstance(self.layers[0], Embedding)
+        first_is_fed_by_data = not isinstance(self.layers[0], Embedding | Bags)
         first = products[0].flops if products and first_is_fed_by_data else 0
         return sum(p.flops * (3 if p.parameter is None or p.parameter in trained else 2) for p in products) - first
 
@@ -223,6 +225,9 @@ BERT_EPS = 1e-12
 PIECES, PIECE_TOKENS = 30_522, 64
 """Word pieces of BERT's vocabulary; how many of a review the encoder sees."""
 MINILM = {"blocks": 6, "dim": 384, "heads": 12, "hidden": 1536, "vocabulary": PIECES, "positions": 512, "classes": 2}
+CLICK_COUNTS, CLICK_IDS = 13, 4
+CLICK_ROWS = (20_000, 10_000, 10_000, 5_000, 2_000, 1_000, 500, 100)
+"""Of a request for a page: counts; how many ids each field has; how many different ones there are, by field."""
 LORA, BIASES = ("*.lora_a", "*.lora_b"), ("*.bias",)
 HEAD = ("head.*",)
 
@@ -303,6 +308,18 @@ def encoder_layers(
             LayerNorm(f"h{i}.norm2", dim, BERT_EPS),
         ]
     return (*found, MeanOverTime(), Linear("head", dim, classes))
+
+
+def recommender_layers(
+    counts: int, rows: tuple[int, ...], ids: int, dim: int, hidden: tuple[int, ...]
+) -> tuple[Layer, ...]:
+    """Bags of ids and counts into a network of fully connected layers with ReLU, whose last puts out one logit."""
+    bags = Bags("bags", counts, rows, ids, dim)
+    widths = (bags.width, *hidden, 1)
+    found: list[Layer] = [bags]
+    for i, (before, width) in enumerate(pairwise(widths)):
+        found += [Linear(f"fc{i + 1}", before, width), ReLU()]
+    return tuple(found[:-1])
 
 
 def wide_resnet_layers(
@@ -521,6 +538,19 @@ TASKS: dict[str, Task] = {
             initial_deviation=0.02,
         ),
         Task(
+            name="recsys",
+            title="Recommender: bags of ids in 8 tables, 13 counts, an MLP, synthetic clicks",
+            dataset="clicks",
+            input_shape=(CLICK_COUNTS + len(CLICK_ROWS) * CLICK_IDS,),
+            input_dtype="int32",
+            classes=2,
+            loss="binary_cross_entropy",
+            layers=recommender_layers(CLICK_COUNTS, CLICK_ROWS, CLICK_IDS, dim=16, hidden=(64, 32)),
+            train_size=40_000,
+            test_size=10_000,
+            in_paper=False,
+        ),
+        Task(
             name="encoder-full",
             title="MiniLM, 6 layers of 384, pretrained, all of it fine-tuned on IMDb",
             dataset="imdb-wordpiece",
@@ -647,6 +677,14 @@ GATE_TASKS |= {
             "llama-full",
             llama_layers(1, dim=24, heads=4, kv_heads=2, hidden=40, lora=0, vocabulary=SMALL_VOCABULARY),
         ),
+        _small(
+            "small-recsys",
+            "Recommender of three small tables, for the gate alone",
+            "recsys",
+            recommender_layers(counts=3, rows=(90, 40, 12), ids=4, dim=4, hidden=(16, 8)),
+            (3 + 3 * 4,),
+            2,
+        ),
     )
 }
 """The structure of the modern tasks in a thousandth of their arithmetic: what CI judges, never measured."""
@@ -667,6 +705,8 @@ MODERN_TASKS = (
     "encoder-full",
     "encoder-lora",
     "encoder-bias",
+    "recsys",
 )
+"""Beside those of 2021. Measured at a time: the preset ``modern`` takes one of each kind."""
 PAPER_TASKS = tuple(name for name, task in TASKS.items() if task.in_paper)
 PAPER_BATCH_SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048)

@@ -95,7 +95,7 @@ def layers(task: Task, vectorised: bool) -> list[keras.layers.Layer]:
             case tasks.MeanOverTime():
                 found.append(keras.layers.GlobalAveragePooling1D())
             case _:
-                raise TypeError(f"There is no Keras layer for the layer {type(layer).__name__}.")
+                raise Unsupported(f"there is no Keras layer for the layer {type(layer).__name__}.")
     return found
 
 

@@ -35,6 +35,7 @@ class TorchFunc(TorchAdapter):
     """vmap(grad(loss of one example)) over pieces of the batch, then clipping, noise and SGD."""
 
     memory_format = torch.contiguous_format
+    own_modules = torch_models.Own(table=torch.nn.Embedding)
     optimizers = optimizers.NAMES
     precisions = PRECISIONS
 

@@ -25,7 +25,9 @@ import numpy as np
 from harness.errors import BadInput
 
 CACHE_VARIABLE = "DPBENCH_CACHE"
-NAMES = ("mnist", "cifar10", "imdb", "imdb-wordpiece", "adult", "brown")
+NAMES = ("mnist", "cifar10", "imdb", "imdb-wordpiece", "adult", "brown", "clicks")
+MADE = ("clicks",)
+"""Those that are synthetic whether asked for or not: there is no genuine one."""
 ARRAYS = ("train_x", "train_y", "test_x", "test_y")
 META = "meta.json"
 LAYOUT = 1
@@ -56,10 +58,11 @@ def cache_folder() -> Path:
 
 
 def folder(name: str, synthetic: bool = False) -> Path:
-    """Return where data set ``name`` lives, whether it is there or not. BadInput for an unknown name."""
+    """Return where data set ``name`` lives, whether it is there or not; of one that is always synthetic, that one.
+    BadInput for an unknown name."""
     if name not in NAMES:
         raise BadInput(f"Unknown data set {name!r}: choose one of {', '.join(NAMES)}.")
-    return cache_folder() / "data" / (f"{name}-synthetic" if synthetic else name)
+    return cache_folder() / "data" / (f"{name}-synthetic" if synthetic or name in MADE else name)
 
 
 def describe(name: str, synthetic: bool = False) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from harness.data import brown, imdb, imdb_wordpiece
+from harness.data import brown, clicks, imdb, imdb_wordpiece
 from harness.data.source import Arrays, Content, Expected, Source
 
 SEED = 2023
@@ -46,6 +46,8 @@ def make(source: Source) -> Content:
     }
     if source.name == brown.SOURCE.name:
         return Content(_paragraphs(source.expected))
+    if source.name == clicks.SOURCE.name:
+        return Content(clicks.arrays(source.expected, SEED))
     arrays: Arrays = {}
     for split, counts in _splits(source.expected).items():
         # Labels and noise differ between the splits, what a class looks like does not (see _traces).

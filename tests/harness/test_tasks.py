@@ -27,6 +27,7 @@ PARAMETERS = {
     "encoder-full": 22_566_146,
     "encoder-lora": 22_897_922,
     "encoder-bias": 22_566_146,
+    "recsys": 788_801,
 }
 
 
@@ -132,6 +133,15 @@ def test_floor_of_the_small_encoder_by_hand() -> None:
     maps = 2 * tokens * (4 * dim * dim + 2 * dim * hidden)
     assert task.forward_flops == maps + 2 * 2 * tokens * tokens * dim + 2 * dim * 2
     assert task.training_flops == 3 * task.forward_flops, "tokens are looked up, not multiplied"
+
+
+def test_floor_of_the_small_recommender_by_hand() -> None:
+    task = GATE_TASKS["small-recsys"]
+    width = 3 + 3 * 4
+    assert task.forward_flops == 2 * (width * 16 + 16 * 8 + 8)
+    assert task.training_flops == 3 * task.forward_flops, "ids are looked up, and the tables need the first gradient"
+    assert task.parameters["bags.f1.weight"] == (40, 4)
+    assert task.tokens is None and GATE_TASKS["small-gpt2"].tokens == 12
 
 
 def test_a_tied_table_has_two_uses_only_where_it_is_trained() -> None:

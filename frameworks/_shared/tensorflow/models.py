@@ -99,7 +99,7 @@ def logits(  # noqa: C901  (a case for each kind of layer)
             case tasks.MeanOverTime():
                 x = tf.reduce_mean(x, 1)
             case _:
-                raise TypeError(f"There is no TensorFlow function for the layer {type(layer).__name__}.")
+                raise Unsupported(f"there is no TensorFlow function for the layer {type(layer).__name__}.")
     return x, traces
 
 
