@@ -63,6 +63,8 @@ class Task:
     and for lora_b; None: uniform by fan-in. Norms start with ones and zeros.
     ``pretrained``: whether training starts from published weights, which the data set brings along
     (:mod:`harness.data.pretrained`); what they do not name, such as a head, starts as ``initial_deviation`` says.
+    ``judged_as``: the task of the gate that is judged in its place, where the gate needs more memory and time than two
+    cores have: it holds some forty steps of noise on all trained parameters at once. "": itself.
     ``precision``: of what goes into the products of the forward and the backward pass, and comes out of them. Weights,
     losses, norms, clipped sums, noise and the optimizer are float32 whatever it is."""
 
@@ -82,6 +84,7 @@ class Task:
     trained: tuple[str, ...] = ("*",)
     initial_deviation: float | None = None
     pretrained: bool = False
+    judged_as: str = ""
     precision: str = FLOAT32
 
     @property
@@ -566,6 +569,7 @@ TASKS: dict[str, Task] = {
             optimizer=AdamW(),
             initial_deviation=0.02,
             pretrained=True,
+            judged_as="small-encoder-full",
         ),
     )
 }
@@ -589,12 +593,14 @@ TASKS |= {
             title="MiniLM, 6 layers of 384, pretrained, LoRA of rank 8 and the head fine-tuned on IMDb",
             layers=encoder_layers(**MINILM, lora=8),
             trained=(*LORA, *HEAD),
+            judged_as="",
         ),
         replace(
             TASKS["encoder-full"],
             name="encoder-bias",
             title="MiniLM, 6 layers of 384, pretrained, biases and the head fine-tuned on IMDb (BiTFiT)",
             trained=(*BIASES, *HEAD),
+            judged_as="",
         ),
     )
 }
@@ -618,6 +624,7 @@ def _small(
         train_size=4_000,
         test_size=0,
         pretrained=False,
+        judged_as="",
     )
 
 

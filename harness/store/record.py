@@ -223,9 +223,12 @@ class GateCheck(_Model):
 
 
 class Gate(_Model):
+    """``judged_as``: the smaller task that was judged in place of the record's; None: the record's own."""
+
     passed: bool
     key: str
     checks: list[GateCheck]
+    judged_as: str | None = None
 
 
 class Epsilon(_Model):
