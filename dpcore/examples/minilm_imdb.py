@@ -102,6 +102,23 @@ def reviews(options: argparse.Namespace) -> data.Data:
     return data.Data(*parts, "genuine imdb")
 
 
+def _decays_linearly(optimizer: torch.optim.Optimizer, steps: int) -> list[int]:
+    """Let the learning rate fall to zero over so many steps; the list gets an entry for each that was made.
+
+    The steps are those of the user's optimizer: both libraries call it once for all pieces of a batch.
+    """
+    made: list[int] = []
+    rates = [group["lr"] for group in optimizer.param_groups]
+
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        made.append(len(made))
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * max(0.0, 1 - len(made) / steps)
+
+    optimizer.register_step_post_hook(after)
+    return made
+
+
 def train(options: argparse.Namespace) -> dict[str, Any]:
     """One training run; what there is to know about it."""
     found = reviews(options)
@@ -118,13 +135,14 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     library = importlib.import_module(options.library)
     pieces = importlib.import_module(f"{options.library}.utils.batch_memory_manager").BatchMemoryManager
     engine = library.PrivacyEngine()
-    made = 0
+    inner = torch.optim.AdamW(trained, lr=options.learning_rate, weight_decay=0.0)
+    made = _decays_linearly(inner, steps)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cpu, wall = time.process_time(), time.perf_counter()
         model, optimizer, loader = engine.make_private(
             module=model,
-            optimizer=torch.optim.AdamW(trained, lr=options.learning_rate, weight_decay=0.0),
+            optimizer=inner,
             data_loader=DataLoader(
                 found.train,
                 batch_size=options.batch_size,
@@ -140,9 +158,9 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
                     optimizer.zero_grad()
                     F.cross_entropy(model(x), y).backward()
                     optimizer.step()
-                    made += len(x)
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
         epsilon = engine.get_epsilon(delta)
+    assert len(made) == steps, f"{len(made)} steps were made, the noise is for {steps}"
     return {
         "library": options.library,
         "train": options.train,
@@ -157,7 +175,6 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         "steps": steps,
         "examples": size,
         "test_examples": len(found.test),
-        "passes": made,
         "trained_parameters": sum(p.numel() for p in trained),
         "processor_seconds": cpu,
         "seconds": wall,
@@ -182,7 +199,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--test", type=int, default=2000, help="reviews to test on")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--epsilon", type=float, default=8.0, help="delta is half of one over the examples")
-    parser.add_argument("--batch-size", type=int, default=256, help="expected; batches are Poisson samples")
+    parser.add_argument("--batch-size", type=int, default=128, help="expected; batches are Poisson samples")
     parser.add_argument("--piece", type=int, default=16, help="examples in memory at a time")
     parser.add_argument("--learning-rate", type=float, help=f"default: {LEARNING_RATE}")
     parser.add_argument("--max-grad-norm", type=float, default=0.1)
