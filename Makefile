@@ -28,7 +28,7 @@ RUN ?= results/local/$(PRESET)
 FOUND ?= $(shell command -v python3)
 OUT ?= results/local/gpu
 
-.PHONY: help bench-e2e bench-modern bench-layers bench-frontier bench-gpu gpu-folder compare findings prove-alerts prove-exactness images report history dashboard gate test environments lint types-dpcore test-harness test-dpcore test-gpu-kernels test-gpu-rehearsal test-frameworks test-models test-versions test-containers test-wheel test-wheels conformance mutants compare-wheel comment history-check history-publish ready wheels publish-wheels fuzz-kernels test-slow doctor docs clean
+.PHONY: help bench-e2e bench-modern bench-layers bench-frontier bench-gpu gpu-folder compare findings prove-alerts prove-exactness images report history dashboard gate test environments lint types-dpcore test-harness test-dpcore test-gpu-kernels test-gpu-rehearsal test-frameworks test-models minilm-imdb test-versions test-containers test-wheel test-wheels conformance mutants compare-wheel comment history-check history-publish ready wheels publish-wheels fuzz-kernels test-slow doctor docs clean
 
 help:  ## this list
 	@echo "For you:"; awk -F ':.*  ## ' '/^[a-z0-9-]+:.*  ## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -146,7 +146,13 @@ conformance: environments  ## every framework's default against the contract, th
 
 test-models: $(MODELS_READY)  ## dpcore on models and trainers of transformers, PEFT, timm, accelerate, TRL: docs/models.md
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 DPCORE_NATIVE=0 $(MODELS)/bin/python -m tests.dpcore.models
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(MODELS)/bin/pytest -q tests/dpcore/test_models.py tests/dpcore/test_trainers.py -p no:cacheprovider
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(MODELS)/bin/pytest -q tests/dpcore/test_models.py tests/dpcore/test_trainers.py tests/dpcore/test_minilm.py -p no:cacheprovider
+
+minilm-imdb: $(READY) $(MODELS_READY)  ## MiniLM fine-tuned on IMDb by dpcore and by Opacus: 18 runs, resumable, and their table: results/findings
+	$(BIN)/dpbench data fetch imdb-wordpiece
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(MODELS)/bin/python -m tests.dpcore.minilm_series \
+	  --data "$$($(BIN)/dpbench data path imdb-wordpiece)" $(ARGS)
+	$(MODELS)/bin/python -m tests.dpcore.minilm_series --page
 
 test-versions:  ## a part of dpcore's tests on torch 2.6 to the newest, Python 3.11 to 3.13; ARGS="--torch 2.6.0"
 	$(PYTHON) -m tests.dpcore.versions $(ARGS)

@@ -112,6 +112,18 @@ class Positions:
 
 
 @dataclass(frozen=True)
+class TokenTypes:
+    """Adds the vector of the first kind of tokens to [T, dim], as BERT does where there is one sentence.
+
+    The weight is [kinds, dim], of which the first row alone is used.
+    """
+
+    name: str
+    kinds: int
+    dim: int
+
+
+@dataclass(frozen=True)
 class LayerNorm:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension; weight and bias [dim]."""
 
@@ -144,7 +156,9 @@ class GroupNorm:
 
 @dataclass(frozen=True)
 class GELU:
-    """x times the normal distribution function of x, in the approximation by tanh (GPT-2's)."""
+    """x times the normal distribution function of x, in the approximation by tanh (GPT-2's), or exact (BERT's)."""
+
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -211,6 +225,32 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class Bags:
+    """Integers [counts + fields * ids] to [counts + fields * dim], the first layer of a recommender.
+
+    The first ``counts`` are counts, of which log(1 + x) is taken. Each of the fields then has ``ids`` ids, whose
+    vectors out of the field's own table are summed up; an id may occur more than once. ``rows``: of each field's table;
+    the tables are NAME.f0, NAME.f1, ...
+    """
+
+    name: str
+    counts: int
+    rows: tuple[int, ...]
+    ids: int
+    dim: int
+
+    @property
+    def maps(self) -> tuple[Embedding, ...]:
+        """Its tables."""
+        return tuple(Embedding(f"{self.name}.f{i}", rows, self.dim) for i, rows in enumerate(self.rows))
+
+    @property
+    def width(self) -> int:
+        """Return how many numbers it puts out."""
+        return self.counts + len(self.rows) * self.dim
+
+
+@dataclass(frozen=True)
 class TiedHead:
     """Logits [T, rows] of [T, dim]: the product with the table of the embedding ``table``, which it shares."""
 
@@ -239,6 +279,7 @@ Layer = (
     | SpaceAsTime
     | MeanOverTime
     | Positions
+    | TokenTypes
     | GroupNorm
     | LayerNorm
     | RMSNorm
@@ -246,6 +287,7 @@ Layer = (
     | SiLU
     | SwiGLU
     | Attention
+    | Bags
     | TiedHead
     | Residual
 )
@@ -254,22 +296,22 @@ Layer = (
 def walk(layers: Iterable[Layer]) -> Iterator[Layer]:
     """Yield every layer in the order of computation.
 
-    Those of a residual block come instead of it, its shortcut last, the linear maps of an attention or a SwiGLU after
-    it.
+    Those of a residual block come instead of it, its shortcut last, the linear maps of an attention or a SwiGLU and the
+    tables of bags after it.
     """
     for layer in layers:
         if isinstance(layer, Residual):
             yield from walk(layer.layers + layer.shortcut)
         else:
             yield layer
-            if isinstance(layer, Attention | SwiGLU):
+            if isinstance(layer, Attention | SwiGLU | Bags):
                 yield from layer.maps
 
 
 def parameter_shapes(layer: Layer) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a layer's own parameters by their canonical names.
 
-    Those of the maps inside an attention or a SwiGLU, and of the layers of a residual block, are theirs.
+    Those of the maps inside an attention, a SwiGLU or bags, and of the layers of a residual block, are theirs.
     """
     match layer:
         case Conv2d(name, c_in, c_out, k):
@@ -281,7 +323,7 @@ def parameter_shapes(layer: Layer) -> dict[str, tuple[int, ...]]:
             if lora:
                 shapes |= {f"{name}.lora_a": (lora, n_in), f"{name}.lora_b": (n_out, lora)}
             return shapes
-        case Embedding(name, rows, dim) | Positions(name, rows, dim):
+        case Embedding(name, rows, dim) | Positions(name, rows, dim) | TokenTypes(name, rows, dim):
             return {f"{name}.weight": (rows, dim)}
         case Lstm(name, n_in, h):
             return {f"{name}.weight_ih": (4 * h, n_in), f"{name}.weight_hh": (4 * h, h), f"{name}.bias": (4 * h,)}
@@ -343,6 +385,8 @@ def cost(layer: Layer, shape: tuple[int, ...]) -> Costs:
             return plain((shape[1] * shape[2], shape[0]))
         case MeanOverTime():
             return plain((shape[1],))
+        case Bags():
+            return plain((layer.width,))
         case TiedHead() | Attention() | SwiGLU() | Residual():
             return _cost_of_transformer(layer, shape)
     return plain(shape)

@@ -34,6 +34,7 @@ class Backpack(TorchAdapter):
     """
 
     memory_format = torch.contiguous_format
+    own_modules = torch_models.Own(table=None)
 
     def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
         if not setting.private:

@@ -27,6 +27,7 @@ class FastDP(TorchAdapter):
     """Its engine hooks the model; ``backward`` leaves clipped and noisy sums behind, which its optimiser takes."""
 
     memory_format = torch.contiguous_format
+    own_modules = torch_models.Own(table=None)
 
     def __init__(self, clipping: str) -> None:
         self.clipping = clipping

@@ -13,6 +13,7 @@ from jax_privacy import batch_selection, noise_addition, sharding_utils
 from jax_privacy.accounting import accountants, analysis
 
 from frameworks._shared.jax import models as jax_models
+from frameworks._shared.jax import optax_optimizers, optimizers
 from frameworks._shared.jax.adapter import JaxAdapter, Update, in_pieces
 from harness.contract import Adapter
 from harness.tasks import Task
@@ -36,29 +37,38 @@ class JaxPrivacy(JaxAdapter):
     """The library's parts are made where the step is traced, so that rate, C and sigma need no compilation of their
     own."""
 
+    optimizers = optax_optimizers.NAMES
+
     def noise_state(self, key: jax.Array) -> Any:
-        return _privatizer(1.0, key).init(self.params)
+        trained = {name: self.params[name] for name in self.task.trained_parameters}
+        return _privatizer(1.0, key).init(trained), optax_optimizers.initial_state(self.setting, trained)
+
+    def numbers(self) -> np.ndarray:
+        return np.concatenate([super().numbers(), optimizers.constants(self.setting)])
 
     def update(self, task: Task, platform: str) -> Update:
         example_loss = jax_models.example_loss(task, jax_models.fastest_on(platform, task))
         largest = MICRO_BATCH.get(task.name, MICRO_BATCH_ELSEWHERE) if platform == "cpu" else None
+        names = task.trained_parameters
 
         def update(params, state, x, y, rows, mask, hyper):
-            rate, bound, multiplier = hyper
+            _, bound, multiplier, *_ = hyper
+            noise_state, optimizer_state = state
+            trained = {name: params[name] for name in names}
+            frozen = {name: value for name, value in params.items() if name not in trained}
             rows, mask, micro_batch = _arranged(rows, mask, largest)
             clipped = jax_privacy.clipped_grad(
-                example_loss,
+                lambda trained, x, y: example_loss({**trained, **frozen}, x, y),
                 l2_clip_norm=bound,
                 batch_argnums=(1, 2),
                 keep_batch_dim=False,
                 microbatch_size=micro_batch,
             )
-            total = clipped(params, x[rows], y[rows], is_padding_example=~mask)
-            noise = _privatizer(multiplier * clipped.sensitivity(ADD_OR_REMOVE), state[0])
-            noisy, state = noise.update(total, state)
-            sgd = optax.sgd(rate)
-            changes, _ = sgd.update(noisy, sgd.init(params))
-            return optax.apply_updates(params, changes), state
+            total = clipped(trained, x[rows], y[rows], is_padding_example=~mask)
+            noise = _privatizer(multiplier * clipped.sensitivity(ADD_OR_REMOVE), noise_state[0])
+            noisy, noise_state = noise.update(total, noise_state)
+            trained, optimizer_state = optax_optimizers.apply(trained, noisy, optimizer_state, hyper[3:])
+            return {**frozen, **trained}, (noise_state, optimizer_state)
 
         return jax.jit(update, donate_argnums=(0, 1))
 

@@ -45,6 +45,7 @@ class Opake(TorchAdapter):
     each."""
 
     memory_format = torch.contiguous_format
+    own_modules = torch_models.Own(table=torch.nn.Embedding)
     optimizers = (SGD.name, AdamW.name)
 
     def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:

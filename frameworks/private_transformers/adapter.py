@@ -26,6 +26,7 @@ class PrivateTransformers(TorchAdapter):
     """Its optimiser's ``step`` takes the examples' losses and does the rest."""
 
     memory_format = torch.contiguous_format
+    own_modules = torch_models.Own(table=None)
 
     def __init__(self, mode: str) -> None:
         self.mode = mode

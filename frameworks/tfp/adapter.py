@@ -11,6 +11,7 @@ from unittest import mock
 import numpy as np
 import tensorflow as tf
 
+from frameworks._shared import channels_last
 from frameworks._shared.tensorflow import models as tf_models
 from harness import tasks
 from harness.contract import Adapter, Memory, Setting, Unsupported
@@ -95,13 +96,13 @@ def layers(task: Task, vectorised: bool) -> list[keras.layers.Layer]:
             case tasks.MeanOverTime():
                 found.append(keras.layers.GlobalAveragePooling1D())
             case _:
-                raise TypeError(f"There is no Keras layer for the layer {type(layer).__name__}.")
+                raise Unsupported(f"there is no Keras layer for the layer {type(layer).__name__}.")
     return found
 
 
 def network(task: Task, variant: str) -> keras.Model:
     """The task's network as a Keras model."""
-    inputs = outputs = keras.Input(tf_models.input_shape(task), dtype=task.input_dtype)
+    inputs = outputs = keras.Input(channels_last.input_shape(task), dtype=task.input_dtype)
     recurrent = any(isinstance(layer, tasks.Lstm) for layer in task.layers)
     for layer in layers(task, vectorised=variant == "optimizer" or (variant != "non-private" and recurrent)):
         outputs = layer(outputs)
@@ -128,7 +129,7 @@ class Tfp(Adapter):
                 self.own: dict[tuple[float, ...], keras.Model] = {}
                 self.rate = tf.Variable(0.0, trainable=False)
                 self.seed = tf.Variable([0, 0], trainable=False, dtype=tf.int64)
-            values = tf_models.parameters(task, initial)
+            values = channels_last.parameters(task, initial)
             for name, variable in zip(task.parameters, self.network.trainable_variables, strict=True):
                 variable.assign(values[name])
             self.seed.assign([setting.seed, 0])
@@ -136,7 +137,7 @@ class Tfp(Adapter):
     def place(self, x: np.ndarray, y: np.ndarray) -> None:
         # Keras' binary loss would broadcast labels [B] against one logit each, [B, 1].
         labels = y[:, None] if self.task.loss == "binary_cross_entropy" else y
-        self.host = tf_models.data(self.task, x), labels
+        self.host = channels_last.data(self.task, x), labels
         self.x, self.y = tf_models.placed(*self.host, self.device)
 
     def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
@@ -176,7 +177,7 @@ class Tfp(Adapter):
 
     def parameters(self) -> Mapping[str, np.ndarray]:
         variables = zip(self.task.parameters, self.network.trainable_variables, strict=True)
-        return tf_models.canonical(self.task, {name: value.numpy() for name, value in variables})
+        return channels_last.canonical(self.task, {name: value.numpy() for name, value in variables})
 
     def peak_memory(self) -> Memory:
         return tf_models.peak_memory(self.device)
@@ -198,7 +199,7 @@ class Tfp(Adapter):
                 train(tf.gather(x, rows), tf.gather(y, rows), mask, rate)
 
         signature = [
-            tf.TensorSpec([None, *tf_models.input_shape(self.task)], self.task.input_dtype),
+            tf.TensorSpec([None, *channels_last.input_shape(self.task)], self.task.input_dtype),
             tf.TensorSpec([None, *self.host[1].shape[1:]], tf.int32),
             tf.TensorSpec([None], tf.int32),
             tf.TensorSpec([], tf.float32),

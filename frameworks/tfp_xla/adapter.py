@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import tensorflow as tf
 
+from frameworks._shared import channels_last
 from frameworks._shared.tensorflow import models as tf_models
 from frameworks._shared.tensorflow.models import Trace
 from harness import tasks
@@ -65,7 +66,7 @@ class TfpXla(Adapter):
         if setting.private != (self.variant != "non-private"):
             raise Unsupported(f"The variant {self.variant} is {'not ' * setting.private}private; use the other one.")
         self.device = tf_models.device(setting)
-        values = tf_models.parameters(task, initial)
+        values = channels_last.parameters(task, initial)
         with tf.device(self.device):
             if task != self.task:
                 self.task = task
@@ -81,7 +82,7 @@ class TfpXla(Adapter):
         self.steps = 0
 
     def place(self, x: np.ndarray, y: np.ndarray) -> None:
-        self.x, self.y = tf_models.placed(tf_models.data(self.task, x), y, self.device)
+        self.x, self.y = tf_models.placed(channels_last.data(self.task, x), y, self.device)
 
     def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
         if not self.form.jit and mask is not None:
@@ -98,7 +99,7 @@ class TfpXla(Adapter):
         tf.test.experimental.sync_devices()
 
     def parameters(self) -> Mapping[str, np.ndarray]:
-        return tf_models.canonical(self.task, {name: value.numpy() for name, value in self.params.items()})
+        return channels_last.canonical(self.task, {name: value.numpy() for name, value in self.params.items()})
 
     def peak_memory(self) -> Memory:
         return tf_models.peak_memory(self.device)
@@ -123,7 +124,7 @@ def _update(task: Task, variant: str, form: Formulation, variables: dict[str, tf
     if variant == "eager":
         return update
     signature = [
-        tf.TensorSpec([None, *tf_models.input_shape(task)], task.input_dtype),
+        tf.TensorSpec([None, *channels_last.input_shape(task)], task.input_dtype),
         tf.TensorSpec([None], tf.int32),
         tf.TensorSpec([None], tf.int32),
         tf.TensorSpec([None], tf.float32),

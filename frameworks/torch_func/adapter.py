@@ -23,7 +23,8 @@ GRADIENT_BYTES = 256 * 2**20
 LSTM_ROWS = 16
 """The tape of a vmapped LSTM takes about 90 MB for each example (NOTES.md)."""
 ROWS = {"gpt2-lm": 8, "llama-lora": 8, "vit": 16, "wrn-16-2": 16}
-"""Examples of a piece, tuned on a CPU (NOTES.md)."""
+ROWS |= {"llama-full": 8, "encoder-lora": 8, "encoder-bias": 8, "wrn-16-4": 8}
+"""Examples of a piece, tuned on a CPU (NOTES.md); those of the second line are by analogy, not tuned."""
 
 
 def create(variant: str) -> Adapter:
@@ -35,6 +36,7 @@ class TorchFunc(TorchAdapter):
     """vmap(grad(loss of one example)) over pieces of the batch, then clipping, noise and SGD."""
 
     memory_format = torch.contiguous_format
+    own_modules = torch_models.Own(table=torch.nn.Embedding)
     optimizers = optimizers.NAMES
     precisions = PRECISIONS
 

@@ -72,6 +72,7 @@ def verify(names: Names = None, as_json: Json = False) -> None:
     results: list[dict[str, Any]] = []
     for name in _chosen(names):
         kinds = [kind for kind in (False, True) if store.folder(name, kind).exists()] if names is None else [False]
+        kinds = [True] if kinds and name in store.MADE else kinds
         for synthetic in kinds:
             row: dict[str, Any] = {"name": name, "synthetic": synthetic, "state": "intact", "detail": ""}
             try:
@@ -115,7 +116,7 @@ def _rows(name: str) -> list[dict[str, Any]]:
     from harness.data import store
 
     rows = []
-    for synthetic in (False, True):
+    for synthetic in (True,) if name in store.MADE else (False, True):
         try:
             meta = store.describe(name, synthetic)
             state = "synthetic" if synthetic else "genuine"

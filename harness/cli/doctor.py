@@ -179,10 +179,9 @@ def _disk() -> Finding:
 def _data() -> Finding:
     names = sorted({task.dataset for task in TASKS.values()})
     there = {name: store.describe(name) is not None for name in names}
-    text = ", ".join(f"{name} {'genuine' if ok else 'missing'}" for name, ok in there.items())
-    return Finding(
-        "data", "ok" if all(there.values()) else "warning", text, "genuine data in the cache", "dpbench data fetch"
-    )
+    kind = {name: "synthetic" if name in store.MADE else "genuine" for name in names}
+    text = ", ".join(f"{name} {kind[name] if ok else 'missing'}" for name, ok in there.items())
+    return Finding("data", "ok" if all(there.values()) else "warning", text, "data in the cache", "dpbench data fetch")
 
 
 def _environments() -> Finding:

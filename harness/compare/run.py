@@ -34,6 +34,7 @@ from harness.compare.record import (
     needs_second,
 )
 from harness.compare.sides import Side
+from harness.data.pretrained import starting_parameters
 from harness.environments import memory_limit
 from harness.environments.backend import Backend, Log, check_device, check_threads
 from harness.environments.choose import backend_of, check_isolation
@@ -56,7 +57,7 @@ from harness.run.session import Moment, undisturbed
 from harness.store import cache
 from harness.store.folder import RunFolder
 from harness.store.record import Cell, GateCheck, no_number
-from harness.tasks import TASKS, initial_parameters
+from harness.tasks import TASKS
 from harness.worker import e2e as worker
 from harness.worker import machine, sketch
 from harness.worker import memory as resident
@@ -533,7 +534,7 @@ class ComparisonRun:
     def _room(self, cell: Cell, moved: list[float]) -> float:
         """Return how far the weights of a task may lie apart, over the way travelled: sums in another order, and one
         float32 rounding of every weight in every step."""
-        start = initial_parameters(TASKS[cell.task], self.options.seed * 1000)
+        start = starting_parameters(TASKS[cell.task], self.options.seed * 1000, self.options.synthetic)
         rounding = math.sqrt(sum(float(np.sum(np.spacing(np.abs(w)).astype(np.float64) ** 2)) for w in start.values()))
         travelled = float(np.linalg.norm(moved))
         return WEIGHTS_TOLERANCE + (WEIGHTS_STEPS * rounding / travelled if travelled else 0.0)

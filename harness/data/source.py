@@ -56,10 +56,12 @@ def file_hash(path: Path, kind: str) -> str:
 
 @dataclass(frozen=True)
 class Content:
-    """What reading a route's archives gives. texts: further files for the folder, by name."""
+    """What reading a route's archives gives. texts, files: further files for the folder, by name; of ``files``, which
+    training depends on, the hashes are kept."""
 
     arrays: Arrays
     texts: dict[str, str] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

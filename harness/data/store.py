@@ -25,7 +25,9 @@ import numpy as np
 from harness.errors import BadInput
 
 CACHE_VARIABLE = "DPBENCH_CACHE"
-NAMES = ("mnist", "cifar10", "imdb", "adult", "brown")
+NAMES = ("mnist", "cifar10", "imdb", "imdb-wordpiece", "adult", "brown", "clicks")
+MADE = ("clicks",)
+"""Those that are synthetic whether asked for or not: there is no genuine one."""
 ARRAYS = ("train_x", "train_y", "test_x", "test_y")
 META = "meta.json"
 LAYOUT = 1
@@ -56,10 +58,11 @@ def cache_folder() -> Path:
 
 
 def folder(name: str, synthetic: bool = False) -> Path:
-    """Return where data set ``name`` lives, whether it is there or not. BadInput for an unknown name."""
+    """Return where data set ``name`` lives, whether it is there or not; of one that is always synthetic, that one.
+    BadInput for an unknown name."""
     if name not in NAMES:
         raise BadInput(f"Unknown data set {name!r}: choose one of {', '.join(NAMES)}.")
-    return cache_folder() / "data" / (f"{name}-synthetic" if synthetic else name)
+    return cache_folder() / "data" / (f"{name}-synthetic" if synthetic or name in MADE else name)
 
 
 def describe(name: str, synthetic: bool = False) -> dict[str, Any] | None:
@@ -141,12 +144,29 @@ def verify(name: str, synthetic: bool = False) -> dict[str, Any]:
     found = digest(values)
     if found != meta["sha256"]:
         raise damaged(name, synthetic, f"its SHA-256 is {found[:12]}…, written was {str(meta['sha256'])[:12]}…")
+    for file, written in meta.get("files", {}).items():
+        if hashlib.sha256(further_file(name, file, synthetic)).hexdigest() != written:
+            raise damaged(name, synthetic, f"{file} is not what was written")
     return meta
 
 
+def further_file(name: str, file: str, synthetic: bool = False) -> bytes:
+    """Return a file that lies beside the arrays. BadInput where it is missing, or none that the meta names."""
+    meta = describe(name, synthetic)
+    if meta is None:
+        raise BadInput(f"Data set {name} is not in {cache_folder()}: run `{_remedy(name, synthetic)}`.")
+    try:
+        if file in meta.get("files", {}):
+            return (folder(name, synthetic) / file).read_bytes()
+    except OSError as error:
+        raise damaged(name, synthetic, f"{file} cannot be read ({error})") from error
+    raise damaged(name, synthetic, f"{META} names no {file}")
+
+
 def files(name: str, synthetic: bool = False) -> list[Path]:
-    """The files that a measurement reads: the arrays and the meta."""
-    return [folder(name, synthetic) / file for file in (*(f"{array}.npy" for array in ARRAYS), META)]
+    """The files that a measurement reads: the arrays, the meta, and what the meta names beside them."""
+    beside = (describe(name, synthetic) or {}).get("files", {})
+    return [folder(name, synthetic) / file for file in (*(f"{array}.npy" for array in ARRAYS), META, *beside)]
 
 
 def size(name: str, synthetic: bool = False) -> int:
@@ -160,10 +180,12 @@ def write(
     values: Mapping[str, np.ndarray],
     facts: Mapping[str, Any],
     texts: Mapping[str, str] | None = None,
+    further: Mapping[str, bytes] | None = None,
 ) -> dict[str, Any]:
     """Puts a data set into the cache in one rename and returns its meta.
 
-    ``values``: the four arrays; ``facts``: origin, licence and how it was obtained; ``texts``: further files by name.
+    ``values``: the four arrays; ``facts``: origin, licence and how it was obtained; ``texts``, ``further``: further
+    files by name, of which the meta keeps the hashes of ``further``.
     A crash leaves the old folder or the new one (or, between two renames, none), never a mixture. The caller holds
     the lock of the data set.
     """
@@ -181,6 +203,8 @@ def write(
             if values["train_y"].ndim == 1
         },
     }
+    if further:
+        meta["files"] = {file: hashlib.sha256(content).hexdigest() for file, content in further.items()}
     with file_errors(target, f"data set {name}"):
         target.parent.mkdir(parents=True, exist_ok=True)
         _sweep(target)
@@ -191,6 +215,8 @@ def write(
                 _save(temporary / f"{array}.npy", values[array])
             for file, text in (texts or {}).items():
                 (temporary / file).write_text(text, encoding="utf-8")
+            for file, content in (further or {}).items():
+                (temporary / file).write_bytes(content)
             (temporary / META).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
             if target.exists():
                 target.rename(target.with_name(f".{target.name}.old-{os.getpid()}"))

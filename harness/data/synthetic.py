@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from harness.data import brown, imdb
+from harness.data import brown, clicks, imdb, imdb_wordpiece
 from harness.data.source import Arrays, Content, Expected, Source
 
 SEED = 2023
@@ -27,6 +27,9 @@ LOG_LENGTH_DEVIATION = 0.6
 
 MEAN_PARAGRAPH = 90
 
+PIECES, FIRST_PIECE, PIECE_START, PIECE_END = 30_522, 999, 101, 102
+"""Of BERT's vocabulary: its size, the first piece that is none of its reserved places, the tokens at both ends."""
+
 ADULT_CONTINUOUS = 6
 ADULT_CATEGORIES = (7, 16, 7, 14, 6, 5, 2, 41)
 """Number of values of each categorical attribute of the census data."""
@@ -38,10 +41,13 @@ def make(source: Source) -> Content:
         "mnist": _digits,
         "cifar10": _pictures,
         "imdb": _reviews,
+        "imdb-wordpiece": _pieces,
         "adult": _census,
     }
     if source.name == brown.SOURCE.name:
         return Content(_paragraphs(source.expected))
+    if source.name == clicks.SOURCE.name:
+        return Content(clicks.arrays(source.expected, SEED))
     arrays: Arrays = {}
     for split, counts in _splits(source.expected).items():
         # Labels and noise differ between the splits, what a class looks like does not (see _traces).
@@ -101,6 +107,22 @@ def _reviews(rng: np.random.Generator, labels: np.ndarray) -> np.ndarray:
     position = np.arange(imdb.LENGTH)
     tokens[position < first] = imdb.PADDING
     tokens[position == first] = imdb.START
+    return tokens
+
+
+def _pieces(rng: np.random.Generator, labels: np.ndarray) -> np.ndarray:
+    """int32 [n, 64] between a start and an end: piece frequencies as of the words of :func:`_reviews`, of which each
+    class has its own favourites; none is padded, as hardly a genuine one is."""
+    ranks = np.arange(1, PIECES - FIRST_PIECE + 1)
+    weights = (ranks + ZIPF_SHIFT) ** -ZIPF_EXPONENT
+    leaning = np.exp(0.1 * _traces().standard_normal(len(ranks)))
+    tokens = np.full((len(labels), imdb_wordpiece.LENGTH), PIECE_START, dtype=np.int32)
+    tokens[:, -1] = PIECE_END
+    for label, tilt in enumerate((leaning, 1 / leaning)):
+        rows = np.flatnonzero(labels == label)
+        cumulative = np.cumsum(weights * tilt)
+        drawn = rng.random((len(rows), imdb_wordpiece.LENGTH - 2)) * cumulative[-1]
+        tokens[rows, 1:-1] = np.minimum(np.searchsorted(cumulative, drawn), len(ranks) - 1) + FIRST_PIECE
     return tokens
 
 

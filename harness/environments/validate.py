@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 
 from harness.contract import Array
 from harness.store.record import Timed
-from harness.tasks import TASKS, initial_parameters, known_task
+from harness.tasks import TASKS, known_task
 from harness.worker.e2e import WINDOW_STEPS
 from harness.worker.gate import checks as gate_checks
 from harness.worker.gate import layers as layer_gate
@@ -208,8 +208,8 @@ def fault_of_replay(content: bytes, task: str, largest: int) -> str | None:
 
 def _fault_of_parts(found: Mapping[str, Array], task: str, parts: Iterable[str]) -> str | None:
     """Return the first weight of the task's model that is not there, of each part."""
-    expected = initial_parameters(TASKS[task], 0)
-    for name, shape in ((f"{p}/{n}" if p else n, value.shape) for p in parts for n, value in expected.items()):
+    expected = TASKS[task].parameters
+    for name, shape in ((f"{p}/{n}" if p else n, shape) for p in parts for n, shape in expected.items()):
         array = found.get(name)
         if array is None or array.shape != shape or array.dtype.kind != "f":
             return f"{name} is {'missing' if array is None else f'{array.dtype} {array.shape}'}"

@@ -75,11 +75,17 @@ def key_of(contestant: Contestant, task: str, device: str, threads: int, identit
     """Return hash of everything that the verdict depends on, and of every file that the adapter could read beside its
     code: all of its folder and the data set. ``identity``: :attr:`Executor.identity`."""
     framework = contestant.framework
+    task = judged_task(task)
     parts = [task, contestant.name, device, framework.adapter_hash, framework.lock_hash, sources_hash(GATE_SOURCES)]
     parts += [str(threads), framework.folder_hash, *_data_hashes(known_task(task).dataset)]
     parts += [identity] if identity else []
     parts += [] if accounting.available() else ["budget not checked"]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def judged_task(task: str) -> str:
+    """Return the name of the task on which the gate judges a contestant for this one."""
+    return known_task(task).judged_as or task
 
 
 def _data_hashes(name: str) -> list[str]:
@@ -128,13 +134,15 @@ def judge(
     run_tool: RunTool,
     fresh: bool = False,
 ) -> Verdict:
-    """Return the verdict on one contestant and task, from memory where nothing that it depends on has changed.
-    ``run_tool`` computes the reference."""
+    """Return the verdict on one contestant and task (by that which is judged in its place, where it has one), from
+    memory where nothing that it depends on has changed. ``run_tool`` computes the reference."""
+    twin = known_task(task).judged_as or None
+    task = judged_task(task)
     key = key_of(contestant, task, device, threads, executor.identity)
     folder = cache.folder("gate")
     path = folder / f"{key}.json"
     if path.exists() and not fresh:
-        remembered = _remembered(path, key)
+        remembered = _remembered(path, key, twin)
         if remembered is not None:
             return remembered
         log(f"The remembered verdict {path} is damaged, or another hand has written it; the gate judges anew.")
@@ -175,7 +183,7 @@ def judge(
         budget=budget,
     )
     result = executor.run(request, limits, lambda event: None)
-    verdict = _verdict(result, key)
+    verdict = _verdict(result, key, twin)
     if verdict.state == "ok":
         content = result.to_json()
         kept = {"seal": seal.of(key, content.encode()), "result": content}
@@ -183,25 +191,25 @@ def judge(
     return verdict
 
 
-def _remembered(path: Path, key: str) -> Verdict | None:
+def _remembered(path: Path, key: str, twin: str | None) -> Verdict | None:
     """Return the verdict in a file of the cache; None where this harness has not written it, or not under this key."""
     try:
         kept = json.loads(path.read_bytes())
         content: str = kept["result"]
         if hmac.compare_digest(kept["seal"].encode(), seal.of(key, content.encode()).encode()):
-            return replace(_verdict(Result.from_json(content), key), cached=True, log_tail="")
+            return replace(_verdict(Result.from_json(content), key, twin), cached=True, log_tail="")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     return None
 
 
-def _verdict(result: Result, key: str) -> Verdict:
+def _verdict(result: Result, key: str, twin: str | None) -> Verdict:
     checks = [GateCheck(**vars(check)) for check in result.checks]
     passed = result.state == "ok" and bool(checks) and all(check.passed for check in checks)
     return Verdict(
         state=result.state,
         reason=result.reason,
-        gate=Gate(passed=passed, key=key, checks=checks),
+        gate=Gate(passed=passed, key=key, checks=checks, judged_as=twin),
         versions=result.versions,
         log_tail=result.log_tail,
         machine=result.machine,

@@ -15,7 +15,7 @@ from harness.plan.layer_registry import LayerContestant
 from harness.plan.layers import LayerJob, LayerOptions
 from harness.plan.registry import Contestant
 from harness.store.record import UNPINNED
-from harness.tasks import BF16_TASKS, MODERN_TASKS
+from harness.tasks import BF16_TASKS
 
 FIRST = ("pytorch-eager", "dpcore-engine", "opacus-ghost", "opacus-hooks", "jax-vmap", "jax-non-private")
 """What every comparison needs."""
@@ -30,7 +30,8 @@ LATER = (
 )
 """Peers that compile for long, or were slower on a CPU."""
 
-TODAY = (*BF16_TASKS, *MODERN_TASKS)
+FLOAT32_TASKS = ("gpt2-lm", "llama-lora", "vit", "wrn-16-2")
+TODAY = (*BF16_TASKS, *FLOAT32_TASKS)
 TASKS = ("mnist-cnn", "imdb-embedding", "cifar10-cnn", "imdb-lstm", *TODAY)
 BATCH_SIZES = (512, 64, 2048)
 MODERN_BATCH_SIZES = (64, 512)
@@ -199,7 +200,7 @@ def _stage(job: Job, choice: Choice, options: Options) -> int:
     name, task = job.contestant.name, job.cell.task
     size = options.batch_sizes[task].index(job.cell.batch_size)
     is_first = choice.frameworks is not None or name in FIRST
-    is_later = task in MODERN_TASKS and choice.tasks is None
+    is_later = task in FLOAT32_TASKS and choice.tasks is None
     if size == 0 and is_first and not is_later:
         return 2 if task in TODAY else int(options.tasks.index(task) >= FIRST_TASKS)
     if size == 0 and name in GRAPHS and not is_later:

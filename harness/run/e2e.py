@@ -19,6 +19,7 @@ import numpy as np
 from harness.analysis import accounting
 from harness.contract import NO_OWN_LOOP
 from harness.data import store
+from harness.data.pretrained import starting_parameters
 from harness.environments import energy
 from harness.environments.backend import Argument, Backend, Input, Log, last_json
 from harness.environments.executor import Executor, Limits, ToolFault
@@ -50,7 +51,7 @@ from harness.store.record import (
     Seeds,
     Timed,
 )
-from harness.tasks import TASKS, initial_parameters
+from harness.tasks import TASKS
 from harness.worker import machine
 from harness.worker.e2e import REPLAYED_STEPS, setting_of, timed_batches
 from harness.worker.gate import cases as gate_cases
@@ -362,7 +363,7 @@ class Run(Session[Options, Contestant, Job, Request]):
             reason = f"the {whose} left no weights: run the same command with --fresh."
             return replace(result, state="crashed", reason=reason)
         try:
-            initial = initial_parameters(TASKS[job.cell.task], request.initial_seed)
+            initial = starting_parameters(TASKS[job.cell.task], request.initial_seed, request.synthetic)
             error, rounding = _relative_distance(Path(request.snapshot), replayed, initial)
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as why:
             reason = f"timed = replayed: the weights after the first timed steps cannot be read ({short(why)})."
@@ -408,7 +409,7 @@ class Run(Session[Options, Contestant, Job, Request]):
         except (EnvironmentFault, ToolFault) as fault:
             reason = f"the float64 reference of a step could not be made: {fault}"
             return replace(result, state="crashed", reason=reason)
-        initial = initial_parameters(TASKS[job.cell.task], request.initial_seed)
+        initial = starting_parameters(TASKS[job.cell.task], request.initial_seed, request.synthetic)
         error, limit = _replay_error(path, initial, halt, "")
         end_error, end_limit = _replay_error(path, initial, steps, "_end")
         compared = Compared(

@@ -187,11 +187,13 @@ class GateCheck(result.Check):
 
 
 class Gate(_Model):
-    """A verdict of the admission gate. ``key``: hash of all that it depends on."""
+    """A verdict of the admission gate. ``key``: hash of all that it depends on. ``judged_as``: the smaller task that
+    was judged in place of the record's; None: the record's own."""
 
     passed: bool
     key: str
     checks: list[GateCheck]
+    judged_as: str | None = None
 
 
 class Epsilon(_Model):

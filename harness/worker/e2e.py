@@ -34,8 +34,9 @@ from typing import Any
 import numpy as np
 
 from harness.contract import Adapter, Setting, Unsupported, require
+from harness.data.pretrained import starting_parameters
 from harness.optimizer import SGD
-from harness.tasks import TASKS, Task, check_parameters, initial_parameters, known_task
+from harness.tasks import TASKS, Task, check_parameters, known_task
 from harness.worker import memory as resident
 from harness.worker import sampling, sketch
 from harness.worker.clock import Batch, ForeignLoad, collector_paused, timed_epoch, timed_steps, timed_until
@@ -163,7 +164,7 @@ class Measurement:
         self.emit = emit
         self.task: Task = TASKS[request.task]
         self.setting = setting_of(request)
-        self.initial = initial_parameters(self.task, request.initial_seed)
+        self.initial = starting_parameters(self.task, request.initial_seed, request.synthetic)
         self.whole_epoch = sampling.steps_per_epoch(request.dataset_size, request.batch_size)
         emit({"event": "phase", "phase": "import"})
         self.adapter = load_create(Path(request.folder))(request.variant)

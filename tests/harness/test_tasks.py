@@ -22,6 +22,12 @@ PARAMETERS = {
     "wrn-16-2": 692_810,
     "gpt2-lm-bf16": 1_858_304,
     "llama-lora-bf16": 3_256_000,
+    "wrn-16-4": 2_751_146,
+    "llama-full": 3_147_456,
+    "encoder-full": 22_566_146,
+    "encoder-lora": 22_897_922,
+    "encoder-bias": 22_566_146,
+    "recsys": 788_801,
 }
 
 
@@ -104,8 +110,43 @@ def test_lora_trains_its_adapters_alone_and_pays_no_gradient_of_the_base() -> No
     assert (start["h0.norm1.weight"] == 1).all()
 
 
+def test_the_encoder_is_bert_without_its_pooler_and_with_a_head() -> None:
+    tables = (30_522 + 512 + 2) * 384
+    block = 4 * 384 * 385 + 384 * 1536 + 1536 + 1536 * 384 + 384 + 2 * 2 * 384
+    assert TASKS["encoder-full"].parameter_count == tables + 2 * 384 + 6 * block + 2 * 385
+
+
+def test_what_the_encoders_train() -> None:
+    full, lora, bias = (TASKS[f"encoder-{part}"] for part in ("full", "lora", "bias"))
+    assert full.trained_count == full.parameter_count
+    head = {"head.weight", "head.bias"}
+    assert {n.rpartition(".")[2] for n in lora.trained_parameters.keys() - head} == {"lora_a", "lora_b"}
+    assert lora.trained_count == 6 * 8 * (4 * 2 * 384 + 2 * (384 + 1536)) + 2 * 385
+    assert all(name.endswith(".bias") for name in bias.trained_parameters.keys() - head)
+    assert bias.trained_count == 6 * (4 * 384 + 1536 + 384 + 2 * 384) + 384 + 2 * 385
+    assert bias.training_flops < lora.training_flops < full.training_flops
+
+
+def test_floor_of_the_small_encoder_by_hand() -> None:
+    task = GATE_TASKS["small-encoder-full"]
+    tokens, dim, hidden = 16, 16, 40
+    maps = 2 * tokens * (4 * dim * dim + 2 * dim * hidden)
+    assert task.forward_flops == maps + 2 * 2 * tokens * tokens * dim + 2 * dim * 2
+    assert task.training_flops == 3 * task.forward_flops, "tokens are looked up, not multiplied"
+
+
+def test_floor_of_the_small_recommender_by_hand() -> None:
+    task = GATE_TASKS["small-recsys"]
+    width = 3 + 3 * 4
+    assert task.forward_flops == 2 * (width * 16 + 16 * 8 + 8)
+    assert task.training_flops == 3 * task.forward_flops, "ids are looked up, and the tables need the first gradient"
+    assert task.parameters["bags.f1.weight"] == (40, 4)
+    assert task.tokens is None and GATE_TASKS["small-gpt2"].tokens == 12
+
+
 def test_a_tied_table_has_two_uses_only_where_it_is_trained() -> None:
     assert TASKS["gpt2-lm"].trains_tied_table and not TASKS["llama-lora"].trains_tied_table
+    assert TASKS["llama-full"].trains_tied_table
 
 
 @pytest.mark.parametrize("name", ["gpt2-lm", "llama-lora", "small-gpt2", "small-llama"])

@@ -128,8 +128,12 @@ def _apply_of_transformer(layer: tasks.Layer, params: Params, x: jax.Array, form
             return _standardised(x, eps) * params[f"{name}.weight"] + params[f"{name}.bias"]
         case tasks.RMSNorm(name, _, eps):
             return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * params[f"{name}.weight"]
-        case tasks.GELU():
-            return jax.nn.gelu(x, approximate=True)
+        case tasks.Bags():
+            return _bags(layer, params, x)
+        case tasks.TokenTypes(name):
+            return x + params[f"{name}.weight"][0]
+        case tasks.GELU(exact):
+            return jax.nn.gelu(x, approximate=not exact)
         case tasks.SiLU():
             return jax.nn.silu(x)
         case tasks.SwiGLU():
@@ -147,6 +151,13 @@ def _apply_of_transformer(layer: tasks.Layer, params: Params, x: jax.Array, form
             )
             return beside + body
     raise Unsupported(f"there is no JAX function for the layer {type(layer).__name__}.")
+
+
+def _bags(layer: tasks.Bags, params: Params, x: jax.Array) -> jax.Array:
+    """Integers [counts + fields * ids] to [counts + fields * dim]."""
+    fields = x[layer.counts :].reshape(-1, layer.ids)
+    summed = [params[f"{table.name}.weight"][ids].sum(0) for table, ids in zip(layer.maps, fields, strict=True)]
+    return jnp.concatenate([jnp.log1p(x[: layer.counts].astype(jnp.float32)), *summed])
 
 
 def _standardised(x: jax.Array, eps: float) -> jax.Array:

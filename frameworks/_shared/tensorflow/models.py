@@ -1,7 +1,7 @@
 """The tasks' networks in TensorFlow on batches of examples, for every contestant that is built on TensorFlow.
 
-Images are NHWC, kernels HWIO and matrices [in, out], as TensorFlow wants them; :func:`parameters` and :func:`canonical`
-translate. Every measurement behind a formulation is in frameworks/tfp_xla/NOTES.md.
+Layouts are those of :mod:`frameworks._shared.channels_last`. Every measurement behind a formulation is in
+frameworks/tfp_xla/NOTES.md.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def logits(  # noqa: C901  (a case for each kind of layer)
             case tasks.MeanOverTime():
                 x = tf.reduce_mean(x, 1)
             case _:
-                raise TypeError(f"There is no TensorFlow function for the layer {type(layer).__name__}.")
+                raise Unsupported(f"there is no TensorFlow function for the layer {type(layer).__name__}.")
     return x, traces
 
 
@@ -108,54 +108,6 @@ def losses(task: Task, outputs: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
     if task.loss == "binary_cross_entropy":
         return tf.nn.softplus(outputs[:, 0]) - tf.cast(y, tf.float32) * outputs[:, 0]
     return tf.nn.sparse_softmax_cross_entropy_with_logits(y, outputs)
-
-
-def input_shape(task: Task) -> tuple[int, ...]:
-    """The shape of one example in TensorFlow's layout."""
-    return (*task.input_shape[1:], task.input_shape[0]) if len(task.input_shape) == 3 else task.input_shape
-
-
-def data(task: Task, x: np.ndarray) -> np.ndarray:
-    """The task's inputs as TensorFlow wants them: NCHW images become NHWC."""
-    return np.ascontiguousarray(x.transpose(0, 2, 3, 1)) if len(task.input_shape) == 3 else x
-
-
-def parameters(task: Task, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Canonical weights in TensorFlow's layouts, under the same names."""
-    axes = _axes(task)
-    return {name: values[name].reshape(shape).transpose(order).reshape(final) for name, shape, order, final in axes}
-
-
-def canonical(task: Task, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The inverse of :func:`parameters`, in memory of its own."""
-    back = {}
-    for name, shape, order, _ in _axes(task):
-        stored = values[name].reshape([shape[axis] for axis in order])
-        back[name] = np.array(stored.transpose(np.argsort(order)), np.float32).reshape(task.parameters[name])
-    return back
-
-
-def _axes(task: Task) -> list[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """(name, canonical shape with its axes told apart, order of the axes in TensorFlow, shape in TensorFlow)."""
-    rules = []
-    channels, flattened = 1, False
-    for layer in task.layers:
-        match layer:
-            case tasks.Conv2d(name, c_in, channels, k):
-                rules.append((f"{name}.weight", (channels, c_in, k, k), (2, 3, 1, 0), (k, k, c_in, channels)))
-            case tasks.Flatten():
-                flattened = True
-            case tasks.Linear(name, n_in, n_out):
-                # Canonical Flatten runs over [C, H, W], TensorFlow's over [H, W, C].
-                split = (n_out, channels, n_in // channels) if flattened else (n_out, 1, n_in)
-                rules.append((f"{name}.weight", split, (2, 1, 0), (n_in, n_out)))
-                flattened = False
-            case tasks.Lstm(name, n_in, h):
-                rules.append((f"{name}.weight_ih", (4 * h, n_in), (1, 0), (n_in, 4 * h)))
-                rules.append((f"{name}.weight_hh", (4 * h, h), (1, 0), (h, 4 * h)))
-    known = {rule[0] for rule in rules}
-    straight = [(n, s, tuple(range(len(s))), s) for n, s in task.parameters.items() if n not in known]
-    return rules + straight
 
 
 def image_patches(x: tf.Tensor, kernel: int, stride: int, xla: bool) -> tf.Tensor:

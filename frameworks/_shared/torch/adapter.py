@@ -23,6 +23,7 @@ class TorchAdapter(Adapter):
     """Leaves ``build`` and ``step`` to the framework; ``build`` calls :meth:`configure` and sets ``self.model``."""
 
     model: nn.Module
+    own_modules = torch_models.Own()
     memory_format = torch.channels_last
     """Layout of images and kernels in memory: the one that oneDNN's and cuDNN's fast convolutions take. Shapes, values
     and canonical weights do not depend on it."""
@@ -46,11 +47,9 @@ class TorchAdapter(Adapter):
         """The region of the forward pass and the loss: PyTorch's own mixed precision where the setting has one."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.setting.precision == BFLOAT16)
 
-    def network(
-        self, initial: Mapping[str, np.ndarray], lstm: type[torch.nn.Module] = torch.nn.LSTM
-    ) -> torch.nn.Module:
+    def network(self, initial: Mapping[str, np.ndarray]) -> torch.nn.Module:
         """The task's model with the weights ``initial``, on the device."""
-        model = torch_models.build_model(self.task, initial, lstm=lstm)
+        model = torch_models.build_model(self.task, initial, own=self.own_modules)
         return model.to(self.device, memory_format=self.memory_format)
 
     def place(self, x: np.ndarray, y: np.ndarray) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,6 +22,20 @@ from harness.contract import Unsupported
 from harness.tasks import NOT_OWN, TOKEN_LOSS, Task
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Table = Callable[[int, int], nn.Module]
+"""(rows, dim) -> what maps ids [B, ids] to the sum of their vectors [B, dim], or to the vectors."""
+
+
+SUMMED: Table = partial(nn.EmbeddingBag, mode="sum")
+
+
+@dataclass(frozen=True)
+class Own:
+    """Modules that a library brings, or needs, in place of PyTorch's: an LSTM with the constructor and the parameter
+    names of ``nn.LSTM``; the tables of bags (None: it knows none)."""
+
+    lstm: type[nn.Module] = nn.LSTM
+    table: Table | None = SUMMED
 
 
 class Mean(nn.Module):
@@ -47,14 +63,13 @@ def build_model(
     task: Task,
     initial: Mapping[str, np.ndarray],
     dtype: torch.dtype = torch.float32,
-    lstm: type[nn.Module] = nn.LSTM,
+    own: Own = Own(),
 ) -> nn.Sequential:
     """The task's network on the CPU with the canonical weights ``initial``; maps inputs [B, *input_shape] to logits.
 
-    ``lstm``: a class with the constructor and the parameter names of ``nn.LSTM``, for libraries that bring their own.
     PyTorch's LSTM has two bias vectors where the task has one: ``bias_hh`` is zero and frozen, ``bias_ih`` is trained.
     """
-    model = nn.Sequential(_children(task.layers, lstm)).to(dtype)
+    model = nn.Sequential(_children(task.layers, own)).to(dtype)
     paths = _paths(task.layers)
     for layer in task.layers:
         if isinstance(layer, tasks.TiedHead):
@@ -73,16 +88,16 @@ def build_model(
     return model
 
 
-def _children(layers: Iterable[tasks.Layer], lstm: type[nn.Module]) -> OrderedDict[str, nn.Module]:
+def _children(layers: Iterable[tasks.Layer], own: Own) -> OrderedDict[str, nn.Module]:
     """The modules of layers one after the other, by their places."""
     children: OrderedDict[str, nn.Module] = OrderedDict()
     for position, layer in enumerate(layers):
         place = _place(layer, position)
         if isinstance(layer, tasks.Residual):
-            body, shortcut = (nn.Sequential(_children(part, lstm)) for part in (layer.layers, layer.shortcut))
+            body, shortcut = (nn.Sequential(_children(part, own)) for part in (layer.layers, layer.shortcut))
             children[place] = transformer.Residual(body, shortcut)
         else:
-            children[place] = _module(layer, lstm)
+            children[place] = _module(layer, own)
         if isinstance(layer, tasks.Lstm):
             children[f"{place}_output"] = LstmOutput()
     return children
@@ -106,7 +121,7 @@ def _paths(layers: Iterable[tasks.Layer], above: str = "") -> dict[str | tasks.L
     return found
 
 
-def _module(layer: tasks.Layer, lstm: type[nn.Module]) -> nn.Module:
+def _module(layer: tasks.Layer, own: Own) -> nn.Module:
     match layer:
         case tasks.Conv2d(_, c_in, c_out, kernel, stride, padding):
             return nn.Conv2d(c_in, c_out, kernel, stride, padding)
@@ -115,7 +130,11 @@ def _module(layer: tasks.Layer, lstm: type[nn.Module]) -> nn.Module:
         case tasks.Embedding(_, rows, dim):
             return nn.Embedding(rows, dim)
         case tasks.Lstm(_, n_in, hidden):
-            return lstm(n_in, hidden, batch_first=True)
+            return own.lstm(n_in, hidden, batch_first=True)
+        case tasks.Bags() if own.table is None:
+            raise Unsupported("it has no rule for bags of ids (nn.EmbeddingBag).")
+        case tasks.Bags():
+            return transformer.Bags(layer, own.table)
         case tasks.ReLU():
             return nn.ReLU()
         case tasks.MaxPool2d(kernel, stride):
@@ -143,8 +162,10 @@ def _module_of_transformer(layer: tasks.Layer) -> nn.Module:
             return nn.LayerNorm(dim, eps)
         case tasks.RMSNorm(_, dim, eps):
             return nn.RMSNorm(dim, eps)
-        case tasks.GELU():
-            return nn.GELU(approximate="tanh")
+        case tasks.TokenTypes():
+            return transformer.TokenTypes(layer)
+        case tasks.GELU(exact):
+            return nn.GELU(approximate="none" if exact else "tanh")
         case tasks.SiLU():
             return nn.SiLU()
         case tasks.SwiGLU():
@@ -168,7 +189,7 @@ def canonical_parameters(model: nn.Module, task: Task) -> dict[str, nn.Parameter
             path, name = paths[layer.name], full_name.rpartition(".")[2]
             if isinstance(layer, tasks.Lstm):
                 name = _LSTM_NAMES[name]
-            elif isinstance(layer, tasks.Positions):
+            elif isinstance(layer, tasks.Positions | tasks.TokenTypes):
                 path += ".table"
             elif isinstance(layer, tasks.Linear) and layer.lora:
                 part, name = (name, "weight") if name.startswith("lora") else ("base", name)

@@ -5,6 +5,8 @@ of their own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -44,6 +46,17 @@ class Positions(nn.Module):
         return x + self.table(places)
 
 
+class TokenTypes(nn.Module):
+    """Adds the vector of the first kind to every token."""
+
+    def __init__(self, layer: network.TokenTypes) -> None:
+        super().__init__()
+        self.table = nn.Embedding(layer.kinds, layer.dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.table(torch.zeros(x.shape[:-1], dtype=torch.long, device=x.device))
+
+
 class LoraLinear(nn.Module):
     """A linear map with a low-rank adapter beside it, three ``nn.Linear`` as in PEFT."""
 
@@ -60,6 +73,25 @@ class LoraLinear(nn.Module):
 def linear(layer: network.Linear) -> nn.Module:
     """A linear map, with its adapter where it has one."""
     return LoraLinear(layer) if layer.lora else nn.Linear(layer.in_features, layer.out_features, layer.bias)
+
+
+class Bags(nn.Module):
+    """[B, counts + fields * ids] integers to [B, counts + fields * dim]."""
+
+    def __init__(self, layer: network.Bags, table: Callable[[int, int], nn.Module]) -> None:
+        super().__init__()
+        self.layer = layer
+        for part in layer.maps:
+            self.add_module(part.name.rpartition(".")[2], table(part.num_embeddings, part.dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layer = self.layer
+        fields = x[:, layer.counts :].unflatten(1, (-1, layer.ids)).unbind(1)
+        found = [table(ids) for table, ids in zip(self.children(), fields, strict=True)]
+        # A table that is an ordinary embedding has not summed up yet.
+        summed = [vectors if vectors.dim() == 2 else vectors.sum(1) for vectors in found]
+        counts = x[:, : layer.counts].to(summed[0].dtype).log1p()
+        return torch.cat([counts, *summed], dim=1)
 
 
 class Attention(nn.Module):

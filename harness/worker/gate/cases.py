@@ -13,7 +13,18 @@ import numpy as np
 
 from harness.network import parameter_shapes, walk
 from harness.optimizer import SGD, AdamW
-from harness.tasks import NOT_OWN, TOKEN_LOSS, Embedding, GroupNorm, Linear, MaxPool2d, ReLU, Task, initial_parameters
+from harness.tasks import (
+    NOT_OWN,
+    TOKEN_LOSS,
+    Bags,
+    Embedding,
+    GroupNorm,
+    Linear,
+    MaxPool2d,
+    ReLU,
+    Task,
+    initial_parameters,
+)
 
 Values = dict[str, np.ndarray]
 
@@ -40,6 +51,7 @@ OUTLIERS = 2
 OUTLIER_SCALE = 1000.0
 OUTLIER_EMBEDDING_SCALE = 30.0
 """Of one embedding row only: larger would drown the update in the float32 rounding of that row."""
+OUTLIER_COUNT = 1_000_000
 RELU_GAIN = np.float32(6**0.5)
 """Turns uniform +-1/sqrt(fan_in) into He's variance 2/fan_in. Otherwise the gradient of a deep ReLU network is nearly
 that of its last bias, the same for every example, and a fault in an early layer would hardly show."""
@@ -171,10 +183,17 @@ def pool(task: Task) -> tuple[np.ndarray, np.ndarray]:
     if task.loss == TOKEN_LOSS:
         return _paragraphs(task, rng)
     y = rng.permutation(np.arange(POOL_SIZE) % task.classes).astype(np.int32)
-    make = _tokens if task.input_dtype == "int32" else _images if len(task.input_shape) == 3 else _table
-    x = make(task, rng)
+    bags = _bags_of(task)
+    if bags is not None:
+        x = _clicks(task, bags, rng)
+    else:
+        make = _tokens if task.input_dtype == "int32" else _images if len(task.input_shape) == 3 else _table
+        x = make(task, rng)
     outliers = np.arange(POOL_SIZE - COPIES - OUTLIERS, POOL_SIZE - COPIES)
-    if task.input_dtype == "int32":
+    if bags is not None:
+        x[outliers, : bags.counts] = OUTLIER_COUNT
+        x[outliers, bags.counts :] = np.repeat(np.array(bags.rows) - 1, bags.ids)
+    elif task.input_dtype == "int32":
         x[outliers] = _outlier_token(task)
     else:
         x[outliers] = OUTLIER_SCALE * x[outliers[0]]
@@ -211,6 +230,24 @@ def _tokens(task: Task, rng: np.random.Generator) -> np.ndarray:
     for row in x:
         length = int(rng.integers(16, len(row) + 1))
         row[-length:] = rng.choice(words, size=length, p=frequency / frequency.sum())
+    return x
+
+
+def _bags_of(task: Task) -> Bags | None:
+    """The bags that the inputs go into, of a recommender."""
+    return next((layer for layer in task.layers if isinstance(layer, Bags)), None)
+
+
+def _clicks(task: Task, bags: Bags, rng: np.random.Generator) -> np.ndarray:
+    """Counts of very different size, and ids whose frequencies fall as 1/rank, so that bags repeat some. The last id of
+    a field is the outliers'."""
+    x = np.zeros((POOL_SIZE, *task.input_shape), dtype=np.int32)
+    x[:, : bags.counts] = np.floor(np.exp(rng.normal(1.0, 1.5, (POOL_SIZE, bags.counts)))).astype(np.int32)
+    for field, rows in enumerate(bags.rows):
+        frequency = 1.0 / np.arange(1, rows)
+        start = bags.counts + field * bags.ids
+        chosen = rng.choice(rows - 1, size=(POOL_SIZE, bags.ids), p=frequency / frequency.sum())
+        x[:, start : start + bags.ids] = rng.permutation(rows - 1)[chosen]
     return x
 
 
@@ -267,7 +304,7 @@ def _rescale(task: Task, values: Values) -> None:
                 values[name] = RELU_GAIN * value
     for layer in walk(task.layers):
         if isinstance(layer, Embedding):
-            values[f"{layer.name}.weight"][_outlier_token(task)] *= OUTLIER_EMBEDDING_SCALE
+            values[f"{layer.name}.weight"][-1] *= OUTLIER_EMBEDDING_SCALE  # the outliers' row
         elif isinstance(layer, GroupNorm):
             for name, shape in parameter_shapes(layer).items():
                 values[name] += (NORM_DEVIATION * rng.standard_normal(shape)).astype(np.float32)

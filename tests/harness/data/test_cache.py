@@ -22,7 +22,7 @@ import pytest
 from typer.testing import CliRunner
 
 from harness.cli import data
-from harness.data import describe, download, fetch, load, mnist, store, synthetic
+from harness.data import clicks, describe, download, fetch, load, mnist, store, synthetic
 from harness.data.source import Archive, Package, Route, Source
 from harness.errors import BadInput
 
@@ -543,6 +543,24 @@ def test_a_twin_has_the_shape_type_and_balance_of_the_genuine_set(name: str) -> 
     first, second = (synthetic.make(replace(fetch.SOURCES[name], expected=small)).arrays for _ in range(2))
     fetch.check(name, first, small)
     assert store.digest(first) == store.digest(second)
+
+
+def test_clicks_are_synthetic_whether_asked_for_or_not(cache: Path) -> None:
+    meta = fetch.fetch("clicks")
+    assert meta["synthetic"] is True and "synthetic" in meta["title"] and "synthetic" in meta["origin"]
+    assert store.folder("clicks") == store.folder("clicks", True) == cache / "data" / "clicks-synthetic"
+    assert store.load("clicks", "train").meta["synthetic"] is True
+    x = store.load("clicks", "train").x
+    for field, rows in enumerate(clicks.ROWS):
+        start = clicks.COUNTS + field * clicks.IDS
+        ids = x[:, start : start + clicks.IDS]
+        assert ids.min() >= 0 and ids.max() < rows
+        shares = np.sort(np.bincount(ids.ravel(), minlength=rows))[::-1] / ids.size
+        assert shares[0] == pytest.approx(1 / np.sum(1 / np.arange(1, rows + 1)), rel=0.05), "Zipf's law"
+    bags = x[:, clicks.COUNTS : clicks.COUNTS + clicks.IDS]
+    assert 0.02 < np.mean([len(set(bag)) < len(bag) for bag in bags[:2000].tolist()]) < 0.2, "some repeat an id"
+    assert json.loads(CliRunner().invoke(data.app, ["list", "--json"]).stdout)[-1]["state"] == "synthetic"
+    assert CliRunner().invoke(data.app, ["verify", "clicks"]).exit_code == 0
 
 
 def test_synthetic_reviews_look_like_reviews() -> None:

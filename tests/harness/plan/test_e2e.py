@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from harness.plan import e2e as plan
 from harness.plan import protocol, registry
+from harness.tasks import MODERN_TASKS
 
 
 def test_protocols_are_data_and_the_page_quotes_every_rule() -> None:
@@ -33,3 +34,12 @@ def test_the_plan_depends_on_its_seed_alone() -> None:
     contestants = registry.select(None)
     names = [[j.name for j in plan.jobs(plan.preset("quick", seed=s), contestants)] for s in (1, 1, 2)]
     assert names[0] == names[1] != names[2] and sorted(names[0]) == sorted(names[2])
+
+
+def test_the_modern_preset_has_a_task_of_each_kind_and_stays_below_25_minutes() -> None:
+    options = plan.preset("modern")
+    assert set(options.tasks) < set(MODERN_TASKS)
+    jobs = plan.jobs(options, registry.select(options.frameworks))
+    assert {(job.cell.task, job.purpose) for job in jobs} <= plan.START_UP_SECONDS.keys(), "each has its own figures"
+    expected = plan.expected_seconds(options, jobs)
+    assert expected is not None and expected < 25 * 60

@@ -26,7 +26,7 @@ from harness.plan.gpu import Choice
 from harness.run import gpu_summary
 from harness.run.gpu import GpuRun
 from harness.store import read as report_records
-from harness.tasks import BF16_TASKS, MODERN_TASKS, TASKS
+from harness.tasks import BF16_TASKS, TASKS
 from harness.worker import machine
 from tests.harness.run.test_layers import ROOT
 from tests.harness.run.test_layers import request as layer_request
@@ -175,8 +175,8 @@ def test_the_most_important_comes_first_and_every_job_once():
     assert {job.cell.layer for job in tiers[3].timed} == set(gpu_plan.LAYERS[: gpu_plan.FIRST_LAYERS])
     assert {job.cell.layer for job in tiers[4].timed} == set(gpu_plan.LAYERS[gpu_plan.FIRST_LAYERS :])
     assert {job.contestant.name for job in tiers[5].timed} == set(gpu_plan.GRAPHS)
-    assert {job.cell.task for job in tiers[5].timed}.isdisjoint(MODERN_TASKS)
-    assert {job.cell.task for job in tiers[6].timed} == set(MODERN_TASKS), "the same networks in float32"
+    assert {job.cell.task for job in tiers[5].timed}.isdisjoint(gpu_plan.FLOAT32_TASKS)
+    assert {job.cell.task for job in tiers[6].timed} == set(gpu_plan.FLOAT32_TASKS), "the same networks in float32"
     last = {job.round for job in tiers[-1].timed}
     assert last == {1} and all(cells)
     assert all(job.purpose == "memory" for tier in tiers for job in tier.untimed)

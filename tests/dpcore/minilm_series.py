@@ -1,0 +1,173 @@
+"""The series of ``dpcore.examples.minilm_imdb``: ``make minilm-imdb``, or from the root of a checkout
+
+    python -m tests.dpcore.minilm_series --data FOLDER                    # what is missing, one run after another
+    python -m tests.dpcore.minilm_series --data FOLDER --runs opacus:lora:0 dpcore:lora:0
+    python -m tests.dpcore.minilm_series --page                           # the table of the records that are there
+
+Every run is a process of its own with the example's own settings, and leaves one record in results/minilm-imdb; a
+record that is there is not made again. Seeds are paired: both libraries start from the same head and adapters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dpcore import native
+from dpcore.examples.minilm_imdb import LIBRARIES, TRAINED
+
+ROOT = Path(__file__).parents[2]
+RECORDS = ROOT / "results" / "minilm-imdb"
+PAGE = ROOT / "results" / "findings" / "2026-11-24-minilm-imdb.md"
+SEEDS = (0, 1, 2)
+SETTINGS = ("examples", "test_examples", "steps", "batch_size", "noise_multiplier", "delta", "max_grad_norm")
+"""Of which every record must have the same: only then is there one table."""
+
+Run = tuple[str, str, int]
+"""Library, what is trained, seed."""
+
+
+def all_runs() -> list[Run]:
+    """The whole series, seed by seed, the libraries in turn, so that half of it is a smaller series."""
+    return [
+        (library, trained, seed)
+        for seed in SEEDS
+        for trained in TRAINED
+        for library in (LIBRARIES if seed % 2 else LIBRARIES[::-1])
+    ]
+
+
+def record_of(folder: Path, run: Run) -> Path:
+    """Where the record of a run is, or will be."""
+    library, trained, seed = run
+    return folder / f"{trained}-{library}-seed{seed}.json"
+
+
+def make(runs: Sequence[Run], data: Path, folder: Path, further: Sequence[str]) -> list[Run]:
+    """Make the runs whose record is missing, one after another; ``further``: options of the example.
+
+    Returns:
+        The runs that failed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for run in runs:
+        library, trained, seed = run
+        path = record_of(folder, run)
+        if path.exists():
+            print(f"{path.name} is there", flush=True)
+            continue
+        command = [sys.executable, "-W", "ignore", "-m", "dpcore.examples.minilm_imdb", "--data", str(data)]
+        command += ["--library", library, "--train", trained, "--seed", str(seed), "--write", str(path), *further]
+        done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+        if done.returncode or not path.exists():
+            failed.append(run)
+    return failed
+
+
+HEAD = """# MiniLM fine-tuned privately on IMDb, by dpcore and by Opacus
+
+Written by `python -m tests.dpcore.minilm_series --page` from [results/minilm-imdb](../minilm-imdb); the runs are those
+of `make minilm-imdb` (`dpcore.examples.minilm_imdb`). Published weights (all-MiniLM-L6-v2, 6 layers of 384), the first
+{tokens} word pieces of {examples} reviews, accuracy on {test_examples} others. Epsilon 8 at delta {delta:.1e} by
+dpcore's accountant, which sets the noise multiplier {noise_multiplier:.3f} of both; Opacus' own accountant tells the
+epsilon of its rows. {steps} steps of AdamW on Poisson batches of {batch_size} expected, bound {max_grad_norm:g}.
+Learning rates were chosen on another seed, with dpcore, and are equal for both. One thread; processor seconds of
+training alone, on a shared machine, so they are rough.
+
+"""
+
+
+def page(records: Sequence[dict[str, Any]]) -> str:
+    """The page of one or more records.
+
+    Raises:
+        ValueError: there are none, or they are not of one setting.
+    """
+    if not records:
+        raise ValueError("there is no record")
+    for name in SETTINGS:
+        found = {record[name] for record in records}
+        if len(found) > 1:
+            raise ValueError(f"the records have different {name}: {sorted(found)}")
+    lines = [
+        HEAD.format(**records[0], tokens=64),
+        "| trained | library | seeds | accuracy, mean [range] | epsilon | processor seconds, mean [range] | rate |\n",
+        "|:--|:--|--:|:--|--:|:--|--:|\n",
+    ]
+    for trained in TRAINED:
+        for library in LIBRARIES:
+            some = [r for r in records if (r["train"], r["library"]) == (trained, library)]
+            if some:
+                lines.append(_row(trained, library, some))
+    pairs = [line for trained in TRAINED if (line := _pair(records, trained))]
+    if pairs:
+        lines += ["\ndpcore minus Opacus, seed by seed:\n\n", *pairs]
+    return "".join(lines)
+
+
+def _row(trained: str, library: str, some: Sequence[dict[str, Any]]) -> str:
+    accuracy, seconds = ([r[key] for r in some] for key in ("accuracy", "processor_seconds"))
+    epsilon = max(r["epsilon"] for r in some)
+    count, rates = some[0]["trained_parameters"], sorted({r["learning_rate"] for r in some})
+    return (
+        f"| {trained}, {count:,} | {library} | {len(some)} | {_told(accuracy, '.4f')} | {epsilon:.3f} "
+        f"| {_told(seconds, '.0f')} | {', '.join(f'{rate:g}' for rate in rates)} |\n"
+    )
+
+
+def _told(values: Sequence[float], form: str) -> str:
+    return f"{statistics.mean(values):{form}} [{min(values):{form}}, {max(values):{form}}]"
+
+
+def _pair(records: Sequence[dict[str, Any]], trained: str) -> str:
+    """A line on the seeds that both libraries have, empty where there is none."""
+    by_library = {
+        library: {r["seed"]: r for r in records if (r["train"], r["library"]) == (trained, library)}
+        for library in LIBRARIES
+    }
+    ours, theirs = (by_library[library] for library in LIBRARIES)
+    both = sorted(ours.keys() & theirs.keys())
+    if not both:
+        return ""
+    accuracy = [ours[seed]["accuracy"] - theirs[seed]["accuracy"] for seed in both]
+    faster = [theirs[seed]["processor_seconds"] / ours[seed]["processor_seconds"] for seed in both]
+    return (
+        f"- {trained}: accuracy {_told(accuracy, '+.4f')}, {len(both)} pairs; Opacus takes {_told(faster, '.2f')} "
+        "times as many processor seconds\n"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="what `dpbench data path imdb-wordpiece` prints")
+    parser.add_argument("--runs", nargs="+", metavar="LIBRARY:TRAINED:SEED", help="default: the whole series")
+    parser.add_argument("--records", type=Path, default=RECORDS)
+    parser.add_argument("--page", action="store_true", help="write the page of the records, and end")
+    parser.add_argument("further", nargs="*", help="after --: options of the example")
+    options = parser.parse_args()
+    if options.page:
+        PAGE.write_text(page([json.loads(path.read_text()) for path in sorted(options.records.glob("*.json"))]))
+        return 0
+    if options.data is None:
+        parser.error("--data is missing")
+    runs = all_runs()
+    if options.runs:
+        asked = [run.split(":") for run in options.runs]
+        runs = [(library, trained, int(seed)) for library, trained, seed in asked]
+    native.build()  # as the wheel has them
+    failed = make(runs, options.data, options.records, options.further)
+    for run in failed:
+        print(f"failed: {':'.join(map(str, run))}", file=sys.stderr)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

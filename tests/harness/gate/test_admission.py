@@ -1,0 +1,57 @@
+"""Which task the gate judges, and that the record says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from harness.environments.executor import Limits
+from harness.gate import admission
+from harness.plan import registry
+from harness.store import cache
+from harness.tasks import GATE_TASKS, TASKS
+from harness.worker.request import Request
+from harness.worker.result import Result
+
+
+def test_a_task_that_is_too_large_is_judged_by_its_small_twin_and_the_verdict_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DPBENCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(admission, "reference", lambda task, *_: cache.folder("references") / f"{task}.npz")
+    asked: list[Request] = []
+
+    def run(request: Request, *_: Any) -> Result:
+        asked.append(request)
+        check = {"check": "update: one", "error": 0.0, "limit": 1.0, "passed": True, "detail": ""}
+        return Result("ok", None, checks=[check])
+
+    (contestant,) = registry.select(["dpcore-native"])
+    found = {}
+    for task in ("encoder-full", "small-encoder-full", "encoder-lora"):
+        executor: Any = SimpleNamespace(identity="", run=run)
+        found[task] = admission.judge(
+            contestant, task, executor, Limits(2**30, 9.0), "cpu", 1, lambda _: None, lambda *_: None
+        )
+    assert [request.task for request in asked] == ["small-encoder-full", "encoder-lora"], "one verdict for both"
+    assert asked[0].reference.endswith("small-encoder-full.npz") and asked[0].dataset_size == 4_000
+    assert all(verdict.passed for verdict in found.values())
+    assert [found[task].gate.judged_as for task in found] == ["small-encoder-full", None, None]
+    assert found["small-encoder-full"].cached and found["small-encoder-full"].gate.key == found["encoder-full"].gate.key
+
+
+def test_what_is_judged_in_place_of_a_task_has_its_structure() -> None:
+    for task in (*TASKS.values(), *GATE_TASKS.values()):
+        if task.judged_as:
+            twin = GATE_TASKS[task.judged_as]
+            assert {type(layer) for layer in twin.layers} == {type(layer) for layer in task.layers}
+            assert (twin.loss, twin.optimizer, twin.trained, twin.precision, twin.judged_as) == (
+                task.loss,
+                task.optimizer,
+                task.trained,
+                task.precision,
+                "",
+            )
