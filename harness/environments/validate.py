@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass
 from harness.contract import Array
 from harness.store.record import Timed
 from harness.tasks import TASKS, known_task
-from harness.worker.e2e import WINDOW_STEPS
+from harness.worker.e2e import FEWEST_COMPARED, WINDOW_STEPS
 from harness.worker.gate import checks as gate_checks
 from harness.worker.gate import layers as layer_gate
 from harness.worker.layer_request import LayerRequest
@@ -104,7 +104,7 @@ def _disagreement(result: Result) -> str | None:
 
 
 LARGEST_WEIGHTS = 256 * 2**20
-"""Bytes of one file of arrays, unpacked."""
+"""Bytes of one file of arrays, unpacked, unless the least that a replay leaves of the task's weights is more."""
 
 NEEDED = {
     "time": ("epoch_seconds", "timed", "epsilon_steps"),
@@ -174,7 +174,14 @@ def _fault_of_file(name: str, content: bytes, request: Request | LayerRequest) -
     if isinstance(request, LayerRequest):
         return _arrays(content, LARGEST_WEIGHTS)[1]
     look = fault_of_replay if name == "checked" else fault_of_weights
-    return look(content, request.task, LARGEST_WEIGHTS)
+    return look(content, request.task, largest_file(request.task))
+
+
+def largest_file(task: str) -> int:
+    """Return the bytes that a file of a task may take unpacked: of a large model, the weights of the fewest steps that
+    are compared, before and after each, with a tenth more for what else there is."""
+    parts = len(REPLAY_PARTS) + 2 * (FEWEST_COMPARED + 2)
+    return max(LARGEST_WEIGHTS, parts * known_task(task).weight_bytes * 11 // 10)
 
 
 def fault_of_weights(content: bytes, task: str, largest: int) -> str | None:

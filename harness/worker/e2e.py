@@ -383,7 +383,9 @@ WINDOW_BYTES = 32 * 2**20
 WINDOW_ROWS = 1024
 WINDOW_FLOPS = 2e10
 """So many consecutive steps of a replay are kept, as long as their weights, and the work to make them again one example
-at a time, stay below these. At least two."""
+at a time, stay below these."""
+FEWEST_COMPARED = 2
+"""At least so many."""
 JUMP_SLACK = 7.0
 """Standard deviations by which the length of a step's noise may exceed its expectation, about sqrt(parameters)."""
 
@@ -397,7 +399,7 @@ def window(task: Task, batch_size: int, steps: int) -> int:
         WINDOW_ROWS // rows,
         int(WINDOW_FLOPS / (rows * task.training_flops)),
     )
-    return min(steps, max(2, most))
+    return min(steps, max(FEWEST_COMPARED, most))
 
 
 def replay(

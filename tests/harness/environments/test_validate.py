@@ -125,3 +125,9 @@ def test_weights_are_arrays_of_the_task() -> None:
     assert f"{name} is missing" in fault(packed(other=np.zeros(3)))
     assert f"{name} is float32 (1, 1)" in fault(packed(**{**weights, name: np.zeros((1, 1), np.float32)}))
     assert "unpacked" in fault(packed(**weights, more=np.zeros(2**18)))
+
+
+def test_a_file_may_be_as_large_as_the_steps_of_a_large_model_are() -> None:
+    assert validate.largest_file("mnist-cnn") == validate.LARGEST_WEIGHTS
+    weights = 4 * 22_566_146
+    assert 13 * weights < validate.largest_file("encoder-full") < 15 * weights
