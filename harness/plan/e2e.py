@@ -117,7 +117,7 @@ PRESETS: dict[str, Options] = {
     "modern": Options(
         tasks=ONE_OF_EACH_KIND,
         frameworks=("core",),
-        batch_sizes=_sizes(ONE_OF_EACH_KIND, (32,), {}),
+        batch_sizes=_sizes(ONE_OF_EACH_KIND, (32,), {"encoder-lora": (16,)}),
         rounds=2,
         budget_seconds=1.0,
     ),
