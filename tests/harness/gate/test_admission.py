@@ -14,7 +14,7 @@ from harness.plan import registry
 from harness.store import cache
 from harness.tasks import GATE_TASKS, TASKS
 from harness.worker.request import Request
-from harness.worker.result import Result
+from harness.worker.result import Check, Result
 
 
 def test_a_task_that_is_too_large_is_judged_by_its_small_twin_and_the_verdict_names_it(
@@ -26,8 +26,7 @@ def test_a_task_that_is_too_large_is_judged_by_its_small_twin_and_the_verdict_na
 
     def run(request: Request, *_: Any) -> Result:
         asked.append(request)
-        check = {"check": "update: one", "error": 0.0, "limit": 1.0, "passed": True, "detail": ""}
-        return Result("ok", None, checks=[check])
+        return Result("ok", None, checks=[Check("update: one", 0.0, 1.0, True)])
 
     (contestant,) = registry.select(["dpcore-native"])
     found = {}

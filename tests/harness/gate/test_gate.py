@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from harness.contract import Setting, Unsupported
+from harness.network import Bags
 from harness.plan import registry
 from harness.store.record import GateCheck
 from harness.tasks import NOT_OWN, TASKS, TOKEN_LOSS
@@ -210,8 +211,11 @@ def test_pool_has_the_tasks_shapes_and_the_promised_rows(task):
     np.testing.assert_array_equal(y[-copies:], y[1 : 1 + copies])
     if task.input_dtype == "float32":
         assert x[:ordinary].min() >= 0 and x[:ordinary].max() <= 1
+    elif isinstance(bags := task.layers[0], Bags):
+        limits = [np.inf] * bags.counts + [rows for rows in bags.rows for _ in range(bags.ids)]
+        assert x.min() >= 0 and (x.max(axis=0) < limits).all(), "ids of every field's own table"
     elif task.loss != TOKEN_LOSS:
-        assert x.min() >= 0 and x.max() < 10_004
+        assert x.min() >= 0 and x.max() < task.layers[0].num_embeddings
         started = np.maximum.accumulate(x != 0, axis=1)
         assert ((x == 0) == ~started).all(), "padding stands in front only"
     assert len(gate_cases.zero_gradient_rows(task)) == 8
