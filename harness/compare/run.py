@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -205,24 +206,20 @@ def _of_layers(options: ComparisonOptions, roots: dict[Role, Path]) -> list[Pair
     if not options.layers:
         return []
     chosen = _both(options.frameworks, roots, lambda names, root: layer_registry.select(names, root=root))
-    made: list[PairedCell] = []
     layer_options = layer_plan.preset("small", isolation=options.isolation, device=options.device)
-    for layer in layer_data.select(options.layers):
-        for size in options.batch_sizes:
-            for sides, faults in chosen:
-                for passes in layer_plan.ALL_PASSES:
-                    having: dict[Role, AnyContestant | None] = {
-                        role: c
-                        for role, c in sides.items()
-                        if isinstance(c, LayerContestant)
-                        and passes in c.variant.passes
-                        and c.variant.has(LAYERS[layer])
-                    }
-                    if passes not in options.passes or not having:
-                        continue
-                    one = next(c for c in having.values() if isinstance(c, LayerContestant))
-                    cell = layer_plan.cell_of(layer_options, one, layer, passes, size)
-                    made.append(_paired_cell(cell, {role: having.get(role) for role in ROLES}, faults))
+    named = [passes for passes in layer_plan.ALL_PASSES if passes in options.passes]
+    made: list[PairedCell] = []
+    for layer, size, (sides, faults), passes in product(
+        layer_data.select(options.layers), options.batch_sizes, chosen, named
+    ):
+        having = {
+            role: c
+            for role, c in sides.items()
+            if isinstance(c, LayerContestant) and passes in c.variant.passes and c.variant.has(LAYERS[layer])
+        }
+        if having:
+            cell = layer_plan.cell_of(layer_options, next(iter(having.values())), layer, passes, size)
+            made.append(_paired_cell(cell, {role: having.get(role) for role in ROLES}, faults))
     return made
 
 
