@@ -558,7 +558,7 @@ class ComparisonRun:
     def _close(self, paired: PairedCell, progress: Progress) -> None:
         paired.is_closed = True
         progress.doing(paired.name)
-        progress.done(self._conclude(paired).verdict)
+        progress.done(self._conclude(paired).verdict, counts=paired.refusal is None)
 
     def _pair(self, paired: PairedCell, number: int, progress: Progress, only_stored: bool) -> Pair | None:
         name = f"{paired.slug}.{number:03}.json"
