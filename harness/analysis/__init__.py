@@ -1,1 +1,1 @@
-"""From records to frames, and from frames to statistics. Pure functions."""
+"""Frames from records, and statistics from frames. Pure functions."""

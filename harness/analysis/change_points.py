@@ -80,7 +80,7 @@ Floats = NDArray[np.float64]
 CAP = 9.0
 PENALTY = 24.0
 PLACING_CAP = 16.0
-"""For where a step is: an outlier seldom lands on the very level that comes next."""
+"""Cap for the place of a step: an outlier seldom lands on the very level that comes next."""
 FLOOR = 0.005
 """Least noise that is believed, as a standard deviation of log values."""
 SMALL_SAMPLE = 6.0

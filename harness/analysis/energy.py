@@ -12,7 +12,7 @@ STEPS_SHARE = 0.1
 """At the beginning and the end of each stretch a step of the counter may be missed. Together they may be so much of the
 figure."""
 FOREIGN_SHARE = 0.05
-"""Of the processors, taken by others while the clock ran: beyond it their energy is the others', too."""
+"""Share of the processors that others may take while the clock runs: beyond it, the energy is theirs, too."""
 
 
 def per_example(record: Record) -> tuple[dict[str, float], dict[str, str]]:

@@ -265,7 +265,7 @@ def _ratio(name: str, by_cell: Mapping[Key, Mapping[Hashable, float]], a: Key, b
 
 
 RUNS_SHOWN = 5
-"""More runs of a cell are shown by their lowest and highest value only."""
+"""Most runs of a cell whose values are all shown; of more, the lowest and the highest value are."""
 
 
 def spread(raw: pd.DataFrame, order: Sequence[tuple[str, str]]) -> pd.DataFrame:

@@ -17,7 +17,8 @@ from packaging.version import InvalidVersion, Version
 from harness.errors import BadInput
 
 VERDICTS = {0: "none-proven", 1: "regression", 2: "bad-input", 3: "failed"}
-"""By exit code of ``dpbench compare``. Nothing is proven of what was measured too briefly: that is no acquittal."""
+"""Verdict by exit code of ``dpbench compare``. A measurement that was too short proves nothing, so it is no
+acquittal."""
 REGRESSION, FAILED = 1, 3
 DRY_RUN = "dry-run"
 

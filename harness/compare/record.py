@@ -35,8 +35,8 @@ seed."""
 DIED: tuple[State, ...] = ("crashed", "oom", "timeout")
 
 UNEVEN_LOG = 0.1
-"""Of what others left of the processors to either side, log ratio: by so much their work alone moves the pair's
-ratio."""
+"""Pairs whose two processes had CPU shares that differ by more than this (absolute log ratio) are set aside: other work
+alone could explain their ratio."""
 QUIET_SHARE = 0.05
 
 

@@ -304,4 +304,4 @@ _DEFAULTS: dict[str, Any] = {
     "extrapolated": False,
     "memory": {},
 }
-"""What validation would fill in; 100,000 results are made without it."""
+"""Values that validation would fill in; 100,000 results are made without it."""

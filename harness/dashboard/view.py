@@ -264,7 +264,7 @@ def machines(history: History) -> list[MachineView]:
 
 
 def cells(history: History, events: Iterable[Event], all_series: dict[str, list[Series]], days: int) -> list[CellView]:
-    """In order of machine, task or layer, framework, variant, batch size."""
+    """Return the views in order of machine, task or layer, framework, variant, batch size."""
     by_series: dict[int, list[Event]] = {}
     for event in events:
         for change in event.changes:

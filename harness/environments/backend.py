@@ -47,7 +47,7 @@ class Output:
 
 Argument = str | Input | Output
 RunTool = Callable[[str, Sequence[Argument], Log], str]
-"""As :meth:`Backend.run_tool`."""
+"""A function like :meth:`Backend.run_tool`."""
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,12 @@ POWERCAP = Path("/sys/class/powercap")
 RAPL_ZONES = ("package", "dram")
 """Names of what is counted: processors and their memory. The zones of cores are parts of packages."""
 MOST_WATTS = 1_000.0
-"""Of one zone. A counter that could have gone round more than once at it says nothing."""
+"""Highest power of one zone, in watts. A counter that could have gone round more than once at that power says
+nothing."""
 IDLE_SECONDS = 3.0
 LOOK_SECONDS = 5e-3
 BUSY_SHARE = 0.05
-"""Of the processors, taken by others: then the machine is not idle."""
+"""Share of the processors from which on, if others take it, the machine is not idle."""
 
 
 class Counter(Protocol):

@@ -78,7 +78,7 @@ class Executor(Protocol):
 
 
 class InProcess:
-    """For tests of the harness: no isolation, no limits."""
+    """Executor for tests of the harness: no isolation, no limits."""
 
     name = "inprocess"
     identity = ""

@@ -64,13 +64,13 @@ class Referee:
     request: Request
     send: Callable[[Message], None] = field(default=lambda message: None)
     pid: int | None = None
-    """Of the worker, where it is a process of this machine."""
+    """Number of the worker's process, where it runs on this machine."""
 
     room: float = DISAGREEMENT_SECONDS
     """Seconds that two messages may take: more than through a pipe where the worker is farther away."""
 
     seconds: list[float] = field(default_factory=list)
-    """From each ``go`` to its end."""
+    """Seconds from each ``go`` to its end."""
 
     allowances: list[float] = field(default_factory=list)
     first_reads: list[tuple[float, float]] = field(default_factory=list)
@@ -253,7 +253,8 @@ class Referee:
         return replace(result, timed=timed, energy=self._energy.said(), clock_fault="; ".join(faults) or None)
 
     def _disagreements(self, stated: list[float], waiting: bool = True) -> list[str]:
-        """In sum, and in the middle of all stretches: a single one may be held up by chance.
+        """Return how the clocks disagree in sum and in the middle of all stretches: a single one may be held up by
+        chance.
 
         ``waiting``: whether what the threads waited for a processor excuses a difference.
         """

@@ -28,10 +28,11 @@ from harness.worker.result import Result
 
 LOCAL = ("harness", "frameworks", "dpcore")
 REFERENCES = tuple(ROOT / "frameworks" / "_tools" / name for name in ("reference.py", "layer_reference.py"))
-"""What computes the float64 truths of the gates, for every framework's."""
+"""Programs that compute the float64 references of all gates."""
 PROBE_SECONDS = 120.0
 JAX_GROWS = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-"""For processes side by side: by default each process of JAX takes three quarters of a GPU's memory at its start."""
+"""Variables for processes side by side: by default each process of JAX takes three quarters of a GPU's memory at its
+start."""
 
 
 class OutOfTime(Exception):
@@ -54,7 +55,7 @@ class Deadline:
         return self.seconds - self.used
 
     def end(self) -> None:
-        """At once: nothing that ends from now on is recorded."""
+        """Stop at once: nothing that ends from now on is recorded."""
         self.seconds = 0.0
 
     def check(self) -> None:

@@ -82,7 +82,8 @@ def _read(folder: Path) -> Environment:
 
 
 _faults: dict[Path, EnvironmentFault] = {}
-"""What could not be built by this process: every task and variant asks again, and an installation is not tried anew."""
+"""Environments that this process could not build: every task and variant asks again, and an installation is not tried
+anew."""
 
 
 def ensure(framework: Framework, log: Log) -> Environment:

@@ -48,7 +48,7 @@ BUDGET_BATCH = 64
 """The ε of one epoch at this batch size is what an adapter's own accountant is asked for."""
 
 TIMEOUT_SECONDS = 900.0
-"""At most: a run's own limit, where that is less."""
+"""Longest time of a gate, in seconds; a run's own limit counts where it is shorter."""
 NOISE_MULTIPLIER = 1.1
 DELTA = 1e-5
 

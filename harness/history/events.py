@@ -54,7 +54,7 @@ class Change:
     new: str = "ok"
     reason: str = ""
     back: int | None = None
-    """Of a state: the run at which it was ok again."""
+    """The run at which a state was ok again."""
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ class Move:
 
     @property
     def clear(self) -> bool:
-        """More than three standard deviations from none."""
+        """Whether the change is more than three standard deviations."""
         return self.noise is not None and abs(float(np.log(self.ratio))) > 3 * self.noise
 
 

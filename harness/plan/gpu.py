@@ -18,7 +18,7 @@ from harness.store.record import UNPINNED
 from harness.tasks import BF16_TASKS
 
 FIRST = ("pytorch-eager", "dpcore-engine", "opacus-ghost", "opacus-hooks", "jax-vmap", "jax-non-private")
-"""What every comparison needs."""
+"""Contestants that every comparison needs."""
 GRAPHS = ("dpcore-compiled", "pytorch-compiled")
 """Captured graphs: they compile for long."""
 LATER = (
@@ -35,7 +35,7 @@ TODAY = (*BF16_TASKS, *FLOAT32_TASKS)
 TASKS = ("mnist-cnn", "imdb-embedding", "cifar10-cnn", "imdb-lstm", *TODAY)
 BATCH_SIZES = (512, 64, 2048)
 MODERN_BATCH_SIZES = (64, 512)
-"""Of the tasks of today, whose examples are larger."""
+"""Batch sizes of the tasks of today, whose examples are larger."""
 ROUNDS = 2
 SECONDS_PER_CELL = 0.5
 """Timed steps of a cell; the epoch is extrapolated."""
@@ -59,15 +59,15 @@ FIRST_TASKS = 2
 LAYER_CONTESTANTS = ("pytorch-eager", "dpcore-engine", "opacus-ghost", "opacus-hooks", "jax-non-private", "jax-vmap")
 
 FRONTIER_TASKS = BF16_TASKS[:1]
-"""Of which the largest physical batch is searched, last of all."""
+"""Tasks whose largest physical batch is searched, last of all."""
 FRONTIER_FIRST = 512
 FRONTIER_RESOLUTION = 0.25
 FRONTIER_STEP_SECONDS = 5.0
 FRONTIER_BYTES_ON_CPU = 3 * 2**29
-"""Above start-up; on CUDA it is the device's memory."""
+"""Memory budget above start-up, in bytes; on CUDA it is the device's memory."""
 
 LONGEST_SECONDS = 120.0
-"""Of one process: one that hangs must not take the whole run with it."""
+"""Longest time of one process: one that hangs must not take the whole run with it."""
 
 AnyJob = Job | LayerJob
 

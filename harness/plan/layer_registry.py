@@ -18,7 +18,7 @@ from harness.store.record import Column, Passes
 COMMON_SOURCES = tuple(
     f"harness/{name}.py" for name in ("contract", "layers", "layer_contract", "worker/gate/layers", "worker/layers")
 )
-"""What every layer's time depends on, beside the framework's own files."""
+"""Sources on which every layer's time depends, beside the framework's own files."""
 
 
 @dataclass(frozen=True)

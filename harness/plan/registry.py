@@ -19,7 +19,7 @@ EXTRA_FOLDERS = "DPBENCH_FRAMEWORKS"
 
 FILE = "framework.toml"
 LAYER_FILES = ("layers.py", "layers.toml")
-"""Of a framework's folder: they belong to the layer benchmark and have a hash of their own."""
+"""Files of a framework's folder that belong to the layer benchmark and have a hash of their own."""
 
 OWN_SAMPLING = ("poisson", "shuffled", "fixed")
 EVERY_TASK = "every-task"

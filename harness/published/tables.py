@@ -26,7 +26,7 @@ from harness.tasks import TASKS
 
 LIBRARY = "dpcore"
 INSTALLED = f"{LIBRARY}-native"
-"""What users of the wheel for Linux have."""
+"""The contestant that users of the wheel for Linux have."""
 
 
 def ratios(entries: Sequence[Entry], sizes: Sequence[int] = ()) -> str:

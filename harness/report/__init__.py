@@ -1,1 +1,1 @@
-"""From records to tables, figures and pages."""
+"""Reports: tables, figures and pages from records."""

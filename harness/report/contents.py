@@ -20,7 +20,7 @@ from harness.report.model import Chapter, Grid, Report, Section
 from harness.store.record import Record
 
 Source = Callable[[Sequence[Record]], Iterable[Chapter]]
-"""From all records (of every kind) to chapters; none where it finds none of its own kind."""
+"""A function of all records (of every kind); it returns no chapter where it finds no record of its own kind."""
 
 
 def sources() -> tuple[Source, ...]:

@@ -68,7 +68,7 @@ REPLAY_GROWTH = 100.0
 """Roundings grow from step to step: the tolerance grows by itself every REPLAY_STEPS steps, to REPLAY_GROWTH times as
 much. One step left out of n is 1/sqrt(n) of the way or more."""
 LONGEST_STEP = 1.01
-"""What float32 adds to a step that is as long as its rows and its noise can make it."""
+"""Slack for what float32 adds to a step that is as long as its rows and its noise can make it."""
 STEP_REFERENCE = "frameworks._tools.step_reference"
 EVALUATE = "frameworks._tools.evaluate"
 

@@ -47,7 +47,7 @@ from harness.worker import machine
 
 RECORDS, TEXT = "records.jsonl", "summary.txt"
 RESERVE_SECONDS = 3.0
-"""Of the time asked for: what ending takes."""
+"""Seconds of the time asked for that are kept for ending the run."""
 CORES_PER_PROCESS = 3
 MOST_SIDE_BY_SIDE = 6
 THE_REFERENCE = "the float64 reference"

@@ -17,9 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
 SIZE = 1024
-"""Of the matrix product: large enough that it is arithmetic and not memory traffic that takes the time."""
+"""Size of the matrix product: large enough that arithmetic and not memory traffic takes the time."""
 COPY_BYTES = 64 * 2**20
-"""By each thread: several times the caches."""
+"""Bytes that each thread copies: several times the caches."""
 SECONDS = 0.3
 """How long each of the two is repeated; the fastest time counts."""
 POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")

@@ -318,7 +318,8 @@ class Moment:
 
 
 ENDS_THE_RUN = (BadInput, OutOfTime)
-"""What the user has to mend, or asked for; anything else that goes wrong around a process is that process's failure."""
+"""Errors that the user has to mend, or asked for; anything else that goes wrong around a process is that process's
+failure."""
 
 
 def unforeseen(error: Exception) -> Result:
@@ -342,7 +343,7 @@ def short(error: Exception) -> str:
 
 
 FULL_BELOW_BYTES = 64 * 2**20
-"""Less free space than this, and a worker's word that the disk is full is believed: no weights are larger."""
+"""With less free space than this, a worker that says the disk is full is believed: no weights are larger."""
 
 
 def check_disk(result: Result, folder: RunFolder, name: str) -> None:

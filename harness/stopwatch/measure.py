@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 WARM_UP_CALLS = 3
 WARM_UP_SECONDS = 0.05
 LONGEST_WARM_UP = 3.0
-"""At least so many calls and seconds; a slow step ends the warm-up."""
+"""The warm-up takes at least so many calls and seconds; a slow step ends it."""
 
 ROUND_SECONDS = 0.01
 """A round repeats a short step until it lasts so long: the clock itself (under 1 µs) is then nothing beside it."""
@@ -30,7 +30,7 @@ LEAST_ROUNDS = 5
 MOST_ROUNDS = 200
 
 COLLECTED_SECONDS = 0.5
-"""After so many timed seconds Python's collector runs, outside the clock: a step may leave cyclic garbage."""
+"""Python's collector runs after so many timed seconds, outside the clock: a step may leave cyclic garbage."""
 
 DISTURBED_SHARE = 0.05
 SHARE_FROM = 0.5

@@ -24,7 +24,8 @@ FOLDER = ".dpbench"
 LATEST = "latest"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 CANARY_CHANGED = 0.25
-"""As in a benchmark's run: a change of the speed probe's seconds by more means that the machine changed its speed."""
+"""The machine changed its speed if the speed probe's seconds change by more than this; the same share as in a
+benchmark's run."""
 
 
 @dataclass(frozen=True)

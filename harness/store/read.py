@@ -13,7 +13,7 @@ from harness.store.folder import PLAN, SITE, misnamed
 from harness.store.record import Record
 
 SUMMARY = "summary.json"
-"""What ``run gpu`` leaves beside its records."""
+"""The summary that ``run gpu`` leaves beside its records."""
 
 
 Tell = Callable[[str], None]

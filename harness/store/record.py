@@ -31,17 +31,17 @@ UNPINNED = "unpinned"
 """Isolation of a record whose versions nobody pinned: the environment was used as it was."""
 Purpose = Literal["time", "memory", "gate", "probe"]
 Passes = Literal["plain", "per_sample", "clipped"]
-"""What a timed pass of a layer computes. ``plain``: forward and backward without DP. ``per_sample``: the paper's,
+"""The computation of a timed pass of a layer. ``plain``: forward and backward without DP. ``per_sample``: the paper's,
 forward and backward with per-sample gradients left behind. ``clipped``: the honest one, with clipping to a sum."""
 Column = Literal["module", "own_module", "dp"]
 """The columns of the paper's layer tables: plain module, the DP library's own module without DP, with DP."""
 
 
 Seconds = Annotated[float, Field(gt=0.0)]
-"""Of something that was timed: a clock that stood still or ran backwards measured nothing."""
+"""Seconds that were timed: a clock that stood still or ran backwards measured nothing."""
 Bytes = Annotated[int, Field(ge=0)]
 Words = Annotated[str, AfterValidator(lambda text: CONTROLS.sub("", text))]
-"""Of a contestant, or a library that it uses: shown on terminals, so that nothing in it may steer one."""
+"""Text by a contestant or a library that it uses. Terminals show it, so nothing in it may steer one."""
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
@@ -197,7 +197,8 @@ class Gate(_Model):
 
 
 class Epsilon(_Model):
-    """After ``steps`` steps at ``delta``; ``own`` is the library's. None where batches are no Poisson samples."""
+    """Privacy spent after ``steps`` steps at ``delta``; ``own`` is the library's figure. None where batches are no
+    Poisson samples."""
 
     delta: float
     steps: int
@@ -225,7 +226,7 @@ class Load(_Model):
 
 
 GPU, PROCESSORS = "gpu", "processors"
-"""What has an energy counter; the second one holds their memory, too."""
+"""Devices with an energy counter; the second one includes their memory."""
 
 
 class Energy(_Model):
@@ -380,7 +381,7 @@ MACHINE_FACTS: dict[str, type | tuple[type, ...]] = {
     "load_average": (int, float),
     "peaks": dict,
 }
-"""What reports read of ``machine``, where it is there."""
+"""Facts of ``machine`` that reports read, where they are there."""
 
 
 def parse(text: str, origin: str) -> Record:

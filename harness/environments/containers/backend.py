@@ -34,7 +34,7 @@ from harness.worker.result import Result
 
 TOOL_SECONDS = 900.0
 MEMORY_SHARE = 0.9
-"""Of an engine's memory elsewhere, that one process may take."""
+"""Share of the memory of an engine elsewhere that one process may take."""
 
 
 class ContainerBackend:

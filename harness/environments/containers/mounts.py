@@ -61,7 +61,7 @@ class Mounts:
         return self._volumes[key]
 
     def forget(self) -> None:
-        """After a restart of the engine, and what was sent with it."""
+        """Forget what was sent: a restarted engine may have lost it."""
         self._volumes.clear()
 
 

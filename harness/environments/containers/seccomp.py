@@ -15,7 +15,8 @@ EPERM, ENOSYS = 1, 38
 NEW_NAMESPACES = 0x7E020000
 """Flags of clone that make a namespace."""
 FAMILIES = {"AF_UNIX": 1, "AF_INET": 2, "AF_INET6": 10, "AF_NETLINK": 16}
-"""Of sockets. There is no network, but the loopback, and libraries ask netlink for its addresses."""
+"""Families of sockets that are allowed. There is no network but the loopback, and libraries ask netlink for its
+addresses."""
 
 FILES = """
     access chdir chmod chown chown32 close close_range copy_file_range creat dup dup2 dup3 faccessat faccessat2

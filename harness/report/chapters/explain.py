@@ -1,4 +1,4 @@
-"""From a number in a table back to the processes that it comes from."""
+"""Lead from a number in a table back to its processes."""
 
 from __future__ import annotations
 

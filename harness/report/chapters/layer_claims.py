@@ -39,7 +39,7 @@ What = Literal["runtime", "memory", "L/C/b", "share", "error"]
 """``L/C/b``: L/C over the batch size. ``share``: of the peak, that the paper's laws explain. ``error``: of the
 predicted overhead over the embedding sweep."""
 Pair = Literal["dp / module", "own / module", "dp / own", "module", "dp"]
-"""Of the paper's columns: torch.nn, the DP library's own module without DP, with DP."""
+"""The paper's columns: torch.nn, the DP library's own module without DP, with DP."""
 Place = tuple[str, int]
 """Row of the paper's tables (for ``error`` the regime, with the number of embeddings behind it) and batch size."""
 Key = tuple[What, Pair, Place]
@@ -193,7 +193,7 @@ def _weakening(what: What, pair: Pair, row: str) -> Measure:
 
 
 def _mean(what: What, pair: Pair, rows: Sequence[str]) -> Measure:
-    """Over all these rows and batch sizes."""
+    """Return the mean over all these rows and batch sizes."""
 
     def measure(source: Source) -> Iterable[Measured]:
         if found := source.factors(what, pair, rows):
@@ -238,7 +238,7 @@ def _signed(values: Sequence[float]) -> str:
 
 
 def _within(mean: float, deviation: float) -> tuple[float, float]:
-    """For a mean ± standard deviation of the text that no table holds."""
+    """Return the range of a mean ± standard deviation of the text that no table holds."""
     return mean - deviation, mean + deviation
 
 
@@ -382,7 +382,7 @@ ELSEWHERE = (
     "on Opacus' LSTM (2.4 times JAX's median epoch, without JAX's first epoch of 101) is of whole epochs: see the "
     "end-to-end findings, where such were measured."
 )
-"""What else its section on results says."""
+"""Further claims of the paper's section on results."""
 
 
 def claims(tables: LayerTables) -> pd.DataFrame:

@@ -36,9 +36,9 @@ QUOTED_SHARES = {
     ("convolution", NON_DP): "17.7% ± 7.1%",
     ("convolution", PAPER_DP): "6.15% ± 0.03%",
 }
-"""What the paper's text says of the share explained: mean and standard deviation."""
+"""The share explained by the paper's text: mean and standard deviation."""
 QUOTED_ERRORS = {"L/C << b": "+41% ± 17.6%", "L/C >> b": "-23.3% ± 6.3%"}
-"""What its text says of the predicted overhead over the embedding sweep."""
+"""The predicted overhead over the embedding sweep by the paper's text."""
 
 
 def of_the_paper() -> pd.DataFrame:

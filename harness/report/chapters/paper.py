@@ -367,7 +367,7 @@ ABOVE_ONE, BELOW_ONE = (1.0, math.inf), (0.0, 1.0)
 
 
 def _stated(figure: float) -> tuple[float, float]:
-    """For a figure of the text that its table does not hold."""
+    """Return the range of a figure of the text that its table does not hold."""
     return figure / TOLERANCE, figure * TOLERANCE
 
 

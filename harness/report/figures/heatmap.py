@@ -1,4 +1,4 @@
-"""More contestants than lines can be told apart: a grid of numbers, a row each, the darker the slower."""
+"""Heat map for more contestants than lines can be told apart: a row of numbers each, the darker the slower."""
 
 from __future__ import annotations
 

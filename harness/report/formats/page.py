@@ -289,7 +289,7 @@ def _cells(tables: Tables, sections: Mapping[Section, int], position: Mapping[st
 
 
 def _finite(value: Any) -> float | None:
-    """For JSON, with more digits than anything shows."""
+    """Round a number for JSON, to more digits than anything shows."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
 
 
