@@ -20,7 +20,7 @@ def findings(
     stale = False
     for page in pages.pages():
         before = page.read_text(encoding="utf-8")
-        for path, content in {page: pages.fill(before).encode(), **pages.pictures(before)}.items():
+        for path, content in {page: pages.fill(page, before).encode(), **pages.pictures(before)}.items():
             if path.exists() and path.read_bytes() == content:
                 continue
             stale = True

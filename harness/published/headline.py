@@ -1,4 +1,4 @@
-"""The figure of README: what DP costs at one batch size, from committed records."""
+"""Figures of README and results: what DP costs at one batch size, from committed records."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from harness.report.figures import headline, looks
 from harness.report.model import task_title
 
 FOLDER = ROOT / "plots"
-STEM = "cost-of-privacy"
 TITLE = "What privacy costs: time of an epoch over PyTorch without DP"
 
 
-def block(entries: Sequence[Entry], size: int) -> str:
-    """Return the figure as HTML for README, with its numbers as text for those who cannot see it."""
+def block(entries: Sequence[Entry], size: int, path: Path) -> str:
+    """Return the figure as HTML, with its numbers as text for those who cannot see it. ``path``: of the light picture
+    from the page, without its ending."""
     said = [
         f"{title}: " + ", ".join(f"{bar.name} {factor(bar.ratio)}" for bar in bars) + "."
         for title, bars in _panels(_rows(entries, size))
@@ -33,15 +33,15 @@ def block(entries: Sequence[Entry], size: int) -> str:
     return "\n".join(
         (
             "<picture>",
-            f'  <source media="(prefers-color-scheme: dark)" srcset="plots/{STEM}-dark.svg">',
-            f'  <img src="plots/{STEM}.svg" width="100%" alt="{TITLE}; batch {size}. {" ".join(said)}">',
+            f'  <source media="(prefers-color-scheme: dark)" srcset="{path}-dark.svg">',
+            f'  <img src="{path}.svg" width="100%" alt="{TITLE}; batch {size}. {" ".join(said)}">',
             "</picture>",
         )
     )
 
 
-def files(entries: Sequence[Entry], size: int) -> Mapping[Path, bytes]:
-    """Return the pictures, light and dark, as SVG and PNG: path -> content."""
+def files(entries: Sequence[Entry], size: int, stem: str) -> Mapping[Path, bytes]:
+    """Return the pictures named ``stem``, light and dark, as SVG and PNG: path -> content."""
     import matplotlib
 
     rows = _rows(entries, size)
@@ -54,7 +54,7 @@ def files(entries: Sequence[Entry], size: int) -> Mapping[Path, bytes]:
             for kind, apart in (("svg", {"Date": None}), ("png", {"Software": None})):
                 buffer = io.BytesIO()
                 figure.savefig(buffer, format=kind, dpi=200, metadata={**metadata, **apart})
-                found[FOLDER / f"{'-'.join(filter(None, (STEM, suffix)))}.{kind}"] = buffer.getvalue()
+                found[FOLDER / f"{'-'.join(filter(None, (stem, suffix)))}.{kind}"] = buffer.getvalue()
     return found
 
 
@@ -88,5 +88,6 @@ def _note(rows: pd.DataFrame, entries: Sequence[Entry], size: int) -> str:
     scaled = f", {scaled}extrapolated from parts of epochs" if scaled else ""
     return (
         f"Shorter is better. Batch {size}. {machines}. Mean of {rounds} paired rounds{scaled}. PyTorch without DP "
-        "(dotted): the faster of eager and compiled. Every update was checked against a float64 reference."
+        "(dotted): the faster of eager and compiled, where both were measured. Every update was checked against a "
+        "float64 reference."
     )

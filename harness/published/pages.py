@@ -1,12 +1,13 @@
 """Pages with tables that are made from committed records: what stands between two comments is written anew.
 
 A block begins with ``<!-- ratios: NAMES at SIZES -->``, ``<!-- tables: NAMES | TITLE -->``, ``<!-- sentence: NAMES at
-SIZE -->`` or ``<!-- figure: NAMES at SIZE -->`` and ends with ``<!-- end -->``. NAMES are those of ``dpbench report``,
-separated by spaces; SIZES, batch sizes, may be left out.
+SIZE -->`` or ``<!-- figure: NAMES at SIZE as FILE -->`` and ends with ``<!-- end -->``. NAMES are those of ``dpbench
+report``, separated by spaces; SIZES, batch sizes, may be left out. FILE is a name in plots/, without its ending.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,13 +30,15 @@ def pages() -> Iterator[Path]:
     yield from sorted((ROOT / "results" / "findings").glob("*.md"))
 
 
-def fill(text: str) -> str:
-    """Return the text with every block made anew.
+def fill(page: Path, text: str) -> str:
+    """Return the text of ``page`` with every block made anew.
 
     Raises:
         BadInput: A block names a run or a table that does not exist.
     """
-    return BLOCK.sub(lambda found: f"{found['first']}{_table(found['kind'], found['what'])}\n{found['last']}", text)
+    return BLOCK.sub(
+        lambda found: f"{found['first']}{_table(page, found['kind'], found['what'])}\n{found['last']}", text
+    )
 
 
 def pictures(text: str) -> Mapping[Path, bytes]:
@@ -45,9 +48,18 @@ def pictures(text: str) -> Mapping[Path, bytes]:
     found: dict[Path, bytes] = {}
     for block in BLOCK.finditer(text):
         if block["kind"] == "figure":
-            names, _, size = block["what"].partition(" at ")
-            found |= headline.files(_entries(names), _size(size))
+            names, size, stem = _figure(block["what"])
+            found |= headline.files(_entries(names), size, stem)
     return found
+
+
+def _figure(what: str) -> tuple[str, int, str]:
+    """Return (names of runs, batch size, name of the file) of a block."""
+    names, _, rest = what.partition(" at ")
+    size, _, stem = rest.partition(" as ")
+    if not re.fullmatch(r"[a-z0-9-]+", stem):
+        raise BadInput(f"A figure asks for the file {stem!r}: end the block's line with `as NAME`, small letters.")
+    return names, _size(size), stem
 
 
 def _size(text: str) -> int:
@@ -56,15 +68,16 @@ def _size(text: str) -> int:
     return int(text)
 
 
-def _table(kind: str, what: str) -> str:
+def _table(page: Path, kind: str, what: str) -> str:
     from harness.published import headline, tables
 
+    if kind == "figure":
+        names, size, stem = _figure(what)
+        return headline.block(_entries(names), size, Path(os.path.relpath(headline.FOLDER, page.parent)) / stem)
     names, _, rest = what.partition(" | " if kind == "tables" else " at ")
     entries = _entries(names)
     if kind == "tables":
         return tables.grids(entries, rest)
-    if kind == "figure":
-        return headline.block(entries, _size(rest))
     if kind == "sentence":
         return tables.sentence(entries, _size(rest))
     if not re.fullmatch(r"[\d ]*", rest):

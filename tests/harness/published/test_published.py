@@ -149,7 +149,7 @@ def test_tables_of_pages_are_what_the_records_give(page: Path) -> None:
     text = page.read_text()
     said = "No records exist" in " ".join(text.split())  # then every figure is typed, and the page says so
     assert pages.BLOCK.search(text) or said, "no generated table"
-    assert pages.fill(text) == text, "run `make findings`"
+    assert pages.fill(index.ROOT / page, text) == text, "run `make findings`"
 
 
 def test_the_result_shown_first_rests_on_current_runs() -> None:
@@ -162,11 +162,21 @@ def test_the_result_shown_first_rests_on_current_runs() -> None:
 
 def test_a_stale_table_is_found_and_mended() -> None:
     text = "before\n<!-- ratios: grid-lstm-2 at 512 -->\n| 0.01 |\n<!-- end -->\nafter\n"
-    made = pages.fill(text)
+    made = pages.fill(index.ROOT / "README.md", text)
     assert made.startswith("before\n<!-- ratios") and made.endswith("<!-- end -->\nafter\n")
     assert "| imdb-lstm | 512 | dpcore-native | 0.73" in made and "0.01 |" not in made and "| 16 |" not in made
     with pytest.raises(BadInput, match="like 'nothing'"):
-        pages.fill("<!-- tables: scout-lstm-2026 | nothing -->\n<!-- end -->")
+        pages.fill(index.ROOT / "README.md", "<!-- tables: scout-lstm-2026 | nothing -->\n<!-- end -->")
+
+
+def test_a_figure_is_linked_from_where_its_page_lies_and_named() -> None:
+    text = "<!-- figure: grid-lstm-2 at 512 as lstm -->\n<!-- end -->\n"
+    assert 'src="plots/lstm.svg"' in pages.fill(index.ROOT / "README.md", text)
+    made = pages.fill(RESULTS / "README.md", text)
+    assert 'src="../plots/lstm.svg"' in made and 'srcset="../plots/lstm-dark.svg"' in made
+    assert {path.name for path in pages.pictures(text)} == {"lstm.svg", "lstm.png", "lstm-dark.svg", "lstm-dark.png"}
+    with pytest.raises(BadInput, match="end the block's line with `as NAME`"):
+        pages.fill(RESULTS / "README.md", text.replace(" as lstm", ""))
 
 
 def test_readme_shows_the_figure_of_its_records() -> None:
@@ -182,7 +192,9 @@ def test_readme_shows_the_figure_of_its_records() -> None:
 
 
 def test_the_result_is_a_sentence_of_its_records() -> None:
-    made = pages.fill("<!-- sentence: grid-lstm-2 grid-mnist-2026-11-22 at 512 -->\n<!-- end -->")
+    made = pages.fill(
+        index.ROOT / "README.md", "<!-- sentence: grid-lstm-2 grid-mnist-2026-11-22 at 512 -->\n<!-- end -->"
+    )
     (said,) = re.findall(r"\*\*(.*)\*\* \((.*)\)\.", made)
     assert said[0] == (
         "Training with DP in dpcore takes 0.68 to 0.73 of the time of the fastest other exact framework, and 0.56 to "
@@ -192,9 +204,9 @@ def test_the_result_is_a_sentence_of_its_records() -> None:
         "22 Nov 2026, partly extrapolated from parts of epochs"
     )
     with pytest.raises(BadInput, match=r"No run of .* at 512"):
-        pages.fill("<!-- sentence: scout-lstm-2026 at 512 -->\n<!-- end -->")
+        pages.fill(index.ROOT / "README.md", "<!-- sentence: scout-lstm-2026 at 512 -->\n<!-- end -->")
 
 
 def test_a_figure_asks_for_one_batch_size() -> None:
     with pytest.raises(BadInput, match="give one number"):
-        pages.fill("<!-- figure: grid-mnist-2026-11-22 at 16 64 -->\n<!-- end -->")
+        pages.fill(index.ROOT / "README.md", "<!-- figure: grid-mnist-2026-11-22 at 16 64 as both -->\n<!-- end -->")
