@@ -95,11 +95,13 @@ def reviews(options: argparse.Namespace) -> data.Data:
         tokens[:, ::4] = 5 + labels[:, None]
         both = TensorDataset(torch.from_numpy(tokens), torch.from_numpy(labels))
         return data.Data(both, both, "synthetic")
-    parts = []
-    for part, first, size in (("train", 0, options.examples), ("test", options.first_test, options.test)):
-        tokens, labels = (np.load(options.data / f"{part}_{kind}.npy")[first : first + size] for kind in "xy")
-        parts.append(TensorDataset(torch.from_numpy(tokens).long(), torch.from_numpy(labels).long()))
-    return data.Data(*parts, "genuine imdb")
+    train = _part(options.data, "train", 0, options.examples)
+    return data.Data(train, _part(options.data, "test", options.first_test, options.test), "genuine imdb")
+
+
+def _part(folder: Path, split: str, first: int, size: int) -> TensorDataset:
+    tokens, labels = (np.load(folder / f"{split}_{kind}.npy")[first : first + size] for kind in "xy")
+    return TensorDataset(torch.from_numpy(tokens).long(), torch.from_numpy(labels).long())
 
 
 def _decays_linearly(optimizer: torch.optim.Optimizer, steps: int) -> list[int]:
