@@ -4,8 +4,10 @@
     python -m tests.dpcore.minilm_series --data FOLDER --runs opacus:lora:0 dpcore:lora:0
     python -m tests.dpcore.minilm_series --page                           # the table of the records that are there
 
-Every run is a process of its own with the example's own settings, and leaves one record in results/minilm-imdb; a
-record that is there is not made again. Seeds are paired: both libraries start from the same head and adapters.
+First some learning rates are tried with dpcore, on a seed and on test reviews that are not those of the series; both
+libraries get the best one. Every run is a process of its own with the example's own settings, and leaves one record in
+results/minilm-imdb, those of the tries in its folder tuning; a record that is there is not made again. Seeds are
+paired: both libraries start from the same head and adapters.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,10 @@ ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "results" / "minilm-imdb"
 PAGE = ROOT / "results" / "findings" / "2026-11-24-minilm-imdb.md"
 SEEDS = (0, 1, 2)
+TUNING_SEED, TUNING_TEST = 100, 1000
+"""The tries are tested on the first so many test reviews, the series on those behind them."""
+RATES = {"full": (3e-4, 1e-3), "lora": (2e-3, 5e-3), "bias": (2e-3, 5e-3)}
+"""Learning rates that are tried."""
 SETTINGS = ("examples", "test_examples", "steps", "batch_size", "noise_multiplier", "delta", "max_grad_norm")
 """Of which every record must have the same: only then is there one table."""
 
@@ -50,8 +56,37 @@ def record_of(folder: Path, run: Run) -> Path:
     return folder / f"{trained}-{library}-seed{seed}.json"
 
 
-def make(runs: Sequence[Run], data: Path, folder: Path, further: Sequence[str]) -> list[Run]:
-    """Make the runs whose record is missing, one after another; ``further``: options of the example.
+def tune(data: Path, folder: Path, further: Sequence[str]) -> dict[str, float]:
+    """Try the learning rates whose record is missing.
+
+    Returns:
+        The best one of each kind of training by test accuracy.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    best = {}
+    for trained, rates in RATES.items():
+        found = {}
+        for rate in rates:
+            path = folder / f"{trained}-{rate:g}.json"
+            if path.exists() or _run(
+                ("dpcore", trained, TUNING_SEED), rate, data, path, ["--test", str(TUNING_TEST), *further]
+            ):
+                found[rate] = json.loads(path.read_text())["accuracy"]
+        best[trained] = max(found, key=lambda rate: found[rate])
+    return best
+
+
+def make(
+    runs: Sequence[Run], rates: Mapping[str, float], data: Path, folder: Path, further: Sequence[str]
+) -> list[Run]:
+    """Make the runs whose record is missing, one after another.
+
+    Args:
+        runs: which.
+        rates: learning rates by what is trained.
+        data: the example's folder of reviews and weights.
+        folder: where the records lie.
+        further: options of the example.
 
     Returns:
         The runs that failed.
@@ -59,17 +94,22 @@ def make(runs: Sequence[Run], data: Path, folder: Path, further: Sequence[str]) 
     folder.mkdir(parents=True, exist_ok=True)
     failed = []
     for run in runs:
-        library, trained, seed = run
         path = record_of(folder, run)
         if path.exists():
             print(f"{path.name} is there", flush=True)
-            continue
-        command = [sys.executable, "-W", "ignore", "-m", "dpcore.examples.minilm_imdb", "--data", str(data)]
-        command += ["--library", library, "--train", trained, "--seed", str(seed), "--write", str(path), *further]
-        done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
-        if done.returncode or not path.exists():
+        elif not _run(run, rates[run[1]], data, path, ["--first-test", str(TUNING_TEST), *further]):
             failed.append(run)
     return failed
+
+
+def _run(run: Run, rate: float, data: Path, path: Path, further: Sequence[str]) -> bool:
+    """Make one run; whether its record is there."""
+    library, trained, seed = run
+    command = [sys.executable, "-W", "ignore", "-m", "dpcore.examples.minilm_imdb", "--data", str(data)]
+    command += ["--library", library, "--train", trained, "--seed", str(seed), "--learning-rate", repr(rate)]
+    command += ["--write", str(path), *further]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+    return done.returncode == 0 and path.exists()
 
 
 HEAD = """# MiniLM fine-tuned privately on IMDb, by dpcore and by Opacus
@@ -79,8 +119,9 @@ of `make minilm-imdb` (`dpcore.examples.minilm_imdb`). Published weights (all-Mi
 {tokens} word pieces of {examples} reviews, accuracy on {test_examples} others. Epsilon 8 at delta {delta:.1e} by
 dpcore's accountant, which sets the noise multiplier {noise_multiplier:.3f} of both; Opacus' own accountant tells the
 epsilon of its rows. {steps} steps of AdamW on Poisson batches of {batch_size} expected, bound {max_grad_norm:g}.
-Learning rates were chosen on another seed, with dpcore, and are equal for both. One thread; processor seconds of
-training alone, on a shared machine, so they are rough.
+Learning rates fall to zero over the steps; they were chosen with dpcore on another seed and other test reviews, of two
+tried for each kind ([tuning](../minilm-imdb/tuning)), and are equal for both. One thread; processor seconds of training
+alone, on a shared machine, so they are rough.
 
 """
 
@@ -163,7 +204,8 @@ def main() -> int:
         asked = [run.split(":") for run in options.runs]
         runs = [(library, trained, int(seed)) for library, trained, seed in asked]
     native.build()  # as the wheel has them
-    failed = make(runs, options.data, options.records, options.further)
+    rates = tune(options.data, options.records / "tuning", options.further)
+    failed = make(runs, rates, options.data, options.records, options.further)
     for run in failed:
         print(f"failed: {':'.join(map(str, run))}", file=sys.stderr)
     return int(bool(failed))

@@ -159,7 +159,30 @@ def test_a_series_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(subprocess, "run", run)
     runs = minilm_series.all_runs()
     assert len(set(runs)) == 18
-    assert minilm_series.make(runs[:1], Path("d"), tmp_path, []) == []
-    failed = minilm_series.make(runs[:6], Path("d"), tmp_path, ["--epochs", "2"])
+    rates = {"full": 1.0, "lora": 2.0, "bias": 3.0}
+    assert minilm_series.make(runs[:1], rates, Path("d"), tmp_path, []) == []
+    failed = minilm_series.make(runs[:6], rates, Path("d"), tmp_path, ["--epochs", "2"])
     assert len(made) == 6 and made[-1][-2:] == ["--epochs", "2"]
+    given = {c[c.index("--train") + 1]: float(c[c.index("--learning-rate") + 1]) for c in made}
+    assert given == rates
     assert {trained for _, trained, _ in failed} == {"bias"} and len(failed) == 2
+
+
+def test_the_best_rate_of_each_kind_is_taken_and_no_try_is_made_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        rate = float(command[command.index("--learning-rate") + 1])
+        trained = command[command.index("--train") + 1]
+        made.append((trained, rate))
+        accuracy = -rate if trained == "bias" else rate
+        Path(command[command.index("--write") + 1]).write_text(json.dumps({"accuracy": accuracy}))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    for _ in range(2):
+        best = minilm_series.tune(Path("d"), tmp_path, [])
+    assert best == {"full": 1e-3, "lora": 5e-3, "bias": 2e-3} and len(made) == len(set(made)) == 6
+    assert minilm_series.TUNING_SEED not in minilm_series.SEEDS
