@@ -21,6 +21,7 @@ from dpcore.microbatch.accumulator import Accumulator, Factors
 from dpcore.microbatch.layout import Layout, copies, is_mask, probe_sizes
 from dpcore.microbatch.planner import MicroBatches, choose, micro_batches
 from dpcore.noise import GaussianNoise
+from dpcore.rerun.heap import give_back
 from dpcore.rules.custom import custom_fallbacks
 from dpcore.tape.deferred_lookups import SeenOtherwise
 from dpcore.validators.parameters import check_hooks, check_recordable
@@ -173,7 +174,7 @@ class Engine:
         """
         self._check_model()
         self._withdraw()
-        self.accumulator.flat.zero_()
+        self.accumulator.clear()
         return self._add_clipped_sum(x, y, mask, 1.0)
 
     def _add_clipped_sum(self, x: Any, y: Any, mask: Tensor | None, scale: float) -> ClippedSum:
@@ -311,6 +312,7 @@ class Engine:
         """:meth:`_accumulate` by torch's own passes; the first of a kind is what its micro-batches are planned by."""
         batch_size = _length(x)
         tape = self._layout.tape(self.accumulator.names, batch_size)
+        tape.drops_activations = self._layout.drops_activations
         with torch.enable_grad():
             with self._layout.recording(tape):
                 losses = self._losses((x, y))
@@ -325,6 +327,8 @@ class Engine:
             choices = choose(tape.uses, turns=self._graphs is None)
             self._plan = [(self.accumulator.names[c.param], c.method) for c in choices]
             self._planned[kind] = micro_batches(choices, tape.uses, batch_size, self.accumulator.device)
+            del tape
+            give_back()
         return norms, factors, losses.detach()
 
     @property
@@ -410,7 +414,7 @@ class Engine:
         It would show sums without noise, and what a loss does to it (``zero_grad(set_to_none=False)``, say) would be
         done to the noise.
         """
-        for param in self.accumulator.sums:
+        for param in self.accumulator.names:
             param.grad = None
 
     # ---- checks and explanation

@@ -37,6 +37,7 @@ from dpcore.microbatch import ragged
 from dpcore.microbatch.accumulator import example_gradient, weighted_sum
 from dpcore.microbatch.layout import Layout
 from dpcore.microbatch.planner import Choice, choose
+from dpcore.rerun.heap import give_back
 from dpcore.rerun.side_effects import left_behind, tensors_in
 from dpcore.rerun.snapshot import ModelState, RandomNumbers, preserved, same_values, without_dropout
 from dpcore.rules.linear import wide
@@ -139,6 +140,7 @@ class IsolationCheck:
             else:
                 self._exchange(trial, batch, row)
         self._kinds[kind] += 1
+        give_back()
 
     def _some(self, batch: Any, batch_size: int) -> tuple[Any, int]:
         """At most EXAMPLES random examples; not as many as another dimension has, which could pass for the batch."""

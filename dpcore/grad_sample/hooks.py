@@ -120,6 +120,7 @@ class AbstractGradSampleHooks:
         scale = float(batch_size) if self.loss_reduction == "mean" else 1.0
         tape = self._layout.tape(self._names, batch_size, scale)
         tape.on_fire = self._fired
+        tape.drops_activations = self._layout.drops_activations
         with self._layout.recording(tape):
             output = call(*args, **kwargs)
         if batch_size == 0:

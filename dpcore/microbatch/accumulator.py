@@ -82,6 +82,19 @@ class _Measured:
         return torch.add(self.norms_sq, self.scales, alpha=self.scaled_error).sqrt_()
 
 
+LARGE_BUFFER = 2**18
+"""Numbers in a buffer that is not copied: the views of a new one take less time."""
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """``flat`` [n], and every parameter's part of it as it lies in memory and in the parameter's shape."""
+
+    flat: Tensor
+    segments: dict[Parameter, Tensor]
+    sums: dict[Parameter, Tensor]
+
+
 class Accumulator:
     """Sums of clipped gradients of named ``parameters``, in one flat buffer.
 
@@ -138,13 +151,54 @@ class Accumulator:
         # In memory each sum is laid out as its parameter is (channels-last, for instance), so that updates run
         # straight.
         self._order = {p: [d for _, d in sorted((-stride, d) for d, stride in enumerate(p.stride()))] for p in params}
-        self.flat = torch.zeros(sum(p.numel() for p in params), dtype=self.dtype, device=self.device)
-        self._segments, self.sums = self._views(self.flat)
+        self._numbers = sum(p.numel() for p in params)
+        self._buffer: _Buffer | None = None
+
+    @property
+    def _held(self) -> _Buffer:
+        """The buffer, which has memory from its first use on."""
+        if self._buffer is None:
+            flat = torch.zeros(self._numbers, dtype=self.dtype, device=self.device)
+            self._buffer = _Buffer(flat, *self._views(flat))
+        return self._buffer
+
+    @property
+    def flat(self) -> Tensor:
+        """[n]: all sums, one after the other."""
+        return self._held.flat
+
+    @property
+    def sums(self) -> dict[Parameter, Tensor]:
+        """Every parameter's sum, a view of ``flat`` in the parameter's shape."""
+        return self._held.sums
+
+    def clear(self) -> None:
+        """Make the sums zero."""
+        if self._buffer is not None:
+            self._buffer.flat.zero_()
+
+    def hand_over(self) -> dict[Parameter, Tensor]:
+        """Return the sums in their parameters' precisions as gradients that are the caller's; the next ones are zero.
+
+        Where they are large they are not copied: a buffer is made anew when the next batch is added, and none is held
+        during the forward and backward passes.
+        """
+        sums = self.sums
+        if self._numbers < LARGE_BUFFER:
+            grads = {param: summed.to(param.dtype, copy=True) for param, summed in sums.items()}
+            self.clear()
+            return grads
+        self._buffer = None
+        return {param: summed.to(param.dtype) for param, summed in sums.items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Views would come back with memory of their own: noise and zeroing would no longer reach the sums."""
+        return {**self.__dict__, "_buffer": None if self._buffer is None else self._buffer.flat}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Pickled views come back with memory of their own: noise and zeroing would no longer reach the sums."""
         self.__dict__.update(state)
-        self._segments, self.sums = self._views(self.flat)
+        flat = state["_buffer"]
+        self._buffer = None if flat is None else _Buffer(flat, *self._views(flat))
 
     def _views(self, flat: Tensor) -> tuple[dict[Parameter, Tensor], dict[Parameter, Tensor]]:
         """Every parameter's part of ``flat`` as it lies in memory, and in the parameter's shape."""
@@ -214,7 +268,7 @@ class Accumulator:
                     group = self._group[choice.param]
                     one.norms_sq[group] += found.value
                     one.note(found, group)
-                    formed.append((self._segments[choice.param], flat, group))
+                    formed.append((self._held.segments[choice.param], flat, group))
                 if self._any_doubtful(one):
                     doubtful[i] = True
                     continue
@@ -326,7 +380,7 @@ class Accumulator:
         into: tuple[Mapping[Parameter, Tensor], Mapping[Parameter, Tensor]] | None = None,
     ) -> None:
         """``into``: the views of another flat tensor than the buffer."""
-        segments, sums = (self._segments, self.sums) if into is None else into
+        segments, sums = (self._held.segments, self.sums) if into is None else into
         if scale != 1.0:
             factors = factors * scale
         with full_precision():

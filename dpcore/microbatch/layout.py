@@ -102,6 +102,11 @@ class Layout:
         """Return a tape for a pass of ``batch_size`` examples through the model; open it by :meth:`recording`."""
         return Tape(names, batch_size, scale, self.dim, self.averaged)
 
+    @property
+    def drops_activations(self) -> bool:
+        """Return whether activations under torch.utils.checkpoint may be dropped: all of the model goes by rules."""
+        return not self.fallbacks and not self.recurrent
+
     @contextmanager
     def recording(self, tape: Tape) -> Iterator[None]:
         """Record a pass through the model on ``tape``: modules without a rule as a whole, anything else by rules.

@@ -144,7 +144,7 @@ class LogicalBatch:
     def end(self) -> None:
         """Forget the sum and what was counted of it. A piece that was announced since stays announced."""
         self._reset()
-        self.accumulator.flat.zero_()
+        self.accumulator.clear()
 
     def discard(self) -> None:
         """Forget the sum, and what was announced."""

@@ -21,6 +21,7 @@ from dpcore.loading.ledger import Ledger
 from dpcore.microbatch.accumulator import Accumulator, Factors
 from dpcore.microbatch.planner import MicroBatches, choose, micro_batches
 from dpcore.noise import GaussianNoise, SecureNoise
+from dpcore.rerun.heap import give_back
 from dpcore.optimizers.logical_batch import LogicalBatch
 from dpcore.optimizers.wrapper import OptimizerWrapper
 
@@ -308,10 +309,15 @@ class DPOptimizer(OptimizerWrapper):
         for uses, batch_size in self.module.take():
             sizes.append(batch_size)
             if batch_size:
+                first = self.plans_pieces and self.piece_plan is None
                 if self.plans_pieces:
                     self.piece_plan = micro_batches(choose(uses), uses, batch_size, self.accumulator.device)
                 norms, _ = self.accumulator.add(uses, batch_size)
                 self._observe(norms)
+                if first:
+                    # The pieces that follow are smaller.
+                    uses.clear()
+                    give_back()
         return sizes
 
     def _observe(self, norms: Tensor) -> None:
@@ -367,8 +373,8 @@ class DPOptimizer(OptimizerWrapper):
         if self.ranks is not None:
             self.ranks.sum_(flat)
         self.steps += 1
-        for param, summed in self.accumulator.sums.items():
-            param.grad = summed.to(param.dtype, copy=True)
+        for param, grad in self.accumulator.hand_over().items():
+            param.grad = grad
 
     def _gradient_noise_multiplier(self) -> float:
         return self.noise_multiplier
@@ -441,7 +447,7 @@ class DPOptimizer(OptimizerWrapper):
         if self.pre_step():
             with self.logical_batch.stepping():
                 self.original_optimizer.step()
-            for param in self.accumulator.sums:
+            for param in self.accumulator.names:
                 if param.grad is not None:
                     self.module.own(param)
             self._clear()

@@ -26,6 +26,8 @@ from dpcore.tape.uses import Saved, Use, handles
 
 # Unfolding inputs for one example after the other takes some 5 % longer where gradients are of fewer numbers.
 FEWEST_IN_TURN = 2**19
+# Where channels come first, unfolding copies what a batch then has to fetch again: one example stays in the cache.
+FEWEST_IN_TURN_BY_ROWS = 2**17
 
 
 class ConvolutionUse(Use):
@@ -157,7 +159,8 @@ class ConvolutionUse(Use):
         return grads.view(len(u), *self.weight.shape)
 
     def takes_turns(self, param: Parameter) -> bool:
-        return not self._is_bias(param) and param.numel() >= FEWEST_IN_TURN
+        fewest = FEWEST_IN_TURN if self.channels_last else FEWEST_IN_TURN_BY_ROWS
+        return not self._is_bias(param) and param.numel() >= fewest
 
     def example(self, param: Parameter, i: int) -> Tensor:
         assert self.grad is not None

@@ -77,6 +77,7 @@ class Lookups:
         """
         return (
             tape.scale is None
+            and tape.dropped is None
             and tape.averaged.get(weight, False)
             and not tape.probing
             and weight.dtype == torch.float32

@@ -8,6 +8,7 @@ remembered, and one call of ``torch.autograd.grad`` then yields the gradients at
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard, TypeVar
 
@@ -20,11 +21,11 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from dpcore.errors import NoRuleError, UnsupportedError
-from dpcore.tape.checkpointing import CHECKPOINTING
+from dpcore.tape.checkpointing import CHECKPOINTING, DroppedUse
 from dpcore.tape.deferred_lookups import Lookups
 from dpcore.tape.derived import Derivation, ThroughUse
 from dpcore.tape.rows import Rows
-from dpcore.tape.uses import DERIVING, HANDLERS, REWRITES, Use, handles
+from dpcore.tape.uses import DERIVING, HANDLERS, REWRITES, FormedUse, Use, handles
 
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 FindBatch = Callable[[tuple[Parameter, str], "Tape", Tensor, int], int]
@@ -107,6 +108,12 @@ class Tape(TorchFunctionMode):
         self.forbidden: list[tuple[GradientEdge, Callable[[Tensor | None], None]]] = []
         self._targets: list[Callable[[Tensor | None], None]] = []
         self.anchor = torch.zeros((), requires_grad=True)
+        self._resets: list[Callable[[], None]] = []
+        """What forgets an earlier pass's gradients where :meth:`place` hands them on."""
+        self.drops_activations = False
+        """Whether what runs under torch.utils.checkpoint is run again in the backward pass."""
+        self.dropped: list[tuple[Tensor, int]] | None = None
+        """While such a function runs: the inputs of its uses, and their versions."""
         self.attached = 0
         """How many outputs were attached."""
         self.guards: list[Tensor] = []
@@ -114,13 +121,13 @@ class Tape(TorchFunctionMode):
         them, because it goes where it is sent and nowhere else."""
 
     def __enter__(self) -> Tape:
-        CHECKPOINTING.__enter__()
+        CHECKPOINTING.open(self)
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        CHECKPOINTING.__exit__(*exception)
+        CHECKPOINTING.close()
         self.lookups.settle(self)
 
     def __torch_function__(
@@ -257,8 +264,10 @@ class Tape(TorchFunctionMode):
         """A trained parameter as a constant of the graph; anything else as it is."""
         return tensor.detach() if self.trains(tensor) else tensor  # type: ignore[return-value]
 
-    def attach(self, output: Tensor, target: Callable[[Tensor | None], None]) -> Tensor:
+    def attach(self, output: Tensor, target: Callable[[Tensor | None], None], within: bool = False) -> Tensor:
         """Remembers ``output``'s place in the graph; ``target`` receives the gradient there.
+
+        ``within``: while the backward pass is under way, whoever runs it.
 
         Returns the output to use. Where no gradients are recorded (torch.no_grad() in a forward pass), none can come.
         """
@@ -274,7 +283,11 @@ class Tape(TorchFunctionMode):
             output.register_hook(self._hook(target))
             return output
         self._edges.append(get_gradient_edge(output))
-        self._targets.append(target)
+        if within:
+            output.register_hook(lambda grad: target(grad))
+            self._targets.append(lambda grad: target(None) if grad is None else None)
+        else:
+            self._targets.append(target)
         return output
 
     def record(self, use: Use, output: Tensor, batch_dim: int = 0) -> Tensor:
@@ -282,34 +295,82 @@ class Tape(TorchFunctionMode):
 
         Returns the output to use.
         """
+        size = self.batch_size
+        if self.dropped is not None and torch.is_grad_enabled():
+            late = DroppedUse(use, self.anchor, self.dropped)
+            self.uses.append(late)
+
+            def take(grad: Tensor | None) -> None:
+                late.take(grad if grad is None else batch_first(grad, batch_dim, size))
+
+            return self.attach(output, take, within=True)
         self.uses.append(use)
 
         def set_grad(grad: Tensor | None) -> None:
             use.grad = grad if grad is None else batch_first(grad, batch_dim, size)
 
-        size = self.batch_size
         return self.attach(output, set_grad)
+
+    @property
+    def may_drop_activations(self) -> bool:
+        """Return whether a function that is about to run under torch.utils.checkpoint may be run again later.
+
+        What stands for vectors that were not looked up yet would be vectors then; and of functions within functions
+        only the outer one is run again.
+        """
+        return self.drops_activations and self.dropped is None and not self.lookups
+
+    def again(self) -> Tape:
+        """Return a tape for the second run of a checkpointed function, which takes the same way as the first did."""
+        tape = Tape(self.parameters, self.batch_size, self.scale, self._find_batch, self.averaged)
+        tape.rows, tape.stands = self.rows, self.stands
+        tape._derived, tape._stand_of = dict(self._derived), dict(self._stand_of)
+        return tape
+
+    def place(self, use: FormedUse, take: Callable[..., None]) -> Callable[[Tensor, Tensor], None]:
+        """Record a use that forms what it needs within the backward pass.
+
+        Returns what an autograd function behind ``anchor`` is to call with every gradient that comes there, and with
+        its input; ``take`` gets both, and ``scale``.
+        """
+        check_first_order()
+        self.uses.append(use)
+        self.attached += 1
+        self._resets.append(use.forget)
+
+        if self.scale is None:
+            # Without this tape, which holds the graph's edges: a circle would outlive the step.
+            return torch.no_grad()(functools.partial(take, scale=1.0))
+
+        @torch.no_grad()
+        def hand_on(grad: Tensor, x: Tensor) -> None:
+            take(grad, x, scale=self._arrive(grad))
+
+        return hand_on
+
+    def _arrive(self, grad: Tensor) -> float:
+        """Note that a backward pass has come here; return the factor of its gradients."""
+        if grad.requires_grad:
+            raise UnsupportedError(
+                "A backward pass with create_graph=True went through the private module; the gradient of a "
+                "gradient mixes what is recorded. Compute such penalties on to_standard_module(), without privacy."
+            )
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            self.on_fire(self)
+        return self.scale or 1.0
 
     def _hook(self, target: Callable[[Tensor | None], None]) -> Callable[[Tensor | None], None]:
         """Hands gradients to ``target``, added up where several backward passes run through the same place."""
         total: Tensor | None = None
-        scale = self.scale or 1.0
 
         def hook(grad: Tensor | None) -> None:
             nonlocal total
             if grad is None:
                 return
-            if grad.requires_grad:
-                raise UnsupportedError(
-                    "A backward pass with create_graph=True went through the private module; the gradient of a "
-                    "gradient mixes what is recorded. Compute such penalties on to_standard_module(), without privacy."
-                )
-            scaled = _scaled(grad.detach(), scale)
+            scaled = _scaled(grad.detach(), self._arrive(grad))
             total = scaled if total is None else total + scaled
-            task = torch._C._current_graph_task_id()
-            if task != self._task:
-                self._task = task
-                self.on_fire(self)
             target(total)
 
         return hook
@@ -336,7 +397,7 @@ class Tape(TorchFunctionMode):
             for target in self._targets:
                 target(None)
             return
-        grads = torch.autograd.grad(losses, [*self._edges, *raw], grad_outputs=weights, allow_unused=True)
+        grads = torch.autograd.grad(losses, [*self._edges, *raw, self.anchor], grad_outputs=weights, allow_unused=True)
         for param, grad in zip(self.parameters, grads[len(self._edges) :], strict=False):
             if grad is not None:
                 self.refuse_raw(param)
@@ -345,12 +406,15 @@ class Tape(TorchFunctionMode):
 
     def pull(self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep: bool) -> None:
         """Fills in every use's gradient from any ``outputs`` with ``weights`` of their shapes; ``keep``: the graph."""
-        if not outputs or not self._edges:
+        if not outputs or not self.attached:
             return
         for target in self._targets:
             target(None)  # what an earlier call left need not wait for its successor
-        grads = torch.autograd.grad(outputs, self._edges, weights, retain_graph=keep, allow_unused=True)
-        for target, grad in zip(self._targets, grads, strict=True):
+        for reset in self._resets:
+            reset()
+        wanted = [*self._edges, self.anchor]
+        grads = torch.autograd.grad(outputs, wanted, weights, retain_graph=keep, allow_unused=True)
+        for target, grad in zip(self._targets, grads, strict=False):
             target(grad)
 
     def refuse_raw(self, param: Parameter) -> None:

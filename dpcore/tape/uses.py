@@ -56,6 +56,7 @@ class Recorder(Protocol):
     scale: float | None
     probing: bool
     averaged: dict[Parameter, bool]
+    dropped: list[tuple[Tensor, int]] | None
 
     def attach(self, output: Tensor, target: Callable[[Tensor | None], None]) -> Tensor:
         """Remember the place of ``output`` in the graph, where ``target`` gets the gradient; return what to use."""
@@ -116,6 +117,14 @@ class Use:
         raise NotImplementedError
 
 
+class FormedUse(Use):
+    """A use that forms per-sample gradients within the backward pass, and adds up those of several."""
+
+    def forget(self) -> None:
+        """Forget what an earlier backward pass brought."""
+        raise NotImplementedError
+
+
 @dataclass
 class Saved:
     """An input kept by a rule, and its version: an in-place change after the use would falsify the gradient.
@@ -127,15 +136,28 @@ class Saved:
 
     tensor: Tensor
     version: int = field(init=False)
+    missing: bool = False
+    """True while it is dropped: ``tensor`` then has no values."""
 
     def __post_init__(self) -> None:
         self.tensor = self.tensor.detach()
         self.version = self.tensor._version
 
     def get(self, name: str) -> Tensor:
+        """Return the input of the layer ``name``."""
+        assert not self.missing
         if self.tensor._version != self.version:
             raise UnsupportedError(
                 f"The input of {name} was changed in place after {name} had used it, so its gradient can no longer be "
                 "computed; make that operation out-of-place (for instance ReLU(inplace=False))."
             )
         return self.tensor
+
+    def drop(self) -> None:
+        """Let the values go; the shape stays."""
+        self.tensor, self.missing = self.tensor.new_empty(()).expand(self.tensor.shape), True
+
+    def bring_back(self, tensor: Tensor) -> None:
+        """Take ``tensor``, which has the values that were dropped."""
+        self.tensor, self.missing = tensor, False
+        self.version = tensor._version
