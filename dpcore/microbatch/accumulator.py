@@ -259,16 +259,18 @@ class Accumulator:
         measured = self._measure(others, batch_size)
         factors = torch.zeros_like(measured.norms_sq)
         doubtful = torch.zeros(batch_size, dtype=torch.bool, device=self.device)
+        segments = self._held.segments
         with full_precision():
             for i in range(batch_size):
                 one, formed = measured.example(i), []
+                groups = one.norms_sq.unbind(0)
                 for choice in in_turn:
                     flat = self._in_memory(choice.param, example_gradient(choice, i))
                     found = squares(flat.unsqueeze(0))
                     group = self._group[choice.param]
-                    one.norms_sq[group] += found.value
+                    groups[group].add_(found.value)
                     one.note(found, group)
-                    formed.append((self._held.segments[choice.param], flat, group))
+                    formed.append((segments[choice.param], flat, group))
                 if self._any_doubtful(one):
                     doubtful[i] = True
                     continue
