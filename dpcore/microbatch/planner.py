@@ -22,12 +22,13 @@ CPU_FEWEST_IN_A_LOOP = 64
 # An example holds more than in ordinary training, up to about twice as much: beside the layers' inputs their outputs'
 # gradients and the rules' temporaries. A third of a batch at once needs no more than ordinary training of all of it;
 # below 384 examples a half must do, since pieces of fewer than 100 cost too much time.
-# Small batches that fit the cache are left whole, and so is what takes next to nothing, or little beside the parameters:
-# every piece passes over the sums of them all.
+# What takes next to nothing, or little beside the parameters, is left whole: every piece passes over the sums of them all.
 HALVES_FROM = 192
 THIRDS_FROM = 384
 CPU_LEAST_STASH_BYTES = 4 * 2**20
 CPU_LEAST_STASH_IN_PARAMETERS = 64
+# A small batch that does not fit the cache is cut into thirds too, unless the sums over which a piece passes have more
+# bytes than it leaves behind.
 CUDA_FREE_FRACTION = 0.25
 
 
@@ -81,19 +82,18 @@ def stash_bytes(choices: Sequence[Choice], uses: Sequence[Use], batch_size: int)
 class MicroBatches:
     """How a batch is cut. The clipped sum is associative: the result does not depend on it.
 
-    ``most``: examples at once, by cache or memory. ``least``: fewer are not worth a piece of their own. ``cached``: as
-    many as leave no more behind than the cache holds.
+    ``most``: examples at once, by cache or memory. ``least``: fewer are not worth a piece of their own. ``whole``: so
+    many, or fewer, are left whole whatever they take.
     """
 
     most: int
     least: int
-    cached: int = 2**62
+    whole: int = 2**62
 
     def size(self, batch_size: int) -> int:
         """The largest piece of a batch of ``batch_size`` examples."""
         if batch_size < HALVES_FROM:
-            # What is too large for the cache is cut into thirds however few the examples are.
-            return self.most if batch_size <= self.cached else min(self.most, -(-batch_size // 3))
+            return self.most if batch_size <= self.whole else min(self.most, -(-batch_size // 3))
         pieces = 2 if batch_size < THIRDS_FROM else 3
         return min(self.most, max(self.least, -(-batch_size // pieces)))
 
@@ -113,4 +113,10 @@ def micro_batches(
     parameters = sum(choice.param.nbytes for choice in choices)
     worthwhile = max(CPU_LEAST_STASH_BYTES, CPU_LEAST_STASH_IN_PARAMETERS * parameters)
     most, least = (max(fewest, int(stash / per_example)) for stash in (CPU_STASH_BYTES, worthwhile))
-    return MicroBatches(most, least, max(1, int(CPU_STASH_BYTES / per_example)))
+    summed = sum(choice.param.nbytes for choice in choices if _sums_by_piece(choice))
+    return MicroBatches(most, least, int(max(CPU_STASH_BYTES, 3 * summed) / per_example))
+
+
+def _sums_by_piece(choice: Choice) -> bool:
+    """Return whether every piece passes over all of a parameter's sum: not if examples do, or few rows are added to."""
+    return choice.method != "turn" and not all(use.sparse for use in choice.uses)
