@@ -172,16 +172,24 @@ class _Keep(torch.autograd.Function):
 class DroppedUse(Use):
     """A use in a checkpointed function: without its inputs until the gradient at its output arrives."""
 
-    def __init__(self, use: Use, anchor: Tensor, dropped: list[tuple[Tensor, int]]) -> None:
+    def __init__(self, use: Use) -> None:
         self.use = use
         self.params = use.params
         self.sequential, self.sparse = use.sequential, use.sparse
-        self._nodes: list[tuple[Saved, Any]] = []
         self._formed: dict[Parameter, Tensor] | None = None
-        for saved in _inputs(use):
+
+    def drop(self, anchor: Tensor, dropped: list[tuple[Tensor, int]]) -> list[tuple[Saved, Any]]:
+        """Let the inputs go, and return the nodes of the graph from which :meth:`take` gets them back.
+
+        A node leads to the checkpoint's arguments and their graph. It may be held behind the use's output in that
+        graph, but not by the use: the tape holds that, and hooks in the graph hold the tape.
+        """
+        nodes = []
+        for saved in _inputs(self.use):
             dropped.append((saved.tensor, saved.version))
-            self._nodes.append((saved, _Keep.apply(saved.tensor, anchor).grad_fn))
+            nodes.append((saved, _Keep.apply(saved.tensor, anchor).grad_fn))
             saved.drop()
+        return nodes
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
@@ -189,12 +197,15 @@ class DroppedUse(Use):
         return self.use.grad if self._formed is None else self._formed[self.params[0]]
 
     @torch.no_grad()
-    def take(self, grad: Tensor | None) -> None:
+    def forget(self) -> None:
+        """Forget what an earlier backward pass brought."""
+        self._formed, self.use.grad = None, None
+
+    @torch.no_grad()
+    def take(self, grad: Tensor, nodes: list[tuple[Saved, Any]]) -> None:
         """Receive the gradient at the output, all of it so far, within the backward pass."""
         self._formed, self.use.grad = None, grad
-        if grad is None:
-            return
-        for saved, node in self._nodes:
+        for saved, node in nodes:
             if saved.missing:
                 (tensor,) = node.saved_tensors
                 saved.bring_back(tensor)
@@ -204,7 +215,7 @@ class DroppedUse(Use):
         with torch.autocast(grad.device.type, enabled=False):
             self._formed = {param: self.use.grad_sample(param) for param in self.params}
         self.use.grad = None
-        for saved, _ in self._nodes:
+        for saved, _ in nodes:
             saved.drop()
 
     def norm_sq(self, param: Parameter) -> SquaredNorm:

@@ -264,10 +264,13 @@ class Tape(TorchFunctionMode):
         """A trained parameter as a constant of the graph; anything else as it is."""
         return tensor.detach() if self.trains(tensor) else tensor  # type: ignore[return-value]
 
-    def attach(self, output: Tensor, target: Callable[[Tensor | None], None], within: bool = False) -> Tensor:
+    def attach(
+        self, output: Tensor, target: Callable[[Tensor | None], None], forget: Callable[[], None] | None = None
+    ) -> Tensor:
         """Remembers ``output``'s place in the graph; ``target`` receives the gradient there.
 
-        ``within``: while the backward pass is under way, whoever runs it.
+        ``forget``: the target is called while the backward pass is under way, whoever runs it, and this where none
+        comes there.
 
         Returns the output to use. Where no gradients are recorded (torch.no_grad() in a forward pass), none can come.
         """
@@ -283,9 +286,9 @@ class Tape(TorchFunctionMode):
             output.register_hook(self._hook(target))
             return output
         self._edges.append(get_gradient_edge(output))
-        if within:
+        if forget is not None:
             output.register_hook(lambda grad: target(grad))
-            self._targets.append(lambda grad: target(None) if grad is None else None)
+            self._targets.append(lambda grad: forget() if grad is None else None)
         else:
             self._targets.append(target)
         return output
@@ -297,13 +300,15 @@ class Tape(TorchFunctionMode):
         """
         size = self.batch_size
         if self.dropped is not None and torch.is_grad_enabled():
-            late = DroppedUse(use, self.anchor, self.dropped)
+            late = DroppedUse(use)
             self.uses.append(late)
+            nodes = late.drop(self.anchor, self.dropped)
 
             def take(grad: Tensor | None) -> None:
-                late.take(grad if grad is None else batch_first(grad, batch_dim, size))
+                if grad is not None:
+                    late.take(batch_first(grad, batch_dim, size), nodes)
 
-            return self.attach(output, take, within=True)
+            return self.attach(output, take, forget=late.forget)
         self.uses.append(use)
 
         def set_grad(grad: Tensor | None) -> None:
