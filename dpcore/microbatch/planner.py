@@ -22,7 +22,8 @@ CPU_FEWEST_IN_A_LOOP = 64
 # An example holds more than in ordinary training, up to about twice as much: beside the layers' inputs their outputs'
 # gradients and the rules' temporaries. A third of a batch at once needs no more than ordinary training of all of it;
 # below 384 examples a half must do, since pieces of fewer than 100 cost too much time.
-# What takes next to nothing, or little beside the parameters, is left whole: every piece passes over the sums of them all.
+# What takes next to nothing, or little beside the parameters, is left whole: every piece passes over the sums of them
+# all.
 HALVES_FROM = 192
 THIRDS_FROM = 384
 CPU_LEAST_STASH_BYTES = 4 * 2**20

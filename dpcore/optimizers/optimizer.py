@@ -21,9 +21,9 @@ from dpcore.loading.ledger import Ledger
 from dpcore.microbatch.accumulator import Accumulator, Factors
 from dpcore.microbatch.planner import MicroBatches, choose, micro_batches
 from dpcore.noise import GaussianNoise, SecureNoise
-from dpcore.rerun.heap import give_back
 from dpcore.optimizers.logical_batch import LogicalBatch
 from dpcore.optimizers.wrapper import OptimizerWrapper
+from dpcore.rerun.heap import give_back
 
 NOISE_RULE = "it must be a number, at least 0, for instance 1.1 (make_private_with_epsilon finds it for a budget)"
 StepHook = Callable[["DPOptimizer"], None]

@@ -128,9 +128,9 @@ def _segment(tape: Tape) -> Iterator[None]:
         yield
         if any(tensor._version != version for tensor, version in tape.dropped):
             raise UnsupportedError(
-                "A layer's input was changed in place within a function under torch.utils.checkpoint after the layer had "
-                "used it, so its gradient can no longer be computed; make that operation out-of-place (for instance "
-                "ReLU(inplace=False))."
+                "A layer's input was changed in place within a function under torch.utils.checkpoint after the layer "
+                "had used it, so its gradient can no longer be computed; make that operation out-of-place (for "
+                "instance ReLU(inplace=False))."
             )
     finally:
         tape.dropped = None

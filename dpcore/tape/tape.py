@@ -417,7 +417,7 @@ class Tape(TorchFunctionMode):
             target(None)  # what an earlier call left need not wait for its successor
         for reset in self._resets:
             reset()
-        wanted = [*self._edges, self.anchor]
+        wanted: list[Any] = [*self._edges, self.anchor]
         grads = torch.autograd.grad(outputs, wanted, weights, retain_graph=keep, allow_unused=True)
         for target, grad in zip(self._targets, grads, strict=False):
             target(grad)

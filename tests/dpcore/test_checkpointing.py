@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dpcore import Engine, PrivacyEngine
 from dpcore.errors import UnsupportedError
 from dpcore.rerun.snapshot import RandomNumbers
+from dpcore.tape.checkpointing import DroppedUse
 from dpcore.tape.uses import Saved
 
 WIDTH, LENGTH, BLOCKS, C = 16, 12, 3, 0.5
@@ -64,9 +66,8 @@ def truth(model: nn.Module, x: Tensor, y: Tensor, masks: list[Tensor] | None = N
     model.how = "plainly"
     total = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
     for i in range(len(x)):
-        if masks is not None:
-            for block, mask in zip(model.blocks, masks, strict=True):
-                block.drop.forward = lambda v, mask=mask: v * mask[i : i + 1]  # type: ignore[method-assign]
+        for block, mask in zip(model.blocks, masks or (), strict=masks is not None):
+            block.drop.forward = functools.partial(torch.mul, mask[i : i + 1])  # type: ignore[method-assign]
         model.zero_grad()
         losses(model(x[i : i + 1]), y[i : i + 1]).sum().backward()
         norm = sum(p.grad.square().sum() for p in model.parameters()).sqrt()
@@ -217,6 +218,17 @@ def _bytes_kept(model: nn.Module, x: Tensor, y: Tensor) -> int:
 def test_less_is_kept(how):
     x, y = data(64, 64, torch.float32)
     assert _bytes_kept(Net(how), x, y) < 0.3 * _bytes_kept(Net("plainly"), x, y)
+
+
+@HOW
+@WAY
+def test_nothing_outlives_the_step(how, way):
+    """Neither the collector nor autograd may be left with a circle of what a step has recorded."""
+    gc.collect()
+    before = {id(value) for value in gc.get_objects() if isinstance(value, DroppedUse)}
+    way(Net(how).double(), *data())
+    gc.collect()
+    assert not [value for value in gc.get_objects() if isinstance(value, DroppedUse) and id(value) not in before]
 
 
 class Changes(nn.Module):
