@@ -186,8 +186,8 @@ def _normed(
     batch_dim = tape.require_batch(x, use.params, len(kept)) if time_first else 0
     tape.check_batch(x, use.params, batch_dim)
     if torch.is_autocast_enabled(x.device.type):
-        x = x.float()
-        weight, bias = (None if t is None else tape.constant(t).float() for t in (weight, bias))
+        x = wide(x)
+        weight, bias = (None if t is None else wide(tape.constant(t)) for t in (weight, bias))
     x = norm.laid_out(x, x)
     if batch_dim == IN_ROWS:
         kept = tuple(d + 1 for d in kept)
