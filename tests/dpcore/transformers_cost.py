@@ -470,10 +470,11 @@ TIME_AT_MOST = {"wrn": 1.20, "gpt2-lora": 0.95}
 """Target for the processor time of dpcore's Engine, where it is not 1.10."""
 PEAK_AT_MOST = {16: 1.05, 64: 1.00}
 WHY = """
-Why: at 16 examples a step of `vit` (272 positions) or `bert` is short beside what does not grow with the batch: some 150
-tensors' norms and sums, one operator start after the other, and passes over sums and gradients as large as the
-weights. On the Zen 4 machine of 2026-11-24 MKL's products are as fast as oneDNN's, so that what private steps won by the
-latter on a Zen 5 is not there. `wrn`'s convolutions are bound by arithmetic, and per-sample weight gradients by
+Why: at 16 examples a step of `vit` (272 positions) or `bert` is short beside what does not grow with the batch: some
+150 tensors' norms and sums, one operator start after the other, and passes over sums and gradients as large as the
+weights. On the Zen 4 machine of 2026-11-24 MKL's products are as fast as oneDNN's, so that what private steps won by
+the latter on a Zen 5 is not there. At 64 `vit` goes in pieces of 16, each of which passes over all the sums: it takes
+less time whole (two-lines). `wrn`'s convolutions are bound by arithmetic, and per-sample weight gradients by
 unfolding take some 30 to 50 % longer than oneDNN's gradient of the batch. Without the experiments of the first batches
 `vit`'s peak is that of ordinary training (single runs); the heap keeps holes of theirs. *two-lines* holds a whole batch
 and a scaled copy of every output's gradient; *auto* does not, and is not the default, because a loop that steps a
