@@ -125,7 +125,7 @@ def test_convolutions_in_turn(groups: int, memory_format: torch.memory_format) -
     torch.manual_seed(0)
     model = nn.Conv2d(4, 6, 3, padding=1, groups=groups).to(memory_format=memory_format)
     x, y = torch.randn(3, 4, 9, 9).to(memory_format=memory_format), torch.arange(3.0)
-    with mock.patch.object(convolution, "FEWEST_IN_TURN", 1):
+    with mock.patch.multiple(convolution, FEWEST_IN_TURN=1, FEWEST_IN_TURN_BY_ROWS=1):
         engine = Engine(model, odd_loss, max_grad_norm=0.5)
         sums = engine.clipped_sum(x, y).sums
     assert engine.explain().startswith("weight: turn")
