@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.utils.checkpoint
@@ -26,13 +26,25 @@ from dpcore.errors import UnsupportedError
 from dpcore.numerics.rounding import SquaredNorm
 from dpcore.tape.uses import Saved, Use
 
-if TYPE_CHECKING:
-    from dpcore.tape.tape import Tape
-
 GENERATOR = "_checkpoint_without_reentrant_generator"
 """The function that checkpoint() looks up where it is not reentrant; torch 2.14 has put another one behind it."""
 if hasattr(torch.utils.checkpoint, f"{GENERATOR}_impl"):
     GENERATOR += "_impl"
+
+
+class Recording(Protocol):
+    """The part of a tape that this module needs."""
+
+    dropped: list[tuple[Tensor, int]] | None
+
+    @property
+    def may_drop_activations(self) -> bool:
+        """Return whether a function that is about to run may be run again later."""
+        ...
+
+    def again(self) -> Any:
+        """Return a tape for the second run of a function."""
+        ...
 
 
 class _Checkpointing:
@@ -49,7 +61,7 @@ class _Checkpointing:
         self._reentrant: Any = None
         self._generator: Any = None
 
-    def open(self, tape: Tape) -> None:
+    def open(self, tape: Recording) -> None:
         """Note that ``tape`` records on this thread."""
         module: Any = torch.utils.checkpoint
         self._tapes.append(tape)
@@ -72,14 +84,14 @@ class _Checkpointing:
                 setattr(module, GENERATOR, self._generator)
 
     @property
-    def _tapes(self) -> list[Tape]:
+    def _tapes(self) -> list[Recording]:
         """The tapes that are open on this thread."""
         if not hasattr(self._here, "tapes"):
             self._here.tapes = []
         return self._here.tapes  # type: ignore[no-any-return]
 
     @property
-    def tape(self) -> Tape | None:
+    def tape(self) -> Recording | None:
         """The tape that records on this thread."""
         return self._tapes[-1] if self._tapes else None
 
@@ -117,7 +129,7 @@ def _generator(original: Any, function: Any, *args: Any, **kwargs: Any) -> Itera
 
 
 @contextmanager
-def _segment(tape: Tape) -> Iterator[None]:
+def _segment(tape: Recording) -> Iterator[None]:
     """While this is open, the inputs of recorded uses are dropped.
 
     Raises:
@@ -139,7 +151,7 @@ def _segment(tape: Tape) -> Iterator[None]:
 class _Again:
     """A checkpointed function's second run. It holds no tape: the tape's graph holds it."""
 
-    def __init__(self, tape: Tape, function: Callable[..., Any]) -> None:
+    def __init__(self, tape: Recording, function: Callable[..., Any]) -> None:
         self._tape = weakref.ref(tape)
         self._function = function
 
