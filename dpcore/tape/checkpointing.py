@@ -148,6 +148,22 @@ def _segment(tape: Recording) -> Iterator[None]:
         tape.dropped = None
 
 
+def kept_by_graph() -> torch.autograd.graph.saved_tensors_hooks:
+    """Return a context in which the graph keeps what it saves, though a checkpoint would drop it."""
+
+    def unpack(kept: tuple[Tensor, int]) -> Tensor:
+        tensor, version = kept
+        if tensor._version != version:
+            raise UnsupportedError(
+                "What is computed from a parameter alone was changed in place under torch.utils.checkpoint before the "
+                "optimizer's step, so gradients by example can no longer be computed; change it after the step."
+            )
+        return tensor
+
+    # Detached: a node that kept its own output would keep itself.
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor.detach(), tensor._version), unpack)
+
+
 class _Again:
     """A checkpointed function's second run. It holds no tape: the tape's graph holds it."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from dpcore.errors import NoRuleError, UnsupportedError
-from dpcore.tape.checkpointing import CHECKPOINTING, DroppedUse
+from dpcore.tape.checkpointing import CHECKPOINTING, DroppedUse, kept_by_graph
 from dpcore.tape.deferred_lookups import Lookups
 from dpcore.tape.derived import Derivation, ThroughUse
 from dpcore.tape.rows import Rows
@@ -230,7 +231,9 @@ class Tape(TorchFunctionMode):
         ``added``: makes the use where the result is added to a batch.
         """
         sources = self._sources(args, kwargs) if sources is None else sources
-        result = func(*args, **kwargs)
+        # Under torch.utils.checkpoint each pull to a parameter would run the whole function again, at the step.
+        with nullcontext() if self.dropped is None else kept_by_graph():
+            result = func(*args, **kwargs)
         for tensor in _tensors_in((result,), {}):
             if tensor.requires_grad and not self.trains(tensor) and tensor.grad_fn is not None:
                 self._derived[id(tensor)] = Derivation.of(func, tensor, sources, added)

@@ -145,7 +145,11 @@ class Saved:
 
     def get(self, name: str) -> Tensor:
         """Return the input of the layer ``name``."""
-        assert not self.missing
+        if self.missing:
+            raise UnsupportedError(
+                f"The input of {name} was dropped under torch.utils.checkpoint and did not come back, so its gradient "
+                "cannot be computed; call it without checkpoint()."
+            )
         if self.tensor._version != self.version:
             raise UnsupportedError(
                 f"The input of {name} was changed in place after {name} had used it, so its gradient can no longer be "

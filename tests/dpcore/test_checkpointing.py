@@ -275,3 +275,34 @@ def test_two_backward_passes_through_one_graph_add_up(how):
     (each[3:].sum() / len(x)).backward()
     optimizer.step()
     assert_equal({n: p.grad * len(x) for n, p in private.to_standard_module().named_parameters()}, expected)
+
+
+class FromWeights(nn.Module):
+    """Two checkpoints that compute their weights from parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.weight = nn.Linear(8, 8), nn.Linear(8, 4), nn.Parameter(torch.randn(8, 8))
+        self.blocks: list[nn.Module] = []
+        self.runs, self.how = 0, "not"
+
+    def inner(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return F.linear(x, self.weight.tanh()).sin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = self.inner(x) if self.how == "plainly" else checkpoint(self.inner, x, use_reentrant=False)
+        return self.last(x.mean(1))
+
+
+def test_weights_from_parameters_do_not_run_a_block_again():
+    torch.manual_seed(0)
+    model, (x, y) = FromWeights().double(), data()
+    expected = truth(model, x, y)
+    engine = Engine(model, losses, max_grad_norm=C, check_isolation=False)
+    engine.clipped_sum(x, y)
+    model.runs = 0
+    assert_equal({n: v.clone() for n, v in engine.clipped_sum(x, y).sums.items()}, expected)
+    assert model.runs == 4
