@@ -54,6 +54,8 @@ class AbstractGradSampleHooks:
     """The bound that the fast-clipping classes were given; the optimiser's must be the same."""
     _reduction_seen = False
     """True once a loss was looked at."""
+    _passes = 0
+    """How many forward passes were recorded."""
     _made = False
     """True once all attributes have their first values."""
 
@@ -118,8 +120,9 @@ class AbstractGradSampleHooks:
             return self._run_empty(call, args, kwargs)
         self._prepare(call, args, kwargs, batch_size)
         scale = float(batch_size) if self.loss_reduction == "mean" else 1.0
+        self._passes += 1
         tape = self._layout.tape(self._names, batch_size, scale)
-        tape.on_fire = self._fired
+        tape.number, tape.on_fire, tape.on_again = self._passes, self._fired, self._check_latest
         tape.drops_activations = self._layout.drops_activations
         with self._layout.recording(tape):
             output = call(*args, **kwargs)
@@ -179,6 +182,21 @@ class AbstractGradSampleHooks:
             self._firing[task] = []
             torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._end_of_backward, task))
         self._firing[task].append(tape)
+
+    def _check_latest(self, tape: Tape) -> None:
+        """Refuse to run a checkpointed function of ``tape`` again after a pass of another batch.
+
+        What the module has kept of that batch in its attributes would go into the gradients of this one's examples,
+        and no clipping bounds that. Passes that one backward pass reaches are one gradient per example.
+        """
+        task = torch._C._current_graph_task_id()
+        reached = {t.number for t in self._firing.get(task, ())}
+        if not reached.issuperset(range(tape.number + 1, self._passes + 1)):
+            raise UnsupportedError(
+                "A backward pass would run a function under torch.utils.checkpoint again after another batch went "
+                "through the private module, of which the module may have kept something; call backward() before the "
+                "next forward pass, or leave checkpointing out."
+            )
 
     def _end_of_backward(self, task: int) -> None:
         tapes = self._firing.pop(task)

@@ -89,6 +89,10 @@ class Tape(TorchFunctionMode):
         self.iteration: Any = None
         """Result of its first backward pass."""
         self.on_fire: Callable[[Tape], None] = lambda tape: None
+        self.number = 0
+        """Which of a module's passes this is."""
+        self.on_again: Callable[[Tape], None] = lambda tape: None
+        """What refuses the second run of a checkpointed function where it may not be that of the first run's batch."""
         self._task = -1
         self._find_batch = find_batch
         self.averaged = {} if averaged is None else averaged
@@ -329,7 +333,12 @@ class Tape(TorchFunctionMode):
         return self.drops_activations and self.dropped is None and not self.lookups
 
     def again(self) -> Tape:
-        """Return a tape for the second run of a checkpointed function, which takes the same way as the first did."""
+        """Return a tape for the second run of a checkpointed function, which takes the same way as the first did.
+
+        Raises:
+            UnsupportedError: another batch went through the module since the first run.
+        """
+        self.on_again(self)
         tape = Tape(self.parameters, self.batch_size, self.scale, self._find_batch, self.averaged)
         tape.rows, tape.stands = self.rows, self.stands
         tape._derived, tape._stand_of = dict(self._derived), dict(self._stand_of)

@@ -306,3 +306,54 @@ def test_weights_from_parameters_do_not_run_a_block_again():
     model.runs = 0
     assert_equal({n: v.clone() for n, v in engine.clipped_sum(x, y).sums.items()}, expected)
     assert model.runs == 4
+
+
+class Remembers(Net):
+    """A net whose checkpointed functions read what the forward pass has left in an attribute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.context = x.mean(-1, keepdim=True)
+        hidden = self.first(x)
+        for block in self.blocks:
+            hidden = checkpoint(lambda h, block=block: block(h) * self.context, hidden, use_reentrant=False)
+        return self.last(hidden.mean(1))
+
+
+@pytest.mark.parametrize("backward", ["first", "both"])
+def test_no_function_runs_again_after_another_batch(backward):
+    """It would see that batch's context: its examples would move gradients of these by more than their own norm."""
+    model, (x, y) = Remembers("not").double(), data()
+    private, optimizer, _ = PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=len(x)),
+        noise_multiplier=0.0,
+        max_grad_norm=C,
+        poisson_sampling=False,
+        check_batches=False,
+    )
+    one, other = (F.cross_entropy(private(inputs), y) for inputs in (x, -x))
+    if backward == "both":
+        other.backward()
+    with pytest.raises(UnsupportedError, match="after another batch"):
+        one.backward()
+    optimizer.zero_grad()
+
+
+def test_two_passes_in_one_loss_may_run_again():
+    """Two views of every example: what one pass sees of the other is the example's own."""
+    torch.manual_seed(0)
+    model, (x, y) = Net("not").double(), data()
+    private, optimizer, _ = PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=len(x)),
+        noise_multiplier=0.0,
+        max_grad_norm=C,
+        poisson_sampling=False,
+        check_batches=False,
+    )
+    (F.cross_entropy(private(x), y) + F.cross_entropy(private(x), y)).backward()
+    optimizer.step()
+    found = {n: p.grad * len(x) for n, p in private.to_standard_module().named_parameters()}
+    assert_equal(found, truth(model, x, y))  # all norms are above C, so that twice the gradients come to the same
