@@ -7,7 +7,8 @@ stand-in for it, as if it were a parameter; what the rule finds for each example
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,34 +30,54 @@ _REORDERING = {
 } | {Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
 """Functions whose result holds every number of their input once: a gradient keeps its norm on the way back."""
 
+_HALF = (torch.bfloat16, torch.float16)
+
 
 class Derivation:
     """A tensor that comes from the parameters ``roots``, and the ``stand`` that rules see in its place.
 
-    ``keeps_norm``: it is its root with the numbers in another order. ``added``: makes the use where it is added to a
-    batch, if there is a better one than that of any tensor.
+    ``reorder``: puts the numbers of a tensor like the root into the order that they have here, where that is all that
+    was done; else None. ``added``: makes the use where it is added to a batch, if there is a better one than that of
+    any tensor.
     """
 
     def __init__(
-        self, tensor: Tensor, roots: tuple[Parameter, ...], keeps_norm: bool, added: Callable[[], Use] | None
+        self,
+        tensor: Tensor,
+        roots: tuple[Parameter, ...],
+        reorder: Callable[[Tensor], Tensor] | None,
+        added: Callable[[], Use] | None,
     ) -> None:
         self.tensor = tensor
         self.roots = roots
-        self.keeps_norm = keeps_norm
+        self.reorder = reorder
         self.added = added
+
+    @property
+    def keeps_norm(self) -> bool:
+        """Return whether a gradient keeps its norm on the way back: only the order of its numbers changes."""
+        return self.reorder is not None
 
     @classmethod
     def of(
         cls,
         func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
         tensor: Tensor,
         sources: Sequence[Parameter | Derivation],
         added: Callable[[], Use] | None = None,
     ) -> Derivation:
         """``tensor``, which ``func`` has made of ``sources``."""
         roots = [root for source in sources for root in (source.roots if isinstance(source, Derivation) else (source,))]
-        whole = len(sources) == 1 and (not isinstance(sources[0], Derivation) or sources[0].keeps_norm)
-        return cls(tensor, tuple(dict.fromkeys(roots)), whole and func in _REORDERING, added)
+        reorder = None
+        if len(sources) == 1 and func in _REORDERING and args:
+            source = sources[0]
+            origin = source.tensor if isinstance(source, Derivation) else source
+            before = source.reorder if isinstance(source, Derivation) else _as_it_is
+            if args[0] is origin and before is not None:
+                reorder = functools.partial(_reordered, before, func, args[1:], dict(kwargs))
+        return cls(tensor, tuple(dict.fromkeys(roots)), reorder, added)
 
     def stand(self, name: str) -> Parameter:
         """A leaf with the tensor's values, which no gradient may reach: rules take it out of the graph."""
@@ -90,6 +111,12 @@ class Derivation:
         return found.to(grads.dtype)
 
     def _pull(self, root: Parameter, grad: Tensor, many: bool) -> Tensor:
+        if self.reorder is not None and self.tensor.dtype in _HALF and not many:
+            # Through the graph a sum would be rounded to half precision, and an example's share in it could grow.
+            with torch.enable_grad():
+                like_root = torch.empty_like(root, dtype=grad.dtype).requires_grad_()
+                (exact,) = torch.autograd.grad(self.reorder(like_root), like_root, grad)
+            return exact
         try:
             (found,) = torch.autograd.grad(
                 self.tensor,
@@ -107,6 +134,22 @@ class Derivation:
                 "optimizer's step, so gradients by example can no longer be computed; change it after the step."
             ) from error
         return grad.new_zeros((*grad.shape[:1], *root.shape) if many else root.shape) if found is None else found
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _reordered(
+    before: Callable[[Tensor], Tensor],
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    of: Tensor,
+) -> Tensor:
+    """Return ``func`` of what ``before`` makes of a tensor."""
+    result: Tensor = func(before(of), *args, **kwargs)
+    return result
 
 
 class ThroughUse(Use):

@@ -240,7 +240,7 @@ class Tape(TorchFunctionMode):
             result = func(*args, **kwargs)
         for tensor in _tensors_in((result,), {}):
             if tensor.requires_grad and not self.trains(tensor) and tensor.grad_fn is not None:
-                self._derived[id(tensor)] = Derivation.of(func, tensor, sources, added)
+                self._derived[id(tensor)] = Derivation.of(func, args, kwargs, tensor, sources, added)
                 self._stand_of.pop(id(tensor), None)
         return result
 

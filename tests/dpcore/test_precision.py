@@ -7,11 +7,11 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from dpcore import GradSampleModule, UnsupportedError, clipped_sum
+from dpcore import Engine, GradSampleModule, UnsupportedError, clipped_sum
 from dpcore.optimizers import DPOptimizer
 from tests.dpcore.comparison import relative_error
 from tests.dpcore.private_setup import losses, make, small_data, small_model, step, truth
@@ -149,3 +149,36 @@ def test_a_module_that_is_compiled_after_it_was_made_private(wrap):
     _, wrapped, optimizer, _ = make(model, wrap_model=wrap, check_batches=False)
     step(torch.compile(wrapped if wrap else model, backend="eager"), optimizer, x, y)
     assert relative_error({n: p.grad for n, p in model.named_parameters()}, expected) < 1e-12
+
+
+class _Turned(nn.Module):
+    """Weights that lie as [in, out], in the spellings of Hugging Face's Conv1D, of matrix products and of a view."""
+
+    def __init__(self, spelling: str) -> None:
+        super().__init__()
+        self.spelling = spelling
+        self.weight = nn.Parameter(torch.randn(24, 16) / 4)
+        self.bias = nn.Parameter(torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.spelling == "addmm":
+            return torch.addmm(self.bias, x.reshape(-1, 24), self.weight).view(*x.shape[:-1], 16)
+        if self.spelling == "matmul":
+            return torch.tanh(x @ self.weight) + self.bias
+        return nn.functional.linear(x, self.weight.reshape(-1).view(24, 16).transpose(0, 1), self.bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spelling", ["addmm", "matmul", "views"])
+@pytest.mark.parametrize("shape", [(24,), (5, 24), (40, 24)])
+def test_turned_weights_in_half_precision_keep_an_example_within_c(dtype, spelling, shape) -> None:
+    def losses(outputs: Tensor, _: Tensor) -> Tensor:
+        return outputs.float().flatten(1).pow(2).sum(1)
+
+    torch.manual_seed(0)
+    engine = Engine(_Turned(spelling).to(dtype), losses, max_grad_norm=0.5)
+    for _ in range(8):
+        x = torch.randn(1, *shape).to(dtype)
+        sums = engine.clipped_sum(x, torch.zeros(1)).sums
+        length = sum(s.double().square().sum() for s in sums.values()).sqrt()
+        assert 0.5 * (1 - 1e-3) < float(length) <= 0.5 * (1 + 1e-6)
