@@ -32,6 +32,8 @@ LONGEST_BAR = 5.0
 """Ratio from which on a bar is cut and ends in an arrow: one slow framework must not squeeze all others."""
 LABEL = 22
 """Letters of a name in one line."""
+HEADING = 36
+"""Letters of a panel's title in one line."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,12 @@ def draw(title: str, panels: Sequence[tuple[str, Sequence[Bar]]], note: str, the
         theme: Colours.
     """
     lines = -(-len(panels) // 2)
-    heights = [0.55 + 0.3 * max(len(bars) for _, bars in panels[2 * i : 2 * i + 2]) for i in range(lines)]
+    panels = [(textwrap.fill(heading, HEADING), bars) for heading, bars in panels]
+    beside = [panels[2 * i : 2 * i + 2] for i in range(lines)]
+    heights = [
+        0.55 + 0.17 * max(heading.count("\n") for heading, _ in pair) + 0.3 * max(len(bars) for _, bars in pair)
+        for pair in beside
+    ]
     figure = Figure(figsize=(7.4, sum(heights) + 0.95), layout="constrained")
     figure.patch.set_alpha(0)
     grid = figure.subplots(lines, 2, squeeze=False, gridspec_kw={"height_ratios": heights})
