@@ -137,7 +137,15 @@ def check_secure() -> Any:
         expected_batch_size=DIVISOR,
     )
     released: list[torch.Tensor] = []
-    optimizer.attach_step_hook(lambda of: released.append(of.accumulator.flat / grid_spacing(0.7 * CLIP)))
+    divide = optimizer.scale_grad
+
+    def note() -> None:
+        """Keep what was released, before it is divided by the expected batch size."""
+        flat = torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+        released.append(flat / grid_spacing(0.7 * CLIP))
+        divide()
+
+    optimizer.scale_grad = note
     for (x, y, _), _ in zip(loader, range(2), strict=False):
         step(module, optimizer, x, y)
     return torch.stack(released)
