@@ -205,7 +205,7 @@ def test_the_reference_rounds_as_mixed_precision_does(torch_python, tmp_path):
     command = [torch_python, "-m", "tests.support.rounding", out]
     subprocess.run(command, cwd=registry.ROOT, check=True, timeout=300)
     said = json.loads(out.read_text())
-    assert len(said) == 4
+    assert said.keys() >= {"small-gpt2", "small-llama", "small-vit", "small-wrn"}
     for task, apart in said.items():
         assert apart["float32"] == 0, task
         assert 1e-3 < apart["reference"] < 0.1, (task, apart)
