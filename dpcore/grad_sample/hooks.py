@@ -19,6 +19,7 @@ from dpcore.distributed import Ranks
 from dpcore.engine.uncompiled import refuse_compiled
 from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
 from dpcore.example_isolation.check import IsolationCheck
+from dpcore.grad_sample import mean_loss
 from dpcore.grad_sample.backward_pass import Iteration, owner_of, set_owner
 from dpcore.grad_sample.loss_reduction import reduction_of
 from dpcore.microbatch import ragged
@@ -54,6 +55,8 @@ class AbstractGradSampleHooks:
     """The bound that the fast-clipping classes were given; the optimiser's must be the same."""
     _reduction_seen = False
     """True once a loss was looked at."""
+    _rounding_told = False
+    """True once a warning said that a mean loss is rounded after its division."""
     _passes = 0
     """How many forward passes were recorded."""
     _made = False
@@ -129,16 +132,30 @@ class AbstractGradSampleHooks:
         if batch_size == 0:
             # Nothing may flow back from an empty batch, yet it is a step.
             self.record_empty_batch()
+        if self.loss_reduction == "mean" and self._is_half():
+            leaves = flatten((args, kwargs))[0]
+            if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+                tape.rounds = True  # whose gradient would be too large
+            else:
+                mean_loss.mark(flatten(output)[0], tape)
         if not self._reduction_seen and isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(functools.partial(self._see_reduction, output.detach()))
+            output.register_hook(functools.partial(self._see_reduction, tape, output.detach()))
         return output
 
-    def _see_reduction(self, outputs: Tensor, gradient: Tensor) -> None:
+    def _is_half(self) -> bool:
+        """Return whether gradients of the module are rounded to half precision: its weights are, or autocast is on."""
+        for param in self._names:
+            kind = param.device.type
+            autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) in mean_loss.HALF
+            return autocast or any(p.dtype in mean_loss.HALF for p in self._names)
+        return False
+
+    def _see_reduction(self, tape: Tape, outputs: Tensor, gradient: Tensor) -> None:
         """Warn once where the first loss shows that it is reduced otherwise than ``loss_reduction`` says."""
         if self._reduction_seen or not outputs.dim() or len(outputs) < 2:
             return
         self._reduction_seen = True
-        reduction = reduction_of(outputs, gradient)
+        reduction = reduction_of(outputs, gradient / tape.started_with)
         if reduction not in (None, self.loss_reduction):
             wrong = "large" if reduction == "sum" else "small"
             warn_caller(
@@ -182,6 +199,14 @@ class AbstractGradSampleHooks:
             self._firing[task] = []
             torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._end_of_backward, task))
         self._firing[task].append(tape)
+        if tape.rounds and tape.started_with == 1.0 < tape.batch_size and not self._rounding_told:
+            self._rounding_told = True
+            warn_caller(
+                "The loss is divided by the batch's length before its gradient is rounded to half precision, so one "
+                "example more or less changes the rounding of all others (docs/privacy.md). Compute the loss in float32 "
+                "and from the module's outputs alone, and call its backward(); or sum the loss and pass "
+                'loss_reduction="sum".'
+            )
 
     def _check_latest(self, tape: Tape) -> None:
         """Refuse to run a checkpointed function of ``tape`` again after a pass of another batch.

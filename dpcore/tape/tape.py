@@ -86,6 +86,10 @@ class Tape(TorchFunctionMode):
         """
         super().__init__()
         self.scale = scale
+        self.started_with = 1.0
+        """What the backward pass under way started with at the loss, of which ``scale`` undoes the rest."""
+        self.rounds = False
+        """Whether gradients are rounded to half precision on their way, where a division shows."""
         self.iteration: Any = None
         """Result of its first backward pass."""
         self.on_fire: Callable[[Tape], None] = lambda tape: None
@@ -376,7 +380,7 @@ class Tape(TorchFunctionMode):
         if task != self._task:
             self._task = task
             self.on_fire(self)
-        return self.scale or 1.0
+        return (self.scale or 1.0) / self.started_with
 
     def _hook(self, target: Callable[[Tensor | None], None]) -> Callable[[Tensor | None], None]:
         """Hands gradients to ``target``, added up where several backward passes run through the same place."""
@@ -518,6 +522,8 @@ def _is_channels_last(tensor: Tensor) -> bool:
 
 def _scaled(tensor: Tensor, scale: float) -> Tensor:
     """Tensor * scale, expanded where the tensor is: rules make use of that."""
+    if scale == 1.0:
+        return tensor
     if 0 not in tensor.stride() or not tensor.numel():
         return tensor * scale
     core = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]

@@ -1,0 +1,106 @@
+"""Backward passes of mean losses in half precision: their rounding must not depend on the batch's length.
+
+A mean loss divides every example's gradient by the batch's length, and half precision rounds what comes out: one
+example more, and the gradients of all others are rounded otherwise, by up to 2^-8 of each in bfloat16. Of 2,048 equal
+examples one that was left out moved the sum by 1.9 times its own gradient. So ``loss.backward()`` starts with the
+length instead of 1 where that is right: the division is undone in float32 before anything is rounded, and the recorded
+gradients are not multiplied any more.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpcore.tape.tape import Tape
+
+HALF = (torch.bfloat16, torch.float16)
+ENDS_HERE = "dpcore: a recorded pass ends here"
+"""The key in the metadata of an output's node in autograd's graph, whose value is a weak reference to the tape."""
+MOST_NODES = 1000
+"""A loss of more operations is not looked through."""
+_installing = threading.Lock()
+
+
+def mark(outputs: Iterable[Any], tape: Tape) -> None:
+    """Note at the ``outputs`` of a recorded pass, tensors among others, that ``tape`` ends there."""
+    _install()
+    tape.rounds = True
+    for output in outputs:
+        node: Any = output.grad_fn if isinstance(output, Tensor) else None
+        if node is not None:
+            node.metadata[ENDS_HERE] = weakref.ref(tape)
+
+
+def passes_behind(loss: Tensor) -> list[Tape] | None:
+    """Return the tapes of the marked passes that ``loss`` is computed from.
+
+    None where it depends on anything else that gets a gradient: a parameter of the loss, or what the module computed
+    on the way to its outputs. That would get a gradient that is too large.
+    """
+    tapes: list[Tape] = []
+    seen: set[Any] = set()
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        end = node.metadata.get(ENDS_HERE)
+        if end is not None:
+            tape = end()
+            if tape is None:
+                return None
+            tapes.append(tape)
+            continue
+        behind = [following for following, _ in node.next_functions if following is not None]
+        if not behind or len(seen) > MOST_NODES:
+            return None
+        waiting += behind
+    return tapes
+
+
+def _backward(original: Callable[..., None], tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+    """``torch.autograd.backward``, which starts a mean loss of marked passes with the length of their batch."""
+    loss = tensors
+    if (
+        not isinstance(loss, Tensor)
+        or loss.grad_fn is None
+        or loss.numel() != 1
+        or loss.dtype not in (torch.float32, torch.float64)
+        or grad_tensors is not None
+        or kwargs.get("inputs")
+        or kwargs.get("grad_variables") is not None
+    ):
+        original(tensors, grad_tensors, *args, **kwargs)
+        return
+    tapes = passes_behind(loss) or []
+    lengths = {tape.batch_size for tape in tapes}
+    if len(lengths) != 1:  # a loss over batches of several lengths is refused behind it
+        original(tensors, grad_tensors, *args, **kwargs)
+        return
+    length = lengths.pop()
+    for tape in tapes:
+        tape.started_with = float(length)
+    try:
+        original(tensors, torch.full_like(loss, length), *args, **kwargs)
+    finally:
+        for tape in tapes:
+            tape.started_with = 1.0
+
+
+def _install() -> None:
+    """Put :func:`_backward` in the place of ``torch.autograd.backward``, once; it hands on what is no such loss."""
+    with _installing:
+        current = torch.autograd.backward
+        if getattr(current, "of_mean_losses", False):
+            return
+        replaced = functools.wraps(current)(functools.partial(_backward, current))
+        replaced.of_mean_losses = True  # type: ignore[attr-defined]
+        torch.autograd.backward = replaced  # type: ignore[assignment]
