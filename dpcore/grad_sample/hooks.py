@@ -203,7 +203,7 @@ class AbstractGradSampleHooks:
             self._rounding_told = True
             warn_caller(
                 "The loss is divided by the batch's length before its gradient is rounded to half precision, so one "
-                "example more or less changes the rounding of all others (docs/privacy.md). Compute the loss in float32 "
+                "example more or less changes the rounding of all others (docs/privacy.md). Compute it in float32 "
                 "and from the module's outputs alone, and call its backward(); or sum the loss and pass "
                 'loss_reduction="sum".'
             )
