@@ -10,7 +10,8 @@ from typing import Any
 
 import pandas as pd
 
-from harness.analysis.frames import Tables, rows_of
+from harness.analysis.frames import PLACE, Tables, rows_of
+from harness.analysis.leader import Leader, leaders
 from harness.analysis.naming import factor, number
 from harness.report.model import Section, blocks, doubts, task_title
 
@@ -55,7 +56,8 @@ def of(tables: Tables, section: Section) -> Overview | None:
     if not (cells.state == "ok").any():
         return None
     ratios = section.of(tables.ratios)
-    columns, fastest = [], []
+    first = leaders(tables)
+    columns, found = [], []
     for task, synthetic, group in blocks(cells):
         sizes = sorted(group.batch_size[group.state == "ok"].unique())
         if not sizes:
@@ -64,14 +66,14 @@ def of(tables: Tables, section: Section) -> Overview | None:
         here = group[group.batch_size == size]
         over = _ratios(ratios, task, synthetic, size)
         columns.append(Column(task_title(task, synthetic), int(size), _squares(here, over)))
-        timed = here[(here.state == "ok") & here.private]
-        if len(timed):
-            best = timed.loc[timed["median"].idxmin()].contestant
-            fastest.append((task_title(task, synthetic), str(best), over[best].ratio if best in over else math.nan))
+        place = (*(here.iloc[0][column] for column in PLACE), size)
+        if place in first:
+            best = over.get(first[place].contestant)
+            found.append((task_title(task, synthetic), first[place], best.ratio if best else math.nan))
     private = dict(zip(cells.contestant, cells.private, strict=True))
     shown = [name for name in tables.order if any(name in column.squares for column in columns)]
     rows = sorted(shown, key=lambda name: not private[name])
-    return Overview(_sentence(tables, fastest), columns, rows, sum(private[name] for name in rows))
+    return Overview(_sentence(tables, found), columns, rows, sum(private[name] for name in rows))
 
 
 def _ratios(ratios: pd.DataFrame, task: str, synthetic: bool, size: int) -> Mapping[str, Any]:
@@ -98,21 +100,44 @@ def _squares(here: pd.DataFrame, over: Mapping[str, Any]) -> Mapping[str, Square
     return found
 
 
-def _sentence(tables: Tables, fastest: Sequence[tuple[str, str, float]]) -> str:
-    """Return who is the fastest with DP, by task, and what that costs."""
-    if not fastest:
+def _sentence(tables: Tables, found: Sequence[tuple[str, Leader, float]]) -> str:
+    """Return who is the fastest with DP, task by task, and what that costs; who cannot be told from whom; who was timed
+    alone. ``found``: task, its leader, and the leader's time over that of PyTorch without DP (NaN: not known)."""
+    if not found:
         return "No contestant with DP has a time."
-    known = [ratio for _, _, ratio in fastest if not math.isnan(ratio)]
+    told = [(task, leader, ratio) for task, leader, ratio in found if not leader.rival and not leader.alone]
+    said = [_fastest(tables, told, len(told) == len(found))] if told else []
+    pairs: dict[tuple[str, str, bool], list[str]] = {}
+    for task, leader, _ in found:
+        if leader.rival:
+            both = tables.title(leader.contestant), tables.title(leader.rival), leader.overlap
+            pairs.setdefault(both, []).append(f"{task} ({leader.evidence})")
+    for (a, b, overlap), tasks in pairs.items():
+        where = _listed(tasks)
+        few = f"Too few undisturbed rounds to tell {a} from {b} on {where}."
+        said.append(f"{a} and {b} cannot be told apart on {where}." if overlap else few)
+    alone: dict[str, list[str]] = {}
+    for task, leader, _ in found:
+        if leader.alone:
+            alone.setdefault(tables.title(leader.contestant), []).append(task)
+    said += [f"Only {name} was timed with DP on {_listed(tasks)}." for name, tasks in alone.items()]
+    return " ".join(said)
+
+
+def _fastest(tables: Tables, told: Sequence[tuple[str, Leader, float]], everywhere: bool) -> str:
+    known = [ratio for _, _, ratio in told if not math.isnan(ratio)]
     cost = ""
     if known:
         low, high = factor(min(known)), factor(max(known))
         cost = f", in {low if low == high else f'{low} to {high}'} of the time of PyTorch without DP"
-    names = list(dict.fromkeys(name for _, name, _ in fastest))
-    if len(names) == 1:
-        tasks = "every task" if len(fastest) > 1 else fastest[0][0]
-        return f"With DP, {tables.title(names[0])} is the fastest on {tasks}{cost}."
-    parts = [f"{tables.title(name)} on {_listed([task for task, who, _ in fastest if who == name])}" for name in names]
-    return f"Fastest with DP: {'; '.join(parts)}{cost}."
+    tasks: dict[str, list[str]] = {}
+    for task, leader, _ in told:
+        tasks.setdefault(tables.title(leader.contestant), []).append(task)
+    if len(tasks) == 1:
+        (name, where), *_ = tasks.items()
+        places = "every task" if everywhere and len(where) > 1 else _listed(where)
+        return f"With DP, {name} is the fastest on {places}{cost}."
+    return f"Fastest with DP: {'; '.join(f'{name} on {_listed(where)}' for name, where in tasks.items())}{cost}."
 
 
 def _listed(words: Sequence[str]) -> str:

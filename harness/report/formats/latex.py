@@ -180,7 +180,7 @@ MOST_COLUMNS = 12
 
 def main(tables: Tables, section: Section, label: str) -> str:
     """Return the one table for a paper: contestants with DP, the fastest first, then those without; tasks and batch
-    sizes in columns; the fastest with DP of each column in bold. Needs the package booktabs."""
+    sizes in columns; the smallest with DP of each column in bold. Needs the package booktabs."""
     cells = section.of(tables.cells)
     ok = cells[cells.state == "ok"]
     columns = []
@@ -211,7 +211,7 @@ def main(tables: Tables, section: Section, label: str) -> str:
     n = sorted(set(ok.n))
     sentences = [
         f"Median seconds per epoch of {' to '.join(dict.fromkeys((str(n[0]), str(n[-1]))))} processes "
-        f"({model.readable(section, section.of(tables.raw))}). Bold: the fastest with DP.",
+        f"({model.readable(section, section.of(tables.raw))}). Bold: the smallest median with DP.",
         "Italics: without DP." if len(private) > sum(private.values()) else "",
         "All values are extrapolated from parts of epochs." if all_scaled else "",
         "e: extrapolated from a part of an epoch." if ok.extrapolated.any() and not all_scaled else "",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from harness.report import conclusion, contents
+from harness.report.formats import markdown
 from tests.support import record_factory as factory
 
 
@@ -18,7 +21,7 @@ def test_the_fastest_with_dp_and_its_price():
         for (f, v, private), value in seconds.items()
     ]
     title, sentence = said(records)
-    assert title == "Fastest with DP:"
+    assert title == "Fastest by median, with DP:"
     assert "dpcore-engine, 1.50 s per epoch; 1.50 times that of pytorch-eager [1.50, 1.50], n = 3" in sentence
 
 
@@ -39,3 +42,37 @@ def test_what_was_disturbed_is_no_result_yet():
 
 def test_without_private_times_nothing_is_said():
     assert said([factory.record(framework="pytorch", variant="eager", private=False, seconds=[1.0])]) == []
+
+
+def first_sentence(seconds, disturbed=()):
+    """The first sentence of the report of contestants with DP on one task. ``seconds``: contestant -> its rounds."""
+    records = [
+        factory.record(framework=name, variant="x", seconds=[value], round=r, disturbed=r in disturbed)
+        for name, values in seconds.items()
+        for r, value in enumerate(values)
+    ]
+    built = contents.build(records)
+    told = list(conclusion.sentences(built))[1]
+    return markdown.page(built).split("**")[1], told
+
+
+def test_the_fastest_is_said_to_be_only_where_rounds_tell_it_from_every_other():
+    apart, told = first_sentence({"a": [1.0, 1.02, 1.01], "b": [2.0, 2.1, 2.05], "c": [3.0, 3.1, 3.0]})
+    assert apart == "With DP, a-x is the fastest on MNIST CNN." and "tell" not in told and "told" not in told
+    # The third reaches lower than the second: it may be the fastest.
+    wide, told = first_sentence({"a": [1.0, 1.02, 1.01], "b": [2.0, 2.1, 2.05], "c": [0.9, 9.0, 9.0]})
+    assert wide.startswith("a-x and c-x cannot be told apart on MNIST CNN (time ratio 0.24 [") and "n = 3" in wide
+    assert "a-x, 1.01 s per epoch; cannot be told from c-x (time ratio 0.24 [" in told
+
+
+@pytest.mark.parametrize(
+    ("rounds", "disturbed", "why"), [(2, (), "n = 2)."), (3, (0, 1, 2), "n = 3, disturbed)."), (1, (), "n = 1).")]
+)
+def test_too_few_rounds_tell_nobody_from_anybody(rounds, disturbed, why):
+    sentence, told = first_sentence({"a": [1.0] * rounds, "b": [2.0] * rounds}, disturbed)
+    assert sentence == f"Too few undisturbed rounds to tell a-x from b-x on MNIST CNN (time ratio 0.50, {why}"
+    assert f"too few undisturbed rounds to tell it from b-x (time ratio 0.50, {why[:-1]}" in told
+
+
+def test_who_was_timed_alone_is_not_the_fastest_of_anything():
+    assert first_sentence({"a": [1.0] * 5})[0] == "Only a-x was timed with DP on MNIST CNN."
