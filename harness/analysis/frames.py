@@ -122,9 +122,9 @@ def build(
         records=records,
         raw=raw,
         cells=all_cells,
-        ratios=arranged(ratios(current, plain_contestants(raw))),
-        paper_ratios=arranged(ratios(current, [base] if base else [])),
-        overheads=arranged(overheads(current, compiling, base, twins)),
+        ratios=arranged(with_swamped(ratios(current, plain_contestants(raw)), all_cells)),
+        paper_ratios=arranged(with_swamped(ratios(current, [base] if base else []), all_cells)),
+        overheads=arranged(with_swamped(overheads(current, compiling, base, twins), all_cells)),
         compile=compiling,
         memory=arranged(memory(current, records)),
         gate=arranged(gate(current, records)),
@@ -499,6 +499,23 @@ def ratios(current: pd.DataFrame, bases: Sequence[str]) -> pd.DataFrame:
                 | {"extrapolated": not extrapolated.isdisjoint((base, contestant))}
             )
     return pd.DataFrame(rows)
+
+
+OTHERS = ("contestant", "baseline", "twin", "other")
+"""Columns that name a contestant of whose times a number is made."""
+
+
+def with_swamped(frame: pd.DataFrame, all_cells: pd.DataFrame) -> pd.DataFrame:
+    """Return the frame with a column ``swamped``: whether one of the cells behind a number is too disturbed to be a
+    result. ``frame``: a row per place, batch size and contestant."""
+    if frame.empty:
+        return frame
+    known = set(all_cells.loc[all_cells.swamped, CELL].itertuples(index=False, name=None))
+    swamped = pd.Series(False, index=frame.index)
+    for column in (c for c in OTHERS if c in frame.columns):
+        places = frame[[*CELL[:-1], column]].itertuples(index=False, name=None)
+        swamped |= pd.Series([place in known for place in places], index=frame.index)
+    return frame.assign(swamped=swamped)
 
 
 def overheads(

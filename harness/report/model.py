@@ -208,15 +208,19 @@ SWAMPED_NOTE = (
 
 
 def doubts(row: Any) -> str:
-    """ᵉ extrapolated, ᵈ disturbed, of a number that is made of several cells."""
-    return ("ᵉ" if row.extrapolated else "") + ("ᵈ" if row.disturbed else "")
+    """ᵉ extrapolated, ᵈ disturbed, ‼ too much so to be a result, of a number that is made of several cells. Where a
+    frame does not tell the last two apart, both are ᵈ."""
+    disturbed = "‼" if getattr(row, "swamped", False) else "ᵈ" if row.disturbed else ""
+    return ("ᵉ" if row.extrapolated else "") + disturbed
 
 
-def doubt_notes(frame: pd.DataFrame) -> list[str]:
-    """Return the legend of :func:`doubts`."""
+def doubt_notes(frame: pd.DataFrame, disturbed: str = DISTURBED_NOTE) -> list[str]:
+    """Return the legend of :func:`doubts`. ``disturbed``: what ᵈ means here."""
+    swamped = frame.swamped if "swamped" in frame else pd.Series(False, index=frame.index)
     return [
         *(["ᵉ extrapolated: from a part of an epoch."] if frame.extrapolated.any() else []),
-        *([DISTURBED_NOTE] if frame.disturbed.any() else []),
+        *([disturbed] if (frame.disturbed.astype(bool) & ~swamped).any() else []),
+        *([f"‼ {SWAMPED_NOTE}."] if swamped.any() else []),
     ]
 
 

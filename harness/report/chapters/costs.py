@@ -193,6 +193,7 @@ def start_up(tables: Tables) -> pd.DataFrame:
                 "n": row.n,
                 "extrapolated": row.extrapolated,
                 "disturbed": row.disturbed > 0,
+                "swamped": row.swamped,
             }
             for label, rivals in (("rival", cheap), ("sibling", own)):
                 name = min(rivals, key=lambda n: rivals[n][1], default="")
@@ -407,6 +408,7 @@ def floor(tables: Tables) -> pd.DataFrame:
                     "n": r.n,
                     "extrapolated": r.extrapolated,
                     "disturbed": r.disturbed > 0,
+                    "swamped": r.swamped,
                 }
             )
     return pd.DataFrame(rows)

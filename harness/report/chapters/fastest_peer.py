@@ -29,7 +29,7 @@ def frame(tables: Tables) -> pd.DataFrame:
     ]
     position = {name: i for i, name in enumerate(tables.order)}
     rows.sort(key=lambda row: (row["against"] != PEER, position[row["contestant"]], row["batch_size"]))
-    return pd.DataFrame(rows)
+    return frames.with_swamped(pd.DataFrame(rows), tables.cells)
 
 
 def _rows(group: pd.DataFrame) -> Iterator[dict[str, Any]]:

@@ -139,12 +139,9 @@ def ratios(tables: Tables, section: Section) -> list[Grid]:
             (name, *(cell.get((name, size), MISSING) for size in sizes)) for name in dict.fromkeys(group.contestant)
         )
         notes = [f"Over {model.baselines(group)}; {model.rounds_note(group.n, 'brackets')}"]
-        if group.extrapolated.any():
-            notes.append("ᵉ extrapolated: from a part of an epoch.")
+        notes += doubt_notes(group, DISTURBED_PAIRS_NOTE)
         if group.left_out.sum():
             notes.append(f"Left out: {count(int(group.left_out.sum()), 'pair', 'pairs')} with a disturbed process.")
-        if group.disturbed.any():
-            notes.append(DISTURBED_PAIRS_NOTE)
         if any(MISSING in row for row in rows):
             notes.append(f"{MISSING} no block holds both.")
         title = f"{task_title(task, synthetic)}: seconds relative to PyTorch without DP"

@@ -190,7 +190,8 @@ def relative(tables: Tables, section: Section) -> Drawing:
         f"Without DP: {model.baselines(frame)}.",
         f"{'Number' if as_grid else 'Point'}: {model.rounds_note(frame.n, 'brackets' if as_grid else 'bar')}",
         *(["The darker, the larger; up to 1 no shade."] if as_grid else []),
-        *([model.DISTURBED_PAIRS_NOTE] if as_grid and frame.disturbed.any() else []),
+        *([model.DISTURBED_PAIRS_NOTE] if as_grid and (frame.disturbed.astype(bool) & ~frame.swamped).any() else []),
+        *([f"‼ {model.SWAMPED_NOTE}."] if as_grid and frame.swamped.any() else []),
         *_scaled(frame),
     ]
     below_task(drawing, tables, section, notes, [] if as_grid else names, style)
@@ -242,7 +243,7 @@ def _squares_of_ratios(
     missing = {place: HeatmapCell("no pair" if state == "ok" else state) for place, state in states.items()}
     return missing | {
         (row.contestant, row.batch_size): HeatmapCell(
-            factor(row.ratio) + ("ᵈ" if row.disturbed else ""),
+            factor(row.ratio) + ("‼" if row.swamped else "ᵈ" if row.disturbed else ""),
             max(1.0, row.ratio),
             "" if pd.isna(row.low) else f"[{factor(row.low)}, {factor(row.high)}]",
         )

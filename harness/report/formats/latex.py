@@ -425,6 +425,7 @@ def ratios(tables: Tables, section: Section, label: str) -> str:
         f"{model.provenance(tables, section)}. A subscript: that many rounds. {model.rounds_note(frame.n, 'brackets')}"
         + (" e: extrapolated from a part of an epoch." if frame.extrapolated.any() else "")
         + (" d: disturbed." if frame.disturbed.any() else "")
+        + (f" !!: {model.SWAMPED_NOTE}." if frame.swamped.any() else "")
     )
     return _pages(parts, sizes, escape(caption), label)
 

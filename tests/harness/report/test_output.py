@@ -385,6 +385,9 @@ def test_what_was_too_disturbed_says_so_and_what_to_do():
     assert "too disturbed to be a result" in text and "--fresh: opacus-hooks at 512" in text
     for words in (markdown.page(built), page.page(built, {}), "\n".join(conclusion.sentences(built))):
         assert "too disturbed to be a result" in words and "--fresh" in words
+    _, _, over = markdown.page(built).partition("seconds relative to PyTorch without DP**")
+    assert "| opacus-hooks | 1.00×‼ |" in over and "‼ too disturbed" in over.partition("**")[0], "as its time is marked"
+    assert "| opacus-ghost | 1.00×ᵈ |" in over
     assert built.tables.cells.set_index("contestant").swamped.to_dict() == {
         "opacus-hooks": True,
         "opacus-ghost": False,
