@@ -247,22 +247,25 @@ def _steps(low: float, high: float) -> list[float]:
     return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-SHARES = ((1.0,), (1.0, 1.5), (1.0, 1.25, 1.5, 1.75), tuple(1.0 + i / 10 for i in range(10)))
+BESIDE_ONE = 0.15
+"""Share of an axis of factors, from which on a side of its 1 has a tick of its own."""
 
 
 def factor_ticks(low: float, high: float) -> Ticks:
-    """Return powers of two; where fewer than three of them are in sight, ever finer fractions of them: an axis of
-    factors between 0.7 and 1.4 has more than its 1."""
+    """Return powers of two. Where fewer than three of them are in sight, or a side of 1 would have none, halves between
+    them, else steps as on a straight axis: an axis of factors between 0.7 and 1.4 has more than its 1."""
     if not 0.0 < low < high < math.inf:
         return []
     first, last = math.floor(math.log2(low)), math.ceil(math.log2(high))
     step = 1 + (last - first) // 9
-    powers = [power for power in range(first, last + 1) if power % step == 0]
+    powers = [2.0**power for power in range(first, last + 1) if power % step == 0]
+    halves = [share * power for power in powers for share in (1.0, 1.5)]
+    sides = [(low, min(1.0, high)), (max(1.0, low), high)]
+    wide = [(a, b) for a, b in sides if b > a and math.log(b / a) > BESIDE_ONE * math.log(high / low)]
     found: list[float] = []
-    for shares in SHARES:
-        found = [share * 2.0**power for power in powers for share in shares]
-        found = [value for value in found if low <= value <= high]
-        if len(found) >= 3:
+    for values in (powers, halves, _steps(low, high)):
+        found = [value for value in values if low <= value <= high]
+        if len(found) >= 3 and all(any(a <= value <= b and value != 1.0 for value in found) for a, b in wide):
             break
     return [(value, f"{value:g}×") for value in found]
 

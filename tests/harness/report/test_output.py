@@ -462,14 +462,17 @@ def test_records_from_before_some_fields_are_read_beside_new_ones_and_a_newer_sc
 @pytest.mark.parametrize(
     ("low", "high", "ticks"),
     [
-        (0.7, 1.45, [0.75, 0.875, 1.0, 1.25]),
-        (0.9, 1.11, [0.9, 0.95, 1.0, 1.1]),
+        (0.7, 1.45, [0.8, 1.0, 1.2, 1.4]),
+        (0.9, 1.11, [0.9, 0.95, 1.0, 1.05, 1.1]),
+        (0.56, 1.2, [0.6, 0.8, 1.0, 1.2]),
+        (0.3, 1.3, [0.4, 0.6, 0.8, 1.0, 1.2]),
+        (0.1, 1.05, [0.125, 0.25, 0.5, 1.0]),
         (0.4, 3.0, [0.5, 1.0, 2.0]),
         (0.4, 5000.0, [1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0]),
         (0.0, 1.0, []),
     ],
 )
-def test_an_axis_of_factors_has_more_than_its_one(low, high, ticks):
+def test_an_axis_of_factors_has_ticks_on_both_sides_of_its_one(low, high, ticks):
     assert [value for value, _ in panel.factor_ticks(low, high)] == pytest.approx(ticks)
 
 

@@ -282,6 +282,16 @@
   const name = (cell) => data.contestants[cell.c].title + (by("batch").value === ALL ? ` · ${cell.batch}` : "");
   const tint = (k, c) => (k.colour === "#000000" ? c.text : dark() ? k.light : k.colour);
   const FEW = 60; // rows that a chart can show
+  // A logarithmic axis has ticks at 0.8, 0.9, 1, 2: where it is short, steps as on a straight one label all its length.
+  function ticks(rows) {
+    const values = rows.flatMap((r) => [r.value, r.low, r.high, r.paper]).filter((v) => Number.isFinite(v));
+    const low = Math.min(...values), high = Math.max(...values);
+    if (!(low < high && high < 6 * low)) return { tickCount: 6 };
+    const raw = (high - low) / 5, power = 10 ** Math.floor(Math.log10(raw));
+    const step = power * [1, 2, 2.5, 5, 10].find((share) => power * share >= raw);
+    const first = Math.ceil(low / step);
+    return { values: Array.from({ length: Math.floor(high / step) - first + 1 }, (_, i) => Number(((first + i) * step).toPrecision(12))) };
+  }
   function dots(cells, value, title, c, paper) {
     const rows = cells.slice(0, FEW).map((cell) => ({ name: name(cell), colour: tint(data.contestants[cell.c], c), batch: cell.batch, state: cell.state, n: cell.n, ...value(cell) }));
     const color = { field: "colour", type: "nominal", scale: null };
@@ -290,7 +300,7 @@
     const tooltip = [{ field: "name", title: "contestant" }, { field: "shown", title }, { field: "n", title: "n" }];
     const y = { field: "name", type: "nominal", sort: order, title: null };
     const good = "isValid(datum.value)";
-    const axis = { format: "~g", tickCount: 6 };
+    const axis = { format: "~g", labelBound: 4, ...ticks(rows) };
     return {
       data: { values: rows }, height: Math.max(44, 22 * unique(order).length), width: "container", autosize: { type: "fit-x", contains: "padding" }, config: config(c),
       description: `${title}: ${rows.map((r) => `${r.name} ${r.shown ?? r.state}`).join("; ")}`,
@@ -317,7 +327,7 @@
     const shape = { field: "name", type: "nominal", title: null, scale: { domain: names.map((k) => k.title), range: names.map((k) => k.shape) } };
     const dash = { field: "name", type: "nominal", title: null, scale: { domain: names.map((k) => k.title), range: names.map((k) => k.dash) } };
     const x = { field: "batch", type: "quantitative", title: "batch size", scale: { type: "log", base: 2, nice: false, padding: 16 }, axis: { values: sizes, format: "d", labelOverlap: true } };
-    const y = { field: "value", type: "quantitative", title: "seconds per epoch", scale: { type: "log", nice: false, padding: 10 }, axis: { format: "~g", tickCount: 6 } };
+    const y = { field: "value", type: "quantitative", title: "seconds per epoch", scale: { type: "log", nice: false, padding: 10 }, axis: { format: "~g", ...ticks(rows) } };
     const opacity = { condition: { param: "picked", value: 1 }, value: 0.12 };
     return {
       data: { values: rows }, width: "container", height: 320, autosize: { type: "fit-x", contains: "padding" }, config: config(c),
