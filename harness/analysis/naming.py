@@ -53,6 +53,12 @@ def machine_label(machine: Mapping[str, Any]) -> str:
     return f"{label} [{' '.join(part for part in identity if part)}]" if any(identity) else label
 
 
+def machine_identity(machine: Mapping[str, Any]) -> str:
+    """Return what one machine has in all of its records, however many threads were used; where they hold no identity,
+    how it looks."""
+    return str(machine.get("id") or machine_label({**machine, "threads": None}))
+
+
 def machine_slug(label: str) -> str:
     """Return the identity in brackets at the end of a :func:`machine_label`, or all of a label that has none."""
     return label.rpartition("[")[2].rstrip("]")

@@ -31,6 +31,12 @@ WORTH_PAYING = 1.0
 ACCURACY_STEP = 0.05
 """Seconds are given to the highest multiple of this that some private contestant of the block reached."""
 
+BELOW_FLOOR = (
+    "not faster than physics; the floor counts the multiplications of direct convolutions, of which Winograd's needs "
+    "fewer, and the peak is that of one matrix product, which another kernel may exceed."
+)
+"""How a time can be under its floor."""
+
 
 def hardware(tables: Tables, section: Section) -> list[Grid]:
     """Return the machine of a section: what its records say, and the peaks measured on it."""
@@ -440,6 +446,7 @@ def floor_grids(tables: Tables, section: Section, frame: pd.DataFrame) -> list[G
             "GB/s, both measured on this machine with the threads of a contestant. Arithmetic: forward and backward of "
             "an ordinary epoch by direct algorithms. Traffic: the training data, read once. Contestants: their median "
             "over the floor.",
+            *([f"Below 1×: {BELOW_FLOOR}"] if (group.over_floor < 1).any() else []),
             *model.doubt_notes(group),
         )
         header = ("", *(f"batch {size}" for size in sizes))

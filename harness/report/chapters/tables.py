@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from harness.analysis.frames import PUBLISHED_LABEL, SECTION, Tables, rows_of
@@ -247,7 +248,7 @@ def compile_seconds(tables: Tables, section: Section) -> list[Grid]:
 
 
 def memory(tables: Tables, section: Section) -> list[Grid]:
-    """Return one grid per task and metric of memory; the metric is in the title."""
+    """Return one grid per task and metric of memory, the leanest contestant first; the metric is in the title."""
     here = section.of(tables.memory)
     if here.empty:
         return []
@@ -262,8 +263,17 @@ def memory(tables: Tables, section: Section) -> list[Grid]:
             shown = {*group.contestant, *(name for name, _ in failed)}
             without = [name for name in dict.fromkeys(ran) if name not in shown]
             gap = [f"Timed, but without this memory on record: {', '.join(without)}."] if without else []
-            grids += values(group, f"MiB of {metric}", MEBIBYTE, (*about, *gap), failed)
+            grids += values(_leanest_first(group), f"MiB of {metric}", MEBIBYTE, (*about, *gap), failed)
     return grids
+
+
+def _leanest_first(group: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of a task ordered as times are: by the geometric mean, over the batch sizes that a contestant
+    has, of its bytes over the fewest there."""
+    values = group["median"].clip(lower=1.0)
+    over = np.log(values / values.groupby(group.batch_size).transform("min"))
+    mean = over.groupby(group.contestant).transform("mean")
+    return group.loc[mean.sort_values(kind="stable").index]
 
 
 def first_metric(tables: Tables, grids: list[Grid]) -> list[Grid]:

@@ -80,7 +80,7 @@ def page(report: Report, drawn: Mapping[str, Path]) -> str:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     template = environment.from_string((WEB / "page.html").read_text())
-    machines = {c.section.machine for c in report.chapters if c.section}
+    machines = {naming.machine_identity(r.machine) for r in report.records}
     days = sorted({r.started[:10] for r in report.records})
     failed = sum(r.state != "ok" for r in report.records)
     summary = (
@@ -211,6 +211,7 @@ def _data(tables: Tables) -> dict[str, Any]:
             for name, look in looks.of_all(tables.order, private).items()
         ],
         "cells": _cells(tables, {section: i for i, section in enumerate(sections)}, position),
+        "below_floor": costs.BELOW_FLOOR,
         "labels": labels,
         "strings": strings,
         "processes": processes,

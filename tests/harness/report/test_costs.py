@@ -92,6 +92,14 @@ def test_the_floor_is_arithmetic_and_data_over_the_measured_peaks():
     assert embedding.floor_seconds == max(embedding.arithmetic_seconds, embedding.memory_seconds)
 
 
+@pytest.mark.parametrize(("seconds", "said"), [(10.0, False), (1e-4, True)])
+def test_a_time_under_the_floor_is_explained_where_it_stands(seconds, said):
+    machine = {**factory.MACHINE, "peaks": PEAKS}
+    tables = build([factory.record(task="cifar10-cnn", seconds=[seconds * 100], machine=machine)])
+    (grid,) = costs.floor_grids(tables, model.sections(tables)[0], costs.floor(tables))
+    assert any(note.startswith("Below 1×: not faster than physics") for note in grid.notes) == said
+
+
 def test_without_peaks_there_is_a_sentence_and_no_floor():
     tables = build([factory.record()])
     assert costs.floor(tables).empty

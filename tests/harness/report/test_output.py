@@ -395,6 +395,19 @@ def test_what_was_too_disturbed_says_so_and_what_to_do():
     }
 
 
+def test_memory_is_sorted_by_memory_whether_or_not_anything_was_timed():
+    bytes_of = {"a": (300, 900), "b": (100, 800), "c": (200, 200), "z": (50, 60)}
+    records = [
+        factory.record(
+            framework=name, purpose="memory", batch_size=size, memory={"peak_resident_growth": value * 2**20}
+        )
+        for name, values in bytes_of.items()
+        for size, value in zip((64, 512), values, strict=True)
+    ]
+    _, _, table = markdown.page(contents.build(records)).partition("MiB of peak_resident_growth**")
+    assert re.findall(r"^\| (\w)-hooks", table, re.M)[:4] == ["z", "c", "b", "a"]
+
+
 def test_the_terminal_names_failed_gate_checks():
     text = shown([factory.record(purpose="gate", state="rejected", gate_passed=False, reason="gate")], width=160)
     assert "failed checks" in text and "the noise is 10 times too small" in text

@@ -344,6 +344,46 @@ def test_a_ratio_of_marked_seconds_is_marked(browser, tmp_path):
     opened.context.close()
 
 
+def test_short_axes_are_labelled_on_both_sides_of_one_and_no_label_is_cut(browser, tmp_path):
+    seconds = {"eager": 520.0, "a": 455.0, "b": 770.0, "c": 850.0, "d": 890.0}
+    records = [
+        factory.record(
+            framework="pytorch" if name == "eager" else name, variant=name, private=name != "eager", seconds=[value]
+        )
+        for name, value in seconds.items()
+    ]
+    path = tmp_path / "report.html"
+    path.write_text(page.page(contents.build(records), {}))
+    opened = Opened(browser, path, viewport={"width": 390, "height": 844})
+    labels = opened.page.locator("#chart-ratio .role-axis-label text").all_text_contents()
+    numbers = [float(text) for text in labels if text[:1].isdigit() and not text[-1:].isalpha()]
+    assert min(numbers) <= 1 and len([n for n in numbers if n > 1]) >= 2, labels
+    for chart in ("seconds", "ratio", "batch"):
+        outside = opened.page.evaluate(
+            """(id) => {
+              const place = document.getElementById(id).getBoundingClientRect();
+              return [...document.querySelectorAll(`#${id} .role-axis-label text`)]
+                .filter((t) => t.textContent && getComputedStyle(t).opacity !== "0")
+                .map((t) => [t, t.getBoundingClientRect()])
+                .filter(([, b]) => b.left < place.left || b.right > place.right)
+                .map(([t]) => t.textContent);
+            }""",
+            f"chart-{chart}",
+        )
+        assert not outside, chart
+    opened.context.close()
+
+
+def test_one_machine_with_two_numbers_of_threads_is_one():
+    records = [
+        factory.record(framework=name, machine={**factory.MACHINE, "threads": threads, "cpu": cpu})
+        for name, threads, cpu in (("a", 1, "AMD EPYC"), ("b", 2, "AMD EPYC"), ("c", 1, "AMD EPYC 7B13"))
+    ]
+    assert "3 processes on 1 machine," in page.page(contents.build(records), {})
+    records.append(factory.record(machine=factory.OTHER_MACHINE))
+    assert "4 processes on 2 machines," in page.page(contents.build(records), {})
+
+
 def test_the_page_opens_where_most_times_are_sound(browser, tmp_path):
     records = [
         factory.record(isolation=isolation, batch_size=size, disturbed=isolation == "docker")

@@ -264,6 +264,7 @@
     if (cells.some((c) => c.synthetic)) lines.push("Synthetic data of the same shape stands in place of the genuine here.");
     if (ok.some((c) => c.memory)) lines.push(`Peak MiB: ${unique(ok.map((c) => c.metric).filter(Boolean)).join(", ")}.`);
     if (ok.some((c) => c.floor)) lines.push("× floor: over what arithmetic and data alone would take at this machine's measured peaks.");
+    if (ok.some((c) => c.floor !== null && c.floor < 1)) lines.push("× floor below 1: " + data.below_floor);
     by("legend").replaceChildren(...lines.map((text) => element("li", { textContent: text })));
   }
 
