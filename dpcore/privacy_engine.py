@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from dpcore import native
 from dpcore.accountants import create_accountant, get_noise_multiplier
 from dpcore.accountants.accountant import count
-from dpcore.accountants.utils import customary_delta
+from dpcore.accountants.utils import customary_delta, rounded_up
 from dpcore.arguments import check_number, did_you_mean
 from dpcore.budget import Budget, BudgetError
 from dpcore.checkpoint import Checkpoint, PrivateState, RandomState, named_schedulers
@@ -350,9 +350,9 @@ class PrivacyEngine:
         if spent is not None:
             assert self.budget is not None
             raise BudgetError(
-                f"This step would bring epsilon to {spent:.6g} at delta {self.budget.delta:g}, beyond the budget of "
-                f"{self.budget.epsilon:g}; nothing of it was released. Stop here, or raise the budget with set_budget "
-                "(the data then leaks more)."
+                f"This step would bring epsilon to {rounded_up(spent, 6)} at delta {self.budget.delta:g}, beyond the "
+                f"budget of {self.budget.epsilon:g}; nothing of it was released. Stop here, or raise the budget with "
+                "set_budget (the data then leaks more)."
             )
 
     def _epsilon_after(self, noise_multiplier: float, sample_rate: float, steps: int) -> float | None:
@@ -394,8 +394,12 @@ class PrivacyEngine:
         return len(self._dataset) if hasattr(self._dataset, "__len__") else None
 
     def __repr__(self) -> str:
-        delta = self.budget.delta if self.budget else customary_delta(self._examples() or 10**5 - 1)
-        parts = [f"accountant={self.accountant!r}", f"epsilon={self.accountant.get_epsilon(delta):.4g} at {delta=:g}"]
+        examples = self._examples()
+        delta = self.budget.delta if self.budget else customary_delta(examples or 10**5 - 1)
+        # Nobody asked for this delta: another one has another epsilon.
+        origin = f" (below 1 / {examples} examples)" if examples and not self.budget else ""
+        spent = rounded_up(self.accountant.get_epsilon(delta))
+        parts = [f"accountant={self.accountant!r}", f"epsilon={spent} at {delta=:g}{origin}"]
         if self.budget:
             parts.append(f"budget={self.budget.epsilon:g}")
         parts += ["secure_mode=True"] if self.secure_mode else []

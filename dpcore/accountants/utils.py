@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import math
 from collections.abc import Callable
 from typing import Any
@@ -80,6 +81,14 @@ def count_steps(sample_rate: float, epochs: float | None = None, steps: int | No
 def customary_delta(examples: int) -> float:
     """Return the largest power of ten below 1 / ``examples``, for instance 1e-5 for 60,000."""
     return float(f"1e-{len(str(examples))}")
+
+
+def rounded_up(epsilon: float, digits: int = 3) -> str:
+    """Return ``epsilon`` in words with ``digits`` significant digits, never below its value: it is a bound."""
+    if not math.isfinite(epsilon):
+        return str(epsilon)
+    upward = decimal.Context(prec=digits, rounding=decimal.ROUND_CEILING)
+    return f"{float(upward.plus(decimal.Decimal(epsilon))):.12g}"
 
 
 def _smallest(epsilon: Callable[[float], float], target_epsilon: float, tolerance: float) -> float:
