@@ -38,8 +38,21 @@ class Verbs(typer.core.TyperGroup):
         return sorted(super().list_commands(context), key=ORDER.index)
 
 
+class Kinds(typer.core.TyperGroup):
+    """What can be measured. An option in front of the kind is refused with the command that takes it."""
+
+    def parse_args(self, context: Any, args: list[str]) -> list[str]:
+        option = args[0].partition("=")[0] if args else ""
+        takers = [name for name, kind in self.commands.items() if any(option in p.opts for p in kind.params)]
+        if takers and not any(option in p.opts for p in self.get_params(context)):
+            others = f" (or {', '.join(takers[1:])})" if takers[1:] else ""
+            command = shlex.join(["dpbench", str(context.info_name), takers[0], *args])
+            raise BadInput(f"Say first what is measured: `{command}`{others}.")
+        return super().parse_args(context, args)
+
+
 app = typer.Typer(cls=Verbs, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
-run_app = typer.Typer(no_args_is_help=True, help="Measure: plan, isolate, gate, time, store.")
+run_app = typer.Typer(cls=Kinds, no_args_is_help=True, help="Measure: plan, isolate, gate, time, store.")
 app.add_typer(run_app, name="run")
 
 READER_LEFT = 141

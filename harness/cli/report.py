@@ -151,6 +151,8 @@ def explain(
     # Cells of layers and of the frontier only where no cell of a task is meant.
     of_tasks = [r.cell.name for r in loaded if r.cell.kind == "e2e"]
     main = not others or any(cell in name for name in of_tasks)
+    if not main and not any(cell in r.cell.name for r in others):
+        explanation.cell_name(cell, (r.cell.name for r in loaded))  # fits none: it is said which ones of all are near
     tables = frames.build(loaded) if main else None
     found = explanation.rows(tables, cell) if tables else explanation.other_rows(others, cell)
     if as_json:

@@ -12,12 +12,13 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from harness.errors import BadInput
+from harness.errors import BadInput, did_you_mean
 from harness.paths import ROOT
 
 FOLDER = ROOT / "results"
 FILE = FOLDER / "index.toml"
 CURRENT = "current"
+DATE = re.compile(r"-\d{4}-\d\d-\d\d$")
 
 Status = Literal["current", "superseded", "scouting", "withdrawn"]
 
@@ -86,13 +87,18 @@ class Index(BaseModel):
             return [e for e in self.run if e.status == CURRENT and e.holds_records]
         found = (
             [e for e in self.run if e.name == name]
-            or [e for e in self.run if re.sub(r"-\d{4}-\d\d-\d\d$", "", e.name) == name]
+            or [e for e in self.run if re.sub(DATE, "", e.name) == name]
             or [e for e in self.run if name in e.name]
         )
-        if len(found) != 1:
-            known = ", ".join(e.name for e in found or self.run)
-            number = "several runs" if found else "no run"
-            raise BadInput(f"{name!r} means {number} of results/index.toml; choose current, or one of {known}.")
+        if len(found) > 1:
+            raise BadInput(f"{name!r} means several runs; choose one of {', '.join(e.name for e in found)}.")
+        if not found:
+            undated = (re.sub(DATE, "", e.name) for e in self.run)
+            near = did_you_mean(name, [CURRENT, *(e.name for e in self.run), *undated])
+            raise BadInput(
+                f"There is no file or folder {name} here, and results/index.toml has no run of that name{near}; "
+                "`current` means all runs whose figures hold today, results/README.md lists the others."
+            )
         if not found[0].holds_records:
             raise BadInput(f"{found[0].name} holds no records that can be reported; open results/{found[0].file}.")
         return found

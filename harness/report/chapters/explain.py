@@ -35,10 +35,24 @@ def cell_name(fragment: str, known: Iterable[str]) -> str:
     found = [k for k in known if k == fragment] or whole or [k for k in known if fragment in k]
     if len(found) == 1:
         return found[0]
-    near = found or difflib.get_close_matches(fragment, known, n=NEAR, cutoff=0.3) or known
+    meant = _respelt(fragment, known)
+    fitting = found or [k for k in known if meant and meant in k]
+    near = fitting or difflib.get_close_matches(fragment, known, n=NEAR, cutoff=0.3) or known
     listed = ", ".join(near[:NEAR]) + (f" and {len(near) - NEAR} more" if len(near) > NEAR else "")
     what = "fits more than one cell" if found else "is no cell"
-    raise BadInput(f"{fragment!r} {what} of these records; choose one of {listed}.")
+    instead = f" (did you mean {meant}?)" if meant and not found else ""
+    raise BadInput(f"{fragment!r} {what} of these records{instead}; choose one of {listed}.")
+
+
+def _respelt(fragment: str, known: Iterable[str]) -> str | None:
+    """Return the fragment with every part as known names spell the most similar one; None where that fits no name."""
+    known = list(known)
+    parts = list(dict.fromkeys(part for name in known for part in name.split("/")))
+    near = [
+        part if part in parts else "".join(difflib.get_close_matches(part, parts, 1)) for part in fragment.split("/")
+    ]
+    meant = "/".join(near)
+    return meant if all(near) and any(meant in name for name in known) else None
 
 
 def rows(tables: Tables, fragment: str) -> list[tuple[Record, dict[str, Any]]]:

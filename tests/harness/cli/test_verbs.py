@@ -165,7 +165,7 @@ def test_explain_finds_cells_of_layers_beside_those_of_tasks(tmp_path):
         assert part in text, part
     assert "unsupported: predicted 7 s a pass" in run("explain", "lstm/opacus-hooks", "--in", place)
     assert len(json.loads(run("explain", "linear/opacus-hooks/clipped/16", "--in", place, "--json"))) == 3
-    with pytest.raises(BadInput, match="is no cell"):
+    with pytest.raises(BadInput, match=r"is no cell .*did you mean linear\?"):
         run("explain", "linaer", "--in", place)
 
 
@@ -174,7 +174,31 @@ def test_a_fragment_that_fits_whole_parts_goes_first(tmp_path):
     assert "/16/verified" in run("explain", "opacus-hooks/16", "--in", factory.write(records, tmp_path))
 
 
-@pytest.mark.parametrize(("fragment", "words"), [("mnist", "fits more than one .*mnist-cnn/"), ("mnsit", "is no cell")])
+def test_a_misspelt_cell_is_looked_for_among_tasks_and_layers_alike(tmp_path):
+    place = factory.write([factory.layer_record(), factory.record(), factory.record(framework="jax")], tmp_path)
+    meant = r"did you mean mnist-cnn/opacus-hooks/512\?\); choose one of mnist-cnn/opacus-hooks/512/[^,]*\."
+    with pytest.raises(BadInput, match=meant):
+        run("explain", "mnst-cnn/opacus-hoks/512", "--in", place)
+    with pytest.raises(BadInput, match=r"is no cell of these records; choose"):
+        run("explain", "xyzzy", "--in", place)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (("--tasks", "x y"), r"`dpbench run e2e --tasks 'x y'` \(or frontier, gpu\)"),
+        (("--preset=smoke", "--json"), r"`dpbench run e2e --preset=smoke --json` \(or layers\)"),
+    ],
+)
+def test_an_option_before_what_is_measured_is_answered_with_the_whole_command(asked, words):
+    with pytest.raises(BadInput, match=words):
+        run("run", *asked)
+
+
+@pytest.mark.parametrize(
+    ("fragment", "words"),
+    [("mnist", "fits more than one .*mnist-cnn/"), ("mnsit", r"is no cell"), ("mnst-cnn", r"did you mean mnist-cnn\?")],
+)
 def test_unclear_cells_list_near_ones(folder, fragment, words):
     with pytest.raises(BadInput, match=words):
         run("explain", fragment, "--in", folder)

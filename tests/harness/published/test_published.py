@@ -102,6 +102,14 @@ def test_a_path_that_exists_is_no_name(tmp_path: Path, monkeypatch: pytest.Monke
     assert index.places([Path("mine")], path) == [Path("mine")]
 
 
+@pytest.mark.parametrize(("name", "meant"), [("currnt", "current"), ("grid-lstm-3", "grid-lstm-2"), ("qick", "quick")])
+def test_a_misspelt_run_is_answered_with_the_one_that_is_meant(name: str, meant: str) -> None:
+    with pytest.raises(BadInput, match=rf"no file or folder {name} here, .*did you mean {meant}"):
+        index.load().find(name)
+    with pytest.raises(BadInput, match="has no run of that name; `current`"):
+        index.load().find("xyzzy")
+
+
 def test_what_holds_no_records_is_not_reported() -> None:
     with pytest.raises(BadInput, match=r"open results/checks/gate-all"):
         index.load().find("gate-all")
