@@ -40,7 +40,7 @@ def write_report(report: Report, out: Path, plots: Path) -> list[Path]:
         written = texts(report, pdfs)
         written["report.html"] = page.page(report, {path.stem: path for path in drawn if path.suffix == ".svg"})
         for name, text in written.items():
-            write_atomically(out / name, text.encode())
+            write_atomically(out / name, text.encode(), durable=False)
     except OSError as error:
         raise BadInput(
             f"The report cannot be written ({error.strerror}: {error.filename}); free space, or choose another folder."

@@ -39,19 +39,22 @@ def folder(name: str) -> Path:
     return path
 
 
-def write_atomically(path: Path, content: bytes, option: str | None = None) -> None:
+def write_atomically(path: Path, content: bytes, option: str | None = None, durable: bool = True) -> None:
     """The whole content or nothing, and on the disk before the name appears. A link is followed.
 
-    ``option``: how the user names another place, where no option does. Raises :class:`BadInput` on
-    a full disk, for a folder that cannot be written, and for a path that is there and is no regular file.
+    ``option``: how the user names another place, where no option does. ``durable``: False for what can be made again,
+    and need not survive a stop of the machine: waiting for the disk takes milliseconds a file. Raises
+    :class:`BadInput` on a full disk, for a folder that cannot be written, and for a path that is there and is no
+    regular file.
     """
     path = check_replaceable(path)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(part, "wb") as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(part, path)
     except OSError as error:
         with suppress(OSError):
