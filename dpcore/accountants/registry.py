@@ -6,6 +6,7 @@ from dpcore.accountants.accountant import IAccountant
 from dpcore.accountants.gdp import GaussianAccountant
 from dpcore.accountants.pld import PLDAccountant
 from dpcore.accountants.rdp import RDPAccountant
+from dpcore.arguments import did_you_mean
 
 _ACCOUNTANTS: dict[str, type[IAccountant]] = {
     "prv": PLDAccountant,
@@ -25,5 +26,8 @@ def register_accountant(mechanism: str, accountant: type[IAccountant], force: bo
 def create_accountant(mechanism: str) -> IAccountant:
     """A new accountant by name: prv or pld (tight, the default), rdp (looser), gdp (an approximation, no bound)."""
     if mechanism not in _ACCOUNTANTS:
-        raise ValueError(f"There is no accountant {mechanism!r}; there are {', '.join(sorted(_ACCOUNTANTS))}.")
+        raise ValueError(
+            f"There is no accountant {mechanism!r}; there are {', '.join(sorted(_ACCOUNTANTS))}."
+            + did_you_mean(mechanism, _ACCOUNTANTS)
+        )
     return _ACCOUNTANTS[mechanism]()

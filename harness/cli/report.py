@@ -65,10 +65,12 @@ def _write(places: list[Path] | None, out: Path | None, plots: Path | None, as_j
     out = out or (first if first.is_dir() else first.parent) / "report"
     faults: list[str] = []
     built = contents.build(read.load(*found, left_out=faults.append), faults)
+    plots = plots or out / "plots"
+    output.make_folders(out, plots)  # a wrong one is told at once, not below hundreds of lines
     console = Console()
     if not as_json:
         terminal.show(built, console)  # drawing the figures takes longer than all the rest
-    written = output.write_report(built, out, plots or out / "plots")
+    written = output.write_report(built, out, plots)
     if as_json:
         cells = json.loads(built.tables.cells.to_json(orient="records")) if built.tables else []
         said = {"records": len(built.records), "cells": cells, "files": [str(p) for p in written], "left_out": faults}

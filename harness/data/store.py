@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.errors import BadInput
+from harness.errors import BadInput, did_you_mean
 
 CACHE_VARIABLE = "DPBENCH_CACHE"
 NAMES = ("mnist", "cifar10", "imdb", "imdb-wordpiece", "adult", "brown", "clicks")
@@ -61,7 +61,7 @@ def folder(name: str, synthetic: bool = False) -> Path:
     """Return where data set ``name`` lives, whether it is there or not; of one that is always synthetic, that one.
     BadInput for an unknown name."""
     if name not in NAMES:
-        raise BadInput(f"Unknown data set {name!r}: choose one of {', '.join(NAMES)}.")
+        raise BadInput(f"Unknown data set {name!r}{did_you_mean(name, NAMES)}: choose one of {', '.join(NAMES)}.")
     return cache_folder() / "data" / (f"{name}-synthetic" if synthetic or name in MADE else name)
 
 

@@ -26,13 +26,18 @@ def write(records_folder: Path, out: Path, plots: Path) -> list[Path]:
     return write_report(chapters.build(loaded, faults), out, plots)
 
 
-def write_report(report: Report, out: Path, plots: Path) -> list[Path]:
-    """Write everything; files that carry synthetic figures say so in their names."""
-    for folder in (out, plots):
+def make_folders(*folders: Path) -> None:
+    """Make the folders of a report where they lack. Raises :class:`BadInput` where that cannot be done."""
+    for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise BadInput(f"The folder {folder} cannot be made ({error.strerror}); choose another.") from None
+
+
+def write_report(report: Report, out: Path, plots: Path) -> list[Path]:
+    """Write everything; files that carry synthetic figures say so in their names."""
+    make_folders(out, plots)
     try:
         drawn = files.draw((picture for chapter in report.chapters for picture in chapter.pictures), plots)
         shown = {picture.stem: picture for chapter in report.chapters for picture in chapter.pictures}

@@ -48,6 +48,7 @@ def test_sigma_keeps_the_budget_and_little_less_would_not(capsys):
         (["epsilon", "--sigma", "1", "--epochs", "0"], "epochs is 0.0; it must be above 0"),
         (["epsilon", "--sigma", "1", "--epochs", "1", "--delta", "2"], "--delta is 2.0; it must lie in (0, 1)"),
         (["epsilon", "--sigma", "1", "--epochs", "1", "--accountant", "x"], "There is no accountant 'x'"),
+        (["epsilon", "--sigma", "1", "--epochs", "1", "--accountant", "pdl"], "Did you mean 'pld'?"),
         (["epsilon", "--sigma", "1", "--epochs", "1", "--batch", "70000"], "--batch is 70000.0; it must lie in (0, n]"),
         (["epsilon", "--sigma", "1"], "one of the arguments --epochs --steps is required"),
         (["sigma", "--epsilon", "0", "--epochs", "1"], "--epsilon is 0.0; it must be above 0."),

@@ -101,7 +101,9 @@ def summary(tables: Tables, name: str) -> Iterator[str]:
         value = row.state
         if row.state == "ok":
             value = f"median {number(row.median)} s{model.interval(row.low, row.high)}, n = {row.n}"
-            value += f" {model.marks(row)}" if model.marks(row) else ""
+            value += "; extrapolated from a part of an epoch" if row.extrapolated else ""
+            value += f"; {model.SWAMPED_NOTE}" if row.swamped else ""
+            value += f"; {row.disturbed} of {row.n} disturbed" if row.disturbed and not row.swamped else ""
         yield f"{row.machine}: {value}" + (f" ({row.failures}: {row.reason})" if row.failures else "")
 
 

@@ -168,7 +168,7 @@ def _parts(report: Report, drawn: Mapping[str, Path]) -> list[dict[str, Any]]:
         others.append(_Chapter(chapter.title, anchor, chapter.grids, shown, is_open))
     return [
         {
-            "title": section.title if section else "What it ran on",
+            "title": section.title if section else "Beside these measurements",
             "note": f"Measured {when[section]}." if when[section] else "",
             "chapters": inside,
         }
@@ -211,6 +211,7 @@ def _data(tables: Tables) -> dict[str, Any]:
             for name, look in looks.of_all(tables.order, private).items()
         ],
         "cells": _cells(tables, {section: i for i, section in enumerate(sections)}, position),
+        "metrics": {name: model.METRICS[name] for name in MEMORY},
         "below_floor": costs.BELOW_FLOOR,
         "labels": labels,
         "strings": strings,

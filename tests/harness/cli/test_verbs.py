@@ -174,6 +174,19 @@ def test_a_fragment_that_fits_whole_parts_goes_first(tmp_path):
     assert "/16/verified" in run("explain", "opacus-hooks/16", "--in", factory.write(records, tmp_path))
 
 
+def test_what_a_cell_is_marked_with_is_said_in_words(tmp_path):
+    records = [factory.record(round=r, seconds=[1.0 + r], disturbed=r == 0, extrapolated=True) for r in range(3)]
+    text = run("explain", "opacus-hooks", "--in", factory.write(records, tmp_path))
+    assert "n = 3; extrapolated from a part of an epoch; 1 of 3 disturbed" in text
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_any_table(folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(app, ["report", str(folder), "--out", str(tmp_path / "file")])
+    assert isinstance(result.exception, BadInput) and "file cannot be made" in str(result.exception)
+    assert not result.output, "no table before it"
+
+
 def test_a_misspelt_cell_is_looked_for_among_tasks_and_layers_alike(tmp_path):
     place = factory.write([factory.layer_record(), factory.record(), factory.record(framework="jax")], tmp_path)
     meant = r"did you mean mnist-cnn/opacus-hooks/512\?\); choose one of mnist-cnn/opacus-hooks/512/[^,]*\."

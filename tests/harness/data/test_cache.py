@@ -316,6 +316,13 @@ def test_a_folder_without_the_archives_names_them(archives: Path) -> None:
         fetch.fetch("mnist", archives / "nowhere")
 
 
+def test_a_wrong_folder_or_name_is_one_sentence_for_all_data_sets(archives: Path) -> None:
+    result = CliRunner().invoke(data.app, ["fetch", "--folder", str(archives / "nowhere")])
+    assert isinstance(result.exception, BadInput) and str(result.exception).count("is not a folder") == 1
+    with pytest.raises(BadInput, match=r"'mnits' \(did you mean mnist\?\)"):
+        fetch.fetch("mnits", archives)
+
+
 # --- registries --------------------------------------------------------------------------------------------------
 
 

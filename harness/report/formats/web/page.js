@@ -262,7 +262,7 @@
     if (ok.some((c) => (c.marks + c.ratio_marks).includes("ᵈ"))) lines.push("ᵈ disturbed: other programs took processor time or the machine changed its speed during some process of the cell.");
     if (ok.some((c) => c.marks.includes("ᶠ"))) lines.push("ᶠ some processes of the cell failed.");
     if (cells.some((c) => c.synthetic)) lines.push("Synthetic data of the same shape stands in place of the genuine here.");
-    if (ok.some((c) => c.memory)) lines.push(`Peak MiB: ${unique(ok.map((c) => c.metric).filter(Boolean)).join(", ")}.`);
+    if (ok.some((c) => c.memory)) lines.push(`Peak MiB: ${unique(ok.map((c) => c.metric).filter(Boolean)).map((m) => data.metrics[m] ?? m).join("; ")}.`);
     if (ok.some((c) => c.floor)) lines.push("× floor: over what arithmetic and data alone would take at this machine's measured peaks.");
     if (ok.some((c) => c.floor !== null && c.floor < 1)) lines.push("× floor below 1: " + data.below_floor);
     by("legend").replaceChildren(...lines.map((text) => element("li", { textContent: text })));
