@@ -104,9 +104,9 @@ def test_a_path_that_exists_is_no_name(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(("name", "meant"), [("currnt", "current"), ("grid-lstm-3", "grid-lstm-2"), ("qick", "quick")])
 def test_a_misspelt_run_is_answered_with_the_one_that_is_meant(name: str, meant: str) -> None:
-    with pytest.raises(BadInput, match=rf"no file or folder {name} here, .*did you mean {meant}"):
+    with pytest.raises(BadInput, match=rf"no file or folder {name} here, .*did you mean {meant}\?"):
         index.load().find(name)
-    with pytest.raises(BadInput, match="has no run of that name; `current`"):
+    with pytest.raises(BadInput, match=r"none of that name; `current`"):
         index.load().find("xyzzy")
 
 
