@@ -96,8 +96,8 @@ class Index(BaseModel):
             undated = (re.sub(DATE, "", e.name) for e in self.run)
             near = did_you_mean(name, [CURRENT, *(e.name for e in self.run), *undated])
             raise BadInput(
-                f"There is no file or folder {name} here, and results/index.toml, which lists the committed runs, has none "
-                f"of that name{near}; `current` means all whose figures hold today."
+                f"There is no file or folder {name} here, and results/index.toml, which lists the committed runs, has "
+                f"none of that name{near}; `current` means all whose figures hold today."
             )
         if not found[0].holds_records:
             raise BadInput(f"{found[0].name} holds no records that can be reported; open results/{found[0].file}.")
