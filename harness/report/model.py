@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -250,6 +250,14 @@ def short(reason: str) -> str:
 def count(n: int, singular: str, plural: str) -> str:
     """Return a number with its noun, singular or plural."""
     return f"{n} {singular if n == 1 else plural}"
+
+
+def with_common_notes(grids: Sequence[Grid]) -> Iterator[Grid]:
+    """Yield the tables of a chapter; notes that an earlier one of them has are not repeated."""
+    seen: set[str] = set()
+    for grid in grids:
+        yield replace(grid, notes=tuple(note for note in grid.notes if note not in seen))
+        seen.update(grid.notes)
 
 
 METRICS = {

@@ -12,6 +12,7 @@ from harness.analysis import frames
 from harness.analysis.frames import PLACE, Tables, rows_of
 from harness.analysis.naming import BASELINE_FRAMEWORK, factor
 from harness.report.model import MISSING, Grid, Section, blocks, doubt_notes, doubts, task_title, usual
+from harness.tasks import TASKS
 
 PEER, WITHOUT_DP = "peer", "without DP"
 
@@ -28,7 +29,15 @@ def frame(tables: Tables) -> pd.DataFrame:
         for row in _rows(group)
     ]
     position = {name: i for i, name in enumerate(tables.order)}
-    rows.sort(key=lambda row: (row["against"] != PEER, position[row["contestant"]], row["batch_size"]))
+    tasks = {name: i for i, name in enumerate(TASKS)}
+    rows.sort(
+        key=lambda row: (
+            tasks.get(row["task"], len(tasks)),
+            row["against"] != PEER,
+            position[row["contestant"]],
+            row["batch_size"],
+        )
+    )
     return frames.with_swamped(pd.DataFrame(rows), tables.cells)
 
 

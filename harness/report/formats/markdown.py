@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 
 from harness.analysis.frames import PAPER, Tables
 from harness.report import model
 from harness.report.chapters import overview
-from harness.report.model import MISSING, Grid, Report
+from harness.report.model import MISSING, Grid, Report, with_common_notes
 
 
 def page(report: Report) -> str:
@@ -25,7 +24,7 @@ def page(report: Report) -> str:
             section = chapter.section
             parts += [f"## {section.title}", f"Measured {chapter.when}."]
         parts.append(f"{'###' if chapter.section else '##'} {chapter.title}")
-        parts += map(table, _with_common_notes(grids))
+        parts += map(table, with_common_notes(grids))
     if elsewhere:
         parts += [
             "## Not on this page",
@@ -46,14 +45,6 @@ def _main_result(tables: Tables | None) -> Iterator[str]:
     )
     header = ("contestant", *(f"{column.title}, batch {column.batch_size}" for column in found.columns))
     yield table(Grid("Time of an epoch over PyTorch without DP (the faster of eager and compiled)", header, rows))
-
-
-def _with_common_notes(grids: Sequence[Grid]) -> Iterator[Grid]:
-    """Notes that an earlier table of the chapter has are not repeated."""
-    seen: set[str] = set()
-    for grid in grids:
-        yield replace(grid, notes=tuple(note for note in grid.notes if note not in seen))
-        seen.update(grid.notes)
 
 
 def _reading() -> str:

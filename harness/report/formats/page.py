@@ -165,7 +165,7 @@ def _parts(report: Report, drawn: Mapping[str, Path]) -> list[dict[str, Any]]:
         if anchors[anchor] > 1:
             anchor += f"-{anchors[anchor]}"
         shown = [_picture(p.title, drawn[p.stem]) for p in pictures]
-        others.append(_Chapter(chapter.title, anchor, chapter.grids, shown, is_open))
+        others.append(_Chapter(chapter.title, anchor, [*model.with_common_notes(chapter.grids)], shown, is_open))
     return [
         {
             "title": section.title if section else "Beside these measurements",

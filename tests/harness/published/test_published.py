@@ -84,7 +84,7 @@ def test_a_name_means_one_run(tmp_path: Path) -> None:
     assert found("grid") == ["grid-2026-11-21"]
     assert found("scou") == ["scout-2026-11-20"]
     assert found("current") == list(names[:2])
-    for name, why in (("2026", "several runs"), ("frontier", "no run")):
+    for name, why in (("2026", "several runs"), ("frontier", "none of that name")):
         with pytest.raises(BadInput, match=why):
             loaded.find(name)
 

@@ -7,6 +7,7 @@ import math
 from harness.analysis.frames import build
 from harness.report import contents, model
 from harness.report.chapters import fastest_peer
+from harness.report.formats import markdown, page
 from tests.support import record_factory as factory
 
 SECONDS = {
@@ -69,6 +70,21 @@ def test_a_cell_names_its_opponent_and_every_doubt():
     assert shown["dpcore-native"] == "0.45× [0.45, 0.45] jax-vmap"
     assert dict(plain.rows)["dpcore-native"] == "1.80× [1.80, 1.80] pytorch-compiled"
     assert "Mean of 5 paired rounds" in peer.notes[0]
+
+
+def test_tasks_stand_in_their_usual_order_and_a_note_once_in_a_chapter():
+    rows = [
+        factory.record(task=task, framework=name, private=name != "pytorch", seconds=[1.0], round=r)
+        for task in ("imdb-lstm", "cifar10-cnn", "mnist-cnn")
+        for name in ("a", "b", "pytorch")
+        for r in range(3)
+    ]
+    built = contents.build(rows)
+    chapter = next(c for c in built.chapters if c.title == "Against the fastest peer")
+    peers = [grid.title for grid in chapter.grids if "peer" in grid.title]
+    assert [title.split(":")[0] for title in peers] == ["MNIST CNN", "CIFAR-10 CNN", "IMDb LSTM"]
+    for text in (page.page(built, {}), markdown.page(built)):
+        assert text.count("Peer: a private contestant of another framework") == 1
 
 
 def test_alone_there_is_no_chapter():

@@ -265,7 +265,7 @@
     if (ok.some((c) => c.memory)) lines.push(`Peak MiB: ${unique(ok.map((c) => c.metric).filter(Boolean)).map((m) => data.metrics[m] ?? m).join("; ")}.`);
     if (ok.some((c) => c.floor)) lines.push("× floor: over what arithmetic and data alone would take at this machine's measured peaks.");
     if (ok.some((c) => c.floor !== null && c.floor < 1)) lines.push("× floor below 1: " + data.below_floor);
-    by("legend").replaceChildren(...lines.map((text) => element("li", { textContent: text })));
+    by("legend").replaceChildren(...lines.map((text) => element("li", { textContent: text, className: /^(Brackets|× floor)/.test(text) ? "minor" : "" })));
   }
 
   // ---- charts ----
