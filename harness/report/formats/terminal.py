@@ -19,9 +19,9 @@ FAILURES = {"oom", "rejected", "timeout", "crashed", "ungated"}
 
 
 def show(report: Report, console: Console) -> None:
-    """Print seconds per epoch, ratio to PyTorch without DP, and failed gate checks, section by section; of other
-    kinds of measurement the chapters that ask for it."""
-    _end_to_end(report, console, (task_tables.seconds, task_tables.ratios, _failed_checks))
+    """Print seconds per epoch, ratio to PyTorch without DP, memory where nothing was timed, and failed gate checks,
+    section by section; of other kinds of measurement the chapters that ask for it."""
+    _end_to_end(report, console, (task_tables.seconds, task_tables.ratios, _memory_alone, _failed_checks))
     for chapter in report.chapters:
         if chapter.in_terminal and chapter.grids:
             console.print(f"\n[bold]{escape(chapter.title)}")
@@ -44,6 +44,12 @@ def _end_to_end(report: Report, console: Console, parts: Sequence[Part]) -> None
         console.print(f"[dim]measured {escape(model.provenance(tables, section))}")
         for grid in (grid for part in parts for grid in part(tables, section)):
             _print(grid, console)
+
+
+def _memory_alone(tables: Tables, section: Section) -> list[Grid]:
+    """Return the memory of a section in which nothing was timed: else its readers would see nothing."""
+    timed = (section.of(tables.cells).state == "ok").any()
+    return [] if timed else task_tables.first_metric(tables, task_tables.memory(tables, section))
 
 
 def _failed_checks(tables: Tables, section: Section) -> Iterator[Grid]:

@@ -404,6 +404,7 @@ def test_memory_is_sorted_by_memory_whether_or_not_anything_was_timed():
         for name, values in bytes_of.items()
         for size, value in zip((64, 512), values, strict=True)
     ]
+    assert re.findall(r"^  (\w)-hooks", shown(records), re.M) == ["z", "c", "b", "a"], "nothing else is to be seen"
     _, _, table = markdown.page(contents.build(records)).partition("MiB of peak_resident_growth**")
     assert re.findall(r"^\| (\w)-hooks", table, re.M)[:4] == ["z", "c", "b", "a"]
 
