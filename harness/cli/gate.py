@@ -65,6 +65,8 @@ def judge_all(
             raise BadInput(f"There is no task {task!r}{did_you_mean(task, known)}; choose from {', '.join(known)}.")
     if mutants and INSTALLED:
         raise BadInput("--mutants judges adapters of dpbench's tests; run it in a checkout of dpbench.")
+    if mutants and frameworks:
+        raise BadInput(f"--mutants judges all wrong adapters and no framework; leave out --frameworks {frameworks[0]}.")
     contestants = registry.select([f"{MUTANTS}:all"] if mutants else frameworks, hidden=mutants)
     if mutants and tasks is None:
         pairs = [(c, next(t for t in MUTANT_TASKS if t not in c.variant.unsupported)) for c in contestants]

@@ -174,6 +174,11 @@ def test_a_fragment_that_fits_whole_parts_goes_first(tmp_path):
     assert "/16/verified" in run("explain", "opacus-hooks/16", "--in", factory.write(records, tmp_path))
 
 
+def test_mutants_and_frameworks_are_not_judged_together():
+    with pytest.raises(BadInput, match="leave out --frameworks opacus"):
+        run("gate", "--mutants", "--frameworks", "opacus")
+
+
 def test_what_a_cell_is_marked_with_is_said_in_words(tmp_path):
     records = [factory.record(round=r, seconds=[1.0 + r], disturbed=r == 0, extrapolated=True) for r in range(3)]
     text = run("explain", "opacus-hooks", "--in", factory.write(records, tmp_path))
