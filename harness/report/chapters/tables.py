@@ -142,7 +142,8 @@ def ratios(tables: Tables, section: Section) -> list[Grid]:
         notes = [f"Over {model.baselines(group)}; {model.rounds_note(group.n, 'brackets')}"]
         notes += doubt_notes(group, DISTURBED_PAIRS_NOTE)
         if group.left_out.sum():
-            notes.append(f"Left out: {count(int(group.left_out.sum()), 'pair', 'pairs')} with a disturbed process.")
+            pairs = count(int(group.left_out.sum()), "pair", "pairs")
+            notes.append(f"Left out: {pairs} with a disturbed process; such a ratio has no ᵈ, though its time has.")
         if any(MISSING in row for row in rows):
             notes.append(f"{MISSING} no block holds both.")
         title = f"{task_title(task, synthetic)}: seconds relative to PyTorch without DP"

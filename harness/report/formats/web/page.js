@@ -259,7 +259,7 @@
     if (ok.some((c) => c.low !== null)) lines.push("Brackets behind seconds: lowest and highest process (under 6 processes there is no 95 % interval), from 6 on the distribution-free 95 % interval of the median. Behind a ratio: 95 % interval of the mean of paired rounds, and their number n where it is not that of the processes.");
     if (ok.some((c) => (c.marks + c.ratio_marks).includes("ᵉ"))) lines.push("ᵉ extrapolated: a part of an epoch was measured and scaled up to a whole one.");
     if (ok.some((c) => (c.marks + c.ratio_marks).includes("‼"))) lines.push("‼ too disturbed to be a result: other programs took more than half of the processors in every process. Stop them, or take a quieter machine, and run the same command with --fresh.");
-    if (ok.some((c) => (c.marks + c.ratio_marks).includes("ᵈ"))) lines.push("ᵈ disturbed: other programs took processor time or the machine changed its speed during some process of the cell.");
+    if (ok.some((c) => (c.marks + c.ratio_marks).includes("ᵈ"))) lines.push("ᵈ disturbed: other programs took processor time or the machine changed its speed during some process of the cell. A ratio leaves such processes out where two undisturbed pairs remain, and then has no ᵈ.");
     if (ok.some((c) => c.marks.includes("ᶠ"))) lines.push("ᶠ some processes of the cell failed.");
     if (cells.some((c) => c.synthetic)) lines.push("Synthetic data of the same shape stands in place of the genuine here.");
     if (ok.some((c) => c.memory)) lines.push(`Peak MiB: ${unique(ok.map((c) => c.metric).filter(Boolean)).map((m) => data.metrics[m] ?? m).join("; ")}.`);
