@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,29 +20,22 @@ from torch import Tensor
 
 from dpcore.tape.tape import Tape
 
-HALF = (torch.bfloat16, torch.float16)
-ENDS_HERE = "dpcore: a recorded pass ends here"
-"""The key in the metadata of an output's node in autograd's graph, whose value is a weak reference to the tape."""
-MOST_NODES = 1000
-"""A loss of more operations is not looked through."""
+_tapes: weakref.WeakValueDictionary[int, Tape] = weakref.WeakValueDictionary()
+"""The passes that may start with their length, by the id of the leaf that all recorded places of a pass lead to."""
 _installing = threading.Lock()
 
 
-def mark(outputs: Iterable[Any], tape: Tape) -> None:
-    """Note at the ``outputs`` of a recorded pass, tensors among others, that ``tape`` ends there."""
+def watch(tape: Tape) -> None:
+    """Let backward passes that reach the recorded pass ``tape``, and nothing else, start with its batch's length."""
     _install()
-    tape.rounds = True
-    for output in outputs:
-        node: Any = output.grad_fn if isinstance(output, Tensor) else None
-        if node is not None:
-            node.metadata[ENDS_HERE] = weakref.ref(tape)
+    _tapes[id(tape.anchor)] = tape
 
 
 def passes_behind(loss: Tensor) -> list[Tape] | None:
-    """Return the tapes of the marked passes that ``loss`` is computed from.
+    """Return the tapes of all passes that ``loss`` is computed from.
 
-    None where it depends on anything else that gets a gradient: a parameter of the loss, or what the module computed
-    on the way to its outputs. That would get a gradient that is too large.
+    None where it depends on anything else that gets a gradient: a parameter of the loss, inputs, a tensor that the
+    module takes from elsewhere. Its gradient would be too large.
     """
     tapes: list[Tape] = []
     seen: set[Any] = set()
@@ -52,22 +45,20 @@ def passes_behind(loss: Tensor) -> list[Tape] | None:
         if node in seen:
             continue
         seen.add(node)
-        end = node.metadata.get(ENDS_HERE)
-        if end is not None:
-            tape = end()
+        if "CheckpointFunction" in node.name():  # of a reentrant checkpoint, behind which parameters do not show
+            return None
+        behind = [following for following, _ in node.next_functions if following is not None]
+        waiting += behind
+        if not behind:
+            tape = _tapes.get(id(getattr(node, "variable", None)))
             if tape is None:
                 return None
             tapes.append(tape)
-            continue
-        behind = [following for following, _ in node.next_functions if following is not None]
-        if not behind or len(seen) > MOST_NODES:
-            return None
-        waiting += behind
     return tapes
 
 
 def _backward(original: Callable[..., None], tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-    """``torch.autograd.backward``, which starts a mean loss of marked passes with the length of their batch."""
+    """``torch.autograd.backward``, which starts a mean loss of watched passes with the length of their batch."""
     loss = tensors
     if (
         not isinstance(loss, Tensor)
@@ -75,17 +66,18 @@ def _backward(original: Callable[..., None], tensors: Any, grad_tensors: Any = N
         or loss.numel() != 1
         or loss.dtype not in (torch.float32, torch.float64)
         or grad_tensors is not None
-        or kwargs.get("inputs")
+        or len(args) > 2  # behind retain_graph and create_graph
+        or kwargs.get("inputs") is not None
         or kwargs.get("grad_variables") is not None
     ):
         original(tensors, grad_tensors, *args, **kwargs)
         return
     tapes = passes_behind(loss) or []
     lengths = {tape.batch_size for tape in tapes}
-    if len(lengths) != 1:  # a loss over batches of several lengths is refused behind it
+    length = lengths.pop() if lengths else 0
+    if lengths or not length:  # a loss over batches of several lengths is refused behind it
         original(tensors, grad_tensors, *args, **kwargs)
         return
-    length = lengths.pop()
     for tape in tapes:
         tape.started_with = float(length)
     try:

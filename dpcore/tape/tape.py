@@ -33,6 +33,7 @@ FindBatch = Callable[[tuple[Parameter, str], "Tape", Tensor, int], int]
 """``find_batch((parameter, kind of tensor), tape, tensor, features)``: the dimension that is the batch, or -1."""
 BESIDE = "beside "
 """Kinds of tensors that parameters meet in functions: "beside add"."""
+HALF = (torch.bfloat16, torch.float16)
 IN_ROWS = 2
 """In the place of a dimension: the first one holds several rows for each example, [B * k, ...]."""
 
@@ -89,7 +90,7 @@ class Tape(TorchFunctionMode):
         self.started_with = 1.0
         """What the backward pass under way started with at the loss, of which ``scale`` undoes the rest."""
         self.rounds = False
-        """Whether gradients are rounded to half precision on their way, where a division shows."""
+        """Whether something was computed in half precision, to which its gradient is rounded: a division shows."""
         self.iteration: Any = None
         """Result of its first backward pass."""
         self.on_fire: Callable[[Tape], None] = lambda tape: None
@@ -151,6 +152,8 @@ class Tape(TorchFunctionMode):
         handler = HANDLERS.get(func)
         sources = self._sources(args, kwargs) if handler is None or func in DERIVING or self._derived else ()
         result = self._computed(func, handler, args, kwargs, sources)
+        if isinstance(result, Tensor) and result.dtype in HALF and result.requires_grad:
+            self.rounds = True
         if not sources or not self._is_derived(result):
             self.rows.follow(func, args, kwargs, result)
         return result
@@ -289,6 +292,7 @@ class Tape(TorchFunctionMode):
             return output
         check_first_order()
         self.attached += 1
+        self.rounds = self.rounds or output.dtype in HALF
         if not output.requires_grad:
             if output._is_view():
                 output = output.clone()
