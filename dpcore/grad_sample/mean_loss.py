@@ -11,33 +11,24 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dpcore.tape.tape import Tape
+from dpcore.tape.tape import PASS_OF, STARTED_WITH
 
-_tapes: weakref.WeakValueDictionary[int, Tape] = weakref.WeakValueDictionary()
-"""The passes that may start with their length, by the id of the leaf that all recorded places of a pass lead to."""
 _installing = threading.Lock()
 
 
-def watch(tape: Tape) -> None:
-    """Let backward passes that reach the recorded pass ``tape``, and nothing else, start with its batch's length."""
-    _install()
-    _tapes[id(tape.anchor)] = tape
+def lengths_behind(loss: Tensor) -> set[int] | None:
+    """Return the lengths of the batches of the passes that ``loss`` is computed from.
 
-
-def passes_behind(loss: Tensor) -> list[Tape] | None:
-    """Return the tapes of all passes that ``loss`` is computed from.
-
-    None where it depends on anything else that gets a gradient: a parameter of the loss, inputs, a tensor that the
-    module takes from elsewhere. Its gradient would be too large.
+    None where a pass may not start with its length, and where the loss depends on anything else that gets a gradient:
+    a parameter of the loss, inputs, a tensor that the module takes from elsewhere. Its gradient would be too large.
     """
-    tapes: list[Tape] = []
+    lengths: set[int] = set()
     seen: set[Any] = set()
     waiting: list[Any] = [loss.grad_fn]
     while waiting:
@@ -50,15 +41,16 @@ def passes_behind(loss: Tensor) -> list[Tape] | None:
         behind = [following for following, _ in node.next_functions if following is not None]
         waiting += behind
         if not behind:
-            tape = _tapes.get(id(getattr(node, "variable", None)))
-            if tape is None:
+            leaf = getattr(node, "variable", None)
+            tape = PASS_OF[leaf]() if leaf in PASS_OF else None
+            if tape is None or not tape.may_start_with_length:
                 return None
-            tapes.append(tape)
-    return tapes
+            lengths.add(tape.batch_size)
+    return lengths
 
 
 def _backward(original: Callable[..., None], tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-    """``torch.autograd.backward``, which starts a mean loss of watched passes with the length of their batch."""
+    """``torch.autograd.backward``, which starts a mean loss of recorded passes with the length of their batch."""
     loss = tensors
     if (
         not isinstance(loss, Tensor)
@@ -72,22 +64,27 @@ def _backward(original: Callable[..., None], tensors: Any, grad_tensors: Any = N
     ):
         original(tensors, grad_tensors, *args, **kwargs)
         return
-    tapes = passes_behind(loss) or []
-    lengths = {tape.batch_size for tape in tapes}
-    length = lengths.pop() if lengths else 0
+    lengths = lengths_behind(loss) or {0}
+    length = float(lengths.pop())
     if lengths or not length:  # a loss over batches of several lengths is refused behind it
         original(tensors, grad_tensors, *args, **kwargs)
         return
-    for tape in tapes:
-        tape.started_with = float(length)
+    tasks: list[int] = []
+
+    def note(gradient: Tensor) -> None:
+        tasks.append(torch._C._current_graph_task_id())
+        STARTED_WITH[tasks[-1]] = length
+
+    hook = loss.register_hook(note)
     try:
         original(tensors, torch.full_like(loss, length), *args, **kwargs)
     finally:
-        for tape in tapes:
-            tape.started_with = 1.0
+        hook.remove()
+        for task in tasks:
+            STARTED_WITH.pop(task, None)
 
 
-def _install() -> None:
+def install() -> None:
     """Put :func:`_backward` in the place of ``torch.autograd.backward``, once; it hands on what is no such loss."""
     with _installing:
         current = torch.autograd.backward

@@ -180,20 +180,20 @@ def test_half_precision_is_seen_where_neither_weights_nor_the_loop_show_it(kind:
 
 
 class _Stateful(_Net):
-    """Adds what an earlier pass left behind, which its argument does not show."""
+    """Adds the sum of an earlier pass's outputs to its input, from an attribute or an argument."""
 
     left: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.first(x))
-        if self.left is not None and len(self.left) == len(hidden):
-            hidden = hidden + self.left
-        self.left = hidden
-        return self.last(hidden)
+    def forward(self, x: Tensor, left: Tensor | None = None) -> Tensor:
+        left = self.left if left is None else left
+        if left is not None and len(left) == len(x):
+            x = x + left.sum(1, keepdim=True)
+        return super().forward(x)
 
 
 @pytest.mark.filterwarnings("ignore:Two passes over the same batch")
-def test_a_pass_that_only_a_later_one_leads_to_has_the_same_scale() -> None:
+@pytest.mark.parametrize("by_argument", [True, False])
+def test_a_pass_that_only_a_later_one_leads_to_has_the_same_scale(by_argument: bool) -> None:
     torch.manual_seed(7)
     x, y = torch.randn(37, 24).bfloat16(), torch.randint(0, 10, (37,))
     sums = []
@@ -201,9 +201,33 @@ def test_a_pass_that_only_a_later_one_leads_to_has_the_same_scale() -> None:
         torch.manual_seed(0)
         model = _Stateful().bfloat16()
         private = GradSampleModule(model, loss_reduction=reduction)
-        private(x)
-        nn.CrossEntropyLoss(reduction=reduction)(private(2 * x).float(), y).backward()
+        left = private(x)
+        if not by_argument:
+            model.left, left = left, None
+        nn.CrossEntropyLoss(reduction=reduction)(private(2 * x, left).float(), y).backward()
         sums.append(model.first.weight.grad_sample.sum(0))
+    assert (sums[0] - sums[1]).norm() <= 1e-6 * sums[1].norm()
+
+
+class _Adapted(nn.Module):
+    """A frozen embedding whose output is made a leaf with a gradient, as checkpointing in front of adapters needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.rest = nn.Embedding(50, 24).requires_grad_(False), _Net()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.rest(self.embedding(tokens).requires_grad_())
+
+
+def test_a_leaf_that_the_module_makes_does_not_hinder_the_start_with_the_length() -> None:
+    sums = []
+    for reduction in ("mean", "sum"):
+        torch.manual_seed(8)
+        model, y = _Adapted().bfloat16(), torch.randint(0, 10, (37,))
+        private = GradSampleModule(model, loss_reduction=reduction)
+        nn.CrossEntropyLoss(reduction=reduction)(private(torch.arange(37)).float(), y).backward()
+        sums.append(model.rest.first.weight.grad_sample.sum(0))
     assert (sums[0] - sums[1]).norm() <= 1e-6 * sums[1].norm()
 
 
