@@ -28,7 +28,7 @@ from dpcore.microbatch.layout import Layout, is_mask, probe_sizes
 from dpcore.microbatch.planner import choose
 from dpcore.rules.custom import custom_fallbacks
 from dpcore.rules.vmap import is_replayed
-from dpcore.tape.tape import Tape
+from dpcore.tape.tape import Tape, started_with
 from dpcore.tape.uses import Use
 from dpcore.tree import flatten, unflatten
 from dpcore.validators.module_validator import ModuleValidator, batch_norm_error, batch_norms, mixes_examples
@@ -132,30 +132,20 @@ class AbstractGradSampleHooks:
         if batch_size == 0:
             # Nothing may flow back from an empty batch, yet it is a step.
             self.record_empty_batch()
-        if self.loss_reduction == "mean" and self._is_half():
-            leaves = flatten((args, kwargs))[0]
-            if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-                tape.rounds = True  # whose gradient would be too large
-            else:
-                mean_loss.mark(flatten(output)[0], tape)
+        if self.loss_reduction == "mean" and tape.rounds:
+            mean_loss.install()
+            given = flatten((args, kwargs))[0]  # whose gradients would be too large
+            tape.may_start_with_length = not any(isinstance(v, Tensor) and v.requires_grad and v.is_leaf for v in given)
         if not self._reduction_seen and isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(functools.partial(self._see_reduction, tape, output.detach()))
+            output.register_hook(functools.partial(self._see_reduction, output.detach()))
         return output
 
-    def _is_half(self) -> bool:
-        """Return whether gradients of the module are rounded to half precision: its weights are, or autocast is on."""
-        for param in self._names:
-            kind = param.device.type
-            autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) in mean_loss.HALF
-            return autocast or any(p.dtype in mean_loss.HALF for p in self._names)
-        return False
-
-    def _see_reduction(self, tape: Tape, outputs: Tensor, gradient: Tensor) -> None:
+    def _see_reduction(self, outputs: Tensor, gradient: Tensor) -> None:
         """Warn once where the first loss shows that it is reduced otherwise than ``loss_reduction`` says."""
         if self._reduction_seen or not outputs.dim() or len(outputs) < 2:
             return
         self._reduction_seen = True
-        reduction = reduction_of(outputs, gradient / tape.started_with)
+        reduction = reduction_of(outputs, gradient / started_with())
         if reduction not in (None, self.loss_reduction):
             wrong = "large" if reduction == "sum" else "small"
             warn_caller(
@@ -199,7 +189,8 @@ class AbstractGradSampleHooks:
             self._firing[task] = []
             torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._end_of_backward, task))
         self._firing[task].append(tape)
-        if tape.rounds and tape.started_with == 1.0 < tape.batch_size and not self._rounding_told:
+        divided = self.loss_reduction == "mean" and started_with() == 1.0 < tape.batch_size
+        if divided and tape.rounds and not self._rounding_told:
             self._rounding_told = True
             warn_caller(
                 "The loss is divided by the batch's length before its gradient is rounded to half precision, so one "

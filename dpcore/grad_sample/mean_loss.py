@@ -11,40 +11,24 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dpcore.tape.tape import Tape
+from dpcore.tape.tape import PASS_OF, STARTED_WITH
 
-HALF = (torch.bfloat16, torch.float16)
-ENDS_HERE = "dpcore: a recorded pass ends here"
-"""The key in the metadata of an output's node in autograd's graph, whose value is a weak reference to the tape."""
-MOST_NODES = 1000
-"""A loss of more operations is not looked through."""
 _installing = threading.Lock()
 
 
-def mark(outputs: Iterable[Any], tape: Tape) -> None:
-    """Note at the ``outputs`` of a recorded pass, tensors among others, that ``tape`` ends there."""
-    _install()
-    tape.rounds = True
-    for output in outputs:
-        node: Any = output.grad_fn if isinstance(output, Tensor) else None
-        if node is not None:
-            node.metadata[ENDS_HERE] = weakref.ref(tape)
+def lengths_behind(loss: Tensor) -> set[int] | None:
+    """Return the lengths of the batches of the passes that ``loss`` is computed from.
 
-
-def passes_behind(loss: Tensor) -> list[Tape] | None:
-    """Return the tapes of the marked passes that ``loss`` is computed from.
-
-    None where it depends on anything else that gets a gradient: a parameter of the loss, or what the module computed
-    on the way to its outputs. That would get a gradient that is too large.
+    None where a pass may not start with its length, and where the loss depends on anything else that gets a gradient:
+    a parameter of the loss, inputs, a tensor that the module takes from elsewhere. Its gradient would be too large.
     """
-    tapes: list[Tape] = []
+    lengths: set[int] = set()
     seen: set[Any] = set()
     waiting: list[Any] = [loss.grad_fn]
     while waiting:
@@ -52,22 +36,21 @@ def passes_behind(loss: Tensor) -> list[Tape] | None:
         if node in seen:
             continue
         seen.add(node)
-        end = node.metadata.get(ENDS_HERE)
-        if end is not None:
-            tape = end()
-            if tape is None:
-                return None
-            tapes.append(tape)
-            continue
-        behind = [following for following, _ in node.next_functions if following is not None]
-        if not behind or len(seen) > MOST_NODES:
+        if "CheckpointFunction" in node.name():  # of a reentrant checkpoint, behind which parameters do not show
             return None
+        behind = [following for following, _ in node.next_functions if following is not None]
         waiting += behind
-    return tapes
+        if not behind:
+            leaf = getattr(node, "variable", None)
+            tape = PASS_OF[leaf]() if leaf in PASS_OF else None
+            if tape is None or not tape.may_start_with_length:
+                return None
+            lengths.add(tape.batch_size)
+    return lengths
 
 
 def _backward(original: Callable[..., None], tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-    """``torch.autograd.backward``, which starts a mean loss of marked passes with the length of their batch."""
+    """``torch.autograd.backward``, which starts a mean loss of recorded passes with the length of their batch."""
     loss = tensors
     if (
         not isinstance(loss, Tensor)
@@ -75,27 +58,33 @@ def _backward(original: Callable[..., None], tensors: Any, grad_tensors: Any = N
         or loss.numel() != 1
         or loss.dtype not in (torch.float32, torch.float64)
         or grad_tensors is not None
-        or kwargs.get("inputs")
+        or len(args) > 2  # behind retain_graph and create_graph
+        or kwargs.get("inputs") is not None
         or kwargs.get("grad_variables") is not None
     ):
         original(tensors, grad_tensors, *args, **kwargs)
         return
-    tapes = passes_behind(loss) or []
-    lengths = {tape.batch_size for tape in tapes}
-    if len(lengths) != 1:  # a loss over batches of several lengths is refused behind it
+    lengths = lengths_behind(loss) or {0}
+    length = float(lengths.pop())
+    if lengths or not length:  # a loss over batches of several lengths is refused behind it
         original(tensors, grad_tensors, *args, **kwargs)
         return
-    length = lengths.pop()
-    for tape in tapes:
-        tape.started_with = float(length)
+    tasks: list[int] = []
+
+    def note(gradient: Tensor) -> None:
+        tasks.append(torch._C._current_graph_task_id())
+        STARTED_WITH[tasks[-1]] = length
+
+    hook = loss.register_hook(note)
     try:
         original(tensors, torch.full_like(loss, length), *args, **kwargs)
     finally:
-        for tape in tapes:
-            tape.started_with = 1.0
+        hook.remove()
+        for task in tasks:
+            STARTED_WITH.pop(task, None)
 
 
-def _install() -> None:
+def install() -> None:
     """Put :func:`_backward` in the place of ``torch.autograd.backward``, once; it hands on what is no such loss."""
     with _installing:
         current = torch.autograd.backward

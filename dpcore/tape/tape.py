@@ -9,6 +9,7 @@ remembered, and one call of ``torch.autograd.grad`` then yields the gradients at
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeGuard, TypeVar
@@ -20,6 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpcore.errors import NoRuleError, UnsupportedError
 from dpcore.tape.checkpointing import CHECKPOINTING, DroppedUse, kept_by_graph
@@ -33,6 +35,11 @@ FindBatch = Callable[[tuple[Parameter, str], "Tape", Tensor, int], int]
 """``find_batch((parameter, kind of tensor), tape, tensor, features)``: the dimension that is the batch, or -1."""
 BESIDE = "beside "
 """Kinds of tensors that parameters meet in functions: "beside add"."""
+HALF = (torch.bfloat16, torch.float16)
+PASS_OF: Any = WeakTensorKeyDictionary()
+"""Leaf of autograd's graph, made by a recorded pass -> weak reference to its tape."""
+STARTED_WITH: dict[int, float] = {}
+"""Number of a backward pass under way -> what it started with at the loss, where that is not 1."""
 IN_ROWS = 2
 """In the place of a dimension: the first one holds several rows for each example, [B * k, ...]."""
 
@@ -58,6 +65,11 @@ SECOND_ORDER = (
     "within a private pass). What is recorded holds the weights as constants, so their part in such derivatives would "
     "be lost; compute such penalties on a copy of the model, without privacy."
 )
+
+
+def started_with() -> float:
+    """Return what the backward pass under way started with at the loss; a tape's ``scale`` undoes the rest."""
+    return STARTED_WITH.get(torch._C._current_graph_task_id(), 1.0)
 
 
 def check_first_order() -> None:
@@ -86,10 +98,10 @@ class Tape(TorchFunctionMode):
         """
         super().__init__()
         self.scale = scale
-        self.started_with = 1.0
-        """What the backward pass under way started with at the loss, of which ``scale`` undoes the rest."""
         self.rounds = False
-        """Whether gradients are rounded to half precision on their way, where a division shows."""
+        """Whether something was computed in half precision, to which its gradient is rounded: a division shows."""
+        self.may_start_with_length = False
+        """Whether a loss of this pass is divided by the batch's length, and its backward pass may undo that."""
         self.iteration: Any = None
         """Result of its first backward pass."""
         self.on_fire: Callable[[Tape], None] = lambda tape: None
@@ -117,6 +129,7 @@ class Tape(TorchFunctionMode):
         self.forbidden: list[tuple[GradientEdge, Callable[[Tensor | None], None]]] = []
         self._targets: list[Callable[[Tensor | None], None]] = []
         self.anchor = torch.zeros((), requires_grad=True)
+        PASS_OF[self.anchor] = weakref.ref(self)
         self._resets: list[Callable[[], None]] = []
         """What forgets an earlier pass's gradients where :meth:`place` hands them on."""
         self.drops_activations = False
@@ -151,6 +164,10 @@ class Tape(TorchFunctionMode):
         handler = HANDLERS.get(func)
         sources = self._sources(args, kwargs) if handler is None or func in DERIVING or self._derived else ()
         result = self._computed(func, handler, args, kwargs, sources)
+        if isinstance(result, Tensor) and result.requires_grad:
+            self.rounds = self.rounds or result.dtype in HALF
+            if result.is_leaf and (func is Tensor.requires_grad_ or all(result is not given for given in args)):
+                PASS_OF[result] = weakref.ref(self)
         if not sources or not self._is_derived(result):
             self.rows.follow(func, args, kwargs, result)
         return result
@@ -289,6 +306,7 @@ class Tape(TorchFunctionMode):
             return output
         check_first_order()
         self.attached += 1
+        self.rounds = self.rounds or output.dtype in HALF
         if not output.requires_grad:
             if output._is_view():
                 output = output.clone()
@@ -380,7 +398,7 @@ class Tape(TorchFunctionMode):
         if task != self._task:
             self._task = task
             self.on_fire(self)
-        return (self.scale or 1.0) / self.started_with
+        return (self.scale or 1.0) / started_with()
 
     def _hook(self, target: Callable[[Tensor | None], None]) -> Callable[[Tensor | None], None]:
         """Hands gradients to ``target``, added up where several backward passes run through the same place."""

@@ -175,6 +175,15 @@ def check_empty() -> Any:
     return torch.stack(draws)
 
 
+def step_in_half_precision() -> bool:
+    """Return whether a step of a sharded bfloat16 model, of whose batch rank 0 has nothing, leaves finite weights."""
+    _, module, optimizer, _ = private(1.0, torch.bfloat16, how="sharded", check_batches=False)
+    x, y = data(torch.bfloat16)[: dist.get_rank()][:2]
+    F.cross_entropy(module(x).float(), y).backward()
+    optimizer.step()
+    return bool(weights(module).isfinite().all())
+
+
 def check_sharded(folder: Path) -> Any:
     """The same by fully_shard; whole batches, then pieces of two, then a resume."""
     found = {
@@ -190,6 +199,7 @@ def check_sharded(folder: Path) -> Any:
     scheduler.step()
     step(module, optimizer, x, y)
     found["moved at a learning rate of 0"] = float((weights(module) - before).abs().max())
+    found["half precision"] = step_in_half_precision()
     inner = module._module.module
     found["local"] = [(p.numel(), p.to_local().numel(), p.grad.to_local().numel()) for p in inner.parameters()]
 

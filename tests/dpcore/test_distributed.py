@@ -162,6 +162,7 @@ def test_a_sharded_model_trains_as_one_process_does_and_stays_sharded(found):
     for report in reports:
         assert torch.equal(report["resume"]["resumed"]["weights"], report["resume"]["whole"]["weights"])
         assert report["moved at a learning rate of 0"] == 0.0
+        assert report["half precision"]
         assert "module.0.weight is used by way of" in report["no rule"]
         assert "fully_shard on the root" in report["in part"]
     for sizes in zip(*(report["local"] for report in reports), strict=True):
