@@ -283,17 +283,17 @@ class Accumulator:
         factors = torch.zeros_like(measured.norms_sq)
         doubtful = torch.zeros(batch_size, dtype=torch.bool, device=self.device)
         segments = self._held.segments
+        # One example's gradients after the other's are written to the same memory, which stays in the cache.
+        sizes = [choice.param.numel() for choice in in_turn]
+        buffers = torch.empty(sum(sizes), dtype=self.dtype, device=self.device).split(sizes)
         with full_precision():
             for i in range(batch_size):
                 one, formed = measured.example(i), []
                 groups = one.norms_sq.unbind(0)
-                for choice in in_turn:
-                    flat = self._in_memory(choice.param, example_gradient(choice, i))
-                    found = squares(flat.unsqueeze(0))
-                    group = self._group[choice.param]
-                    groups[group].add_(found.value)
-                    one.note(found, group)
-                    formed.append((segments[choice.param], flat, group))
+                for choice, buffer in zip(in_turn, buffers, strict=True):
+                    flat, found = self._example(choice, i, buffer)
+                    self._note(one, groups, found, choice.param)
+                    formed.append((segments[choice.param], flat, self._group[choice.param]))
                 if self._any_doubtful(one):
                     doubtful[i] = True
                     continue
@@ -314,6 +314,15 @@ class Accumulator:
             self._add(part, [kept.of(good) for kept in measured.kept], factors[:, good], scale)
         self._add_doubtful(uses, doubtful, mask, scale, norms, factors)
         return norms, factors
+
+    def _example(self, choice: Choice, i: int, buffer: Tensor) -> tuple[Tensor, SquaredNorm]:
+        """The gradient [n] of example i in memory's order, which may lie in ``buffer``, and its squared norm [1]."""
+        if len(choice.uses) == 1:
+            found = choice.uses[0].write_example(choice.param, i, buffer)
+            if found is not None:
+                return buffer, found
+        flat = example_gradient(choice, i).permute(self._order[choice.param]).reshape(-1)
+        return flat, squares(flat.unsqueeze(0))
 
     def _add_doubtful(
         self, uses: Sequence[Use], doubtful: Tensor, mask: Tensor | None, scale: float, norms: Tensor, factors: Tensor
@@ -343,10 +352,6 @@ class Accumulator:
     def _choose(self, uses: Sequence[Use], turns: bool = True) -> list[Choice]:
         """The choices for the parameters of the sums; others may be recorded too, and are not released."""
         return [choice for choice in choose(uses, turns) if choice.param in self._group]
-
-    def _in_memory(self, param: Parameter, grad: Tensor) -> Tensor:
-        """[n]: the numbers of a gradient in the order of the parameter's memory."""
-        return grad.permute(self._order[param]).reshape(-1)
 
     def _measure(self, choices: Sequence[Choice], batch_size: int, together: bool = True) -> _Measured:
         """The norms of ``batch_size`` examples, and the gradients that were formed for them.

@@ -188,11 +188,11 @@ SQUARES_AT_ONCE = 24
 def contraction_into(g: Tensor, x: Tensor, out: Tensor) -> Tensor:
     """Write what :func:`contraction_grad_sample` returns to ``out``, and return its squared norms [B], in float64."""
     g, x = _dense_last(g, x)
-    squares = out.new_empty((len(x), g.shape[2]), dtype=torch.float64)
+    squares = out.new_empty(len(x), dtype=torch.float64)
     sizes = (*_contraction_sizes(g, x), torch.get_num_threads())
     _call("dpcore_contraction_grad_sample", (g, x, out, squares), sizes, strided=2)
     torch.autograd.graph.increment_version(out)
-    return squares.sum(1)
+    return squares
 
 
 def contraction_norms(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -126,16 +126,16 @@ struct Copies {
 };
 
 // g [B, positions, rows] and x [B, positions, columns], each with its strides over examples and positions (dense in the
-// last dimension) -> out [B, rows, columns], and, where ``squares`` [B, rows] is not null, its squared norms in parts.
+// last dimension) -> out [B, rows, columns], and, where ``squares`` [B] is not null, its squared norms.
 extern "C" void dpcore_contraction_grad_sample(const float* g, const float* x, float* out, double* squares, int64_t batch,
                                                int64_t positions, int64_t rows, int64_t columns, int64_t g_example,
                                                int64_t g_position, int64_t x_example, int64_t x_position, int64_t threads) {
-    if (squares) std::fill(squares, squares + batch * rows, 0.0);
     if (!positions) std::fill(out, out + batch * rows * columns, 0.0f);
     // Fewer examples than threads: each example's rows are shared out, too, but not so few that copies of x outweigh them.
     const int64_t whole = std::max<int64_t>(batch, 1);
     const int64_t parts = parts_of(rows, (threads + whole - 1) / whole);
     const int64_t least = worth_a_thread(2.0 * positions * rows * columns / parts);
+    Zeros<double> of_parts(squares ? batch * parts : 0);
     by_threads(batch * parts, least, threads, [&](int64_t first, int64_t last) {
         Copies copies(std::min(positions, POSITIONS), (rows + parts - 1) / parts);
         for (int64_t item = first; item < last; ++item) {
@@ -153,9 +153,14 @@ extern "C" void dpcore_contraction_grad_sample(const float* g, const float* x, f
                       {out + (b * rows + row) * columns, columns, columns, t > 0, taken});
             }
             if (squares)
-                for (int lane = 0; lane < W; ++lane) squares[b * rows + item % parts] += lanes[lane];
+                for (int lane = 0; lane < W; ++lane) of_parts[item] += lanes[lane];
         }
     });
+    if (!squares) return;
+    for (int64_t b = 0; b < batch; ++b) {
+        squares[b] = 0.0;
+        for (int64_t part = 0; part < parts; ++part) squares[b] += of_parts[b * parts + part];
+    }
 }
 
 // out [rows, columns], whose rows lie ``pitch`` apart, += sum over b of factors[b] dW of example b; operands as above. An

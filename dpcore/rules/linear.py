@@ -186,13 +186,27 @@ class ContractionUse(Use):
         assert self.grad is not None
         return param in self._inputs and self.grad.dim() > 2 and not self.time_major
 
-    def example(self, param: Parameter, i: int) -> Tensor:
+    def _example(self, param: Parameter, i: int) -> tuple[Tensor, Tensor, bool]:
+        """[T, n] and [T, m], of which the product of the one turned with the other is example i's gradient as it lies
+        in memory; and whether that is turned.
+        """
         assert self.grad is not None
         batch = 1 if self.time_major else 0
         tensors = self._inputs[param].get(self.name), self.grad.detach()
         x, g = (wide(t.select(batch, i)).flatten(0, -2) for t in tensors)
         turned = param.stride(0) == 1 and param.stride(1) > 1
-        left, right = (x, g) if turned else (g, x)
+        return (x, g, True) if turned else (g, x, False)
+
+    def write_example(self, param: Parameter, i: int, out: Tensor) -> SquaredNorm | None:
+        left, right, turned = self._example(param, i)
+        if not native.serves(left, right, out) or not (turned or param.is_contiguous()):
+            return None
+        value = native.contraction_into(*(t.unsqueeze(0) for t in (left, right, out.view(left.shape[1], -1))))
+        first = gamma(native.SQUARES_AT_ONCE, out.dtype)
+        return SquaredNorm(value, first + (1.0 + first) * gamma(out.numel(), torch.float64))
+
+    def example(self, param: Parameter, i: int) -> Tensor:
+        left, right, turned = self._example(param, i)
         if native.serves(left, right):
             (found,) = native.contraction_grad_sample(left.unsqueeze(0), right.unsqueeze(0))
         else:
