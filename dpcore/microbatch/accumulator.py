@@ -377,7 +377,8 @@ class Accumulator:
 
     def _form(self, choices: Sequence[Choice], batch_size: int, together: bool) -> list[_Kept]:
         """The gradients of ``batch_size`` examples that are kept, small ones side by side."""
-        formed, small = [], []
+        formed: list[_Kept] = []
+        small: list[_Kept] = []
         for choice in choices:
             if choice.method == "keep":
                 order = [0, *(d + 1 for d in self._order[choice.param])]

@@ -119,7 +119,7 @@ def serves_graph(*tensors: Tensor) -> bool:
 
 
 def _call(name: str, tensors: Sequence[Tensor | None], sizes: Sequence[int], *numbers: float, strided: int = 0) -> None:
-    """``strided``: so many tensors at the beginning may have any strides, which are among the sizes; None: no memory."""
+    """``strided``: so many tensors at the beginning may have any strides, which are among the sizes; None: none."""
     found = kernels()
     assert found is not None
     for tensor in tensors[strided:]:
