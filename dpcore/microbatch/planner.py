@@ -119,9 +119,11 @@ def micro_batches(
     parameters = sum(choice.param.nbytes for choice in choices)
     worthwhile = max(CPU_LEAST_STASH_BYTES, CPU_LEAST_STASH_IN_PARAMETERS * parameters)
     summed = sum(choice.param.nbytes for choice in choices if _sums_by_piece(choice))
-    worth = int(CPU_STASH_IN_SUMS * summed / per_example)
-    most, least = (max(fewest, worth, int(stash / per_example)) for stash in (CPU_STASH_BYTES, worthwhile))
-    return MicroBatches(most, least, int(max(CPU_STASH_BYTES, 3 * summed) / per_example), worth)
+    most, least = (max(fewest, int(stash / per_example)) for stash in (CPU_STASH_BYTES, worthwhile))
+    whole, worth = int(max(CPU_STASH_BYTES, 3 * summed) / per_example), int(CPU_STASH_IN_SUMS * summed / per_example)
+    if worth <= most:
+        return MicroBatches(most, least, whole)
+    return MicroBatches(worth, max(least, worth), whole, worth)
 
 
 def _sums_by_piece(choice: Choice) -> bool:
