@@ -29,6 +29,9 @@ from dpcore.tape.uses import Saved, Use, handles
 FEWEST_IN_TURN = 2**19
 # Where channels come first, unfolding copies what a batch then has to fetch again: one example stays in the cache.
 FEWEST_IN_TURN_BY_ROWS = 2**17
+# The absolute terms of a norm by products of windows can come to as many times the norm as there are windows. Beyond 8
+# times (over all parameters together) an example is left to float64, which takes far longer than its gradient would.
+MOST_WINDOWS = 32
 
 
 class ConvolutionUse(Use):
@@ -241,7 +244,7 @@ class ConvolutionUse(Use):
         by_pixels = (2 * x.shape[1] + price * sum(self.weight.shape[2:])) * pixels**2 + of_gradients
         window = self.weight.shape[1:].numel()
         by_windows = 2 * window * positions**2 + price * positions * window + of_gradients
-        return by_pixels, by_windows if self.geometry[3] == 1 else math.inf
+        return by_pixels, by_windows if self.geometry[3] == 1 and positions <= MOST_WINDOWS else math.inf
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> ConvolutionUse:
         x = self._x.get(self.name).detach().index_select(0, index).to(dtype)
