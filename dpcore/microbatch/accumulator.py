@@ -16,7 +16,7 @@ from dpcore.clipping import bound_with_margin, check_max_grad_norm, clip_factors
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.microbatch.planner import Choice, choose
 from dpcore.numerics.precision import full_precision
-from dpcore.numerics.rounding import SquaredNorm, gamma, squares
+from dpcore.numerics.rounding import SquaredNorm, gamma, side_by_side, squares
 from dpcore.rules.linear import wide
 from dpcore.tape.uses import Use
 
@@ -38,9 +38,30 @@ def _without_autocast(method: Method) -> Method:
     return cast(Method, run)
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """Gradients ``rows`` [m, n] of m examples, those of several parameters one after the other, in memory's order."""
+
+    params: tuple[Parameter, ...]
+    rows: Tensor
+
+    def of(self, index: Tensor) -> _Kept:
+        return _Kept(self.params, self.rows[index])
+
+    def add_sum(self, factors: Tensor, segments: Mapping[Parameter, Tensor]) -> None:
+        """Adds Σ_i factors[i] rows[i] to the parameters' ``segments``."""
+        if len(self.params) == 1:
+            segments[self.params[0]].addmv_(self.rows.t(), factors)
+            return
+        into = [segments[p] for p in self.params]
+        lengths = [len(segment) for segment in into]
+        # Beyond them lie the zeros of side_by_side.
+        torch._foreach_add_(into, torch.mv(self.rows.t(), factors)[: sum(lengths)].split(lengths))
+
+
 @dataclass
 class _Measured:
-    """``norms_sq`` [groups, m] of m examples; ``kept``: gradients [m, n] that were formed for them.
+    """``norms_sq`` [groups, m] of m examples; ``kept``: gradients that were formed for them.
 
     ``scales`` [groups, m]: sums of the absolute terms of those norms whose terms may cancel.
 
@@ -49,7 +70,7 @@ class _Measured:
     """
 
     norms_sq: Tensor
-    kept: dict[Parameter, Tensor] = field(default_factory=dict)
+    kept: list[_Kept] = field(default_factory=list)
     scales: Tensor | None = None
     error: float = 0.0
     scaled_error: float = 0.0
@@ -73,7 +94,7 @@ class _Measured:
     def example(self, i: int) -> _Measured:
         """Return what was measured of example i, to which more can be added; its norms lie in these."""
         scales = None if self.scales is None else self.scales[:, i : i + 1]
-        return _Measured(self.norms_sq[:, i : i + 1], {}, scales, self.error, self.scaled_error, self.tolerated)
+        return _Measured(self.norms_sq[:, i : i + 1], [], scales, self.error, self.scaled_error, self.tolerated)
 
     def upper_norms(self) -> Tensor:
         """[groups, m], not below the true ones but for ``error``."""
@@ -82,6 +103,8 @@ class _Measured:
         return torch.add(self.norms_sq, self.scales, alpha=self.scaled_error).sqrt_()
 
 
+MOST_TOGETHER = 2**14
+"""Numbers in gradients that are put side by side, so that norms and sums of many of them take a few operators."""
 LARGE_BUFFER = 2**18
 """Numbers in a buffer that is not copied: the views of a new one take less time."""
 
@@ -260,17 +283,17 @@ class Accumulator:
         factors = torch.zeros_like(measured.norms_sq)
         doubtful = torch.zeros(batch_size, dtype=torch.bool, device=self.device)
         segments = self._held.segments
+        # One example's gradients after the other's are written to the same memory, which stays in the cache.
+        sizes = [choice.param.numel() for choice in in_turn]
+        buffers = torch.empty(sum(sizes), dtype=self.dtype, device=self.device).split(sizes)
         with full_precision():
             for i in range(batch_size):
                 one, formed = measured.example(i), []
                 groups = one.norms_sq.unbind(0)
-                for choice in in_turn:
-                    flat = self._in_memory(choice.param, example_gradient(choice, i))
-                    found = squares(flat.unsqueeze(0))
-                    group = self._group[choice.param]
-                    groups[group].add_(found.value)
-                    one.note(found, group)
-                    formed.append((segments[choice.param], flat, group))
+                for choice, buffer in zip(in_turn, buffers, strict=True):
+                    flat, found = self._example(choice, i, buffer)
+                    self._note(one, groups, found, choice.param)
+                    formed.append((segments[choice.param], flat, self._group[choice.param]))
                 if self._any_doubtful(one):
                     doubtful[i] = True
                     continue
@@ -288,9 +311,18 @@ class Accumulator:
             # Not at a factor of zero beside the good ones: zero times infinity is none.
             wanted = {choice.param for choice in others}
             part = [c for c in self._choose([use.rows(good, self.dtype) for use in uses]) if c.param in wanted]
-            self._add(part, {p: kept[good] for p, kept in measured.kept.items()}, factors[:, good], scale)
+            self._add(part, [kept.of(good) for kept in measured.kept], factors[:, good], scale)
         self._add_doubtful(uses, doubtful, mask, scale, norms, factors)
         return norms, factors
+
+    def _example(self, choice: Choice, i: int, buffer: Tensor) -> tuple[Tensor, SquaredNorm]:
+        """The gradient [n] of example i in memory's order, which may lie in ``buffer``, and its squared norm [1]."""
+        if len(choice.uses) == 1:
+            found = choice.uses[0].write_example(choice.param, i, buffer)
+            if found is not None:
+                return buffer, found
+        flat = example_gradient(choice, i).permute(self._order[choice.param]).reshape(-1)
+        return flat, squares(flat.unsqueeze(0))
 
     def _add_doubtful(
         self, uses: Sequence[Use], doubtful: Tensor, mask: Tensor | None, scale: float, norms: Tensor, factors: Tensor
@@ -311,7 +343,7 @@ class Accumulator:
         makes all the rest worthless.
         """
         choices = self._choose(uses, turns=False)
-        measured = self._measure(choices, len(mask))
+        measured = self._measure(choices, len(mask), together=False)
         factors = self._factors(measured, mask, bounds)
         flat = torch.zeros_like(self.flat)
         self._add(choices, measured.kept, factors, 1.0, self._views(flat))
@@ -321,29 +353,40 @@ class Accumulator:
         """The choices for the parameters of the sums; others may be recorded too, and are not released."""
         return [choice for choice in choose(uses, turns) if choice.param in self._group]
 
-    def _in_memory(self, param: Parameter, grad: Tensor) -> Tensor:
-        """[n]: the numbers of a gradient in the order of the parameter's memory."""
-        return grad.permute(self._order[param]).reshape(-1)
+    def _measure(self, choices: Sequence[Choice], batch_size: int, together: bool = True) -> _Measured:
+        """The norms of ``batch_size`` examples, and the gradients that were formed for them.
 
-    def _measure(self, choices: Sequence[Choice], batch_size: int) -> _Measured:
-        """The norms of ``batch_size`` examples, and the gradients that were formed for them."""
+        ``together``: whether small ones may be put side by side.
+        """
         norms_sq = torch.zeros((len(self.bounds), batch_size), dtype=self.dtype, device=self.device)
-        measured = _Measured(norms_sq)
+        measured = _Measured(norms_sq, self._form(choices, batch_size, together and len(self.bounds) == 1))
+        groups = norms_sq.unbind(0)
+        with full_precision():
+            for kept in measured.kept:
+                self._note(measured, groups, squares(kept.rows), kept.params[0])
+            for choice in choices:
+                if choice.method == "ghost":
+                    self._note(measured, groups, choice.uses[0].norm_sq(choice.param), choice.param)
+        return measured
+
+    def _note(self, measured: _Measured, groups: Sequence[Tensor], found: SquaredNorm, param: Parameter) -> None:
+        """Adds squared norms of one parameter, or of several of one group."""
+        group = self._group[param]
+        groups[group].add_(found.value)
+        measured.note(found, group)
+
+    def _form(self, choices: Sequence[Choice], batch_size: int, together: bool) -> list[_Kept]:
+        """The gradients of ``batch_size`` examples that are kept, small ones side by side."""
+        formed: list[_Kept] = []
+        small: list[_Kept] = []
         for choice in choices:
             if choice.method == "keep":
                 order = [0, *(d + 1 for d in self._order[choice.param])]
-                measured.kept[choice.param] = _kept(choice).permute(order).reshape(batch_size, -1)
-        groups = norms_sq.unbind(0)
-        with full_precision():
-            for choice in choices:
-                group = self._group[choice.param]
-                if choice.method == "ghost":
-                    found = choice.uses[0].norm_sq(choice.param)
-                else:
-                    found = squares(measured.kept[choice.param])
-                groups[group].add_(found.value)
-                measured.note(found, group)
-        return measured
+                kept = _Kept((choice.param,), _kept(choice).permute(order).reshape(batch_size, -1))
+                (small if together and choice.param.numel() <= MOST_TOGETHER else formed).append(kept)
+        if len(small) < 2:
+            return formed + small
+        return [*formed, _Kept(tuple(kept.params[0] for kept in small), side_by_side([kept.rows for kept in small]))]
 
     def _any_doubtful(self, measured: _Measured) -> bool:
         """Return whether :meth:`_doubtful` has any example; the usual answer costs the fewest operators."""
@@ -376,7 +419,7 @@ class Accumulator:
     def _add(
         self,
         choices: Sequence[Choice],
-        kept: Mapping[Parameter, Tensor],
+        kept: Sequence[_Kept],
         factors: Tensor,
         scale: float,
         into: tuple[Mapping[Parameter, Tensor], Mapping[Parameter, Tensor]] | None = None,
@@ -386,12 +429,12 @@ class Accumulator:
         if scale != 1.0:
             factors = factors * scale
         with full_precision():
+            for formed in kept:
+                formed.add_sum(factors[self._group[formed.params[0]]], segments)
             for choice in choices:
-                of = factors[self._group[choice.param]]
                 if choice.method == "ghost":
+                    of = factors[self._group[choice.param]]
                     choice.uses[0].add_clipped_sum(choice.param, of, sums[choice.param])
-                else:
-                    segments[choice.param].addmv_(kept[choice.param].t(), of)
 
     def _add_singly(self, uses: Sequence[Use], mask: Tensor | None, i: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """One example by its float64 gradient: exact under cancellation, and 1e30 does not overflow when squared."""

@@ -16,7 +16,7 @@ from dpcore.tape.uses import Use
 CPU_STASH_BYTES = 32 * 2**20
 # Unless an example is as much work as several hundred starts are: then pieces of that many bytes are large enough.
 CPU_FEWEST_EXAMPLES = 16
-CPU_LARGE_STASH_BYTES = 96 * 2**20
+CPU_LARGE_STASH_BYTES = 48 * 2**20
 CPU_FEWEST_LARGE_EXAMPLES = 4
 CPU_FEWEST_IN_A_LOOP = 64
 # An example holds more than in ordinary training, up to about twice as much: beside the layers' inputs their outputs'
@@ -29,7 +29,9 @@ THIRDS_FROM = 384
 CPU_LEAST_STASH_BYTES = 4 * 2**20
 CPU_LEAST_STASH_IN_PARAMETERS = 64
 # A small batch that does not fit the cache is cut into thirds too, unless the sums over which a piece passes have more
-# bytes than it leaves behind.
+# bytes than it leaves behind. A piece that leaves behind less than five times the sums takes markedly longer than a
+# larger one, whatever fits the cache; a half of the batch still needs less memory than ordinary training of all of it.
+CPU_STASH_IN_SUMS = 5
 CUDA_FREE_FRACTION = 0.25
 
 
@@ -84,17 +86,20 @@ class MicroBatches:
     """How a batch is cut. The clipped sum is associative: the result does not depend on it.
 
     ``most``: examples at once, by cache or memory. ``least``: fewer are not worth a piece of their own. ``whole``: so
-    many, or fewer, are left whole whatever they take.
+    many, or fewer, are left whole whatever they take. ``worth``: so many outweigh a pass over the sums.
     """
 
     most: int
     least: int
     whole: int = 2**62
+    worth: int = 1
 
     def size(self, batch_size: int) -> int:
         """The largest piece of a batch of ``batch_size`` examples."""
         if batch_size < HALVES_FROM:
-            return self.most if batch_size <= self.whole else min(self.most, -(-batch_size // 3))
+            if batch_size <= self.whole:
+                return self.most
+            return min(self.most, max(-(-batch_size // 3), min(self.worth, -(-batch_size // 2))))
         pieces = 2 if batch_size < THIRDS_FROM else 3
         return min(self.most, max(self.least, -(-batch_size // pieces)))
 
@@ -113,9 +118,12 @@ def micro_batches(
     fewest = CPU_FEWEST_IN_A_LOOP if any(use.sequential for use in uses) else fewest
     parameters = sum(choice.param.nbytes for choice in choices)
     worthwhile = max(CPU_LEAST_STASH_BYTES, CPU_LEAST_STASH_IN_PARAMETERS * parameters)
-    most, least = (max(fewest, int(stash / per_example)) for stash in (CPU_STASH_BYTES, worthwhile))
     summed = sum(choice.param.nbytes for choice in choices if _sums_by_piece(choice))
-    return MicroBatches(most, least, int(max(CPU_STASH_BYTES, 3 * summed) / per_example))
+    most, least = (max(fewest, int(stash / per_example)) for stash in (CPU_STASH_BYTES, worthwhile))
+    whole, worth = int(max(CPU_STASH_BYTES, 3 * summed) / per_example), int(CPU_STASH_IN_SUMS * summed / per_example)
+    if worth <= most:
+        return MicroBatches(most, least, whole)
+    return MicroBatches(worth, max(least, worth), whole, worth)
 
 
 def _sums_by_piece(choice: Choice) -> bool:

@@ -118,14 +118,14 @@ def serves_graph(*tensors: Tensor) -> bool:
     )
 
 
-def _call(name: str, tensors: Sequence[Tensor], sizes: Sequence[int], *numbers: float, strided: int = 0) -> None:
-    """``strided``: so many tensors at the beginning may have any strides, which are among the sizes."""
+def _call(name: str, tensors: Sequence[Tensor | None], sizes: Sequence[int], *numbers: float, strided: int = 0) -> None:
+    """``strided``: so many tensors at the beginning may have any strides, which are among the sizes; None: none."""
     found = kernels()
     assert found is not None
     for tensor in tensors[strided:]:
-        if not tensor.is_contiguous():
+        if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{name} got a tensor of strides {tensor.stride()} for shape {tuple(tensor.shape)}.")
-    pointers = [ctypes.c_void_p(t.data_ptr()) for t in tensors]
+    pointers = [ctypes.c_void_p(0 if t is None else t.data_ptr()) for t in tensors]
     getattr(found.library, name)(*pointers, *(ctypes.c_int64(s) for s in sizes), *map(ctypes.c_double, numbers))
 
 
@@ -163,13 +163,63 @@ def lstm_backward(
     return dh, dc
 
 
+def _dense_last(*tensors: Tensor) -> list[Tensor]:
+    """The tensors, copied where their last dimension is not dense."""
+    return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
+
+
+def _contraction_sizes(g: Tensor, x: Tensor) -> tuple[int, ...]:
+    return (*g.shape, x.shape[2], *g.stride()[:2], *x.stride()[:2])
+
+
 def contraction_grad_sample(g: Tensor, x: Tensor) -> Tensor:
     """[B, d, p]: Σ_t g_t x_tᵀ of each example, for g [B, T, d] and x [B, T, p] of any strides."""
-    g, x = (t if t.stride(2) == 1 else t.contiguous() for t in (g, x))
+    g, x = _dense_last(g, x)
     out = x.new_empty((len(x), g.shape[2], x.shape[2]))
-    sizes = (*g.shape, x.shape[2], *g.stride()[:2], *x.stride()[:2], torch.get_num_threads())
-    _call("dpcore_contraction_grad_sample", (g, x, out), sizes, strided=2)
+    sizes = (*_contraction_sizes(g, x), torch.get_num_threads())
+    _call("dpcore_contraction_grad_sample", (g, x, out, None), sizes, strided=2)
     return out
+
+
+SQUARES_AT_ONCE = 24
+"""Squares that :func:`contraction_into` adds up in float32 at most, before it goes on in float64."""
+
+
+def contraction_into(g: Tensor, x: Tensor, out: Tensor) -> Tensor:
+    """Write what :func:`contraction_grad_sample` returns to ``out``, and return its squared norms [B], in float64."""
+    g, x = _dense_last(g, x)
+    squares = out.new_empty(len(x), dtype=torch.float64)
+    sizes = (*_contraction_sizes(g, x), torch.get_num_threads())
+    _call("dpcore_contraction_grad_sample", (g, x, out, squares), sizes, strided=2)
+    torch.autograd.graph.increment_version(out)
+    return squares
+
+
+def contraction_norms(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Squared norms of what :func:`contraction_grad_sample` returns, without forming it, by Gram matrices.
+
+    Returns, in float64 and [B], the squared norms, (Σ_t |x_t||g_t|)² and Σ_t max(|x_t|², |g_t|²). Products of vectors
+    pass through at most :func:`dpcore.numerics.rounding.gram_roundings` roundings; nothing after them is float32.
+    """
+    g, x = _dense_last(g, x)
+    found = x.new_empty((3, len(x)), dtype=torch.float64)
+    norms, scales, largest = found.unbind(0)
+    sizes = (*_contraction_sizes(g, x), torch.get_num_threads())
+    _call("dpcore_contraction_norms", (g, x, norms, scales, largest), sizes, strided=2)
+    return norms, scales, largest
+
+
+def contraction_clipped_sum(g: Tensor, x: Tensor, factors: Tensor, out: Tensor) -> None:
+    """Out [d, p], whose last dimension is dense, += Σ_b factors[b] Σ_t g_t x_tᵀ, for g and x as above, factors [B].
+
+    An example whose factor is 0 is left out, whatever it holds.
+    """
+    g, x = _dense_last(g, x)
+    if out.stride(1) != 1:
+        raise ValueError(f"dpcore_contraction_clipped_sum got sums of strides {out.stride()}.")
+    sizes = (*_contraction_sizes(g, x), out.stride(0), torch.get_num_threads())
+    _call("dpcore_contraction_clipped_sum", (g, x, out, factors.contiguous()), sizes, strided=3)
+    torch.autograd.graph.increment_version(out)
 
 
 def conv2d_grad_sample(

@@ -1,4 +1,5 @@
-// Per-sample gradients of y = W x at many positions: dW[d, p] = sum over positions t of g[t, d] x[t, p].
+// Gradients of y = W x at many positions: dW[d, p] = sum over positions t of g[t, d] x[t, p], by example, or clipped and
+// summed over the examples; and the norms of those by example without the gradients.
 //
 // The product is a sum of outer products, so neither operand need be turned. Inputs are copied side by side in panels of
 // up to PANEL vectors, for as many positions as leave a panel in the first-level cache; gradients are read by broadcast
@@ -7,11 +8,27 @@
 #include "vectors.h"
 
 constexpr int64_t LEAST_ROWS = 64;
+constexpr int64_t MOST_ROWS = 768;  // times POSITIONS floats: 400 kB, which stay in the second-level cache
 constexpr int64_t POSITIONS = 128;  // times PANEL vectors of 64 bytes: 32 kB
+
+// Squares of what is written, a sum for each lane of a vector; none are taken where ``lanes`` is null. Up to ACCUMULATORS
+// squares are added up in float32, then those sums in float64.
+struct Squares {
+    double* lanes;
+    template <int M, int N>
+    void take(const V (&acc)[M][N]) const {
+        V sum{};
+#pragma GCC unroll 6
+        for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+            for (int n = 0; n < N; ++n) sum += acc[m][n] * acc[m][n];
+        for (int lane = 0; lane < W; ++lane) lanes[lane] += double(sum[lane]);
+    }
+};
 
 template <int M, int N>
 static void tile(const float* g, int64_t g_pitch, const float* x, int64_t positions, bool more, float* out, int64_t columns,
-                 int64_t pitch) {
+                 int64_t pitch, Squares squares) {
     V acc[M][N] = {};
     if (more) {
 #pragma GCC unroll 6
@@ -32,18 +49,31 @@ static void tile(const float* g, int64_t g_pitch, const float* x, int64_t positi
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) store(out + m * pitch + n * W, acc[m][n], columns - n * W);
+    // Beyond the last column both operands were filled up with zeros.
+    if (squares.lanes) squares.take(acc);
 }
 
-// Rows of [positions, width] that lie ``stride`` floats apart.
+// Output gradients [positions, width] that lie ``stride`` floats apart.
 struct Rows {
     const float* first;
     int64_t stride, width;
 };
 
+// Where a product goes: [g.width, columns] whose rows lie ``pitch`` apart, written, or added to (``more``).
+struct Target {
+    float* first;
+    int64_t columns, pitch;
+    bool more;
+    Squares squares;
+};
+
 template <int N>
-static void panel(const Rows& g, const float* x, int64_t positions, bool more, float* out, int64_t columns, int64_t pitch) {
+static void panel(const Rows& g, const float* x, int64_t positions, const Target& to, int64_t column) {
     by_tiles(g.width, [&](int64_t row, int64_t height) {
-        auto run = [&](auto kernel) { kernel(g.first + row, g.stride, x, positions, more, out + row * pitch, columns, pitch); };
+        auto run = [&](auto kernel) {
+            kernel(g.first + row, g.stride, x, positions, to.more, to.first + row * to.pitch + column, to.columns - column,
+                   to.pitch, to.squares);
+        };
         switch (height) {
             case 1: run(tile<1, N>); break;
             case 2: run(tile<2, N>); break;
@@ -57,51 +87,200 @@ static void panel(const Rows& g, const float* x, int64_t positions, bool more, f
     });
 }
 
-// Adds ``positions`` of one example to out [rows, columns], or writes it where there are none before (``more`` false).
-static void block(const Rows& g, const Rows& x, int64_t positions, bool more, float* packed, float* out) {
-    const int64_t vectors = (x.width + W - 1) / W, count = (vectors + PANEL - 1) / PANEL;
+// One product over ``positions``; x_at[t] points to the inputs [columns] of position t.
+static void block(const Rows& g, const float* const* x_at, int64_t positions, float* packed, const Target& to) {
+    const int64_t vectors = (to.columns + W - 1) / W, count = (vectors + PANEL - 1) / PANEL;
     for (int64_t k = 0, first = 0; k < count; ++k) {
-        const int64_t wide = vectors / count + (k < vectors % count), columns = x.width - first * W;
-        const int64_t here = std::min(columns, wide * W);
+        const int64_t wide = vectors / count + (k < vectors % count);
+        const int64_t here = std::min(to.columns - first * W, wide * W);
         for (int64_t t = 0; t < positions; ++t) {
-            float* to = packed + t * wide * W;
-            std::memcpy(to, x.first + t * x.stride + first * W, here * sizeof(float));
-            std::fill(to + here, to + wide * W, 0.0f);
+            float* copy = packed + t * wide * W;
+            std::memcpy(copy, x_at[t] + first * W, here * sizeof(float));
+            std::fill(copy + here, copy + wide * W, 0.0f);
         }
-        float* into = out + first * W;
         switch (wide) {
-            case 1: panel<1>(g, packed, positions, more, into, columns, x.width); break;
-            case 2: panel<2>(g, packed, positions, more, into, columns, x.width); break;
-            case 3: panel<3>(g, packed, positions, more, into, columns, x.width); break;
-            default: panel<4>(g, packed, positions, more, into, columns, x.width);
+            case 1: panel<1>(g, packed, positions, to, first * W); break;
+            case 2: panel<2>(g, packed, positions, to, first * W); break;
+            case 3: panel<3>(g, packed, positions, to, first * W); break;
+            default: panel<4>(g, packed, positions, to, first * W);
         }
         first += wide;
     }
 }
 
+// Floats between rows of a copy, so that the rows' beginnings lie in all sets of the first-level cache: an odd number of
+// its lines.
+static int64_t spread(int64_t width) { return ((width + 15) / 16 | 1) * 16; }
+
+// How many parts to cut rows into: so many that all threads have some, unless these would be few, and none is too large.
+static int64_t parts_of(int64_t rows, int64_t threads) {
+    return std::max(std::max<int64_t>(1, std::min(threads, rows / LEAST_ROWS)), (rows + MOST_ROWS - 1) / MOST_ROWS);
+}
+
+// What a thread copies operands to.
+struct Copies {
+    int64_t pitch;
+    Zeros<float> inputs, gradients;
+    const float* x_at[POSITIONS];
+    Copies(int64_t most, int64_t widest) : pitch(spread(widest)), inputs(most * PANEL * W), gradients(most * pitch) {}
+};
+
 // g [B, positions, rows] and x [B, positions, columns], each with its strides over examples and positions (dense in the
-// last dimension) -> out [B, rows, columns].
-extern "C" void dpcore_contraction_grad_sample(const float* g, const float* x, float* out, int64_t batch, int64_t positions,
-                                               int64_t rows, int64_t columns, int64_t g_example, int64_t g_position,
-                                               int64_t x_example, int64_t x_position, int64_t threads) {
+// last dimension) -> out [B, rows, columns], and, where ``squares`` [B] is not null, its squared norms.
+extern "C" void dpcore_contraction_grad_sample(const float* g, const float* x, float* out, double* squares, int64_t batch,
+                                               int64_t positions, int64_t rows, int64_t columns, int64_t g_example,
+                                               int64_t g_position, int64_t x_example, int64_t x_position, int64_t threads) {
     if (!positions) std::fill(out, out + batch * rows * columns, 0.0f);
     // Fewer examples than threads: each example's rows are shared out, too, but not so few that copies of x outweigh them.
     const int64_t whole = std::max<int64_t>(batch, 1);
-    const int64_t parts = std::max<int64_t>(1, std::min((threads + whole - 1) / whole, rows / LEAST_ROWS));
+    const int64_t parts = parts_of(rows, (threads + whole - 1) / whole);
     const int64_t least = worth_a_thread(2.0 * positions * rows * columns / parts);
+    Zeros<double> of_parts(squares ? batch * parts : 0);
     by_threads(batch * parts, least, threads, [&](int64_t first, int64_t last) {
-        const int64_t most = std::min(positions, POSITIONS), widest = (rows + parts - 1) / parts;
-        Zeros<float> inputs(most * PANEL * W), gradients(most * widest);
+        Copies copies(std::min(positions, POSITIONS), (rows + parts - 1) / parts);
         for (int64_t item = first; item < last; ++item) {
             const int64_t b = item / parts, row = item % parts * rows / parts, width = (item % parts + 1) * rows / parts - row;
+            double lanes[W] = {};
             for (int64_t t = 0; t < positions; t += POSITIONS) {
                 const int64_t here = std::min(positions - t, POSITIONS);
-                const float* from = g + b * g_example + t * g_position + row;
-                for (int64_t k = 0; k < here; ++k)
-                    std::memcpy(&gradients[k * width], from + k * g_position, width * sizeof(float));
-                block({gradients.data(), width, width}, {x + b * x_example + t * x_position, x_position, columns}, here,
-                      t > 0, inputs.data(), out + (b * rows + row) * columns);
+                for (int64_t k = 0; k < here; ++k) {
+                    std::memcpy(&copies.gradients[k * copies.pitch], g + b * g_example + (t + k) * g_position + row,
+                                width * sizeof(float));
+                    copies.x_at[k] = x + b * x_example + (t + k) * x_position;
+                }
+                const Squares taken{squares && t + here == positions ? lanes : nullptr};
+                block({copies.gradients.data(), copies.pitch, width}, copies.x_at, here, copies.inputs.data(),
+                      {out + (b * rows + row) * columns, columns, columns, t > 0, taken});
             }
+            if (squares)
+                for (int lane = 0; lane < W; ++lane) of_parts[item] += lanes[lane];
+        }
+    });
+    if (!squares) return;
+    for (int64_t b = 0; b < batch; ++b) {
+        squares[b] = 0.0;
+        for (int64_t part = 0; part < parts; ++part) squares[b] += of_parts[b * parts + part];
+    }
+}
+
+// out [rows, columns], whose rows lie ``pitch`` apart, += sum over b of factors[b] dW of example b; operands as above. An
+// example at a factor of 0 is left out, whatever its values.
+extern "C" void dpcore_contraction_clipped_sum(const float* g, const float* x, float* out, const float* factors, int64_t batch,
+                                               int64_t positions, int64_t rows, int64_t columns, int64_t g_example,
+                                               int64_t g_position, int64_t x_example, int64_t x_position, int64_t pitch,
+                                               int64_t threads) {
+    const int64_t parts = parts_of(rows, threads);
+    by_threads(parts, worth_a_thread(2.0 * batch * positions * rows * columns / parts), threads, [&](int64_t from, int64_t to) {
+        Copies copies(std::min(batch * positions, POSITIONS), (rows + parts - 1) / parts);
+        for (int64_t part = from; part < to; ++part) {
+            const int64_t row = part * rows / parts, width = (part + 1) * rows / parts - row;
+            int64_t here = 0;
+            auto add = [&] {
+                block({copies.gradients.data(), copies.pitch, width}, copies.x_at, here, copies.inputs.data(),
+                      {out + row * pitch, columns, pitch, true, {nullptr}});
+                here = 0;
+            };
+            for (int64_t b = 0; b < batch; ++b) {
+                if (factors[b] == 0.0f) continue;
+                for (int64_t t = 0; t < positions; ++t) {
+                    const float* unscaled = g + b * g_example + t * g_position + row;
+                    float* scaled = &copies.gradients[here * copies.pitch];
+                    for (int64_t k = 0; k < width; ++k) scaled[k] = factors[b] * unscaled[k];
+                    copies.x_at[here] = x + b * x_example + t * x_position;
+                    if (++here == POSITIONS) add();
+                }
+            }
+            if (here) add();
+        }
+    });
+}
+
+#if defined(__AVX512F__)
+constexpr int DOTS = 4;
+static float total(V v) { return _mm512_reduce_add_ps((__m512)v); }
+#else
+constexpr int DOTS = 2;
+static float total(V v) {
+    float sum = 0.0f;
+    for (int lane = 0; lane < W; ++lane) sum += v[lane];
+    return sum;
+}
+#endif
+constexpr int64_t GRAM_BLOCK = 512;  // products that are added up in float32, as in dpcore.numerics.rounding
+
+// dots[m][n] = a_m . b_n for M and N rows of ``width`` floats.
+template <int M, int N>
+static void products(const float* a, int64_t a_pitch, const float* b, int64_t b_pitch, int64_t width, double (*dots)[DOTS]) {
+    for (int m = 0; m < M; ++m) std::fill(dots[m], dots[m] + N, 0.0);
+    for (int64_t first = 0; first < width; first += GRAM_BLOCK) {
+        const int64_t last = std::min(width, first + GRAM_BLOCK);
+        V acc[M][N] = {};
+        auto step = [&](int64_t k, auto&& read) {
+            V left[M], right[N];
+#pragma GCC unroll 4
+            for (int m = 0; m < M; ++m) left[m] = read(a + m * a_pitch + k);
+#pragma GCC unroll 4
+            for (int n = 0; n < N; ++n) right[n] = read(b + n * b_pitch + k);
+#pragma GCC unroll 4
+            for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+                for (int n = 0; n < N; ++n) acc[m][n] += left[m] * right[n];
+        };
+        int64_t k = first;
+        for (; k + W <= last; k += W) step(k, [](const float* p) { return (V)*(const Unaligned*)p; });
+        if (k < last) step(k, [&](const float* p) { return load(p, last - k); });
+        for (int m = 0; m < M; ++m)
+            for (int n = 0; n < N; ++n) dots[m][n] += total(acc[m][n]);
+    }
+}
+
+// Calls what ``run`` makes of a height and a width from 1 to DOTS, as types.
+template <typename F>
+static void with_size(int64_t size, F&& run) {
+    switch (size) {
+        case 1: run(std::integral_constant<int, 1>()); break;
+#if defined(__AVX512F__)
+        case 2: run(std::integral_constant<int, 2>()); break;
+        case 3: run(std::integral_constant<int, 3>()); break;
+#endif
+        default: run(std::integral_constant<int, DOTS>());
+    }
+}
+
+// The squared norms of dW by example from Gram matrices: |dW|^2 = sum over t, s of (x_t . x_s)(g_t . g_s), by half of them.
+// norms [B] those, scales [B] (sum over t of |x_t||g_t|)^2, largest [B] sum over t of max(|x_t|^2, |g_t|^2); operands as
+// above. Products of vectors are float32's over GRAM_BLOCK elements; all else is in float64.
+extern "C" void dpcore_contraction_norms(const float* g, const float* x, double* norms, double* scales, double* largest,
+                                         int64_t batch, int64_t positions, int64_t rows, int64_t columns, int64_t g_example,
+                                         int64_t g_position, int64_t x_example, int64_t x_position, int64_t threads) {
+    const double flops = double(positions) * (positions + 1) * (rows + columns);
+    by_threads(batch, worth_a_thread(flops), threads, [&](int64_t first, int64_t last) {
+        for (int64_t b = first; b < last; ++b) {
+            double norm = 0.0, scale = 0.0, most = 0.0;
+            for (int64_t t = 0; t < positions; t += DOTS)
+                for (int64_t s = t; s < positions; s += DOTS) {
+                    double of_x[DOTS][DOTS], of_g[DOTS][DOTS];
+                    const int64_t height = std::min<int64_t>(DOTS, positions - t), width = std::min<int64_t>(DOTS, positions - s);
+                    const float *x_b = x + b * x_example, *g_b = g + b * g_example;
+                    with_size(height, [&](auto m) {
+                        with_size(width, [&](auto n) {
+                            products<m(), n()>(x_b + t * x_position, x_position, x_b + s * x_position, x_position, columns, of_x);
+                            products<m(), n()>(g_b + t * g_position, g_position, g_b + s * g_position, g_position, rows, of_g);
+                        });
+                    });
+                    for (int64_t m = 0; m < height; ++m)
+                        for (int64_t n = 0; n < width; ++n) {
+                            const double product = of_x[m][n] * of_g[m][n];
+                            norm += s > t ? 2.0 * product : product;
+                            if (s == t && m == n) {
+                                scale += __builtin_sqrt(product);
+                                most += std::max(of_x[m][n], of_g[m][n]);
+                            }
+                        }
+                }
+            norms[b] = norm;
+            scales[b] = scale * scale;
+            largest[b] = most;
         }
     });
 }

@@ -46,18 +46,31 @@ def fault(library: ctypes.CDLL) -> str | None:
 def _pairs(call: Call, own: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor]]:
     """(kernel, what it computes, what torch computes) of every kernel; the numbers come from ``own``."""
     randn = functools.partial(torch.randn, generator=own)
-    yield _contraction(call, randn)
+    yield from _contraction(call, randn)
     yield _convolution(call, randn)
     yield from _tokens(call, randn)
     yield _normals(call)
     yield from _lstm(call, randn)
 
 
-def _contraction(call: Call, randn: Numbers) -> tuple[str, Tensor, Tensor]:
+def _contraction(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:
     g, x = randn(2, 5, 21), randn(2, 5, 37)
-    out = torch.full((2, 21, 37), float("nan"))
-    call("dpcore_contraction_grad_sample", (g, x, out), 2, 5, 21, 37, 105, 21, 185, 37, 1)
-    return "contraction", out, torch.einsum("btd,btp->bdp", g, x)
+    sizes = 2, 5, 21, 37, 105, 21, 185, 37
+    true = torch.einsum("btd,btp->bdp", g, x)
+    out, squares = torch.full((2, 21, 37), float("nan")), torch.full((2,), float("nan"), dtype=torch.float64)
+    call("dpcore_contraction_grad_sample", (g, x, out, squares), *sizes, 1)
+    yield "contraction", out, true
+    true_squares = true.double().square().sum((1, 2))
+    yield "contraction's squares", squares, true_squares
+    norms, scales, largest = torch.full((3, 2), float("nan"), dtype=torch.float64)
+    call("dpcore_contraction_norms", (g, x, norms, scales, largest), *sizes, 1)
+    yield "contraction_norms", norms, true_squares
+    of_x, of_g = x.double().square().sum(2), g.double().square().sum(2)
+    yield "contraction_norms' scales", scales, (of_x * of_g).sqrt().sum(1).square()
+    yield "contraction_norms' largest", largest, torch.maximum(of_x, of_g).sum(1)
+    out, factors = torch.ones(21, 37), torch.tensor([0.5, 2.0])
+    call("dpcore_contraction_clipped_sum", (g, x, out, factors), *sizes, 37, 1)
+    yield "contraction_clipped_sum", out, 1.0 + torch.einsum("b,bdp->dp", factors, true)
 
 
 def _convolution(call: Call, randn: Numbers) -> tuple[str, Tensor, Tensor]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -91,6 +92,12 @@ def squares(rows: Tensor) -> SquaredNorm:
         return SquaredNorm(blocks.sum(1), gamma(block + 4 + count, dtype))
     first = gamma(block + 4, dtype)
     return SquaredNorm(blocks.sum(1, dtype=torch.float64), first + (1.0 + first) * gamma(count, torch.float64))
+
+
+def side_by_side(rows: Sequence[Tensor]) -> Tensor:
+    """Rows [B, n_k] of several tensors as [B, Σ n_k + zeros], of a length that has blocks for :func:`squares`."""
+    length = sum(part.shape[1] for part in rows)
+    return torch.cat([*rows, rows[0].new_zeros(len(rows[0]), -length % BLOCK)], 1)
 
 
 @functools.cache

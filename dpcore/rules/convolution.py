@@ -6,6 +6,7 @@ unfolded inputs U (p x T) and output gradients G (d x T): dW = G Uᵀ.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from dpcore.gpu.windows import Windows
 from dpcore.numerics.precision import convolutions_are_lowered
 from dpcore.numerics.rounding import SquaredNorm, gram, gram_roundings, squares
 from dpcore.rules.limits import Limits
-from dpcore.rules.linear import flops_per_kept_float, gram_norm_sq, wide
+from dpcore.rules.linear import contraction_norm_sq, flops_per_kept_float, gram_norm_sq, wide
 from dpcore.rules.products import products
 from dpcore.tape.tape import Tape
 from dpcore.tape.uses import Saved, Use, handles
@@ -28,6 +29,9 @@ from dpcore.tape.uses import Saved, Use, handles
 FEWEST_IN_TURN = 2**19
 # Where channels come first, unfolding copies what a batch then has to fetch again: one example stays in the cache.
 FEWEST_IN_TURN_BY_ROWS = 2**17
+# The absolute terms of a norm by products of windows can come to as many times the norm as there are windows. Beyond 8
+# times (over all parameters together) an example is left to float64, which takes far longer than its gradient would.
+MOST_WINDOWS = 32
 
 
 class ConvolutionUse(Use):
@@ -76,18 +80,24 @@ class ConvolutionUse(Use):
     def _bias_grad_sample(self) -> Tensor:
         return self._gradient().flatten(2).sum(2)
 
+    def _padded(self) -> tuple[Tensor, list[int], list[int]]:
+        """The padded input, and its strides over the kernel's dimensions and over the output's."""
+        stride, padding, dilation, _ = self.geometry
+        x = F.pad(self._input(), [pad for p in reversed(padding) for pad in (p, p)])
+        strides = x.stride()[2:]
+        of_kernel, of_output = ([s * k for s, k in zip(strides, by, strict=True)] for by in (dilation, stride))
+        return x, of_kernel, of_output
+
     def _unfolded(self) -> Tensor:
         """[B, groups, c / groups * kernel, T]: for every output position the inputs that it saw.
 
         Rows in the order of the weight's memory, (c, *kernel), or (*kernel, c) where the weight is channels-last.
         """
-        stride, padding, dilation, groups = self.geometry
+        groups = self.geometry[3]
         kernel = self.weight.shape[2:]
         out = self._gradient().shape[2:]
-        x = F.pad(self._input(), [pad for p in reversed(padding) for pad in (p, p)])
+        x, kernel_strides, out_strides = self._padded()
         strides = x.stride()
-        kernel_strides = [s * d for s, d in zip(strides[2:], dilation, strict=True)]
-        out_strides = [s * d for s, d in zip(strides[2:], stride, strict=True)]
         if self.channels_last:
             shape = (len(x), *out, *kernel, x.shape[1])
             windows = x.as_strided(shape, (strides[0], *out_strides, *kernel_strides, strides[1]))
@@ -104,6 +114,9 @@ class ConvolutionUse(Use):
             self._limits.note(self.grad, limits)
             return norms
         groups = self.geometry[3]
+        by_pixels, by_windows = self._costs()
+        if by_windows < by_pixels:
+            return contraction_norm_sq(self._gradient().flatten(2).transpose(1, 2), self._seen())
         if groups == 1:
             gram_g = gram(self._gradient().flatten(2).transpose(1, 2))
             # A product of windows is one of pixels, added up over the offsets of one dimension after the other.
@@ -115,6 +128,17 @@ class ConvolutionUse(Use):
         norms = gram_norm_sq(gram(u.transpose(1, 2)), gram(g.transpose(1, 2)), roundings)
         assert norms.scale is not None
         return SquaredNorm(norms.value.view(-1, groups).sum(1), norms.error, norms.scale.view(-1, groups).sum(1))
+
+    def _seen(self) -> Tensor:
+        """[B, T, c * kernel]: for every output position the inputs that it saw, without groups, in memory's order."""
+        x, kernel_strides, out_strides = self._padded()
+        kernel, out = self.weight.shape[2:], self._gradient().shape[2:]
+        of_channels = ((x.shape[1],), (x.stride(1),))
+        of_kernel = (tuple(kernel), tuple(kernel_strides))
+        inner = (of_kernel, of_channels) if self.channels_last else (of_channels, of_kernel)
+        shape, strides = ((*first, *second) for first, second in zip(*inner, strict=True))
+        windows = x.as_strided((len(x), *out, *shape), (x.stride(0), *out_strides, *strides))
+        return windows.reshape(len(x), out.numel(), -1)
 
     def _window_gram(self) -> Tensor:
         """[B, T, T] products of windows, UᵀU, from the Gram matrix M of single pixels, without unfolding:
@@ -209,12 +233,18 @@ class ConvolutionUse(Use):
             return False
         if self._for_gpu(param) is not None:
             return True
+        return min(self._costs()) < flops_per_kept_float(self._gradient().device) * self.weight.numel()
+
+    def _costs(self) -> tuple[float, float]:
+        """FLOPs for one example's ghost norm, from products of pixels and from products of windows."""
         x, g = self._x.tensor, self._gradient()
         positions, pixels = g.shape[2:].numel(), x.shape[2:].numel()
-        sums = sum(self.weight.shape[2:])
         price = flops_per_kept_float(g.device)
-        ghost = (2 * x.shape[1] + price * sums) * pixels**2 + 2 * g.shape[1] * positions**2
-        return ghost < price * self.weight.numel()
+        of_gradients = 2 * g.shape[1] * positions**2
+        by_pixels = (2 * x.shape[1] + price * sum(self.weight.shape[2:])) * pixels**2 + of_gradients
+        window = self.weight.shape[1:].numel()
+        by_windows = 2 * window * positions**2 + price * positions * window + of_gradients
+        return by_pixels, by_windows if self.geometry[3] == 1 and positions <= MOST_WINDOWS else math.inf
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> ConvolutionUse:
         x = self._x.get(self.name).detach().index_select(0, index).to(dtype)

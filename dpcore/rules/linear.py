@@ -46,13 +46,49 @@ def gram_norm_sq(gram_x: Tensor, gram_g: Tensor, roundings: int) -> SquaredNorm:
     (F G)ᵀ X that is released at factors F is a sum over T positions, off by at most γ_{T + 1} f √S; its square then
     exceeds f² |GᵀX|² by at most f² γ_{2T + 2} S. Together: n + 2T + 3, and S is itself computed (once more γ).
     """
-    steps = gram_x.shape[-1]
     norm_sq = (gram_x * gram_g).sum((-2, -1), dtype=torch.float64)
     squares_x, squares_g = gram_x.diagonal(dim1=-2, dim2=-1), gram_g.diagonal(dim1=-2, dim2=-1)
     scale = (squares_x * squares_g).clamp(min=0).sqrt().sum(-1).square()
-    norm_sq = trusted(norm_sq, torch.maximum(squares_x, squares_g).sum(-1), roundings * steps**2)
-    computed = 1.0 + gamma(roundings + 2 * steps + 8, gram_x.dtype)
-    return SquaredNorm(norm_sq, gamma(roundings + 2 * steps + 4, gram_x.dtype) * computed, scale)
+    largest = torch.maximum(squares_x, squares_g).sum(-1)
+    return _bounded(norm_sq, scale, largest, gram_x.shape[-1], roundings, gram_x.dtype)
+
+
+def _bounded(
+    norm_sq: Tensor, scale: Tensor, largest: Tensor, steps: int, roundings: int, dtype: torch.dtype
+) -> SquaredNorm:
+    """What :func:`gram_norm_sq` says of norms from Gram matrices of ``steps`` vectors; ``largest``: no square above."""
+    norm_sq = trusted(norm_sq, largest, roundings * steps**2)
+    computed = 1.0 + gamma(roundings + 2 * steps + 8, dtype)
+    return SquaredNorm(norm_sq, gamma(roundings + 2 * steps + 4, dtype) * computed, scale)
+
+
+def contraction_norm_sq(g: Tensor, x: Tensor) -> SquaredNorm:
+    """|GᵀX|² for G [B, T, d] and X [B, T, p], without forming the product."""
+    roundings = gram_roundings(x.shape[-1]) + gram_roundings(g.shape[-1])
+    if native.serves(g, x):
+        return _bounded(*native.contraction_norms(g, x), x.shape[1], roundings, x.dtype)
+    return gram_norm_sq(gram(x), gram(g), roundings)
+
+
+def add_contraction(g: Tensor, x: Tensor, factors: Tensor, out: Tensor) -> None:
+    """Out [d, p] += Σ_i factors[i] G_iᵀ X_i for G [B, ..., d] and X [B, ..., p]."""
+    if x.dim() == 3 and native.serves(g, x, factors, out):
+        if out.stride(1) == 1:
+            native.contraction_clipped_sum(g, x, factors, out)
+            return
+        if out.stride(0) == 1:
+            native.contraction_clipped_sum(x, g, factors, out.t())
+            return
+    factors = factors.view(-1, *[1] * (x.dim() - 1))
+    if x.shape[-1] < g.shape[-1]:
+        x = x * factors
+    else:
+        g = g * factors
+    left, right = g.reshape(-1, g.shape[-1]).t(), x.reshape(-1, x.shape[-1])
+    if prefers_onednn(left, 2.0 * left.numel() * right.shape[1]):
+        out += product(left, right.t())
+    else:
+        out.addmm_(left, right)
 
 
 class ContractionUse(Use):
@@ -126,7 +162,7 @@ class ContractionUse(Use):
             largest = torch.maximum(of_x.value, of_g.value)
             norm_sq = trusted(of_x.value * of_g.value, largest, max(x.shape[1], g.shape[1]))
             return SquaredNorm(norm_sq, of_x.error + of_g.error + of_x.error * of_g.error)
-        return gram_norm_sq(gram(x), gram(g), gram_roundings(x.shape[-1]) + gram_roundings(g.shape[-1]))
+        return contraction_norm_sq(g, x)
 
     def grad_sample(self, param: Parameter) -> Tensor:
         g = self._g()
@@ -150,13 +186,27 @@ class ContractionUse(Use):
         assert self.grad is not None
         return param in self._inputs and self.grad.dim() > 2 and not self.time_major
 
-    def example(self, param: Parameter, i: int) -> Tensor:
+    def _example(self, param: Parameter, i: int) -> tuple[Tensor, Tensor, bool]:
+        """[T, n] and [T, m], of which the product of the one turned with the other is example i's gradient as it lies
+        in memory; and whether that is turned.
+        """
         assert self.grad is not None
         batch = 1 if self.time_major else 0
         tensors = self._inputs[param].get(self.name), self.grad.detach()
         x, g = (wide(t.select(batch, i)).flatten(0, -2) for t in tensors)
         turned = param.stride(0) == 1 and param.stride(1) > 1
-        left, right = (x, g) if turned else (g, x)
+        return (x, g, True) if turned else (g, x, False)
+
+    def write_example(self, param: Parameter, i: int, out: Tensor) -> SquaredNorm | None:
+        left, right, turned = self._example(param, i)
+        if not native.serves(left, right, out) or not (turned or param.is_contiguous()):
+            return None
+        value = native.contraction_into(*(t.unsqueeze(0) for t in (left, right, out.view(left.shape[1], -1))))
+        first = gamma(native.SQUARES_AT_ONCE, out.dtype)
+        return SquaredNorm(value, first + (1.0 + first) * gamma(out.numel(), torch.float64))
+
+    def example(self, param: Parameter, i: int) -> Tensor:
+        left, right, turned = self._example(param, i)
         if native.serves(left, right):
             (found,) = native.contraction_grad_sample(left.unsqueeze(0), right.unsqueeze(0))
         else:
@@ -171,17 +221,7 @@ class ContractionUse(Use):
         if param not in self._inputs:
             out.addmv_((g if g.dim() == 2 else g.sum(1)).t(), factors)
             return
-        x = self._x(param)
-        factors = factors.view(-1, *[1] * (x.dim() - 1))
-        if x.shape[-1] < g.shape[-1]:
-            x = x * factors
-        else:
-            g = g * factors
-        left, right = g.reshape(-1, g.shape[-1]).t(), x.reshape(-1, x.shape[-1])
-        if prefers_onednn(left, 2.0 * left.numel() * right.shape[1]):
-            out += product(left, right.t())
-        else:
-            out.addmm_(left, right)
+        add_contraction(g, self._x(param), factors, out)
 
     def ghost_is_cheaper(self, param: Parameter) -> bool:
         assert self.grad is not None

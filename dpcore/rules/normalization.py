@@ -84,7 +84,8 @@ class NormUse(FormedUse):
         g = wide(g)
         for param in self.params:
             part = g * normalised() if param is self.weight else g
-            part = (part.sum(summed) if summed else part) * scale
+            part = part.sum(summed) if summed else part
+            part = part if scale == 1.0 else part * scale
             before = self._formed.get(param)
             self._formed[param] = part if before is None else before + part
 

@@ -96,6 +96,13 @@ class Use:
         """[*param.shape], in float32 or better: the gradient of example i, in memory of its own."""
         raise NotImplementedError
 
+    def write_example(self, param: Parameter, i: int, out: Tensor) -> SquaredNorm | None:
+        """Write the gradient of example i to ``out`` [n], in the order of the parameter's memory, in float32.
+
+        Returns its squared norm [1]; None, and ``out`` as it was, where that is no faster than :meth:`example`.
+        """
+        return None
+
     def add_example(self, param: Parameter, i: int, out: Tensor) -> None:
         """Out += gradient of example i."""
         out += self.example(param, i)

@@ -78,6 +78,21 @@ def test_pieces_are_one_batch_and_one_step() -> None:
     assert len(pieces[2]) == len(whole[2])
 
 
+@pytest.mark.parametrize(
+    ("plan", "batch", "size"),
+    [
+        (MicroBatches(16, 16, whole=23, worth=1), 64, 16),
+        (MicroBatches(16, 16, whole=23, worth=1), 30, 10),
+        (MicroBatches(39, 39, whole=23, worth=39), 64, 32),
+        (MicroBatches(39, 39, whole=23, worth=39), 20, 39),
+        (MicroBatches(39, 39, whole=23, worth=39), 150, 39),
+    ],
+)
+def test_pieces_of_small_batches_outweigh_the_passes_over_sums(plan: MicroBatches, batch: int, size: int) -> None:
+    """A third of the batch; up to a half where the sums are large beside what an example leaves behind."""
+    assert plan.size(batch) == size
+
+
 def test_a_schedule_that_counts_pieces_is_refused() -> None:
     model, optimizer, loader, _ = private("auto")
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)

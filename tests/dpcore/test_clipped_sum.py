@@ -370,6 +370,39 @@ def test_a_mask_is_no_weight(mask):
         clipped_sum(nn.Linear(3, 2), odd_loss, torch.randn(4, 3), labels(4), 0.5, mask=mask)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    "options", [{"stride": 5}, {"stride": 4, "padding": 2}, {"stride": 5, "dilation": (1, 2)}], ids=str
+)
+def test_a_convolution_with_few_windows(dtype, memory_format, options):
+    """Its norm comes from the Gram matrix of what every output position saw."""
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 64, 5, **options).to(dtype, memory_format=memory_format)
+    x = torch.randn(4, 3, 17, 20, dtype=dtype)
+    engine = Engine(model, odd_loss)
+    engine.clipped_sum(x, labels(4))
+    assert "weight: ghost" in engine.explain()
+    check(model, x, labels(4), clipped_sum)
+
+
+def test_small_gradients_are_summed_side_by_side():
+    """Beside each other they are what each is alone, and for per-layer bounds each has its own norm."""
+    torch.manual_seed(0)
+    layers = (nn.Linear(3, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    model, x = nn.Sequential(*layers), torch.randn(6, 4, 3)
+    check(model, x, labels(6), clipped_sum)
+    bounds = [0.1 * (k + 1) for k, _ in enumerate(model.parameters())]
+    result = Engine(model, odd_loss, max_grad_norm=bounds).clipped_sum(x, labels(6))
+    for k, (name, bound) in enumerate(zip(result.sums, bounds, strict=True)):
+        alone = copy.deepcopy(model)
+        for other, p in alone.named_parameters():
+            p.requires_grad_(other == name)
+        truth = reference.clipped_sum(alone, odd_loss, x, labels(6), bound)
+        assert relative_error({name: result.sums[name]}, truth.clipped) < 3e-5
+        torch.testing.assert_close(result.norms[k].double(), truth.norms, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
 def test_a_hostile_example_is_bounded_and_harms_no_other(value):
     torch.manual_seed(0)

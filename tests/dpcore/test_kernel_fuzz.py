@@ -40,7 +40,24 @@ def same(found, true, values):
 @settings(max_examples=25)
 def test_contractions(batch, positions, rows, columns, values, offset):
     g, x = tensor((batch, positions, rows), values, offset, 1), tensor((batch, positions, columns), "normal", offset, 2)
-    same(native.contraction_grad_sample(g, x), torch.einsum("btd,btp->bdp", g, x), values)
+    true = torch.einsum("btd,btp->bdp", g, x)
+    same(native.contraction_grad_sample(g, x), true, values)
+    written = tensor((batch, rows, columns), "normal", offset, 3)
+    squares = native.contraction_into(g, x, written)
+    same(written, true, values)
+    norms, scales, _ = native.contraction_norms(g, x)
+    finite = true.isfinite().all(2).all(1)
+    # What is not finite must not pass for a norm.
+    assert not squares[~finite].isfinite().any() and not norms[~finite].isfinite().any()
+    memory = torch.zeros(rows * columns + offset + 8)
+    out = memory[offset : offset + rows * columns].view(rows, columns)
+    native.contraction_clipped_sum(g, x, torch.full((batch,), 0.5), out)
+    same(out, 0.5 * true.sum(0), values)
+    assert not memory[:offset].any() and not memory[offset + rows * columns :].any()
+    if values in ("normal", "tiny"):
+        of_true = true.double().square().sum((1, 2))
+        torch.testing.assert_close(squares, of_true, rtol=1e-4, atol=1e-6)
+        assert bool(((norms - of_true).abs() <= 1e-5 * scales + 1e-12).all())
 
 
 @given(

@@ -90,6 +90,83 @@ def test_a_contraction_at_many_positions_equals_float64_wherever_they_lie(batch,
     )
 
 
+@given(
+    st.integers(0, 4),
+    st.integers(0, 150),
+    st.integers(1, 900),
+    st.integers(1, 80),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 99),
+)
+@settings(deadline=None, max_examples=60)
+def test_norms_and_clipped_sums_of_contractions_equal_float64(batch, positions, rows, columns, apart, wider, seed):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (positions, batch) if apart else (batch, positions)
+    g, x = (torch.randn(*shape, n, generator=generator) for n in (rows, columns))
+    g, x = (t.transpose(0, 1) if apart else t for t in (g, x))
+    true = torch.einsum("btd,btp->bdp", g.double(), x.double())
+    of_x, of_g = x.double().square().sum(2), g.double().square().sum(2)
+    norms, scales, largest = native.contraction_norms(g, x)
+    close = {"rtol": 1e-5, "atol": 0.0}
+    scale = (of_x * of_g).sqrt().sum(1).square()
+    torch.testing.assert_close(scales, scale, **close)
+    torch.testing.assert_close(largest, torch.maximum(of_x, of_g).sum(1), **close)
+    assert bool(((norms - true.square().sum((1, 2))).abs() <= 1e-6 * scale).all())
+    written = torch.full((batch, rows, columns), torch.nan)
+    squares = native.contraction_into(g, x, written)
+    torch.testing.assert_close(written, true.float(), rtol=1e-5, atol=3e-5)
+    torch.testing.assert_close(squares, written.double().square().sum((1, 2)), rtol=3e-6, atol=0.0)
+    # Sums may be a part of a wider matrix, beside which nothing is written; an example at a factor of 0 is left out.
+    factors = torch.rand(batch, generator=generator)
+    factors[1:2] = 0.0
+    memory = torch.ones(rows, columns + 5 * wider)
+    g = g.clone()
+    g[1:2] = torch.nan
+    native.contraction_clipped_sum(g, x, factors, memory[:, :columns])
+    expected = 1.0 + torch.einsum("b,bdp->dp", factors.double(), true)
+    torch.testing.assert_close(memory[:, :columns], expected.float(), rtol=1e-5, atol=1e-4)
+    assert bool((memory[:, columns:] == 1.0).all())
+
+
+def test_a_clipped_sum_is_shared_out_over_threads_without_a_bit_of_difference():
+    g, x, factors = torch.randn(3, 50, 1333), torch.randn(3, 50, 170), torch.rand(3)
+    threads = torch.get_num_threads()
+    sums, norms = [], []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            sums.append(torch.zeros(1333, 170))
+            native.contraction_clipped_sum(g, x, factors, sums[-1])
+            norms.append(native.contraction_norms(g, x)[0])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(sums[0], other) for other in sums)
+    assert all(torch.equal(norms[0], other) for other in norms)
+
+
+class Turned(nn.Module):
+    """A linear map by a weight that lies turned in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter((torch.randn(30, 21) * 0.1).t())
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight)
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_linear_maps_go_through_kernels_wherever_their_weights_lie(monkeypatch, turns):
+    calls = _count(monkeypatch, "contraction_into" if turns else "contraction_clipped_sum")
+    monkeypatch.setattr("dpcore.microbatch.planner.FEWEST_IN_TURN", 1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(19, 30), Turned())
+    x = torch.randn(5, 60 if turns else 3, 19)
+    check(model, x, torch.arange(5) % 3, clipped_sum)
+    assert len(calls) >= 2
+
+
 def test_values_that_are_the_negatives_of_what_memory_holds_take_the_pure_path():
     """A kernel would read the memory, and the gradient have the wrong sign."""
     torch.manual_seed(0)

@@ -26,7 +26,7 @@ from dpcore.numerics.precision import full_precision, is_lowered
 from dpcore.numerics.rounding import gamma, gram, gram_roundings, squares
 from dpcore.rules.convolution import ConvolutionUse
 from dpcore.rules.custom import GRAD_SAMPLERS, NORM_SAMPLERS
-from dpcore.rules.linear import ContractionUse
+from dpcore.rules.linear import ContractionUse, add_contraction, contraction_norm_sq
 from tests.dpcore.exactness import First, OwnScale, Reused, WeightedBag, aligned
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -116,6 +116,26 @@ def test_gram_matrices_keep_to_their_bound(width: int, seed: int, exponent: floa
     lengths = exact.square().sum(-1).sqrt()
     limit = gamma(gram_roundings(width), torch.float32) * lengths.unsqueeze(1) * lengths.unsqueeze(2)
     assert ((found - truth).abs() <= limit + width * 2.0**-149).all()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 700), st.integers(1, 700), st.integers(0, 10**6), st.floats(-9, 5), st.floats(0, 6))
+def test_norms_of_linear_maps_keep_to_their_bound(
+    compiled: bool, rows: int, columns: int, seed: int, exponent: float, spread: float
+) -> None:
+    """By the kernel, where it is there, and purely: what is added for an example is at most what its norm says."""
+    g, x = _spread((2, 9, rows), seed, spread) * 10.0**exponent, _spread((2, 9, columns), seed + 1, spread)
+    with nullcontext() if compiled else native.disabled():
+        found = contraction_norm_sq(g, x)
+        assert found.scale is not None
+        upper = (found.value + found.error * found.scale) * (1.0 + gamma(8, torch.float32))
+        for i in range(2):
+            added = torch.zeros(rows, columns)
+            add_contraction(g, x, torch.eye(2)[i], added)
+            assert float(added.double().square().sum()) <= float(upper[i])
+            truth = g[i].double().t() @ x[i].double()
+            assert float(truth.square().sum()) <= float(upper[i])
 
 
 def test_bounds_stay_small_at_every_size() -> None:
