@@ -480,16 +480,17 @@ time of ordinary training (`wrn` 1.20, `gpt2-lora` 0.95), and at most 1.05 times
 WHY = """
 Why: a step of `vit` (272 positions at 16) or `bert` at 16 is short beside what does not grow with the batch: the Python
 of the tape, and passes over sums and gradients as large as the weights. `vit` at 16 needs 1.14 by its parts: 0.80 of an
-ordinary step for the forward and the backward pass, as measured; 0.25 for the clipped sums, by FLOPs at the 100
-GFLOP/s that products reach here; 0.05 for noise and 0.04 for norms, as measured. On the Zen 4 machine of 2026-11-24 MKL's products are as fast as
-oneDNN's, so that what private steps won by the latter on a Zen 5 is not there. `wrn`'s convolutions are bound by
-arithmetic, and per-sample weight gradients by unfolding take some 30 to 50 % longer than oneDNN's gradient of the
-batch. `vit`'s peak at 16 is 1.5 times that of ordinary training also without the experiments of the first batches
-(single runs), and their holes in the heap add to it. *two-lines* holds a whole batch and a scaled copy of every
-output's gradient; *auto* does not, and is not the default, because a loop that steps a schedule or counts per iteration
-would count pieces. Not measured: `gpt2`, `llama` and `gpt2-lora` at 64, and 256. The runs of `vit` are those of the
-compiled clipped sums; in one run with the code before, its ratio at 16 was 1.28 beside 1.50, that of `wrn` at 64 1.34
-beside 1.45, and `bert`'s at 16 the same (1.24 beside 1.23). Ratios are higher while other work shares the processor.
+ordinary step for the forward and the backward pass, as measured; 0.25 for the clipped sums, by FLOPs at the 100 GFLOP/s
+that products reach here; 0.05 for noise and 0.04 for norms, as measured. On the Zen 4 machine of 2026-11-24 MKL's
+products are as fast as oneDNN's, so that what private steps won by the latter on a Zen 5 is not there. `wrn`'s
+convolutions are bound by arithmetic, and per-sample weight gradients by unfolding take some 30 to 50 % longer than
+oneDNN's gradient of the batch. `vit`'s peak at 16 is 1.5 times that of ordinary training also without the experiments
+of the first batches (single runs), and their holes in the heap add to it. *two-lines* holds a whole batch and a scaled
+copy of every output's gradient; *auto* does not, and is not the default, because a loop that steps a schedule or counts
+per iteration would count pieces. Not measured: `gpt2`, `llama` and `gpt2-lora` at 64, and 256. The runs of `vit` are
+those of the compiled clipped sums; in one run with the code before, its ratio at 16 was 1.28 beside 1.50, that of `wrn`
+at 64 1.34 beside 1.45, and `bert`'s at 16 the same (1.24 beside 1.23). Ratios are higher while other work shares the
+processor.
 
 Tried, without a gain:
 
