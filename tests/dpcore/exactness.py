@@ -52,6 +52,7 @@ WATCHED = (
     "dpcore.rules.products._onednn",
     "dpcore.rules.convolution.gram_norm_sq",
     "dpcore.rules.convolution.ConvolutionUse._unfolded",
+    "dpcore.rules.convolution.ConvolutionUse._seen",
     "dpcore.rules.convolution.ConvolutionUse._window_gram",
     "dpcore.rules.embedding.EmbeddingUse._slots",
     "dpcore.rules.embedding.TokenCounts.add_rows",
@@ -63,6 +64,8 @@ WATCHED = (
     "dpcore.rules.recurrent_loops._lstm_loop",
     "dpcore.native.add_by_token",
     "dpcore.native.contraction_grad_sample",
+    "dpcore.native.contraction_into",
+    "dpcore.native.contraction_norms",
     "dpcore.native.conv2d_grad_sample",
     "dpcore.native.count_tokens",
     "dpcore.native.lstm_backward",
@@ -231,12 +234,14 @@ def _reused(degree: float | None) -> Batch:
     return Batch(Reused(batch.model), batch.x, batch.y)
 
 
-def _convolution(degree: float | None, size: int, groups: int = 1, channels_last: bool = False) -> Batch:
+def _convolution(
+    degree: float | None, size: int, groups: int = 1, channels_last: bool = False, channels: int = 16
+) -> Batch:
     """Without padding: where all pixels are nearly the same, so are all windows."""
-    model = nn.Conv2d(16, 32, 3, groups=groups)
-    x = torch.randn(EXAMPLES, 16, size, size)
+    model = nn.Conv2d(channels, 32, 3, groups=groups)
+    x = torch.randn(EXAMPLES, channels, size, size)
     if degree is not None:
-        x = torch.randn(EXAMPLES, 16, 1, 1) + x / degree
+        x = torch.randn(EXAMPLES, channels, 1, 1) + x / degree
     out = size - 2
     y = _opposite(degree, out * out, 32).transpose(1, 2).reshape(EXAMPLES, 32, out, out)
     if channels_last:
@@ -338,6 +343,7 @@ LAYER = {"weight": GHOST, "bias": KEEP}
 KEPT_LAYER = {"weight": KEEP, "bias": KEEP}
 UNFOLD = "ConvolutionUse._unfolded"
 GRAM = ("convolution.gram_norm_sq", "ConvolutionUse._window_gram")
+SEEN = ("linear.gram_norm_sq", "ConvolutionUse._seen")
 POOLED = ("TokenCounts.add_rows", "embedding._pool")
 
 
@@ -358,6 +364,13 @@ PATHS = (
     Path("linear, one position", _one_position, {"weight": GHOST, "bias": GHOST}, cancels=False),
     Path("linear, ghost norm", _by_ghost_norm, LAYER, ("linear.gram_norm_sq",)),
     Path("linear, ghost norm, pieces of 1", _by_ghost_norm, LAYER, ("linear.gram_norm_sq",), pieces=1),
+    Path(
+        "linear, ghost norm, compiled",
+        _by_ghost_norm,
+        LAYER,
+        ("native.contraction_norms",),
+        compiled=True,
+    ),
     Path("linear, ghost norm, masked", _by_ghost_norm, LAYER, ("linear.gram_norm_sq",), masked=True),
     Path("linear, kept", lambda d: _linear(d, 32, 12, 10), KEPT_LAYER, ("linear.products",), formed=True),
     Path(
@@ -395,7 +408,7 @@ PATHS = (
         "linear, in turn, compiled",
         lambda d: _linear(d, 64, 160, 224),
         {"weight": TURN, "bias": KEEP},
-        ("ContractionUse.example", "native.contraction_grad_sample", "products._onednn"),
+        ("native.contraction_into", "products._onednn"),
         compiled=True,
         formed=True,
     ),
@@ -408,8 +421,22 @@ PATHS = (
         masked=True,
     ),
     Path("linear, used twice", _reused, {f"layer.{n}": KEEP for n in KEPT_LAYER}, ("linear.products",), formed=True),
-    Path("convolution, ghost norm", lambda d: _convolution(d, 4), LAYER, GRAM),
-    Path("convolution, ghost norm, channels-last", lambda d: _convolution(d, 4, 1, True), LAYER, GRAM),
+    Path("convolution, ghost norm", lambda d: _convolution(d, 4), LAYER, SEEN),
+    Path("convolution, ghost norm, channels-last", lambda d: _convolution(d, 4, 1, True), LAYER, SEEN),
+    Path(
+        "convolution, ghost norm, compiled",
+        lambda d: _convolution(d, 4),
+        LAYER,
+        ("ConvolutionUse._seen", "native.contraction_norms"),
+        compiled=True,
+    ),
+    Path("convolution, ghost norm by pixels", lambda d: _convolution(d, 4, channels=64), LAYER, GRAM),
+    Path(
+        "convolution, ghost norm by pixels, channels-last",
+        lambda d: _convolution(d, 4, 1, True, 64),
+        LAYER,
+        GRAM,
+    ),
     Path(
         "convolution in groups, ghost norm",
         lambda d: _convolution(d, 4, 2),
