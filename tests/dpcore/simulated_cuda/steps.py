@@ -158,12 +158,18 @@ WAYS: dict[str, Callable[[nn.Module, Tensor, Tensor], Callable[[], None]]] = {
 
 
 def counts_of(step: Callable[[], None], warm: int) -> Counts:
-    """Run ``warm`` steps and count the next."""
+    """Run ``warm`` steps and count what each of the next three does; return the least.
+
+    Rare random steps examine the batch once more, which is no part of the steady state.
+    """
     for _ in range(warm):
         step()
-    with DEVICE.counting() as counts:
-        step()
-    return counts
+    found = []
+    for _ in range(3):
+        with DEVICE.counting() as counts:
+            step()
+        found.append(counts)
+    return min(found, key=lambda counts: (sum(counts.reads.values()), sum(counts.operators.values())))
 
 
 def run() -> Iterator[Step]:
