@@ -124,7 +124,7 @@ def test_gram_matrices_keep_to_their_bound(width: int, seed: int, exponent: floa
 def test_norms_of_linear_maps_keep_to_their_bound(
     compiled: bool, rows: int, columns: int, seed: int, exponent: float, spread: float
 ) -> None:
-    """By the kernel, where it is there, and purely: what is added for an example is at most what its norm says."""
+    """What is added for an example is at most what its norm says: by the kernel, where it is there, and purely."""
     g, x = _spread((2, 9, rows), seed, spread) * 10.0**exponent, _spread((2, 9, columns), seed + 1, spread)
     with nullcontext() if compiled else native.disabled():
         found = contraction_norm_sq(g, x)
@@ -155,6 +155,23 @@ def _spread(shape: tuple[int, ...], seed: int, decades: float) -> Tensor:
 
 
 # ---- every path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("cancelling", [False, True])
+def test_a_linear_map_of_a_hundred_million_weights_keeps_the_bound(half: bool, cancelling: bool) -> None:
+    """By norms without the gradient, and by the example's own float64 gradient where positions cancel."""
+    torch.manual_seed(0)
+    model, x, signs = nn.Linear(10_000, 10_000, bias=False), torch.randn(2, 8, 10_000), torch.ones(8, 1)
+    if cancelling:
+        x[:, 1::2] = x[:, ::2] + 1e-2 * torch.randn(2, 4, 10_000)
+        signs[1::2] = -1.0
+    engine = Engine(model, lambda outputs, _: (outputs.float() * signs).sum((1, 2)), max_grad_norm=1.0)
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        (released,) = engine.clipped_sum(x[:1], torch.zeros(1)).sums.values()
+    norm = math.sqrt(sum(float(row.double().square().sum()) for row in released.split(1000)))
+    assert 0.99 < norm <= 1.0
 
 
 class Mean(nn.Module):
