@@ -56,7 +56,7 @@ def gram_norm_sq(gram_x: Tensor, gram_g: Tensor, roundings: int) -> SquaredNorm:
 def _bounded(
     norm_sq: Tensor, scale: Tensor, largest: Tensor, steps: int, roundings: int, dtype: torch.dtype
 ) -> SquaredNorm:
-    """What :func:`gram_norm_sq` says of norms from Gram matrices of ``steps`` vectors; ``largest``: no square above."""
+    """Return ``norm_sq`` with the bounds of :func:`gram_norm_sq`; ``steps``: vectors; ``largest``: no square above."""
     norm_sq = trusted(norm_sq, largest, roundings * steps**2)
     computed = 1.0 + gamma(roundings + 2 * steps + 8, dtype)
     return SquaredNorm(norm_sq, gamma(roundings + 2 * steps + 4, dtype) * computed, scale)

@@ -108,7 +108,7 @@ class Tape(TorchFunctionMode):
         self.number = 0
         """Which of a module's passes this is."""
         self.on_again: Callable[[Tape], None] = lambda tape: None
-        """What refuses the second run of a checkpointed function where it may not be that of the first run's batch."""
+        """Refuses the second run of a checkpointed function where it may not be that of the first run's batch."""
         self._task = -1
         self._find_batch = find_batch
         self.averaged = {} if averaged is None else averaged

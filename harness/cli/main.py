@@ -39,7 +39,7 @@ class Verbs(typer.core.TyperGroup):
 
 
 class Kinds(typer.core.TyperGroup):
-    """What can be measured. An option in front of the kind is refused with the command that takes it."""
+    """Lists what can be measured. An option in front of the kind is refused with the command that takes it."""
 
     def parse_args(self, context: Any, args: list[str]) -> list[str]:
         option = args[0].partition("=")[0] if args else ""

@@ -43,6 +43,19 @@ def make(model: nn.Module | None = None, engine: PrivacyEngine | None = None, **
         return engine, *engine.make_private(module=model, **(settings | options))
 
 
+def whole_batch(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> tuple[Any, ...]:
+    """(module, optimizer, loader), in ghost mode with the criterion, whose one batch holds every example; no noise."""
+    settings = {
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.0),
+        "data_loader": DataLoader(TensorDataset(x, y), batch_size=len(x)),
+        "noise_multiplier": 0.0,
+        "poisson_sampling": False,
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="poisson_sampling=False")
+        return PrivacyEngine().make_private(module=model, **(settings | options))
+
+
 def losses(outputs: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(outputs, y, reduction="none")
 

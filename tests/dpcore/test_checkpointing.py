@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
 
-from dpcore import Engine, PrivacyEngine
+from dpcore import Engine
 from dpcore.errors import UnsupportedError
 from dpcore.rerun.snapshot import RandomNumbers
 from dpcore.tape.checkpointing import DroppedUse
 from dpcore.tape.uses import Saved
+from tests.dpcore.private_setup import whole_batch
 
 WIDTH, LENGTH, BLOCKS, C = 16, 12, 3, 0.5
 
@@ -87,14 +87,7 @@ def by_engine(model: nn.Module, x: Tensor, y: Tensor, **options: object) -> dict
 
 
 def by_two_lines(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    private, optimizer, loader = PrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=len(x)),
-        noise_multiplier=0.0,
-        max_grad_norm=C,
-        poisson_sampling=False,
-    )
+    private, optimizer, loader = whole_batch(model, x, y, max_grad_norm=C)
     for inputs, targets in loader:
         F.cross_entropy(private(inputs), targets).backward()
         optimizer.step()
@@ -152,16 +145,7 @@ def test_dropout_is_the_same_in_both_runs(how, dropout_in):
         found = {n: v.clone() for n, v in engine.clipped_sum(x, y).sums.items()}
     else:
         by_two_lines(model, x, y)
-        private, optimizer, _ = PrivacyEngine().make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-            data_loader=DataLoader(TensorDataset(x, y), batch_size=len(x)),
-            noise_multiplier=0.0,
-            max_grad_norm=C,
-            poisson_sampling=False,
-            check_batches=False,
-            check_isolation=False,
-        )
+        private, optimizer, _ = whole_batch(model, x, y, max_grad_norm=C, check_batches=False, check_isolation=False)
         private(x)  # the probe
         optimizer.zero_grad()
         handles = [block.drop.register_forward_hook(note) for block in model.blocks]
@@ -183,16 +167,7 @@ def test_dropout_is_the_same_in_both_runs(how, dropout_in):
 
 def _bytes_kept(model: nn.Module, x: Tensor, y: Tensor) -> int:
     """Bytes of what one forward pass leaves behind: what the graph saves and what the recorded uses hold."""
-    private, optimizer, _ = PrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=len(x)),
-        noise_multiplier=0.0,
-        max_grad_norm=C,
-        poisson_sampling=False,
-        check_batches=False,
-        check_isolation=False,
-    )
+    private, optimizer, _ = whole_batch(model, x, y, max_grad_norm=C, check_batches=False, check_isolation=False)
     private(x[:4])  # the probe
     optimizer.zero_grad()
     gc.collect()
@@ -261,15 +236,7 @@ def test_two_backward_passes_through_one_graph_add_up(how):
     torch.manual_seed(0)
     model, (x, y) = Net(how).double(), data()
     expected = truth(model, x, y)
-    private, optimizer, _ = PrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=len(x)),
-        noise_multiplier=0.0,
-        max_grad_norm=C,
-        poisson_sampling=False,
-        check_batches=False,
-    )
+    private, optimizer, _ = whole_batch(model, x, y, max_grad_norm=C, check_batches=False)
     each = losses(private(x), y)
     (each[:3].sum() / len(x)).backward(retain_graph=True)
     (each[3:].sum() / len(x)).backward()
@@ -323,15 +290,7 @@ class Remembers(Net):
 def test_no_function_runs_again_after_another_batch(backward):
     """It would see that batch's context: its examples would move gradients of these by more than their own norm."""
     model, (x, y) = Remembers("not").double(), data()
-    private, optimizer, _ = PrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=len(x)),
-        noise_multiplier=0.0,
-        max_grad_norm=C,
-        poisson_sampling=False,
-        check_batches=False,
-    )
+    private, optimizer, _ = whole_batch(model, x, y, max_grad_norm=C, check_batches=False)
     one, other = (F.cross_entropy(private(inputs), y) for inputs in (x, -x))
     if backward == "both":
         other.backward()
@@ -344,15 +303,7 @@ def test_two_passes_in_one_loss_may_run_again():
     """Two views of every example: what one pass sees of the other is the example's own."""
     torch.manual_seed(0)
     model, (x, y) = Net("not").double(), data()
-    private, optimizer, _ = PrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=len(x)),
-        noise_multiplier=0.0,
-        max_grad_norm=C,
-        poisson_sampling=False,
-        check_batches=False,
-    )
+    private, optimizer, _ = whole_batch(model, x, y, max_grad_norm=C, check_batches=False)
     (F.cross_entropy(private(x), y) + F.cross_entropy(private(x), y)).backward()
     optimizer.step()
     found = {n: p.grad * len(x) for n, p in private.to_standard_module().named_parameters()}

@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from dpcore import PrivacyEngine
 from dpcore.grad_sample import GradSampleModule
+from tests.dpcore.private_setup import whole_batch
 
 LARGE = 100.0
 """A bound above every norm here: nothing is clipped, so that sums show the gradients."""
@@ -38,19 +37,10 @@ def _net(kind: str) -> _Net:
 
 
 def _private(model: nn.Module, x: Tensor, y: Tensor, reduction: str, **settings: Any) -> tuple[Any, ...]:
-    """The private model, optimizer and loader of one batch; the criterion before the loader in ghost mode."""
+    """Return the private model, optimizer, criterion and loader of one batch."""
     if settings.get("grad_sample_mode") == "ghost":
         settings["criterion"] = nn.CrossEntropyLoss(reduction=reduction)
-    made = PrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=len(x)),
-        noise_multiplier=0.0,
-        max_grad_norm=LARGE,
-        poisson_sampling=False,
-        loss_reduction=reduction,
-        **settings,
-    )
+    made = whole_batch(model, x, y, max_grad_norm=LARGE, loss_reduction=reduction, **settings)
     return made if len(made) == 4 else (*made[:2], nn.CrossEntropyLoss(reduction=reduction), made[2])
 
 

@@ -88,7 +88,7 @@ class Prisoner(Adapter):
         for _ in range(1024):
             os.write(2, b"x" * 2**16)
 
-    def _forge(self) -> None:
+    def _invent(self) -> None:
         """Says nonsense where events are expected, and a result that is none, and goes."""
         for line in NONSENSE:
             for number in range(3, 32):

@@ -139,7 +139,7 @@ MISBEHAVIOUR = {
     "endless": ("crashed", "a line of more than 8 MiB without an end"),
     "orphan": ("crashed", "exit code 88, which says that the harness is gone, and it is not"),
     "flood": ("ok", ""),
-    "forge": ("crashed", "what is no result"),
+    "invent": ("crashed", "what is no result"),
     "spoil": ("crashed", "snapshot.npz: no archive"),
     "honest": ("ok", ""),
 }

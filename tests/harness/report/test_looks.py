@@ -33,10 +33,10 @@ def test_every_framework_declares_a_look_of_its_own():
 
 def test_a_look_does_not_depend_on_who_else_is_in_the_report():
     alone = build([factory.record()], factory.PAPER_ROWS)
-    crowd = build(factory.quick_run(rounds=1), factory.PAPER_ROWS)
+    several = build(factory.quick_run(rounds=1), factory.PAPER_ROWS)
     shown = [
         looks.of_all(t.order, dict(zip(t.raw.contestant, t.raw.private, strict=True)))["opacus-hooks"]
-        for t in (alone, crowd)
+        for t in (alone, several)
     ]
     assert shown[0] == shown[1] == looks.of("opacus-hooks")
 
