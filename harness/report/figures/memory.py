@@ -38,7 +38,8 @@ def pictures(tables: Tables, section: Section) -> dict[str, list[Picture]]:
     found: list[Picture] = []
     for task, synthetic, rows in model.blocks(section.of(tables.memory)):
         metric = next((n for n in (ON_GPU if section.device == "cuda" else HOST) if n in set(rows.metric)), None)
-        measured = rows[rows.metric == metric]
+        # A growth of nothing has no place on a logarithmic axis; the table shows it.
+        measured = rows[(rows.metric == metric) & (rows["median"] > 0)]
         if measured.batch_size.nunique() < FEWEST_SIZES:
             continue
         measured = measured.assign(extrapolated=False)
@@ -63,7 +64,6 @@ def over_batch_size(
     """MiB over batch size, both logarithmic. Contestants without DP are dotted."""
     names = [name for name in tables.order if name in {*measured.contestant, *failed.contestant}]
     sizes = sorted({*measured.batch_size, *failed.batch_size})
-    measured = measured[measured["median"] > 0]
     lost = [name for name in names if name in set(failed.contestant)]
     y = panel.around(measured["median"] / MEBIBYTE)
     share = ROW * len(lost)

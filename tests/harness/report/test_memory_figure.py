@@ -15,12 +15,12 @@ MIB = 2**20
 SIZES = (16, 64, 256)
 
 
-def run(sizes=SIZES, lost=None):
-    """Memory processes alone; ``lost``: (batch size, state) of opacus-hooks."""
+def run(sizes=SIZES, lost=None, grown=MIB):
+    """Memory processes alone; ``lost``: (batch size, state) of opacus-hooks; ``grown``: bytes for each example."""
     records = []
     for framework, variant, private in (("pytorch", "eager", False), ("opacus", "hooks", True)):
         for size in sizes:
-            what = {"memory": {"peak_resident_growth": size * MIB, "other": 1}}
+            what = {"memory": {"peak_resident_growth": size * grown, "other": 1}}
             if lost and private and size == lost[0]:
                 what = {"state": lost[1]}
             contestant = {"framework": framework, "variant": variant, "private": private}
@@ -92,3 +92,21 @@ def test_the_report_of_a_run_that_timed_nothing_holds_figures_and_table(tmp_path
     assert "peak-memory_mnist-cnn" in (tmp_path / "out" / "report.tex").read_text()
     assert "data:image/svg+xml" in page.page(report, {p.stem: p for p in written if p.suffix == ".svg"})
     assert "MiB of peak_resident_growth" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_the_report_of_a_run_in_which_no_process_grew_holds_the_table_and_no_figure(tmp_path):
+    from harness.report import output
+
+    written = output.write_report(contents.build(run(grown=0)), tmp_path / "out", tmp_path / "plots")
+    assert not any(p.suffix == ".png" for p in written)
+    assert "MiB of peak_resident_growth" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_where_one_contestant_did_not_grow_the_other_keeps_its_line():
+    still = [
+        r.model_copy(update={"memory": {"peak_resident_growth": 0}}) for r in run() if r.cell.framework == "opacus"
+    ]
+    (picture,) = of([*still, *(r for r in run() if r.cell.framework != "opacus")])
+    shown = picture.draw()
+    assert len({(mark.shape, mark.colour) for mark in shown.marks}) == 1
+    assert any(curve.dash and len(curve.points) == len(SIZES) for curve in shown.curves)

@@ -61,7 +61,8 @@ def test_without_time_only_memory_is_measured_in_every_round(driver: Driver) -> 
     assert len(measured) == 2 * 2 * 3 and {r.state for r in measured} == {"ok"}
     assert all("peak_resident_growth" in r.memory for r in measured)
     assert not driver.records("time")
-    assert list(driver.out.rglob("peak-memory_logreg*.png"))
+    # Whether there is a figure too depends on the machine: such small contestants may not grow by one page.
+    assert "MiB of peak_resident_growth" in (driver.out / "report" / "report_synthetic.md").read_text()
 
 
 def test_blocks_hold_every_contestant_once_and_orders_differ(driver: Driver) -> None:
