@@ -257,7 +257,7 @@ def _linear(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
         biases = tuple(b for b in (bias,) if tape.trains(b))
         params = (*weights, *biases)
         if not params:
-            return func(input, weight, bias)
+            return linear(input, weight, bias)
         batch_dim = tape.require_batch(input, params)
         output = linear(input, tape.constant(weight), tape.constant(bias))
         if batch_dim == IN_ROWS:
