@@ -27,6 +27,7 @@ from dpcore.microbatch.accumulator import weighted_sum
 from dpcore.microbatch.layout import Layout, is_mask, probe_sizes
 from dpcore.microbatch.planner import choose
 from dpcore.rules.custom import custom_fallbacks
+from dpcore.rules import cross_entropy
 from dpcore.rules.vmap import is_replayed
 from dpcore.tape.tape import Tape, started_with
 from dpcore.tape.uses import Use
@@ -136,6 +137,7 @@ class AbstractGradSampleHooks:
             mean_loss.install()
             given = flatten((args, kwargs))[0]  # whose gradients would be too large
             tape.may_start_with_length = not any(isinstance(v, Tensor) and v.requires_grad and v.is_leaf for v in given)
+        cross_entropy.mark(flatten(output)[0])
         if not self._reduction_seen and isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(functools.partial(self._see_reduction, output.detach()))
         return output

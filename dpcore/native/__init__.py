@@ -256,6 +256,32 @@ def add_by_token(out: Tensor, tokens: Tensor, counts: Tensor, starts: Tensor, ve
     _call("dpcore_add_by_token", (tokens, counts, starts, vectors.contiguous(), out), sizes)
 
 
+def _rows_of_classes(z: Tensor) -> tuple[int, ...]:
+    """(rows, rows for one step of the first dimension, classes, strides) of z [.., C] of two or three dimensions."""
+    inner, outer_step = (z.shape[1], z.stride(0)) if z.dim() == 3 else (max(len(z), 1), 0)
+    return z.shape[:-1].numel(), max(inner, 1), z.shape[-1], outer_step, z.stride(-2)
+
+
+def cross_entropy(z: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+    """Losses [R] of logits z [R, C] or [A, R / A, C], whose last dimension is dense, and what the gradient needs.
+
+    The labels [R] are in [0, C), or ``ignored``: there the loss is 0.
+    """
+    rows = labels.numel()
+    losses, shifts = z.new_empty(rows), z.new_empty((2, rows))
+    sizes = (*_rows_of_classes(z), ignored, torch.get_num_threads())
+    _call("dpcore_cross_entropy_forward", (z, labels, losses, shifts), sizes, strided=1)
+    return losses, shifts
+
+
+def cross_entropy_grad(z: Tensor, labels: Tensor, grad: Tensor, shifts: Tensor, ignored: int) -> Tensor:
+    """The gradient at z, of its shape and dense, of Σ_r grad[r] loss[r], for what :func:`cross_entropy` took and gave."""
+    out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
+    sizes = (*_rows_of_classes(z), ignored, torch.get_num_threads())
+    _call("dpcore_cross_entropy_backward", (z, labels, grad.contiguous(), shifts, out), sizes, strided=1)
+    return out
+
+
 def add_normals(target: Tensor, std: float, words: bytes) -> None:
     """Add std * normals to ``target``: those, to rounding, that torch draws into a tensor of this length.
 

@@ -51,6 +51,7 @@ def _pairs(call: Call, own: torch.Generator) -> Iterator[tuple[str, Tensor, Tens
     yield from _tokens(call, randn)
     yield _normals(call)
     yield from _lstm(call, randn)
+    yield from _cross_entropy(call, randn)
 
 
 def _contraction(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -137,3 +138,19 @@ def _lstm(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:
     delta, dh, dc = torch.empty_like(z), torch.zeros(batch, hidden), torch.zeros(batch, hidden)
     call("dpcore_lstm_backward", (gates, c, tanh_c, weight, grad, delta, dh, dc), steps, batch, hidden, 0, 1)
     yield "lstm_backward", delta, true
+
+
+def _cross_entropy(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:
+    rows, classes = 3, 151
+    z, labels, grad = 5.0 * randn(rows, classes), torch.tensor([0, 150, -1]), randn(rows)
+    losses, shifts, found = torch.empty(rows), torch.empty(2, rows), torch.empty(rows, classes)
+    call("dpcore_cross_entropy_forward", (z, labels, losses, shifts), rows, rows, classes, 0, classes, -1, 1)
+    logs = z.double().log_softmax(1)
+    true = torch.stack([-logs[0, 0], -logs[1, 150], torch.zeros((), dtype=torch.float64)])
+    yield "cross_entropy", losses, true
+    call("dpcore_cross_entropy_backward", (z, labels, grad, shifts, found), rows, rows, classes, 0, classes, -1, 1)
+    true = logs.exp()
+    true[0, 0] -= 1.0
+    true[1, 150] -= 1.0
+    true[2] = 0.0
+    yield "cross_entropy_grad", found, grad[:, None] * true
