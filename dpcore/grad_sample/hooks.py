@@ -26,8 +26,8 @@ from dpcore.microbatch import ragged
 from dpcore.microbatch.accumulator import weighted_sum
 from dpcore.microbatch.layout import Layout, is_mask, probe_sizes
 from dpcore.microbatch.planner import choose
-from dpcore.rules.custom import custom_fallbacks
 from dpcore.rules import cross_entropy
+from dpcore.rules.custom import custom_fallbacks
 from dpcore.rules.vmap import is_replayed
 from dpcore.tape.tape import Tape, started_with
 from dpcore.tape.uses import Use

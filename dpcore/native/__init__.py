@@ -195,11 +195,26 @@ def contraction_into(g: Tensor, x: Tensor, out: Tensor) -> Tensor:
     return squares
 
 
+GRAM_BLOCK = 512
+"""Products that :func:`contraction_norms` adds up in float32 at most, as in contraction.cpp."""
+
+
+def gram_roundings(length: int) -> int:
+    """Return how many roundings a product of vectors passes through in :func:`contraction_norms`.
+
+    Those of its lane in a block, and those of the lanes' sum; blocks are added up in float64.
+    """
+    found = kernels()
+    assert found is not None
+    lanes = int(found.library.dpcore_lanes())
+    return min(length, -(-min(length, GRAM_BLOCK) // lanes) + lanes)
+
+
 def contraction_norms(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Squared norms of what :func:`contraction_grad_sample` returns, without forming it, by Gram matrices.
 
     Returns, in float64 and [B], the squared norms, (Σ_t |x_t||g_t|)² and Σ_t max(|x_t|², |g_t|²). Products of vectors
-    pass through at most :func:`dpcore.numerics.rounding.gram_roundings` roundings; nothing after them is float32.
+    pass through at most :func:`gram_roundings` roundings; nothing after them is float32.
     """
     g, x = _dense_last(g, x)
     found = x.new_empty((3, len(x)), dtype=torch.float64)
@@ -275,7 +290,7 @@ def cross_entropy(z: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tens
 
 
 def cross_entropy_grad(z: Tensor, labels: Tensor, grad: Tensor, shifts: Tensor, ignored: int) -> Tensor:
-    """The gradient at z, of its shape and dense, of Σ_r grad[r] loss[r], for what :func:`cross_entropy` took and gave."""
+    """The gradient of Σ_r grad[r] loss[r] at z, dense, of its shape, for what :func:`cross_entropy` took and gave."""
     out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     sizes = (*_rows_of_classes(z), ignored, torch.get_num_threads())
     _call("dpcore_cross_entropy_backward", (z, labels, grad.contiguous(), shifts, out), sizes, strided=1)

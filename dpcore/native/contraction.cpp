@@ -234,6 +234,9 @@ static void products(const float* a, int64_t a_pitch, const float* b, int64_t b_
     }
 }
 
+// Floats of a vector. A term of a dot product is rounded in its lane's share of a block, and then with the other lanes.
+extern "C" int64_t dpcore_lanes() { return W; }
+
 // Calls what ``run`` makes of a height and a width from 1 to DOTS, as types.
 template <typename F>
 static void with_size(int64_t size, F&& run) {

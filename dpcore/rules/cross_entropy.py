@@ -1,4 +1,4 @@
-"""The cross-entropy of many logits on a CPU, by a kernel: it has no parameters, but takes a sixth of a language model's step.
+"""The cross-entropy of many logits on a CPU, by a kernel: it has no parameters, but takes a sixth of a step.
 
 torch keeps the logarithms of all probabilities beside the logits, fills a second tensor of that size with zeros for the
 gradient at them, and a third with the gradient at the logits. Here only the last one exists.

@@ -50,24 +50,28 @@ def gram_norm_sq(gram_x: Tensor, gram_g: Tensor, roundings: int) -> SquaredNorm:
     squares_x, squares_g = gram_x.diagonal(dim1=-2, dim2=-1), gram_g.diagonal(dim1=-2, dim2=-1)
     scale = (squares_x * squares_g).clamp(min=0).sqrt().sum(-1).square()
     largest = torch.maximum(squares_x, squares_g).sum(-1)
-    return _bounded(norm_sq, scale, largest, gram_x.shape[-1], roundings, gram_x.dtype)
+    return _bounded(norm_sq, scale, largest, gram_x.shape[-1], roundings, roundings, gram_x.dtype)
 
 
 def _bounded(
-    norm_sq: Tensor, scale: Tensor, largest: Tensor, steps: int, roundings: int, dtype: torch.dtype
+    norm_sq: Tensor, scale: Tensor, largest: Tensor, steps: int, roundings: int, terms: int, dtype: torch.dtype
 ) -> SquaredNorm:
-    """Return ``norm_sq`` with the bounds of :func:`gram_norm_sq`; ``steps``: vectors; ``largest``: no square above."""
-    norm_sq = trusted(norm_sq, largest, roundings * steps**2)
+    """Return ``norm_sq`` with the bounds of :func:`gram_norm_sq`.
+
+    ``steps``: vectors; ``largest``: no square above; ``terms``: products in a pair of entries.
+    """
+    norm_sq = trusted(norm_sq, largest, terms * steps**2)
     computed = 1.0 + gamma(roundings + 2 * steps + 8, dtype)
     return SquaredNorm(norm_sq, gamma(roundings + 2 * steps + 4, dtype) * computed, scale)
 
 
 def contraction_norm_sq(g: Tensor, x: Tensor) -> SquaredNorm:
     """|GᵀX|² for G [B, T, d] and X [B, T, p], without forming the product."""
-    roundings = gram_roundings(x.shape[-1]) + gram_roundings(g.shape[-1])
+    lengths = x.shape[-1], g.shape[-1]
     if native.serves(g, x):
-        return _bounded(*native.contraction_norms(g, x), x.shape[1], roundings, x.dtype)
-    return gram_norm_sq(gram(x), gram(g), roundings)
+        roundings = sum(map(native.gram_roundings, lengths))
+        return _bounded(*native.contraction_norms(g, x), x.shape[1], roundings, sum(lengths), x.dtype)
+    return gram_norm_sq(gram(x), gram(g), sum(map(gram_roundings, lengths)))
 
 
 def add_contraction(g: Tensor, x: Tensor, factors: Tensor, out: Tensor) -> None:

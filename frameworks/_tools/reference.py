@@ -10,6 +10,7 @@ import argparse
 import copy
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +19,8 @@ import torch
 from dpcore import reference
 from frameworks._shared.torch import models as torch_models
 from frameworks._tools import bfloat16
-from harness.network import walk
 from harness.optimizer import AdamW
-from harness.tasks import FLOAT32, GATE_TASKS, TASKS, MaxPool2d, ReLU, Task, known_task
+from harness.tasks import FLOAT32, GATE_TASKS, TASKS, Task, known_task
 from harness.worker.gate import cases as gate_cases
 from harness.worker.gate.cases import Case
 
@@ -47,7 +47,26 @@ def gate_reference(task: Task) -> dict[str, np.ndarray]:
             name = gate_cases.truth_name(case, private)
             if name in wanted:
                 found |= gate_cases.pack(name, displacement)
-    return found if task.precision == FLOAT32 else found | _rounded_away(task, found, wanted, models, x, y)
+    if task.precision != FLOAT32:
+        return found | _rounded_away(task, found, wanted, models, x, y)
+    return found | _led_away(task, found, models[False], x, y) if gate_cases.has_kinks(task) else found
+
+
+def _led_away(
+    task: Task, found: dict[str, np.ndarray], start: torch.nn.Module, x: torch.Tensor, y: torch.Tensor
+) -> dict[str, np.ndarray]:
+    """How far each trained tensor is moved in the many steps, and in the last few of them, where the bound is lower by
+    what a single update may be off by: a kink that is passed a step earlier or later changes more than that."""
+    early, whole = gate_cases.late_cases(task, found)
+    apart: list[list[np.ndarray]] = []
+    for case in (early, whole):
+        lower = replace(case, max_grad_norm=case.max_grad_norm * (1.0 - gate_cases.TOLERANCE))
+        moved = _displacements(task, start, lower, x, y)[True]
+        exact = gate_cases.unpack(gate_cases.truth_name(case, True), task, found)
+        apart.append([moved[name] - exact[name] for name in task.trained_parameters])
+    of_last = [a - b for a, b in zip(apart[1], apart[0], strict=True)]
+    pairs = (whole, apart[1]), (gate_cases.last_case(task, found), of_last)
+    return {gate_cases.rounding_name(case, True): np.array([np.linalg.norm(a) for a in parts]) for case, parts in pairs}
 
 
 def _rounded_away(
@@ -88,7 +107,7 @@ def _pool_facts(task: Task, model: torch.nn.Module, x: torch.Tensor, y: torch.Te
     loss = torch_models.loss_fn(task)
     norms = np.array([float(reference.norm(g)) for g in reference.example_gradients(model, loss, x, y)])
     instability = np.zeros(len(x))
-    if any(isinstance(layer, ReLU | MaxPool2d) for layer in walk(task.layers)):
+    if gate_cases.has_kinks(task):
         moved = copy.deepcopy(model)
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():

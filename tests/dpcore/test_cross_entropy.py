@@ -236,7 +236,7 @@ def test_scripts_and_compiled_functions_go_on_with_torchs_function(calls):
 
 
 def test_no_tensor_of_the_logits_size_is_kept_beside_them():
-    """torch keeps the logarithms of all probabilities for the backward pass; the kernel keeps the logits, which exist."""
+    """torch keeps the logarithms of all probabilities for the backward pass, the kernel the logits, which exist."""
     x, y = batch()
     z = GradSampleModule(Words())(x).flatten(0, 1)
     kept = []

@@ -26,16 +26,12 @@ from harness.worker import sampling
 from harness.worker.clock import Batch, timed_steps
 from harness.worker.gate import cases as gate_cases
 from harness.worker.gate import noise as gate_noise
-from harness.worker.gate.cases import BATCH, LATE_LAST, Case
+from harness.worker.gate.cases import BATCH, LATE_LAST, TOLERANCE, Case
 from harness.worker.gate.noise import Score
 from harness.worker.reading import transparent
 
 Check = dict[str, Any]
 """The fields of ``record.GateCheck``."""
-
-TOLERANCE = 5e-5
-"""Relative L2 error of an update. Float32 arithmetic gives 1e-7 to 1e-5; the rest is room for clip factors with a
-margin, C/(|g| + 1e-6) or C(1 - 2^-16)/|g|, which are right too."""
 
 TENSOR_SLACK = 20.0
 TENSOR_FLOOR = 1e-3
@@ -443,14 +439,13 @@ class Driver:
         return case.slack * TOLERANCE + float(np.linalg.norm(rounding)) / size + self._arithmetic(case, size)
 
     def _arithmetic(self, case: Case, size: float) -> float:
-        """What the task's precision may move the update of a case by, over its length ``size``; in float32 nothing.
-        Where it is not known of a case by itself, it is the largest share of any single step."""
-        if self.task.precision == FLOAT32:
-            return 0.0
+        """What the task's precision may move the update of a case by, over its length ``size``; in float32 nothing,
+        but for many steps near kinks. Where it is not known of a case by itself, it is the largest share of any single
+        step."""
         known = self._rounded_by_tensor(case)
         if known is not None:
             return float(np.linalg.norm(known)) / size
-        return self._largest_arithmetic
+        return 0.0 if self.task.precision == FLOAT32 else self._largest_arithmetic
 
     @functools.cached_property
     def _single_steps(self) -> list[Case]:
@@ -476,7 +471,8 @@ class Driver:
         return np.stack(shares).max(0)
 
     def _rounded_by_tensor(self, case: Case) -> np.ndarray | None:
-        """How far the task's precision may move each trained tensor; None where it is not known, as in float32."""
+        """How far what is allowed may move each trained tensor: the task's precision, or in many steps of float32 what
+        a single update may be off by. None where it is not known, as of most cases in float32."""
         known = self.reference.get(gate_cases.rounding_name(case, self.setting.private))
         return None if known is None else gate_cases.ROUNDING_FACTOR * known
 
