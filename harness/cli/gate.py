@@ -69,7 +69,7 @@ def judge_all(
         raise BadInput(f"--mutants judges all wrong adapters and no framework; leave out --frameworks {frameworks[0]}.")
     contestants = registry.select([f"{MUTANTS}:all"] if mutants else frameworks, hidden=mutants)
     if mutants and tasks is None:
-        pairs = [(c, next(t for t in MUTANT_TASKS if t not in c.variant.unsupported)) for c in contestants]
+        pairs = [(c, next(t for t in MUTANT_TASKS if c.variant.why_unsupported(t) is None)) for c in contestants]
     else:
         pairs = [(c, t) for t in tasks or PAPER_TASKS for c in contestants]
     console = Console(stderr=as_json, width=None if sys.stdout.isatty() else WIDTH)

@@ -34,7 +34,7 @@ LOOK = re.compile(rb"^(colour|marker) *=.*\n", re.MULTILINE)
 class Variant:
     """One way of running a framework. ``unsupported`` maps a task to the reason why it cannot run, and
     ``expected_rejection`` a task to the fault for which the gate must reject it (a finding, known and reasoned); the
-    key ``every-task`` stands for all.
+    key ``every-task`` stands for all. ``supported``: tasks that it can run although ``unsupported`` names every task.
 
     ``own_sampling``: how the library's own loop (:meth:`Adapter.epoch`) draws its batches, one of OWN_SAMPLING; None
     where it has no loop of its own. ``own_replays``: whether that loop makes the same weights again for the same seed.
@@ -51,13 +51,15 @@ class Variant:
     own_sampling: str | None = None
     own_replays: bool = True
     unsupported: dict[str, str] = field(default_factory=dict)
+    supported: list[str] = field(default_factory=list)
     expected_rejection: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables of the worker process."""
 
     def why_unsupported(self, task: str) -> str | None:
         """Return the declared reason why this variant cannot run ``task``, or None."""
-        return self.unsupported.get(task) or self.unsupported.get(EVERY_TASK)
+        everywhere = None if task in self.supported else self.unsupported.get(EVERY_TASK)
+        return self.unsupported.get(task) or everywhere
 
     def why_rejected(self, task: str) -> str | None:
         """Return the known fault for which the gate must reject this variant on ``task``, or None."""

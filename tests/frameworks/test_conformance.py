@@ -28,7 +28,7 @@ from harness.plan import e2e as plan
 from harness.plan import registry
 from harness.plan.registry import Contestant
 from harness.run.e2e import ensure_data
-from harness.tasks import TASKS
+from harness.tasks import GATE_TASKS, TASKS
 
 pytestmark = pytest.mark.frameworks
 
@@ -191,7 +191,10 @@ def test_the_folder_says_what_it_is(framework: registry.Framework) -> None:
         for pin in registry.pins(file):
             assert "==" in pin or re.search(r" @ git\+https://.*@[0-9a-f]{40}$", pin), f"{pin!r} is not pinned"
     for variant in framework.variants:
-        assert {*variant.unsupported, *variant.expected_rejection} <= {*TASKS, registry.EVERY_TASK}
+        named = {*variant.unsupported, *variant.expected_rejection}
+        assert named <= {*TASKS, *GATE_TASKS, registry.EVERY_TASK}
+        assert {*variant.supported} <= {*TASKS, *GATE_TASKS}
+        assert not variant.supported or registry.EVERY_TASK in variant.unsupported
         assert all(reason.strip() for reason in (*variant.unsupported.values(), *variant.expected_rejection.values()))
         if variant.twin is not None:
             twin = CONTESTANTS[variant.twin].variant

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness.plan import e2e as plan
 from harness.plan import protocol, registry
-from harness.tasks import MODERN_TASKS
+from harness.tasks import MODERN_TASKS, TASKS
 
 
 def test_protocols_are_data_and_the_page_quotes_every_rule() -> None:
@@ -43,3 +43,21 @@ def test_the_modern_preset_has_a_task_of_each_kind_and_stays_below_25_minutes() 
     assert {(job.cell.task, job.purpose) for job in jobs} <= plan.START_UP_SECONDS.keys(), "each has its own figures"
     expected = plan.expected_seconds(options, jobs)
     assert expected is not None and expected < 25 * 60
+
+
+def test_a_contestant_may_name_the_few_tasks_that_it_can_run() -> None:
+    variant = registry.Variant(
+        "v", "t", True, unsupported={"every-task": "no LoRA", "vit": "no words"}, supported=["llama-lora", "vit"]
+    )
+    said = {task: variant.why_unsupported(task) for task in ("llama-lora", "mnist-cnn", "vit")}
+    assert said == {"llama-lora": None, "mnist-cnn": "no LoRA", "vit": "no words"}
+
+
+def test_each_way_of_dp_lora_that_is_not_dp_sgd_is_declared_as_a_finding() -> None:
+    variants = {variant.name: variant for variant in registry.frameworks()["dp_lora"].variants}
+    for task in TASKS:
+        has_lora = any(name.endswith(".lora_a") for name in TASKS[task].trained_parameters)
+        for variant in variants.values():
+            assert (variant.why_unsupported(task) is None) is has_lora
+        assert (variants["hooks"].why_rejected(task) is None) is (task != "encoder-lora")
+        assert variants["mean-loss"].why_rejected(task) and variants["ghost"].why_rejected(task)

@@ -1,0 +1,1 @@
+"""The contestant dp-lora."""
