@@ -387,8 +387,11 @@ class LeavesNormsOut(Exact):
     def factor(self, norm: torch.Tensor, max_grad_norm: float) -> torch.Tensor:
         return super().factor(self.counted, max_grad_norm)
 
+    def counts(self, name: str, gradient: torch.Tensor) -> bool:
+        return gradient.ndim > 1
+
     def clip(self, gradients: Sums) -> Sums:
-        self.counted = _norm({name: g for name, g in gradients.items() if g.ndim > 1})
+        self.counted = _norm({name: g for name, g in gradients.items() if self.counts(name, g)})
         return super().clip(gradients)
 
 
@@ -401,10 +404,71 @@ class CountsFrozenOnes(Exact):
         for parameter in self.all.values():
             parameter.requires_grad_(True)
 
+    def counts(self, name: str) -> bool:
+        return True
+
     def clip(self, gradients: Sums) -> Sums:
-        norm = _norm({name: p.grad for name, p in self.all.items()})
+        norm = _norm({name: p.grad for name, p in self.all.items() if self.counts(name)})
         factor = self.factor(norm, self.setting.max_grad_norm)
         return {name: factor * gradient for name, gradient in gradients.items()}
+
+
+class CountsTheNormsScale(CountsFrozenOnes):
+    """Biases are trained; the scale of a norm, frozen beside its bias, is counted with it."""
+
+    def counts(self, name: str) -> bool:
+        return name in self.trained or "norm" in name
+
+
+class LeavesTheHeadOut(LeavesNormsOut):
+    """Trains adapters and a head, and counts adapters only for the clipping."""
+
+    def counts(self, name: str, gradient: torch.Tensor) -> bool:
+        return not name.startswith("head.")
+
+
+class BareHead(Exact):
+    """dp-lora 0.1.0: what is trained beside the adapters gets its raw gradient, without clipping and without noise."""
+
+    def clip(self, gradients: Sums) -> Sums:
+        adapters = {name: g for name, g in gradients.items() if not name.startswith("head.")}
+        return gradients | super().clip(adapters)
+
+    def noise(self, examples: int) -> Sums:
+        return {name: noise for name, noise in super().noise(examples).items() if not name.startswith("head.")}
+
+
+class ClipsShareOfTheMean(Exact):
+    """The README of dp-lora 0.1.0: clips the gradients of the batch's mean, each as much too short as examples came."""
+
+    def update(self, rows: np.ndarray) -> None:
+        self.examples = len(rows)
+        super().update(rows)
+
+    def gradients(self, row: int) -> Sums:
+        return {name: g / self.examples for name, g in super().gradients(row).items()}
+
+
+class CountsAnIdOnce(Exact):
+    """Opacus 1.6.0's rule for bags: an id that occurs twice in one has the gradient of one occurrence."""
+
+    def gradients(self, row: int) -> Sums:
+        found = dict(super().gradients(row))
+        layer = self.task.layers[0]
+        fields = self.x[row, layer.counts :].unflatten(0, (-1, layer.ids))
+        for table, ids in zip(layer.maps, fields, strict=True):
+            name = f"{table.name}.weight"
+            times = torch.bincount(ids, minlength=table.num_embeddings).clamp(min=1)
+            found[name] = found[name] / times[:, None]
+        return found
+
+
+class BagsMeanBackwards(Exact):
+    """Sums up the vectors of a bag, and goes back as if it had taken their mean."""
+
+    def gradients(self, row: int) -> Sums:
+        ids = self.task.layers[0].ids
+        return {name: g / ids if name.startswith("bags.") else g for name, g in super().gradients(row).items()}
 
 
 class TrainsTheBase(Exact):
@@ -554,6 +618,15 @@ VARIANTS: dict[str, type[Exact]] = {
     "leaves-norms-out": LeavesNormsOut,
     "counts-frozen": CountsFrozenOnes,
     "trains-base": TrainsTheBase,
+    "exact-recsys": Exact,
+    "exact-bias": Exact,
+    "exact-head": Exact,
+    "counts-id-once": CountsAnIdOnce,
+    "bag-mean": BagsMeanBackwards,
+    "counts-norm-scale": CountsTheNormsScale,
+    "leaves-head-out": LeavesTheHeadOut,
+    "bare-head": BareHead,
+    "clips-share-of-mean": ClipsShareOfTheMean,
     "noise-in-bf16": NoiseInHalfPrecision,
     "norm-in-bf16": NormInHalfPrecision,
     "exact-bf16": Exact,

@@ -66,6 +66,13 @@ CAUGHT_BY = {
     "trains-base": {"parameters: frozen ones stay"},
     "noise-in-bf16": {"noise: fine enough"},
     "norm-in-bf16": {"update: one, clipped", "sensitivity", COPIES_CHECK, BOUND_CHECK},
+    "clips-share-of-mean": UPDATES,
+    # On the recommender and on encoders of which a part is trained.
+    "counts-id-once": UPDATES | {"update: worst tensor"},
+    "bag-mean": UPDATES | {"update: worst tensor"},
+    "counts-norm-scale": UPDATES - {"update: none clipped"},
+    "leaves-head-out": {"update: all clipped", "update: one, clipped", "sensitivity"},
+    "bare-head": {"update: all clipped", "sensitivity", SPREAD},
     # With bfloat16 products, where updates say less.
     "cuts-norm-bf16": {COPIES_CHECK},
     "noise-bf16": {"noise: fine enough"},
@@ -95,6 +102,7 @@ ONLY = {
 QUICK = {
     "caches-gradients",
     "clips-batch",
+    "counts-id-once",
     "cuts-norm-bf16",
     "drops-large-batch",
     "half-noise",
@@ -107,7 +115,7 @@ QUICK = {
 }
 """Mutants that CI judges each time; `make mutants` and the slow tests judge all."""
 RIGHT = ("exact", "exact-static", "exact-plain", "exact-adam", "exact-lora", "exact-bf16")
-ALSO_RIGHT = ("exact-vit", "exact-wrn")
+ALSO_RIGHT = ("exact-vit", "exact-wrn", "exact-recsys", "exact-bias", "exact-head")
 """Right ones that only the slow tests judge."""
 
 
