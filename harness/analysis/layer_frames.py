@@ -95,6 +95,8 @@ def _rows(records: Sequence[Record]) -> pd.DataFrame:
         state, reason = _admitted(r)
         seconds = r.layer.pass_seconds if state == "ok" else []
         parts = r.layer.parts if state == "ok" else None
+        if parts is not None and not parts.peak:
+            parts = None  # every layer has inputs: an allocator that saw no byte of them counted nothing
         rows.append(
             {
                 "machine": naming.machine_label(r.machine),
@@ -178,7 +180,7 @@ def cells(raw: pd.DataFrame) -> pd.DataFrame:
                 **{c: first[c] for c in ("input_bytes", "label_bytes", "output_bytes")},
                 "micro_batch": _middle(group, "micro_batch"),
                 "kept_bytes": _middle(group, "kept_bytes"),
-                "state": "ok" if timed or counted else failed[-1]["state"],
+                "state": "ok" if timed or counted or not failed else failed[-1]["state"],
                 "reason": failed[-1]["reason"] if failed else "",
                 "failed": ", ".join(sorted({p["state"] for p in failed})),
                 "median_ms": m.median if m else math.nan,

@@ -46,8 +46,8 @@ class Parts:
 
     @property
     def ratio(self) -> float:
-        """L/C."""
-        return self.L / self.C
+        """L/C; infinite where an example has no bytes."""
+        return self.L / self.C if self.C else math.inf
 
     @property
     def regime(self) -> Regime:

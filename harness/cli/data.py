@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from harness.cli.options import Json
+from harness.cli.verbs import Verbs
 from harness.errors import BadInput
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from harness.data.download import Progress
 
-app = typer.Typer(help="Fetch, list and verify data sets.", no_args_is_help=True)
+app = typer.Typer(cls=Verbs, help="Fetch, list and verify data sets.", no_args_is_help=True)
 
 Names = Annotated[
     list[str] | None, typer.Argument(help="Data sets, as `dpbench data list` names them; none means all.")

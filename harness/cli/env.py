@@ -9,9 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from harness.cli.options import Json
+from harness.cli.verbs import Verbs
 from harness.errors import BadInput
 
-app = typer.Typer(no_args_is_help=True, help="Make, list and remove the frameworks' environments.")
+app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Make, list and remove the frameworks' environments.")
 
 
 @app.command("list")

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from harness.cli.options import FINDING, Json
+from harness.cli.verbs import Verbs
 
-app = typer.Typer(no_args_is_help=True, help="Keep runs over time, find lasting changes, check in CI.")
+app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Keep runs over time, find lasting changes, check in CI.")
 
 FOLDER = Path("results/history")
 UNREAD = 3

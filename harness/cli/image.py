@@ -7,9 +7,12 @@ from typing import Annotated, Any
 import typer
 
 from harness.cli.options import Json
+from harness.cli.verbs import Verbs
 from harness.errors import BadInput
 
-app = typer.Typer(no_args_is_help=True, help="Lock, build, list, verify and remove the frameworks' container images.")
+app = typer.Typer(
+    cls=Verbs, no_args_is_help=True, help="Lock, build, list, verify and remove the frameworks' container images."
+)
 
 Device = Annotated[str, typer.Option(help="Each device has its own locks, base and images.", metavar="cpu|cuda")]
 Frameworks = Annotated[list[str] | None, typer.Argument(help="Frameworks; default all.")]

@@ -18,6 +18,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import typer
 
+from harness.cli import standard_output, verbs
 from harness.cli.options import BAD_INPUT, FINDING, Device, Json, Names, Threads, names_of
 from harness.errors import BadInput
 
@@ -31,7 +32,7 @@ ORDER = (
 """The verbs of the help in their order: what most people want comes first."""
 
 
-class Verbs(typer.core.TyperGroup):
+class Ordered(verbs.Verbs):
     """The verbs in their order."""
 
     def list_commands(self, context: Any) -> list[str]:
@@ -51,11 +52,9 @@ class Kinds(typer.core.TyperGroup):
         return super().parse_args(context, args)
 
 
-app = typer.Typer(cls=Verbs, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(cls=Ordered, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 run_app = typer.Typer(cls=Kinds, no_args_is_help=True, help="Measure: plan, isolate, gate, time, store.")
 app.add_typer(run_app, name="run")
-
-READER_LEFT = 141
 
 
 def _version(is_asked: bool) -> None:
@@ -198,14 +197,14 @@ _mount()
 def main() -> None:
     """Console script: bad input is one sentence on standard error and exit code 2."""
     try:
-        app()
+        with standard_output.watched():
+            app()
     except BadInput as error:
         print(f"dpbench: {error}", file=sys.stderr)
         sys.exit(BAD_INPUT)
-    except BrokenPipeError:
-        # Never 0: the reader left before the verdict. 141 is what a shell says of a process that SIGPIPE ended.
+    except BrokenPipeError:  # of standard error
         sys.stderr.close()
-        sys.exit(READER_LEFT)
+        sys.exit(standard_output.READER_LEFT)
 
 
 if __name__ == "__main__":

@@ -204,12 +204,13 @@ def test_a_resume_repeats_no_noise_and_skips_none():
 
 
 def test_secure_noise_is_normal_fresh_and_independent():
+    """It has no seed: a right generator misses one of these bounds once in 1e9 runs."""
     noise = SecureNoise()
-    drawn = torch.stack([noise.add_(torch.zeros(50_000, dtype=torch.float64), 1.0, 0) for _ in range(2)])
-    assert stats.kstest(drawn.flatten(), "norm").pvalue > 1e-5
-    assert abs(float(drawn.var()) - 1) < 5 * (2 / drawn.numel()) ** 0.5
-    for a, b in ((drawn[0], drawn[1]), (drawn[:, 1:], drawn[:, :-1]), (drawn[:, :25_000], drawn[:, 25_000:])):
-        assert abs(float((a * b).mean())) * a.numel() ** 0.5 < 5
+    drawn = torch.stack([noise.add_(torch.zeros(100_000, dtype=torch.float64), 1.0, 0) for _ in range(2)])
+    assert stats.kstest(drawn.flatten(), "norm").pvalue > 1e-10
+    assert abs(float(drawn.var()) - 1) < 7 * (2 / drawn.numel()) ** 0.5
+    for a, b in ((drawn[0], drawn[1]), (drawn[:, 1:], drawn[:, :-1]), (drawn[:, :50_000], drawn[:, 50_000:])):
+        assert abs(float((a * b).mean())) * a.numel() ** 0.5 < 7
     noise.load_state_dict(noise.state_dict())
     assert not torch.equal(noise.add_(torch.zeros(100), 1.0, 0), noise.add_(torch.zeros(100), 1.0, 0))
 
@@ -221,10 +222,10 @@ def test_secure_releases_lie_on_one_grid_whatever_the_sum(dtype, std):
     spacing = grid_spacing(std)
     assert std / 2**21 < spacing <= std / 2**20
     for sum_ in (0.0, std / 3, std * math.pi):
-        released = SecureNoise().add_(torch.full((20_000,), sum_, dtype=dtype), std, 0).double()
+        released = SecureNoise().add_(torch.full((40_000,), sum_, dtype=dtype), std, 0).double()
         assert torch.equal(released, (released / spacing).round() * spacing)
         assert float(released.std()) == pytest.approx(std, rel=0.03)
-        assert float(released.mean()) == pytest.approx(sum_, abs=5 * std / 20_000**0.5)
+        assert float(released.mean()) == pytest.approx(sum_, abs=7 * std / 40_000**0.5)
 
 
 def test_secure_noise_keeps_shape_layout_and_pieces(monkeypatch):

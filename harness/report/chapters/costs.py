@@ -72,7 +72,8 @@ def hardware(tables: Tables, section: Section) -> list[Grid]:
 
 def _peaks(tables: Tables, section: Section) -> tuple[float, float] | None:
     """Return (FLOP/s, bytes/s), the best of all runs: whatever disturbed the measurement made it slower."""
-    found = [p for i in section.of(tables.raw).index if (p := tables.records[i].machine.get("peaks"))]
+    said = (tables.records[i].machine.get("peaks") for i in section.of(tables.raw).index)
+    found = [p for p in said if p and min(p["flops_per_second"], p["bytes_per_second"]) > 0]
     if not found:
         return None
     return max(p["flops_per_second"] for p in found), max(p["bytes_per_second"] for p in found)

@@ -72,6 +72,7 @@ def _of_section(
                 f"layer-modes_batch-{size}", f"All contestants by layer at batch {size}", layer_figures.modes, size, g
             )
             for size, g in _last_sizes(main_factors)
+            if (g.column == "dp").any()
         ),
         when=when,
         in_terminal=True,

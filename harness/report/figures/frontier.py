@@ -42,6 +42,8 @@ def draw(
     ticks = panel.size_ticks([2**k for k in range(20) if smallest <= 2**k <= largest])
     x = panel.of_sizes([smallest, largest])
     rates = [*ok.examples_per_second, *group.examples_per_second, *group.low, *group.high]
+    # A process that did not grow has no place on a logarithmic axis; the table shows it.
+    ok = ok.assign(peak_bytes=ok.peak_bytes.where(ok.peak_bytes > 0))
     peaks = [*(ok.peak_bytes / MEBIBYTE), budget]
     places = task_figures.columns(2, 216.0)
     panels = [
@@ -55,7 +57,8 @@ def draw(
     for one, (title, label) in zip(panels, words, strict=True):
         one.frame(ticks, panel.plain_ticks(one.y), [title], "physical batch size (log)", label)
     left, right = panels
-    drawing.curve((right.at(x.low, budget), right.at(x.high, budget)), "#000000", 0.8, panel.DASHES["--"])
+    if budget > 0:
+        drawing.curve((right.at(x.low, budget), right.at(x.high, budget)), "#000000", 0.8, panel.DASHES["--"])
     for name in names:
         mine = ok[ok.contestant == name].sort_values("batch_size")
         _curve(left, list(mine.batch_size), list(mine.examples_per_second), style[name])
@@ -65,7 +68,7 @@ def draw(
             left.bar(frontier.batch_size, frontier.low, frontier.high, style[name])
             open_mark = Look(style[name].colour, style[name].marker, "", "none")
             left.mark(frontier.batch_size, frontier.examples_per_second, open_mark, 8)
-        if pd.notna(frontier.misfit):
+        if pd.notna(frontier.misfit) and budget > 0:
             right.mark(frontier.misfit, budget, Look(style[name].colour, "x", ""), 6)
     n = model.usual(group[group.n > 0].n)
     notes = [
@@ -85,4 +88,5 @@ def draw(
 def _curve(one: Panel, sizes: Sequence[int], values: Sequence[float], look: Look) -> None:
     one.curve(sizes, values, look, 1.0)
     for size, value in zip(sizes, values, strict=True):
-        one.mark(size, value, look, 3)
+        if not math.isnan(value):
+            one.mark(size, value, look, 3)

@@ -2,6 +2,7 @@ r"""Tables for a paper: booktabs, ready for ``\input``, in the layout of the pap
 
 from __future__ import annotations
 
+import itertools
 import string
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -447,7 +448,7 @@ def document(names: list[str], figures: Mapping[str, Picture], floating: Collect
     of a PDF -> what it shows.
     """
     inputs = []
-    for name, following in zip(names, [*names[1:], ""], strict=True):
+    for name, following in itertools.pairwise([*names, ""]):
         inputs.append(rf"\input{{{name}}}")
         # Tables that float would else come out among those of the next section, and not in the order of their numbers.
         if name in floating and following not in floating:

@@ -61,7 +61,7 @@ def test_the_version_is_that_of_the_installed_distribution() -> None:
 
 
 def test_the_lists_fit_eighty_columns() -> None:
-    lines = CliRunner().invoke(app, ["list"]).output.splitlines()
+    lines = CliRunner().invoke(app, ["list"], env={"COLUMNS": "80"}).output.splitlines()
     assert max(map(len, lines)) <= 80
     for contestant in registry.select(["all"]):
         assert [line for line in lines if contestant.name in line.split()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -277,3 +278,28 @@ def test_help_imports_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [("list",), ("--help",), ("explain", "mnist-cnn/opacus-hooks/512", "--in", "HERE")]
+)
+def test_a_reader_who_left_ends_it_silently_and_is_no_verdict(folder, arguments):
+    """As ``| head`` may; by print, by the help and by rich's tables."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "harness", *(str(folder) if word == "HERE" else word for word in arguments)]
+    try:
+        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [("env remove", "rm"), ("image rm", "remove"), ("data ls", "list"), ("measure", "run"), ("env mkae", "make")],
+)
+def test_another_programs_verb_is_answered_with_ours(asked, meant):
+    said = run(*asked.split(), code=2)
+    assert f"No such command {asked.split()[-1]!r}. Did you mean {meant!r}?" in said
+    assert "Did you mean" not in run("env", "frobnicate", code=2)

@@ -98,6 +98,12 @@ def test_the_committed_table_is_what_its_comparisons_give():
     folder = ROOT / "results" / "comparisons" / "alerts-2026-11-20"
     written = json.loads((folder / "alerts.json").read_text())
     said = table.summary(stored(folder))
-    assert json.loads(json.dumps(said["faults"])) == written["faults"]
+    # Processors differ in the last digit of a logarithm.
+    for found, kept in zip(json.loads(json.dumps(said["faults"])), written["faults"], strict=True):
+        for name, value in kept.items():
+            assert found.pop(name) == (pytest.approx(value, rel=1e-9) if isinstance(value, float | list) else value), (
+                name
+            )
+        assert not found
     alerts = [row["alert"] for row in said["simulated"]["curve"]]
     assert alerts == pytest.approx([row["alert"] for row in written["simulated"]["curve"]], abs=0.01)

@@ -181,12 +181,20 @@ def test_a_meter_that_cannot_tell_says_why_and_gives_no_figure(
 
 
 def test_the_power_of_the_idle_machine_and_how_often_its_counter_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(energy, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
     monkeypatch.setattr(energy.ForeignLoad, "share", 0.0)
     found = {PROCESSORS: Moves(0.0, 0.0, 2.0, 2.0, 5.0), GPU: Unavailable("there is none")}
-    said = energy.idle(found, 0.1)
+    said = energy.idle(found, 10 * energy.LOOK_SECONDS)
     assert said.reason is None and set(said.watts) == set(said.step_seconds) == {PROCESSORS}
     took = 5.0 / said.watts[PROCESSORS]
-    assert took >= 0.1 and said.step_seconds[PROCESSORS] == pytest.approx(took / 2)
+    assert took == pytest.approx(10 * energy.LOOK_SECONDS, rel=0.11)
+    assert said.step_seconds[PROCESSORS] == pytest.approx(took / 2)
 
 
 def test_a_machine_at_work_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -301,7 +302,8 @@ def test_kill_9_loses_and_doubles_nothing(driver: Driver, victim: str, finished:
         wait_for(lambda: not any(alive(pid) for pid in orphans), 5)
     else:
         for pid in workers(process.pid):
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                os.kill(pid, signal.SIGKILL)
         process.wait(timeout=120)
     done = driver.run(*RUN)
     after = driver.files()

@@ -15,18 +15,35 @@ import psutil
 import pytest
 
 from harness.cli import doctor
+from harness.contract import Array
 from harness.environments import memory_limit
 from harness.worker import machine, speed_probe
 from harness.worker.clock import ForeignLoad, timed_steps
 
+ATTEMPTS = 40
+
+
+class Sleeper(doctor.Phantom):
+    """Knows how long its steps lasted: a busy machine wakes it late."""
+
+    lasted = 0.0
+
+    def step(self, indices: Array, mask: Array | None) -> None:
+        start = time.perf_counter()
+        super().step(indices, mask)
+        self.lasted += time.perf_counter() - start
+
 
 @pytest.mark.parametrize("milliseconds", [5, 10, 50])
 def test_known_sleeps_are_measured_within_5_percent(milliseconds: int) -> None:
-    # The fastest of up to 40: a busy machine makes a sleep longer, never shorter.
     errors: list[float] = []
-    while len(errors) < 40 and min(errors, default=1.0) > 0.05:
-        errors.append(doctor.sleep_error(milliseconds / 1e3, steps=8))
+    while len(errors) < ATTEMPTS and min(errors, default=1.0) > 0.05:
+        sleeper = Sleeper(milliseconds / 1e3)
+        measured = timed_steps(sleeper, [(doctor.NO_INDICES, None)] * 8)
+        assert sleeper.lasted >= 8 * milliseconds / 1e3
+        errors.append(measured / sleeper.lasted - 1.0)
     assert 0.0 <= min(errors) <= 0.05
+    assert doctor.sleep_error(milliseconds / 1e3, steps=2) >= 0.0
 
 
 @pytest.mark.parametrize("mib", [0, 1, 4, 16])
@@ -45,9 +62,11 @@ def test_the_clock_waits_for_the_device() -> None:
             time.sleep(0.03)
 
     # Once before the clock starts (not counted) and once before it stops (counted).
-    # The fastest of three: a busy machine makes a sleep longer, never shorter.
-    seconds = min(timed_steps(Late(), [(doctor.NO_INDICES, None)]) for _ in range(3))
-    assert 0.03 <= seconds < 0.055
+    # The fastest of some: a busy machine makes a sleep longer, never shorter.
+    seconds: list[float] = []
+    while len(seconds) < ATTEMPTS and min(seconds, default=1.0) >= 0.055:
+        seconds.append(timed_steps(Late(), [(doctor.NO_INDICES, None)]))
+    assert 0.03 <= min(seconds) < 0.055
 
 
 @pytest.fixture
@@ -79,9 +98,10 @@ def test_foreign_load_sees_another_process(one_processor: None) -> None:
         load = ForeignLoad()
         used = 0.0
         with load.watch():
+            before = busy.cpu_times().user
             while used < 0.5:  # its own count says how much there is to be seen
                 time.sleep(0.1)
-                used = busy.cpu_times().user
+                used = busy.cpu_times().user - before
     finally:
         busy.kill()
         busy.wait()

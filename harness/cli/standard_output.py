@@ -1,0 +1,56 @@
+"""Standard output whose reader may leave, as ``head`` does."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from typing import Any, TextIO, cast
+
+READER_LEFT = 141
+"""Exit code: what a shell says of a process that SIGPIPE ended."""
+
+
+class _Watched:
+    """A stream that ends the process at once and silently where nobody reads it any more.
+
+    Click and rich end with 1 then, which here is a finding. They let SystemExit pass.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._silently():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with self._silently():
+            self._stream.flush()
+
+    @contextmanager
+    def _silently(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            # What is still in the buffer is written when the interpreter ends: to nowhere.
+            with suppress(OSError, io.UnsupportedOperation):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            raise SystemExit(READER_LEFT) from None
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Within, a reader of standard output who left ends the process with :data:`READER_LEFT`, whatever else happened:
+    the reader left before the verdict."""
+    stream = _Watched(sys.stdout)
+    with redirect_stdout(cast(TextIO, stream)):
+        try:
+            yield
+        finally:
+            stream.flush()
