@@ -118,15 +118,19 @@ def serves_graph(*tensors: Tensor) -> bool:
     )
 
 
-def _call(name: str, tensors: Sequence[Tensor | None], sizes: Sequence[int], *numbers: float, strided: int = 0) -> None:
-    """``strided``: so many tensors at the beginning may have any strides, which are among the sizes; None: none."""
+def _call(name: str, tensors: Sequence[Tensor | None], sizes: Sequence[int], *numbers: float, strided: int = 0) -> int:
+    """``strided``: so many tensors at the beginning may have any strides, which are among the sizes; None: none.
+
+    Returns what the function returns, if anything.
+    """
     found = kernels()
     assert found is not None
     for tensor in tensors[strided:]:
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{name} got a tensor of strides {tensor.stride()} for shape {tuple(tensor.shape)}.")
     pointers = [ctypes.c_void_p(0 if t is None else t.data_ptr()) for t in tensors]
-    getattr(found.library, name)(*pointers, *(ctypes.c_int64(s) for s in sizes), *map(ctypes.c_double, numbers))
+    numbers_of_c = *(ctypes.c_int64(s) for s in sizes), *map(ctypes.c_double, numbers)
+    return int(getattr(found.library, name)(*pointers, *numbers_of_c))
 
 
 def lstm_forward(z: Tensor, weight: Tensor, gates: Tensor, h: Tensor, c: Tensor, tanh_c: Tensor, reverse: bool) -> None:
@@ -289,12 +293,16 @@ def cross_entropy(z: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tens
     return losses, shifts
 
 
-def cross_entropy_grad(z: Tensor, labels: Tensor, grad: Tensor, shifts: Tensor, ignored: int) -> Tensor:
-    """The gradient of Σ_r grad[r] loss[r] at z, dense, of its shape, for what :func:`cross_entropy` took and gave."""
+def cross_entropy_grad(z: Tensor, labels: Tensor, grad: Tensor, shifts: Tensor, ignored: int) -> Tensor | None:
+    """The gradient of Σ_r grad[r] loss[r] at z, dense, of its shape, for what :func:`cross_entropy` took and gave.
+
+    None where they have changed since: the probabilities of a row do not add up to one, or a label is no class.
+    """
+    (z,) = _dense_last(z)  # what hooks of saved tensors bring back may lie in memory otherwise
     out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     sizes = (*_rows_of_classes(z), ignored, torch.get_num_threads())
-    _call("dpcore_cross_entropy_backward", (z, labels, grad.contiguous(), shifts, out), sizes, strided=1)
-    return out
+    changed = _call("dpcore_cross_entropy_backward", (z, labels, grad.contiguous(), shifts, out), sizes, strided=1)
+    return None if changed else out
 
 
 def add_normals(target: Tensor, std: float, words: bytes) -> None:

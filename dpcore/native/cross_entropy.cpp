@@ -1,6 +1,7 @@
 // The cross-entropy of rows of float32 logits with one class each, and its gradient at the logits: torch writes the logarithms
 // of all probabilities and a gradient at those to memory, and reads both again. Here a row is read while it is in the cache.
 
+#include <atomic>
 #include <cmath>
 #include <limits>
 
@@ -76,10 +77,12 @@ extern "C" void dpcore_cross_entropy_forward(const float* z, const int64_t* labe
     });
 }
 
-// out [rows, classes] = grad[r] (probability - 1 where the class is the label); 0 where the label is ``ignored``.
-extern "C" void dpcore_cross_entropy_backward(const float* z, const int64_t* labels, const float* grad, const float* shifts,
-                                              float* out, int64_t rows, int64_t inner, int64_t classes, int64_t outer_step,
-                                              int64_t inner_step, int64_t ignored, int64_t threads) {
+// out [rows, classes] = grad[r] (probability - 1 where the class is the label); 0 where the label is ``ignored``. Returns whether
+// the logits or labels are no longer those of the forward pass: probabilities that do not add up to 1, or a label beyond them.
+extern "C" int dpcore_cross_entropy_backward(const float* z, const int64_t* labels, const float* grad, const float* shifts,
+                                             float* out, int64_t rows, int64_t inner, int64_t classes, int64_t outer_step,
+                                             int64_t inner_step, int64_t ignored, int64_t threads) {
+    std::atomic<int> changed{0};
     by_threads(rows, worth_a_thread(30.0 * classes), threads, [&](int64_t first, int64_t last) {
         for (int64_t r = first; r < last; ++r) {
             float* to = out + r * classes;
@@ -89,11 +92,25 @@ extern "C" void dpcore_cross_entropy_backward(const float* z, const int64_t* lab
             }
             const float* row = z + (r / inner) * outer_step + (r % inner) * inner_step;
             const V top = all(shifts[r]), log_sum = all(shifts[rows + r]), scale = all(grad[r]);
-            for (int64_t j = 0; j < classes; j += W) {
-                const int64_t n = classes - j;
-                store(to + j, scale * falling_exponential(load(row + j, n) - top - log_sum), n);
+            double total = 0.0;
+            for (int64_t from = 0; from < classes; from += AT_ONCE * W) {
+                const int64_t end = std::min<int64_t>(classes, from + AT_ONCE * W);
+                V sum{};
+                for (int64_t j = from; j < end; j += W) {
+                    const int64_t n = end - j;
+                    const V x = n >= W ? load(row + j, W) : part(row + j, n, -std::numeric_limits<float>::infinity());
+                    const V probability = falling_exponential(x - top - log_sum);
+                    sum += probability;
+                    store(to + j, scale * probability, n);
+                }
+                for (int lane = 0; lane < W; ++lane) total += sum[lane];
             }
-            to[labels[r]] -= grad[r];
+            const bool finite = shifts[rows + r] == shifts[rows + r];  // NaN where the logits had no probabilities
+            if (uint64_t(labels[r]) >= uint64_t(classes) || (finite && !(std::fabs(total - 1.0) < 0.01)))
+                changed = 1;
+            else
+                to[labels[r]] -= grad[r];
         }
     });
+    return changed;
 }

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from dpcore import native
@@ -27,6 +27,10 @@ REDUCTIONS = ("none", "mean", "sum")
 STEPS_BEHIND = 12
 """Functions between a module's output and the loss (views, slices, a cast) that are looked through at most."""
 _OF_PRIVATE = "dpcore: output of a private module"
+CHANGED = (
+    "Logits or labels were changed in place between F.cross_entropy and its backward pass. The gradient is computed "
+    "from them, because dpcore keeps no logarithms of probabilities beside them; change a copy, or set DPCORE_NATIVE=0."
+)
 
 _installing = threading.Lock()
 
@@ -42,10 +46,39 @@ class _CrossEntropy(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        z, labels, shifts = ctx.saved_tensors
-        return native.cross_entropy_grad(z, labels, grad, shifts, ctx.ignored), None, None
+        try:
+            z, labels, shifts = ctx.saved_tensors
+        except RuntimeError as error:
+            if "inplace" in str(error):
+                error.add_note(CHANGED)
+            raise
+        # Gradients that get gradients (create_graph=True), and many at once (is_grads_batched), are torch's.
+        if torch.is_grad_enabled() or not torch._C._has_storage(grad) or not native.serves(z, grad):
+            return _gradient(z, labels, grad, ctx.ignored), None, None
+        found = native.cross_entropy_grad(z, labels, grad, shifts, ctx.ignored)
+        if found is None:
+            raise RuntimeError(CHANGED)
+        return found, None, None
+
+
+def _gradient(z: Tensor, labels: Tensor, grad: Tensor, ignored: int) -> Tensor:
+    """The gradient of Σ_r grad[r] loss[r] at z, in torch's operators."""
+    places = (*z.shape[:-1], 1)
+    without = (labels == ignored).view(places)
+    hit = torch.zeros_like(z).scatter(-1, labels.view(places).masked_fill(without, 0), 1.0)
+    return grad.view(places) * (z.softmax(-1) - hit).masked_fill(without, 0.0)
+
+
+def _is_watched() -> bool:
+    """Return whether operations are traced, handed to a mode of the dispatcher, or differentiated forward: no kernel is
+    seen there.
+    """
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+    )
 
 
 def _by_kernel(input: Tensor, target: Tensor, reduction: str, ignored: int) -> Tensor | None:
@@ -61,6 +94,7 @@ def _by_kernel(input: Tensor, target: Tensor, reduction: str, ignored: int) -> T
         or input.dim() not in (2, 3)
         or target.shape != input.shape[:1] + input.shape[2:]
         or reduction not in REDUCTIONS
+        or _is_watched()
         or not native.serves(input)
     ):
         return None
@@ -108,7 +142,8 @@ def mark(outputs: list[Any]) -> None:
             and output.device.type == "cpu"
             and native.available()
         ):
-            output.grad_fn.metadata[_OF_PRIVATE] = True
+            node: Any = output.grad_fn
+            node.metadata[_OF_PRIVATE] = True
             _install()
 
 
@@ -152,7 +187,7 @@ def _install() -> None:
         current = torch._C._nn.cross_entropy_loss
         if getattr(current, "of_private_modules", False):
             return
-        replaced = functools.partial(_cross_entropy_loss, current)
+        replaced = functools.wraps(current)(functools.partial(_cross_entropy_loss, current))
         replaced.of_private_modules = True  # type: ignore[attr-defined]
         torch.jit._builtins._register_builtin(replaced, "aten::cross_entropy_loss")  # scripts go on with torch's own
         torch._C._nn.cross_entropy_loss = replaced  # type: ignore[assignment]

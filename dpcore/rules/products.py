@@ -113,7 +113,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     constants = (weight, bias) if bias is not None else (weight,)
     if (
         all(type(t) in (Tensor, Parameter) and t.dtype == torch.float32 and not t.requires_grad for t in constants)
-        and weight.dim() == 2
+        and all(t.device == x.device for t in constants)
+        and weight.shape[1:] == x.shape[-1:]
+        # oneDNN reads as many numbers as there are outputs, torch spreads out what it gets.
+        and (bias is None or bias.shape == weight.shape[:1])
         and prefers_onednn(x, 2.0 * x.numel() * len(weight))
         and not torch.is_autocast_enabled("cpu")
         and torch._C._functorch.maybe_current_level() is None

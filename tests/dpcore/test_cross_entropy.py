@@ -7,6 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from dpcore import Engine, GradSampleModule, native
@@ -132,13 +134,81 @@ def test_labels_beyond_the_classes_get_torchs_own_words(calls):
     assert calls == []
 
 
+def kernel_loss(logits, labels):
+    found = cross_entropy._by_kernel(logits, labels, "mean", -100)
+    assert found is not None
+    return found
+
+
 def test_logits_that_were_changed_behind_the_loss_are_refused():
     logits = torch.randn(4, 100, requires_grad=True) * 1.0
-    loss = cross_entropy._by_kernel(logits, torch.arange(4), "sum", -100)
+    loss = kernel_loss(logits, torch.arange(4))
     with torch.no_grad():
         logits.mul_(2.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as refusal:
         loss.backward()
+    assert refusal.value.__notes__ == [cross_entropy.CHANGED]
+
+
+def test_changes_that_torch_does_not_count_are_refused_too():
+    """Through numpy: torch's own loss does not look at the logits again, so that a loop may do this."""
+    for part in (0, 1):
+        given = torch.randn(4, 100), torch.arange(4)
+        loss = kernel_loss(given[0].requires_grad_(), given[1])
+        given[part].detach().numpy()[3] += 98
+        if part == 0:
+            given[0].detach().numpy()[3, 7] -= 90
+        with pytest.raises(RuntimeError, match="changed in place between"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("classes", [1, 7, 150, 3000, 70_001])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 40.0, 1e4])
+def test_no_logits_are_taken_for_changed_ones(classes, spread):
+    logits = (spread * torch.randn(2, classes)).requires_grad_()
+    kernel_loss(logits, torch.tensor([0, classes - 1])).backward()
+    assert logits.grad is not None
+
+
+def test_a_penalty_on_the_gradient_at_the_logits_has_its_own_gradient():
+    z, labels = torch.randn(3, 40), torch.tensor([1, -100, 39])
+    found = []
+    for logits, loss in ((z.clone(), kernel_loss), (z.double(), F.cross_entropy)):
+        first = loss(logits.requires_grad_(), labels)
+        (gradient,) = torch.autograd.grad(first, logits, create_graph=True)
+        found.append(torch.autograd.grad(first + gradient.square().sum(), logits)[0])
+    torch.testing.assert_close(found[0], found[1].float(), rtol=1e-5, atol=1e-7)
+
+
+def test_many_gradients_at_once():
+    logits, labels, weights = torch.randn(3, 40, requires_grad=True), torch.tensor([1, -100, 39]), torch.randn(5, 3)
+    found = []
+    for losses in (
+        cross_entropy._by_kernel(logits, labels, "none", -100),
+        F.cross_entropy(logits, labels, reduction="none"),
+    ):
+        found += torch.autograd.grad(losses, logits, weights, is_grads_batched=True)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_saved_logits_may_come_back_with_other_strides(dims):
+    """As hooks that keep them elsewhere may lay them out."""
+    shape = (3, 40) if dims == 2 else (3, 5, 40)
+    z, labels = torch.randn(shape), torch.randint(0, 40, shape[:-1])
+    grads = []
+    for turned in (False, True):
+        logits = z.clone().requires_grad_()
+        pack = (lambda t: t.mT.contiguous()) if turned else (lambda t: t)
+        unpack = (lambda t: t.mT) if turned else (lambda t: t)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, pack=pack: pack(t) if t.shape == shape else t,
+            lambda t, unpack=unpack: unpack(t) if t.dim() == dims and t.shape[-2] == 40 else t,
+        ):
+            loss = kernel_loss(logits.movedim(-1, 1), labels)
+        loss.backward()
+        grads.append(logits.grad)
+    assert torch.equal(*grads)
 
 
 # ---- where it is used
@@ -148,7 +218,7 @@ def losses_of(z, y):
     return F.cross_entropy(z.transpose(1, 2), y, reduction="none").mean(1)
 
 
-def test_an_engines_loss_goes_through_the_kernel_and_gives_the_weights_of_the_pure_path(calls):
+def test_an_engines_loss_goes_through_the_kernel_and_gives_the_weights_of_torchs_own(calls, monkeypatch):
     x, y = batch()
     weights = []
     for kernels in (True, False):
@@ -158,12 +228,11 @@ def test_an_engines_loss_goes_through_the_kernel_and_gives_the_weights_of_the_pu
         engine = Engine(
             model, losses_of, max_grad_norm=0.1, noise_multiplier=0.0, expected_batch_size=6, optimizer=optimizer
         )
-        if kernels:
-            engine.step(x, y)
-            assert calls
-        else:
-            with native.disabled():
-                engine.step(x, y)
+        # All other kernels stay: their bounds of rounding, and with these the clip factors, differ by more than this.
+        monkeypatch.setattr(cross_entropy, "WORTH_A_KERNEL", 0 if kernels else 2**62)
+        engine.step(x, y)
+        assert bool(calls) == kernels
+        calls.clear()
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-7)
 
@@ -233,6 +302,28 @@ def test_scripts_and_compiled_functions_go_on_with_torchs_function(calls):
     assert calls == []
     compiled = torch.compile(F.cross_entropy, backend="aot_eager", fullgraph=True)
     assert torch.allclose(compiled(z, y.flatten()), F.cross_entropy(z.detach(), y.flatten()))
+
+
+def traced(z, y):
+    return torch.jit.trace(F.cross_entropy, (z, y))(z, y)
+
+
+def made_a_graph(z, y):
+    return make_fx(lambda z, y: F.cross_entropy(z, y))(z, y)(z, y)
+
+
+def forward_mode(z, y):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(F.cross_entropy(forward_ad.make_dual(z, z.detach()), y)).tangent
+
+
+@pytest.mark.parametrize("through", [traced, made_a_graph, forward_mode])
+def test_no_kernel_where_operations_are_traced_or_differentiated_forward(calls, through):
+    x, y = batch()
+    z, y = GradSampleModule(Words())(x).flatten(0, 1), y.flatten()
+    found = through(z, y)
+    assert calls == []
+    torch.testing.assert_close(found, through(z.detach().requires_grad_(), y))
 
 
 def test_no_tensor_of_the_logits_size_is_kept_beside_them():

@@ -195,3 +195,24 @@ def test_compiled_graphs_follow_the_weights(name):
         with torch.no_grad():
             for param in model.parameters():
                 param.mul_(0.9)
+
+
+class FrozenMap(nn.Module):
+    """A trained map, and a frozen one whose bias has any shape that torch spreads out over 256 outputs."""
+
+    def __init__(self, shape):
+        super().__init__()
+        torch.manual_seed(0)
+        self.trained = nn.Linear(12, 128)
+        self.register_buffer("weight", torch.randn(256, 128))
+        self.register_buffer("bias", torch.randn(shape))
+
+    def forward(self, x):
+        return F.linear(self.trained(x), self.weight, self.bias)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (256,), (1, 256)])
+def test_frozen_maps_spread_out_their_bias_as_torch_does(shape):
+    model, x = FrozenMap(shape), torch.randn(64, 12)
+    expected = model(x)
+    torch.testing.assert_close(dpcore.GradSampleModule(model)(x), expected, rtol=1e-4, atol=1e-4)
