@@ -22,6 +22,8 @@ from torch.nn.grad import conv2d_weight
 from dpcore import Engine, GaussianNoise, native
 from dpcore.functional import clipped_sum
 from dpcore.native.library import kernels as loaded
+from dpcore.numerics.rounding import gamma
+from dpcore.rules.linear import contraction_norm_sq
 from tests.dpcore.comparison import check, odd_loss, relative_error
 from tests.dpcore.test_recurrent import check_kept_graph
 
@@ -127,6 +129,19 @@ def test_norms_and_clipped_sums_of_contractions_equal_float64(batch, positions, 
     expected = 1.0 + torch.einsum("b,bdp->dp", factors.double(), true)
     torch.testing.assert_close(memory[:, :columns], expected.float(), rtol=1e-5, atol=1e-4)
     assert bool((memory[:, columns:] == 1.0).all())
+
+
+@pytest.mark.parametrize("length", [40, 512, 700])
+def test_squares_that_vanish_beside_the_first_ones_stay_within_the_bound(length):
+    """Ones in every lane, and then squares just below half a unit of one in the last place: none of them is added."""
+    x = torch.full((1, 1, length), (0.999 * 2.0**-24) ** 0.5)
+    x[..., : loaded().library.dpcore_lanes()] = 1.0
+    found = contraction_norm_sq(x, x)
+    true = float(x.double().square().sum() ** 2)
+    missing = (true - float(found.value)) / (found.error * float(found.scale))
+    assert 0.0 < missing <= 1.0
+    # Without what it holds for the released sum, 2 T + 4, too.
+    assert true <= float(found.value) * (1.0 + gamma(2 * native.gram_roundings(length), torch.float32))
 
 
 def test_a_clipped_sum_is_shared_out_over_threads_without_a_bit_of_difference():
