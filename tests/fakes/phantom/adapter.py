@@ -58,12 +58,13 @@ class Phantom(Adapter):
             misbehave()
 
     def _sleeper(self) -> None:
-        """Tells the file PHANTOM_LASTED how long it really slept: a busy machine wakes a sleeper late."""
+        """Tells the file PHANTOM_SLEPT when each sleep began and ended: a busy machine wakes a sleeper late."""
         started = time.perf_counter()
         time.sleep(0.01)
-        if "PHANTOM_LASTED" in os.environ:
-            with open(os.environ["PHANTOM_LASTED"], "a") as file:
-                file.write(f"{time.perf_counter() - started}\n")
+        ended = time.perf_counter()
+        if "PHANTOM_SLEPT" in os.environ:
+            with open(os.environ["PHANTOM_SLEPT"], "a") as file:
+                file.write(f"{started} {ended}\n")
 
     def _late(self) -> None:
         """Lets go only now of what it needed to place the data."""

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import time
 from collections.abc import Callable
@@ -85,29 +86,43 @@ def test_epsilon_is_that_of_the_whole_epoch(finished: Driver) -> None:
     assert by_variant["plain"].epsilon is None
 
 
-def lengths(driver: Driver) -> list[float]:
-    """Seconds of each sleep of a sleeper, as it saw them."""
-    return [float(line) for line in Path(driver.environment["PHANTOM_LASTED"]).read_text().split()]
+class Sleeps:
+    """The sleeps of a sleeper, as it saw them: on a busy machine what lies between two of them takes time, too."""
+
+    def __init__(self, driver: Driver) -> None:
+        lines = Path(driver.environment["PHANTOM_SLEPT"]).read_text().splitlines()
+        self.found = [tuple(map(float, line.split())) for line in lines]
+        assert min(end - start for start, end in self.found) >= 0.01
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def seconds(self, first: int, end: int) -> float:
+        """Seconds from the beginning of the first of these sleeps to the end of the last."""
+        return self.found[end - 1][1] - self.found[first][0] if end > first else 0.0
 
 
 def test_known_sleeps_are_timed(driver: Driver) -> None:
-    driver.environment["PHANTOM_LASTED"] = str(driver.out.with_name("lasted.txt"))
+    driver.environment["PHANTOM_SLEPT"] = str(driver.out.with_name("slept.txt"))
     assert driver.run("sleeper", "--subset", "0.05", "--no-memory").returncode == 0
     (one,) = driver.records()
     assert one.timed is not None and one.timed.extrapolated
     steps = one.timed.steps_timed
     assert steps == 24
-    lasted = lengths(driver)
-    assert min(lasted) >= 0.01
-    # Steps before the clock and the replay after it sleep, too; the timed ones are so many in a row.
-    stretches = [sum(lasted[k : k + steps]) for k in range(len(lasted) - steps + 1)]
+    slept = Sleeps(driver)
+    # Steps before the clock and the replay after it sleep, too; the timed ones are so many in a row, in two stretches.
+    stretches = [
+        slept.seconds(k, halt) + slept.seconds(halt, k + steps)
+        for k in range(len(slept) - steps + 1)
+        for halt in range(k, k + steps)
+    ]
     seconds = one.timed.measured_seconds[0]
     assert any(stretch <= seconds == pytest.approx(stretch, rel=0.10) for stretch in stretches)
     assert one.epoch_seconds[0] == pytest.approx(one.timed.measured_seconds[0] * 472 / 24)
 
 
 def test_a_budget_longer_than_an_epoch_times_several_and_changes_no_epsilon(driver: Driver) -> None:
-    driver.environment["PHANTOM_LASTED"] = str(driver.out.with_name("lasted.txt"))
+    driver.environment["PHANTOM_SLEPT"] = str(driver.out.with_name("slept.txt"))
     arguments = ["--budget-seconds", "1.5", "--batch-sizes", "8192", "--no-memory"]
     assert driver.run("sleeper,noop", *arguments).returncode == 0
     found = {r.cell.variant: r for r in driver.records()}
@@ -116,10 +131,17 @@ def test_a_budget_longer_than_an_epoch_times_several_and_changes_no_epsilon(driv
     assert slow.timed is not None and slow.epsilon is not None
     assert 2 <= slow.timed.epochs <= 37 and not slow.timed.extrapolated
     assert slow.timed.epochs == len(slow.epoch_seconds) == len(slow.timed.measured_seconds)
-    lasted = lengths(driver)[-4 * slow.timed.epochs :]
-    epochs = [sum(lasted[first : first + 4]) for first in range(0, len(lasted), 4)]
-    assert min(epochs) >= 0.04
-    assert min(slow.epoch_seconds) == pytest.approx(min(epochs), rel=0.1)
+    assert min(slow.epoch_seconds) >= 0.04
+    slept, count = Sleeps(driver), 4 * slow.timed.epochs
+    # The clock halts in one of them.
+    over = [
+        statistics.median(
+            seconds / slept.seconds(k + 4 * number, k + 4 * number + 4)
+            for number, seconds in enumerate(slow.epoch_seconds)
+        )
+        for k in range(len(slept) - count + 1)
+    ]
+    assert any(1.0 <= ratio < 1.1 for ratio in over), over
     fast = found["noop"]
     assert fast.timed is not None and 2 <= fast.timed.epochs <= 100 and fast.epsilon is not None
     assert fast.epsilon.steps == slow.epsilon.steps == slow.timed.steps_per_epoch == 4
@@ -310,9 +332,8 @@ def test_kill_9_loses_and_doubles_nothing(driver: Driver, victim: str, finished:
     assert len(after) == RECORDS
     kept = {name: text for name, text in survivors.items() if not record.parse(text, name).interrupted}
     assert {name: after[name] for name in kept} == kept
-    states = [r.state for r in driver.records()]
     if victim == "runner":
-        assert done.returncode == 0 and states == ["ok"] * 4
+        assert [(r.state, r.reason) for r in driver.records()] == [("ok", None)] * 4 and done.returncode == 0
     else:
         crashed = [r for purpose in ("time", "memory") for r in driver.records(purpose) if r.state != "ok"]
         assert done.returncode == 0 and not crashed, "a killed worker is tried again"
