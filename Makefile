@@ -195,7 +195,7 @@ publish-wheels:  ##ci attests and publishes dist/: a release's job, which has an
 fuzz-kernels: $(TORCH_READY)  ## dpcore's kernels against the pure rules under AddressSanitizer and UBSan
 	OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so.6)" \
 	  CXX="g++ -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer" \
-	  $(TORCH)/bin/pytest -q tests/dpcore/test_kernel_fuzz.py tests/dpcore/test_native.py --hypothesis-profile=explore \
+	  $(TORCH)/bin/pytest -q tests/dpcore/test_kernel_fuzz.py tests/dpcore/test_native.py tests/dpcore/test_cross_entropy.py --hypothesis-profile=explore \
 	  -p no:cacheprovider -k "not compiled_graphs and not without_a_compiler" $(ARGS)
 
 test-wheel: $(READY)  ##ci the wheel of dpbench, installed outside of the checkout: what it holds, and the preset smoke

@@ -474,7 +474,9 @@ class Driver:
         """How far what is allowed may move each trained tensor: the task's precision, or in many steps of float32 what
         a single update may be off by. None where it is not known, as of most cases in float32."""
         known = self.reference.get(gate_cases.rounding_name(case, self.setting.private))
-        return None if known is None else gate_cases.ROUNDING_FACTOR * known
+        if known is None:
+            return None
+        return known if self.task.precision == FLOAT32 else gate_cases.ROUNDING_FACTOR * known
 
     def _rounding(self, case: Case, expected: np.ndarray, steps: int) -> np.ndarray:
         """The float32 rounding of the weights that move, at most half a unit in the last place in every step."""
