@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dpcore.tape.tape import PASS_OF, STARTED_WITH
+from dpcore.tape.uses import HANDLERS
 
 _installing = threading.Lock()
 
@@ -92,4 +93,5 @@ def install() -> None:
             return
         replaced = functools.wraps(current)(functools.partial(_backward, current))
         replaced.of_mean_losses = True  # type: ignore[attr-defined]
+        HANDLERS[replaced] = HANDLERS[current]  # what a pass refuses is refused under this name, too
         torch.autograd.backward = replaced  # type: ignore[assignment]

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 import dpcore
 from dpcore import Engine, GaussianNoise, clipped_sum, reference
 from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.grad_sample import mean_loss
 from tests.dpcore.comparison import check, check_private, labels, odd_loss, relative_error
 
 DTYPES = [torch.float64, torch.float32]
@@ -627,9 +628,15 @@ def _by_forward_mode(f, x):
         "forward mode",
     ],
 )
+@pytest.mark.parametrize("after_half_precision", [False, True])
 @pytest.mark.filterwarnings("ignore:Using backward")
-def test_derivatives_of_its_own_are_refused_where_weights_would_be_lost(derive):
-    """The weights are constants of the recorded graph: their sums lacked what comes through the derivative."""
+def test_derivatives_of_its_own_are_refused_where_weights_would_be_lost(derive, after_half_precision):
+    """The weights are constants of the recorded graph: their sums lacked what comes through the derivative.
+
+    A mean loss in half precision replaces ``torch.autograd.backward`` for the process.
+    """
+    if after_half_precision:
+        mean_loss.install()
     with pytest.raises(UnsupportedError, match="derivatives of its own"):
         clipped_sum(WithDerivatives(derive), lambda out, y: out.square().sum(1), torch.randn(5, 3), torch.zeros(5), 1.0)
 
