@@ -11,6 +11,7 @@ from harness.contract import Adapter, Setting
 from harness.data import load
 from harness.tasks import TASKS, Linear, Task
 from harness.worker.gate import cases as gate_cases
+from harness.worker.gate.cases import Case
 from harness.worker.gate.noise import normal_limit, residual_scores
 from harness.worker.request import Request
 
@@ -63,15 +64,31 @@ def reference(task: Task, instability: np.ndarray | None = None) -> Values:
     }
     norms = [norm(gradients(task, starts[False], a, int(b))) for a, b in zip(x, y, strict=True)]
     found: Values = {"norms": np.array(norms), "instability": np.zeros(len(x)) if instability is None else instability}
+
+    def moved(case: Case, bound: float | None) -> Values:
+        start = starts[case.saturated]
+        weights = dict(start)
+        for rows in case.batches:
+            sums = total(task, weights, x[rows], y[rows], bound)
+            weights = {n: weights[n] - case.learning_rate / case.batch_size * sums[n] for n in weights}
+        return {name: start[name] - weights[name] for name in start}
+
     for private in (True, False):
         for case in gate_cases.stored_cases(task, found, private):
-            start = starts[case.saturated]
-            weights = dict(start)
-            for rows in case.batches:
-                sums = total(task, weights, x[rows], y[rows], case.max_grad_norm if private else None)
-                weights = {n: weights[n] - case.learning_rate / case.batch_size * sums[n] for n in weights}
-            moved = {name: start[name] - weights[name] for name in start}
-            found |= gate_cases.pack(gate_cases.truth_name(case, private), moved)
+            displacement = moved(case, case.max_grad_norm if private else None)
+            found |= gate_cases.pack(gate_cases.truth_name(case, private), displacement)
+    if gate_cases.has_kinks(task):
+        apart = []
+        for case in gate_cases.late_cases(task, found):
+            bounds = case.max_grad_norm, case.max_grad_norm * (1.0 - gate_cases.TOLERANCE)
+            exact, lower = (moved(case, bound) for bound in bounds)
+            apart.append({name: lower[name] - exact[name] for name in exact})
+        early, whole = apart
+        last = {name: whole[name] - early[name] for name in whole}
+        cases = gate_cases.late_cases(task, found)[1], gate_cases.last_case(task, found)
+        for case, parts in zip(cases, (whole, last), strict=True):
+            lengths = [np.linalg.norm(parts[name]) for name in task.trained_parameters]
+            found[gate_cases.rounding_name(case, True)] = np.array(lengths)
     return found
 
 
