@@ -113,23 +113,30 @@ def is_by_the_harness(timed: Timed) -> bool:
 
 def test_known_sleeps_are_timed(driver: Driver) -> None:
     driver.environment["PHANTOM_SLEPT"] = str(driver.out.with_name("slept.txt"))
-    assert driver.run("sleeper", "--subset", "0.05", "--no-memory").returncode == 0
-    (one,) = driver.records()
-    assert one.timed is not None and one.timed.extrapolated
-    steps = one.timed.steps_timed
-    assert steps == 24
-    slept = Sleeps(driver)
-    # Steps before the clock and the replay after it sleep, too; the timed ones are so many in a row, in two stretches.
-    stretches = [
-        slept.seconds(k, halt) + slept.seconds(halt, k + steps)
-        for k in range(len(slept) - steps + 1)
-        for halt in range(k, k + steps)
-    ]
-    seconds = sum(one.timed.part_seconds)
-    assert any(stretch <= seconds == pytest.approx(stretch, rel=0.10) for stretch in stretches)
-    (counted,) = one.timed.measured_seconds
-    assert counted == pytest.approx(seconds) or is_by_the_harness(one.timed)
-    assert one.epoch_seconds[0] == pytest.approx(counted * 472 / 24)
+    run = ("sleeper", "--subset", "0.05", "--no-memory", "--fresh")
+    steps = 24
+    # Once in a while a busy machine holds up the process between its clock and the first or the last sleep.
+    for _attempt in range(5):
+        Path(driver.environment["PHANTOM_SLEPT"]).unlink(missing_ok=True)
+        assert driver.run(*run).returncode == 0
+        (one,) = driver.records()
+        assert one.timed is not None and one.timed.extrapolated and one.timed.steps_timed == steps
+        slept = Sleeps(driver)
+        # Steps before the clock and the replay after it sleep, too; the timed ones are so many in a row, in two
+        # stretches.
+        stretches = [
+            slept.seconds(k, halt) + slept.seconds(halt, k + steps)
+            for k in range(len(slept) - steps + 1)
+            for halt in range(k, k + steps)
+        ]
+        seconds = sum(one.timed.part_seconds)
+        assert seconds >= min(stretches)
+        (counted,) = one.timed.measured_seconds
+        assert counted == pytest.approx(seconds) or is_by_the_harness(one.timed)
+        assert one.epoch_seconds[0] == pytest.approx(counted * 472 / 24)
+        if any(stretch <= seconds == pytest.approx(stretch, rel=0.10) for stretch in stretches):
+            return
+    pytest.fail(f"the clock says {seconds} s; stretches of {steps} sleeps took {min(stretches)} s and more")
 
 
 def test_a_budget_longer_than_an_epoch_times_several_and_changes_no_epsilon(driver: Driver) -> None:
