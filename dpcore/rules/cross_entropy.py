@@ -23,7 +23,7 @@ from dpcore.tape.uses import handles
 WORTH_A_KERNEL = 2**17
 """Logits; below, torch takes less time than a function of one's own costs."""
 REDUCTIONS = ("none", "mean", "sum")
-"""By torch's number for each."""
+"""Their places are torch's numbers for them."""
 STEPS_BEHIND = 12
 """Functions between a module's output and the loss (views, slices, a cast) that are looked through at most."""
 _OF_PRIVATE = "dpcore: output of a private module"
@@ -165,7 +165,7 @@ def _cross_entropy_loss(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """What ``F.cross_entropy`` calls: the same, by the kernel, of what a private module put out."""
+    """Compute what ``F.cross_entropy`` asks torch for: by the kernel, where a private module put out the logits."""
     if (
         not torch.compiler.is_compiling()
         and weight is None

@@ -55,8 +55,8 @@ def gate_reference(task: Task) -> dict[str, np.ndarray]:
 def _led_away(
     task: Task, found: dict[str, np.ndarray], start: torch.nn.Module, x: torch.Tensor, y: torch.Tensor
 ) -> dict[str, np.ndarray]:
-    """How far each trained tensor is moved in the many steps, and in the last few of them, where the bound is lower by
-    what a single update may be off by: a kink that is passed a step earlier or later changes more than that."""
+    """Return how far each trained tensor is moved in the many steps, and in the last few of them, where the bound is
+    lower by what a single update may be off by: a kink passed a step earlier or later changes more than that."""
     early, whole = gate_cases.late_cases(task, found)
     apart: list[list[np.ndarray]] = []
     for case in (early, whole):

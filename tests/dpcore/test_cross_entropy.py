@@ -32,13 +32,13 @@ class Words(nn.Module):
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """What a test can afford is worth the kernel, too."""
+    """Lets the kernel take what a test can afford."""
     monkeypatch.setattr(cross_entropy, "WORTH_A_KERNEL", 0)
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Which reductions went through the kernel."""
+    """Lists the reductions that went through the kernel."""
     found, original = [], cross_entropy._by_kernel
 
     def seen(input, target, reduction, ignored):

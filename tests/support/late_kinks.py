@@ -1,4 +1,4 @@
-"""What the reference says of many steps near kinks, with torch: ``python -m tests.support.late_kinks OUT``.
+"""Asks the reference about many steps near kinks, with torch: ``python -m tests.support.late_kinks OUT``.
 
 Writes how far an exact adapter ends from the reference whose bound is lower by what a single update may be off by, over
 the length of the displacement, and how much of that the reference allows; of all steps and of the last few.

@@ -439,9 +439,9 @@ class Driver:
         return case.slack * TOLERANCE + float(np.linalg.norm(rounding)) / size + self._arithmetic(case, size)
 
     def _arithmetic(self, case: Case, size: float) -> float:
-        """What the task's precision may move the update of a case by, over its length ``size``; in float32 nothing,
-        but for many steps near kinks. Where it is not known of a case by itself, it is the largest share of any single
-        step."""
+        """Return what the task's precision may move the update of a case by, over its length ``size``; in float32
+        nothing, but for many steps near kinks. Where it is not known of a case by itself, it is the largest share of
+        any single step."""
         known = self._rounded_by_tensor(case)
         if known is not None:
             return float(np.linalg.norm(known)) / size
@@ -471,7 +471,7 @@ class Driver:
         return np.stack(shares).max(0)
 
     def _rounded_by_tensor(self, case: Case) -> np.ndarray | None:
-        """How far what is allowed may move each trained tensor: the task's precision, or in many steps of float32 what
+        """Return how far each trained tensor may be moved: by the task's precision, or in many steps of float32 by what
         a single update may be off by. None where it is not known, as of most cases in float32."""
         known = self.reference.get(gate_cases.rounding_name(case, self.setting.private))
         if known is None:
