@@ -88,9 +88,8 @@ class Bags(nn.Module):
         layer = self.layer
         fields = x[:, layer.counts :].unflatten(1, (-1, layer.ids)).unbind(1)
         found = [table(ids) for table, ids in zip(self.children(), fields, strict=True)]
-        # A table that is an ordinary embedding has not summed up yet. A sum hands back one gradient for all ids without
-        # writing it out, which Opacus' ghost norm cannot view; the product by one does.
-        summed = [vectors if vectors.dim() == 2 else vectors.mul(1.0).sum(1) for vectors in found]
+        # A table that is an ordinary embedding has not summed up yet.
+        summed = [vectors if vectors.dim() == 2 else vectors.sum(1) for vectors in found]
         counts = x[:, : layer.counts].to(summed[0].dtype).log1p()
         return torch.cat([counts, *summed], dim=1)
 
