@@ -87,7 +87,8 @@ class Bags(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         layer = self.layer
         fields = x[:, layer.counts :].unflatten(1, (-1, layer.ids)).unbind(1)
-        found = [table(ids) for table, ids in zip(self.children(), fields, strict=True)]
+        # Opacus' ghost norm views the ids of a field, which takes memory of their own.
+        found = [table(ids.contiguous()) for table, ids in zip(self.children(), fields, strict=True)]
         # A table that is an ordinary embedding has not summed up yet.
         summed = [vectors if vectors.dim() == 2 else vectors.sum(1) for vectors in found]
         counts = x[:, : layer.counts].to(summed[0].dtype).log1p()
