@@ -41,8 +41,8 @@ class Positions(nn.Module):
         self.table = nn.Embedding(layer.length, layer.dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # An entry per example: what hooks see has a batch dimension.
-        places = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
+        # An entry per example: what hooks see has a batch dimension, and Opacus' ghost norm views it.
+        places = torch.arange(x.shape[1], device=x.device).repeat(x.shape[0], 1)
         return x + self.table(places)
 
 
