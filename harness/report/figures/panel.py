@@ -169,10 +169,22 @@ class Panel:
 
 
 def page(title: str) -> Drawing:
-    """Return an empty page with its title."""
+    """Return an empty page with its title, in smaller letters where it would be wider than the page."""
     drawing = Drawing(PAGE, TITLE_ROOM)
-    drawing.write(4, 12, title, 9, style="bold")
+    drawing.write(4, 12, title, min(9.0, 9.0 * (PAGE - 8) / width(title, 9, "bold")), style="bold")
     return drawing
+
+
+def folded(text: str, room: float, size: float = 9) -> list[str]:
+    """Return the text in lines that are at most ``room`` points wide, but for a word that is wider alone."""
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if lines[-1] and width(longer, size) > room:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return lines
 
 
 def lines(

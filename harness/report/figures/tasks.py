@@ -101,6 +101,8 @@ def seconds(tables: Tables, section: Section, task: str, synthetic: bool, group:
     return drawing
 
 
+LINE = 11.0
+"""Points from one line of a title to the next."""
 LEFT = 50.0
 """Points between the edge of the page and a panel with values beside it."""
 
@@ -207,11 +209,13 @@ def _relative_grids(drawing: Drawing, tables: Tables, section: Section, groups: 
     left = 9 + heatmap.names_width([n for _, _, group in groups for n in group.contestant.unique()], tables.title)
     for task, synthetic, group in groups:
         squares = _squares_of_ratios(group, _states(cells, task, synthetic))
-        drawing.write(left, drawing.height + 9, model.task_title(task, synthetic), 9)
+        for line in panel.folded(model.task_title(task, synthetic), panel.PAGE - 4 - left):
+            drawing.write(left, drawing.height + 9, line, 9)
+            drawing.height += LINE
         drawing.height = 8 + heatmap.draw(
             drawing,
             left,
-            drawing.height + 13,
+            drawing.height + 13 - LINE,
             panel.PAGE - 4,
             list(dict.fromkeys(group.contestant)),
             sorted(group.batch_size.unique()),
@@ -222,13 +226,22 @@ def _relative_grids(drawing: Drawing, tables: Tables, section: Section, groups: 
     drawing.height += 6
 
 
-def columns(count: int, room: float = 186.0) -> Iterator[tuple[float, float, float, float]]:
-    """Yield left, top, right and bottom of ``count`` panels, two in a row, ``room`` points high with their labels."""
+def columns(count: int, room: float = 186.0, lines: int = 1) -> Iterator[tuple[float, float, float, float]]:
+    """Yield left, top, right and bottom of ``count`` panels, two in a row, ``room`` points high with their labels and
+    one line of a title, and higher where that has more ``lines``."""
     across = 2 if count > 1 else 1
-    half = panel.PAGE / across
+    half, above = panel.PAGE / across, LINE * (lines - 1)
     for k in range(count):
-        left, top = k % across * half, panel.TITLE_ROOM + k // across * room
+        left, top = k % across * half, panel.TITLE_ROOM + k // across * (room + above) + above
         yield left + LEFT, top + 26, left + half - 8, top + room - 28
+
+
+def _titles(tasks: Sequence[tuple[str, bool]]) -> list[list[str]]:
+    """Return the titles of panels beside each other, in lines that fit, all of as many."""
+    (left, _, right, _), *_ = columns(len(tasks))
+    folded = [panel.folded(model.task_title(*task), right - left) for task in tasks]
+    most = max(map(len, folded))
+    return [[""] * (most - len(lines)) + lines for lines in folded]
 
 
 def _states(cells: pd.DataFrame, task: str, synthetic: bool) -> dict[tuple[str, int], str]:
@@ -260,12 +273,14 @@ def _relative_lines(
     title: Callable[[str], str],
 ) -> None:
     """Ratio over batch size, a panel per task, a line per contestant."""
-    for (task, synthetic, group), (left, top, right, bottom) in zip(groups, columns(len(groups)), strict=True):
+    titles = _titles([(task, synthetic) for task, synthetic, _ in groups])
+    places = columns(len(groups), lines=len(titles[0]))
+    for (_, _, group), above, (left, top, right, bottom) in zip(groups, titles, places, strict=True):
         one = Panel(drawing, left, top, right, bottom, panel.of_sizes(sizes), y)
         one.frame(
             panel.size_ticks(sizes),
             panel.factor_ticks(y.low, y.high),
-            [model.task_title(task, synthetic)],
+            above,
             "batch size (log; side by side)",
             "seconds / those without DP (log)" if left == LEFT else "",
         )
@@ -347,14 +362,16 @@ def cumulative(tables: Tables, section: Section, runs: Sequence[CumulativeRun]) 
     style = looks.of_all(everyone, _private(tables))
     drawing = panel.page("Cumulative seconds over 20 epochs, compile time included")
     named = True
-    for run, (left, top, right, bottom) in zip(runs, columns(len(runs), 197.0), strict=True):
+    titles = _titles([(run.task, run.synthetic) for run in runs])
+    places = columns(len(runs), 197.0, len(titles[0]))
+    for run, above, (left, top, right, bottom) in zip(runs, titles, places, strict=True):
         values = np.concatenate([curves.ravel() for curves in run.curves.values()])
         y = Scale(float(values.min()) / 1.2, float(values.max()) * 1.2)
         one = Panel(drawing, left, top + 11, right, bottom, Scale(0.5, PAPER_EPOCHS + 0.5, log=False), y)
         one.frame(
             [(epoch, str(epoch)) for epoch in (1, 5, 10, 15, 20)],
             panel.plain_ticks(y),
-            [model.task_title(run.task, run.synthetic), f"batch {run.batch_size}"],
+            [*above, f"batch {run.batch_size}"],
             "epoch",
             "cumulative seconds (log)" if left == LEFT else "",
         )
