@@ -1,4 +1,4 @@
-"""Standard output whose reader may leave, as ``head`` does."""
+"""Standard output whose reader may leave, as ``head`` does, or whose disk may be full."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any, TextIO, cast
 
+from harness.cli.options import BAD_INPUT
+
 READER_LEFT = 141
 """Exit code: what a shell says of a process that SIGPIPE ended."""
 
 
 class _Watched:
-    """A stream that ends the process at once and silently where nobody reads it any more.
+    """A stream that ends the process at once where nobody reads it any more, silently, or where it cannot be written,
+    with one sentence.
 
     Click and rich end with 1 then, which here is a finding. They let SystemExit pass.
     """
@@ -26,22 +29,32 @@ class _Watched:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with self._silently():
+        with self._ending():
             return self._stream.write(text)
 
     def flush(self) -> None:
-        with self._silently():
+        with self._ending():
             self._stream.flush()
 
     @contextmanager
-    def _silently(self) -> Iterator[None]:
+    def _ending(self) -> Iterator[None]:
         try:
             yield
         except BrokenPipeError:
-            # What is still in the buffer is written when the interpreter ends: to nowhere.
-            with suppress(OSError, io.UnsupportedOperation):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            self._discard()
             raise SystemExit(READER_LEFT) from None
+        except OSError as error:
+            self._discard()
+            print(
+                f"dpbench: Standard output cannot be written ({error.strerror}); make room, or send it elsewhere.",
+                file=sys.stderr,
+            )
+            raise SystemExit(BAD_INPUT) from None
+
+    def _discard(self) -> None:
+        """What is still in the buffer is written when the interpreter ends: to nowhere."""
+        with suppress(OSError, io.UnsupportedOperation):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 @contextmanager

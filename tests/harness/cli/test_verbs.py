@@ -295,6 +295,18 @@ def test_a_reader_who_left_ends_it_silently_and_is_no_verdict(folder, arguments)
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has a device that is always full")
+@pytest.mark.parametrize(
+    "arguments", [("list",), ("--help",), ("explain", "mnist-cnn/opacus-hooks/512", "--in", "HERE")]
+)
+def test_a_full_disk_behind_standard_output_is_one_sentence(folder, arguments):
+    command = [sys.executable, "-m", "harness", *(str(folder) if word == "HERE" else word for word in arguments)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "Standard output cannot be written" in done.stderr and "make room" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("asked", "meant"),
     [("env remove", "rm"), ("image rm", "remove"), ("data ls", "list"), ("measure", "run"), ("env mkae", "make")],
