@@ -262,6 +262,8 @@ def _linear(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
         params = (*weights, *biases)
         if not params:
             return linear(input, weight, bias)
+        if biases and biases[0].shape != weight.shape[:1]:  # one number for all outputs, say
+            return tape.call(torch.add, call(input, weight), biases[0])
         batch_dim = tape.require_batch(input, params)
         output = linear(input, tape.constant(weight), tape.constant(bias))
         if batch_dim == IN_ROWS:
@@ -293,6 +295,6 @@ def _addmm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         return None
     bias, x, weight = args
     sources = tape.is_source(bias) or not bias.requires_grad, tape.is_source(weight) or not weight.requires_grad
-    if bias.dim() != 1 or not all(sources) or tape.is_source(x):
+    if bias.shape != weight.shape[-1:] or not all(sources) or tape.is_source(x):
         return None
     return tape.call(F.linear, x, tape.call(Tensor.t, weight), bias)

@@ -110,6 +110,19 @@ def test_clipped_sums_are_those_of_a_loop(name, examples):
     assert has_rules(model, x, y)
 
 
+@pytest.mark.parametrize("compute", [lambda m, h: F.linear(h, m.w, m.b), flat], ids=["linear", "addmm"])
+@pytest.mark.parametrize("shape", [(), (1,), (1, WIDTH)])
+def test_a_bias_of_another_shape_is_added_as_torch_adds_it(compute, shape):
+    """One number for all outputs, say."""
+    torch.manual_seed(4)
+    model = Spelling(compute)
+    model.b = table(*shape)
+    model.double()
+    x, y = torch.randn(4, STEPS, 3, dtype=torch.float64), torch.arange(4) % 3
+    check(model, x, y, clipped_sum)
+    check_private(model, x, y)
+
+
 @pytest.mark.parametrize("name", SPELLINGS)
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
 def test_no_example_exceeds_the_bound_under_bfloat16_autocast(name, scale):
