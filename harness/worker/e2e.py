@@ -692,7 +692,7 @@ UNDISTURBED_SHARE = 0.05
 
 def _fault(
     weights: dict[str, np.ndarray], initial: dict[str, np.ndarray], reads: list[Read], foreign_share: float
-) -> dict[str, str]:
+) -> dict[str, Any]:
     """Why the timed run itself must be rejected, or nothing.
 
     ``initial``: the starting weights, empty where the steps had nothing to move them. On a busy machine a slow reading
@@ -708,7 +708,7 @@ def _fault(
         slow = max(read.first, read.second)
         if slow > longest and (is_quiet or read.cpu > longest):
             reason = f"reading the weights took {slow:.3f} s (limit {longest:.3f} s): work was deferred past the clock."
-            return {"state": "rejected", "reason": reason}
+            return {"state": "rejected", "reason": reason, "deferred": True}
         limit = DEFERRED_SECONDS + DEFERRED_SHARE * read.timed
         extra = read.first - read.second
         if extra > limit and (is_quiet or read.extra_cpu > limit):
@@ -716,7 +716,7 @@ def _fault(
                 f"reading the weights after the clock stopped took {extra:.3f} s longer than a second time (limit "
                 f"{limit:.3f} s): work was deferred past the clock."
             )
-            return {"state": "rejected", "reason": reason}
+            return {"state": "rejected", "reason": reason, "deferred": True}
     return {}
 
 

@@ -131,6 +131,7 @@ class Result:
         harness_stopped: the harness itself was stopped meanwhile.
         energy: what the machine's counters moved by while the clock ran (:mod:`harness.environments.energy`).
         clock_fault: why the worker's clock and the harness's do not agree.
+        deferred: it was rejected for a slow reading of the weights, which a busy machine can bring about, too.
     """
 
     state: State
@@ -154,6 +155,7 @@ class Result:
     harness_stopped: bool = False
     energy: Part | None = None
     clock_fault: str | None = None
+    deferred: bool = False
 
     @classmethod
     def of(cls, event: Mapping[str, Any]) -> Result:
