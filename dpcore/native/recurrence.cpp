@@ -1,8 +1,8 @@
 // The time loops of an LSTM, a GRU and a plain RNN, forward and backward, in float32 on a CPU.
 //
-// Examples do not meet in a recurrence, so threads share nothing: each takes its rows through all steps, a block of rows
-// after the other. A step is a product of the block's states with W_hh, whose panels were packed once for all steps, and
-// then the cell's own few lines on vectors of W hidden units. Backward a step is the cell's lines, then the product.
+// Examples do not meet in a recurrence, so threads share nothing: each takes its rows through all steps. A step is a
+// product of the rows' states with W_hh, whose panels were packed once for all steps, and then the cell's own few lines on
+// vectors of W hidden units. Backward a step is the cell's lines, then the product.
 
 #include "exponential.h"
 #include "vectors.h"
@@ -89,21 +89,6 @@ static void multiply_rows(int64_t rows, const float* a, int64_t depth, const flo
     }
 }
 
-// Rows that go through all steps together: what they keep between the product and the cell stays in the cache.
-constexpr int64_t BLOCK = 8 * ROWS;
-
-// each(first row, rows) for blocks of nearly equal size.
-template <typename F>
-static void by_blocks(int64_t batch, int64_t threads, F&& each) {
-    by_threads(batch, ROWS, threads, [&](int64_t first, int64_t last) {
-        const int64_t blocks = (last - first + BLOCK - 1) / BLOCK;
-        for (int64_t k = 0; k < blocks; ++k) {
-            const int64_t from = first + k * (last - first) / blocks;
-            each(from, first + (k + 1) * (last - first) / blocks - from);
-        }
-    });
-}
-
 // From the first state in h [T + 1, B, H] all others. Cell::forward(sums, pitch, place): the new state's vector, from
 // the vectors of W_hh h of each gate, which lie ``pitch`` floats apart.
 template <typename Cell>
@@ -111,7 +96,8 @@ static void forward(const Cell& cell, const Sizes& a, const float* w, float* h, 
     const int64_t H = a.hidden, pitch = a.units() * W, vectors = Cell::GATES * a.units();
     Zeros<float> packed(vectors * H * W);
     pack(w, Cell::GATES, H, H, 1, H, packed.data());
-    by_blocks(a.batch, threads, [&](int64_t first, int64_t rows) {
+    by_threads(a.batch, ROWS, threads, [&](int64_t first, int64_t last) {
+        const int64_t rows = last - first;
         Zeros<float> sums(rows * vectors * W);
         for (int64_t s = 0; s < a.steps; ++s) {
             const int64_t t = a.reverse ? a.steps - 1 - s : s, now = a.reverse ? t + 1 : t, next = a.reverse ? t : t + 1;
@@ -135,7 +121,8 @@ static void backward(const Cell& cell, const Sizes& a, const float* w, const flo
     const int64_t H = a.hidden, depth = Cell::GATES * H, pitch = a.units() * W;
     Zeros<float> packed(pitch * depth);
     pack(w, 1, 1, depth, H, H, packed.data());
-    by_blocks(a.batch, threads, [&](int64_t first, int64_t rows) {
+    by_threads(a.batch, ROWS, threads, [&](int64_t first, int64_t last) {
+        const int64_t rows = last - first;
         Zeros<float> through(rows * pitch), past(rows * pitch);
         for (int64_t s = 0; s < a.steps; ++s) {
             const int64_t t = a.reverse ? s : a.steps - 1 - s, before = a.reverse ? t + 1 : t, after = a.reverse ? t : t + 1;

@@ -3,8 +3,8 @@ recurrence is a loop.
 
 With pre-activations z_t = W_ih x_t + b + W_hh h_{t-1} and their gradients δ_t, a layer's gradients are those of plain
 contractions: dW_ih = Σ_t δ_t x_tᵀ, dW_hh = Σ_t δ_t h_{t-1}ᵀ, db = Σ_t δ_t, and the gradient at the projected input
-*is* δ. A GRU's recurrent weights see δ_n times the reset gate, an LSTM's projection the total gradient at h_t: these are
-the gradients at places of their own.
+*is* δ. A GRU's recurrent weights see δ_n times the reset gate, an LSTM's projection the total gradient at h_t: these
+are the gradients at places of their own.
 
 Packed sequences are laid out as [T, B, ...]; what lies behind a sequence's end has zero gradients. Dropout between the
 layers draws from the same random stream in the same layout as torch's own, so that a batch that is processed in one

@@ -214,9 +214,7 @@ class LstmRecurrence(torch.autograd.Function):
         return steps.clear(delta).view_as(gates), dp, None, None, dh_full, dc_all, None
 
 
-def _gru_loop(
-    z: Tensor, weight: Tensor, bias: Tensor | None, steps: Steps, h: Tensor
-) -> tuple[Tensor, Tensor]:
+def _gru_loop(z: Tensor, weight: Tensor, bias: Tensor | None, steps: Steps, h: Tensor) -> tuple[Tensor, Tensor]:
     """Fills in the states h after the first, and returns the gates [T, B, 3H] and (W h + b)_n [T, B, H]."""
     hidden = h.shape[2]
     gates, recurrent = steps.gates(z, 3 * hidden), steps.gates(z, 3 * hidden)

@@ -139,7 +139,7 @@ def through(kind, sizes, values, offset, reverse):
 
 @given(
     st.sampled_from(["gru", "tanh", "relu"]),
-    st.tuples(st.integers(1, 5), st.integers(0, 60), st.integers(1, 70)),
+    st.tuples(st.integers(1, 5), st.integers(0, 30), st.integers(1, 70)),
     VALUES,
     st.integers(0, 3),
     st.booleans(),

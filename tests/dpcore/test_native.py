@@ -75,13 +75,6 @@ def test_recurrent_loops_equal_float64_for_all_heights_and_widths(
     check(model, x, torch.arange(batch) % 3, clipped_sum)
 
 
-@pytest.mark.parametrize("kind", LOOPS)
-def test_a_loop_goes_through_many_rows_in_blocks(kind):
-    torch.manual_seed(0)
-    model, x = Recurrent(kind, 3, 5, True), torch.randn(131, 3, 3)
-    check(model, x, torch.arange(131) % 3, clipped_sum)
-
-
 @given(
     st.integers(0, 3),
     st.integers(0, 270),
