@@ -40,19 +40,19 @@ class _Place:
     """
 
     def __init__(self) -> None:
-        self._uses: list[tuple[ContractionUse, Callable[[Tensor], Tensor]]] = []
+        self._uses: list[tuple[ContractionUse, Tensor | None]] = []
 
     def attach(self, tape: Tape, tensor: Tensor, weights: Sequence[Tensor | None]) -> Tensor:
         """The tensor to go on with."""
         return tape.attach(tensor, self._receive) if any(tape.trains(w) for w in weights) else tensor
 
     def _receive(self, grad: Tensor | None) -> None:
-        for use, transform in self._uses:
-            use.grad = None if grad is None else transform(grad)
+        for use, order in self._uses:
+            use.grad = None if grad is None else _by_example(grad, order)
 
-    def feeds(self, use: ContractionUse, transform: Callable[[Tensor], Tensor]) -> None:
-        """``transform`` of the gradient here is the one at the output of ``use``."""
-        self._uses.append((use, transform))
+    def feeds(self, use: ContractionUse, order: Tensor | None) -> None:
+        """The gradient here, in the order of the examples, is the one at the output of ``use``."""
+        self._uses.append((use, order))
 
 
 def _by_example(tensor: Tensor, place: Tensor | None) -> Tensor:
@@ -96,8 +96,7 @@ class _Direction:
             self.tape.uses.append(use)
             # Nothing of ``self`` in here: it holds the tape, which holds this, and such a circle would keep the whole
             # batch until Python's collector comes by.
-            order = self.place
-            place.feeds(use, lambda grad: _by_example(grad, order))
+            place.feeds(use, self.place)
 
     def _both_biases(self) -> Tensor | None:
         return None if self.b_ih is None or self.b_hh is None else self.b_ih.detach() + self.b_hh.detach()
