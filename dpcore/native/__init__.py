@@ -167,6 +167,52 @@ def lstm_backward(
     return dh, dc
 
 
+def gru_forward(
+    z: Tensor, weight: Tensor, bias: Tensor | None, gates: Tensor, recurrent_n: Tensor, h: Tensor, reverse: bool
+) -> None:
+    """The loop of :class:`dpcore.rules.recurrent_loops.GruRecurrence`: from z [T, B, 3H] and the first row of h
+    [T + 1, B, H] (the last one in reverse) fills in gates [T, B, 3H], which may be z itself, recurrent_n [T, B, H] and
+    h.
+    """
+    sizes = (*recurrent_n.shape, int(reverse), torch.get_num_threads())
+    bias = None if bias is None else bias.contiguous()
+    _call("dpcore_gru_forward", (z, weight.contiguous(), bias, gates, recurrent_n, h), sizes)
+    torch.autograd.graph.increment_version(gates)
+
+
+def gru_backward(
+    gates: Tensor, recurrent_n: Tensor, h: Tensor, weight: Tensor, grad_h: Tensor, delta: Tensor, reverse: bool
+) -> tuple[Tensor, Tensor]:
+    """From the gradients at all h [T, B, H], fills in δ at z [T, B, 3H], which may be ``gates`` itself, and returns the
+    gradients at W h + b [T, B, 3H] and at the first h [B, H].
+    """
+    at_recurrent, dh = torch.empty_like(gates), torch.empty_like(h[0])
+    sizes = (*recurrent_n.shape, int(reverse), torch.get_num_threads())
+    # What the pure loop kept may be a part of something wider.
+    kept = (gates, recurrent_n.contiguous(), h)
+    tensors = (*kept, weight.contiguous(), grad_h.contiguous(), delta, at_recurrent, dh)
+    _call("dpcore_gru_backward", tensors, sizes)
+    torch.autograd.graph.increment_version(delta)
+    return at_recurrent, dh
+
+
+def rnn_forward(z: Tensor, weight: Tensor, h: Tensor, relu: bool, reverse: bool) -> None:
+    """The loop of :class:`dpcore.rules.recurrent_loops.RnnRecurrence`: from z [T, B, H] and the first row of h [T + 1,
+    B, H] (the last one in reverse) fills in h.
+    """
+    sizes = (int(relu), *z.shape, int(reverse), torch.get_num_threads())
+    _call("dpcore_rnn_forward", (z.contiguous(), weight.contiguous(), h), sizes)
+
+
+def rnn_backward(h: Tensor, weight: Tensor, grad_h: Tensor, relu: bool, reverse: bool) -> tuple[Tensor, Tensor]:
+    """From the gradients at all h [T, B, H], returns δ [T, B, H] and the gradient at the first h [B, H]."""
+    delta = torch.empty(grad_h.shape, dtype=h.dtype, device=h.device)
+    dh = torch.empty_like(h[0])
+    sizes = (int(relu), *grad_h.shape, int(reverse), torch.get_num_threads())
+    _call("dpcore_rnn_backward", (h, weight.contiguous(), grad_h.contiguous(), delta, dh), sizes)
+    return delta, dh
+
+
 def _dense_last(*tensors: Tensor) -> list[Tensor]:
     """The tensors, copied where their last dimension is not dense."""
     return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]

@@ -51,6 +51,8 @@ def _pairs(call: Call, own: torch.Generator) -> Iterator[tuple[str, Tensor, Tens
     yield from _tokens(call, randn)
     yield _normals(call)
     yield from _lstm(call, randn)
+    yield from _gru(call, randn)
+    yield from _rnn(call, randn)
     yield from _cross_entropy(call, randn)
 
 
@@ -138,6 +140,58 @@ def _lstm(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:
     delta, dh, dc = torch.empty_like(z), torch.zeros(batch, hidden), torch.zeros(batch, hidden)
     call("dpcore_lstm_backward", (gates, c, tanh_c, weight, grad, delta, dh, dc), steps, batch, hidden, 0, 1)
     yield "lstm_backward", delta, true
+
+
+def _gru(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:
+    steps, batch, hidden = 3, 5, 19
+    z, weight, bias = randn(steps, batch, 3 * hidden), randn(3 * hidden, hidden), randn(3 * hidden)
+    h, gates, of_n = torch.zeros(steps + 1, batch, hidden), torch.empty_like(z), torch.empty(steps, batch, hidden)
+    call("dpcore_gru_forward", (z, weight, bias, gates, of_n, h), steps, batch, hidden, 0, 1)
+    state, states, kept = torch.zeros(batch, hidden), [], []
+    for t in range(steps):
+        (z_r, z_u, z_n), (r, u, m) = z[t].chunk(3, 1), (state @ weight.T + bias).chunk(3, 1)
+        r, u = (z_r + r).sigmoid(), (z_u + u).sigmoid()
+        n = (z_n + r * m).tanh()
+        kept.append((r, u, n, m, state))
+        state = (1 - u) * n + u * state
+        states.append(state)
+    yield "gru_forward", h[1:], torch.stack(states)
+    grad, grad_h = randn(steps, batch, hidden), torch.zeros(batch, hidden)
+    true, true_recurrent = torch.empty_like(z), torch.empty_like(z)
+    for t in reversed(range(steps)):
+        r, u, n, m, before = kept[t]
+        grad_h = grad_h + grad[t]
+        to_n = grad_h * (1 - u) * (1 - n**2)
+        first = to_n * m * r * (1 - r), grad_h * (before - n) * u * (1 - u)
+        true[t], true_recurrent[t] = torch.cat((*first, to_n), 1), torch.cat((*first, to_n * r), 1)
+        grad_h = true_recurrent[t] @ weight + grad_h * u
+    delta, recurrent, dh = torch.empty_like(z), torch.empty_like(z), torch.zeros(batch, hidden)
+    call("dpcore_gru_backward", (gates, of_n, h, weight, grad, delta, recurrent, dh), steps, batch, hidden, 0, 1)
+    yield "gru_backward", delta, true
+    yield "gru_backward's recurrent part", recurrent, true_recurrent
+    yield "gru_backward's end", dh, grad_h
+
+
+def _rnn(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:
+    steps, batch, hidden = 3, 5, 83  # a panel of whole vectors and a part of one, at every width
+    z, weight, grad = randn(steps, batch, hidden), randn(hidden, hidden) / 8, randn(steps, batch, hidden)
+    for relu in (0, 1):
+        h, state, states = torch.zeros(steps + 1, batch, hidden), torch.zeros(batch, hidden), []
+        call("dpcore_rnn_forward", (z, weight, h), relu, steps, batch, hidden, 0, 1)
+        for t in range(steps):
+            state = z[t] + state @ weight.T
+            state = state.relu() if relu else state.tanh()
+            states.append(state)
+        yield "rnn_forward", h[1:], torch.stack(states)
+        true, grad_h = torch.empty_like(z), torch.zeros(batch, hidden)
+        for t in reversed(range(steps)):
+            # Of the kernel's own states, or the least rounding could set another unit to zero.
+            true[t] = (grad_h + grad[t]) * ((h[t + 1] > 0).float() if relu else 1 - h[t + 1] ** 2)
+            grad_h = true[t] @ weight
+        delta, dh = torch.empty_like(z), torch.zeros(batch, hidden)
+        call("dpcore_rnn_backward", (h, weight, grad, delta, dh), relu, steps, batch, hidden, 0, 1)
+        yield "rnn_backward", delta, true
+        yield "rnn_backward's end", dh, grad_h
 
 
 def _cross_entropy(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -3,7 +3,8 @@ recurrence is a loop.
 
 With pre-activations z_t = W_ih x_t + b + W_hh h_{t-1} and their gradients δ_t, a layer's gradients are those of plain
 contractions: dW_ih = Σ_t δ_t x_tᵀ, dW_hh = Σ_t δ_t h_{t-1}ᵀ, db = Σ_t δ_t, and the gradient at the projected input
-*is* δ. A GRU's recurrent weights see δ_n times the reset gate; an LSTM's projection sees the total gradient at h_t.
+*is* δ. A GRU's recurrent weights see δ_n times the reset gate, an LSTM's projection the total gradient at h_t: these
+are the gradients at places of their own.
 
 Packed sequences are laid out as [T, B, ...]; what lies behind a sequence's end has zero gradients. Dropout between the
 layers draws from the same random stream in the same layout as torch's own, so that a batch that is processed in one
@@ -39,19 +40,19 @@ class _Place:
     """
 
     def __init__(self) -> None:
-        self._uses: list[tuple[ContractionUse, Callable[[Tensor], Tensor]]] = []
+        self._uses: list[tuple[ContractionUse, Tensor | None]] = []
 
     def attach(self, tape: Tape, tensor: Tensor, weights: Sequence[Tensor | None]) -> Tensor:
         """The tensor to go on with."""
         return tape.attach(tensor, self._receive) if any(tape.trains(w) for w in weights) else tensor
 
     def _receive(self, grad: Tensor | None) -> None:
-        for use, transform in self._uses:
-            use.grad = None if grad is None else transform(grad)
+        for use, order in self._uses:
+            use.grad = None if grad is None else _by_example(grad, order)
 
-    def feeds(self, use: ContractionUse, transform: Callable[[Tensor], Tensor]) -> None:
-        """``transform`` of the gradient here is the one at the output of ``use``."""
-        self._uses.append((use, transform))
+    def feeds(self, use: ContractionUse, order: Tensor | None) -> None:
+        """The gradient here, in the order of the examples, is the one at the output of ``use``."""
+        self._uses.append((use, order))
 
 
 def _by_example(tensor: Tensor, place: Tensor | None) -> Tensor:
@@ -84,11 +85,8 @@ class _Direction:
         place: _Place,
         inputs: Sequence[tuple[Tensor, Tensor]],
         biases: Sequence[Tensor | None],
-        transform: Callable[[Tensor], Tensor] = lambda grad: grad,
     ) -> None:
-        """Weights with their inputs [T, B, ...], and biases, whose gradient is ``transform`` of the one at
-        ``place``.
-        """
+        """Weights with their inputs [T, B, ...], and biases, whose gradient is the one at ``place``."""
         trained = {w: _by_example(x.detach(), self.place) for w, x in inputs if self.tape.trains(w)}
         trained_biases = tuple(b for b in biases if self.tape.trains(b))
         params = (*trained, *trained_biases)
@@ -98,8 +96,7 @@ class _Direction:
             self.tape.uses.append(use)
             # Nothing of ``self`` in here: it holds the tape, which holds this, and such a circle would keep the whole
             # batch until Python's collector comes by.
-            order = self.place
-            place.feeds(use, lambda grad: _by_example(transform(grad), order))
+            place.feeds(use, self.place)
 
     def _both_biases(self) -> Tensor | None:
         return None if self.b_ih is None or self.b_hh is None else self.b_ih.detach() + self.b_hh.detach()
@@ -119,17 +116,14 @@ class _Direction:
 
     def gru(self, x: Tensor, h0: Tensor) -> tuple[Tensor, Tensor]:
         """X [T, B, p] -> h [T, B, H], h_T."""
-        hidden = h0.shape[1]
         place, z = self._project(x, None if self.b_ih is None else self.b_ih.detach())
         bias = None if self.b_hh is None else self.b_hh.detach()
-        h, before, reset = GruRecurrence.apply(z, self.w_hh.detach(), bias, h0, self.steps)
-        r = reset.detach()
-
-        def recurrent(grad: Tensor) -> Tensor:
-            return torch.cat([grad[..., : 2 * hidden], grad[..., 2 * hidden :] * r], -1)
-
+        # Nothing is ever written there: it is the place in the graph that counts.
+        recurrent_place = _Place()
+        p = recurrent_place.attach(self.tape, torch.empty_like(z), (self.w_hh, self.b_hh))
+        h, before = GruRecurrence.apply(z, p, self.w_hh.detach(), bias, h0, self.steps)
         self._record(place, [(self.w_ih, x)], (self.b_ih,))
-        self._record(place, [(self.w_hh, before)], (self.b_hh,), recurrent)
+        self._record(recurrent_place, [(self.w_hh, before)], (self.b_hh,))
         return h, self.steps.last(h)
 
     def rnn(self, x: Tensor, h0: Tensor, relu: bool) -> tuple[Tensor, Tensor]:

@@ -214,50 +214,68 @@ class LstmRecurrence(torch.autograd.Function):
         return steps.clear(delta).view_as(gates), dp, None, None, dh_full, dc_all, None
 
 
+def _gru_loop(z: Tensor, weight: Tensor, bias: Tensor | None, steps: Steps, h: Tensor) -> tuple[Tensor, Tensor]:
+    """Fills in the states h after the first, and returns the gates [T, B, 3H] and (W h + b)_n [T, B, H]."""
+    hidden = h.shape[2]
+    gates, recurrent = steps.gates(z, 3 * hidden), steps.gates(z, 3 * hidden)
+    h_t, h_next = steps.rows(steps.before(h)), steps.rows(steps.after(h))
+    recurrent_t = steps.rows(recurrent)
+    ru_t, n_t = steps.rows(gates[..., : 2 * hidden]), steps.rows(gates[..., 2 * hidden :])
+    r_t, u_t = steps.rows(gates[..., :hidden]), steps.rows(gates[..., hidden : 2 * hidden])
+    z_ru, z_n = steps.rows(z[..., : 2 * hidden]), steps.rows(z[..., 2 * hidden :])
+    recurrent_ru = steps.rows(recurrent[..., : 2 * hidden])
+    recurrent_n = steps.rows(recurrent[..., 2 * hidden :])
+    transposed = weight.t()
+    for t in steps.order:
+        if bias is None:
+            torch.mm(h_t[t], transposed, out=recurrent_t[t])
+        else:
+            torch.addmm(bias, h_t[t], transposed, out=recurrent_t[t])
+        torch.add(z_ru[t], recurrent_ru[t], out=ru_t[t])
+        ru_t[t].sigmoid_()
+        torch.addcmul(z_n[t], r_t[t], recurrent_n[t], out=n_t[t])
+        n_t[t].tanh_()
+        torch.lerp(n_t[t], h_t[t], u_t[t], out=h_next[t])
+        steps.carry(h, t)
+    return gates, recurrent[..., 2 * hidden :]
+
+
 class GruRecurrence(torch.autograd.Function):
     """Gates in the order r, u, n: r, u = σ(z + W h + b), n = tanh(z + r (W h + b)), h = (1 - u) n + u h.
 
-    (z [T, B, 3H], W_hh [3H, H], b_hh [3H] or None, h_0 [B, H], steps) -> (h [T, B, H]; without gradient: the h before
-    each step and r, both [T, B, H]). The pre-activations W h + b have the gradients δ, but for n that of z times r.
+    (z [T, B, 3H], p [T, B, 3H], W_hh [3H, H], b_hh [3H] or None, h_0 [B, H], steps) -> (h [T, B, H]; without gradient:
+    the h [T, B, H] before each step). Nobody reads p; the gradient there is that at the pre-activations W h + b.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, z: Tensor, weight: Tensor, bias: Tensor | None, h0: Tensor, steps: Steps
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, z: Tensor, p: Tensor, weight: Tensor, bias: Tensor | None, h0: Tensor, steps: Steps
+    ) -> tuple[Tensor, Tensor]:
         hidden = h0.shape[1]
-        gates, recurrent = steps.gates(z, 3 * hidden), steps.gates(z, 3 * hidden)
         h = steps.states(z, h0)
-        h_t, h_next = steps.rows(steps.before(h)), steps.rows(steps.after(h))
-        recurrent_t = steps.rows(recurrent)
-        ru_t, n_t = steps.rows(gates[..., : 2 * hidden]), steps.rows(gates[..., 2 * hidden :])
-        r_t, u_t = steps.rows(gates[..., :hidden]), steps.rows(gates[..., hidden : 2 * hidden])
-        z_ru, z_n = steps.rows(z[..., : 2 * hidden]), steps.rows(z[..., 2 * hidden :])
-        recurrent_ru = steps.rows(recurrent[..., : 2 * hidden])
-        recurrent_n = steps.rows(recurrent[..., 2 * hidden :])
-        transposed = weight.t()
-        for t in steps.order:
-            if bias is None:
-                torch.mm(h_t[t], transposed, out=recurrent_t[t])
-            else:
-                torch.addmm(bias, h_t[t], transposed, out=recurrent_t[t])
-            torch.add(z_ru[t], recurrent_ru[t], out=ru_t[t])
-            ru_t[t].sigmoid_()
-            torch.addcmul(z_n[t], r_t[t], recurrent_n[t], out=n_t[t])
-            n_t[t].tanh_()
-            torch.lerp(n_t[t], h_t[t], u_t[t], out=h_next[t])
-            steps.carry(h, t)
-        before, r = steps.before(h), gates[..., :hidden]
-        ctx.save_for_backward(gates, recurrent[..., 2 * hidden :], before, weight)
+        given = (z, weight, h0) if bias is None else (z, weight, h0, bias)
+        if steps.sizes is None and native.serves(*given):
+            gates = z.detach().contiguous()  # the gates take its memory, as those of an LSTM do
+            recurrent_n = steps.gates(z, hidden)
+            native.gru_forward(gates, weight, bias, gates, recurrent_n, h, steps.reverse)
+        else:
+            gates, recurrent_n = _gru_loop(z, weight, bias, steps, h)
+        ctx.save_for_backward(gates, recurrent_n, h, weight)
         ctx.steps = steps
-        ctx.mark_non_differentiable(before, r)
-        return steps.after(h), before, r
+        before = steps.before(h)
+        ctx.mark_non_differentiable(before)
+        return steps.after(h), before
 
     @staticmethod
-    def backward(ctx: Any, grad_h: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_h: Tensor, unused: Tensor) -> tuple[Tensor | None, ...]:
         """With dh the gradient at h: δ_n = dh (1-u)(1-n²), δ_u = dh (h - n) u(1-u), δ_r = δ_n (W h + b)_n r(1-r)."""
-        gates, recurrent_n, before, weight = ctx.saved_tensors
+        gates, recurrent_n, h, weight = ctx.saved_tensors
         steps: Steps = ctx.steps
+        if steps.sizes is None and native.serves(gates, weight, grad_h):
+            delta = torch.empty_like(gates) if _graph_is_kept() else gates
+            recurrent, dh = native.gru_backward(gates, recurrent_n, h, weight, grad_h, delta, steps.reverse)
+            return delta, recurrent, None, None, dh, None
+        before = steps.before(h)
         hidden = before.shape[2]
         r, u, n = gates.view(*gates.shape[:2], 3, hidden).unbind(2)
         to_n = (1 - u) * (1 - n * n)
@@ -277,8 +295,21 @@ class GruRecurrence(torch.autograd.Function):
             dh = dh_full[: len(delta_t[t])]
             by_gate_t[t].mul_(dh.unsqueeze(1))
             dh_full = steps.pull(grads, k, torch.addmm(dh * u_t[t], delta_t[t], weight), dh_full)
-        torch.mul(dh_all, to_n, out=delta[:, :, 2])
-        return steps.clear(delta).view_as(gates), None, None, dh_full, None
+        at_z = torch.cat([delta[:, :, :2], (dh_all * to_n).unsqueeze(2)], 2)
+        return steps.clear(at_z).view_as(gates), steps.clear(delta).view_as(gates), None, None, dh_full, None
+
+
+def _rnn_loop(z: Tensor, weight: Tensor, relu: bool, steps: Steps, h: Tensor) -> None:
+    """Fills in the states h after the first."""
+    h_t, h_next, z_t = (steps.rows(s) for s in (steps.before(h), steps.after(h), z))
+    transposed = weight.t()
+    for t in steps.order:
+        torch.addmm(z_t[t], h_t[t], transposed, out=h_next[t])
+        if relu:
+            h_next[t].relu_()
+        else:
+            h_next[t].tanh_()
+        steps.carry(h, t)
 
 
 class RnnRecurrence(torch.autograd.Function):
@@ -290,17 +321,12 @@ class RnnRecurrence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, weight: Tensor, h0: Tensor, relu: bool, steps: Steps) -> tuple[Tensor, Tensor]:
         h = steps.states(z, h0)
-        h_t, h_next, z_t = (steps.rows(s) for s in (steps.before(h), steps.after(h), z))
-        transposed = weight.t()
-        for t in steps.order:
-            torch.addmm(z_t[t], h_t[t], transposed, out=h_next[t])
-            if relu:
-                h_next[t].relu_()
-            else:
-                h_next[t].tanh_()
-            steps.carry(h, t)
+        if steps.sizes is None and native.serves(z, weight, h0):
+            native.rnn_forward(z, weight, h, relu, steps.reverse)
+        else:
+            _rnn_loop(z, weight, relu, steps, h)
         after, before = steps.after(h), steps.before(h)
-        ctx.save_for_backward(after, weight)
+        ctx.save_for_backward(h, weight)
         ctx.relu, ctx.steps = relu, steps
         ctx.mark_non_differentiable(before)
         return after, before
@@ -308,8 +334,12 @@ class RnnRecurrence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_h: Tensor, unused: Tensor) -> tuple[Tensor | None, ...]:
         """δ = dh · (1 - h²), or dh where h > 0."""
-        h, weight = ctx.saved_tensors
+        states, weight = ctx.saved_tensors
         steps: Steps = ctx.steps
+        if steps.sizes is None and native.serves(states, weight, grad_h):
+            delta, dh_full = native.rnn_backward(states, weight, grad_h, ctx.relu, steps.reverse)
+            return delta, None, dh_full, None, None
+        h = steps.after(states)
         delta = (h > 0).to(h.dtype) if ctx.relu else 1 - h * h
         delta_t = steps.rows(delta)
         grads = grad_h.unbind(0)

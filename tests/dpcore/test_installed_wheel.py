@@ -47,18 +47,20 @@ class Words(nn.Module):
         return self.down(self.table(ids).mean(1))
 
 class Last(nn.Module):
-    def __init__(self):
+    def __init__(self, kind):
         super().__init__()
-        self.lstm = nn.LSTM(6, 33, batch_first=True)
+        self.loop = kind(6, 33, batch_first=True)
     def forward(self, x):
-        return self.lstm(x)[0][:, -1]
+        return self.loop(x)[0][:, -1]
 
 torch.manual_seed(0)
 sums, y = {}, torch.zeros(9)
 for name, model, x in (
     ("convolution", nn.Conv2d(3, 20, 5, 2, 1).to(memory_format=torch.channels_last), torch.randn(9, 3, 12, 12)),
     ("positions", nn.Linear(40, 30), torch.randn(9, 80, 40)),
-    ("lstm", Last(), torch.randn(9, 70, 6)),
+    ("lstm", Last(nn.LSTM), torch.randn(9, 70, 6)),
+    ("gru", Last(nn.GRU), torch.randn(9, 70, 6)),
+    ("rnn", Last(nn.RNN), torch.randn(9, 70, 6)),
     ("tokens", Words(), torch.randint(0, 50, (9, 50))),
 ):
     engine = dpcore.Engine(model, losses, max_grad_norm=0.5)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpcore import native
+from dpcore.rules.recurrent_loops import GruRecurrence, RnnRecurrence, Steps
 from tests.dpcore.test_native import pytestmark  # noqa: F401
 
 VALUES = st.sampled_from(["normal", "huge", "tiny", "nan", "inf"])
@@ -118,6 +119,40 @@ def test_lstm_loops(steps, batch, hidden, values, offset, reverse):
     elif batch:
         assert gates.isnan().any() and delta.isnan().any(), "a NaN is not lost"
     assert dh.shape == dc.shape == (batch, hidden)
+
+
+def through(kind, sizes, values, offset, reverse):
+    """The states of a loop, and the gradients at its inputs, through memory of all kinds."""
+    steps, batch, hidden = sizes
+    rows = hidden * (3 if kind == "gru" else 1)
+    z, weight = tensor((steps, batch, rows), values, offset, 1), tensor((hidden, rows), "normal", offset, 2).t()
+    h0, grad = tensor((hidden, batch), "normal", offset, 3).t(), tensor((batch, steps, hidden), "normal", offset, 4)
+    inputs, constant, order = [z.requires_grad_(), h0.requires_grad_()], weight / hidden**0.5, Steps(steps, reverse)
+    if kind == "gru":
+        inputs.append(torch.empty_like(z, requires_grad=True))
+        bias = tensor((rows,), "normal", offset, 5)
+        states, _ = GruRecurrence.apply(z, inputs[2], constant, bias, h0, order)
+    else:
+        states, _ = RnnRecurrence.apply(z, constant, h0, kind == "relu", order)
+    return [states.detach(), *torch.autograd.grad(states, inputs, grad.transpose(0, 1))]
+
+
+@given(
+    st.sampled_from(["gru", "tanh", "relu"]),
+    st.tuples(st.integers(1, 5), st.integers(0, 30), st.integers(1, 70)),
+    VALUES,
+    st.integers(0, 3),
+    st.booleans(),
+)
+@settings(max_examples=40)
+def test_gru_and_plain_loops(kind, sizes, values, offset, reverse):
+    found = through(kind, sizes, values, offset, reverse)
+    with native.disabled():
+        twins = through(kind, sizes, values, offset, reverse)
+    for one, twin in zip(found, twins, strict=True):
+        same(one, twin, values)
+    if values in ("huge", "inf") and kind != "relu":
+        assert found[0].isfinite().all(), "gates saturate"
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4)])

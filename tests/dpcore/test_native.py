@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from unittest import mock
 
 import numpy as np
@@ -24,8 +25,9 @@ from dpcore.functional import clipped_sum
 from dpcore.native.library import kernels as loaded
 from dpcore.numerics.rounding import gamma
 from dpcore.rules.linear import contraction_norm_sq
-from tests.dpcore.comparison import check, odd_loss, relative_error
-from tests.dpcore.test_recurrent import check_kept_graph
+from dpcore.rules.recurrent_loops import GruRecurrence, Steps
+from tests.dpcore.comparison import check, labels, odd_loss, relative_error
+from tests.dpcore.test_recurrent import KINDS, Sequences, batch_of, check_kept_graph
 
 LAST = torch.channels_last
 
@@ -44,23 +46,32 @@ def _count(monkeypatch, name):
     return calls
 
 
+LOOPS = {kind: make for kind, make in KINDS.items() if kind != "projected lstm"}
+"""Recurrent layers whose loops are compiled."""
+
+
 class Recurrent(nn.Module):
     """x [B, T, p] -> [B, T, H or 2H]; a linear layer before it, so that the gradient at the input matters."""
 
-    def __init__(self, features, hidden, bidirectional):
+    def __init__(self, kind, features, hidden, bidirectional, bias=True):
         super().__init__()
         self.first = nn.Linear(features, features)
-        self.lstm = nn.LSTM(features, hidden, batch_first=True, bidirectional=bidirectional)
+        self.loop = LOOPS[kind](features, hidden, batch_first=True, bidirectional=bidirectional, bias=bias)
 
     def forward(self, x):
-        return self.lstm(self.first(x))[0]
+        first = self.first(x)
+        # The first layer's output too: a ReLU network may be dead, and an example without a gradient tests little.
+        return torch.cat([self.loop(first)[0], first.tanh()], 2)
 
 
-@given(st.integers(1, 20), st.integers(1, 6), st.integers(1, 40), st.booleans(), st.integers(0, 99))
-@settings(deadline=None, max_examples=15)
-def test_the_lstm_loop_equals_float64_for_all_heights_and_widths(batch, steps, hidden, bidirectional, seed):
+@pytest.mark.parametrize("kind", LOOPS)
+@given(st.integers(1, 20), st.integers(1, 6), st.integers(1, 70), st.booleans(), st.booleans(), st.integers(0, 99))
+@settings(deadline=None, max_examples=10)
+def test_recurrent_loops_equal_float64_for_all_heights_and_widths(
+    kind, batch, steps, hidden, bidirectional, bias, seed
+):
     torch.manual_seed(seed)
-    model, x = Recurrent(3, hidden, bidirectional), torch.randn(batch, steps, 3)
+    model, x = Recurrent(kind, 3, hidden, bidirectional, bias), torch.randn(batch, steps, 3)
     check(model, x, torch.arange(batch) % 3, clipped_sum)
 
 
@@ -315,21 +326,13 @@ def test_noise_of_a_subclass_comes_from_its_own_generator():
 
 
 def test_all_kernels_are_in_use_and_do_what_their_twins_do(monkeypatch):
-    convolutions, contractions, forward, backward, counting, adding = (
-        _count(monkeypatch, name)
-        for name in (
-            "conv2d_grad_sample",
-            "contraction_grad_sample",
-            "lstm_forward",
-            "lstm_backward",
-            "count_tokens",
-            "add_by_token",
-        )
-    )
+    loops = [f"{kind}_{way}" for kind in ("lstm", "gru", "rnn") for way in ("forward", "backward")]
+    names = ["conv2d_grad_sample", "contraction_grad_sample", *loops, "count_tokens", "add_by_token"]
+    calls = {name: _count(monkeypatch, name) for name in names}
     torch.manual_seed(1)
     for model, x in (
         (nn.Conv2d(3, 20, 5, 2, 1).to(memory_format=LAST), torch.randn(9, 3, 12, 12)),
-        (Recurrent(6, 33, True), torch.randn(9, 80, 6)),
+        *((Recurrent(kind, 6, 33, True), torch.randn(9, 80, 6)) for kind in LOOPS),
         (Averaged(40, 21), torch.randint(0, 40, (9, 50))),
     ):
         y = torch.arange(9) % 3
@@ -339,7 +342,46 @@ def test_all_kernels_are_in_use_and_do_what_their_twins_do(monkeypatch):
             slow = clipped_sum(model, odd_loss, x, y, 0.5)
         assert relative_error(fast.sums, slow.sums) < 2e-6
         torch.testing.assert_close(fast.norms, slow.norms, rtol=2e-6, atol=0)
-    assert convolutions and contractions and forward and len(backward) >= 2 and counting and adding
+    assert all(len(calls[name]) >= (2 if name in loops else 1) for name in names)
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_packed_sequences_and_other_precisions_take_the_pure_loops(monkeypatch, kind):
+    calls = [_count(monkeypatch, f"{name}_{way}") for name in ("lstm", "gru", "rnn") for way in ("forward", "backward")]
+    torch.manual_seed(0)
+    for dtype, packed in ((torch.float32, False), (torch.float64, None)):
+        check(Sequences(LOOPS[kind](3, 4), packed).to(dtype), batch_of(4, 5, dtype), labels(4), clipped_sum)
+    assert not any(calls)
+
+
+def test_loops_that_changed_between_the_passes_agree():
+    """What the pure loop kept serves the kernel, and the other way round."""
+    torch.manual_seed(4)
+    weight, h0, grad = torch.randn(60, 20) * 0.2, torch.randn(6, 20), torch.randn(5, 6, 20)
+    found = []
+    for pure in ((False, False), (True, False), (False, True), (True, True)):
+        z = torch.linspace(-2.0, 2.0, 5 * 6 * 60).view(5, 6, 60).requires_grad_()
+        forward, backward = (native.disabled() if off else nullcontext() for off in pure)
+        with forward:
+            h, _ = GruRecurrence.apply(z, torch.empty_like(z), weight, None, h0, Steps(5))
+        with backward:
+            found.append(torch.autograd.grad(h, z, grad)[0])
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])
+
+
+def test_the_gru_loop_may_write_over_what_it_reads():
+    torch.manual_seed(5)
+    weight, bias, z, grad_h = torch.randn(60, 20) * 0.1, torch.randn(60), torch.randn(5, 13, 60), torch.randn(5, 13, 20)
+    found = []
+    for in_place in (False, True):
+        gates = z.clone() if in_place else torch.empty_like(z)
+        of_n, h = torch.empty(5, 13, 20), torch.zeros(6, 13, 20)
+        native.gru_forward(gates if in_place else z, weight, bias, gates, of_n, h, False)
+        delta = gates if in_place else torch.empty_like(gates)
+        found.append((of_n, h, *native.gru_backward(gates, of_n, h, weight, grad_h, delta, False), delta))
+    for apart, together in zip(*found, strict=True):
+        assert torch.equal(apart, together)
 
 
 def test_the_lstm_loop_may_write_over_what_it_reads():
@@ -357,16 +399,18 @@ def test_the_lstm_loop_may_write_over_what_it_reads():
         assert torch.equal(apart, together)
 
 
-def test_a_kept_graph_of_the_compiled_loop_can_be_gone_through_again(monkeypatch):
-    backward = _count(monkeypatch, "lstm_backward")
+@pytest.mark.parametrize("kind", LOOPS)
+def test_a_kept_graph_of_the_compiled_loop_can_be_gone_through_again(monkeypatch, kind):
+    backward = _count(monkeypatch, f"{kind if kind in ('lstm', 'gru') else 'rnn'}_backward")
     torch.manual_seed(6)
-    check_kept_graph(nn.LSTM(3, 5, batch_first=True), torch.randn(4, 6, 3), torch.randn(4, 6, 5), rtol=1e-5)
+    check_kept_graph(LOOPS[kind](3, 5, batch_first=True), torch.randn(4, 6, 3), torch.randn(4, 6, 5), rtol=1e-5)
     assert len(backward) == 3
 
 
-def test_large_pre_activations_saturate_and_nan_stays_nan():
+@pytest.mark.parametrize("kind", ["lstm", "gru", "tanh"])
+def test_large_pre_activations_saturate_and_nan_stays_nan(kind):
     torch.manual_seed(2)
-    model = Recurrent(3, 5, False)
+    model = Recurrent(kind, 3, 5, False)
     x = torch.randn(4, 3, 3)
     x[1] *= 1e4
     x[2, 1, 0] = float("nan")
@@ -393,13 +437,19 @@ def test_threads_do_not_change_a_bit():
             native.lstm_forward(z, weight, gates, h, c, tanh_c, False)
             delta = torch.empty_like(gates)
             grads = native.lstm_backward(gates, c, tanh_c, weight, h[1:], c[0], delta, False)
+            of_n, states, at_z = torch.empty(5, 13, 20), torch.zeros(6, 13, 20), torch.empty(5, 13, 60)
+            native.gru_forward(z[..., :60].contiguous(), weight[:60], None, at_z, of_n, states, True)
+            others = native.gru_backward(at_z.clone(), of_n, states, weight[:60], h[1:], at_z, True)
+            native.rnn_forward(z[..., :20], weight[:20], states, True, False)
+            plain = native.rnn_backward(states, weight[:20], h[1:], True, False)
             samples = native.conv2d_grad_sample(x, grad, (3, 3), (1, 1), (0, 0))
             table = torch.zeros(5000, 20)
             tokens, counts, starts, _ = native.count_tokens(ids, len(table), None)
             native.add_by_token(table, tokens, counts, starts, samples.reshape(13, -1)[:, :20])
             pixels = (t.flatten(2).transpose(1, 2)[:, :1296] for t in (x, grad))
             contracted = native.contraction_grad_sample(*pixels)
-            found.append((gates, tanh_c, h, c, delta, *grads, samples, contracted, table))
+            loops = (gates, tanh_c, h, c, delta, *grads, of_n, at_z, *others, states, *plain)
+            found.append((*loops, samples, contracted, table))
     finally:
         torch.set_num_threads(threads)
     for one, three in zip(*found, strict=True):

@@ -239,6 +239,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "bilinear, ghost norm": (Twice, (3, 12)),
     "attention": (lambda: nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True), (5, 16)),
     "LSTM": (lambda: First(nn.LSTM(10, 12, batch_first=True)), (7, 10)),
+    "GRU": (lambda: First(nn.GRU(10, 12, batch_first=True)), (7, 10)),
     "no rule": (lambda: OwnScale(60, by_rule=False), (9, 60)),
     "embedding": (Looked, (30,)),
     "embedding, averaged": (lambda: Mean(nn.Embedding(7, 40)), (30,)),

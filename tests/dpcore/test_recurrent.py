@@ -84,7 +84,7 @@ class Sequences(nn.Module):
         return torch.cat([_joined(out if batch_first else out.transpose(0, 1), last), first.flatten(1)], 1)
 
 
-def _batch(batch: int, steps: int, dtype, descending: bool = False) -> torch.Tensor:
+def batch_of(batch: int, steps: int, dtype, descending: bool = False) -> torch.Tensor:
     """x [B, T, 4] with lengths that differ, the longest neither first nor last unless ``descending``."""
     lengths = torch.tensor([(3 * i + 1) % steps + 1 for i in range(batch)])
     lengths[batch // 2] = steps
@@ -120,7 +120,7 @@ def test_every_form(dtype, kind, batch, steps, layers, bidirectional, bias, batc
     torch.manual_seed(0)
     options = {"bias": bias, "batch_first": batch_first, "bidirectional": bidirectional}
     model = _sharp(Sequences(KINDS[kind](3, 4, layers, **options), packed, learned)).to(dtype)
-    x = _batch(batch, steps, dtype, bool(packed))
+    x = batch_of(batch, steps, dtype, bool(packed))
     check(model, x, labels(batch), clipped_sum)
     assert has_rules(model, x, labels(batch))
 
@@ -131,14 +131,14 @@ def test_as_many_examples_as_steps_and_time_first(kind):
     torch.manual_seed(0)
     for packed in (None, False):
         model = Sequences(KINDS[kind](3, 4, 3, bidirectional=True), packed).double()
-        check(model, _batch(5, 5, torch.float64), labels(5), clipped_sum)
+        check(model, batch_of(5, 5, torch.float64), labels(5), clipped_sum)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("packed", [None, False])
 def test_frozen_parts(kind, packed):
     torch.manual_seed(0)
-    x, y = _batch(4, 5, torch.float64), labels(4)
+    x, y = batch_of(4, 5, torch.float64), labels(4)
     for names in (["weight_ih_l0"], ["weight_hh_l0", "bias_ih_l0"], ["weight_ih_l0", "bias_ih_l0"], ["weight_hr_l0"]):
         model = Sequences(KINDS[kind](3, 4, 2, batch_first=True), packed).double()
         for name in names:
@@ -158,7 +158,7 @@ def test_dropout_between_layers_draws_what_torch_draws(dtype, kind, packed, batc
     for bidirectional in (False, True):
         layer = KINDS[kind](3, 4, 3, dropout=0.4, batch_first=batch_first, bidirectional=bidirectional)
         model = Sequences(layer, packed).to(dtype)
-        x = _batch(5, 4, dtype, bool(packed))
+        x = batch_of(5, 4, dtype, bool(packed))
         check_by_autograd(model, x, labels(5))
         model.eval()
         check(model, x, labels(5), clipped_sum)
@@ -169,14 +169,14 @@ def test_the_two_line_use(kind):
     torch.manual_seed(0)
     for packed, batch_first in ((None, False), (False, True)):
         model = Sequences(KINDS[kind](3, 4, 2, batch_first=batch_first, bidirectional=True), packed, "layer").double()
-        check_private(model, _batch(4, 5, torch.float64), labels(4))
+        check_private(model, batch_of(4, 5, torch.float64), labels(4))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_long_sequences_in_physical_batches_and_hostile_examples(kind):
     torch.manual_seed(0)
     model = Sequences(KINDS[kind](3, 6, 2, batch_first=True), False)
-    x, y = _batch(7, 40, torch.float32), labels(7)
+    x, y = batch_of(7, 40, torch.float32), labels(7)
     whole = clipped_sum(model, odd_loss, x, y, 0.5, physical_batch_size=7)
     pieces = clipped_sum(model, odd_loss, x, y, 0.5, physical_batch_size=3)
     assert relative_error(pieces.sums, whole.sums) < 1e-5
@@ -335,7 +335,7 @@ def test_a_packed_sequence_in_a_layer_without_a_rule_is_refused():
 def test_mixed_precision_leaves_the_recurrence_in_full(kind):
     torch.manual_seed(0)
     model = Sequences(KINDS[kind](3, 4, 2, batch_first=True), False)
-    x, y = _batch(4, 5, torch.float32), labels(4)
+    x, y = batch_of(4, 5, torch.float32), labels(4)
     truth = reference.clipped_sum(model, odd_loss, x, y, 0.5)
     with torch.autocast("cpu", torch.bfloat16):
         result = clipped_sum(model, lambda out, y: odd_loss(out.float(), y), x, y, 0.5)
