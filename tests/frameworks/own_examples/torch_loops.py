@@ -21,19 +21,17 @@ TABLE = torch_models.Own(table=nn.Embedding)
 
 
 class Loop(Example):
-    """``step`` on a resident batch, as the adapters have theirs; ``batches`` where a library takes its loader's alone."""
+    """``step`` on a resident batch, as the adapters have theirs; ``batches`` where a library takes its loader's."""
 
     def __init__(
         self,
         terms: Terms,
         model: nn.Module,
         step: Step,
-        weights: Mapping[str, torch.Tensor] | None = None,
         batches: Iterator[Any] | None = None,
     ) -> None:
         self.task, self.model, self._step, self.batches = terms.task, model, step, batches
         self.batch = tuple(map(torch.from_numpy, (terms.x, terms.y.astype(np.int64))))
-        self.weights = weights
 
     def draw(self) -> Any:
         return self.batch if self.batches is None else next(self.batches)
@@ -120,7 +118,7 @@ def opacus_ghost(terms: Terms) -> Example:
 
 
 def torch_func_eager(terms: Terms) -> Example:
-    """PyTorch's page on per-sample gradients, which ends with them; clip, noise and update are the shortest there are."""
+    """PyTorch's page on per-sample gradients, which ends with them; clip, noise and update as short as can be."""
     from torch.func import functional_call, grad, vmap
 
     model, criterion = _network(terms), _criterion(terms)
