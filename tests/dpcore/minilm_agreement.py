@@ -3,8 +3,9 @@
     python -m tests.dpcore.minilm_agreement --data FOLDER     # a record in results/minilm-imdb/agreement for each kind
 
 Both libraries run the example's own ``train`` from the same head and adapters on the same batches, which are drawn
-here. Without noise their weights after the last step are compared. With the series' noise the first gradient that
-AdamW gets is compared with the one without: the rest is noise, and its standard deviation should be sigma C / B.
+here. Without noise their weights after the last step are compared. With the series' noise, and a learning rate of zero
+so that the weights stay, the gradients that AdamW gets are compared with those without: the rest is noise. Its standard
+deviation should be sigma C / B, and that of one step should know nothing of the next one's.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ KINDS = ("lora", "bias")
 SAMPLERS = {"dpcore": "dpcore.loading.uniform_sampler", "opacus": "opacus.utils.uniform_sampler"}
 """Modules of ``UniformWithReplacementSampler``, whose lists of indexes are replaced by those that are drawn here."""
 BATCHES_SEED = 7
+NOISE_STEPS = 3
 
 
 class _Enough(Exception):
@@ -43,10 +45,10 @@ class _Enough(Exception):
 
 @dataclass(frozen=True)
 class Run:
-    """Flat vectors of all trained weights: where they start, the first gradient that AdamW gets, where they end."""
+    """Flat vectors of all trained weights: where they start, the gradients that AdamW gets, where they end."""
 
     start: Tensor
-    gradient: Tensor
+    gradients: list[Tensor]
     end: Tensor
 
 
@@ -55,25 +57,22 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 @contextmanager
-def _watched(steps: int) -> Iterator[dict[str, Tensor]]:
+def _watched(steps: int) -> Iterator[dict[str, Any]]:
     """Put into the yielded dictionary what a :class:`Run` has; end the loop by _Enough after so many steps."""
-    seen: dict[str, Tensor] = {}
-    made = [0]
+    seen: dict[str, Any] = {"gradients": []}
 
     def weights(optimizer: torch.optim.Optimizer) -> list[Tensor]:
         return [p for group in optimizer.param_groups for p in group["params"]]
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if type(optimizer) is torch.optim.AdamW and not made[0]:
-            seen["start"] = _flat(weights(optimizer))
-            seen["gradient"] = _flat([p.grad for p in weights(optimizer) if p.grad is not None])
+        if type(optimizer) is torch.optim.AdamW:
+            seen.setdefault("start", _flat(weights(optimizer)))
+            seen["gradients"].append(_flat([p.grad for p in weights(optimizer) if p.grad is not None]))
 
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if type(optimizer) is torch.optim.AdamW:
-            made[0] += 1
-            if made[0] == steps:
-                seen["end"] = _flat(weights(optimizer))
-                raise _Enough
+        if type(optimizer) is torch.optim.AdamW and len(seen["gradients"]) == steps:
+            seen["end"] = _flat(weights(optimizer))
+            raise _Enough
 
     hooks = [
         torch_optimizer.register_optimizer_step_pre_hook(before),
@@ -108,17 +107,16 @@ def run(options: argparse.Namespace, batches: Sequence[list[int]], noise: float,
     raise AssertionError(f"the example ended before step {steps}")
 
 
-def compare(trained: str, arguments: Sequence[str], every_step: bool = True) -> dict[str, Any]:
+def compare(trained: str, arguments: Sequence[str]) -> dict[str, Any]:
     """Compare the libraries.
 
     Args:
         trained: ``lora`` or ``bias``.
         arguments: further options of the example.
-        every_step: False: only the first step is compared.
 
     Returns:
-        Distances over the length of what dpcore has, and for each library the noise's standard deviation over
-        sigma C / B.
+        Distances over the length of what dpcore has, and of each library's noise the standard deviation over
+        sigma C / B and the correlation between steps that is the farthest from zero.
     """
     of = {name: minilm_imdb.parse([*arguments, "--library", name, "--train", trained]) for name in LIBRARIES}
     options = of["dpcore"]
@@ -129,30 +127,38 @@ def compare(trained: str, arguments: Sequence[str], every_step: bool = True) -> 
     sigma = get_noise_multiplier(target_epsilon=options.epsilon, target_delta=delta, sample_rate=rate, steps=steps)
     drawn = UniformWithReplacementSampler(num_samples=size, sample_rate=rate, seed=BATCHES_SEED)
     batches = [drawn.draw(k) for k in range(steps)]
-    clean = {name: run(of[name], batches, 0.0, steps if every_step else 1) for name in LIBRARIES}
-    ours, theirs = (clean[name] for name in LIBRARIES)
+    ours, theirs = (run(of[name], batches, 0.0, steps) for name in LIBRARIES)
     matters = _matters(options)
-    noise = {}
-    for name in LIBRARIES:
-        released = run(of[name], batches, sigma, 1).gradient - clean[name].gradient
-        noise[name] = float(released.std()) / (sigma * options.max_grad_norm / options.batch_size)
+    found = {name: _noise([*arguments, "--library", name, "--train", trained], batches, sigma) for name in LIBRARIES}
     return {
         "train": trained,
-        "steps": steps if every_step else 1,
+        "steps": steps,
         "examples": size,
         "batch_size": options.batch_size,
         "batch_sizes": [len(batch) for batch in batches],
         "trained_parameters": len(ours.start),
         "same_start": bool(torch.equal(ours.start, theirs.start)),
-        "first_gradient": _distance(ours.gradient, theirs.gradient),
+        "first_gradient": _distance(ours.gradients[0], theirs.gradients[0]),
         "update": _distance(ours.end - ours.start, theirs.end - theirs.start),
         "update_without_key_biases": _distance(*((r.end - r.start)[matters] for r in (ours, theirs))),
         "noise_multiplier": sigma,
-        "noise_over_sigma_c_by_b": noise,
+        "noise_steps": NOISE_STEPS,
+        "noise_over_sigma_c_by_b": {name: deviation for name, (deviation, _) in found.items()},
+        "noise_correlation": {name: correlation for name, (_, correlation) in found.items()},
         "learning_rate": options.learning_rate,
         "max_grad_norm": options.max_grad_norm,
         "versions": {name: importlib.import_module(name).__version__ for name in ("torch", "transformers", *LIBRARIES)},
     }
+
+
+def _noise(arguments: Sequence[str], batches: Sequence[list[int]], sigma: float) -> tuple[float, float]:
+    """The noise's standard deviation over sigma C / B, and the correlation of two steps' that is farthest from zero."""
+    options = minilm_imdb.parse([*arguments, "--learning-rate", "0"])
+    noisy, clean = (run(options, batches, noise, NOISE_STEPS).gradients for noise in (sigma, 0.0))
+    noise = torch.stack(noisy) - torch.stack(clean)
+    between = torch.corrcoef(noise)[*torch.triu_indices(NOISE_STEPS, NOISE_STEPS, 1)]
+    deviation = float(noise.std()) / (sigma * options.max_grad_norm / options.batch_size)
+    return deviation, float(between[between.abs().argmax()])
 
 
 def _matters(options: argparse.Namespace) -> Tensor:
@@ -176,11 +182,12 @@ SECTION = """
 libraries run the example's own training from the same head and adapters, on the same {steps} Poisson batches of
 {batch_size} expected out of {examples} reviews, cut into the same pieces. Distances are over the length of what dpcore
 has. "First gradient": what AdamW gets at the first step, without noise. "Way": of the weights, from the start to behind
-step {steps}, without noise. Noise: the first gradient with the noise minus the one without, its standard deviation over
-sigma C / B, and the standard error that so many coordinates allow.
+step {steps}, without noise. Noise: what AdamW gets with it minus what it gets without, at the first {noise_steps}
+steps with a learning rate of zero; its standard deviation over sigma C / B, and the correlation between two steps that
+is the farthest from zero, each with the standard error that so many coordinates allow.
 
-| trained | first gradient | way | noise of dpcore | noise of Opacus |
-|:--|--:|--:|--:|--:|
+| trained | first gradient | way | noise of dpcore | noise of Opacus | correlation, dpcore | correlation, Opacus |
+|:--|--:|--:|--:|--:|--:|--:|
 """
 BESIDE = """
 The way leaves out the biases of keys; with them it is {}. Attention ignores those biases, so that
@@ -198,11 +205,10 @@ def section(found: Sequence[dict[str, Any]]) -> str:
         return ""
     lines = [SECTION.format(**found[0])]
     for record in found:
-        noise, error = record["noise_over_sigma_c_by_b"], _standard_error(record)
-        lines.append(
-            f"| {record['train']} | {record['first_gradient']:.1e} | {record['update_without_key_biases']:.1e} "
-            f"| {noise['dpcore']:.4f} ± {error:.4f} | {noise['opacus']:.4f} ± {error:.4f} |\n"
-        )
+        cells = [f"{record[of]:.1e}" for of in ("first_gradient", "update_without_key_biases")]
+        for of, error in _errors(record).items():
+            cells += [f"{record[of][name]:.4f} ± {error:.4f}" for name in LIBRARIES]
+        lines.append(f"| {record['train']} | {' | '.join(cells)} |\n")
     beside = [f"{r['update']:.1e} ({r['train']})" for r in found if r["update"] > 2 * r["update_without_key_biases"]]
     if beside:
         lines.append(BESIDE.format(", ".join(beside)))
@@ -211,15 +217,25 @@ def section(found: Sequence[dict[str, Any]]) -> str:
 
 
 def agrees(record: Mapping[str, Any]) -> bool:
-    """Whether distances are those of rounding, and the noise is within four standard errors of sigma C / B."""
-    noise = max(abs(of_library - 1) for of_library in record["noise_over_sigma_c_by_b"].values())
-    distance = max(record["first_gradient"], record["update_without_key_biases"])
-    return bool(record["same_start"] and distance < 1e-3 and noise < 4 * _standard_error(record))
+    """Whether distances are those of rounding, and the noise is independent and of sigma C / B, within four standard
+    errors."""
+    errors = _errors(record)
+    deviations, correlations = (record[of].values() for of in errors)
+    return (
+        record["same_start"]
+        and max(record["first_gradient"], record["update_without_key_biases"]) < 1e-3
+        and all(abs(found - 1) < 4 * errors["noise_over_sigma_c_by_b"] for found in deviations)
+        and all(abs(found) < 4 * errors["noise_correlation"] for found in correlations)
+    )
 
 
-def _standard_error(record: Mapping[str, Any]) -> float:
-    """Of a standard deviation over all trained weights, relative."""
-    return 1 / math.sqrt(2 * record["trained_parameters"])
+def _errors(record: Mapping[str, Any]) -> dict[str, float]:
+    """Standard errors of independent normal noise."""
+    count = record["trained_parameters"]
+    return {
+        "noise_over_sigma_c_by_b": 1 / math.sqrt(2 * count * record["noise_steps"]),
+        "noise_correlation": 1 / math.sqrt(count),
+    }
 
 
 def main() -> int:
