@@ -84,9 +84,10 @@ library's own pinned environment. Both get the batch from memory, so a loader's 
 Noise is zero, the batch has 24 examples, and the networks are those of the gate. The distance of the example's update
 from the adapter's, over the length of that: the largest of one step of SGD at C = {bounds}, where all, some
 and none of the examples are clipped (limit {limit:g}); and after three steps of the task's AdamW (limit {adamw:g}).
+Control: a step of SGD where all are clipped and the example's C is 1 % higher.
 
-| contestant | its example | versions | network | SGD | AdamW |
-|:--|:--|:--|:--|--:|--:|
+| contestant | its example | versions | network | SGD | AdamW | control |
+|:--|:--|:--|:--|--:|--:|--:|
 """
 
 TIMES = """
@@ -125,7 +126,7 @@ def _update_row(record: Mapping[str, Any]) -> str:
     distances = record["update"]
     return (
         f"| {contestant} | {SOURCES[contestant]} | {versions} | {record['task']} "
-        f"| {distances['sgd']:.1e} | {distances['adamw']:.1e} |\n"
+        f"| {distances['sgd']:.1e} | {distances['adamw']:.1e} | {distances['control']:.1e} |\n"
     )
 
 

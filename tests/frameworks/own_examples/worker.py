@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,25 +87,37 @@ def example_of(contestant: str, terms: Terms) -> Example:
 
 
 def update(contestant: str, task: Task) -> dict[str, Any]:
-    """Distances of the example's updates from the adapter's, over the length of those, without noise: the largest of
-    one step of SGD at each bound, and that of three steps of the task's optimizer."""
-    plain, size = [], BATCH_SIZE["update"]
-    for bound in BOUNDS:
+    """Distances of the example's updates from the adapter's, over the length of those, without noise.
+
+    Returns:
+        ``sgd``: the largest of one step at each bound; that of three steps of the task's optimizer, under its name;
+        ``control``: that of a step at the lowest bound where the example's is 1 % higher, which must be seen.
+    """
+    size = BATCH_SIZE["update"]
+
+    def plain(bound: float) -> Terms:
         # A rate by which an update is no smaller than the weights, which are rounded.
-        plain.append(_distance(contestant, terms_of(task, size, bound, 0.0, 1.0 / min(bound, 1.0), PLAIN), 1))
-    own = _distance(contestant, terms_of(task, size, 1.0, 0.0, task.learning_rate, task.optimizer), 3)
-    return {"sgd": max(plain), task.optimizer.name: own}
+        return terms_of(task, size, bound, 0.0, 1.0 / min(bound, 1.0), PLAIN)
+
+    own = terms_of(task, size, 1.0, 0.0, task.learning_rate, task.optimizer)
+    lowest = plain(min(BOUNDS))
+    return {
+        "sgd": max(_distance(contestant, terms, terms, 1) for terms in map(plain, BOUNDS)),
+        task.optimizer.name: _distance(contestant, own, own, 3),
+        "control": _distance(contestant, lowest, replace(lowest, max_grad_norm=1.01 * lowest.max_grad_norm), 1),
+    }
 
 
-def _distance(contestant: str, terms: Terms, steps: int) -> float:
-    adapter, example = adapter_of(contestant, terms), example_of(contestant, terms)
-    start = _flat(terms.initial)
+def _distance(contestant: str, ours: Terms, theirs: Terms, steps: int) -> float:
+    """NaN where the adapter does not move."""
+    adapter, example = adapter_of(contestant, ours), example_of(contestant, theirs)
+    start = _flat(ours.initial)
     for _ in range(steps):
-        adapter.step(np.arange(terms.batch_size), None)
+        adapter.step(np.arange(ours.batch_size), None)
         example.step(example.draw())
     adapter.synchronize()
-    ours, theirs = (_flat(made.parameters()) - start for made in (adapter, example))
-    return float(np.linalg.norm(ours - theirs) / np.linalg.norm(ours))
+    way, other = (_flat(made.parameters()) - start for made in (adapter, example))
+    return float(np.linalg.norm(way - other) / np.linalg.norm(way))
 
 
 def _flat(values: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -154,7 +167,8 @@ def versions() -> dict[str, str]:
 
 def main(contestant: str, kind: str, task: str, count: int = 0) -> dict[str, Any]:
     """Return what was found, with what it was found of."""
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # JAX takes as many threads as there are cores
+    if LOOPS[contestant] == "jax_loops":  # which takes as many threads as it has cores
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     measured = update(contestant, known_task(task)) if kind == "update" else turns(contestant, known_task(task), count)
     said = {"contestant": contestant, "task": task, "batch_size": BATCH_SIZE[kind], "versions": versions()}
     return {**said, kind: measured}
