@@ -21,7 +21,7 @@ from harness.environments import executor
 from harness.environments import venv as env
 from harness.environments.backend import last_json
 from harness.plan import registry
-from tests.frameworks.own_examples.worker import BOUNDS, LOOPS, SIGMA
+from tests.frameworks.own_examples.worker import BOUNDS, LOOPS, SIGMA, WARM_UP
 
 RECORDS = registry.ROOT / "results" / "own-examples"
 PAGE = registry.ROOT / "results" / "findings" / "2026-11-24-own-examples.md"
@@ -94,7 +94,7 @@ TIMES = """
 ## The same time?
 
 The benchmark's tasks at 32 examples, sigma = {sigma:g}, the task's AdamW, one thread. Processor seconds of a whole
-step, the two in turns after two steps each; median, and in brackets the range of the pairs' ratios. Below 1 the adapter
+step, the two in turns after {warm_up} steps each; median, and in brackets the range of the pairs' ratios. Below 1 the adapter
 is faster. The machine ran other work, so seconds are rough.
 
 | contestant | task | pairs | adapter | example | adapter / example |
@@ -108,7 +108,7 @@ def page(records: Iterable[Mapping[str, Any]]) -> str:
     bounds = ", ".join(f"{bound:g}" for bound in BOUNDS)
     lines = [HEAD.format(bounds=bounds, limit=LIMIT, adamw=LIMIT_ADAMW)]
     lines += [_update_row(r) for r in found if "update" in r]
-    lines.append(TIMES.format(sigma=SIGMA))
+    lines.append(TIMES.format(sigma=SIGMA, warm_up=WARM_UP))
     timed = [r for r in found if "turns" in r]
     lines += [_time_row(r) for r in timed]
     slow = [f"{r['contestant']} on {r['task']} ({r['turns']['ratio']:.2f})" for r in timed if is_slower(r)]
