@@ -129,11 +129,14 @@ alone, on a shared machine, so they are rough.
 """
 
 
-def page(records: Sequence[dict[str, Any]], agreement: Sequence[dict[str, Any]] = ()) -> str:
+def page(
+    records: Sequence[dict[str, Any]], agreement: Sequence[dict[str, Any]] = (), tries: Sequence[dict[str, Any]] = ()
+) -> str:
     """The page of one or more records.
 
     Args:
         records: of the series.
+        tries: those by which the rates were chosen.
         agreement: what ``minilm_agreement`` measured, one record for each kind of training.
 
     Raises:
@@ -157,7 +160,7 @@ def page(records: Sequence[dict[str, Any]], agreement: Sequence[dict[str, Any]] 
                 lines.append(_row(trained, library, some))
     pairs = [line for trained in TRAINED if (line := _pair(records, trained))]
     if pairs:
-        lines += ["\ndpcore minus Opacus, seed by seed:\n\n", *pairs, _chance(records)]
+        lines += ["\ndpcore minus Opacus, seed by seed:\n\n", *pairs, _chance(records, tries)]
     return "".join(lines) + minilm_agreement.section(agreement)
 
 
@@ -228,9 +231,17 @@ so that the mean of {n} differences of independent runs has one of {error:.4f}. 
 """
 BY_CHANCE = """Chance alone would do as much: these runs
 show no difference between the libraries, and cannot exclude a small one."""
+RARE = """Chance alone seldom does as
+much: either this is such a case, or something differs that the next section does not compare. More seeds would tell."""
 
 
-def _chance(records: Sequence[dict[str, Any]]) -> str:
+TRIED = """
+How far seeds of one library lie apart: the tries at the same rates, dpcore with seed {seed} on {reviews} other
+reviews, had {found}. These chose the rates, so they are high ones.
+"""
+
+
+def _chance(records: Sequence[dict[str, Any]], tries: Sequence[dict[str, Any]]) -> str:
     """Whether the differences are more than what seeds do; empty where no seed was repeated."""
     differences = [d for trained in TRAINED for d in _gained(_pairs(records, trained))]
     groups = [
@@ -244,7 +255,7 @@ def _chance(records: Sequence[dict[str, Any]]) -> str:
     freedom = sum(len(group) - 1 for group in repeated)
     spread = math.sqrt(sum((len(g) - 1) * statistics.variance(g) for g in repeated) / freedom)
     sign, permutation = sign_test(differences), permutation_test(differences)
-    verdict = BY_CHANCE if min(sign, permutation) > 0.05 else "That is more than chance would do."
+    verdict = BY_CHANCE if min(sign, permutation) > 0.05 else RARE
     return CHANCE.format(
         below=sum(d < 0 for d in differences),
         n=len(differences),
@@ -254,7 +265,16 @@ def _chance(records: Sequence[dict[str, Any]]) -> str:
         spread=spread,
         error=spread * math.sqrt(2 / len(differences)),
         verdict=verdict,
-    )
+    ) + _tried(records, tries)
+
+
+def _tried(records: Sequence[dict[str, Any]], tries: Sequence[dict[str, Any]]) -> str:
+    """What dpcore reached at the series' rates before it; empty without tries."""
+    rates = {r["train"]: r["learning_rate"] for r in records}
+    found = [f"{r['accuracy']:.4f} ({r['train']})" for r in tries if rates.get(r["train"]) == r["learning_rate"]]
+    if not found:
+        return ""
+    return TRIED.format(seed=tries[0]["seed"], reviews=tries[0]["test_examples"], found=", ".join(found))
 
 
 def main() -> int:
@@ -266,11 +286,10 @@ def main() -> int:
     parser.add_argument("further", nargs="*", help="after --: options of the example")
     options = parser.parse_args()
     if options.page:
-        records, agreement = (
-            [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-            for folder in (options.records, options.records / "agreement")
+        folders = (options.records, options.records / "agreement", options.records / "tuning")
+        PAGE.write_text(
+            page(*([json.loads(p.read_text()) for p in sorted(folder.glob("*.json"))] for folder in folders))
         )
-        PAGE.write_text(page(records, agreement))
         return 0
     if options.data is None:
         parser.error("--data is missing")

@@ -141,6 +141,20 @@ def test_the_table_has_mean_range_and_pairs() -> None:
     assert "- bias" not in text and "full" not in text.split("| trained")[1]
 
 
+def test_the_page_says_whether_pairs_differ_by_more_than_chance() -> None:
+    records = [record("dpcore", "lora", k, 0.60 + k / 100, 1.0) for k in range(6)]
+    records += [record("opacus", "lora", k, 0.65 + k / 100, 1.0) for k in range(6)]
+    text = minilm_series.page(records)
+    assert "the lower one in 6 of 6 pairs, and lower by 0.0500 on average" in text
+    assert "p = 0.03" in text and "3% have a mean difference" in text and "Chance alone seldom" in text
+    assert "a standard deviation of 0.0187" in text and "has one of 0.0108" in text and "the tries" not in text
+    records[6] |= {"accuracy": 0.4}
+    tries = [record("dpcore", "lora", 100, 0.7, 1.0), record("dpcore", "lora", 100, 0.5, 1.0, learning_rate=1.0)]
+    text = minilm_series.page(records, [], tries)
+    assert "in 5 of 6 pairs" in text and "Chance alone would do as much" in text
+    assert "dpcore with seed 100 on 50 other\nreviews, had 0.7000 (lora)." in text
+
+
 def test_records_of_different_settings_make_no_table() -> None:
     records = [record("dpcore", "lora", 0, 0.7, 1.0), record("opacus", "lora", 0, 0.7, 1.0, steps=5)]
     with pytest.raises(ValueError, match=r"different steps: \[4, 5\]"):

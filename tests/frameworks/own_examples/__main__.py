@@ -84,7 +84,7 @@ library's own pinned environment. Both get the batch from memory, so a loader's 
 Noise is zero, the batch has 24 examples, and the networks are those of the gate. The distance of the example's update
 from the adapter's, over the length of that: the largest of one step of SGD at C = {bounds}, where all, some
 and none of the examples are clipped (limit {limit:g}); and after three steps of the task's AdamW (limit {adamw:g}).
-Control: a step of SGD where all are clipped and the example's C is 1 % higher.
+Control: a step of SGD where all are clipped and the example's C is 1 % higher. Zero: both sides run the same operations.
 
 | contestant | its example | versions | network | SGD | AdamW | control |
 |:--|:--|:--|:--|--:|--:|--:|
@@ -94,8 +94,8 @@ TIMES = """
 ## The same time?
 
 The benchmark's tasks at 32 examples, sigma = {sigma:g}, the task's AdamW, one thread. Processor seconds of a whole
-step, the two in turns after {warm_up} steps each; median, and in brackets the range of the pairs' ratios. Below 1 the adapter
-is faster. The machine ran other work, so seconds are rough.
+step, the two in turns after {warm_up} steps each; median, and in brackets the range of the pairs' ratios. Below 1 the
+adapter is faster. The machine ran other work, so seconds are rough.
 
 | contestant | task | pairs | adapter | example | adapter / example |
 |:--|:--|--:|--:|--:|:--|
