@@ -84,7 +84,7 @@ library's own pinned environment. Both get the batch from memory, so a loader's 
 Noise is zero, the batch has 24 examples, and the networks are those of the gate. The distance of the example's update
 from the adapter's, over the length of that: the largest of one step of SGD at C = {bounds}, where all, some
 and none of the examples are clipped (limit {limit:g}); and after three steps of the task's AdamW (limit {adamw:g}).
-Control: a step of SGD where all are clipped and the example's C is 1 % higher. Zero: both sides run the same operations.
+Control: a step of SGD where all are clipped and the example's C is 1 % higher. Zero: both run the same operations.
 
 | contestant | its example | versions | network | SGD | AdamW | control |
 |:--|:--|:--|:--|--:|--:|--:|
