@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -131,12 +132,11 @@ def _update_row(record: Mapping[str, Any]) -> str:
 
 
 def _time_row(record: Mapping[str, Any]) -> str:
-    ours, theirs = (sorted(record["turns"][f"{of}_seconds"]) for of in ("adapter", "example"))
-    pairs = zip(record["turns"]["adapter_seconds"], record["turns"]["example_seconds"], strict=True)
-    ratios = [a / e for a, e in pairs]
-    middle = len(ours) // 2
+    ours, theirs = (record["turns"][f"{of}_seconds"] for of in ("adapter", "example"))
+    ratios = [a / e for a, e in zip(ours, theirs, strict=True)]
+    middles = " | ".join(f"{statistics.median(seconds):.3f}" for seconds in (ours, theirs))
     return (
-        f"| {record['contestant']} | {record['task']} | {len(ours)} | {ours[middle]:.3f} | {theirs[middle]:.3f} "
+        f"| {record['contestant']} | {record['task']} | {len(ours)} | {middles} "
         f"| {record['turns']['ratio']:.2f} [{min(ratios):.2f}, {max(ratios):.2f}] |\n"
     )
 
@@ -150,7 +150,8 @@ def _not_compared(found: Iterable[Mapping[str, Any]]) -> str:
     left = [f"{c} on {t}" for t in (*SMALL, *FULL) for c in LOOPS if (c, t) not in there and (c, t) not in NOT_COMPARED]
     if left:
         lines.append(f"- Not measured yet: {', '.join(left)}.\n")
-    others = sorted({f.name for f in registry.frameworks().values()} - {c.split("-", 1)[0] for c in LOOPS})
+    private = {f.name for f in registry.frameworks().values() if any(v.private for v in f.variants)}
+    others = sorted(private - {c.split("-", 1)[0] for c in LOOPS} - {"dp_lora"})
     lines.append(f"- No example is written yet for {', '.join(others)}; their NOTES.md say what is known.\n")
     lines.append(
         "- dp_lora: its README takes a mean loss, by which it clips wrongly and the gate rejects it (its NOTES.md), so "

@@ -44,7 +44,7 @@ LOOPS = {
     "torch_func-eager": "torch_loops",
 }
 """Where a contestant's example is."""
-PACKAGES = ("dpcore", "jax", "jax-privacy", "opacus", "opake", "optax", "torch")
+PACKAGES = ("jax", "jax-privacy", "opacus", "opake", "optax", "torch")
 
 
 def terms_of(task: Task, size: int, bound: float, sigma: float, rate: float, optimizer: Optimizer) -> Terms:
@@ -155,9 +155,11 @@ def turns(contestant: str, task: Task, count: int) -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
-    """Of the libraries that are here."""
+def versions(contestant: str) -> dict[str, str]:
+    """Of the libraries that are here, and of the checkout's dpcore where it is the contestant."""
     found = {}
+    if contestant.startswith("dpcore-"):
+        found["dpcore"] = importlib.import_module("dpcore").__version__
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
@@ -171,7 +173,7 @@ def main(contestant: str, kind: str, task: str, count: int = 0) -> dict[str, Any
     if LOOPS[contestant] == "jax_loops":  # which takes as many threads as it has cores
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     measured = update(contestant, known_task(task)) if kind == "update" else turns(contestant, known_task(task), count)
-    said = {"contestant": contestant, "task": task, "batch_size": BATCH_SIZE[kind], "versions": versions()}
+    said = {"contestant": contestant, "task": task, "batch_size": BATCH_SIZE[kind], "versions": versions(contestant)}
     return {**said, kind: measured}
 
 
