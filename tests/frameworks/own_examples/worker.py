@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,16 @@ def terms_of(task: Task, size: int, bound: float, sigma: float, rate: float, opt
     return Terms(task, initial_parameters(task, 3), x, y, sigma, bound, rate, optimizer)
 
 
-def adapter_of(contestant: str, terms: Terms) -> Adapter:
-    """The benchmark's adapter, built and with the batch in its place."""
+def adapter_of(contestant: str) -> Adapter:
+    """The benchmark's adapter."""
     framework, variant = contestant.split("-", 1)
-    adapter = load_create(ROOT / "frameworks" / framework)(variant)
+    return load_create(ROOT / "frameworks" / framework)(variant)
+
+
+def build(adapter: Adapter, contestant: str, terms: Terms) -> None:
+    """Build the adapter, from the start where it was built before, and put the batch into its place."""
     setting = Setting(
-        variant=variant,
+        variant=contestant.split("-", 1)[1],
         private=True,
         batch_size=terms.batch_size,
         dataset_size=100 * terms.batch_size,
@@ -77,7 +82,6 @@ def adapter_of(contestant: str, terms: Terms) -> Adapter:
     )
     adapter.build(terms.task, setting, terms.initial)
     adapter.place(terms.x, terms.y)
-    return adapter
 
 
 def example_of(contestant: str, terms: Terms) -> Example:
@@ -102,16 +106,19 @@ def update(contestant: str, task: Task) -> dict[str, Any]:
 
     own = terms_of(task, size, 1.0, 0.0, task.learning_rate, task.optimizer)
     lowest = plain(min(BOUNDS))
+    adapter = adapter_of(contestant)  # one, since it may keep what it has compiled
+    distance = partial(_distance, adapter, contestant)
     return {
-        "sgd": max(_distance(contestant, terms, terms, 1) for terms in map(plain, BOUNDS)),
-        task.optimizer.name: _distance(contestant, own, own, 3),
-        "control": _distance(contestant, lowest, replace(lowest, max_grad_norm=1.01 * lowest.max_grad_norm), 1),
+        "sgd": max(distance(terms, terms, 1) for terms in map(plain, BOUNDS)),
+        task.optimizer.name: distance(own, own, 3),
+        "control": distance(lowest, replace(lowest, max_grad_norm=1.01 * lowest.max_grad_norm), 1),
     }
 
 
-def _distance(contestant: str, ours: Terms, theirs: Terms, steps: int) -> float:
+def _distance(adapter: Adapter, contestant: str, ours: Terms, theirs: Terms, steps: int) -> float:
     """NaN where the adapter does not move."""
-    adapter, example = adapter_of(contestant, ours), example_of(contestant, theirs)
+    build(adapter, contestant, ours)
+    example = example_of(contestant, theirs)
     start = _flat(ours.initial)
     for _ in range(steps):
         adapter.step(np.arange(ours.batch_size), None)
@@ -129,7 +136,8 @@ def turns(contestant: str, task: Task, count: int) -> dict[str, Any]:
     """Processor seconds of whole steps, noise included, in turns: adapter, example, example, adapter, adapter ..."""
     terms = terms_of(task, BATCH_SIZE["turns"], 1.0, SIGMA, task.learning_rate, task.optimizer)
     rows = np.arange(terms.batch_size)
-    adapter, example = adapter_of(contestant, terms), example_of(contestant, terms)
+    adapter, example = adapter_of(contestant), example_of(contestant, terms)
+    build(adapter, contestant, terms)
 
     def ours() -> float:
         begin = time.process_time()
