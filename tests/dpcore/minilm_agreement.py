@@ -194,8 +194,8 @@ The way leaves out the biases of keys; with them it is {}. Attention ignores tho
 their gradient is rounding alone, and AdamW makes full steps of it.
 """
 SAME = """
-So divisor, sampling rate, clipping, optimizer, schedule and noise are the same in both, and the libraries differ in
-which batches and which noise they draw.
+So divisor, clipping, optimizer, schedule and noise are the same in both. The batches here are given to them: how each
+library draws its own is not compared.
 """
 
 
