@@ -13,7 +13,9 @@ paired: both libraries start from the same head and adapters.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -24,6 +26,7 @@ from typing import Any
 
 from dpcore import native
 from dpcore.examples.minilm_imdb import LIBRARIES, TRAINED
+from tests.dpcore import minilm_agreement
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "results" / "minilm-imdb"
@@ -126,8 +129,15 @@ alone, on a shared machine, so they are rough.
 """
 
 
-def page(records: Sequence[dict[str, Any]]) -> str:
+def page(
+    records: Sequence[dict[str, Any]], agreement: Sequence[dict[str, Any]] = (), tries: Sequence[dict[str, Any]] = ()
+) -> str:
     """The page of one or more records.
+
+    Args:
+        records: of the series.
+        tries: those by which the rates were chosen.
+        agreement: what ``minilm_agreement`` measured, one record for each kind of training.
 
     Raises:
         ValueError: there are none, or they are not of one setting.
@@ -150,8 +160,8 @@ def page(records: Sequence[dict[str, Any]]) -> str:
                 lines.append(_row(trained, library, some))
     pairs = [line for trained in TRAINED if (line := _pair(records, trained))]
     if pairs:
-        lines += ["\ndpcore minus Opacus, seed by seed:\n\n", *pairs]
-    return "".join(lines)
+        lines += ["\ndpcore minus Opacus, seed by seed:\n\n", *pairs, _chance(records, tries)]
+    return "".join(lines) + minilm_agreement.section(agreement)
 
 
 def _row(trained: str, library: str, some: Sequence[dict[str, Any]]) -> str:
@@ -168,22 +178,103 @@ def _told(values: Sequence[float], form: str) -> str:
     return f"{statistics.mean(values):{form}} [{min(values):{form}}, {max(values):{form}}]"
 
 
+def _pairs(records: Sequence[dict[str, Any]], trained: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """dpcore's and Opacus' record of every seed that both have."""
+    ours, theirs = (
+        {r["seed"]: r for r in records if (r["train"], r["library"]) == (trained, library)} for library in LIBRARIES
+    )
+    return [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
+
+
+def _gained(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> list[float]:
+    """dpcore's accuracy minus Opacus'."""
+    return [ours["accuracy"] - theirs["accuracy"] for ours, theirs in pairs]
+
+
 def _pair(records: Sequence[dict[str, Any]], trained: str) -> str:
     """A line on the seeds that both libraries have, empty where there is none."""
-    by_library = {
-        library: {r["seed"]: r for r in records if (r["train"], r["library"]) == (trained, library)}
-        for library in LIBRARIES
-    }
-    ours, theirs = (by_library[library] for library in LIBRARIES)
-    both = sorted(ours.keys() & theirs.keys())
-    if not both:
+    pairs = _pairs(records, trained)
+    if not pairs:
         return ""
-    accuracy = [ours[seed]["accuracy"] - theirs[seed]["accuracy"] for seed in both]
-    faster = [theirs[seed]["processor_seconds"] / ours[seed]["processor_seconds"] for seed in both]
+    faster = [theirs["processor_seconds"] / ours["processor_seconds"] for ours, theirs in pairs]
     return (
-        f"- {trained}: accuracy {_told(accuracy, '+.4f')}, {len(both)} pairs; Opacus takes {_told(faster, '.2f')} "
-        "times as many processor seconds\n"
+        f"- {trained}: accuracy {_told(_gained(pairs), '+.4f')}, {len(pairs)} pairs; "
+        f"Opacus takes {_told(faster, '.2f')} times as many processor seconds\n"
     )
+
+
+def sign_test(differences: Sequence[float]) -> float:
+    """Return the chance that fair coins are as uneven as the signs, either way; differences of zero are left out."""
+    signs = [d < 0 for d in differences if d]
+    fewer = min(sum(signs), len(signs) - sum(signs))
+    return min(1.0, 2 * sum(math.comb(len(signs), k) for k in range(fewer + 1)) / 2 ** len(signs))
+
+
+def permutation_test(differences: Sequence[float]) -> float:
+    """Return the share of all exchanges within pairs whose sum of differences is as far from zero, the real one among
+    them."""
+    found = abs(sum(differences)) - 1e-12
+    exchanged = itertools.product((1, -1), repeat=len(differences))
+    as_far = sum(abs(sum(s * d for s, d in zip(signs, differences, strict=True))) >= found for signs in exchanged)
+    return as_far / 2 ** len(differences)
+
+
+CHANCE = """
+## Is it chance?
+
+dpcore's accuracy is the lower one in {below} of {n} pairs, and lower by {lower:.4f} on average. An exact sign test says
+p = {sign:.2f}, and of all 2^{n} exchanges of the libraries within pairs {permutation:.0%} have a mean difference as
+far from zero (both two-sided). The two runs of a pair share head, adapters, rates and test reviews. They do not share
+batches or noise: each library draws its own from the seed, by a generator of its own. So they differ as two runs of
+one library with different seeds do. Those have a standard deviation of {spread:.4f}, pooled over libraries and kinds,
+so that the mean of {n} differences of independent runs has one of {error:.4f}. {verdict}
+"""
+BY_CHANCE = """Chance alone would do as much: these runs
+show no difference between the libraries, and cannot exclude a small one."""
+RARE = """Chance alone seldom does as
+much: either this is such a case, or something differs that the next section does not compare. More seeds would tell."""
+
+
+TRIED = """
+How far seeds of one library lie apart: the tries at the same rates, dpcore with seed {seed} on {reviews} other
+reviews, had {found}. These chose the rates, so they are high ones.
+"""
+
+
+def _chance(records: Sequence[dict[str, Any]], tries: Sequence[dict[str, Any]]) -> str:
+    """Whether the differences are more than what seeds do; empty where no seed was repeated."""
+    differences = [d for trained in TRAINED for d in _gained(_pairs(records, trained))]
+    groups = [
+        [r["accuracy"] for r in records if (r["train"], r["library"]) == (trained, library)]
+        for trained in TRAINED
+        for library in LIBRARIES
+    ]
+    repeated = [group for group in groups if len(group) > 1]
+    if not repeated:
+        return ""
+    freedom = sum(len(group) - 1 for group in repeated)
+    spread = math.sqrt(sum((len(g) - 1) * statistics.variance(g) for g in repeated) / freedom)
+    sign, permutation = sign_test(differences), permutation_test(differences)
+    verdict = BY_CHANCE if min(sign, permutation) > 0.05 else RARE
+    return CHANCE.format(
+        below=sum(d < 0 for d in differences),
+        n=len(differences),
+        lower=-statistics.mean(differences),
+        sign=sign,
+        permutation=permutation,
+        spread=spread,
+        error=spread * math.sqrt(2 / len(differences)),
+        verdict=verdict,
+    ) + _tried(records, tries)
+
+
+def _tried(records: Sequence[dict[str, Any]], tries: Sequence[dict[str, Any]]) -> str:
+    """What dpcore reached at the series' rates before it; empty without tries."""
+    rates = {r["train"]: r["learning_rate"] for r in records}
+    found = [f"{r['accuracy']:.4f} ({r['train']})" for r in tries if rates.get(r["train"]) == r["learning_rate"]]
+    if not found:
+        return ""
+    return TRIED.format(seed=tries[0]["seed"], reviews=tries[0]["test_examples"], found=", ".join(found))
 
 
 def main() -> int:
@@ -195,7 +286,10 @@ def main() -> int:
     parser.add_argument("further", nargs="*", help="after --: options of the example")
     options = parser.parse_args()
     if options.page:
-        PAGE.write_text(page([json.loads(path.read_text()) for path in sorted(options.records.glob("*.json"))]))
+        folders = (options.records, options.records / "agreement", options.records / "tuning")
+        PAGE.write_text(
+            page(*([json.loads(p.read_text()) for p in sorted(folder.glob("*.json"))] for folder in folders))
+        )
         return 0
     if options.data is None:
         parser.error("--data is missing")

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 import torch
 
+from dpcore.examples import minilm_imdb
 from frameworks._shared.torch import models
 from harness.data import pretrained, store
 from harness.data.wordpiece import WordPiece
 from harness.tasks import GATE_TASKS
-from tests.dpcore import minilm_series
+from tests.dpcore import minilm_agreement, minilm_series
 
 TASK = replace(GATE_TASKS["small-encoder-lora"], dataset="imdb-wordpiece", pretrained=True)
 
@@ -140,6 +141,20 @@ def test_the_table_has_mean_range_and_pairs() -> None:
     assert "- bias" not in text and "full" not in text.split("| trained")[1]
 
 
+def test_the_page_says_whether_pairs_differ_by_more_than_chance() -> None:
+    records = [record("dpcore", "lora", k, 0.60 + k / 100, 1.0) for k in range(6)]
+    records += [record("opacus", "lora", k, 0.65 + k / 100, 1.0) for k in range(6)]
+    text = minilm_series.page(records)
+    assert "the lower one in 6 of 6 pairs, and lower by 0.0500 on average" in text
+    assert "p = 0.03" in text and "3% have a mean difference" in text and "Chance alone seldom" in text
+    assert "a standard deviation of 0.0187" in text and "has one of 0.0108" in text and "the tries" not in text
+    records[6] |= {"accuracy": 0.4}
+    tries = [record("dpcore", "lora", 100, 0.7, 1.0), record("dpcore", "lora", 100, 0.5, 1.0, learning_rate=1.0)]
+    text = minilm_series.page(records, [], tries)
+    assert "in 5 of 6 pairs" in text and "Chance alone would do as much" in text
+    assert "dpcore with seed 100 on 50 other\nreviews, had 0.7000 (lora)." in text
+
+
 def test_records_of_different_settings_make_no_table() -> None:
     records = [record("dpcore", "lora", 0, 0.7, 1.0), record("opacus", "lora", 0, 0.7, 1.0, steps=5)]
     with pytest.raises(ValueError, match=r"different steps: \[4, 5\]"):
@@ -186,3 +201,61 @@ def test_the_best_rate_of_each_kind_is_taken_and_no_try_is_made_twice(
         best = minilm_series.tune(Path("d"), tmp_path, [])
     assert best == {"full": 1e-3, "lora": 5e-3, "bias": 2e-3} and len(made) == len(set(made)) == 6
     assert minilm_series.TUNING_SEED not in minilm_series.SEEDS
+
+
+def test_exact_tests_of_pairs() -> None:
+    assert minilm_series.sign_test([-1.0, -2.0, -3.0, 0.0, 4.0]) == 2 * (1 + 4) / 16
+    assert minilm_series.sign_test([-1.0, 1.0]) == 1.0
+    # Of 16 exchanges these alone are as far from zero: all below, all above.
+    assert minilm_series.permutation_test([-1.0, -2.0, -3.0, -4.0]) == 2 / 16
+    # And here also the two with the smallest one turned round.
+    assert minilm_series.permutation_test([1.0, -2.0, -3.0, -4.0]) == 4 / 16
+
+
+def agreement(**changes: Any) -> dict[str, Any]:
+    return {
+        "train": "lora",
+        "steps": 4,
+        "examples": 100,
+        "batch_size": 25,
+        "trained_parameters": 5000,
+        "same_start": True,
+        "first_gradient": 2e-6,
+        "update": 3e-6,
+        "update_without_key_biases": 3e-6,
+        "noise_steps": 4,
+        "noise_over_sigma_c_by_b": {"dpcore": 1.01, "opacus": 0.99},
+        "noise_correlation": {"dpcore": 0.02, "opacus": -0.01},
+        **changes,
+    }
+
+
+def test_the_page_says_whether_both_compute_the_same() -> None:
+    records = [record(name, "lora", seed, 0.7, 1.0) for name in minilm_series.LIBRARIES for seed in (0, 1)]
+    same = minilm_series.page(records, [agreement()])
+    row = "| lora | 2.0e-06 | 3.0e-06 | 1.0100 ± 0.0050 | 0.9900 ± 0.0050 | 0.0200 ± 0.0141 | -0.0100 ± 0.0141 |"
+    assert row in same
+    assert "are the same in both" in same and "biases of keys" not in same
+    for change in (
+        {"same_start": False},
+        {"first_gradient": 2e-3},
+        {"update_without_key_biases": 2e-3},
+        {"noise_over_sigma_c_by_b": {"dpcore": 1.03, "opacus": 1.0}},
+        {"noise_correlation": {"dpcore": 0.0, "opacus": -0.1}},
+    ):
+        assert "do not do the same" in minilm_series.page(records, [agreement(**change)])
+    assert "with them it is 2.0e-02 (lora)" in minilm_series.page(records, [agreement(update=2e-2)])
+
+
+@pytest.mark.parametrize("trained", minilm_agreement.KINDS)
+def test_both_libraries_do_the_same_on_the_same_batches(trained: str) -> None:
+    for package in ("transformers", "peft", "opacus"):
+        pytest.importorskip(package)
+    compared = minilm_agreement.compare(trained, ["--smoke"])
+    assert minilm_agreement.agrees(compared), compared
+    options = minilm_imdb.parse(["--smoke", "--train", trained, "--max-grad-norm", "0.11"])
+    batches = [list(range(40))]
+    (other,) = minilm_agreement.run(options, batches, 0.0, 1).gradients
+    options.max_grad_norm = 0.1
+    (found,) = minilm_agreement.run(options, batches, 0.0, 1).gradients
+    assert (found - other).norm() > 0.01 * other.norm()

@@ -1,0 +1,187 @@
+"""Each adapter beside its library's own example: ``python -m tests.frameworks.own_examples``, from a checkout's root.
+
+    python -m tests.frameworks.own_examples                              # what is missing, and the page
+    python -m tests.frameworks.own_examples --contestants opacus-hooks --tasks vit
+    python -m tests.frameworks.own_examples --page                       # the page of the records that are there
+
+Updates are compared on the gate's small networks, times on the tasks. A record is one process in the contestant's own
+environment; one that is there is not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from harness.environments import executor
+from harness.environments import venv as env
+from harness.environments.backend import last_json
+from harness.plan import registry
+from tests.frameworks.own_examples.worker import BOUNDS, LOOPS, SIGMA, WARM_UP
+
+RECORDS = registry.ROOT / "results" / "own-examples"
+PAGE = registry.ROOT / "results" / "findings" / "2026-11-24-own-examples.md"
+SMALL = ("small-gpt2", "small-vit")
+FULL = ("vit", "gpt2-lm")
+LIMIT, LIMIT_ADAMW = 1e-5, 1e-3
+"""Of updates by SGD, and of three steps of AdamW, as the gate has it: Adam divides small gradients by themselves."""
+SLOWER = 1.05
+"""An adapter is as fast as the example up to here: rounds of a shared machine differ by as much."""
+NOT_COMPARED = {
+    ("opacus-ghost", "small-gpt2"): "Opacus refuses a tied head in its ghost mode",
+    ("opacus-ghost", "gpt2-lm"): "Opacus refuses a tied head in its ghost mode",
+}
+SOURCES = {
+    "dpcore-native": "README: `make_private`, the loop as it was",
+    "jax-vmap": "JAX's repository, the script on private SGD: clipping inside `vmap`",
+    "jax_privacy-clipped-grad": "introduction: `clipped_grad`, `gaussian_privatizer`, Optax",
+    "opacus-ghost": "page on ghost clipping: `make_private` with the criterion",
+    "opacus-hooks": "README: `make_private`, the loop as it was",
+    "opake-vmap": "README: `clipped_grad`, `gaussian_noise`, `opake.optimizers`",
+    "optax-aggregate": "API page: `differentially_private_aggregate` first in a chain",
+    "torch_func-eager": "PyTorch's page on per-sample gradients: `vmap(grad(…))`, then clip, noise, step",
+}
+
+
+def missing(contestants: Iterable[str], tasks: Iterable[str]) -> list[tuple[str, str]]:
+    """Return which pairs of contestant and task can be compared and have no record."""
+    wanted = [(contestant, task) for task in tasks for contestant in contestants]
+    return [pair for pair in wanted if pair not in NOT_COMPARED and not _record(*pair).exists()]
+
+
+def _record(contestant: str, task: str) -> Path:
+    return RECORDS / f"{contestant}-{task}.json"
+
+
+def compare(contestant: str, task: str, turns: int) -> dict[str, Any]:
+    """Run the worker in the contestant's environment.
+
+    Raises:
+        ToolFault: it failed; the message has its last lines.
+        EnvironmentFault: the environment cannot be installed here.
+    """
+    chosen = registry.select([contestant])[0]
+    place = env.ensure(chosen.framework, print)
+    arguments = [contestant, "update", task] if task in SMALL else [contestant, "turns", task, str(turns)]
+    environment = {**chosen.variant.environment, "OMP_NUM_THREADS": "1"}
+    worker = "tests.frameworks.own_examples.worker"
+    return last_json(executor.run_tool(place.python, worker, arguments, 3600.0, environment))
+
+
+HEAD = """# Each adapter beside its library's own example
+
+Written by `python -m tests.frameworks.own_examples --page` from [results/own-examples](../own-examples). On the left is
+the benchmark's adapter, on the right what the library's public documentation tells its users to write, in our own words
+([loops](../../tests/frameworks/own_examples)): the same network, weights, batch and bound C, in one process of the
+library's own pinned environment. Both get the batch from memory, so a loader's time is in neither.
+
+## The same update?
+
+Noise is zero, the batch has 24 examples, and the networks are those of the gate. The distance of the example's update
+from the adapter's, over the length of that: the largest of one step of SGD at C = {bounds}, where all, some
+and none of the examples are clipped (limit {limit:g}); and after three steps of the task's AdamW (limit {adamw:g}).
+Control: a step of SGD where all are clipped and the example's C is 1 % higher. Zero: both run the same operations.
+
+| contestant | its example | versions | network | SGD | AdamW | control |
+|:--|:--|:--|:--|--:|--:|--:|
+"""
+
+TIMES = """
+## The same time?
+
+The benchmark's tasks at 32 examples, sigma = {sigma:g}, the task's AdamW, one thread. Processor seconds of a whole
+step, the two in turns after {warm_up} steps each; median, and in brackets the range of the pairs' ratios. Below 1 the
+adapter is faster. The machine ran other work, so seconds are rough.
+
+| contestant | task | pairs | adapter | example | adapter / example |
+|:--|:--|--:|--:|--:|:--|
+"""
+
+
+def page(records: Iterable[Mapping[str, Any]]) -> str:
+    """Return the page of records of both kinds."""
+    found = sorted(records, key=lambda r: (r["contestant"], r["task"]))
+    bounds = ", ".join(f"{bound:g}" for bound in BOUNDS)
+    lines = [HEAD.format(bounds=bounds, limit=LIMIT, adamw=LIMIT_ADAMW)]
+    lines += [_update_row(r) for r in found if "update" in r]
+    lines.append(TIMES.format(sigma=SIGMA, warm_up=WARM_UP))
+    timed = [r for r in found if "turns" in r]
+    lines += [_time_row(r) for r in timed]
+    slow = [f"{r['contestant']} on {r['task']} ({r['turns']['ratio']:.2f})" for r in timed if is_slower(r)]
+    lines.append(f"\nSlower than its example by more than 5 %: {', '.join(slow) or 'none of these'}.\n")
+    return "".join(lines) + _not_compared(found)
+
+
+def is_slower(record: Mapping[str, Any]) -> bool:
+    """Whether the adapter takes longer than the example by more than SLOWER."""
+    return bool(record["turns"]["ratio"] > SLOWER)
+
+
+def _update_row(record: Mapping[str, Any]) -> str:
+    contestant, versions = record["contestant"], ", ".join(f"{k} {v}" for k, v in sorted(record["versions"].items()))
+    distances = record["update"]
+    return (
+        f"| {contestant} | {SOURCES[contestant]} | {versions} | {record['task']} "
+        f"| {distances['sgd']:.1e} | {distances['adamw']:.1e} | {distances['control']:.1e} |\n"
+    )
+
+
+def _time_row(record: Mapping[str, Any]) -> str:
+    ours, theirs = (record["turns"][f"{of}_seconds"] for of in ("adapter", "example"))
+    ratios = [a / e for a, e in zip(ours, theirs, strict=True)]
+    middles = " | ".join(f"{statistics.median(seconds):.3f}" for seconds in (ours, theirs))
+    return (
+        f"| {record['contestant']} | {record['task']} | {len(ours)} | {middles} "
+        f"| {record['turns']['ratio']:.2f} [{min(ratios):.2f}, {max(ratios):.2f}] |\n"
+    )
+
+
+def _not_compared(found: Iterable[Mapping[str, Any]]) -> str:
+    """What has no row, and why."""
+    there = {(r["contestant"], r["task"]) for r in found}
+    lines = ["\n## What was not compared\n\n"]
+    for (contestant, task), reason in NOT_COMPARED.items():
+        lines.append(f"- {contestant} on {task}: {reason}.\n")
+    left = [f"{c} on {t}" for t in (*SMALL, *FULL) for c in LOOPS if (c, t) not in there and (c, t) not in NOT_COMPARED]
+    if left:
+        lines.append(f"- Not measured yet: {', '.join(left)}.\n")
+    private = {f.name for f in registry.frameworks().values() if any(v.private for v in f.variants)}
+    others = sorted(private - {c.split("-", 1)[0] for c in LOOPS} - {"dp_lora"})
+    lines.append(f"- No example is written yet for {', '.join(others)}; their NOTES.md say what is known.\n")
+    lines.append(
+        "- dp_lora: its README takes a mean loss, by which it clips wrongly and the gate rejects it (its NOTES.md), so "
+        "there is no right example of its own.\n"
+    )
+    return "".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contestants", nargs="+", choices=sorted(LOOPS), default=sorted(LOOPS))
+    parser.add_argument("--tasks", nargs="+", choices=(*SMALL, *FULL), default=(*SMALL, *FULL))
+    parser.add_argument("--turns", type=int, default=6, help="pairs of steps that are timed")
+    parser.add_argument("--page", action="store_true", help="write the page of the records, and end")
+    options = parser.parse_args()
+    failed = False
+    if not options.page:
+        RECORDS.mkdir(exist_ok=True)
+        for contestant, task in missing(options.contestants, options.tasks):
+            try:
+                found = compare(contestant, task, options.turns)
+            except (executor.ToolFault, env.EnvironmentFault) as fault:
+                failed = True
+                print(f"{contestant} on {task}: {fault}", file=sys.stderr)
+                continue
+            _record(contestant, task).write_text(json.dumps(found, indent=1) + "\n")
+            print(json.dumps(found), flush=True)
+    PAGE.write_text(page([json.loads(path.read_text()) for path in sorted(RECORDS.glob("*.json"))]))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

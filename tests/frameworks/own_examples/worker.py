@@ -1,0 +1,189 @@
+"""One adapter beside its library's own example, in the library's environment; findings as JSON on the last line.
+
+``python -m tests.frameworks.own_examples.worker FRAMEWORK VARIANT update|turns TASK [TURNS]``
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.contract import Adapter, Setting
+from harness.optimizer import PLAIN, Optimizer
+from harness.tasks import Task, initial_parameters, known_task
+from harness.worker.e2e import load_create
+from tests.frameworks.own_examples.terms import Example, Terms
+
+ROOT = Path(__file__).parents[3]
+BATCH_SIZE = {"update": 24, "turns": 32}
+"""Not a power of two where updates are compared: dividing by one is exact, wherever it is done."""
+BOUNDS = (0.03, 2.2, 100.0)
+"""All examples of the small networks are clipped, some, none: their norms are 1.7 to 2.8."""
+SIGMA = 1.0
+WARM_UP = 3
+"""dpcore examines its first three batches."""
+LOOPS = {
+    "dpcore-native": "torch_loops",
+    "jax-vmap": "jax_loops",
+    "jax_privacy-clipped-grad": "jax_loops",
+    "opacus-ghost": "torch_loops",
+    "opacus-hooks": "torch_loops",
+    "opake-vmap": "torch_loops",
+    "optax-aggregate": "jax_loops",
+    "torch_func-eager": "torch_loops",
+}
+"""Where a contestant's example is."""
+PACKAGES = ("jax", "jax-privacy", "opacus", "opake", "optax", "torch")
+
+
+def terms_of(task: Task, size: int, bound: float, sigma: float, rate: float, optimizer: Optimizer) -> Terms:
+    """Made-up examples: normal numbers, or ids below the vocabulary."""
+    rng = np.random.default_rng(5)
+    shape = (size, *task.input_shape)
+    if task.input_dtype == "float32":
+        x = rng.standard_normal(shape, dtype=np.float32)
+    else:
+        x = rng.integers(0, task.classes, shape, dtype=np.int32)
+    y = rng.integers(0, task.classes, (size, *task.label_shape)).astype(np.int32)
+    return Terms(task, initial_parameters(task, 3), x, y, sigma, bound, rate, optimizer)
+
+
+def adapter_of(contestant: str) -> Adapter:
+    """The benchmark's adapter."""
+    framework, variant = contestant.split("-", 1)
+    return load_create(ROOT / "frameworks" / framework)(variant)
+
+
+def build(adapter: Adapter, contestant: str, terms: Terms) -> None:
+    """Build the adapter, from the start where it was built before, and put the batch into its place."""
+    setting = Setting(
+        variant=contestant.split("-", 1)[1],
+        private=True,
+        batch_size=terms.batch_size,
+        dataset_size=100 * terms.batch_size,
+        noise_multiplier=terms.noise_multiplier,
+        max_grad_norm=terms.max_grad_norm,
+        learning_rate=terms.learning_rate,
+        seed=11,
+        padded_sizes=(terms.batch_size,),
+        optimizer=terms.optimizer,
+    )
+    adapter.build(terms.task, setting, terms.initial)
+    adapter.place(terms.x, terms.y)
+
+
+def example_of(contestant: str, terms: Terms) -> Example:
+    """The library's own example."""
+    loops = importlib.import_module(f"tests.frameworks.own_examples.{LOOPS[contestant]}")
+    made: Example = getattr(loops, contestant.replace("-", "_"))(terms)
+    return made
+
+
+def update(contestant: str, task: Task) -> dict[str, Any]:
+    """Distances of the example's updates from the adapter's, over the length of those, without noise.
+
+    Returns:
+        ``sgd``: the largest of one step at each bound; that of three steps of the task's optimizer, under its name;
+        ``control``: that of a step at the lowest bound where the example's is 1 % higher, which must be seen.
+    """
+    size = BATCH_SIZE["update"]
+
+    def plain(bound: float) -> Terms:
+        # A rate by which an update is no smaller than the weights, which are rounded.
+        return terms_of(task, size, bound, 0.0, 1.0 / min(bound, 1.0), PLAIN)
+
+    own = terms_of(task, size, 1.0, 0.0, task.learning_rate, task.optimizer)
+    lowest = plain(min(BOUNDS))
+    adapter = adapter_of(contestant)  # one, since it may keep what it has compiled
+    distance = partial(_distance, adapter, contestant)
+    return {
+        "sgd": max(distance(terms, terms, 1) for terms in map(plain, BOUNDS)),
+        task.optimizer.name: distance(own, own, 3),
+        "control": distance(lowest, replace(lowest, max_grad_norm=1.01 * lowest.max_grad_norm), 1),
+    }
+
+
+def _distance(adapter: Adapter, contestant: str, ours: Terms, theirs: Terms, steps: int) -> float:
+    """NaN where the adapter does not move."""
+    build(adapter, contestant, ours)
+    example = example_of(contestant, theirs)
+    start = _flat(ours.initial)
+    for _ in range(steps):
+        adapter.step(np.arange(ours.batch_size), None)
+        example.step(example.draw())
+    adapter.synchronize()
+    way, other = (_flat(made.parameters()) - start for made in (adapter, example))
+    return float(np.linalg.norm(way - other) / np.linalg.norm(way))
+
+
+def _flat(values: Mapping[str, np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.asarray(values[name], np.float64).ravel() for name in sorted(values)])
+
+
+def turns(contestant: str, task: Task, count: int) -> dict[str, Any]:
+    """Processor seconds of whole steps, noise included, in turns: adapter, example, example, adapter, adapter ..."""
+    terms = terms_of(task, BATCH_SIZE["turns"], 1.0, SIGMA, task.learning_rate, task.optimizer)
+    rows = np.arange(terms.batch_size)
+    adapter, example = adapter_of(contestant), example_of(contestant, terms)
+    build(adapter, contestant, terms)
+
+    def ours() -> float:
+        begin = time.process_time()
+        adapter.step(rows, None)
+        adapter.synchronize()
+        return time.process_time() - begin
+
+    def theirs() -> float:
+        batch = example.draw()
+        begin = time.process_time()
+        example.step(batch)
+        return time.process_time() - begin
+
+    for _ in range(WARM_UP):
+        ours(), theirs()
+    pairs = []
+    for k in range(count):
+        pairs.append((ours(), theirs()) if k % 2 == 0 else (theirs(), ours())[::-1])
+    return {
+        "adapter_seconds": [a for a, _ in pairs],
+        "example_seconds": [e for _, e in pairs],
+        "ratio": statistics.median(a / e for a, e in pairs),
+    }
+
+
+def versions(contestant: str) -> dict[str, str]:
+    """Of the libraries that are here, and of the checkout's dpcore where it is the contestant."""
+    found = {}
+    if contestant.startswith("dpcore-"):
+        found["dpcore"] = importlib.import_module("dpcore").__version__
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def main(contestant: str, kind: str, task: str, count: int = 0) -> dict[str, Any]:
+    """Return what was found, with what it was found of."""
+    if LOOPS[contestant] == "jax_loops":  # which takes as many threads as it has cores
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    measured = update(contestant, known_task(task)) if kind == "update" else turns(contestant, known_task(task), count)
+    said = {"contestant": contestant, "task": task, "batch_size": BATCH_SIZE[kind], "versions": versions(contestant)}
+    return {**said, kind: measured}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*sys.argv[1:4], *map(int, sys.argv[4:]))))

@@ -1,0 +1,63 @@
+"""Adapters make the update of their library's own example; the page says so, and says what is not so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from harness.environments import venv as env
+from tests.frameworks.own_examples import __main__ as own_examples
+from tests.frameworks.own_examples.worker import LOOPS
+
+pytestmark = pytest.mark.frameworks
+
+QUICK = {("opacus-ghost", "small-vit")}
+QUICK |= {(name, "small-gpt2") for name in ("dpcore-native", "opacus-hooks", "opake-vmap", "torch_func-eager")}
+"""Of the rest those on JAX compile for a minute."""
+
+
+@pytest.mark.parametrize(
+    ("contestant", "task"),
+    [
+        pytest.param(contestant, task, marks=[] if (contestant, task) in QUICK else [pytest.mark.slow])
+        for task in own_examples.SMALL
+        for contestant in LOOPS
+        if (contestant, task) not in own_examples.NOT_COMPARED
+    ],
+)
+def test_an_adapter_makes_the_update_of_its_library_s_example(contestant: str, task: str) -> None:
+    try:
+        found = own_examples.compare(contestant, task, turns=0)["update"]
+    except env.EnvironmentFault as fault:
+        pytest.skip(f"unsupported here: {fault}")
+    assert found["sgd"] <= own_examples.LIMIT
+    assert found["adamw"] <= own_examples.LIMIT_ADAMW
+    assert 0.009 < found["control"] < 0.011, "a bound that is 1 % higher is seen"
+
+
+def record(contestant: str, task: str, **found: Any) -> dict[str, Any]:
+    return {"contestant": contestant, "task": task, "batch_size": 32, "versions": {"torch": "2.13.0"}, **found}
+
+
+def timed(adapter: list[float], example: list[float], ratio: float) -> dict[str, Any]:
+    return {"adapter_seconds": adapter, "example_seconds": example, "ratio": ratio}
+
+
+def test_the_page_names_the_slow_and_the_missing() -> None:
+    page = own_examples.page(
+        [
+            record("opacus-hooks", "small-vit", update={"sgd": 2e-7, "adamw": 3e-6, "control": 0.01}),
+            record("opacus-hooks", "vit", turns=timed([1.1, 1.2, 1.3], [1.0, 1.0, 1.0], 1.2)),
+            record("opake-vmap", "vit", turns=timed([1.04, 1.05, 1.04], [1.0, 1.0, 1.0], 1.04)),
+        ]
+    )
+    assert "| torch 2.13.0 | small-vit | 2.0e-07 | 3.0e-06 | 1.0e-02 |" in page
+    assert "| opacus-hooks | vit | 3 | 1.200 | 1.000 | 1.20 [1.10, 1.30] |" in page
+    assert "by more than 5 %: opacus-hooks on vit (1.20).\n" in page
+    assert "opacus-ghost on gpt2-lm: Opacus refuses a tied head" in page
+    (left,) = [line for line in page.splitlines() if "Not measured yet" in line]
+    assert (
+        "opake-vmap on small-vit" in left and "opake-vmap on vit" not in left and "opacus-ghost on gpt2-lm" not in left
+    )
+    assert "backpack" in page and "dpcore" not in page.split("No example is written yet")[1]
