@@ -161,7 +161,8 @@ def lstm_backward(
     dc = grad_c.clone(memory_format=torch.contiguous_format)
     dh = torch.empty_like(dc)
     sizes = (steps, batch, hidden, int(reverse), torch.get_num_threads())
-    tensors = (gates, c, tanh_c, weight.contiguous(), grad_h.contiguous(), delta, dh, dc)
+    read = (t.contiguous() for t in (c, tanh_c, weight, grad_h))
+    tensors = (gates, *read, delta, dh, dc)
     _call("dpcore_lstm_backward", tensors, sizes)
     torch.autograd.graph.increment_version(delta)
     return dh, dc
@@ -186,11 +187,11 @@ def gru_backward(
     """From the gradients at all h [T, B, H], fills in δ at z [T, B, 3H], which may be ``gates`` itself, and returns the
     gradients at W h + b [T, B, 3H] and at the first h [B, H].
     """
-    at_recurrent, dh = torch.empty_like(gates), torch.empty_like(h[0])
+    at_recurrent, dh = torch.empty_like(gates), h.new_empty(h.shape[1:])
     sizes = (*recurrent_n.shape, int(reverse), torch.get_num_threads())
     # What the pure loop kept may be a part of something wider.
-    kept = (gates, recurrent_n.contiguous(), h)
-    tensors = (*kept, weight.contiguous(), grad_h.contiguous(), delta, at_recurrent, dh)
+    read = (t.contiguous() for t in (recurrent_n, h, weight, grad_h))
+    tensors = (gates, *read, delta, at_recurrent, dh)
     _call("dpcore_gru_backward", tensors, sizes)
     torch.autograd.graph.increment_version(delta)
     return at_recurrent, dh
@@ -207,9 +208,9 @@ def rnn_forward(z: Tensor, weight: Tensor, h: Tensor, relu: bool, reverse: bool)
 def rnn_backward(h: Tensor, weight: Tensor, grad_h: Tensor, relu: bool, reverse: bool) -> tuple[Tensor, Tensor]:
     """From the gradients at all h [T, B, H], returns δ [T, B, H] and the gradient at the first h [B, H]."""
     delta = torch.empty(grad_h.shape, dtype=h.dtype, device=h.device)
-    dh = torch.empty_like(h[0])
+    dh = h.new_empty(h.shape[1:])
     sizes = (int(relu), *grad_h.shape, int(reverse), torch.get_num_threads())
-    _call("dpcore_rnn_backward", (h, weight.contiguous(), grad_h.contiguous(), delta, dh), sizes)
+    _call("dpcore_rnn_backward", (h.contiguous(), weight.contiguous(), grad_h.contiguous(), delta, dh), sizes)
     return delta, dh
 
 

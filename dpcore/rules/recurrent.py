@@ -31,6 +31,7 @@ from dpcore.tape.tape import Tape
 from dpcore.tape.uses import handles
 
 _LSTM, _GRU, _TANH, _RELU = torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu
+_GATES = {_LSTM: 4, _GRU: 3, _TANH: 1, _RELU: 1}
 
 
 class _Place:
@@ -155,6 +156,29 @@ class _Packing:
         return padded.flatten(0, 1).index_select(0, self._rows)
 
 
+def _check_shapes(gates: int, x: Tensor, weights: Sequence[Tensor], states: Sequence[Tensor]) -> None:
+    """Raise where the tensors of one layer do not fit together: the modules check that, functional calls do not, and a
+    compiled loop would read and write past the ends.
+    """
+    rows = len(weights[1])
+    hidden = rows // gates
+    biases, projections = len(weights) // 4 * 2, len(weights) % 2
+    seen = len(weights[-1]) if projections else hidden
+    due: list[tuple[int, ...]] = [
+        (rows, x.shape[2]),
+        (rows, seen),
+        *[(rows,)] * biases,
+        *[(seen, hidden)] * projections,
+    ]
+    due += [(x.shape[1], seen), (x.shape[1], hidden)][: len(states)]
+    found = [tuple(t.shape) for t in (*weights, *states)]
+    if found != due or rows != gates * hidden:
+        raise ValueError(
+            f"A recurrent layer got weights and first states of the shapes {found} for an input of shape "
+            f"{tuple(x.shape)} (time, batch, features); they should be {due}."
+        )
+
+
 def _check_batch(tape: Tape, x: Tensor, weights: Sequence[Parameter], batch_first: bool) -> None:
     batch_dim = 0 if batch_first else 1
     if x.shape[batch_dim] != tape.batch_size == x.shape[1 - batch_dim]:
@@ -259,8 +283,9 @@ def _layers(
         for reverse in (False, True)[:directions]:
             k = len(last)
             steps = Steps(len(x), reverse, None if packing is None else packing.sizes)
-            one = _Direction(tape, weights[k * each : (k + 1) * each], steps, place)
-            first = [s[k] for s in states]
+            own, first = weights[k * each : (k + 1) * each], [s[k] for s in states]
+            _check_shapes(_GATES[func], x, own, first)
+            one = _Direction(tape, own, steps, place)
             if func is _LSTM:
                 h, *ends = one.lstm(x, *first)
             elif func is _GRU:

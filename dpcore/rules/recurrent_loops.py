@@ -176,6 +176,7 @@ class LstmRecurrence(torch.autograd.Function):
         steps: Steps = ctx.steps
         # A graph that is not kept gives its memory to what is made of it.
         if projection is None and steps.sizes is None and native.serves(gates, weight, grad_h, grad_c):
+            gates = gates.contiguous()  # hooks of saved tensors may bring them back otherwise
             delta = torch.empty_like(gates) if _graph_is_kept() else gates
             dh, dc = native.lstm_backward(gates, c, tanh_c, weight, grad_h, grad_c, delta, steps.reverse)
             return delta, None, None, None, dh, dc, None
@@ -272,6 +273,7 @@ class GruRecurrence(torch.autograd.Function):
         gates, recurrent_n, h, weight = ctx.saved_tensors
         steps: Steps = ctx.steps
         if steps.sizes is None and native.serves(gates, weight, grad_h):
+            gates = gates.contiguous()  # hooks of saved tensors may bring them back otherwise
             delta = torch.empty_like(gates) if _graph_is_kept() else gates
             recurrent, dh = native.gru_backward(gates, recurrent_n, h, weight, grad_h, delta, steps.reverse)
             return delta, recurrent, None, None, dh, None

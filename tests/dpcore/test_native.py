@@ -407,6 +407,21 @@ def test_a_kept_graph_of_the_compiled_loop_can_be_gone_through_again(monkeypatch
     assert len(backward) == 3
 
 
+@pytest.mark.parametrize("kind", LOOPS)
+def test_the_loops_take_what_hooks_of_saved_tensors_bring_back(monkeypatch, kind):
+    """It may lie in memory otherwise."""
+    backward = _count(monkeypatch, f"{kind if kind in ('lstm', 'gru') else 'rnn'}_backward")
+    torch.manual_seed(7)
+
+    class Turned(Recurrent):
+        def forward(self, x):
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t.mT.contiguous(), lambda t: t.mT):
+                return super().forward(x)
+
+    check(Turned(kind, 3, 9, True), torch.randn(6, 4, 3), labels(6), clipped_sum)
+    assert backward
+
+
 @pytest.mark.parametrize("kind", ["lstm", "gru", "tanh"])
 def test_large_pre_activations_saturate_and_nan_stays_nan(kind):
     torch.manual_seed(2)

@@ -331,6 +331,26 @@ def test_a_packed_sequence_in_a_layer_without_a_rule_is_refused():
         dpcore.GradSampleModule(Custom())(packed)
 
 
+@pytest.mark.parametrize("function", ["lstm", "gru", "rnn_tanh", "rnn_relu"])
+@pytest.mark.parametrize("shape", [(1, 1, 5), (1, 7, 5), (1, 6, 4), (1, 6, 6)])
+def test_a_functional_call_with_states_of_another_shape_is_refused(function, shape):
+    """The modules check it; the compiled loops would go past the ends of what they read and write."""
+
+    class Functional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = {"lstm": nn.LSTM, "gru": nn.GRU}.get(function, nn.RNN)(3, 5)
+
+        def forward(self, x):
+            states = torch.zeros(shape), torch.zeros(1, len(x), 5)
+            state = states if function == "lstm" else states[0]
+            weights = list(self.layer.parameters())
+            return getattr(torch, function)(x, state, weights, True, 1, 0.0, True, False, True)[0]
+
+    with pytest.raises(ValueError, match="first states of the shapes"):
+        clipped_sum(Functional(), odd_loss, torch.randn(6, 4, 3), labels(6), 1.0)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_mixed_precision_leaves_the_recurrence_in_full(kind):
     torch.manual_seed(0)
