@@ -45,10 +45,12 @@ class _Watched:
             raise SystemExit(READER_LEFT) from None
         except OSError as error:
             self._discard()
-            print(
-                f"dpbench: Standard output cannot be written ({error.strerror}); make room, or send it elsewhere.",
-                file=sys.stderr,
-            )
+            with suppress(OSError):  # both may go to the same full disk
+                print(
+                    f"dpbench: Standard output cannot be written ({error.strerror}); make room, or send it elsewhere.",
+                    file=sys.stderr,
+                    flush=True,
+                )
             raise SystemExit(BAD_INPUT) from None
 
     def _discard(self) -> None:

@@ -37,9 +37,11 @@ from harness.worker.result import Result
 
 DISTURBED_SHARE = 0.05
 CLOCK_REPEATS = 8
-"""Tries after the first before clocks that disagree, or a slow reading of the weights, reject a time. With four times
-as much work as processors, two tries at a stretch of 0.2 ms both disagreed in about 4 of 36 cells; an adapter that
-deceives does so each time."""
+"""Tries after the first before clocks that disagree reject a time. With four times as much work as processors, two
+tries at a stretch of 0.2 ms both disagreed in about 4 of 36 cells; an adapter that deceives does so each time."""
+READ_REPEATS = 2
+"""Likewise before a slow reading of the weights does. Few: an adapter that knows its own time could read slowly until
+it likes it."""
 DISTURBED_SPEED = 0.25
 """A change of the speed probe's seconds from before to after a process by more than this means that the machine itself
 changed its speed; on a quiet machine it stays within a few per cent."""
@@ -269,8 +271,8 @@ def undisturbed(
     clock: Callable[[], float | None],
 ) -> tuple[Result, Load]:
     """Return (result, load) of one ``process``; a timed one that others disturbed is run again, up to ``repeats``
-    times. One whose clock disagrees with the harness's, or that was slow to hand out its weights after it stopped, is
-    run again at least CLOCK_REPEATS times: a busy machine can keep either of them waiting, but not every time.
+    times. One whose clock disagrees with the harness's is run again at least CLOCK_REPEATS times, one that was slow to
+    hand out its weights READ_REPEATS times: a busy machine can keep either of them waiting, but not every time.
     ``clock``: the speed probe's seconds, None where it would not show the speed of the worker's machine."""
     repeat = 0
     while True:
@@ -280,15 +282,15 @@ def undisturbed(
         share = result.foreign_share
         changed = math.exp(abs(math.log(after / before))) - 1.0 if before and after else 0.0
         clocks = result.clock_fault
-        doubtful = clocks is not None or result.deferred
-        disturbed = share > DISTURBED_SHARE or changed > DISTURBED_SPEED or doubtful
+        deferred = result.deferred and result.state == "rejected"
+        disturbed = share > DISTURBED_SHARE or changed > DISTURBED_SPEED or clocks is not None or deferred
         if not disturbed or not is_timed or result.state not in {"ok", "rejected"}:
             break
-        most = max(repeats, CLOCK_REPEATS) if doubtful else repeats
+        most = max(repeats, CLOCK_REPEATS if clocks is not None else 0, READ_REPEATS if deferred else 0)
         progress.log(
             f"{name}: disturbed (others took {share:.0%}, speed probe changed by {changed:.0%}"
             + (f", {clocks}" if clocks else "")
-            + (f", {result.reason}" if result.deferred else "")
+            + (f", {result.reason}" if deferred else "")
             + ")"
             + (", repeated" if repeat < most else "")
         )

@@ -496,10 +496,10 @@ of the first batches (single runs), and their holes in the heap add to it. *two-
 copy of every output's gradient; *auto* does not, and is not the default, because a loop that steps a schedule or counts
 per iteration would count pieces. The language models' runs are those with the kernel of the cross-entropy (16,000
 classes), which takes less time than torch's in ordinary training; before it `gpt2` took 1.25, `llama` 1.14 at 16 with
-auto, and `gpt2-lora` in two lines 1.06. Not measured: `llama` and `gpt2-lora` at 64,
-and 256; Opacus and torch.func at 64. The runs of `vit` are those of the compiled clipped sums; in one run with the code before, its ratio at 16 was 1.28 beside 1.50, that of `wrn`
-at 64 1.34 beside 1.45, and `bert`'s at 16 the same (1.24 beside 1.23). Ratios are higher while other work shares the
-processor.
+auto, and `gpt2-lora` in two lines 1.06. Not measured: `llama` and `gpt2-lora` at 64, and 256; Opacus and torch.func at
+64. The runs of `vit` are those of the compiled clipped sums; in one run with the code before, its ratio at 16 was 1.28
+beside 1.50, that of `wrn` at 64 1.34 beside 1.45, and `bert`'s at 16 the same (1.24 beside 1.23). Ratios are higher
+while other work shares the processor.
 The FLOPs of *two-lines* of `vit` at 16 (3.65) most likely hold a rare random check of a batch; the count now leaves
 those out, and was not repeated.
 

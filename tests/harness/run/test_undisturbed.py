@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, cast
 
-from harness.run.session import CLOCK_REPEATS, undisturbed
+from harness.run.session import READ_REPEATS, undisturbed
 from harness.worker.result import Result
 
 OK = Result("ok", epoch_seconds=[1.0])
@@ -33,8 +33,8 @@ def test_a_slow_reading_of_the_weights_is_no_verdict_where_it_does_not_come_back
 
 
 def test_one_that_comes_back_every_time_rejects() -> None:
-    result, load, _ = judged(iter([SLOW] * (CLOCK_REPEATS + 1)))
-    assert result == SLOW and load.repeats == CLOCK_REPEATS
+    result, load, _ = judged(iter([SLOW] * (READ_REPEATS + 1)))
+    assert result == SLOW and load.repeats == READ_REPEATS
 
 
 def test_another_rejection_is_final_at_once() -> None:
