@@ -263,7 +263,8 @@ def _linear(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
         if not params:
             return linear(input, weight, bias)
         if biases and biases[0].shape != weight.shape[:1]:  # one number for all outputs, say
-            return tape.call(torch.add, call(input, weight), biases[0])
+            # Not ``call`` itself: a function that holds itself would keep the tape until Python's collector comes by.
+            return tape.call(torch.add, tape.call(F.linear, input, weight), biases[0])
         batch_dim = tape.require_batch(input, params)
         output = linear(input, tape.constant(weight), tape.constant(bias))
         if batch_dim == IN_ROWS:
