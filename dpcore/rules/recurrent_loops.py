@@ -175,7 +175,7 @@ class LstmRecurrence(torch.autograd.Function):
         gates, c, tanh_c, weight, projection = ctx.saved_tensors
         steps: Steps = ctx.steps
         # A graph that is not kept gives its memory to what is made of it.
-        if projection is None and steps.sizes is None and native.serves(gates, weight, grad_h, grad_c):
+        if projection is None and steps.sizes is None and native.serves(gates, c, tanh_c, weight, grad_h, grad_c):
             gates = gates.contiguous()  # hooks of saved tensors may bring them back otherwise
             delta = torch.empty_like(gates) if _graph_is_kept() else gates
             dh, dc = native.lstm_backward(gates, c, tanh_c, weight, grad_h, grad_c, delta, steps.reverse)
@@ -272,7 +272,7 @@ class GruRecurrence(torch.autograd.Function):
         """With dh the gradient at h: δ_n = dh (1-u)(1-n²), δ_u = dh (h - n) u(1-u), δ_r = δ_n (W h + b)_n r(1-r)."""
         gates, recurrent_n, h, weight = ctx.saved_tensors
         steps: Steps = ctx.steps
-        if steps.sizes is None and native.serves(gates, weight, grad_h):
+        if steps.sizes is None and native.serves(gates, recurrent_n, h, weight, grad_h):
             gates = gates.contiguous()  # hooks of saved tensors may bring them back otherwise
             delta = torch.empty_like(gates) if _graph_is_kept() else gates
             recurrent, dh = native.gru_backward(gates, recurrent_n, h, weight, grad_h, delta, steps.reverse)

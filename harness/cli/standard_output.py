@@ -54,7 +54,7 @@ class _Watched:
             raise SystemExit(BAD_INPUT) from None
 
     def _discard(self) -> None:
-        """What is still in the buffer is written when the interpreter ends: to nowhere."""
+        """Send to nowhere what is still in the buffer, which is written when the interpreter ends."""
         with suppress(OSError, io.UnsupportedOperation):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 

@@ -230,7 +230,8 @@ one library with different seeds do. Those have a standard deviation of {spread:
 so that the mean of {n} differences of independent runs has one of {error:.4f}. {verdict}
 """
 BY_CHANCE = """Chance alone would do as much: these runs
-show no difference between the libraries, and cannot exclude a small one."""
+show no difference between the libraries, and cannot exclude a small one. Seeds 3 to 6 were added because the pairs
+before them had 3% in that test, so read it as a description, not as a proof."""
 RARE = """Chance alone seldom does as
 much: either this is such a case, or something differs that the next section does not compare. More seeds would tell."""
 
@@ -269,7 +270,7 @@ def _chance(records: Sequence[dict[str, Any]], tries: Sequence[dict[str, Any]]) 
 
 
 def _tried(records: Sequence[dict[str, Any]], tries: Sequence[dict[str, Any]]) -> str:
-    """What dpcore reached at the series' rates before it; empty without tries."""
+    """Return what dpcore reached at the series' rates before it; empty without tries."""
     rates = {r["train"]: r["learning_rate"] for r in records}
     found = [f"{r['accuracy']:.4f} ({r['train']})" for r in tries if rates.get(r["train"]) == r["learning_rate"]]
     if not found:

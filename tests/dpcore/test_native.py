@@ -355,7 +355,7 @@ def test_packed_sequences_and_other_precisions_take_the_pure_loops(monkeypatch, 
 
 
 def test_loops_that_changed_between_the_passes_agree():
-    """What the pure loop kept serves the kernel, and the other way round."""
+    """The kernel takes what the pure loop kept, and the other way round."""
     torch.manual_seed(4)
     weight, h0, grad = torch.randn(60, 20) * 0.2, torch.randn(6, 20), torch.randn(5, 6, 20)
     found = []

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.frameworks
 
 QUICK = {("opacus-ghost", "small-vit")}
 QUICK |= {(name, "small-gpt2") for name in ("dpcore-native", "opacus-hooks", "opake-vmap", "torch_func-eager")}
-"""Of the rest those on JAX compile for a minute."""
+"""The quick ones; those on JAX compile for a minute."""
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ PAGE = registry.ROOT / "results" / "findings" / "2026-11-24-own-examples.md"
 SMALL = ("small-gpt2", "small-vit")
 FULL = ("vit", "gpt2-lm")
 LIMIT, LIMIT_ADAMW = 1e-5, 1e-3
-"""Of updates by SGD, and of three steps of AdamW, as the gate has it: Adam divides small gradients by themselves."""
+"""Limits of updates by SGD, and of three steps of AdamW, as the gate has it: Adam divides small gradients by
+themselves."""
 SLOWER = 1.05
 """An adapter is as fast as the example up to here: rounds of a shared machine differ by as much."""
 NOT_COMPARED = {
@@ -142,7 +143,7 @@ def _time_row(record: Mapping[str, Any]) -> str:
 
 
 def _not_compared(found: Iterable[Mapping[str, Any]]) -> str:
-    """What has no row, and why."""
+    """Return a list of what has no row, and why."""
     there = {(r["contestant"], r["task"]) for r in found}
     lines = ["\n## What was not compared\n\n"]
     for (contestant, task), reason in NOT_COMPARED.items():

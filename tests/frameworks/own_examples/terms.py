@@ -1,4 +1,4 @@
-"""What an example and an adapter have in common."""
+"""The terms that an example and an adapter share."""
 
 from __future__ import annotations
 

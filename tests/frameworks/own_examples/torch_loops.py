@@ -70,6 +70,17 @@ def _loader(terms: Terms) -> DataLoader:
     return DataLoader(rows, batch_size=terms.batch_size)
 
 
+def _usual(optimizer: Any, model: nn.Module, criterion: Any) -> Step:
+    """Return the body of the loop that a user of PyTorch has already."""
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
 def opacus_hooks(terms: Terms) -> Example:
     """Opacus' README, "Getting started": make_private, then the loop as it was."""
     from opacus import PrivacyEngine
@@ -83,14 +94,7 @@ def opacus_hooks(terms: Terms) -> Example:
         max_grad_norm=terms.max_grad_norm,
         poisson_sampling=False,
     )
-    criterion = _criterion(terms)
-
-    def step(x: torch.Tensor, y: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        criterion(model(x), y).backward()
-        optimizer.step()
-
-    return Loop(terms, network, step)
+    return Loop(terms, network, _usual(optimizer, model, _criterion(terms)))
 
 
 def opacus_ghost(terms: Terms) -> Example:
@@ -108,13 +112,7 @@ def opacus_ghost(terms: Terms) -> Example:
         poisson_sampling=False,
         grad_sample_mode="ghost",
     )
-
-    def step(x: torch.Tensor, y: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        criterion(model(x), y).backward()
-        optimizer.step()
-
-    return Loop(terms, network, step)
+    return Loop(terms, network, _usual(optimizer, model, criterion))
 
 
 def torch_func_eager(terms: Terms) -> Example:
@@ -195,15 +193,9 @@ def dpcore_native(terms: Terms) -> Example:
         sample_rate=1.0,
         expected_batch_size=terms.batch_size,
     )
-    criterion = _criterion(terms)
-
-    def step(x: torch.Tensor, y: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        criterion(model(x), y).backward()
-        optimizer.step()
 
     def batches() -> Iterator[Any]:
         while True:
             yield from loader
 
-    return Loop(terms, network, step, batches=batches())
+    return Loop(terms, network, _usual(optimizer, model, _criterion(terms)), batches=batches())

@@ -44,7 +44,7 @@ LOOPS = {
     "optax-aggregate": "jax_loops",
     "torch_func-eager": "torch_loops",
 }
-"""Where a contestant's example is."""
+"""Module of a contestant's example."""
 PACKAGES = ("jax", "jax-privacy", "opacus", "opake", "optax", "torch")
 
 
@@ -164,7 +164,7 @@ def turns(contestant: str, task: Task, count: int) -> dict[str, Any]:
 
 
 def versions(contestant: str) -> dict[str, str]:
-    """Of the libraries that are here, and of the checkout's dpcore where it is the contestant."""
+    """Return those of the libraries that are here, and of the checkout's dpcore where it is the contestant."""
     found = {}
     if contestant.startswith("dpcore-"):
         found["dpcore"] = importlib.import_module("dpcore").__version__
