@@ -18,29 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpcore import Engine, PrivacyEngine
 from dpcore.example_isolation.check import BATCHES, RATE, IsolationCheck
+from tests.dpcore.transformers_cost import cifar10_cnn, mnist_cnn
 
 ROUNDS = 15
-
-
-def mnist_cnn() -> nn.Module:
-    return nn.Sequential(
-        *(nn.Conv2d(1, 16, 8, 2, 3), nn.ReLU(), nn.MaxPool2d(2, 1), nn.Conv2d(16, 32, 4, 2), nn.ReLU()),
-        *(nn.MaxPool2d(2, 1), nn.Flatten(), nn.Linear(512, 32), nn.ReLU(), nn.Linear(32, 10)),
-    )
-
-
-def cifar10_cnn() -> nn.Module:
-    widths = [3, 32, 32, 64, 64, 128, 128]
-    layers: list[nn.Module] = []
-    for k in range(6):
-        layers += [nn.Conv2d(widths[k], widths[k + 1], 3, 1, 1), nn.ReLU()]
-        layers += [nn.AvgPool2d(2, 2)] if k % 2 else []
-    return nn.Sequential(*layers, nn.Conv2d(128, 256, 3, 1, 1), nn.ReLU(), nn.Conv2d(256, 10, 3, 1, 1), Mean())
-
-
-class Mean(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean((-1, -2))
 
 
 def engine_step(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Callable[[], None], IsolationCheck]:
