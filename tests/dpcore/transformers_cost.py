@@ -658,6 +658,9 @@ def main() -> None:
     what = f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {versions}, {options.rounds} rounds."
     records: list[dict[str, Any]] = [{"what": what}]
     contestants = list(dict.fromkeys(["ordinary", *options.contestants]))
+    from dpcore import native  # not above: the processes of others than dpcore do without it
+
+    native.build()  # as the wheel has them; without, "engine" would be "engine-pure" and say nothing
     for name in options.models:
         for size in options.sizes:
             records += measure(name, size, contestants, options.rounds)
