@@ -85,7 +85,11 @@ class GaussianNoise:
 
     def fill_(self, target: Tensor, std: float, step: int) -> Tensor:
         """Set ``target`` to std * N(0, I) of this step, in place: what :meth:`add_` makes of zeros, in fewer passes."""
-        if std == 0.0 or self._native_serves(target) or not self.may_come_first:
+        has_kernel = self._native_serves(target)
+        if has_kernel and target.is_contiguous() and std != 0.0 and self.may_come_first:
+            native.fill_normals(target, std, self._digest(step, 4 * _TWISTER_WORDS))
+            return target
+        if std == 0.0 or has_kernel or not self.may_come_first:
             return self.add_(target.zero_(), std, step)
         if self._gpu_serves(target):
             gpu.draw_normals(target, std, self._name(step), add=False)

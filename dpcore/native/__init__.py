@@ -357,6 +357,15 @@ def add_normals(target: Tensor, std: float, words: bytes) -> None:
 
     The length is 16 or more, and they come from a Mersenne twister whose state is ``words`` (624, little-endian).
     """
+    _put_normals("dpcore_add_normals", target, std, words)
+
+
+def fill_normals(target: Tensor, std: float, words: bytes) -> None:
+    """Write over ``target`` what :func:`add_normals` adds to it."""
+    _put_normals("dpcore_fill_normals", target, std, words)
+
+
+def _put_normals(name: str, target: Tensor, std: float, words: bytes) -> None:
     state = torch.frombuffer(bytearray(words), dtype=torch.int32)
-    _call("dpcore_add_normals", (state, target), (target.numel(),), std)
+    _call(name, (state, target), (target.numel(),), std)
     torch.autograd.graph.increment_version(target)

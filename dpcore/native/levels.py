@@ -52,9 +52,18 @@ def levels_of(machine: str, flags: frozenset[str]) -> tuple[Level, ...]:
 
 def levels_here() -> tuple[Level, ...]:
     """Return the levels that this processor can run, the best first; none where the system does not say."""
+    return levels_of(platform.machine(), frozenset(_fact("flags", "features").split()))
+
+
+def is_intel() -> bool:
+    """Return whether this is a processor of Intel's; not where the system does not say."""
+    return _fact("vendor_id").strip() == "GenuineIntel"
+
+
+def _fact(*names: str) -> str:
+    """Return what the system says of the first processor under one of these names, or nothing."""
     try:
         lines = CPUINFO.read_text().splitlines()
     except OSError:
-        return ()
-    flags = next((line.partition(":")[2] for line in lines if line.lower().startswith(("flags", "features"))), "")
-    return levels_of(platform.machine(), frozenset(flags.split()))
+        return ""
+    return next((line.partition(":")[2] for line in lines if line.lower().startswith(names)), "")

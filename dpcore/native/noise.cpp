@@ -99,19 +99,21 @@ static void draw(const uint32_t* words, int64_t groups, Buffer& buffer) {
     transform(buffer, groups);
 }
 
-// out[j] += std * normal j of group g, for the first ``stop`` of 16.
-static inline void add_group(const Buffer& buffer, int64_t g, float std, float* out, int64_t stop) {
+// out[j] += std * normal j of group g, or = (``ADDS`` false), for the first ``stop`` of 16.
+template <bool ADDS>
+static inline void put_group(const Buffer& buffer, int64_t g, float std, float* out, int64_t stop) {
+    auto put = [](float& to, float value) { to = ADDS ? to + value : value; };
     const float *first = buffer.radii + g * HALF, *second = buffer.angles + g * HALF;
     if (stop >= GROUP) {
-        for (int j = 0; j < HALF; ++j) out[j] += std * first[j];
-        for (int j = 0; j < HALF; ++j) out[HALF + j] += std * second[j];
+        for (int j = 0; j < HALF; ++j) put(out[j], std * first[j]);
+        for (int j = 0; j < HALF; ++j) put(out[HALF + j], std * second[j]);
     } else {
-        for (int64_t j = 0; j < stop; ++j) out[j] += std * (j < HALF ? first[j] : second[j - HALF]);
+        for (int64_t j = 0; j < stop; ++j) put(out[j], std * (j < HALF ? first[j] : second[j - HALF]));
     }
 }
 
-// target[i] += std * normal i for i < count, count >= 16; ``state``: the twister's 624 words before its first block.
-extern "C" void dpcore_add_normals(uint32_t* state, float* target, int64_t count, double deviation) {
+template <bool ADDS>
+static void put_normals(uint32_t* state, float* target, int64_t count, double deviation) {
     Buffer buffer{};
     const float std = float(deviation);
     const int64_t whole = count / GROUP, left = count % GROUP, kept = left ? count - GROUP : count;
@@ -123,7 +125,7 @@ extern "C" void dpcore_add_normals(uint32_t* state, float* target, int64_t count
         draw(state, groups, buffer);
         for (int64_t g = 0; g < groups; ++g) {
             const int64_t at = (first + g) * GROUP;
-            add_group(buffer, g, std, target + at, kept - at);
+            put_group<ADDS>(buffer, g, std, target + at, kept - at);
         }
     }
     if (!left) return;
@@ -138,5 +140,15 @@ extern "C" void dpcore_add_normals(uint32_t* state, float* target, int64_t count
         ++used;
     }
     draw(words, 1, buffer);
-    add_group(buffer, 0, std, target + count - GROUP, GROUP);
+    put_group<ADDS>(buffer, 0, std, target + count - GROUP, GROUP);
+}
+
+// target[i] += std * normal i for i < count, count >= 16; ``state``: the twister's 624 words before its first block.
+extern "C" void dpcore_add_normals(uint32_t* state, float* target, int64_t count, double deviation) {
+    put_normals<true>(state, target, count, deviation);
+}
+
+// The same into a target of any values, which are written over.
+extern "C" void dpcore_fill_normals(uint32_t* state, float* target, int64_t count, double deviation) {
+    put_normals<false>(state, target, count, deviation);
 }

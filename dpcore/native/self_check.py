@@ -49,7 +49,7 @@ def _pairs(call: Call, own: torch.Generator) -> Iterator[tuple[str, Tensor, Tens
     yield from _contraction(call, randn)
     yield _convolution(call, randn)
     yield from _tokens(call, randn)
-    yield _normals(call)
+    yield from _normals(call)
     yield from _lstm(call, randn)
     yield from _gru(call, randn)
     yield from _rnn(call, randn)
@@ -98,7 +98,7 @@ def _tokens(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:
     yield "add_by_token", out, one_hot.T @ vectors
 
 
-def _normals(call: Call) -> tuple[str, Tensor, Tensor]:
+def _normals(call: Call) -> Iterator[tuple[str, Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(7)
     true = torch.randn(1000, generator=generator)
     # The words of the twister before its first block, from its seed (Matsumoto and Nishimura, 1998).
@@ -106,9 +106,9 @@ def _normals(call: Call) -> tuple[str, Tensor, Tensor]:
     for k in range(1, 624):
         words.append((1812433253 * (words[-1] ^ (words[-1] >> 30)) + k) & 0xFFFFFFFF)
     state = torch.tensor(words, dtype=torch.int64).to(torch.int32)
-    found = torch.zeros(1000)
-    call("dpcore_add_normals", (state, found), 1000, numbers=(1.0,))
-    return "add_normals", found, true
+    for name, found in (("add_normals", torch.zeros(1000)), ("fill_normals", torch.full((1000,), float("nan")))):
+        call(f"dpcore_{name}", (state.clone(), found), 1000, numbers=(1.0,))
+        yield name, found, true
 
 
 def _lstm(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -102,6 +102,10 @@ def test_noise(size, offset, deviation):
     native.add_normals(target, deviation, words)
     assert not memory[:offset].any() and not memory[offset + size :].any(), "nothing beside the target is written"
     assert bool(target.any()) == bool(deviation)
+    added = target.clone()
+    native.fill_normals(target, deviation, words)
+    assert not memory[:offset].any() and not memory[offset + size :].any(), "nothing beside the target is written"
+    assert torch.equal(target, added), "what the target held does not count"
 
 
 @given(st.integers(1, 5), st.integers(0, 9), st.integers(1, 40), VALUES, st.integers(0, 3), st.booleans())

@@ -53,6 +53,14 @@ def test_a_processor_gets_the_levels_whose_every_instruction_it_has(machine, fla
     assert [level.name for level in levels.levels_of(machine, flags)] == names
 
 
+@pytest.mark.parametrize(("said", "is_intel"), [("GenuineIntel", True), ("AuthenticAMD", False), (None, False)])
+def test_intels_processors_are_told_by_their_name(monkeypatch, tmp_path, said, is_intel):
+    facts = tmp_path / "cpuinfo"
+    facts.write_text("processor\t: 0\n" + (f"vendor_id\t: {said}\nflags\t\t: fpu\n" if said else ""))
+    monkeypatch.setattr(levels, "CPUINFO", facts)
+    assert levels.is_intel() == is_intel
+
+
 def test_the_environment_forbids_levels(fresh, monkeypatch):
     monkeypatch.setattr(levels, "levels_here", lambda: levels.levels_of("x86_64", AVX512))
     for said, names in (

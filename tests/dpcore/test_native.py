@@ -315,6 +315,14 @@ def test_noise_of_what_a_kernel_cannot_take_comes_from_torch(monkeypatch):
     assert calls
 
 
+@pytest.mark.parametrize("size", [16, 31, 624, 1003])
+def test_noise_over_what_a_buffer_held_is_the_noise_that_zeros_would_get(monkeypatch, size):
+    calls = _count(monkeypatch, "fill_normals")
+    held = torch.full((size + 8,), float("nan"))
+    assert torch.equal(GaussianNoise(3).fill_(held[:size], 0.7, 5), GaussianNoise(3).add_(torch.zeros(size), 0.7, 5))
+    assert len(calls) == 1 and bool(held[size:].isnan().all())
+
+
 def test_noise_of_a_subclass_comes_from_its_own_generator():
     class Own(GaussianNoise):
         def generator(self, step, device="cpu"):
