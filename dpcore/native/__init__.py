@@ -291,20 +291,11 @@ def conv2d_grad_sample(
     """[B, d, c, kh, kw], channels-last in memory: the weight gradient of each example of a convolution with inputs x
     [B, c, h, w] and output gradients [B, d, oh, ow], without groups or dilation.
     """
-    rows = conv2d_grad_sample_rows(x, grad, kernel, stride, padding)
-    return rows.view(len(x), grad.shape[1], *kernel, x.shape[1]).movedim(-1, 2)
-
-
-def conv2d_grad_sample_rows(
-    x: Tensor, grad: Tensor, kernel: tuple[int, int], stride: tuple[int, ...], padding: tuple[int, ...]
-) -> Tensor:
-    """Return what :func:`conv2d_grad_sample` does, as [B, n] in the order of memory."""
     x, grad = (t.permute(0, 2, 3, 1).contiguous() for t in (x, grad))
-    (batch, height, width, channels), (_, out_h, out_w, out_channels) = x.shape, grad.shape
-    out = x.new_empty((batch, out_channels * kernel[0] * kernel[1] * channels))
-    sizes = (batch, height, width, channels, out_channels, *kernel, *stride, *padding, out_h, out_w)
-    _call("dpcore_conv2d_grad_sample", (x, grad, out), (*sizes, torch.get_num_threads()))
-    return out
+    out = x.new_empty((len(x), grad.shape[3], *kernel, x.shape[3]))
+    sizes = (*x.shape, grad.shape[3], *kernel, *stride, *padding, *grad.shape[1:3], torch.get_num_threads())
+    _call("dpcore_conv2d_grad_sample", (x, grad, out), sizes)
+    return out.movedim(-1, 2)
 
 
 def count_tokens(ids: Tensor, rows: int, skipped: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:

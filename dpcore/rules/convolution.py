@@ -195,7 +195,7 @@ class ConvolutionUse(Use):
         if not formed or not in_order or dilation != (1, 1):
             return None
         size = (self.weight.shape[2], self.weight.shape[3])
-        return Part.rows(native.conv2d_grad_sample_rows(x, g, size, stride, padding))
+        return Part.rows(native.conv2d_grad_sample(x, g, size, stride, padding).movedim(2, -1).flatten(1))
 
     def takes_turns(self, param: Parameter) -> bool:
         fewest = FEWEST_IN_TURN if self.channels_last else FEWEST_IN_TURN_BY_ROWS
