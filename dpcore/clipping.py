@@ -36,8 +36,8 @@ def clip_factors(norms: Tensor, max_grad_norm: float) -> Tensor:
     A non-finite example must contribute nothing: a scaled infinity would show its presence in every parameter. The C
     that an engine passes is already lowered by what rounding may hide (:func:`bound_with_margin`).
     """
-    factors = (max_grad_norm / norms).clamp_(max=1.0)
-    return torch.where(norms < torch.inf, factors, 0.0)
+    factors = norms.reciprocal().mul_(max_grad_norm).clamp_(max=1.0)
+    return factors.masked_fill_((norms < torch.inf).logical_not_(), 0.0)
 
 
 def automatic_factors(norms: Tensor, max_grad_norm: float, stability: float = 0.01) -> Tensor:

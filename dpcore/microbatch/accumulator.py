@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from dpcore import native
 from dpcore.clipping import bound_with_margin, check_max_grad_norm, clip_factors
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.microbatch.planner import Choice, choose
+from dpcore.native.parts import Part, Parts
 from dpcore.numerics.precision import full_precision
-from dpcore.numerics.rounding import SquaredNorm, gamma, side_by_side, squares
+from dpcore.numerics.rounding import BLOCK, SquaredNorm, gamma, side_by_side, squares
 from dpcore.rules.linear import wide
 from dpcore.tape.uses import Use
 
@@ -59,6 +61,25 @@ class _Kept:
         torch._foreach_add_(into, torch.mv(self.rows.t(), factors)[: sum(lengths)].split(lengths))
 
 
+@dataclass(frozen=True)
+class _Together:
+    """Gradients of m examples of which kernels add the clipped sums at once; ``index``: which of all B these are."""
+
+    params: tuple[Parameter, ...]
+    parts: Parts
+    batch_size: int
+    index: Tensor | None = None
+
+    def of(self, index: Tensor) -> _Together:
+        return _Together(self.params, self.parts, self.batch_size, index)
+
+    def add_sum(self, factors: Tensor, segments: Mapping[Parameter, Tensor]) -> None:
+        """Adds Σ_i factors[i] gradient_i to the sums, which the kernels know."""
+        if self.index is not None:
+            factors = factors.new_zeros(self.batch_size).index_copy_(0, self.index, factors)
+        self.parts.add_sums(factors)
+
+
 @dataclass
 class _Measured:
     """``norms_sq`` [groups, m] of m examples; ``kept``: gradients that were formed for them.
@@ -70,11 +91,13 @@ class _Measured:
     """
 
     norms_sq: Tensor
-    kept: list[_Kept] = field(default_factory=list)
+    kept: list[_Kept | _Together] = field(default_factory=list)
     scales: Tensor | None = None
     error: float = 0.0
     scaled_error: float = 0.0
     tolerated: float = math.inf
+    below_infinity: bool = False
+    """True where that is known of ``norms_sq``."""
 
     def note(self, found: SquaredNorm, group: int) -> None:
         """Adds what rounding may hide of one parameter's norms."""
@@ -359,15 +382,48 @@ class Accumulator:
         ``together``: whether small ones may be put side by side.
         """
         norms_sq = torch.zeros((len(self.bounds), batch_size), dtype=self.dtype, device=self.device)
-        measured = _Measured(norms_sq, self._form(choices, batch_size, together and len(self.bounds) == 1))
+        measured = _Measured(norms_sq)
+        together = together and len(self.bounds) == 1
+        if together and self.dtype == torch.float32 and native.serves(norms_sq):
+            choices = self._measure_together(choices, measured, batch_size)
+        if not choices:
+            return measured
+        formed = self._form(choices, batch_size, together)
+        measured.kept += formed
+        measured.below_infinity = False
         groups = norms_sq.unbind(0)
         with full_precision():
-            for kept in measured.kept:
+            for kept in formed:
                 self._note(measured, groups, squares(kept.rows), kept.params[0])
             for choice in choices:
                 if choice.method == "ghost":
                     self._note(measured, groups, choice.uses[0].norm_sq(choice.param), choice.param)
         return measured
+
+    def _measure_together(self, choices: Sequence[Choice], measured: _Measured, batch_size: int) -> list[Choice]:
+        """Adds the norms of what kernels take in one call, and returns the other choices."""
+        others: list[Choice] = []
+        parts: list[Part] = []
+        targets: list[Tensor] = []
+        params: list[Parameter] = []
+        held = self._held
+        for choice in choices:
+            param = choice.param
+            part = choice.uses[0].for_kernels(param, choice.method == "keep") if len(choice.uses) == 1 else None
+            if part is None:
+                others.append(choice)
+                continue
+            parts.append(part)
+            params.append(param)
+            targets.append((held.sums if part.x is not None else held.segments)[param])
+        if not parts:
+            return others
+        found = Parts(parts, targets, batch_size)
+        measured.below_infinity = found.add_norms(measured.norms_sq)
+        # Float64's own is far below; but what is released is to be the same with and without kernels.
+        measured.error = max(measured.error, gamma(BLOCK + 4, self.dtype))
+        measured.kept.append(_Together(tuple(params), found, batch_size))
+        return others
 
     def _note(self, measured: _Measured, groups: Sequence[Tensor], found: SquaredNorm, param: Parameter) -> None:
         """Adds squared norms of one parameter, or of several of one group."""
@@ -391,7 +447,7 @@ class Accumulator:
     def _any_doubtful(self, measured: _Measured) -> bool:
         """Return whether :meth:`_doubtful` has any example; the usual answer costs the fewest operators."""
         # The sum of squares is below infinity only if each of them is.
-        if measured.scales is None and bool(measured.norms_sq.sum() < torch.inf):
+        if measured.scales is None and (measured.below_infinity or bool(measured.norms_sq.sum() < torch.inf)):
             return False
         return bool(self._doubtful(measured).any())
 
@@ -419,7 +475,7 @@ class Accumulator:
     def _add(
         self,
         choices: Sequence[Choice],
-        kept: Sequence[_Kept],
+        kept: Sequence[_Kept | _Together],
         factors: Tensor,
         scale: float,
         into: tuple[Mapping[Parameter, Tensor], Mapping[Parameter, Tensor]] | None = None,
@@ -431,8 +487,9 @@ class Accumulator:
         with full_precision():
             for formed in kept:
                 formed.add_sum(factors[self._group[formed.params[0]]], segments)
+            added = {param for formed in kept for param in formed.params}
             for choice in choices:
-                if choice.method == "ghost":
+                if choice.method == "ghost" and choice.param not in added:
                     of = factors[self._group[choice.param]]
                     choice.uses[0].add_clipped_sum(choice.param, of, sums[choice.param])
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -74,6 +74,33 @@ VARIED_KINDS = 3
 """Kinds of batches for which a model is also probed with padding and without."""
 
 
+_FIRST = {0}
+
+
+class _Recording:
+    """A pass through a model that one thread runs at a time, on a tape if there is one."""
+
+    def __init__(self, layout: Layout, tape: Tape | None) -> None:
+        self._layout = layout
+        self._tape = tape
+
+    def __enter__(self) -> None:
+        self._layout._begin()
+        if self._tape is not None:
+            try:
+                self._tape.__enter__()
+            except BaseException:
+                self._layout._busy.clear()
+                raise
+
+    def __exit__(self, *exception: Any) -> None:
+        try:
+            if self._tape is not None:
+                self._tape.__exit__(*exception)
+        finally:
+            self._layout._busy.clear()
+
+
 class Layout:
     """Knowledge of a model's insides.
 
@@ -107,24 +134,24 @@ class Layout:
         """Return whether activations under torch.utils.checkpoint may be dropped: all of the model goes by rules."""
         return not self.fallbacks and not self.recurrent
 
-    @contextmanager
-    def recording(self, tape: Tape) -> Iterator[None]:
+    def recording(self, tape: Tape) -> AbstractContextManager[None]:
         """Record a pass through the model on ``tape``: modules without a rule as a whole, anything else by rules.
 
         Raises:
             UnsupportedError: another thread is in the midst of a pass through the same model.
         """
-        self._begin()
-        try:
-            with ExitStack() as stack:
-                for fallback in self.fallbacks.values():
-                    stack.enter_context(Interception(tape, fallback))
-                if self.recurrent:
-                    stack.enter_context(packed_noted(tape, self.recurrent))
-                with tape:
-                    yield
-        finally:
-            self._busy.clear()
+        return self._recording_all(tape) if self.fallbacks or self.recurrent else _Recording(self, tape)
+
+    @contextmanager
+    def _recording_all(self, tape: Tape) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(_Recording(self, None))
+            for fallback in self.fallbacks.values():
+                stack.enter_context(Interception(tape, fallback))
+            if self.recurrent:
+                stack.enter_context(packed_noted(tape, self.recurrent))
+            with tape:
+                yield
 
     def _begin(self) -> None:
         thread = threading.get_ident()
@@ -150,6 +177,8 @@ class Layout:
         While probing, it is found by its length.
         """
         known = self._dims.setdefault(key, set())
+        if known == _FIRST and not self._probing and not tape.rows:
+            return 0 if x.shape[:1] == (tape.batch_size,) else -1
         fits = [IN_ROWS] if tape.in_rows(x) else []
         fits += [d for d in (0, 1) if (d == 0 or x.dim() > d + features) and x.shape[d : d + 1] == (tape.batch_size,)]
         if self._probing:

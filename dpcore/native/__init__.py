@@ -8,7 +8,6 @@ torch form, which computes the same.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +25,7 @@ from dpcore.native.compiling import (
     compiler,
 )
 from dpcore.native.levels import levels_here
-from dpcore.native.library import SWITCH, allowed, compiled_path, kernels
+from dpcore.native.library import SWITCH, allowed, compiled_path, function, kernels
 
 __all__ = ["COMPILERS", "SWITCH", "NativeBuildError", "available", "build", "description", "disabled", "path", "reload"]
 
@@ -96,19 +95,18 @@ def serves(*tensors: Tensor) -> bool:
     negatives, as that of ``z.conj().imag`` does).
     """
     # First what no kernel may run in: the first look for a library draws random numbers to check it.
-    return (
-        not torch.compiler.is_compiling()
-        and not torch._C._functorch.maybe_current_level()
-        and available()
-        and all(
-            t.dtype == torch.float32
-            and t.device.type == "cpu"
-            and type(t) is Tensor
-            and not t.is_neg()
-            and not t._is_zerotensor()
-            for t in tensors
-        )
-    )
+    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() or not available():
+        return False
+    for t in tensors:
+        if (
+            type(t) is not Tensor
+            or t.dtype != torch.float32
+            or t.device.type != "cpu"
+            or t.is_neg()
+            or t._is_zerotensor()
+        ):
+            return False
+    return True
 
 
 def serves_graph(*tensors: Tensor) -> bool:
@@ -128,9 +126,8 @@ def _call(name: str, tensors: Sequence[Tensor | None], sizes: Sequence[int], *nu
     for tensor in tensors[strided:]:
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{name} got a tensor of strides {tensor.stride()} for shape {tuple(tensor.shape)}.")
-    pointers = [ctypes.c_void_p(0 if t is None else t.data_ptr()) for t in tensors]
-    numbers_of_c = *(ctypes.c_int64(s) for s in sizes), *map(ctypes.c_double, numbers)
-    return int(getattr(found.library, name)(*pointers, *numbers_of_c))
+    pointers = [None if t is None else t.data_ptr() for t in tensors]
+    return function(found.library, name, len(pointers), len(sizes), len(numbers))(*pointers, *sizes, *numbers)
 
 
 def lstm_forward(z: Tensor, weight: Tensor, gates: Tensor, h: Tensor, c: Tensor, tanh_c: Tensor, reverse: bool) -> None:

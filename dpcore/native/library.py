@@ -8,6 +8,7 @@ import hashlib
 import os
 import stat
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +69,17 @@ def kernels() -> Kernels | None:
             if path.exists():
                 return _checked(level, path)
     return None
+
+
+@functools.cache
+def function(library: ctypes.CDLL, name: str, pointers: int, sizes: int, numbers: int = 0) -> Callable[..., int]:
+    """Return a kernel that knows its arguments: addresses, integers, and floats.
+
+    Told at every call, they would take as long as a small kernel's work.
+    """
+    found = library[name]  # each look finds an object of its own
+    found.argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * sizes + [ctypes.c_double] * numbers
+    return found
 
 
 def _checked(level: Level, path: Path) -> Kernels | None:

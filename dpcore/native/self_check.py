@@ -54,6 +54,7 @@ def _pairs(call: Call, own: torch.Generator) -> Iterator[tuple[str, Tensor, Tens
     yield from _gru(call, randn)
     yield from _rnn(call, randn)
     yield from _cross_entropy(call, randn)
+    yield from _parts(call, randn)
 
 
 def _contraction(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -208,3 +209,22 @@ def _cross_entropy(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Te
     true[1, 150] -= 1.0
     true[2] = 0.0
     yield "cross_entropy_grad", found, grad[:, None] * true
+
+
+def _parts(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:
+    rows, positions, left, right = randn(3, 83), randn(3, 70, 21), randn(3, 19), randn(3, 37)
+    made, outs = torch.empty(3, 21), (torch.ones(83), torch.ones(21), torch.ones(19, 37))
+    table = [
+        (0, rows.data_ptr(), 83, 83, 0, 0, 0, 0, 0, 0, outs[0].data_ptr(), 0),
+        (1, positions.data_ptr(), 70 * 21, 21, 70, 21, made.data_ptr(), 0, 0, 0, outs[1].data_ptr(), 0),
+        (2, left.data_ptr(), 19, 19, 0, 0, 0, right.data_ptr(), 37, 37, outs[2].data_ptr(), 37),
+    ]
+    parts = torch.tensor(table, dtype=torch.int64)
+    norms = torch.ones(3)
+    call("dpcore_add_norms_of_parts", (parts, norms), 3, 3, 1)
+    gradients = rows, positions.sum(1), left[:, :, None] * right[:, None]
+    yield "add_norms_of_parts", norms, 1.0 + torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0)
+    factors = torch.tensor([0.5, 0.0, 2.0])
+    call("dpcore_add_parts", (parts, factors), 3, 3, 1)
+    for out, g in zip(outs, gradients, strict=True):
+        yield "add_parts", out, 1.0 + torch.tensordot(factors, g, dims=1)

@@ -54,6 +54,7 @@ class SquaredNorm(NamedTuple):
     tolerated: float = TOLERATED_CANCELLATION
 
 
+@functools.cache
 def unit(dtype: torch.dtype) -> float:
     """The unit roundoff u of a floating-point type."""
     return torch.finfo(dtype).eps / 2

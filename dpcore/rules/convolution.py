@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from dpcore import gpu, native
 from dpcore.gpu.windows import Windows
+from dpcore.native.parts import Part
 from dpcore.numerics.precision import convolutions_are_lowered
 from dpcore.numerics.rounding import SquaredNorm, gram, gram_roundings, squares
 from dpcore.rules.limits import Limits
@@ -181,6 +182,20 @@ class ConvolutionUse(Use):
             d, c, *kernel = self.weight.shape
             return grads.view(len(u), d, *kernel, c).movedim(-1, 2)
         return grads.view(len(u), *self.weight.shape)
+
+    def for_kernels(self, param: Parameter, formed: bool) -> Part | None:
+        x, g = self._input(), self._gradient()
+        if not native.serves(x, g) or not g.numel():
+            return None
+        if self._is_bias(param):
+            g = g.flatten(2).transpose(1, 2)
+            return Part.sums(g) if g.stride(-1) == 1 else None
+        stride, padding, dilation, _ = self.geometry
+        in_order = param.is_contiguous(memory_format=torch.channels_last) if self.channels_last else False
+        if not formed or not in_order or dilation != (1, 1):
+            return None
+        size = (self.weight.shape[2], self.weight.shape[3])
+        return Part.rows(native.conv2d_grad_sample(x, g, size, stride, padding).movedim(2, -1).flatten(1))
 
     def takes_turns(self, param: Parameter) -> bool:
         fewest = FEWEST_IN_TURN if self.channels_last else FEWEST_IN_TURN_BY_ROWS

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from dpcore import gpu, native
 from dpcore.gpu import tuned
+from dpcore.native.parts import Part
 from dpcore.numerics.rounding import SquaredNorm, gamma, gram, gram_roundings, squares, trusted
 from dpcore.rules.limits import Limits
 from dpcore.rules.products import linear, prefers_onednn, product, products
@@ -185,6 +186,21 @@ class ContractionUse(Use):
             of = dict(zip(weights, products(g.transpose(1, 2), *map(self._x_by_column, weights)), strict=True))
             made = self._products = self.grad, self.grad._version, of
         return made[2].pop(param)
+
+    def for_kernels(self, param: Parameter, formed: bool) -> Part | None:
+        assert self.grad is not None
+        if self.grad.dtype != torch.float32 or self.grad.device.type != "cpu":
+            return None
+        g = self._g()
+        if param not in self._inputs:
+            return (Part.rows(g) if g.dim() == 2 else Part.sums(g)) if native.serves(g) else None
+        x = self._x(param)
+        if not native.serves(g, x):
+            return None
+        if g.dim() == 2:
+            return Part.outer(g, x)
+        in_order = formed and param.is_contiguous()
+        return Part.rows(native.contraction_grad_sample(g, x).flatten(1)) if in_order else None
 
     def takes_turns(self, param: Parameter) -> bool:
         assert self.grad is not None

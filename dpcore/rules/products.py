@@ -113,6 +113,8 @@ class Projection(torch.autograd.Function):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear, by the faster library where weight and bias get no gradient."""
+    if 2.0 * x.numel() * len(weight) < WORTH_A_CALL_FLOPS:  # first: of small products the other questions are a part
+        return torch.nn.functional.linear(x, weight, bias)
     constants = (weight, bias) if bias is not None else (weight,)
     if (
         all(type(t) in (Tensor, Parameter) and t.dtype == torch.float32 and not t.requires_grad for t in constants)

@@ -45,6 +45,9 @@ class Rows:
         self._batch_size = batch_size
         self._known: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
     def of(self, tensor: Any) -> tuple[int, int] | None:
         """(dimension, rows for each example), or None where the batch is a dimension of its own or is not known."""
         found = self._known.get(id(tensor))

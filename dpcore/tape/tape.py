@@ -123,6 +123,7 @@ class Tape(TorchFunctionMode):
         self.lookups = Lookups()
         self.channels_last = any(_is_channels_last(p) for p in parameters)
         self.parameters = parameters
+        self._trained = set(map(id, parameters))
         self.batch_size = batch_size
         self.uses: list[Use] = _Uses(self.stands)
         self._edges: list[GradientEdge] = []
@@ -207,6 +208,13 @@ class Tape(TorchFunctionMode):
 
     def _sources(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Parameter | Derivation]:
         """The trained parameters among the arguments, and what comes from trained parameters alone."""
+        if not self._derived and not self.stands:  # by far the most calls have none: the fewest steps
+            trained = self._trained
+            for value in (*args, *kwargs.values()) if kwargs else args:
+                if id(value) in trained or type(value) in (list, tuple):
+                    break
+            else:
+                return []
         found: list[Parameter | Derivation] = []
         for value in _tensors_in(args, kwargs):
             derivation = self._derived.get(id(value))
@@ -281,12 +289,14 @@ class Tape(TorchFunctionMode):
 
     def root(self, param: Parameter) -> Parameter:
         """The parameter itself, or the first one that a stand-in comes from."""
-        derivation = self.stands.get(param)
+        derivation = self.stands.get(param) if self.stands else None
         return param if derivation is None else derivation.roots[0]
 
     def trains(self, tensor: Any) -> TypeGuard[Parameter]:
         """Return whether this is one of the trained parameters, or stands for what comes from them alone."""
-        return isinstance(tensor, Parameter) and (tensor in self.parameters or tensor in self.stands)
+        return id(tensor) in self._trained or (
+            bool(self.stands) and isinstance(tensor, Parameter) and tensor in self.stands
+        )
 
     def constant(self, tensor: MaybeTensor) -> MaybeTensor:
         """A trained parameter as a constant of the graph; anything else as it is."""
@@ -314,7 +324,7 @@ class Tape(TorchFunctionMode):
         if self.scale is not None:
             output.register_hook(self._hook(target))
             return output
-        self._edges.append(get_gradient_edge(output))
+        self._edges.append(_edge(output))
         if forget is not None:
             output.register_hook(lambda grad: target(grad))
             self._targets.append(lambda grad: forget() if grad is None else None)
@@ -505,6 +515,14 @@ class Tape(TorchFunctionMode):
         return dim
 
 
+def _edge(output: Tensor) -> GradientEdge:
+    """Return what get_gradient_edge does; of a node of torch's own it is the two fields alone."""
+    node = output.grad_fn
+    if node is None or isinstance(node, torch._C._FunctionBase):
+        return get_gradient_edge(output)
+    return GradientEdge(node, output.output_nr)
+
+
 class _Uses(list[Use]):
     """The uses of a pass; those of stand-ins become uses of the parameters behind them."""
 
@@ -513,7 +531,8 @@ class _Uses(list[Use]):
         self._stands = stands
 
     def append(self, use: Use) -> None:
-        super().append(ThroughUse(use, self._stands) if any(p in self._stands for p in use.params) else use)
+        through = bool(self._stands) and any(p in self._stands for p in use.params)
+        super().append(ThroughUse(use, self._stands) if through else use)
 
 
 def batch_first(tensor: Tensor, dim: int, batch_size: int) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from dpcore.errors import UnsupportedError
+from dpcore.native.parts import Part
 from dpcore.numerics.rounding import SquaredNorm
 
 Handler = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -85,6 +86,14 @@ class Use:
     def grad_sample(self, param: Parameter) -> Tensor:
         """[B, *param.shape] per-sample gradients."""
         raise NotImplementedError
+
+    def for_kernels(self, param: Parameter, formed: bool) -> Part | None:
+        """Return what kernels need of a parameter's gradients to take norms and sums of many parameters at once.
+
+        ``formed``: where per-sample gradients are to be formed. None: :meth:`grad_sample`, or :meth:`norm_sq` and
+        :meth:`add_clipped_sum`, do that.
+        """
+        return None
 
     def takes_turns(self, param: Parameter) -> bool:
         """Return whether :meth:`example` forms one example's gradient as fast as :meth:`grad_sample` forms its part of

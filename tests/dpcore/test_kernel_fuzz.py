@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpcore import native
+from dpcore.native.parts import Part, Parts
 from dpcore.rules.recurrent_loops import GruRecurrence, RnnRecurrence, Steps
 from tests.dpcore.test_native import pytestmark  # noqa: F401
 
@@ -163,3 +164,38 @@ def test_gru_and_plain_loops(kind, sizes, values, offset, reverse):
 def test_nothing_is_nothing(shape):
     g, x = torch.zeros(shape), torch.zeros(shape)
     assert not native.contraction_grad_sample(g, x).any()
+
+
+@given(
+    st.integers(0, 20),
+    st.integers(0, 140),
+    st.integers(1, 150),
+    st.integers(1, 70),
+    VALUES,
+    st.integers(0, 3),
+    st.data(),
+)
+@settings(max_examples=25)
+def test_parts_of_many_parameters(batch, positions, width, columns, values, offset, data):
+    turned, apart = data.draw(st.booleans()), data.draw(st.integers(0, 5))
+    rows = tensor((batch, width + apart), values, offset, 1)[:, :width]
+    summed = tensor((batch, positions, width + apart), "normal", offset, 2)[..., :width]
+    g, x = tensor((batch, width), "normal", offset, 3), tensor((batch, columns), "normal", offset, 4)
+    memory = torch.zeros(2 * width + width * columns + offset + 8)
+    used = memory[offset : offset + 2 * width + width * columns]
+    outs = list(used.split([width, width, width * columns]))
+    outs[2] = outs[2].view(columns, width).t() if turned else outs[2].view(width, columns)
+    parts = Parts([Part.rows(rows), Part.sums(summed), Part.outer(g, x)], outs, batch)
+    norms_sq = torch.zeros(batch)
+    below = parts.add_norms(norms_sq)
+    gradients = rows, summed.sum(1), g[:, :, None] * x[:, None]
+    true = sum(part.double().flatten(1).square().sum(1) for part in gradients)
+    finite = rows.isfinite().all(1)
+    assert not norms_sq[~finite].isfinite().any() and below == bool((norms_sq < torch.inf).all())
+    if values in ("normal", "tiny"):
+        torch.testing.assert_close(norms_sq.double(), true, rtol=1e-5, atol=1e-6)
+    factors = torch.where(finite, 0.5, 0.0)
+    parts.add_sums(factors)
+    for out, part in zip(outs, gradients, strict=True):
+        same(out, 0.5 * part[finite].sum(0), "normal" if values == "nan" else values)
+    assert not memory[:offset].any() and not memory[offset + len(used) :].any()

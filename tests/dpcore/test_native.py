@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import nn
 from torch.nn.grad import conv2d_weight
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpcore import Engine, GaussianNoise, native
+from dpcore.errors import UnsupportedError
 from dpcore.functional import clipped_sum
 from dpcore.native.library import kernels as loaded
 from dpcore.numerics.rounding import gamma
@@ -637,3 +639,75 @@ def test_the_kernels_of_a_loaders_worker_start_no_thread():
         assert [int(n) for n in loader] == [1, 1]
     finally:
         torch.set_num_threads(threads)
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators of torch that are started."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def small_model():
+    torch.manual_seed(0)
+    layers = nn.Conv2d(1, 16, 4, 2), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 9)
+    return nn.Sequential(*layers, nn.ReLU(), nn.Linear(9, 3)).to(memory_format=LAST)
+
+
+def test_norms_and_sums_of_many_small_parameters_take_few_operators():
+    """On small batches the starts of operators are the price of privacy."""
+    x, y = torch.randn(6, 1, 14, 14), torch.arange(6) % 3
+    counts, found = [], []
+    for kernels in (True, False):
+        with pytest.warns(UserWarning, match="mixes"):  # of the experiments only the first batches have any
+            engine = Engine(small_model(), odd_loss, max_grad_norm=0.5, expected_batch_size=6, check_isolation=False)
+        with nullcontext() if kernels else native.disabled():
+            engine.privatize(x, y)
+            with Operators() as operators:
+                found.append(engine.privatize(x, y))
+        counts.append(operators.count)
+    assert counts[0] < 0.65 * counts[1]
+    torch.testing.assert_close(found[0].norms, found[1].norms, rtol=2e-6, atol=0)
+    assert relative_error(found[0].sums, found[1].sums) < 2e-6
+
+
+def test_an_example_beyond_float32_and_one_that_is_not_finite_do_not_reach_the_others():
+    def loss(outputs, weights):
+        return outputs.sum(1) * weights
+
+    x, weights = torch.randn(6, 1, 14, 14), torch.tensor([1.0, 1e25, 0.0, 2.0, torch.nan, 1e-25])
+    kept = torch.tensor([0, 2, 3, 5])
+    whole = clipped_sum(small_model(), loss, x, weights, 0.5)
+    mask = torch.ones(6, dtype=torch.bool)
+    mask[1] = False
+    masked = Engine(small_model(), loss, max_grad_norm=0.5).clipped_sum(x, weights, mask)
+    alone = clipped_sum(small_model(), loss, x[kept], weights[kept], 0.5)
+    assert not whole.norms[4].isfinite() and whole.factors[4] == 0.0 and 0.0 < whole.factors[1] < 1e-24
+    torch.testing.assert_close(whole.norms[kept], alone.norms, rtol=1e-6, atol=0)
+    assert relative_error(masked.sums, alone.sums) < 1e-6
+
+
+def test_a_clipping_rule_that_changes_what_was_measured_is_refused():
+    x, y = torch.randn(6, 1, 14, 14), torch.arange(6) % 3
+    model = small_model()
+    seen = []
+    model[6].register_forward_hook(lambda module, args, output: seen.append(output.detach()))
+
+    def rule(norms, bound):
+        seen[-1].mul_(1000.0)
+        return (bound / norms).clamp(max=1.0)
+
+    engine = Engine(model, odd_loss, max_grad_norm=0.5, factors=rule, check_isolation=False)
+    with pytest.raises(UnsupportedError, match="changed in place"):
+        engine.clipped_sum(x, y)
+
+
+@pytest.mark.parametrize("factors", [lambda norms, bound: torch.ones(1), lambda norms, bound: torch.ones(7)])
+def test_a_clipping_rule_returns_one_factor_for_each_example(factors):
+    x, y = torch.randn(6, 1, 14, 14), torch.arange(6) % 3
+    engine = Engine(small_model(), odd_loss, max_grad_norm=0.5, factors=factors, check_isolation=False)
+    with pytest.raises((ValueError, RuntimeError)):
+        engine.clipped_sum(x, y)

@@ -1,0 +1,125 @@
+"""Norms, and clipped sums, of many parameters' gradients in one call of a kernel each.
+
+Of a small model's step the calls of operators, and the Python around them, take longer than the numbers.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dpcore.errors import UnsupportedError
+from dpcore.native.library import function, kernels
+
+ROWS, SUMS, OUTER = 0, 1, 2
+FIELDS = 12
+"""Numbers of a part in the kernels' table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The gradients of one parameter for B examples, before they are summed: what two kernels need of them.
+
+    ``kind`` ROWS: they are ``g`` [B, n], in the order of the parameter's memory. SUMS: they are the sums over the
+    positions of ``g`` [B, T, n]. OUTER: they are the products g xᵀ [n, m] of ``g`` [B, n] and ``x`` [B, m].
+    """
+
+    kind: int
+    g: Tensor
+    x: Tensor | None = None
+
+    @classmethod
+    def rows(cls, g: Tensor) -> Part:
+        """Return those that are ``g`` [B, n]."""
+        return cls(ROWS, _dense_last(g))
+
+    @classmethod
+    def sums(cls, g: Tensor) -> Part:
+        """Return the sums over the positions of ``g`` [B, T, n]."""
+        return cls(SUMS, _dense_last(g))
+
+    @classmethod
+    def outer(cls, g: Tensor, x: Tensor) -> Part:
+        """Return the products of ``g`` [B, n] and ``x`` [B, m]."""
+        return cls(OUTER, _dense_last(g), _dense_last(x))
+
+
+class Parts:
+    """Parts of the gradients of the same B examples, each with where its sum is: ``targets``, float32 on a CPU.
+
+    A target is [n] for ROWS and SUMS, and [n, m] for OUTER, one of whose dimensions is dense.
+    """
+
+    def __init__(self, parts: Sequence[Part], targets: Sequence[Tensor], batch_size: int) -> None:
+        self._batch_size = batch_size
+        table = array("q")
+        read: list[Tensor] = []
+        self._held: list[Tensor] = []
+        for part, out in zip(parts, targets, strict=True):
+            g, x, pitch, sums = part.g, part.x, 0, 0
+            if x is not None:
+                if out.stride(1) != 1:
+                    g, x, out = x, g, out.t()
+                if out.stride(1) != 1:
+                    raise ValueError(f"A sum of strides {out.stride()} has no dense dimension.")
+                read.append(x)
+                pitch = out.stride(0)
+            read.append(g)
+            positions = stride = 0
+            if part.kind == SUMS:
+                positions, stride = g.shape[1], g.stride(1)
+                made = g.new_empty((batch_size, g.shape[2]))
+                self._held.append(made)
+                sums = made.data_ptr()
+            of_g = g.data_ptr(), g.stride(0), g.shape[-1]
+            of_x = (0, 0, 0) if x is None else (x.data_ptr(), x.stride(0), x.shape[1])
+            table.extend((part.kind, *of_g, positions, stride, sums, *of_x, out.data_ptr(), pitch))
+        self._table, self._count = table, len(parts)
+        self._read = [(tensor, tensor._version) for tensor in read]
+        self._targets = list(targets)
+
+    def add_norms(self, norms_sq: Tensor) -> bool:
+        """norms_sq [B] += the squared norms over all parts, in float64 but for this sum and the sums over positions.
+
+        Returns whether all of ``norms_sq`` are then numbers below infinity.
+        """
+        below = self._call("dpcore_add_norms_of_parts", norms_sq)
+        torch.autograd.graph.increment_version(norms_sq)
+        return bool(below)
+
+    def add_sums(self, factors: Tensor) -> None:
+        """Add every part's Σ_b factors[b] gradient_b to its target, of which :meth:`add_norms` was asked before.
+
+        An example whose factor is 0 is left out, whatever it holds.
+
+        Raises:
+            UnsupportedError: what was measured has been changed since.
+            ValueError: there is not one factor per example.
+        """
+        if factors.shape != (self._batch_size,):
+            raise ValueError(
+                f"The clipping rule returned factors of shape {tuple(factors.shape)} for {self._batch_size} examples; "
+                "it must return one per example."
+            )
+        if any(tensor._version != version for tensor, version in self._read):
+            raise UnsupportedError(
+                "A layer's input, or the gradient at its output, was changed in place between the norms of the "
+                "gradients and their clipped sum; a clipping rule must leave them as they are."
+            )
+        self._call("dpcore_add_parts", factors.to(torch.float32).resolve_neg().contiguous())
+        for target in self._targets:
+            torch.autograd.graph.increment_version(target)
+
+    def _call(self, name: str, numbers: Tensor) -> int:
+        found = kernels()
+        assert found is not None
+        addresses = self._table.buffer_info()[0], numbers.data_ptr()
+        return function(found.library, name, 2, 3)(*addresses, self._count, self._batch_size, torch.get_num_threads())
+
+
+def _dense_last(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
