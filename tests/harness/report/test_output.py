@@ -226,6 +226,14 @@ def test_markdown_of_a_quick_run_begins_with_the_result_and_is_short(quick):
     assert sum(line.startswith("| opacus-hooks |") and " of " in line for line in lines[gate : gate + 12]) == 1
 
 
+def test_the_first_table_says_what_its_marks_and_names_mean(quick):
+    first = markdown.page(report_of(quick)).split("\n## ")[0]
+    assert "JAX (DP) `jax-vmap`" in first and "`imdb-embedding`" in first
+    for mark, meaning in (("ᵉ", "ᵉ extrapolated"), ("ᵈ", "ᵈ disturbed")):
+        assert (mark in first) == (meaning in first)
+    assert "ᵉ extrapolated" in first
+
+
 def test_markdown_shows_measured_and_published_values_apart(quick):
     page = markdown.page(report_of(quick))
     assert PUBLISHED_LABEL not in page and "arXiv:2109.12298" in page
