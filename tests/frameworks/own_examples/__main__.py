@@ -4,8 +4,8 @@
     python -m tests.frameworks.own_examples --contestants opacus-hooks --tasks vit
     python -m tests.frameworks.own_examples --page                       # the page of the records that are there
 
-Updates are compared on the gate's small networks, times on the tasks. A record is one process in the contestant's own
-environment; one that is there is not made again.
+Updates are compared on the gate's small networks, times on the tasks. A comparison is one process in the
+contestant's own environment; one that is on record is not made again.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ BY_SGD_ALONE = {
     "tfp-dpmodel": BOTH,
 }
 """Tasks of contestants that have no AdamW, which the transformers are trained by."""
+WORDS = {"update": "update", "turns": "time"}
 LIMIT, LIMIT_ADAMW = 1e-5, 1e-3
 """Limits of updates by SGD, and of three steps of AdamW, as the gate has it: Adam divides small gradients by
 themselves."""
@@ -79,10 +80,22 @@ SOURCES = {
 }
 
 
-def missing(contestants: Iterable[str], tasks: Iterable[str]) -> list[tuple[str, str]]:
-    """Return which pairs of contestant and task can be compared and have no record."""
-    wanted = [(contestant, task) for task in tasks for contestant in contestants]
-    return [pair for pair in wanted if is_comparable(*pair) and not _record(*pair).exists()]
+def missing(contestants: Iterable[str], tasks: Iterable[str]) -> list[tuple[str, str, str]]:
+    """Return which (contestant, task, kind) can be compared and are not on record. Kinds: ``update``, ``turns``."""
+    wanted = [(c, t, kind) for t in tasks for c in contestants if is_comparable(c, t) for kind in kinds(t)]
+    return [(c, t, kind) for c, t, kind in wanted if kind not in recorded(c, t)]
+
+
+def kinds(task: str) -> list[str]:
+    """Return what is compared on a task."""
+    return [kind for kind, apart in (("update", FULL), ("turns", SMALL)) if task not in apart]
+
+
+def recorded(contestant: str, task: str) -> dict[str, Any]:
+    """Return the record of a contestant on a task; empty where there is none."""
+    path = _record(contestant, task)
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found
 
 
 def is_comparable(contestant: str, task: str) -> bool:
@@ -94,7 +107,7 @@ def _record(contestant: str, task: str) -> Path:
     return RECORDS / f"{contestant}-{task}.json"
 
 
-def compare(contestant: str, task: str, turns: int) -> dict[str, Any]:
+def compare(contestant: str, task: str, kind: str, turns: int) -> dict[str, Any]:
     """Run the worker in the contestant's environment.
 
     Raises:
@@ -103,7 +116,6 @@ def compare(contestant: str, task: str, turns: int) -> dict[str, Any]:
     """
     chosen = registry.select([contestant])[0]
     place = env.ensure(chosen.framework, print)
-    kind = "update" if task in SMALL else "turns" if task in FULL else "both"
     arguments = [contestant, kind, task, str(turns)]
     environment = {**chosen.variant.environment, "OMP_NUM_THREADS": "1"}
     worker = "tests.frameworks.own_examples.worker"
@@ -182,11 +194,12 @@ def _time_row(record: Mapping[str, Any]) -> str:
 
 def _not_compared(found: Iterable[Mapping[str, Any]]) -> str:
     """Return a list of what has no row, and why."""
-    there = {(r["contestant"], r["task"]) for r in found}
+    there = {(r["contestant"], r["task"], kind) for r in found for kind in ("update", "turns") if kind in r}
     lines = ["\n## What was not compared\n\n"]
     for (contestant, task), reason in NOT_COMPARED.items():
         lines.append(f"- {contestant} on {task}: {reason}.\n")
-    left = [f"{c} on {t}" for t in TASKS for c in LOOPS if (c, t) not in there and is_comparable(c, t)]
+    comparable = [(c, t, kind) for t in TASKS for c in LOOPS if is_comparable(c, t) for kind in kinds(t)]
+    left = [f"{c} on {t} ({WORDS[kind]})" for c, t, kind in comparable if (c, t, kind) not in there]
     if left:
         lines.append(f"- Not measured yet: {', '.join(left)}.\n")
     private = {f.name for f in registry.frameworks().values() if any(v.private for v in f.variants)}
@@ -206,9 +219,9 @@ def main() -> int:
     failed = False
     if not options.page:
         RECORDS.mkdir(exist_ok=True)
-        for contestant, task in missing(options.contestants, options.tasks):
+        for contestant, task, kind in missing(options.contestants, options.tasks):
             try:
-                found = compare(contestant, task, options.turns)
+                found = recorded(contestant, task) | compare(contestant, task, kind, options.turns)
             except (executor.ToolFault, env.EnvironmentFault) as fault:
                 failed = True
                 print(f"{contestant} on {task}: {fault}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """One adapter beside its library's own example, in the library's environment; findings as JSON on the last line.
 
-``python -m tests.frameworks.own_examples.worker CONTESTANT update|turns|both TASK [TURNS]``
+``python -m tests.frameworks.own_examples.worker CONTESTANT update|turns TASK [TURNS]``
 """
 
 from __future__ import annotations
@@ -195,12 +195,9 @@ def main(contestant: str, kind: str, task: str, count: int = 0) -> dict[str, Any
     """Return what was found, with what it was found of."""
     if LOOPS[contestant] != "torch_loops":  # which take as many threads as they have cores
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    found: dict[str, Any] = {"contestant": contestant, "task": task, "versions": versions(contestant)}
-    if kind in ("update", "both"):
-        found["update"] = {"batch_size": BATCH_SIZE["update"], **update(contestant, known_task(task))}
-    if kind in ("turns", "both"):
-        found["turns"] = {"batch_size": BATCH_SIZE["turns"], **turns(contestant, known_task(task), count)}
-    return found
+    measured = update(contestant, known_task(task)) if kind == "update" else turns(contestant, known_task(task), count)
+    said = {"contestant": contestant, "task": task, "versions": versions(contestant)}
+    return {**said, kind: {"batch_size": BATCH_SIZE[kind], **measured}}
 
 
 if __name__ == "__main__":
