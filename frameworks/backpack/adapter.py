@@ -9,6 +9,7 @@ import torch
 from backpack import backpack, extend
 from backpack.core.derivatives.convnd import weight_jac_t_save_memory
 from backpack.extensions import BatchGrad, BatchL2Grad
+from torch import nn
 
 from frameworks._shared.torch import models as torch_models
 from frameworks._shared.torch.adapter import TorchAdapter
@@ -40,7 +41,10 @@ class Backpack(TorchAdapter):
         if not setting.private:
             raise Unsupported("BackPACK is here for DP; its non-private twin is pytorch.")
         self.configure(task, setting)
-        self.model = extend(self.network(initial))
+        network = self.network(initial)
+        if any(isinstance(module, nn.GroupNorm) for module in network.modules()):
+            raise Unsupported("BackPACK 1.7.1 has no rule for GroupNorm.")  # it would leave no gradients, and no word
+        self.model = extend(network)
         self.losses = torch_models.loss_fn(task)
         self.trained = torch_models.trained_parameters(self.model)
         self.update = NoisyUpdate(self.trained, setting, self.device)

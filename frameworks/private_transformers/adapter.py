@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 from private_transformers import PrivacyEngine
+from torch import nn
 
 from frameworks._shared.torch import models as torch_models
 from frameworks._shared.torch.adapter import TorchAdapter
@@ -36,6 +37,8 @@ class PrivateTransformers(TorchAdapter):
             raise Unsupported("private-transformers is here for DP; its non-private twin is pytorch.")
         self.configure(task, setting)
         self.model = self.network(initial)
+        if any(isinstance(module, nn.GroupNorm) for module in self.model.modules()):
+            raise Unsupported("private-transformers has no rule for GroupNorm.")
         self.losses = torch_models.loss_fn(task)
         self.trained = torch_models.trained_parameters(self.model)
         one_hot = self.mode == "default" and any(isinstance(layer, Embedding) for layer in task.layers)

@@ -242,6 +242,42 @@ def spread_note(n: int, unless: str = "unless shown") -> str:
     )
 
 
+MOST_NAMED = 4
+"""Cells that a caption names."""
+
+
+def processes(n: pd.Series, names: Sequence[str] = (), noun: str = "process") -> str:
+    """Return how many processes the points of a figure stand for, as a caption has it.
+
+    Args:
+        n: The number of every cell.
+        names: The cells' names in that order. Those that differ from most are named, if they are few; otherwise, and
+            without names, the range is given.
+        noun: What is counted.
+    """
+    most = usual(n)
+    others = n[n != most]
+    if others.empty:
+        return f"n = {count(most, noun, noun + 'es')}"
+    if not names or len(others) > MOST_NAMED:
+        return f"n = {n.min()} to {n.max()} {noun}es, most often {most}"
+    named = ", ".join(f"{name}: {here}" for here, name in zip(n, names, strict=True) if here != most)
+    return f"n = {count(most, noun, noun + 'es')} ({named})"
+
+
+def bars_note(n: pd.Series) -> str:
+    """Return what the bars of medians over processes are, as the end of a sentence."""
+    kinds = []
+    if (n >= 6).any():
+        kinds.append("distribution-free 95 % interval")
+    if ((n >= stats.INTERVAL_ROUNDS) & (n < 6)).any():
+        kinds.append("under 6 processes lowest to highest" if kinds else "lowest to highest process")
+    if not kinds:
+        return ", too few for an interval"
+    few = [f"under {stats.INTERVAL_ROUNDS} none"] if (n < stats.INTERVAL_ROUNDS).any() else []
+    return f"; bar: {', '.join([*kinds, *few])}"
+
+
 def short(reason: str) -> str:
     """Return a reason as a note under a table; ``explain`` shows all of it."""
     return textwrap.shorten(reason, 240, placeholder=" …")

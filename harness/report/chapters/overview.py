@@ -34,6 +34,7 @@ class Square:
 class Column:
     """A task at one batch size. ``squares``: by contestant."""
 
+    task: str
     title: str
     batch_size: int
     squares: Mapping[str, Square]
@@ -65,7 +66,7 @@ def of(tables: Tables, section: Section) -> Overview | None:
         size = BATCH_SIZE if BATCH_SIZE in sizes else sizes[-1]
         here = group[group.batch_size == size]
         over = _ratios(ratios, task, synthetic, size)
-        columns.append(Column(task_title(task, synthetic), int(size), _squares(here, over)))
+        columns.append(Column(task, task_title(task, synthetic), int(size), _squares(here, over)))
         place = (*(here.iloc[0][column] for column in PLACE), size)
         if place in first:
             best = over.get(first[place].contestant)

@@ -70,19 +70,25 @@ def draw(
             left.mark(frontier.batch_size, frontier.examples_per_second, open_mark, 8)
         if pd.notna(frontier.misfit) and budget > 0:
             right.mark(frontier.misfit, budget, Look(style[name].colour, "x", ""), 6)
-    n = model.usual(group[group.n > 0].n)
     notes = [
         "Small points: one process each, of the search."
-        + {
-            0: "",
-            1: " Large open points: at the frontier, one further process.",
-        }.get(n, f" Large open points: at the frontier, median of n = {n} further processes, bar: lowest to highest.")
+        + _at_the_frontier(group[group.n > 0].n)
         + " Crosses: the smallest size that did not fit.",
         *endings,
         f"{model.readable(section, raw)}, rules {section.protocol}.",
     ]
     panel.below(drawing, notes, {titles.get(name, name): look for name, look in style.items()})
     return drawing
+
+
+def _at_the_frontier(n: pd.Series) -> str:
+    """Return what the large points are. ``n``: further processes of every contestant that has some."""
+    if n.empty:
+        return ""
+    if (n == 1).all():
+        return " Large open points: at the frontier, one further process."
+    counted = model.processes(n, noun="further process")
+    return f" Large open points: at the frontier, median of {counted}{model.bars_note(n)}."
 
 
 def _curve(one: Panel, sizes: Sequence[int], values: Sequence[float], look: Look) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pandas as pd
 
-from harness.analysis import layer_frames, stats
+from harness.analysis import layer_frames
 from harness.analysis.frames import rows_of
 from harness.analysis.layer_frames import MEGABYTE
 from harness.analysis.naming import number
@@ -67,9 +67,8 @@ def factors(contestant: str, passes: str, frame: pd.DataFrame, where: str) -> Dr
     legend = {f"batch {size}": look for size, look in style.items()}
     if with_paper:
         legend["the paper, at the same batch"] = Look(GREY, "_", "")
-    n = model.usual(mine[mine.runtime_n > 0].runtime_n)
     notes = [
-        f"Points, left to right and light to dark: batch sizes. Runtime: {_rounds(n)}.",
+        f"Points, left to right and light to dark: batch sizes. Runtime: {_rounds(mine)}",
         *(["The paper: Opacus 1.0 on an A100 in 2021, forward and backward without clipping."] if with_paper else []),
         *_absent(mine),
         where,
@@ -108,9 +107,8 @@ def modes(size: int, frame: pd.DataFrame, where: str) -> Drawing:
             if what == "runtime":
                 one.bar_across(place, measured.runtime_low, measured.runtime_high, style[pair])
             one.mark(getattr(measured, what), place, style[pair], 4)
-    n = model.usual(private[private.runtime_n > 0].runtime_n)
     notes = [
-        f"Runtime: {_rounds(n)}. Between two lines: one layer, the contestants in the order of the legend."
+        f"Runtime: {_rounds(private)} Between two lines: one layer, the contestants in the order of the legend."
         " Filled, wholly or by half: forward, backward and the clipped sum. Open: forward and backward with per-sample "
         "gradients only, which leaves the clipping to be paid.",
         *_absent_by(private),
@@ -213,11 +211,10 @@ def sweep(contestant: str, passes: str, frame: pd.DataFrame, where: str) -> Draw
                     one.bar(row.num_embeddings, row.runtime_low, row.runtime_high, look)
                 one.mark(row.num_embeddings, getattr(row, what), look, 4)
     ratios = frame.drop_duplicates("num_embeddings").sort_values("num_embeddings")
-    n = model.usual(frame[frame.runtime_n > 0].runtime_n)
     notes = [
         f"L/C from left to right: {', '.join(map(number, ratios.L_over_C))}; in the paper, which counts blocks of 512 "
         f"bytes: {', '.join(f'{value:,g}' for value in ratios.paper_L_over_C)}. Law: (bC + (1 + b)L) / (bC + 2L), of "
-        f"a gradient per example. Runtime: {_rounds(n)}.",
+        f"a gradient per example. Runtime: {_rounds(frame)}",
         *_absent(frame),
         where,
     ]
@@ -298,12 +295,9 @@ def _absent_by(frame: pd.DataFrame) -> list[str]:
     return [f"Not measured: {'; '.join(places)}."] if places else []
 
 
-def _rounds(n: int) -> str:
-    return (
-        f"mean of n = {n} paired rounds, bar: 95 % interval (Student's t on log-ratios)"
-        if n >= stats.INTERVAL_ROUNDS
-        else f"{model.count(n, 'round', 'rounds')}, too few for an interval"
-    )
+def _rounds(frame: pd.DataFrame) -> str:
+    n = frame[frame.runtime_n > 0].runtime_n
+    return "not measured." if n.empty else model.rounds_note(n, "bar")
 
 
 def _shade(i: int, count: int) -> str:
@@ -318,8 +312,8 @@ def _offset(size: int, sizes: Sequence[int]) -> float:
 
 
 def _processes(cells: pd.DataFrame) -> str:
-    n = model.usual(cells[cells.n > 0].n)
-    if n <= 1:
-        return "Milliseconds: one process a point, the median of its passes, bar: 95 % interval over them."
-    kind = "lowest to highest process" if n < 6 else "distribution-free 95 % interval"
-    return f"Milliseconds: median of n = {n} processes (the median of its passes each), bar: {kind}."
+    n = cells[cells.n > 0].n
+    if (n <= 1).all():
+        return "Milliseconds: one process a point, the median of its passes, bar: 95 % interval over them."
+    alone = " (of one process: 95 % interval over its passes)" if (n == 1).any() else ""
+    return f"Milliseconds: median of {model.processes(n)} (the median of its passes each){model.bars_note(n)}{alone}."

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import pandas as pd
 
-from harness.analysis import stats
 from harness.analysis.frames import Tables, rows_of
 from harness.report import model
 from harness.report.figures import looks, panel
@@ -86,7 +85,7 @@ def over_batch_size(
             down = one.top + ROW * (i + 0.5) * (one.bottom - one.top) + 2.5
             drawing.write(across, down, f"× {row.state}", 7, str(style[name].colour), "middle")
     notes = [
-        _points(measured),
+        _points(measured, tables.title),
         f"Instrument: {INSTRUMENTS[measured.metric.iloc[0]]}.",
         *_in_words(tables, failed, names),
     ]
@@ -95,12 +94,9 @@ def over_batch_size(
     return drawing
 
 
-def _points(measured: pd.DataFrame) -> str:
-    n = model.usual(measured.n)
-    if n < stats.INTERVAL_ROUNDS:
-        return f"Point: median of n = {model.count(n, 'process', 'processes')}, too few for an interval."
-    bar = "lowest to highest" if n < 6 else "distribution-free 95 % interval"
-    return f"Point: median of n = {n} processes; bar: {bar}."
+def _points(measured: pd.DataFrame, title: Callable[[str], str]) -> str:
+    names = [f"{title(row.contestant)} at {row.batch_size}" for row in rows_of(measured)]
+    return f"Point: median of {model.processes(measured.n, names)}{model.bars_note(measured.n)}."
 
 
 def _in_words(tables: Tables, failed: pd.DataFrame, names: Sequence[str]) -> list[str]:

@@ -96,7 +96,7 @@ def seconds(tables: Tables, section: Section, task: str, synthetic: bool, group:
     for i, name in enumerate(names):
         shown = points(ok[ok.contestant == name], "median")
         panel.lines(one, sizes, shown, style[name], shift(i, len(names)), tables.title(name))
-    notes = [_bars(ok), *_failures(tables, group), *_scaled(ok)]
+    notes = [_bars(ok, tables.title), *_failures(tables, group), *_scaled(ok)]
     below_task(drawing, tables, section, notes, names, style)
     return drawing
 
@@ -410,12 +410,10 @@ def _accumulated(one: Panel, curves: np.ndarray, known: int, look: Look, title: 
     return look.colour != looks.GREY or one.name(PAPER_EPOCHS, middle[-1], title)  # grey is in no legend
 
 
-def _bars(ok: pd.DataFrame) -> str:
-    n = model.usual(ok.n)
-    if n < stats.INTERVAL_ROUNDS:
-        return f"Point: median of n = {model.count(n, 'process', 'processes')}, too few for an interval."
-    kind = "lowest to highest process" if n < 6 else "distribution-free 95 % interval"
-    return f"Point: median of n = {n} processes (median of its epochs each); bar: {kind}."
+def _bars(ok: pd.DataFrame, title: Callable[[str], str]) -> str:
+    names = [f"{title(row.contestant)} at {row.batch_size}" for row in rows_of(ok)]
+    each = " (median of its epochs each)" if (ok.n >= stats.INTERVAL_ROUNDS).any() else ""
+    return f"Point: median of {model.processes(ok.n, names)}{each}{model.bars_note(ok.n)}."
 
 
 def _failures(tables: Tables, group: pd.DataFrame) -> Iterator[str]:

@@ -44,7 +44,26 @@ def _main_result(tables: Tables | None) -> Iterator[str]:
         for name in found.rows
     )
     header = ("contestant", *(f"{column.title}, batch {column.batch_size}" for column in found.columns))
-    yield table(Grid("Time of an epoch over PyTorch without DP (the faster of eager and compiled)", header, rows))
+    notes = (_names(tables, found), *_marks("".join(text for row in rows for text in row[1:])))
+    title = "Time of an epoch over PyTorch without DP (the faster of eager and compiled)"
+    yield table(Grid(title, header, rows, notes))
+
+
+def _names(tables: Tables, found: overview.Overview) -> str:
+    """Return what the rows and columns are called below, and in options."""
+    contestants = ", ".join(f"{tables.title(name)} `{name}`" for name in found.rows)
+    tasks = ", ".join(dict.fromkeys(f"`{column.task}`" for column in found.columns))
+    return f"Below and in `--frameworks`: {contestants}. In `--tasks`, in the order of the columns: {tasks}."
+
+
+def _marks(shown: str) -> Iterator[str]:
+    """Yield what the marks in ``shown`` mean."""
+    if "ᵉ" in shown:
+        yield "ᵉ extrapolated: from a part of an epoch."
+    if "ᵈ" in shown:
+        yield model.DISTURBED_NOTE
+    if "‼" in shown:
+        yield f"‼ {model.SWAMPED_NOTE}."
 
 
 def _reading() -> str:

@@ -4,8 +4,8 @@
     python -m tests.frameworks.own_examples --contestants opacus-hooks --tasks vit
     python -m tests.frameworks.own_examples --page                       # the page of the records that are there
 
-Updates are compared on the gate's small networks, times on the tasks. A record is one process in the contestant's own
-environment; one that is there is not made again.
+Updates are compared on the gate's small networks, times on the tasks. A comparison is one process in the
+contestant's own environment; one that is on record is not made again.
 """
 
 from __future__ import annotations
@@ -22,12 +22,28 @@ from harness.environments import executor
 from harness.environments import venv as env
 from harness.environments.backend import last_json
 from harness.plan import registry
-from tests.frameworks.own_examples.worker import BOUNDS, LOOPS, SIGMA, WARM_UP
+from tests.frameworks.own_examples.worker import BOUNDS, LOOPS, OTHER_BOUNDS, SIGMA, WARM_UP
 
 RECORDS = registry.ROOT / "results" / "own-examples"
 PAGE = registry.ROOT / "results" / "findings" / "2026-11-24-own-examples.md"
-SMALL = ("small-gpt2", "small-vit")
-FULL = ("vit", "gpt2-lm")
+SMALL = ("small-gpt2", "small-vit", "small-wrn")
+"""Here updates are compared."""
+FULL = ("vit", "gpt2-lm", "wrn-16-2")
+"""Here times are."""
+BOTH = ("mnist-cnn",)
+TASKS = (*SMALL, *FULL, *BOTH)
+TRANSFORMERS = ("small-gpt2", "small-vit", "vit", "gpt2-lm")
+BY_SGD_ALONE = {
+    "backpack-batch-grad": BOTH,
+    "fastdp-flat": ("small-wrn", "wrn-16-2", *BOTH),
+    "keras-make-private": BOTH,
+    "objax-private-gradients": ("small-wrn", "wrn-16-2", *BOTH),
+    "private_transformers-default": BOTH,
+    "pyvacy_git-microbatch": BOTH,
+    "tfp-dpmodel": BOTH,
+}
+"""Tasks of contestants that have no AdamW, which the transformers are trained by."""
+WORDS = {"update": "update", "turns": "time"}
 LIMIT, LIMIT_ADAMW = 1e-5, 1e-3
 """Limits of updates by SGD, and of three steps of AdamW, as the gate has it: Adam divides small gradients by
 themselves."""
@@ -37,29 +53,61 @@ NOT_COMPARED = {
     ("opacus-ghost", "small-gpt2"): "Opacus refuses a tied head in its ghost mode",
     ("opacus-ghost", "gpt2-lm"): "Opacus refuses a tied head in its ghost mode",
 }
+WITHOUT_EXAMPLE = {
+    "dp_lora": "its README takes a mean loss, by which it clips wrongly and the gate rejects it (its NOTES.md), so "
+    "there is no right example of its own",
+    "pyvacy": "the release on the package index does not clip right, and the gate rejects it (its NOTES.md); its code "
+    "at the paper's commit is pyvacy_git",
+    "tfp_xla": "no library, but a step of the paper's authors, completed here",
+}
 SOURCES = {
+    "backpack-batch-grad": "page on individual gradients: `extend`, `backpack(BatchGrad())`, then clip, noise, step",
     "dpcore-native": "README: `make_private`, the loop as it was",
+    "fastdp-flat": "README: `PrivacyEngine`, `attach`, the loop as it was; flat clipping",
     "jax-vmap": "JAX's repository, the script on private SGD: clipping inside `vmap`",
     "jax_privacy-clipped-grad": "introduction: `clipped_grad`, `gaussian_privatizer`, Optax",
+    "keras-make-private": "page on Keras: `DPKerasConfig`, `make_private`, `compile`; a step by `train_on_batch`",
+    "microbatch-loop": "none of its own: batches of one, `clip_grad_norm_`, a sum",
+    "objax-private-gradients": "script on private MNIST: `PrivateGradValues`, `SGD`, one `Jit`",
     "opacus-ghost": "page on ghost clipping: `make_private` with the criterion",
     "opacus-hooks": "README: `make_private`, the loop as it was",
     "opake-vmap": "README: `clipped_grad`, `gaussian_noise`, `opake.optimizers`",
     "optax-aggregate": "API page: `differentially_private_aggregate` first in a chain",
+    "private_transformers-default": "README: `PrivacyEngine`, `attach`, `step(loss=losses)`",
+    "pyvacy_git-microbatch": "tutorial: `microbatch_step` for each example, then `step`",
+    "tfp-dpmodel": "docstring of `DPModel`: `compile`; a step by `train_on_batch`",
     "torch_func-eager": "PyTorch's page on per-sample gradients: `vmap(grad(…))`, then clip, noise, step",
 }
 
 
-def missing(contestants: Iterable[str], tasks: Iterable[str]) -> list[tuple[str, str]]:
-    """Return which pairs of contestant and task can be compared and have no record."""
-    wanted = [(contestant, task) for task in tasks for contestant in contestants]
-    return [pair for pair in wanted if pair not in NOT_COMPARED and not _record(*pair).exists()]
+def missing(contestants: Iterable[str], tasks: Iterable[str]) -> list[tuple[str, str, str]]:
+    """Return which (contestant, task, kind) can be compared and are not on record. Kinds: ``update``, ``turns``."""
+    wanted = [(c, t, kind) for t in tasks for c in contestants if is_comparable(c, t) for kind in kinds(t)]
+    return [(c, t, kind) for c, t, kind in wanted if kind not in recorded(c, t)]
+
+
+def kinds(task: str) -> list[str]:
+    """Return what is compared on a task."""
+    return [kind for kind, apart in (("update", FULL), ("turns", SMALL)) if task not in apart]
+
+
+def recorded(contestant: str, task: str) -> dict[str, Any]:
+    """Return the record of a contestant on a task; empty where there is none."""
+    path = _record(contestant, task)
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+def is_comparable(contestant: str, task: str) -> bool:
+    """Whether there is an example of the contestant for the task."""
+    return task in BY_SGD_ALONE.get(contestant, TRANSFORMERS) and (contestant, task) not in NOT_COMPARED
 
 
 def _record(contestant: str, task: str) -> Path:
     return RECORDS / f"{contestant}-{task}.json"
 
 
-def compare(contestant: str, task: str, turns: int) -> dict[str, Any]:
+def compare(contestant: str, task: str, kind: str, turns: int) -> dict[str, Any]:
     """Run the worker in the contestant's environment.
 
     Raises:
@@ -68,7 +116,7 @@ def compare(contestant: str, task: str, turns: int) -> dict[str, Any]:
     """
     chosen = registry.select([contestant])[0]
     place = env.ensure(chosen.framework, print)
-    arguments = [contestant, "update", task] if task in SMALL else [contestant, "turns", task, str(turns)]
+    arguments = [contestant, kind, task, str(turns)]
     environment = {**chosen.variant.environment, "OMP_NUM_THREADS": "1"}
     worker = "tests.frameworks.own_examples.worker"
     return last_json(executor.run_tool(place.python, worker, arguments, 3600.0, environment))
@@ -84,8 +132,9 @@ library's own pinned environment. Both get the batch from memory, so a loader's 
 ## The same update?
 
 Noise is zero, the batch has 24 examples, and the networks are those of the gate. The distance of the example's update
-from the adapter's, over the length of that: the largest of one step of SGD at C = {bounds}, where all, some
-and none of the examples are clipped (limit {limit:g}); and after three steps of the task's AdamW (limit {adamw:g}).
+from the adapter's, over the length of that: the largest of one step of SGD at C = {bounds} (mnist-cnn:
+{others}), where all, some and none of the examples are clipped (limit {limit:g}); and after three steps of the task's
+AdamW (limit {adamw:g}), where it has that.
 Control: a step of SGD where all are clipped and the example's C is 1 % higher. Zero: both run the same operations.
 
 | contestant | its example | versions | network | SGD | AdamW | control |
@@ -95,7 +144,7 @@ Control: a step of SGD where all are clipped and the example's C is 1 % higher. 
 TIMES = """
 ## The same time?
 
-The benchmark's tasks at 32 examples, sigma = {sigma:g}, the task's AdamW, one thread. Processor seconds of a whole
+The benchmark's tasks at 32 examples, sigma = {sigma:g}, the task's optimizer, one thread. Processor seconds of a whole
 step, the two in turns after {warm_up} steps each; median, and in brackets the range of the pairs' ratios. Below 1 the
 adapter is faster. The machine ran other work, so seconds are rough.
 
@@ -107,8 +156,8 @@ adapter is faster. The machine ran other work, so seconds are rough.
 def page(records: Iterable[Mapping[str, Any]]) -> str:
     """Return the page of records of both kinds."""
     found = sorted(records, key=lambda r: (r["contestant"], r["task"]))
-    bounds = ", ".join(f"{bound:g}" for bound in BOUNDS)
-    lines = [HEAD.format(bounds=bounds, limit=LIMIT, adamw=LIMIT_ADAMW)]
+    bounds, others = (", ".join(f"{b:g}" for b in of) for of in (BOUNDS, OTHER_BOUNDS["mnist-cnn"]))
+    lines = [HEAD.format(bounds=bounds, others=others, limit=LIMIT, adamw=LIMIT_ADAMW)]
     lines += [_update_row(r) for r in found if "update" in r]
     lines.append(TIMES.format(sigma=SIGMA, warm_up=WARM_UP))
     timed = [r for r in found if "turns" in r]
@@ -126,9 +175,10 @@ def is_slower(record: Mapping[str, Any]) -> bool:
 def _update_row(record: Mapping[str, Any]) -> str:
     contestant, versions = record["contestant"], ", ".join(f"{k} {v}" for k, v in sorted(record["versions"].items()))
     distances = record["update"]
+    adamw = f"{distances['adamw']:.1e}" if "adamw" in distances else "–"
     return (
         f"| {contestant} | {SOURCES[contestant]} | {versions} | {record['task']} "
-        f"| {distances['sgd']:.1e} | {distances['adamw']:.1e} | {distances['control']:.1e} |\n"
+        f"| {distances['sgd']:.1e} | {adamw} | {distances['control']:.1e} |\n"
     )
 
 
@@ -144,36 +194,34 @@ def _time_row(record: Mapping[str, Any]) -> str:
 
 def _not_compared(found: Iterable[Mapping[str, Any]]) -> str:
     """Return a list of what has no row, and why."""
-    there = {(r["contestant"], r["task"]) for r in found}
+    there = {(r["contestant"], r["task"], kind) for r in found for kind in ("update", "turns") if kind in r}
     lines = ["\n## What was not compared\n\n"]
     for (contestant, task), reason in NOT_COMPARED.items():
         lines.append(f"- {contestant} on {task}: {reason}.\n")
-    left = [f"{c} on {t}" for t in (*SMALL, *FULL) for c in LOOPS if (c, t) not in there and (c, t) not in NOT_COMPARED]
+    comparable = [(c, t, kind) for t in TASKS for c in LOOPS if is_comparable(c, t) for kind in kinds(t)]
+    left = [f"{c} on {t} ({WORDS[kind]})" for c, t, kind in comparable if (c, t, kind) not in there]
     if left:
         lines.append(f"- Not measured yet: {', '.join(left)}.\n")
     private = {f.name for f in registry.frameworks().values() if any(v.private for v in f.variants)}
-    others = sorted(private - {c.split("-", 1)[0] for c in LOOPS} - {"dp_lora"})
-    lines.append(f"- No example is written yet for {', '.join(others)}; their NOTES.md say what is known.\n")
-    lines.append(
-        "- dp_lora: its README takes a mean loss, by which it clips wrongly and the gate rejects it (its NOTES.md), so "
-        "there is no right example of its own.\n"
-    )
+    compared = {contestant.split("-", 1)[0] for contestant in LOOPS}
+    for framework in sorted(private - compared):
+        lines.append(f"- {framework}: {WITHOUT_EXAMPLE.get(framework, 'no example is written yet')}.\n")
     return "".join(lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contestants", nargs="+", choices=sorted(LOOPS), default=sorted(LOOPS))
-    parser.add_argument("--tasks", nargs="+", choices=(*SMALL, *FULL), default=(*SMALL, *FULL))
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--turns", type=int, default=6, help="pairs of steps that are timed")
     parser.add_argument("--page", action="store_true", help="write the page of the records, and end")
     options = parser.parse_args()
     failed = False
     if not options.page:
         RECORDS.mkdir(exist_ok=True)
-        for contestant, task in missing(options.contestants, options.tasks):
+        for contestant, task, kind in missing(options.contestants, options.tasks):
             try:
-                found = compare(contestant, task, options.turns)
+                found = recorded(contestant, task) | compare(contestant, task, kind, options.turns)
             except (executor.ToolFault, env.EnvironmentFault) as fault:
                 failed = True
                 print(f"{contestant} on {task}: {fault}", file=sys.stderr)

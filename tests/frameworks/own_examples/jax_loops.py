@@ -136,3 +136,34 @@ def jax_privacy_clipped_grad(terms: Terms) -> Example:
         return optax.apply_updates(weights, updates), (noise_state, kept)
 
     return Loop(terms, step, weights, (privatizer.init(weights), optimizer.init(weights)))
+
+
+def objax_private_gradients(terms: Terms) -> Example:
+    """Objax' script on private MNIST: PrivateGradValues with micro-batches of one, SGD, one Jit."""
+    import objax  # which the adapter has made fit for this JAX
+
+    loss_of = jax_models.example_loss(terms.task)
+    names = tuple(terms.task.parameters)
+    model = objax.ModuleList([objax.TrainVar(jnp.array(terms.initial[name])) for name in names])
+    optimizer = objax.optimizer.SGD(model.vars())
+
+    def loss(x: jax.Array, y: jax.Array) -> jax.Array:
+        weights = {name: var.value for name, var in zip(names, model, strict=True)}
+        return jax.vmap(loss_of, (None, 0, 0))(weights, x, y).mean()
+
+    gradients_of = objax.privacy.dpsgd.PrivateGradValues(
+        loss, model.vars(), terms.noise_multiplier, terms.max_grad_norm, microbatch=1, batch_axis=(0, 0)
+    )
+
+    def train(x: jax.Array, y: jax.Array) -> Any:
+        gradients, value = gradients_of(x, y)
+        optimizer(terms.learning_rate, gradients)
+        return value
+
+    train_op = objax.Jit(train, gradients_of.vars() + optimizer.vars() + model.vars())
+
+    def step(weights: Tree, state: Any, x: jax.Array, y: jax.Array) -> tuple[Tree, Any]:
+        train_op(x, y)
+        return {name: var.value for name, var in zip(names, model, strict=True)}, None
+
+    return Loop(terms, step, {name: var.value for name, var in zip(names, model, strict=True)}, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -115,6 +115,18 @@ def opacus_ghost(terms: Terms) -> Example:
     return Loop(terms, network, _usual(optimizer, model, criterion))
 
 
+def _released(terms: Terms, gradients: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
+    """The clipped mean of one parameter's per-example gradients [B, ...] with noise, as short as can be."""
+    factors = (terms.max_grad_norm / norms).clamp(max=1)
+    noise = terms.noise_multiplier * terms.max_grad_norm * torch.randn_like(gradients[0])
+    return (torch.einsum("i,i...->...", factors, gradients) + noise) / terms.batch_size
+
+
+def _norms(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The norms of the examples' gradients, [B]."""
+    return torch.stack([g.flatten(1).norm(dim=1) for g in gradients]).norm(dim=0)
+
+
 def torch_func_eager(terms: Terms) -> Example:
     """PyTorch's page on per-sample gradients, which ends with them; clip, noise and update as short as can be."""
     from torch.func import functional_call, grad, vmap
@@ -132,11 +144,9 @@ def torch_func_eager(terms: Terms) -> Example:
 
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
         gradients = gradients_of(trained, detached, x, y)
-        norms = torch.stack([g.flatten(1).norm(dim=1) for g in gradients.values()]).norm(dim=0)
-        factors = (terms.max_grad_norm / norms).clamp(max=1)
+        norms = _norms(gradients.values())
         for name, p in named.items():
-            noise = terms.noise_multiplier * terms.max_grad_norm * torch.randn_like(p)
-            p.grad = (torch.einsum("i,i...->...", factors, gradients[name]) + noise) / terms.batch_size
+            p.grad = _released(terms, gradients[name], norms)
         optimizer.step()
 
     return Loop(terms, model, step)
@@ -199,3 +209,131 @@ def dpcore_native(terms: Terms) -> Example:
             yield from loader
 
     return Loop(terms, network, _usual(optimizer, model, _criterion(terms)), batches=batches())
+
+
+def backpack_batch_grad(terms: Terms) -> Example:
+    """BackPACK's page on individual gradients, which ends with them: extend model and loss, backward inside
+    backpack(BatchGrad()). The loss is a sum, by which ``grad_batch`` holds the examples' gradients."""
+    from backpack import backpack, extend
+    from backpack.extensions import BatchGrad
+
+    model = extend(_network(terms))
+    criterion = extend(nn.CrossEntropyLoss(reduction="sum"))
+    optimizer = _optimizer(model, terms)
+    trained = list(torch_models.trained_parameters(model))
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        with backpack(BatchGrad()):
+            criterion(model(x), y).backward()
+        norms = _norms(p.grad_batch for p in trained)
+        for p in trained:
+            p.grad = _released(terms, p.grad_batch, norms)
+        optimizer.step()
+
+    return Loop(terms, model, step)
+
+
+def fastdp_flat(terms: Terms) -> Example:
+    """fastDP's README: PrivacyEngine, attach, then the loop as it was. Flat clipping in place of its default, which
+    is another mechanism."""
+    from fastDP import PrivacyEngine
+
+    model = _network(terms)
+    optimizer = _optimizer(model, terms)
+    engine = PrivacyEngine(
+        model,
+        batch_size=terms.batch_size,
+        sample_size=100 * terms.batch_size,
+        epochs=1,
+        noise_multiplier=terms.noise_multiplier,
+        max_grad_norm=terms.max_grad_norm,
+        clipping_fn="Abadi",
+        clipping_mode="MixOpt",
+        clipping_style="all-layer",
+        origin_params=None,
+    )
+    engine.attach(optimizer)
+    criterion = _criterion(terms)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        criterion(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Loop(terms, model, step)
+
+
+def private_transformers_default(terms: Terms) -> Example:
+    """private-transformers' README: PrivacyEngine, attach; step takes the examples' losses. Its checks, which let
+    Hugging Face's models in alone, are skipped."""
+    from private_transformers import PrivacyEngine
+
+    model = _network(terms)
+    optimizer = _optimizer(model, terms)
+    engine = PrivacyEngine(
+        model,
+        batch_size=terms.batch_size,
+        sample_size=100 * terms.batch_size,
+        epochs=1,
+        noise_multiplier=terms.noise_multiplier,
+        max_grad_norm=terms.max_grad_norm,
+        skip_checks=True,
+    )
+    engine.attach(optimizer)
+    losses = nn.CrossEntropyLoss(reduction="none")
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        optimizer.step(loss=losses(model(x), y))
+
+    return Loop(terms, model, step)
+
+
+def pyvacy_git_microbatch(terms: Terms) -> Example:
+    """PyVacy's tutorial: zero, backward and microbatch_step for each example, then one step."""
+    from pyvacy import optim
+
+    model = _network(terms)
+    criterion = _criterion(terms)
+    optimizer = optim.DPSGD(
+        l2_norm_clip=terms.max_grad_norm,
+        noise_multiplier=terms.noise_multiplier,
+        minibatch_size=terms.batch_size,
+        microbatch_size=1,
+        params=torch_models.trained_parameters(model),
+        lr=terms.learning_rate,
+    )
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        for example, label in zip(x, y, strict=True):
+            optimizer.zero_microbatch_grad()
+            criterion(model(example.unsqueeze(0)), label.unsqueeze(0)).backward()
+            optimizer.microbatch_step()
+        optimizer.step()
+
+    return Loop(terms, model, step)
+
+
+def microbatch_loop(terms: Terms) -> Example:
+    """The paper's appendix: a usual loop over batches of one, completed by PyTorch's ``clip_grad_norm_`` and a sum."""
+    model = _network(terms)
+    criterion = _criterion(terms)
+    optimizer = _optimizer(model, terms)
+    trained = list(torch_models.trained_parameters(model))
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        sums = [torch.zeros_like(p) for p in trained]
+        for example, label in zip(x, y, strict=True):
+            optimizer.zero_grad()
+            criterion(model(example.unsqueeze(0)), label.unsqueeze(0)).backward()
+            nn.utils.clip_grad_norm_(trained, terms.max_grad_norm)
+            for total, p in zip(sums, trained, strict=True):
+                total += p.grad
+        for total, p in zip(sums, trained, strict=True):
+            noise = terms.noise_multiplier * terms.max_grad_norm * torch.randn_like(p)
+            p.grad = (total + noise) / terms.batch_size
+        optimizer.step()
+
+    return Loop(terms, model, step)

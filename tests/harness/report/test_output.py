@@ -85,6 +85,30 @@ def test_the_words_stand_in_the_figure_and_it_says_where_when_and_how(quick):
     )
 
 
+@pytest.mark.parametrize(
+    ("rounds", "caption"),
+    [
+        ({"opacus": 2, "dpcore": 1}, "n = 2 processes (dpcore-hooks at 2048: 1), too few for an interval."),
+        ({"opacus": 4, "dpcore": 2}, "(dpcore-hooks at 2048: 2) (median of its epochs each); bar: lowest to highest "),
+        ({"opacus": 6, "dpcore": 6}, "n = 6 processes (median of its epochs each); bar: distribution-free 95 %"),
+    ],
+)
+def test_a_caption_names_the_cells_of_fewer_processes(rounds, caption):
+    records = [
+        factory.record(framework=framework, batch_size=size, round=r, seconds=[1.0 + r])
+        for framework in ("opacus", "dpcore")
+        for size in (16, 512, 2048)
+        for r in range(rounds[framework] if size == 2048 else rounds["opacus"])
+    ]
+    (figure,) = _figures_of(build(records, factory.PAPER_ROWS))
+    assert caption in " ".join(text.text for text in figure.texts)
+
+
+def test_a_caption_of_many_different_cells_gives_the_range():
+    n = pd.Series([5] * 9 + [3] * 5)
+    assert model.processes(n, [f"cell {i}" for i in range(14)]) == "n = 3 to 5 processes, most often 5"
+
+
 def test_files_carry_title_and_provenance(written):
     svg, png, pdf = (named(written, "relative-to-pytorch", suffix)[0] for suffix in (".svg", ".png", ".pdf"))
     for part in ("Seconds per epoch relative to PyTorch without DP", "b618197aa", "protocol verified-v1"):
@@ -200,6 +224,14 @@ def test_markdown_of_a_quick_run_begins_with_the_result_and_is_short(quick):
     assert lines[2].startswith("**With DP, dpcore") and len(lines) < 300
     gate = lines.index("**Admission gate: checks passed**")
     assert sum(line.startswith("| opacus-hooks |") and " of " in line for line in lines[gate : gate + 12]) == 1
+
+
+def test_the_first_table_says_what_its_marks_and_names_mean(quick):
+    first = markdown.page(report_of(quick)).split("\n## ")[0]
+    assert "JAX (DP) `jax-vmap`" in first and "`imdb-embedding`" in first
+    for mark, meaning in (("ᵉ", "ᵉ extrapolated"), ("ᵈ", "ᵈ disturbed")):
+        assert (mark in first) == (meaning in first)
+    assert "ᵉ extrapolated" in first
 
 
 def test_markdown_shows_measured_and_published_values_apart(quick):
