@@ -151,8 +151,9 @@ def turns(contestant: str, task: Task, count: int) -> dict[str, Any]:
     """Processor seconds of whole steps, noise included, in turns: adapter, example, example, adapter, adapter ..."""
     terms = terms_of(task, BATCH_SIZE["turns"], 1.0, SIGMA, task.learning_rate, task.optimizer)
     rows = np.arange(terms.batch_size)
-    adapter, example = adapter_of(contestant), example_of(contestant, terms)
-    build(adapter, contestant, terms)
+    adapter = adapter_of(contestant)
+    build(adapter, contestant, terms)  # first: TensorFlow takes its threads before anything runs
+    example = example_of(contestant, terms)
 
     def ours() -> float:
         begin = time.process_time()
