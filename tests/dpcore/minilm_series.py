@@ -229,9 +229,9 @@ batches or noise: each library draws its own from the seed, by a generator of it
 one library with different seeds do. Those have a standard deviation of {spread:.4f}, pooled over libraries and kinds,
 so that the mean of {n} differences of independent runs has one of {error:.4f}. {verdict}
 """
-BY_CHANCE = """Chance alone would do as much: these runs
-show no difference between the libraries, and cannot exclude a small one. Seeds 3 to 6 were added because the pairs
-before them had 3% in that test, so read it as a description, not as a proof."""
+BY_CHANCE = """Chance alone would do as much now and
+then: these runs prove no difference between the libraries, and exclude none of that size. Seeds 3 to 6 were added
+because the pairs before them had 3% in that test, so read it as a description, not as a proof."""
 RARE = """Chance alone seldom does as
 much: either this is such a case, or something differs that the next section does not compare. More seeds would tell."""
 
