@@ -211,7 +211,7 @@ class Tape(TorchFunctionMode):
         if not self._derived and not self.stands:  # by far the most calls have none: the fewest steps
             trained = self._trained
             for value in (*args, *kwargs.values()) if kwargs else args:
-                if id(value) in trained or type(value) in (list, tuple):
+                if id(value) in trained or isinstance(value, list | tuple):
                     break
             else:
                 return []

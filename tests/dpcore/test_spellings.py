@@ -52,6 +52,10 @@ def windows(m: Any, h: Tensor) -> Tensor:
     return pairs.view(len(h), 2, STEPS, WIDTH // 2).permute(0, 2, 1, 3).reshape(h.shape)
 
 
+class Own(list[Tensor]):
+    """A list of the user's own class."""
+
+
 def rms_norm(m: Any, h: Tensor) -> Tensor:
     return m.s * (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6))
 
@@ -80,6 +84,7 @@ SPELLINGS: dict[str, Any] = {
     "a vector minus it": lambda m, h: m.b - h,
     "in place": lambda m, h: h.clone().mul_(m.s).add_(m.b),
     "positions cut to length": lambda m, h: h + m.w[:STEPS],
+    "parameters in a list of an own class": lambda m, h: h * torch.stack(Own([m.b, m.s])).sum(0),
     "a class token": lambda m, h: torch.cat([m.b.expand(len(h), 1, -1), h], 1),
     "biases by place": biases,
     "masked biases": masked_biases,
