@@ -24,6 +24,14 @@ typedef float Half __attribute__((vector_size(W * 2)));
 constexpr int LANES = W / 2;
 constexpr int64_t AT_ONCE = 64;       // positions whose sum is taken by itself
 constexpr int64_t ROWS_AT_ONCE = 16;  // examples that are added in one pass over the sum
+constexpr double TRUSTED_SQUARE = 1e21;  // as in numerics/rounding.py
+
+// The square of |g x^T|; infinity where g or x is so large that a tiny clip factor would lose its digits before the other
+// brings the product back: such an example is clipped in float64.
+static double squared_product(double of_g, double of_x, int64_t terms) {
+    const double most = TRUSTED_SQUARE / double(std::max<int64_t>(terms, 1));
+    return of_g < most && of_x < most ? of_g * of_x : __builtin_inf();
+}
 
 // In float64, where the square of a float is exact.
 static double squared(const float* p, int64_t n) {
@@ -76,7 +84,9 @@ extern "C" int64_t dpcore_add_norms_of_parts(const int64_t* table, float* norms_
                     total += squared(part.sums_of(b), part.width);
                 } else {
                     const double of_g = squared(part.g_of(b), part.width);
-                    total += part.kind == OUTER ? of_g * squared(part.x_of(b), part.columns) : of_g;
+                    total += part.kind == OUTER ? squared_product(of_g, squared(part.x_of(b), part.columns),
+                                                                  std::max(part.width, part.columns))
+                                                : of_g;
                 }
             }
             // The largest float; a number that is nearly the next one would be rounded to infinity, which is looked for below.

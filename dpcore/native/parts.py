@@ -5,6 +5,7 @@ Of a small model's step the calls of operators, and the Python around them, take
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,15 +53,24 @@ class Parts:
     """Parts of the gradients of the same B examples, each with where its sum is: ``targets``, float32 on a CPU.
 
     A target is [n] for ROWS and SUMS, and [n, m] for OUTER, one of whose dimensions is dense.
+
+    Raises:
+        ValueError: a part has not ``batch_size`` examples, or its target another size than its gradients.
+        UnsupportedError: kernels have been switched off since they were asked for.
     """
 
     def __init__(self, parts: Sequence[Part], targets: Sequence[Tensor], batch_size: int) -> None:
         self._batch_size = batch_size
+        found = kernels()
+        if found is None:
+            raise UnsupportedError("Kernels were switched off while a step used them; do so between steps.")
+        self._library = found.library
         table = array("q")
         read: list[Tensor] = []
         self._held: list[Tensor] = []
         for part, out in zip(parts, targets, strict=True):
             g, x, pitch, sums = part.g, part.x, 0, 0
+            _check_sizes(part, out, batch_size)
             if x is not None:
                 if out.stride(1) != 1:
                     g, x, out = x, g, out.t()
@@ -115,10 +125,20 @@ class Parts:
             torch.autograd.graph.increment_version(target)
 
     def _call(self, name: str, numbers: Tensor) -> int:
-        found = kernels()
-        assert found is not None
         addresses = self._table.buffer_info()[0], numbers.data_ptr()
-        return function(found.library, name, 2, 3)(*addresses, self._count, self._batch_size, torch.get_num_threads())
+        return function(self._library, name, 2, 3)(*addresses, self._count, self._batch_size, torch.get_num_threads())
+
+
+def _check_sizes(part: Part, out: Tensor, batch_size: int) -> None:
+    """Kernels read and write by these numbers alone."""
+    of_one = (part.g.shape[-1],) if part.x is None else (part.g.shape[-1], part.x.shape[-1])
+    lengths = {len(part.g), batch_size} | (set() if part.x is None else {len(part.x)})
+    if lengths != {batch_size} or out.numel() != math.prod(of_one) or (part.x is not None and out.shape != of_one):
+        examples = "" if part.x is None else f" and {tuple(part.x.shape)}"
+        raise ValueError(
+            f"Gradients of shape {tuple(part.g.shape)}{examples} cannot be added to a sum of shape "
+            f"{tuple(out.shape)} for {batch_size} examples; they must be one per example, and of the sum's size."
+        )
 
 
 def _dense_last(tensor: Tensor) -> Tensor:

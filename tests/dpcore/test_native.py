@@ -25,6 +25,7 @@ from dpcore import Engine, GaussianNoise, native
 from dpcore.errors import UnsupportedError
 from dpcore.functional import clipped_sum
 from dpcore.native.library import kernels as loaded
+from dpcore.native.parts import Part, Parts
 from dpcore.numerics.rounding import gamma
 from dpcore.rules.linear import contraction_norm_sq
 from dpcore.rules.recurrent_loops import GruRecurrence, Steps
@@ -711,3 +712,36 @@ def test_a_clipping_rule_returns_one_factor_for_each_example(factors):
     engine = Engine(small_model(), odd_loss, max_grad_norm=0.5, factors=factors, check_isolation=False)
     with pytest.raises((ValueError, RuntimeError)):
         engine.clipped_sum(x, y)
+
+
+@pytest.mark.parametrize("bound", [9.588e-7, 1e-6, 1.0])
+@pytest.mark.parametrize("huge", ["input", "gradient"])
+def test_a_huge_number_times_a_tiny_one_stays_within_the_bound(bound, huge):
+    """A tiny clip factor has few digits left in float32, and the other of the two numbers shows what was lost."""
+    model = nn.Linear(20, 1, bias=False) if huge == "gradient" else nn.Linear(1, 20, bias=False)
+    x = torch.full((1, model.in_features), 1e-20 if huge == "gradient" else 3e38)
+    weight = 3e38 if huge == "gradient" else 1e-20
+    with torch.no_grad():
+        model.weight.div_(10.0)
+    for expected in (1, 10_000):
+        engine = Engine(
+            model,
+            lambda outputs, weights: (outputs * weights[:, None]).sum(1),
+            max_grad_norm=bound,
+            expected_batch_size=expected,
+            noise_multiplier=0.0,
+            check_isolation=False,
+        )
+        engine.privatize(x, torch.tensor([weight]))
+        added = model.weight.grad.double().norm().item() * expected
+        assert added <= bound * (1.0 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("g", "x", "out"),
+    [((5, 3), None, (3,)), ((4, 3), (5, 2), (3, 2)), ((4, 3), None, (2,)), ((4, 3), (4, 2), (2, 3))],
+)
+def test_kernels_of_many_parameters_read_and_write_no_more_than_there_is(g, x, out):
+    part = Part.rows(torch.ones(g)) if x is None else Part.outer(torch.ones(g), torch.ones(x))
+    with pytest.raises(ValueError, match=r"one per example, and of the sum's size"):
+        Parts([part], [torch.zeros(out)], 4)
