@@ -561,7 +561,8 @@ which the experiments and the buffers show.
 
 What to compare: the language models' runs are those with the kernel of the cross-entropy (16,000 classes), which
 takes less time than torch's in ordinary training. On 2026-11-25 the other core had other work, so that caches and the
-memory were shared. *engine-pure* of that day stands where kernels had not been compiled. The FLOPs of *two-lines* of
+memory were shared. *engine-pure* of that day stands where kernels had not been compiled, and the engine of the runs
+with Opacus and torch.func at 64 is that of the code before MKL was chosen on Intel. The FLOPs of *two-lines* of
 `vit` at 16 on the Zen 4 (3.65) most likely hold a rare random check of a batch; the count now leaves those out.
 
 Tried, without a gain:
