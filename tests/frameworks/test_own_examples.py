@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 from typing import Any
 
 import pytest
 
 from harness.environments import venv as env
 from tests.frameworks.own_examples import __main__ as own_examples
+from tests.frameworks.own_examples import lines
 from tests.frameworks.own_examples.worker import LOOPS
 
 pytestmark = pytest.mark.frameworks
@@ -62,3 +64,41 @@ def test_the_page_names_the_slow_and_the_missing() -> None:
     assert "opake-vmap on vit" not in left and "opacus-ghost on gpt2-lm" not in left
     assert "keras-make-private on mnist-cnn (update)" in left and "keras-make-private on mnist-cnn (time)" in left
     assert "- dp_lora: its README takes a mean loss" in page and "no example is written yet" not in page
+
+
+def test_the_lines_of_a_change_are_counted_and_are_in_the_page() -> None:
+    assert lines.changed("opacus-hooks") == lines.changed("dpcore-native") == 2, "an import and make_private"
+    assert lines.changed("torch_func-eager") > 10
+    assert "| opacus-hooks | 2 |" in own_examples.page([])
+    with pytest.raises(KeyError):
+        lines.changed("nobody")
+
+
+def test_a_line_is_a_statement_and_a_helper_counts_whole() -> None:
+    before, after = ast.parse(PLAIN), ast.parse(WITH_DP)
+    functions = {f.name: f for tree in (before, after) for f in tree.body if isinstance(f, ast.FunctionDef)}
+    assert lines.between(functions, "plain", "private") == 4, "one changed, one added, and two of the helper"
+
+
+PLAIN = """
+def plain(terms):
+    model = network(terms)
+    step(model)
+    return Loop(terms, model)
+"""
+WITH_DP = """
+def private(terms):
+    'A docstring is none.'
+    model = network(terms)  # nor is a comment
+    engine = make(
+        terms,
+        noise=1.0,
+    )
+    clip(step(model))
+    return Loop(terms, model)
+
+
+def clip(gradients):
+    norm = size(gradients)
+    return gradients / norm
+"""

@@ -9,6 +9,7 @@ import pandas as pd
 from harness.analysis import energy
 from harness.analysis.frames import CELL, Tables, rows_of
 from harness.analysis.naming import factor, number
+from harness.report.chapters import costs
 from harness.report.chapters.tables import seconds_notes
 from harness.report.model import MISSING, Grid, Section, blocks, task_title
 from harness.tasks import TASKS, TOKEN_LOSS
@@ -18,13 +19,20 @@ def frame(tables: Tables) -> pd.DataFrame:
     """Return the cells that have a time with ``examples_per_second``, ``tokens_per_second`` (every position counts,
     padding too; none where inputs are not tokens) and, of ``over_twin``, its bounds ``twin_low`` and ``twin_high``: the
     time over that of the same framework without DP, paired in blocks. ``joules_`` and the name of a counter: joules per
-    example, where there are any."""
+    example, where there are any. ``utilisation``: the model's FLOPs (forward and backward, whatever the contestant
+    computes besides) a second over the machine's measured peak; none where no peak of that precision was measured."""
     found = tables.cells[(tables.cells.state == "ok") & tables.cells.task.isin(TASKS)].copy()
     sizes = found.task.map(lambda task: TASKS[task].train_size)
     tokens = found.task.map(lambda task: TASKS[task].tokens or float("nan"))
     found["examples_per_second"] = sizes / found["median"]
     found["tokens_per_second"] = found.examples_per_second * tokens
     found = _with_joules(found, tables)
+    floors = costs.floor(tables)
+    if floors.empty:
+        found["utilisation"] = float("nan")
+    else:
+        share = floors.assign(utilisation=floors.arithmetic_seconds / floors.seconds)[[*CELL, "utilisation"]]
+        found = found.merge(share, on=CELL, how="left")
     names = {"dp": "over_twin", "dp_low": "twin_low", "dp_high": "twin_high"}
     if tables.overheads.empty or found.empty:
         return found.assign(twin=None, over_twin=float("nan"), twin_low=float("nan"), twin_high=float("nan"))
@@ -62,13 +70,14 @@ def grids(shown: pd.DataFrame, missing: str | None = None) -> Iterator[Grid]:
     """Yield a grid per task of what :func:`frame` returns; ``missing``: a note for the first of them."""
     for task, synthetic, group in blocks(shown):
         counters = [c for c in group.columns if c.startswith(JOULES) and group[c].notna().any()]
-        has_tokens = bool(group.tokens_per_second.notna().any())
+        has_tokens, has_peak = (bool(group[c].notna().any()) for c in ("tokens_per_second", "utilisation"))
         rows = tuple(
             (
                 r.contestant,
                 str(r.batch_size),
                 number(r.examples_per_second),
                 *([number(r.tokens_per_second)] if has_tokens else []),
+                *([_percent(r.utilisation)] if has_peak else []),
                 *(MISSING if pd.isna(getattr(r, c)) else number(getattr(r, c)) for c in counters),
                 _ratio(r.over_twin, r.twin_low, r.twin_high),
                 r.twin if isinstance(r.twin, str) else MISSING,
@@ -76,11 +85,24 @@ def grids(shown: pd.DataFrame, missing: str | None = None) -> Iterator[Grid]:
             for r in rows_of(group)
         )
         joules = [f"J/example, {c.removeprefix(JOULES)}" for c in counters]
-        header = ("contestant", "batch", "examples/s", *(["tokens/s"] if has_tokens else []), *joules)
+        header = (
+            "contestant",
+            "batch",
+            "examples/s",
+            *(["tokens/s"] if has_tokens else []),
+            *(["of peak"] if has_peak else []),
+            *joules,
+        )
         header += ("time over twin", "twin")
         notes = ["From the median seconds per epoch. The twin is the same without DP; paired in blocks, 95 % interval."]
         if has_tokens:
             notes.append(f"Tokens: {TASKS[task].tokens} positions of every example, padding included.")
+        if has_peak:
+            notes.append(
+                "Of peak: the FLOPs of the model's forward and backward pass, a second, over the float32 product that "
+                "was measured on this machine with the same threads (model FLOP utilisation). What DP computes besides "
+                "is not counted."
+            )
         if joules:
             notes.append(
                 "Joules: what the machine's counters moved by while the clock ran, all that ran there included, less "
@@ -90,6 +112,10 @@ def grids(shown: pd.DataFrame, missing: str | None = None) -> Iterator[Grid]:
         missing = None
         notes += [note for note in seconds_notes(group, rows) if note.startswith(("ᵉ", "ᵈ"))]
         yield Grid(f"{task_title(task, synthetic)}: examples per second", header, rows, tuple(notes))
+
+
+def _percent(share: float) -> str:
+    return MISSING if pd.isna(share) else f"{100 * share:.0f} %"
 
 
 def _ratio(value: float, low: float, high: float) -> str:

@@ -22,6 +22,7 @@ from harness.environments import executor
 from harness.environments import venv as env
 from harness.environments.backend import last_json
 from harness.plan import registry
+from tests.frameworks.own_examples import lines as lines_of
 from tests.frameworks.own_examples.worker import BOUNDS, LOOPS, OTHER_BOUNDS, SIGMA, WARM_UP
 
 RECORDS = registry.ROOT / "results" / "own-examples"
@@ -153,6 +154,19 @@ adapter is faster. The machine ran other work, so seconds are rough.
 """
 
 
+CHANGES = """
+## What a user changes
+
+Statements of the example that are added to the same library's loop without DP, changed in it or taken out of it,
+however long they are; a helper function that only one of the two has counts whole. The number says how much there is to
+write and to get wrong, not how good the library is. `jax-vmap` writes AdamW by hand, as its script does SGD: some ten
+of its lines.
+
+| contestant | lines |
+|:--|--:|
+"""
+
+
 def page(records: Iterable[Mapping[str, Any]]) -> str:
     """Return the page of records of both kinds."""
     found = sorted(records, key=lambda r: (r["contestant"], r["task"]))
@@ -164,6 +178,8 @@ def page(records: Iterable[Mapping[str, Any]]) -> str:
     lines += [_time_row(r) for r in timed]
     slow = [f"{r['contestant']} on {r['task']} ({r['turns']['ratio']:.2f})" for r in timed if is_slower(r)]
     lines.append(f"\nSlower than its example by more than 5 %: {', '.join(slow) or 'none of these'}.\n")
+    counts = sorted((lines_of.changed(contestant), contestant) for contestant in LOOPS)
+    lines += [CHANGES, *(f"| {contestant} | {count} |\n" for count, contestant in counts)]
     return "".join(lines) + _not_compared(found)
 
 

@@ -92,6 +92,24 @@ def _optax(terms: Terms) -> Any:
     return optax.sgd(terms.learning_rate)
 
 
+def jax_non_private(terms: Terms) -> Example:
+    """The loop without DP, beside which :mod:`lines` counts what a user changes: value, gradient, Optax."""
+    import optax
+
+    loss, weights = _start(terms)
+    optimizer = _optax(terms)
+
+    def batch_loss(weights: Tree, x: jax.Array, y: jax.Array) -> jax.Array:
+        return jax.vmap(loss, (None, 0, 0))(weights, x, y).mean()
+
+    @jax.jit
+    def step(weights: Tree, state: Any, x: jax.Array, y: jax.Array) -> tuple[Tree, Any]:
+        updates, state = optimizer.update(jax.grad(batch_loss)(weights, x, y), state, weights)
+        return optax.apply_updates(weights, updates), state
+
+    return Loop(terms, step, weights, optimizer.init(weights))
+
+
 def optax_aggregate(terms: Terms) -> Example:
     """Optax' page on differential privacy: vmap(grad), then the aggregate as the first of a chain."""
     import optax
@@ -138,32 +156,54 @@ def jax_privacy_clipped_grad(terms: Terms) -> Example:
     return Loop(terms, step, weights, (privatizer.init(weights), optimizer.init(weights)))
 
 
+def objax_non_private(terms: Terms) -> Example:
+    """The loop without DP, beside which :mod:`lines` counts what a user changes."""
+    import objax  # which the adapter has made fit for this JAX
+
+    def gradients(loss: Callable[..., jax.Array], variables: Any) -> Any:
+        return objax.GradValues(loss, variables)
+
+    return Loop(terms, *_objax(terms, gradients), None)
+
+
 def objax_private_gradients(terms: Terms) -> Example:
     """Objax' script on private MNIST: PrivateGradValues with micro-batches of one, SGD, one Jit."""
     import objax  # which the adapter has made fit for this JAX
+
+    def gradients(loss: Callable[..., jax.Array], variables: Any) -> Any:
+        return objax.privacy.dpsgd.PrivateGradValues(
+            loss, variables, terms.noise_multiplier, terms.max_grad_norm, microbatch=1, batch_axis=(0, 0)
+        )
+
+    return Loop(terms, *_objax(terms, gradients), None)
+
+
+def _objax(terms: Terms, gradients: Callable[..., Any]) -> tuple[Step, Tree]:
+    """The step of Objax' scripts by these gradients, and the weights."""
+    import objax
 
     loss_of = jax_models.example_loss(terms.task)
     names = tuple(terms.task.parameters)
     model = objax.ModuleList([objax.TrainVar(jnp.array(terms.initial[name])) for name in names])
     optimizer = objax.optimizer.SGD(model.vars())
 
-    def loss(x: jax.Array, y: jax.Array) -> jax.Array:
-        weights = {name: var.value for name, var in zip(names, model, strict=True)}
-        return jax.vmap(loss_of, (None, 0, 0))(weights, x, y).mean()
+    def read() -> Tree:
+        return {name: var.value for name, var in zip(names, model, strict=True)}
 
-    gradients_of = objax.privacy.dpsgd.PrivateGradValues(
-        loss, model.vars(), terms.noise_multiplier, terms.max_grad_norm, microbatch=1, batch_axis=(0, 0)
-    )
+    def loss(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jax.vmap(loss_of, (None, 0, 0))(read(), x, y).mean()
+
+    gradients_of = gradients(loss, model.vars())
 
     def train(x: jax.Array, y: jax.Array) -> Any:
-        gradients, value = gradients_of(x, y)
-        optimizer(terms.learning_rate, gradients)
+        found, value = gradients_of(x, y)
+        optimizer(terms.learning_rate, found)
         return value
 
     train_op = objax.Jit(train, gradients_of.vars() + optimizer.vars() + model.vars())
 
     def step(weights: Tree, state: Any, x: jax.Array, y: jax.Array) -> tuple[Tree, Any]:
         train_op(x, y)
-        return {name: var.value for name, var in zip(names, model, strict=True)}, None
+        return read(), None
 
-    return Loop(terms, step, {name: var.value for name, var in zip(names, model, strict=True)}, None)
+    return step, read()

@@ -38,6 +38,21 @@ def _give(model: Any, task: Task, initial: Mapping[str, np.ndarray]) -> None:
         variable.assign(values[name])
 
 
+def keras_non_private(terms: Terms) -> Example:
+    """The loop without DP, beside which :mod:`lines` counts what a user changes: compile, then fit."""
+    import keras
+
+    from frameworks.keras.adapter import network
+
+    model = network(terms.task)
+    model.compile(
+        optimizer=keras.optimizers.SGD(terms.learning_rate),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    _give(model, terms.task, terms.initial)
+    return Loop(terms, model)
+
+
 def keras_make_private(terms: Terms) -> Example:
     """JAX Privacy's page on Keras: DPKerasConfig, make_private, compile, fit."""
     import keras
@@ -69,7 +84,7 @@ def keras_make_private(terms: Terms) -> Example:
 
 def tfp_dpmodel(terms: Terms) -> Example:
     """The docstring of ``DPModel``: a Keras model with its class, a standard optimizer and loss, compile, fit."""
-    import tensorflow as tf
+    import keras  # which tf.keras is
     from tensorflow_privacy.privacy.keras_models.dp_keras_model import DPModel
 
     from frameworks.tfp.adapter import network
@@ -82,8 +97,8 @@ def tfp_dpmodel(terms: Terms) -> Example:
         outputs=plain.outputs,
     )
     model.compile(
-        optimizer=tf.keras.optimizers.SGD(terms.learning_rate),
-        loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        optimizer=keras.optimizers.SGD(terms.learning_rate),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
     _give(model, terms.task, terms.initial)
     return Loop(terms, model)

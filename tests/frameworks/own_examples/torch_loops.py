@@ -70,6 +70,11 @@ def _loader(terms: Terms) -> DataLoader:
     return DataLoader(rows, batch_size=terms.batch_size)
 
 
+def _forever(loader: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
 def _usual(optimizer: Any, model: nn.Module, criterion: Any) -> Step:
     """Return the body of the loop that a user of PyTorch has already."""
 
@@ -81,30 +86,41 @@ def _usual(optimizer: Any, model: nn.Module, criterion: Any) -> Step:
     return step
 
 
+def pytorch_eager(terms: Terms) -> Example:
+    """The loop without DP, beside which :mod:`lines` counts what a user changes."""
+    network = model = _network(terms)
+    optimizer = _optimizer(model, terms)
+    criterion = _criterion(terms)
+    return Loop(terms, network, _usual(optimizer, model, criterion))
+
+
 def opacus_hooks(terms: Terms) -> Example:
     """Opacus' README, "Getting started": make_private, then the loop as it was."""
     from opacus import PrivacyEngine
 
-    network = _network(terms)
+    network = model = _network(terms)
+    optimizer = _optimizer(model, terms)
+    criterion = _criterion(terms)
     model, optimizer, _ = PrivacyEngine().make_private(
-        module=network,
-        optimizer=_optimizer(network, terms),
+        module=model,
+        optimizer=optimizer,
         data_loader=_loader(terms),
         noise_multiplier=terms.noise_multiplier,
         max_grad_norm=terms.max_grad_norm,
         poisson_sampling=False,
     )
-    return Loop(terms, network, _usual(optimizer, model, _criterion(terms)))
+    return Loop(terms, network, _usual(optimizer, model, criterion))
 
 
 def opacus_ghost(terms: Terms) -> Example:
     """Opacus' page on fast gradient and ghost clipping: make_private with the criterion, which comes back wrapped."""
     from opacus import PrivacyEngine
 
-    network = _network(terms)
+    network = model = _network(terms)
+    optimizer = _optimizer(model, terms)
     model, optimizer, criterion, _ = PrivacyEngine().make_private(
-        module=network,
-        optimizer=_optimizer(network, terms),
+        module=model,
+        optimizer=optimizer,
         data_loader=_loader(terms),
         criterion=nn.CrossEntropyLoss(),
         noise_multiplier=terms.noise_multiplier,
@@ -131,8 +147,9 @@ def torch_func_eager(terms: Terms) -> Example:
     """PyTorch's page on per-sample gradients, which ends with them; clip, noise and update as short as can be."""
     from torch.func import functional_call, grad, vmap
 
-    model, criterion = _network(terms), _criterion(terms)
+    network = model = _network(terms)
     optimizer = _optimizer(model, terms)
+    criterion = _criterion(terms)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     detached = {name: p.detach() for name, p in model.named_parameters()}
     trained = {name: detached.pop(name) for name in named}
@@ -149,7 +166,7 @@ def torch_func_eager(terms: Terms) -> Example:
             p.grad = _released(terms, gradients[name], norms)
         optimizer.step()
 
-    return Loop(terms, model, step)
+    return Loop(terms, network, step)
 
 
 def opake_vmap(terms: Terms) -> Example:
@@ -161,7 +178,8 @@ def opake_vmap(terms: Terms) -> Example:
     from opake.optimizers import adamw, sgd
     from opake.random import key
 
-    model, criterion = _network(terms), _criterion(terms)
+    network = model = _network(terms)
+    criterion = _criterion(terms)
     forward, weights, frozen = make_functional(model, disable_autograd_tracking=True, partition_trainable=True)
 
     def loss(weights: dict, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -185,17 +203,19 @@ def opake_vmap(terms: Terms) -> Example:
         updates, states[2] = optimizer.update(noisy, states[2], params=weights)
         weights = torchopt.apply_updates(weights, updates)
 
-    return Loop(terms, model, step)
+    return Loop(terms, network, step)
 
 
 def dpcore_native(terms: Terms) -> Example:
     """dpcore's README: make_private, then the loop as it was. It steps on batches of its loader alone."""
     from dpcore import PrivacyEngine
 
-    network = _network(terms)
+    network = model = _network(terms)
+    optimizer = _optimizer(model, terms)
+    criterion = _criterion(terms)
     model, optimizer, loader = PrivacyEngine().make_private(
-        module=network,
-        optimizer=_optimizer(network, terms),
+        module=model,
+        optimizer=optimizer,
         data_loader=_loader(terms),
         noise_multiplier=terms.noise_multiplier,
         max_grad_norm=terms.max_grad_norm,
@@ -203,12 +223,7 @@ def dpcore_native(terms: Terms) -> Example:
         sample_rate=1.0,
         expected_batch_size=terms.batch_size,
     )
-
-    def batches() -> Iterator[Any]:
-        while True:
-            yield from loader
-
-    return Loop(terms, network, _usual(optimizer, model, _criterion(terms)), batches=batches())
+    return Loop(terms, network, _usual(optimizer, model, criterion), batches=_forever(loader))
 
 
 def backpack_batch_grad(terms: Terms) -> Example:
@@ -217,7 +232,7 @@ def backpack_batch_grad(terms: Terms) -> Example:
     from backpack import backpack, extend
     from backpack.extensions import BatchGrad
 
-    model = extend(_network(terms))
+    network = model = extend(_network(terms))
     criterion = extend(nn.CrossEntropyLoss(reduction="sum"))
     optimizer = _optimizer(model, terms)
     trained = list(torch_models.trained_parameters(model))
@@ -231,7 +246,7 @@ def backpack_batch_grad(terms: Terms) -> Example:
             p.grad = _released(terms, p.grad_batch, norms)
         optimizer.step()
 
-    return Loop(terms, model, step)
+    return Loop(terms, network, step)
 
 
 def fastdp_flat(terms: Terms) -> Example:
@@ -239,7 +254,7 @@ def fastdp_flat(terms: Terms) -> Example:
     is another mechanism."""
     from fastDP import PrivacyEngine
 
-    model = _network(terms)
+    network = model = _network(terms)
     optimizer = _optimizer(model, terms)
     engine = PrivacyEngine(
         model,
@@ -261,7 +276,7 @@ def fastdp_flat(terms: Terms) -> Example:
         optimizer.step()
         optimizer.zero_grad()
 
-    return Loop(terms, model, step)
+    return Loop(terms, network, step)
 
 
 def private_transformers_default(terms: Terms) -> Example:
@@ -269,7 +284,7 @@ def private_transformers_default(terms: Terms) -> Example:
     Hugging Face's models in alone, are skipped."""
     from private_transformers import PrivacyEngine
 
-    model = _network(terms)
+    network = model = _network(terms)
     optimizer = _optimizer(model, terms)
     engine = PrivacyEngine(
         model,
@@ -287,14 +302,14 @@ def private_transformers_default(terms: Terms) -> Example:
         optimizer.zero_grad()
         optimizer.step(loss=losses(model(x), y))
 
-    return Loop(terms, model, step)
+    return Loop(terms, network, step)
 
 
 def pyvacy_git_microbatch(terms: Terms) -> Example:
     """PyVacy's tutorial: zero, backward and microbatch_step for each example, then one step."""
     from pyvacy import optim
 
-    model = _network(terms)
+    network = model = _network(terms)
     criterion = _criterion(terms)
     optimizer = optim.DPSGD(
         l2_norm_clip=terms.max_grad_norm,
@@ -313,12 +328,12 @@ def pyvacy_git_microbatch(terms: Terms) -> Example:
             optimizer.microbatch_step()
         optimizer.step()
 
-    return Loop(terms, model, step)
+    return Loop(terms, network, step)
 
 
 def microbatch_loop(terms: Terms) -> Example:
     """The paper's appendix: a usual loop over batches of one, completed by PyTorch's ``clip_grad_norm_`` and a sum."""
-    model = _network(terms)
+    network = model = _network(terms)
     criterion = _criterion(terms)
     optimizer = _optimizer(model, terms)
     trained = list(torch_models.trained_parameters(model))
@@ -336,4 +351,4 @@ def microbatch_loop(terms: Terms) -> Example:
             p.grad = (total + noise) / terms.batch_size
         optimizer.step()
 
-    return Loop(terms, model, step)
+    return Loop(terms, network, step)

@@ -15,9 +15,9 @@ PRIVATE = {"framework": "opacus", "variant": "hooks"}
 SECONDS = {"plain": (100.0, 110.0, 120.0), "private": (150.0, 165.0, 180.0)}
 
 
-def tables(task):
+def tables(task, **more):
     records = [
-        factory.record(task=task, seconds=[SECONDS[side][number]], round=number, **who)
+        factory.record(task=task, **more, seconds=[SECONDS[side][number]], round=number, **who)
         for side, who in (("plain", PLAIN), ("private", PRIVATE))
         for number in range(3)
     ]
@@ -32,6 +32,23 @@ def test_tokens_and_the_time_over_the_twin():
     assert found.loc["opacus-hooks"].over_twin == pytest.approx(1.5)
     assert found.loc["opacus-hooks"].twin == "pytorch-eager"
     assert found.loc["pytorch-eager"].isna().over_twin
+
+
+def test_utilisation_is_the_models_arithmetic_over_the_measured_peak():
+    machine = {**factory.MACHINE, "peaks": {"flops_per_second": 1e12, "bytes_per_second": 1e10}}
+    found = throughput.frame(tables("gpt2-lm", machine=machine))
+    share = TASKS["gpt2-lm"].training_flops * TASKS["gpt2-lm"].train_size / 165 / 1e12
+    assert found.set_index("contestant").loc["opacus-hooks"].utilisation == pytest.approx(share)
+    (grid,) = throughput.grids(found)
+    assert f"{100 * share:.0f} %" in {row[grid.header.index("of peak")] for row in grid.rows}
+
+
+def test_no_utilisation_where_no_peak_of_that_precision_was_measured():
+    machine = {**factory.MACHINE, "peaks": {"flops_per_second": 1e12, "bytes_per_second": 1e10}}
+    for found in (throughput.frame(tables("gpt2-lm")), throughput.frame(tables("gpt2-lm-bf16", machine=machine))):
+        assert found.utilisation.isna().all()
+        (grid,) = throughput.grids(found)
+        assert "of peak" not in grid.header
 
 
 def test_only_tokens_have_tokens_per_second():
