@@ -697,6 +697,23 @@ GATE_TASKS |= {
 """The structure of the modern tasks in a thousandth of their arithmetic: what CI judges, never measured."""
 
 
+SMALL_GATE = {
+    "gpt2-lm": "small-gpt2",
+    "gpt2-lm-bf16": "small-gpt2-bf16",
+    "llama-full": "small-llama-full",
+    "llama-lora": "small-llama",
+    "llama-lora-bf16": "small-llama-bf16",
+    "vit": "small-vit",
+    "wrn-16-2": "small-wrn",
+    "wrn-16-4": "small-wrn",
+    "encoder-full": "small-encoder-full",
+    "encoder-lora": "small-encoder-lora",
+    "encoder-bias": "small-encoder-bias",
+    "recsys": "small-recsys",
+}
+"""The task of the gate that has a modern task's structure, for runs that ask for the small gate."""
+
+
 def known_task(name: str) -> Task:
     """Return a task by its name, measured or for the gate alone."""
     return TASKS[name] if name in TASKS else GATE_TASKS[name]

@@ -30,7 +30,7 @@ CELL = [*PLACE, "batch_size", "contestant"]
 PAIRING = ["run", "round"]
 OF_CELLS = [
     *(*CELL, "private", "state", "reason", "failures", "failed", "superseded", "extrapolated", "disturbed"),
-    *("swamped", "own_sampling", "cell", "median", "low", "high", "n", "coverage"),
+    *("swamped", "own_sampling", "judged_as", "cell", "median", "low", "high", "n", "coverage"),
 ]
 """Columns of the frame of cells, for a run that timed nothing."""
 
@@ -201,6 +201,7 @@ def tidy(records: Sequence[Record]) -> pd.DataFrame:
                 "disturbed": bool(r.load and r.load.disturbed),
                 "foreign": r.load.foreign_share if r.load else 0.0,
                 "own_sampling": _own_sampling(r),
+                "judged_as": r.gate.judged_as if r.gate else None,
                 "run": r.block.run,
                 "round": r.block.round,
                 "order": r.block.order,
@@ -346,6 +347,7 @@ def _cell(place: dict[str, Any], processes: Sequence[Process], older: int) -> di
         "disturbed": sum(p["disturbed"] for p in ok),
         "swamped": bool(ok) and all(p["foreign"] > SWAMPED for p in ok),
         # A later round is not compared with a replay, so that any one that was not the same says so for all.
+        "judged_as": max((p["judged_as"] for p in ok if isinstance(p["judged_as"], str)), default=None),
         "own_sampling": max(
             (p["own_sampling"] for p in ok if isinstance(p["own_sampling"], str)), key=len, default=None
         ),

@@ -51,6 +51,13 @@ def e2e(
     timeout: shared.Timeout = None,
     memory_limit: shared.MemoryLimit = None,
     synthetic: shared.Synthetic = False,
+    small_gate: Annotated[
+        bool | None,
+        typer.Option(
+            help="Judge modern tasks by small networks of their structure: minutes, not hours. Default: as the preset.",
+            show_default=False,
+        ),
+    ] = None,
     out: shared.Out = None,
     any_image: shared.AnyImage = False,
     fresh: shared.Fresh = False,
@@ -89,6 +96,7 @@ def e2e(
         timeout_seconds=timeout,
         memory_limit_bytes=limits.from_gibibytes(memory_limit, "--memory-limit"),
         synthetic=synthetic,
+        small_gate=small_gate,
     )
     contestants = registry.select(options.frameworks)
     folder = RunFolder((out or LOCAL_RESULTS / preset).resolve())

@@ -22,7 +22,7 @@ from harness.paths import ROOT
 from harness.plan.registry import Contestant, code_files
 from harness.store import cache, seal
 from harness.store.record import Gate, GateCheck
-from harness.tasks import known_task
+from harness.tasks import SMALL_GATE, known_task
 from harness.worker.request import Request
 from harness.worker.result import Result, State
 from harness.worker.sampling import steps_per_epoch
@@ -71,11 +71,13 @@ class Verdict:
         return self.state == "ok" and self.gate.passed
 
 
-def key_of(contestant: Contestant, task: str, device: str, threads: int, identity: str = "") -> str:
+def key_of(
+    contestant: Contestant, task: str, device: str, threads: int, identity: str = "", small: bool = False
+) -> str:
     """Return hash of everything that the verdict depends on, and of every file that the adapter could read beside its
     code: all of its folder and the data set. ``identity``: :attr:`Executor.identity`."""
     framework = contestant.framework
-    task = judged_task(task)
+    task = judged_task(task, small)
     parts = [task, contestant.name, device, framework.adapter_hash, framework.lock_hash, sources_hash(GATE_SOURCES)]
     parts += [str(threads), framework.folder_hash, *_data_hashes(known_task(task).dataset)]
     parts += [identity] if identity else []
@@ -83,9 +85,10 @@ def key_of(contestant: Contestant, task: str, device: str, threads: int, identit
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def judged_task(task: str) -> str:
-    """Return the name of the task on which the gate judges a contestant for this one."""
-    return known_task(task).judged_as or task
+def judged_task(task: str, small: bool = False) -> str:
+    """Return the name of the task on which the gate judges a contestant for this one. ``small``: the smaller one of
+    the same structure, where there is one."""
+    return (SMALL_GATE.get(task) if small else None) or known_task(task).judged_as or task
 
 
 def _data_hashes(name: str) -> list[str]:
@@ -133,11 +136,14 @@ def judge(
     log: Log,
     run_tool: RunTool,
     fresh: bool = False,
+    small: bool = False,
 ) -> Verdict:
     """Return the verdict on one contestant and task (by that which is judged in its place, where it has one), from
-    memory where nothing that it depends on has changed. ``run_tool`` computes the reference."""
-    twin = known_task(task).judged_as or None
-    task = judged_task(task)
+    memory where nothing that it depends on has changed. ``run_tool`` computes the reference. ``small``: as
+    :func:`judged_task` has it."""
+    judged = judged_task(task, small)
+    twin = judged if judged != task else None
+    task = judged
     key = key_of(contestant, task, device, threads, executor.identity)
     folder = cache.folder("gate")
     path = folder / f"{key}.json"

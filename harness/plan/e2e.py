@@ -23,7 +23,8 @@ class Options:
     """Options of an end-to-end run. ``batch_sizes`` per task. ``subset``: fraction of an epoch's steps that is
     measured; ``budget_seconds``: measure about that long instead (both make the figures *extrapolated*). ``repeats``:
     how often a disturbed measurement is made again. ``time`` False: only the processes that measure peak memory.
-    ``more_rounds``: further rounds of tasks whose processes are short, after the ``rounds`` of all."""
+    ``more_rounds``: further rounds of tasks whose processes are short, after the ``rounds`` of all. ``small_gate``:
+    judge modern tasks by small networks of the same structure."""
 
     tasks: tuple[str, ...]
     frameworks: tuple[str, ...] | None
@@ -45,6 +46,7 @@ class Options:
     sigma: float | None = None
     repeats: int = 1
     more_rounds: Mapping[str, int] = field(default_factory=dict)
+    small_gate: bool = False
 
     def rounds_of(self, task: str) -> int:
         """Return processes of each of the task's cells."""
@@ -120,6 +122,8 @@ PRESETS: dict[str, Options] = {
         batch_sizes=_sizes(ONE_OF_EACH_KIND, (32,), {"encoder-lora": (16,)}),
         rounds=2,
         budget_seconds=1.0,
+        # Twenty verdicts on the tasks themselves take two to three hours on two cores, the first time.
+        small_gate=True,
     ),
     "paper": Options(
         tasks=PAPER_TASKS,

@@ -148,7 +148,7 @@ class Run(Session[Options, Contestant, Job, Request]):
     def _gate_of(self, job: Job) -> Gate:
         """Return what the record of a measurement says of its gate, whose checks stand in a record of their own."""
         verdict = self.verdicts[job.contestant.name, job.cell.task]
-        return Gate(passed=verdict.passed, key=verdict.gate.key, checks=[])
+        return Gate(passed=verdict.passed, key=verdict.gate.key, checks=[], judged_as=verdict.gate.judged_as)
 
     def measured_peaks(self) -> dict[str, float] | None:
         """Measure the peak rates of this machine's processors; None where contestants run on a GPU or on another
@@ -228,7 +228,8 @@ class Run(Session[Options, Contestant, Job, Request]):
     def _judge(self, contestant: Contestant, task: str, log: Log, fresh: bool) -> Verdict:
         executor = self.executors[contestant.name]
         identity = "" if isinstance(executor, Unavailable) else executor.identity
-        key = admission.key_of(contestant, task, self.options.device, self.threads, identity)
+        small = self.options.small_gate
+        key = admission.key_of(contestant, task, self.options.device, self.threads, identity, small)
         nothing = Gate(passed=False, key=key, checks=[])
         if isinstance(executor, Unavailable):
             return Verdict("unsupported", executor.reason, nothing, {})
@@ -241,7 +242,7 @@ class Run(Session[Options, Contestant, Job, Request]):
                     self._check_unchanged(contestant.name)
                     device, run_tool = self.options.device, self.backend.run_tool
                     return admission.judge(
-                        contestant, task, executor, bounds, device, self.threads, log, run_tool, fresh
+                        contestant, task, executor, bounds, device, self.threads, log, run_tool, fresh, small
                     )
                 result = killer(killed)
             except ENDS_THE_RUN:

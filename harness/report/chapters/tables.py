@@ -104,6 +104,11 @@ def seconds_notes(group: pd.DataFrame, body: tuple[tuple[str, ...], ...]) -> Ite
             "Samples: how the library's own loop draws its batches (unseeded: the same seed gave other weights in a "
             "second process). Only Poisson samples are what the accountant assumes."
         )
+    if twins := sorted({name for name in ok.judged_as if isinstance(name, str)}):
+        yield (
+            f"The gate judged a small network of the same structure ({', '.join(twins)}); of the task itself steps of "
+            "every process were compared with the reference."
+        )
     older = int(group.superseded.sum())
     if older:
         yield (
@@ -300,7 +305,15 @@ def gate_summary(tables: Tables, section: Section) -> list[Grid]:
         rows.append((str(contestant), *(verdicts.get(task, MISSING) for task in tasks)))
     header = ("contestant", *(task_title(str(task), False) for task in tasks))
     note = "Checks that passed. All of them, with error and limit, stand in report.html and in gate.csv."
-    return [Grid("Admission gate: checks passed", header, tuple(rows), (note,))]
+    return [Grid("Admission gate: checks passed", header, tuple(rows), (note, *_judged_as(tables, section, tasks)))]
+
+
+def _judged_as(tables: Tables, section: Section, tasks: Sequence[str]) -> Iterator[str]:
+    """Yield one note where smaller networks were judged in place of these tasks."""
+    raw = section.of(tables.raw)
+    gates = raw[(raw.purpose == "gate") & raw.task.isin(tasks) & raw.judged_as.notna()]
+    if twins := sorted(set(zip(gates.task, gates.judged_as, strict=True))):
+        yield f"Judged by a small network of the same structure: {', '.join(f'{t} by {twin}' for t, twin in twins)}."
 
 
 def gate(tables: Tables, section: Section) -> list[Grid]:
@@ -314,7 +327,8 @@ def gate(tables: Tables, section: Section) -> list[Grid]:
         )
         header = ("contestant", "check", "error", "limit", "verdict", "detail")
         note = "Each check in its own measure; the largest error over all records. Passed: error <= limit."
-        grids.append(Grid(f"{task_title(str(task), False)}: admission gate", header, rows, (note,)))
+        notes = (note, *_judged_as(tables, section, [str(task)]))
+        grids.append(Grid(f"{task_title(str(task), False)}: admission gate", header, rows, notes))
     return grids
 
 

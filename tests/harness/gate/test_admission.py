@@ -10,9 +10,10 @@ import pytest
 
 from harness.environments.executor import Limits
 from harness.gate import admission
+from harness.plan import e2e as plan
 from harness.plan import registry
 from harness.store import cache
-from harness.tasks import GATE_TASKS, TASKS
+from harness.tasks import GATE_TASKS, MODERN_TASKS, SMALL_GATE, TASKS
 from harness.worker.request import Request
 from harness.worker.result import Check, Result
 
@@ -42,10 +43,21 @@ def test_a_task_that_is_too_large_is_judged_by_its_small_twin_and_the_verdict_na
     assert found["small-encoder-full"].cached and found["small-encoder-full"].gate.key == found["encoder-full"].gate.key
 
 
+def test_the_small_gate_has_a_verdict_of_its_own_and_says_which_network_it_judged() -> None:
+    (contestant,) = registry.select(["dpcore-native"])
+    keys = {small: admission.key_of(contestant, "gpt2-lm", "cpu", 1, small=small) for small in (False, True)}
+    assert keys[True] != keys[False] and keys[True] == admission.key_of(contestant, "small-gpt2", "cpu", 1)
+    assert [admission.judged_task("mnist-cnn", small) for small in (False, True)] == ["mnist-cnn"] * 2
+    assert [admission.judged_task("vit", small) for small in (False, True)] == ["vit", "small-vit"]
+    assert plan.preset("modern").small_gate and not plan.preset("modern", small_gate=False).small_gate
+    assert not plan.preset("quick").small_gate
+
+
 def test_what_is_judged_in_place_of_a_task_has_its_structure() -> None:
+    assert set(SMALL_GATE) >= set(MODERN_TASKS)
     for task in (*TASKS.values(), *GATE_TASKS.values()):
-        if task.judged_as:
-            twin = GATE_TASKS[task.judged_as]
+        for name in {task.judged_as, SMALL_GATE.get(task.name, "")} - {""}:
+            twin = GATE_TASKS[name]
             assert {type(layer) for layer in twin.layers} == {type(layer) for layer in task.layers}
             assert (twin.loss, twin.optimizer, twin.trained, twin.precision, twin.judged_as) == (
                 task.loss,

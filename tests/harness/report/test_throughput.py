@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from harness.analysis.frames import build
-from harness.report import contents
+from harness.report import contents, model
+from harness.report.chapters import tables as task_tables
 from harness.report.chapters import throughput
 from harness.tasks import TASKS
 from tests.support import record_factory as factory
@@ -37,7 +38,7 @@ def test_tokens_and_the_time_over_the_twin():
 def test_utilisation_is_the_models_arithmetic_over_the_measured_peak():
     machine = {**factory.MACHINE, "peaks": {"flops_per_second": 1e12, "bytes_per_second": 1e10}}
     found = throughput.frame(tables("gpt2-lm", machine=machine))
-    share = TASKS["gpt2-lm"].training_flops * TASKS["gpt2-lm"].train_size / 165 / 1e12
+    share = TASKS["gpt2-lm"].training_flops * 60_000 / 165 / 1e12  # the rows that the records name
     assert found.set_index("contestant").loc["opacus-hooks"].utilisation == pytest.approx(share)
     (grid,) = throughput.grids(found)
     assert f"{100 * share:.0f} %" in {row[grid.header.index("of peak")] for row in grid.rows}
@@ -62,3 +63,13 @@ def test_only_tokens_have_tokens_per_second():
 def test_the_report_has_the_chapter():
     titles = [chapter.title for chapter in contents.end_to_end(tables("gpt2-lm"))]
     assert "Examples and tokens per second" in titles
+
+
+def test_a_report_says_where_the_gate_judged_a_small_network():
+    gate = {"passed": True, "key": "0" * 16, "checks": [], "judged_as": "small-gpt2"}
+    found = tables("gpt2-lm", gate=gate)
+    (section,) = model.sections(found)
+    (grid,) = task_tables.seconds(found, section)
+    assert any("The gate judged a small network of the same structure (small-gpt2)" in note for note in grid.notes)
+    (grid,) = task_tables.seconds(tables("gpt2-lm"), section)
+    assert not any("small network" in note for note in grid.notes)
