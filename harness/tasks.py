@@ -234,6 +234,9 @@ CLICK_ROWS = (20_000, 10_000, 10_000, 5_000, 2_000, 1_000, 500, 100)
 LORA, BIASES = ("*.lora_a", "*.lora_b"), ("*.bias",)
 HEAD = ("head.*",)
 
+WARM_UP = 100
+"""Steps over which AdamW's rate rises."""
+
 LM_VOCABULARY = 8192
 LM_TOKENS = 128
 LM_TRAIN_SIZE, LM_TEST_SIZE = 16_471, 1_852
@@ -462,7 +465,7 @@ TASKS: dict[str, Task] = {
             test_size=LM_TEST_SIZE,
             learning_rate=1e-3,
             in_paper=False,
-            optimizer=AdamW(weight_decay=0.01),
+            optimizer=AdamW(weight_decay=0.01, warm_up=WARM_UP),
             initial_deviation=0.02,
         ),
         Task(
@@ -478,7 +481,7 @@ TASKS: dict[str, Task] = {
             test_size=LM_TEST_SIZE,
             learning_rate=1e-3,
             in_paper=False,
-            optimizer=AdamW(),
+            optimizer=AdamW(warm_up=WARM_UP),
             trained=LORA,
             initial_deviation=0.02,
         ),
@@ -495,7 +498,7 @@ TASKS: dict[str, Task] = {
             test_size=10_000,
             learning_rate=1e-3,
             in_paper=False,
-            optimizer=AdamW(weight_decay=0.01),
+            optimizer=AdamW(weight_decay=0.01, warm_up=WARM_UP),
             initial_deviation=0.02,
         ),
         Task(
@@ -537,7 +540,7 @@ TASKS: dict[str, Task] = {
             test_size=LM_TEST_SIZE,
             learning_rate=1e-3,
             in_paper=False,
-            optimizer=AdamW(weight_decay=0.01),
+            optimizer=AdamW(weight_decay=0.01, warm_up=WARM_UP),
             initial_deviation=0.02,
         ),
         Task(
@@ -566,7 +569,7 @@ TASKS: dict[str, Task] = {
             test_size=25_000,
             learning_rate=5e-4,
             in_paper=False,
-            optimizer=AdamW(),
+            optimizer=AdamW(warm_up=WARM_UP),
             initial_deviation=0.02,
             pretrained=True,
             judged_as="small-encoder-full",

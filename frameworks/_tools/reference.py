@@ -168,6 +168,7 @@ def _adamw(
     """Changes ``weights``; the new memory. Written out after the paper, not by ``torch.optim``."""
     mean = constants.beta1 * memory[0] + (1 - constants.beta1) * gradient
     square = constants.beta2 * memory[1] + (1 - constants.beta2) * gradient**2
+    rate *= constants.share(step)
     root = (square / (1 - constants.beta2**step)).sqrt() + constants.eps
     weights -= rate * constants.weight_decay * weights
     weights -= rate * (mean / (1 - constants.beta1**step)) / root

@@ -35,8 +35,10 @@ def create(variant: str) -> Adapter:
 def _optimizer(setting: Setting) -> torchopt.base.GradientTransformation:
     chosen = setting.optimizer
     if isinstance(chosen, AdamW):
-        betas = (chosen.beta1, chosen.beta2)
-        return adamw(setting.learning_rate, betas, chosen.eps, chosen.weight_decay)
+        betas, rate = (chosen.beta1, chosen.beta2), setting.learning_rate
+        if chosen.warm_up:
+            return adamw(lambda count: rate * chosen.share(int(count) + 1), betas, chosen.eps, chosen.weight_decay)
+        return adamw(rate, betas, chosen.eps, chosen.weight_decay)
     return sgd(lr=setting.learning_rate)
 
 

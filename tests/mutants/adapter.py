@@ -19,6 +19,7 @@ from frameworks._shared.torch import models as torch_models
 from frameworks._shared.torch import optimizers
 from frameworks._shared.torch.adapter import PRECISIONS, TorchAdapter
 from harness.contract import Adapter, Setting
+from harness.optimizer import AdamW
 from harness.tasks import Task
 
 Sums = dict[str, torch.Tensor]
@@ -529,6 +530,15 @@ class DecaysByTheGradient(Exact):
         return {name: value + share * self.trained[name].detach() for name, value in sums.items()}
 
 
+class SkipsTheWarmup(Exact):
+    """AdamW at the full rate from the first step on."""
+
+    def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
+        if isinstance(setting.optimizer, AdamW):
+            setting = dataclasses.replace(setting, optimizer=dataclasses.replace(setting.optimizer, warm_up=0))
+        super().build(task, setting, initial)
+
+
 class KeepsItsMemory(Exact):
     """A new build leaves Adam's moments as they were."""
 
@@ -635,6 +645,7 @@ VARIANTS: dict[str, type[Exact]] = {
     "sum-to-adam": GivesAdamTheSum,
     "mean-noise-to-adam": NoiseOfTheMean,
     "adam-l2": DecaysByTheGradient,
+    "no-warm-up": SkipsTheWarmup,
     "keeps-moments": KeepsItsMemory,
 }
 

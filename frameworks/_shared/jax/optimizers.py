@@ -19,11 +19,12 @@ Memory = tuple[jax.Array, Tree, Tree]
 
 
 def constants(setting: Setting) -> np.ndarray:
-    """Learning rate, B, beta1, beta2, eps and weight decay; of plain descent the first two."""
+    """Learning rate, B, beta1, beta2, eps, weight decay and the steps of the warm-up, at least one; of plain descent
+    the first two."""
     found = [setting.learning_rate, setting.batch_size]
     if isinstance(setting.optimizer, AdamW):
         chosen = setting.optimizer
-        found += [chosen.beta1, chosen.beta2, chosen.eps, chosen.weight_decay]
+        found += [chosen.beta1, chosen.beta2, chosen.eps, chosen.weight_decay, max(1, chosen.warm_up)]
     return np.array(found, np.float32)
 
 
@@ -38,8 +39,9 @@ def memory(setting: Setting, params: Tree) -> Memory | None:
 def adamw(params: Tree, total: Tree, kept: Memory, given: jax.Array) -> tuple[dict[str, jax.Array], Memory]:
     """(weights, memory) after a step with the sum ``total``, whose mean over B is the gradient; ``given``: what
     :func:`constants` returns."""
-    rate, size, beta1, beta2, eps, decay = given
+    rate, size, beta1, beta2, eps, decay, warm_up = given
     step = kept[0] + 1
+    rate = rate * jnp.minimum(1.0, step / warm_up)
     gradients = {name: value / size for name, value in total.items()}
     means = {name: beta1 * kept[1][name] + (1 - beta1) * g for name, g in gradients.items()}
     squares = {name: beta2 * kept[2][name] + (1 - beta2) * g * g for name, g in gradients.items()}

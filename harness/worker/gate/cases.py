@@ -100,6 +100,8 @@ UNCLIPPED = 4.0
 """Times the largest norm: a bound that clips nobody."""
 ADAM_RATE = 1e-3
 ADAM_DECAY = 0.1
+ADAM_WARM_UP = 3
+"""Of the steps of AdamW: the rate rises, and then it stays."""
 ADAM_STEPS = "steps of AdamW"
 OWN_TOKENS = "short and long, none clipped"
 SATURATION = 300.0
@@ -426,7 +428,7 @@ def _further_cases(
         found.append(Case(OWN_TOKENS, (ends,), float(np.float32(UNCLIPPED * reference["norms"][core].max()))))
     if isinstance(task.optimizer, AdamW):
         eps = float(np.float32(c / np.sqrt(task.trained_count)))
-        optimizer = AdamW(task.optimizer.beta1, task.optimizer.beta2, eps, ADAM_DECAY)
+        optimizer = AdamW(task.optimizer.beta1, task.optimizer.beta2, eps, ADAM_DECAY, ADAM_WARM_UP)
         found.append(Case(ADAM_STEPS, tuple(steps), c, learning_rate=ADAM_RATE, slack=20.0, optimizer=optimizer))
     return found
 

@@ -79,6 +79,7 @@ CAUGHT_BY = {
     "sum-to-adam": UPDATES | {SPREAD},
     "mean-noise-to-adam": {SPREAD, "noise: on real batches"},
     "adam-l2": {ADAM},
+    "no-warm-up": {ADAM},
     "keeps-moments": {ADAM, "timed = replayed"},
 }
 ONLY = {
@@ -96,6 +97,7 @@ ONLY = {
     "noise-bf16",
     "mean-noise-to-adam",
     "adam-l2",
+    "no-warm-up",
     "keeps-moments",
 }
 """Faults that nothing but the named checks may find in the updates: all single steps are right."""
