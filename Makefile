@@ -45,8 +45,8 @@ bench-e2e: $(READY)  ## median seconds per epoch of frameworks x tasks x batch s
 	$(BIN)/dpbench run e2e --preset $(PRESET) --isolation $$isolation --out $$out $(ARGS)
 
 bench-modern: $(READY)  ## the modern tasks (transformers, a wide ResNet) with the core frameworks: throughput, cost of privacy
-	@echo "==> dpbench run e2e --preset modern: missing data and environments are made first"
-	$(BIN)/dpbench run e2e --preset modern $(ARGS)
+	@echo "==> dpbench run e2e --preset modern --minutes 15: missing data and environments are made first"
+	$(BIN)/dpbench run e2e --preset modern --minutes 15 $(ARGS)
 
 images: $(READY)  ## a container image for every framework, built from its lock with the network off
 	$(BIN)/dpbench image build $(ARGS)

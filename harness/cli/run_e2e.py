@@ -35,7 +35,13 @@ def e2e(
         float | None,
         typer.Option(help="Measure about so long: at least a round, then until intervals are narrow.", metavar="M"),
     ] = None,
-    memory: Annotated[bool, typer.Option(help="Also measure peak memory, in a process of its own.")] = True,
+    memory: Annotated[
+        bool | None,
+        typer.Option(
+            help="Also measure peak memory, in a process of its own. Default: all presets but modern.",
+            show_default=False,
+        ),
+    ] = None,
     time: Annotated[bool, typer.Option(help="Without it, peak memory alone: nothing is timed.")] = True,
     protocol: Annotated[
         str, typer.Option(help="Rules of the measurement.", metavar="verified|paper|as_shipped")

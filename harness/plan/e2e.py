@@ -119,9 +119,10 @@ PRESETS: dict[str, Options] = {
     "modern": Options(
         tasks=ONE_OF_EACH_KIND,
         frameworks=("core",),
-        batch_sizes=_sizes(ONE_OF_EACH_KIND, (32,), {"encoder-lora": (16,)}),
+        batch_sizes=_sizes(ONE_OF_EACH_KIND, (16,), {"encoder-lora": (8,)}),
         rounds=2,
         budget_seconds=1.0,
+        memory=False,
         # Twenty verdicts on the tasks themselves take two to three hours on two cores, the first time.
         small_gate=True,
     ),
