@@ -1,0 +1,106 @@
+"""Products of bfloat16 matrices by the hardware's own units, for gradients of examples that are formed.
+
+Their operands stay bfloat16. The hardware adds up in float32; for CPUs torch then rounds what it returns to bfloat16,
+as it does with the weights' gradients of ordinary training, and on CUDA it returns float32 where it can be told to.
+What comes out is widened, which is exact, and from there on it is the example's gradient: its norm is taken of it, and
+the clip factor multiplies it, in float32. So no bound depends on how a product rounds. A gradient is formed once, and
+nothing here may take the norm of one product and add another.
+
+Norms by Gram matrices do not come here: rounded to bfloat16 their entries would say nothing where positions cancel.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+from torch import Tensor
+
+SWITCH = "DPCORE_BFLOAT16"
+"""Environment variable: ``0`` widens all operands to float32, ``1`` widens none, whatever the hardware has."""
+
+TIMES_FLOAT32 = 4.0
+"""How many products of bfloat16 take as long as one of float32: 763 to 781 GFLOP/s beside 140 to 185 on a Sapphire
+Rapids (docs/models-cost.md). A constant and no measurement of the machine, so that a run repeats itself to the bit."""
+
+WORTH_A_CALL_FLOPS = 4e6
+"""Smaller products of an example are taken for all examples at once, in float32: starting them takes longer."""
+
+OLDEST_CUDA = 8
+"""Major compute capability of the first GPUs with units for bfloat16."""
+
+
+def takes(g: Tensor, x: Tensor, positions: int) -> bool:
+    """Return whether :func:`product` forms the gradients of a linear map.
+
+    Not in a graph that is traced: what compiles it may form a gradient twice, and round it once.
+
+    Args:
+        g: The gradient at the output. It is bfloat16 where the map was computed in it.
+        x: The input. Under autocast it may be recorded in float32, before it was rounded for that computation.
+        positions: How many of them an example has.
+
+    Raises:
+        ValueError: the environment asks for something that there is not.
+    """
+    return (
+        g.dtype == torch.bfloat16
+        and x.dtype in (torch.bfloat16, torch.float32)
+        and type(g) is type(x) is Tensor
+        and g.device == x.device
+        and 2.0 * positions * g.shape[-1] * x.shape[-1] >= WORTH_A_CALL_FLOPS
+        and not torch.compiler.is_compiling()
+        and torch._C._functorch.maybe_current_level() is None
+        and is_on(g.device)
+    )
+
+
+def is_on(device: torch.device) -> bool:
+    """Return whether products of bfloat16 are taken on ``device``: as the environment says, or by its hardware.
+
+    Raises:
+        ValueError: the environment asks for something that there is not.
+    """
+    asked = os.environ.get(SWITCH, "")
+    if asked not in ("", "0", "1"):
+        raise ValueError(f"{SWITCH} is {asked!r}: say 0 or 1, or nothing, so that the hardware decides.")
+    return asked == "1" or (asked == "" and _has_units(device))
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Return leftᵀ right [m, n] for left [T, m] and right [T, n], which are rounded to bfloat16.
+
+    The hardware adds up in float32. The result is bfloat16, or float32 where torch can be told to return it.
+    """
+    left, right = (t.to(torch.bfloat16).contiguous() for t in (left, right))
+    if _returns_float32(left.device):
+        return torch.ops.aten.mm.dtype(left.t(), right, torch.float32)  # type: ignore[no-any-return]
+    return torch.mm(left.t(), right)
+
+
+def products(left: Tensor, right: Tensor) -> Tensor:
+    """Return :func:`product` of every example in float32, [B, m, n] for left [B, T, m] and right [B, T, n].
+
+    One after the other: a library may add up in another order where a batch has another length. One example more would
+    then change how those of all others are rounded, in a bfloat16 result by 2^-8 of a number, which no clipping bounds.
+    """
+    out = torch.empty((len(left), left.shape[2], right.shape[2]), dtype=torch.float32, device=left.device)
+    for i, into in enumerate(out):
+        into.copy_(product(left[i], right[i]))
+    return out
+
+
+@functools.cache
+def _has_units(device: torch.device) -> bool:
+    """Return whether a device multiplies matrices of bfloat16 faster than float32: AMX, or tensor cores."""
+    if device.type == "cpu":
+        supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
+        return supported is not None and torch.backends.mkldnn.is_available() and bool(supported())
+    return _returns_float32(device) and torch.cuda.get_device_capability(device)[0] >= OLDEST_CUDA
+
+
+@functools.cache
+def _returns_float32(device: torch.device) -> bool:
+    """Return whether products on a device can be told to return float32: on CUDA, from torch 2.8 on."""
+    return device.type == "cuda" and torch.version.cuda is not None and hasattr(torch.ops.aten.mm, "dtype")
