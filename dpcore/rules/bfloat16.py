@@ -102,5 +102,12 @@ def _has_units(device: torch.device) -> bool:
 
 @functools.cache
 def _returns_float32(device: torch.device) -> bool:
-    """Return whether products on a device can be told to return float32: on CUDA, from torch 2.8 on."""
-    return device.type == "cuda" and torch.version.cuda is not None and hasattr(torch.ops.aten.mm, "dtype")
+    """Return whether products on a device can be told to return float32: on CUDA, from torch 2.8 on. It is tried."""
+    if device.type != "cuda":
+        return False
+    try:
+        ones = torch.ones(257, 16, dtype=torch.bfloat16, device=device)  # 257 is no number of bfloat16
+        found = torch.ops.aten.mm.dtype(ones.t(), ones, torch.float32)
+        return found.dtype == torch.float32 and bool((found == 257.0).all())
+    except (AttributeError, RuntimeError):
+        return False

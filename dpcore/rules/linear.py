@@ -145,9 +145,9 @@ class ContractionUse(Use):
     def _in_bfloat16(self, param: Parameter) -> bool:
         """Return whether a weight's gradients are formed by products of bfloat16."""
         saved, g = self._inputs.get(param), self.grad
-        if saved is None or g is None or g.dim() == 2:
+        if saved is None or g is None or g.dtype != torch.bfloat16 or g.dim() == 2:
             return False
-        return bfloat16.takes(g.detach(), saved.tensor, self._positions_of_an_example())
+        return bfloat16.takes(g, saved.tensor, self._positions_of_an_example())
 
     def _positions_of_an_example(self) -> int:
         assert self.grad is not None

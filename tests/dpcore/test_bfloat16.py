@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn import init
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpcore import Engine, PrivacyEngine, native, reference
+from dpcore import Engine, PrivacyEngine, reference
 from dpcore.microbatch import planner
 from dpcore.rules import bfloat16
 from dpcore.rules.linear import ContractionUse
@@ -429,16 +429,18 @@ def test_what_has_a_ghost_norm_has_one_in_float32_too(positions: int, d: int, p:
     assert again.ghost_is_cheaper(weight) or not use.ghost_is_cheaper(weight)
 
 
+@pytest.mark.skipif(not hasattr(torch.ops.aten.mm, "dtype"), reason="this torch's products have one type")
 def test_on_cuda_products_return_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes and types alone: this machine has no GPU."""
     left, right = torch.empty(9, 4, device="meta"), torch.empty(9, 6, device="meta")
     monkeypatch.setattr(bfloat16, "_returns_float32", lambda device: True)
-    if not hasattr(torch.ops.aten.mm, "dtype"):
-        pytest.skip("this torch's products cannot be told what to return")
     found = bfloat16.product(left, right)
     assert found.shape == (4, 6) and found.dtype == torch.float32
 
 
-def test_kernels_do_not_take_what_is_bfloat16() -> None:
-    g, x = half_tensors()
-    assert not native.serves(g, x)
+def test_a_device_that_cannot_return_float32_is_not_asked_to() -> None:
+    """The trial's tensors lie on the CPU, whose products cannot."""
+    trial = bfloat16._returns_float32.__wrapped__
+    with mock.patch.object(torch, "ones", lambda *shape, dtype, device: torch.full(shape, 1.0, dtype=dtype)):
+        assert not trial(torch.device("cuda"))
+    assert not trial(torch.device("cpu"))
