@@ -6,13 +6,18 @@ What comes out is widened, which is exact, and from there on it is the example's
 the clip factor multiplies it, in float32. So no bound depends on how a product rounds. A gradient is formed once, and
 nothing here may take the norm of one product and add another.
 
-Norms by Gram matrices do not come here: rounded to bfloat16 their entries would say nothing where positions cancel.
+One example more must not change how those of all others are rounded: a change of 2^-8 in each of them is bounded by no
+clipping. So what decides is the layer and the machine, never the batch: not its length, not that of the longest
+sequence, not whether another example goes through float64. A layer that comes here has no norms by Gram matrices, whose
+entries would moreover say nothing where positions cancel, if they were rounded so.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -20,26 +25,35 @@ from torch import Tensor
 SWITCH = "DPCORE_BFLOAT16"
 """Environment variable: ``0`` widens all operands to float32, ``1`` widens none, whatever the hardware has."""
 
-TIMES_FLOAT32 = 4.0
-"""How many products of bfloat16 take as long as one of float32: 763 to 781 GFLOP/s beside 140 to 185 on a Sapphire
-Rapids (docs/models-cost.md). A constant and no measurement of the machine, so that a run repeats itself to the bit."""
-
-WORTH_A_CALL_FLOPS = 4e6
-"""Smaller products of an example are taken for all examples at once, in float32: starting them takes longer."""
+FEWEST_NUMBERS = 2**15
+"""Smaller gradients are formed in float32, of all examples at once: starting a product of each takes longer."""
 
 OLDEST_CUDA = 8
 """Major compute capability of the first GPUs with units for bfloat16."""
 
 
-def takes(g: Tensor, x: Tensor, positions: int) -> bool:
-    """Return whether :func:`product` forms the gradients of a linear map.
+_switched_off = False
+
+
+@contextmanager
+def disabled() -> Iterator[None]:
+    """Within, all operands are widened to float32."""
+    global _switched_off
+    before, _switched_off = _switched_off, True
+    try:
+        yield
+    finally:
+        _switched_off = before
+
+
+def takes(g: Tensor, x: Tensor) -> bool:
+    """Return whether :func:`product` forms the gradients of a linear map over several positions, however many.
 
     Not in a graph that is traced: what compiles it may form a gradient twice, and round it once.
 
     Args:
         g: The gradient at the output. It is bfloat16 where the map was computed in it.
         x: The input. Under autocast it may be recorded in float32, before it was rounded for that computation.
-        positions: How many of them an example has.
 
     Raises:
         ValueError: the environment asks for something that there is not.
@@ -49,7 +63,7 @@ def takes(g: Tensor, x: Tensor, positions: int) -> bool:
         and x.dtype in (torch.bfloat16, torch.float32)
         and type(g) is type(x) is Tensor
         and g.device == x.device
-        and 2.0 * positions * g.shape[-1] * x.shape[-1] >= WORTH_A_CALL_FLOPS
+        and g.shape[-1] * x.shape[-1] >= FEWEST_NUMBERS
         and not torch.compiler.is_compiling()
         and torch._C._functorch.maybe_current_level() is None
         and is_on(g.device)
@@ -65,7 +79,7 @@ def is_on(device: torch.device) -> bool:
     asked = os.environ.get(SWITCH, "")
     if asked not in ("", "0", "1"):
         raise ValueError(f"{SWITCH} is {asked!r}: say 0 or 1, or nothing, so that the hardware decides.")
-    return asked == "1" or (asked == "" and _has_units(device))
+    return not _switched_off and (asked == "1" or (asked == "" and _has_units(device)))
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
@@ -82,8 +96,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 def products(left: Tensor, right: Tensor) -> Tensor:
     """Return :func:`product` of every example in float32, [B, m, n] for left [B, T, m] and right [B, T, n].
 
-    One after the other: a library may add up in another order where a batch has another length. One example more would
-    then change how those of all others are rounded, in a bfloat16 result by 2^-8 of a number, which no clipping bounds.
+    One after the other: a library may add up in another order where a batch has another length.
     """
     out = torch.empty((len(left), left.shape[2], right.shape[2]), dtype=torch.float32, device=left.device)
     for i, into in enumerate(out):

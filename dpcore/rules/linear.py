@@ -20,7 +20,7 @@ from dpcore.numerics.rounding import SquaredNorm, gamma, gram, gram_roundings, s
 from dpcore.rules import bfloat16
 from dpcore.rules.limits import Limits
 from dpcore.rules.products import linear, prefers_onednn, product, products
-from dpcore.tape.tape import IN_ROWS, Tape, batch_first
+from dpcore.tape.tape import HALF, IN_ROWS, Tape, batch_first
 from dpcore.tape.uses import Saved, Use, handles, rewrites
 
 # A float of memory traffic costs about as much as this many FLOPs on a CPU core (50 GFLOP/s beside 10 GB/s, three
@@ -39,7 +39,7 @@ def wide(tensor: Tensor) -> Tensor:
 
     Where :mod:`dpcore.rules.bfloat16` takes a product, its result is widened and not its operands.
     """
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    return tensor.float() if tensor.dtype in HALF else tensor
 
 
 def gram_norm_sq(gram_x: Tensor, gram_g: Tensor, roundings: int) -> SquaredNorm:
@@ -147,12 +147,7 @@ class ContractionUse(Use):
         saved, g = self._inputs.get(param), self.grad
         if saved is None or g is None or g.dtype != torch.bfloat16 or g.dim() == 2:
             return False
-        return bfloat16.takes(g, saved.tensor, self._positions_of_an_example())
-
-    def _positions_of_an_example(self) -> int:
-        assert self.grad is not None
-        shape = self.grad.shape
-        return shape[:-1].numel() // max(shape[1 if self.time_major else 0], 1)
+        return bfloat16.takes(g, saved.tensor)
 
     def _for_gpu(self, param: Parameter) -> tuple[Tensor, Tensor] | None:
         """Output gradients [B, T, d] and inputs [B, T, p] in their own precision, where kernels for GPUs take them."""
@@ -281,21 +276,23 @@ class ContractionUse(Use):
             return False
         if self._for_gpu(param) is not None:
             return True
-        positions, d, p = self._positions_of_an_example(), self.grad.shape[-1], param.shape[1]
-        flops = 2.0 * positions**2 * (p + d)
-        if self._in_bfloat16(param):
-            # So much longer takes the clipped sum, of widened operands. A ghost norm never costs less here than in
-            # float32: an example that goes through float32 instead finds one there where it has one here.
-            flops += 2.0 * positions * p * d * (1.0 - 1.0 / bfloat16.TIMES_FLOAT32)
-        return flops < flops_per_kept_float(self.grad.device) * p * d
+        if self._in_bfloat16(param):  # at every number of positions, which that of the longest example may be
+            return False
+        positions = self.grad.shape[:-1].numel() // self.grad.shape[1 if self.time_major else 0]
+        d, p = self.grad.shape[-1], param.shape[1]
+        return 2 * positions**2 * (p + d) < flops_per_kept_float(self.grad.device) * p * d
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> ContractionUse:
         batch = 1 if self.time_major else 0
-        inputs = {
-            p: saved.get(self.name).detach().index_select(batch, index).to(dtype) for p, saved in self._inputs.items()
-        }
+
+        def part(tensor: Tensor) -> Tensor:
+            found = tensor.detach().index_select(batch, index)
+            # Half precision stays: the gradients of these are to be formed as if all examples were still there.
+            return found if dtype == torch.float32 and found.dtype in HALF else found.to(dtype)
+
+        inputs = {p: part(saved.get(self.name)) for p, saved in self._inputs.items()}
         use = ContractionUse(self.name, inputs, self.params[len(inputs) :], self.time_major)
-        use.grad = None if self.grad is None else self.grad.index_select(batch, index).to(dtype)
+        use.grad = None if self.grad is None else part(self.grad)
         use._limits = {p: limits.rows(self.grad, index, use.grad) for p, limits in self._limits.items()}
         return use
 
