@@ -588,11 +588,12 @@ bfloat16 763 to 781.
 Since then gradients that are formed for each example come from that product, of bfloat16 operands
 (`dpcore/rules/bfloat16.py`). It adds up in float32 and rounds what it returns to bfloat16;
 `torch.mm(out_dtype=torch.float32)` is not there for CPUs. The norm is taken of what was written, and what was written
-is added at its factor, so that the bound does not depend on how it rounds. What is left in float32 are Gram matrices
-for norms over few positions, with the sums behind them, layers at one position, and products of less than 4 MFLOP an
-example. **What a step takes now has not been measured**: no machine with AMX was at hand. `DPCORE_BFLOAT16=0` is the
-way as it was, to compare. One product of 128 positions of 256 by 1024 is 67 MFLOP, 0.09 ms at 763 GFLOP/s and 0.48 at
-140, by calculation; the passes over what it writes (widened, squared, added) stay.
+is added at its factor, so that the bound does not depend on how it rounds. Layers of fewer than 2^15 weights, layers at
+one position and convolutions are widened as before. A layer that goes this way does so at any number of positions, also
+where Gram matrices would take less: if padding decided, one long example would change how those of all others round.
+**What a step takes now has not been measured**: no machine with AMX was at hand. `DPCORE_BFLOAT16=0` is the way as it
+was, to compare. One product of 128 positions of 256 by 1024 is 67 MFLOP, 0.09 ms at 763 GFLOP/s and 0.48 at 140, by
+calculation; the passes over what it writes (widened, squared, added) stay.
 `gpt2` and `llama` were not measured.
 """
 """Judgements, under a list that is made of the records."""
