@@ -22,6 +22,7 @@ from dpcore.microbatch.layout import Layout, copies, is_mask, probe_sizes
 from dpcore.microbatch.planner import MicroBatches, choose, micro_batches
 from dpcore.noise import GaussianNoise
 from dpcore.rerun.heap import give_back
+from dpcore.rules import bfloat16
 from dpcore.rules.custom import custom_fallbacks
 from dpcore.tape.deferred_lookups import SeenOtherwise
 from dpcore.validators.parameters import check_hooks, check_recordable
@@ -291,7 +292,12 @@ class Engine:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Adds one micro-batch to the sums, times ``scale``; norms and factors [groups, m], losses [m]."""
         done = self._accumulate_by_graph(x, y, mask, scale, graph_size) if graph_size else None
-        return self._accumulate_eagerly(x, y, mask, scale, kind) if done is None else done
+        if done is not None:
+            return done
+        if self._graphs is None:
+            return self._accumulate_eagerly(x, y, mask, scale, kind)
+        with bfloat16.disabled():  # as in graphs: that one example sends the others here may not change their rounding
+            return self._accumulate_eagerly(x, y, mask, scale, kind)
 
     def _accumulate_by_graph(
         self, x: Any, y: Any, mask: Tensor | None, scale: float, graph_size: int

@@ -17,9 +17,10 @@ from dpcore import gpu, native
 from dpcore.gpu import tuned
 from dpcore.native.parts import Part
 from dpcore.numerics.rounding import SquaredNorm, gamma, gram, gram_roundings, squares, trusted
+from dpcore.rules import bfloat16
 from dpcore.rules.limits import Limits
 from dpcore.rules.products import linear, prefers_onednn, product, products
-from dpcore.tape.tape import IN_ROWS, Tape, batch_first
+from dpcore.tape.tape import HALF, IN_ROWS, Tape, batch_first
 from dpcore.tape.uses import Saved, Use, handles, rewrites
 
 # A float of memory traffic costs about as much as this many FLOPs on a CPU core (50 GFLOP/s beside 10 GB/s, three
@@ -34,8 +35,11 @@ def flops_per_kept_float(device: torch.device) -> float:
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """In float32 or better: norms and sums of half-precision gradients are not taken in half precision."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    """In float32 or better: norms and sums of half-precision gradients are not taken in half precision.
+
+    Where :mod:`dpcore.rules.bfloat16` takes a product, its result is widened and not its operands.
+    """
+    return tensor.float() if tensor.dtype in HALF else tensor
 
 
 def gram_norm_sq(gram_x: Tensor, gram_g: Tensor, roundings: int) -> SquaredNorm:
@@ -138,6 +142,13 @@ class ContractionUse(Use):
             tensor = tensor.transpose(0, 1)
         return tensor if tensor.dim() <= 3 else tensor.flatten(1, -2)
 
+    def _in_bfloat16(self, param: Parameter) -> bool:
+        """Return whether a weight's gradients are formed by products of bfloat16."""
+        saved, g = self._inputs.get(param), self.grad
+        if saved is None or g is None or g.dtype != torch.bfloat16 or g.dim() == 2:
+            return False
+        return bfloat16.takes(g, saved.tensor)
+
     def _for_gpu(self, param: Parameter) -> tuple[Tensor, Tensor] | None:
         """Output gradients [B, T, d] and inputs [B, T, p] in their own precision, where kernels for GPUs take them."""
         if param not in self._inputs or self.grad is None or self.grad.dim() == 2 or not gpu.available():
@@ -170,6 +181,10 @@ class ContractionUse(Use):
         return contraction_norm_sq(g, x)
 
     def grad_sample(self, param: Parameter) -> Tensor:
+        if self._in_bfloat16(param):
+            assert self.grad is not None
+            tensors = self.grad, self._inputs[param].get(self.name)
+            return bfloat16.products(*(self._batch_first(t.detach()) for t in tensors))
         g = self._g()
         if param not in self._inputs:
             return g if g.dim() == 2 else g.sum(1)
@@ -208,18 +223,24 @@ class ContractionUse(Use):
 
     def _example(self, param: Parameter, i: int) -> tuple[Tensor, Tensor, bool]:
         """[T, n] and [T, m], of which the product of the one turned with the other is example i's gradient as it lies
-        in memory; and whether that is turned.
+        in memory; and whether that is turned. Both as they were recorded.
         """
         assert self.grad is not None
         batch = 1 if self.time_major else 0
         tensors = self._inputs[param].get(self.name), self.grad.detach()
-        x, g = (wide(t.select(batch, i)).flatten(0, -2) for t in tensors)
+        x, g = (t.select(batch, i).flatten(0, -2) for t in tensors)
         turned = param.stride(0) == 1 and param.stride(1) > 1
         return (x, g, True) if turned else (g, x, False)
 
     def write_example(self, param: Parameter, i: int, out: Tensor) -> SquaredNorm | None:
         left, right, turned = self._example(param, i)
-        if not native.serves(left, right, out) or not (turned or param.is_contiguous()):
+        if not (turned or param.is_contiguous()):
+            return None
+        if self._in_bfloat16(param):
+            out.view(left.shape[1], -1).copy_(bfloat16.product(left, right))
+            return squares(out.unsqueeze(0))
+        left, right = wide(left), wide(right)
+        if not native.serves(left, right, out):
             return None
         value = native.contraction_into(*(t.unsqueeze(0) for t in (left, right, out.view(left.shape[1], -1))))
         first = gamma(native.SQUARES_AT_ONCE, out.dtype)
@@ -227,6 +248,10 @@ class ContractionUse(Use):
 
     def example(self, param: Parameter, i: int) -> Tensor:
         left, right, turned = self._example(param, i)
+        if self._in_bfloat16(param):
+            found = wide(bfloat16.product(left, right))
+            return found.t() if turned else found
+        left, right = wide(left), wide(right)
         if native.serves(left, right):
             (found,) = native.contraction_grad_sample(left.unsqueeze(0), right.unsqueeze(0))
         else:
@@ -251,17 +276,23 @@ class ContractionUse(Use):
             return False
         if self._for_gpu(param) is not None:
             return True
+        if self._in_bfloat16(param):  # at every number of positions, which that of the longest example may be
+            return False
         positions = self.grad.shape[:-1].numel() // self.grad.shape[1 if self.time_major else 0]
         d, p = self.grad.shape[-1], param.shape[1]
         return 2 * positions**2 * (p + d) < flops_per_kept_float(self.grad.device) * p * d
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> ContractionUse:
         batch = 1 if self.time_major else 0
-        inputs = {
-            p: saved.get(self.name).detach().index_select(batch, index).to(dtype) for p, saved in self._inputs.items()
-        }
+
+        def part(tensor: Tensor) -> Tensor:
+            found = tensor.detach().index_select(batch, index)
+            # Half precision stays: the gradients of these are to be formed as if all examples were still there.
+            return found if dtype == torch.float32 and found.dtype in HALF else found.to(dtype)
+
+        inputs = {p: part(saved.get(self.name)) for p, saved in self._inputs.items()}
         use = ContractionUse(self.name, inputs, self.params[len(inputs) :], self.time_major)
-        use.grad = None if self.grad is None else self.grad.index_select(batch, index).to(dtype)
+        use.grad = None if self.grad is None else part(self.grad)
         use._limits = {p: limits.rows(self.grad, index, use.grad) for p, limits in self._limits.items()}
         return use
 

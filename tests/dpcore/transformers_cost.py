@@ -580,13 +580,20 @@ Tried, without a gain:
 
 Single runs without records, processor time, on the Sapphire Rapids, which has AMX: `bert` at 16 under
 `torch.autocast("cpu", torch.bfloat16)`: ordinary training takes 204 ms (344 in float32), *engine* 415 (500 in
-float32), *two-lines* 383: 2.0 and 1.9 times ordinary training in bfloat16. Forward and backward passes run at the
-processor's rate; norms and sums do not. `wide` turns every input and output gradient into float32 before its product,
-so that they run at float32's rate: 128 to 512 positions of 256 by 1024 reach 140 to 185 GFLOP/s, torch's product of
-bfloat16 763 to 781. That product rounds what it returns to bfloat16, and `torch.mm(out_dtype=torch.float32)` is not
-there for CPUs. Nothing was built. What would do is a kernel of one example's gradient in AMX's tiles, which add up
-products of bfloat16 in float32: the norm is taken of what it wrote and what it wrote is added, so that the bound does
-not depend on how it rounds. The processor, and the kernel by `arch_prctl`, have to be asked for the tiles at load.
+float32), *two-lines* 383: 2.0 and 1.9 times ordinary training in bfloat16. Forward and backward passes ran at the
+processor's rate; norms and sums did not. Every input and output gradient was turned into float32 before its product,
+so that they ran at float32's rate: 128 to 512 positions of 256 by 1024 reach 140 to 185 GFLOP/s, torch's product of
+bfloat16 763 to 781.
+
+Since then gradients that are formed for each example come from that product, of bfloat16 operands
+(`dpcore/rules/bfloat16.py`). It adds up in float32 and rounds what it returns to bfloat16;
+`torch.mm(out_dtype=torch.float32)` is not there for CPUs. The norm is taken of what was written, and what was written
+is added at its factor, so that the bound does not depend on how it rounds. Layers of fewer than 2^15 weights, layers at
+one position and convolutions are widened as before. A layer that goes this way does so at any number of positions, also
+where Gram matrices would take less: if padding decided, one long example would change how those of all others round.
+**What a step takes now has not been measured**: no machine with AMX was at hand. `DPCORE_BFLOAT16=0` is the way as it
+was, to compare. One product of 128 positions of 256 by 1024 is 67 MFLOP, 0.09 ms at 763 GFLOP/s and 0.48 at 140, by
+calculation; the passes over what it writes (widened, squared, added) stay.
 `gpt2` and `llama` were not measured.
 """
 """Judgements, under a list that is made of the records."""
