@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -242,9 +243,10 @@ LM_TOKENS = 128
 LM_TRAIN_SIZE, LM_TEST_SIZE = 16_471, 1_852
 
 
-def gpt2_layers(blocks: int, dim: int, heads: int, vocabulary: int, tokens: int) -> tuple[Layer, ...]:
-    """GPT-2's order: norms before attention and before the wide maps, a last norm, the head tied to the table."""
-    found: list[Layer] = [Embedding("tokens", vocabulary, dim), Positions("positions", tokens, dim)]
+def gpt2_layers(blocks: int, dim: int, heads: int, vocabulary: int, positions: int) -> tuple[Layer, ...]:
+    """GPT-2's order: norms before attention and before the wide maps, a last norm, the head tied to the table.
+    ``positions``: rows of their table, of which a text uses as many as it has tokens."""
+    found: list[Layer] = [Embedding("tokens", vocabulary, dim), Positions("positions", positions, dim)]
     for i in range(blocks):
         found += [
             Residual((LayerNorm(f"h{i}.norm1", dim), Attention(f"h{i}.attention", dim, heads))),
@@ -261,12 +263,20 @@ def gpt2_layers(blocks: int, dim: int, heads: int, vocabulary: int, tokens: int)
 
 
 def llama_layers(
-    blocks: int, dim: int, heads: int, kv_heads: int, hidden: int, lora: int, vocabulary: int
+    blocks: int,
+    dim: int,
+    heads: int,
+    kv_heads: int,
+    hidden: int,
+    lora: int,
+    vocabulary: int,
+    rotary: float = 10_000.0,
 ) -> tuple[Layer, ...]:
-    """Llama's order, with low-rank adapters of rank ``lora`` beside every linear map of the blocks."""
+    """Llama's order, with low-rank adapters of rank ``lora`` beside every linear map of the blocks. ``rotary``: base
+    of the rotary positions."""
     found: list[Layer] = [Embedding("tokens", vocabulary, dim)]
     for i in range(blocks):
-        attention = Attention(f"h{i}.attention", dim, heads, kv_heads, rotary=10_000.0, bias=False, lora=lora)
+        attention = Attention(f"h{i}.attention", dim, heads, kv_heads, rotary=rotary, bias=False, lora=lora)
         found += [
             Residual((RMSNorm(f"h{i}.norm1", dim), attention)),
             Residual((RMSNorm(f"h{i}.norm2", dim), SwiGLU(f"h{i}.mlp", dim, hidden, lora))),
@@ -292,14 +302,22 @@ def vit_layers(blocks: int, dim: int, heads: int, side: int, patch: int, classes
 
 
 def encoder_layers(
-    blocks: int, dim: int, heads: int, hidden: int, vocabulary: int, positions: int, classes: int, lora: int = 0
+    blocks: int,
+    dim: int,
+    heads: int,
+    hidden: int,
+    vocabulary: int,
+    positions: int,
+    classes: int,
+    lora: int = 0,
+    kinds: int = 2,
 ) -> tuple[Layer, ...]:
     """BERT's order: a norm behind every sum, biases everywhere; then the mean over all tokens and a head. ``lora``:
-    rank of the adapters beside every linear map of the blocks."""
+    rank of the adapters beside every linear map of the blocks. ``kinds``: rows of the table of token types."""
     found: list[Layer] = [
         Embedding("tokens", vocabulary, dim),
         Positions("positions", positions, dim),
-        TokenTypes("types", 2, dim),
+        TokenTypes("types", kinds, dim),
         LayerNorm("norm", dim, BERT_EPS),
     ]
     for i in range(blocks):
@@ -460,7 +478,7 @@ TASKS: dict[str, Task] = {
             input_dtype="int32",
             classes=LM_VOCABULARY,
             loss=TOKEN_LOSS,
-            layers=gpt2_layers(blocks=4, dim=128, heads=4, vocabulary=LM_VOCABULARY, tokens=LM_TOKENS),
+            layers=gpt2_layers(blocks=4, dim=128, heads=4, vocabulary=LM_VOCABULARY, positions=LM_TOKENS),
             train_size=LM_TRAIN_SIZE,
             test_size=LM_TEST_SIZE,
             learning_rate=1e-3,
@@ -579,8 +597,15 @@ TASKS: dict[str, Task] = {
 
 
 def in_bfloat16(task: Task) -> Task:
-    """Return the same task with its products in bfloat16, under its name with ``-bf16``."""
-    return replace(task, name=f"{task.name}-bf16", title=f"{task.title}, in bfloat16", precision=BFLOAT16)
+    """Return the same task with its products in bfloat16, under its name with ``-bf16``, and so what is judged in its
+    place."""
+    return replace(
+        task,
+        name=f"{task.name}-bf16",
+        title=f"{task.title}, in bfloat16",
+        precision=BFLOAT16,
+        judged_as=task.judged_as and f"{task.judged_as}-bf16",
+    )
 
 
 _LOWERED = {task.name: task for task in map(in_bfloat16, (TASKS["gpt2-lm"], TASKS["llama-lora"]))}
@@ -607,6 +632,130 @@ TASKS |= {
         ),
     )
 }
+
+GPT2_VOCABULARY, GPT2_POSITIONS, E2E_TOKENS = 50_257, 1024, 100
+"""GPT-2's word pieces and positions; how many tokens of them a text of E2E has in the paper on book-keeping."""
+LLAMA_1B = {
+    "blocks": 16,
+    "dim": 2048,
+    "heads": 32,
+    "kv_heads": 8,
+    "hidden": 8192,
+    "vocabulary": 128_256,
+}
+LLAMA_ROTARY = 500_000.0
+ROBERTA_LARGE = {
+    "blocks": 24,
+    "dim": 1024,
+    "heads": 16,
+    "hidden": 4096,
+    "vocabulary": 50_265,
+    "positions": 514,
+    "classes": 2,
+    "kinds": 1,
+}
+LARGE_CLICK_ROWS = (2_000_000,) * 26
+
+
+def _full(name: str, title: str, like: str, layers: tuple[Layer, ...], judged_as: str, **more: Any) -> Task:
+    """Return a task of a published shape that trains as the modern task ``like`` does; ``more``: what else differs."""
+    return replace(TASKS[like], name=name, title=title, layers=layers, judged_as=judged_as, pretrained=False, **more)
+
+
+def _of_words(dataset: str, tokens: int, train_size: int) -> dict[str, Any]:
+    """Return the fields of a task that reads made-up words."""
+    return {"dataset": dataset, "input_shape": (tokens,), "train_size": train_size, "test_size": 256}
+
+
+_FULL = (
+    _full(
+        "gpt2-124m",
+        "GPT-2, 12 layers of 768, synthetic words",
+        "gpt2-lm",
+        gpt2_layers(12, dim=768, heads=12, vocabulary=GPT2_VOCABULARY, positions=GPT2_POSITIONS),
+        "small-gpt2",
+        **_of_words("words-gpt2", E2E_TOKENS, 4096),
+        classes=GPT2_VOCABULARY,
+    ),
+    _full(
+        "gpt2-774m",
+        "GPT-2 large, 36 layers of 1280, synthetic words",
+        "gpt2-lm",
+        gpt2_layers(36, dim=1280, heads=20, vocabulary=GPT2_VOCABULARY, positions=GPT2_POSITIONS),
+        "small-gpt2",
+        **_of_words("words-gpt2", E2E_TOKENS, 4096),
+        classes=GPT2_VOCABULARY,
+    ),
+    _full(
+        "llama-1b",
+        "Llama, 16 layers of 2048, synthetic words",
+        "llama-full",
+        llama_layers(**LLAMA_1B, lora=0, rotary=LLAMA_ROTARY),
+        "small-llama-full",
+        **_of_words("words-llama-1024", 1024, 2048),
+        classes=LLAMA_1B["vocabulary"],
+    ),
+    _full(
+        "llama-1b-lora",
+        "Llama, 16 layers of 2048, LoRA of rank 16, synthetic words",
+        "llama-lora",
+        llama_layers(**LLAMA_1B, lora=16, rotary=LLAMA_ROTARY),
+        "small-llama",
+        **_of_words("words-llama-512", 512, 2048),
+        classes=LLAMA_1B["vocabulary"],
+    ),
+    _full(
+        "encoder-355m",
+        "RoBERTa-large, 24 layers of 1024, synthetic words",
+        "encoder-full",
+        encoder_layers(**ROBERTA_LARGE),
+        "small-encoder-full",
+        **_of_words("words-roberta", 256, 4096),
+    ),
+    _full(
+        "encoder-355m-lora",
+        "RoBERTa-large, LoRA of rank 8 and the head, synthetic words",
+        "encoder-lora",
+        encoder_layers(**ROBERTA_LARGE, lora=8),
+        "small-encoder-lora",
+        **_of_words("words-roberta", 256, 4096),
+    ),
+    _full(
+        "vit-b16",
+        "ViT-B/16, 12 layers of 768, synthetic pictures of 224 pixels",
+        "vit",
+        vit_layers(12, dim=768, heads=12, side=224, patch=16, classes=1000),
+        "small-vit",
+        dataset="pictures-224",
+        input_shape=(3, 224, 224),
+        classes=1000,
+        train_size=512,
+        test_size=64,
+    ),
+    _full(
+        "wrn-40-4",
+        "Wide ResNet 40-4 with GroupNorm on CIFAR-10",
+        "wrn-16-4",
+        wide_resnet_layers(blocks=6, widths=(64, 128, 256), first=16, groups=8, classes=10),
+        "small-wrn",
+    ),
+    _full(
+        "recsys-large",
+        "Recommender: bags of ids in 26 tables of 2,000,000, synthetic clicks",
+        "recsys",
+        recommender_layers(CLICK_COUNTS, LARGE_CLICK_ROWS, CLICK_IDS, dim=16, hidden=(512, 256)),
+        "small-recsys",
+        dataset="clicks-large",
+        input_shape=(CLICK_COUNTS + len(LARGE_CLICK_ROWS) * CLICK_IDS,),
+        train_size=20_000,
+        test_size=2_000,
+    ),
+)
+_FULL_IN_BFLOAT16 = ("gpt2-124m", "gpt2-774m", "llama-1b", "llama-1b-lora", "encoder-355m", "vit-b16")
+_MORE = {task.name: task for task in (*_FULL, *(in_bfloat16(task) for task in _FULL if task.name in _FULL_IN_BFLOAT16))}
+FULL_TASKS = tuple(_MORE)
+"""Of published shapes, with random weights: for one GPU. Nothing chooses them but a preset for GPUs, or their name."""
+TASKS |= _MORE
 
 SMALL_VOCABULARY, SMALL_TOKENS = 61, 12
 SMALL_SIDE, SMALL_CLASSES = 8, 5
@@ -652,7 +801,7 @@ GATE_TASKS: dict[str, Task] = {
             "small-gpt2",
             "GPT-2 of one block, for the gate alone",
             "gpt2-lm",
-            gpt2_layers(blocks=1, dim=16, heads=2, vocabulary=SMALL_VOCABULARY, tokens=SMALL_TOKENS),
+            gpt2_layers(blocks=1, dim=16, heads=2, vocabulary=SMALL_VOCABULARY, positions=SMALL_TOKENS),
         ),
         _small_words(
             "small-llama",
@@ -696,6 +845,10 @@ GATE_TASKS |= {
             2,
         ),
     )
+}
+GATE_TASKS |= {
+    task.name: task
+    for task in map(in_bfloat16, (GATE_TASKS[f"small-{name}"] for name in ("llama-full", "encoder-full", "vit")))
 }
 """The structure of the modern tasks in a thousandth of their arithmetic: what CI judges, never measured."""
 

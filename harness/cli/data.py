@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 app = typer.Typer(cls=Verbs, help="Fetch, list and verify data sets.", no_args_is_help=True)
 
 Names = Annotated[
-    list[str] | None, typer.Argument(help="Data sets, as `dpbench data list` names them; none means all.")
+    list[str] | None,
+    typer.Argument(
+        help="Data sets, as `dpbench data list` names them; none means all but those of the tasks for one GPU."
+    ),
 ]
 
 
@@ -75,7 +78,7 @@ def verify(names: Names = None, as_json: Json = False) -> None:
     from harness.data import store
 
     results: list[dict[str, Any]] = []
-    for name in _chosen(names):
+    for name in _chosen(names) if names else store.NAMES:
         kinds = [kind for kind in (False, True) if store.folder(name, kind).exists()] if names is None else [False]
         kinds = [True] if kinds and name in store.MADE else kinds
         for synthetic in kinds:
@@ -113,7 +116,8 @@ def _chosen(names: list[str] | None) -> list[str]:
 
     for name in names or ():
         store.folder(name)
-    return list(dict.fromkeys(names or store.NAMES))
+    usual = [name for name in store.NAMES if name not in store.OF_FULL_TASKS]
+    return list(dict.fromkeys(names or usual))
 
 
 def _rows(name: str) -> list[dict[str, Any]]:

@@ -177,7 +177,7 @@ def _disk() -> Finding:
 
 
 def _data() -> Finding:
-    names = sorted({task.dataset for task in TASKS.values()})
+    names = sorted({task.dataset for task in TASKS.values()} - set(store.OF_FULL_TASKS))
     there = {name: store.describe(name) is not None for name in names}
     kind = {name: "synthetic" if name in store.MADE else "genuine" for name in names}
     text = ", ".join(f"{name} {kind[name] if ok else 'missing'}" for name, ok in there.items())

@@ -10,7 +10,7 @@ from typing import Any
 from harness.layers import SETS
 from harness.plan import layer_registry, protocol, registry
 from harness.plan.e2e import PRESETS
-from harness.tasks import FLOAT32, TASKS
+from harness.tasks import FLOAT32, FULL_TASKS, TASKS, Task
 
 
 def table(title: str, rows: list[dict[str, Any]], as_json: bool) -> None:
@@ -151,10 +151,9 @@ def show_all(details: bool, as_json: bool) -> None:
 def short(parts: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
     """Yield one line for each thing that has a name, of at most 80 characters."""
     yield "Tasks"
-    for task in TASKS.values():
-        size = f"{task.train_size:>6,} examples, {task.parameter_count:>9,} parameters"
-        size += f", {task.precision}" if task.precision != FLOAT32 else ""
-        yield f"  {task.name:<15} {size}"
+    yield from (_line(task, 9) for name, task in TASKS.items() if name not in FULL_TASKS)
+    yield "\nTasks of published shapes, for one GPU"
+    yield from (_line(TASKS[name], 13) for name in FULL_TASKS)
     yield "\nFrameworks (*: default variant; c: also in core, the set of the short presets)"
     for row in parts["frameworks"]:
         mark = "c" if row["core"] else "*" if row["default"] else " "
@@ -174,6 +173,13 @@ def short(parts: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
     names = dict.fromkeys(row["contestant"] for row in parts["layer_contestants"])
     yield from wrap(", ".join(names), 80, initial_indent="  by      ", **_HANGING)
     yield "\nMore of each: dpbench list --details, dpbench list --json"
+
+
+def _line(task: Task, digits: int) -> str:
+    """Return a task's line, its number of parameters ``digits`` wide."""
+    size = f"{task.train_size:>6,} examples, {task.parameter_count:>{digits},} parameters"
+    size += f", {task.precision}" if task.precision != FLOAT32 else ""
+    return f"  {task.name:<{15 if digits < 13 else 18}} {size}"
 
 
 _HANGING: dict[str, Any] = {"subsequent_indent": 10 * " ", "break_on_hyphens": False}

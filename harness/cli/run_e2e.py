@@ -13,7 +13,7 @@ from harness.paths import LOCAL_RESULTS
 
 def e2e(
     preset: Annotated[
-        str, typer.Option(help="How much: tasks, sizes, rounds.", metavar="smoke|quick|full|modern|paper")
+        str, typer.Option(help="How much: tasks, sizes, rounds.", metavar="smoke|quick|full|modern|gpu-full|paper")
     ] = "quick",
     tasks: shared.Tasks = None,
     frameworks: shared.Names = None,

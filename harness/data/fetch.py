@@ -20,13 +20,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from harness.data import adult, brown, cifar10, clicks, imdb, imdb_wordpiece, mnist, store, synthetic
+from harness.data import adult, brown, cifar10, clicks, imdb, imdb_wordpiece, mnist, pictures, store, synthetic, words
 from harness.data.download import Progress, Unavailable, obtain
-from harness.data.source import Content, Route, Source, check, file_hash
+from harness.data.source import MADE_HERE, Content, Route, Source, check, file_hash
 from harness.errors import BadInput
 
 SOURCES: dict[str, Source] = {
-    module.SOURCE.name: module.SOURCE for module in (mnist, cifar10, imdb, imdb_wordpiece, adult, brown, clicks)
+    source.name: source
+    for source in (
+        *(module.SOURCE for module in (mnist, cifar10, imdb, imdb_wordpiece, adult, brown, pictures)),
+        *clicks.SOURCES,
+        *words.SOURCES,
+    )
 }
 
 # What the readers raise on bytes that are not what they should be.
@@ -190,7 +195,7 @@ def _make_synthetic(source: Source, failures: list[str], progress: Progress) -> 
     facts = {
         "title": f"{source.title} (synthetic{'' if is_made else ' twin'})",
         "origin": f"synthetic: random numbers of the shape of {source.title}, seed {synthetic.SEED}",
-        "licence": "none needed: made by dpbench",
+        "licence": MADE_HERE,
         "obtained": "generated; "
         + ("there are no genuine data" if is_made else f"genuine data: {'; '.join(failures)}"),
         "fetched": datetime.now(UTC).isoformat(timespec="seconds"),

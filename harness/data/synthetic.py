@@ -10,17 +10,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from harness.data import brown, clicks, imdb, imdb_wordpiece
+from harness.data import brown, clicks, imdb, imdb_wordpiece, pictures, words
 from harness.data.source import Arrays, Content, Expected, Source
+from harness.data.words import ZIPF_EXPONENT, ZIPF_SHIFT
 
 SEED = 2023
 CHUNK = 4096
 
-# Fitted to the genuine training reviews: p(rank) = c / (rank + ZIPF_SHIFT) ** ZIPF_EXPONENT stays within a factor of
-# 1.5 of the measured frequency at ranks 1, 2, 101, 1001, 5001 and 10000. Rows that an update touches: 64 reviews hold
-# 2,340 different ids, genuine ones 2,360.
-ZIPF_EXPONENT = 1.2
-ZIPF_SHIFT = 3.6
 UNKNOWN_SHARE = 0.054
 MEDIAN_LENGTH = 178
 LOG_LENGTH_DEVIATION = 0.6
@@ -43,11 +39,14 @@ def make(source: Source) -> Content:
         "imdb": _reviews,
         "imdb-wordpiece": _pieces,
         "adult": _census,
+        pictures.SOURCE.name: _large_pictures,
     }
     if source.name == brown.SOURCE.name:
         return Content(_paragraphs(source.expected))
-    if source.name == clicks.SOURCE.name:
-        return Content(clicks.arrays(source.expected, SEED))
+    if source.name in clicks.BAGS:
+        return Content(clicks.arrays(source, SEED))
+    if source.name in words.READERS:
+        return Content(words.arrays(source, SEED))
     arrays: Arrays = {}
     for split, counts in _splits(source.expected).items():
         # Labels and noise differ between the splits, what a class looks like does not (see _traces).
@@ -80,14 +79,14 @@ def _digits(rng: np.random.Generator, labels: np.ndarray) -> np.ndarray:
 
 
 def _pictures(rng: np.random.Generator, labels: np.ndarray) -> np.ndarray:
-    """uint8 [n, 3, 32, 32]: noise around 120 on top of a faint pattern of 8 x 8 patches per class."""
-    own = _traces().integers(-3, 4, (10, 3, 4, 4)).repeat(8, axis=2).repeat(8, axis=3).astype(np.int16)
-    images = np.empty((len(labels), 3, 32, 32), dtype=np.uint8)
-    for start in range(0, len(labels), CHUNK):
-        part = labels[start : start + CHUNK]
-        noise = rng.integers(24, 217, (len(part), 3, 32, 32), dtype=np.int16)
-        images[start : start + CHUNK] = noise + own[part]
-    return images
+    """uint8 [n, 3, 32, 32]."""
+    return pictures.images(rng, _traces(), labels, (3, 32, 32), 10)
+
+
+def _large_pictures(rng: np.random.Generator, labels: np.ndarray) -> np.ndarray:
+    """uint8 [n, 3, 224, 224]."""
+    expected = pictures.SOURCE.expected
+    return pictures.images(rng, _traces(), labels, expected.train_shape[1:], len(expected.train_counts))
 
 
 def _reviews(rng: np.random.Generator, labels: np.ndarray) -> np.ndarray:

@@ -13,13 +13,12 @@ import math
 import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import field
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
-from harness.contract import Array
 from harness.store.record import Timed
 from harness.tasks import TASKS, known_task
 from harness.worker.e2e import FEWEST_COMPARED, WINDOW_STEPS
@@ -172,7 +171,7 @@ def _fault_of_file(name: str, content: bytes, request: Request | LayerRequest) -
     """Return what is wrong with the file. What a layer's pass left is looked at by the tool that compares it; here it
     is an archive of arrays."""
     if isinstance(request, LayerRequest):
-        return _arrays(content, LARGEST_WEIGHTS)[1]
+        return _forms(content, LARGEST_WEIGHTS)[1]
     look = fault_of_replay if name == "checked" else fault_of_weights
     return look(content, request.task, largest_file(request.task))
 
@@ -186,7 +185,7 @@ def largest_file(task: str) -> int:
 
 def fault_of_weights(content: bytes, task: str, largest: int) -> str | None:
     """Return why these are no weights of the task's model, or None. ``largest``: bytes that they may take unpacked."""
-    found, fault = _arrays(content, largest)
+    found, fault = _forms(content, largest)
     return fault or _fault_of_parts(found, task, [""])
 
 
@@ -197,23 +196,30 @@ ONE_AXIS = tuple((length,) for length in range(1, MOST_COMPARED + 1))
 
 def fault_of_replay(content: bytes, task: str, largest: int) -> str | None:
     """Return why this is not what :func:`harness.worker.e2e.replay` makes, or None."""
-    found, fault = _arrays(content, largest)
+    found, fault = _forms(content, largest)
     if fault is not None:
         return fault
     for name, kind, shapes in (("steps", "i", ((2,),)), ("jump", "f", ((2,),)), ("numbers", "i", ONE_AXIS)):
         array = found.get(name)
         if array is None or array.shape not in shapes or array.dtype.kind != kind:
             return f"{name} is {'missing' if array is None else f'{array.dtype} {array.shape}'}"
-    each = range(len(found["numbers"]))
+    each = range(found["numbers"].shape[0])
     for name in (f"{i}/rows" for i in each):
         rows = found.get(name)
-        if rows is None or rows.ndim != 1 or rows.dtype.kind != "i":
+        if rows is None or len(rows.shape) != 1 or rows.dtype.kind != "i":
             return f"{name} are no row numbers"
     parts = [*REPLAY_PARTS, *(f"{i}/{part}" for i in each for part in ("before", "after"))]
     return _fault_of_parts(found, task, parts)
 
 
-def _fault_of_parts(found: Mapping[str, Array], task: str, parts: Iterable[str]) -> str | None:
+class Form(NamedTuple):
+    """Shape and type of an array of an archive. Its values are nobody's here, and those of large weights many."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+def _fault_of_parts(found: Mapping[str, Form], task: str, parts: Iterable[str]) -> str | None:
     """Return the first weight of the task's model that is not there, of each part."""
     expected = TASKS[task].parameters
     for name, shape in ((f"{p}/{n}" if p else n, shape) for p in parts for n, shape in expected.items()):
@@ -223,13 +229,17 @@ def _fault_of_parts(found: Mapping[str, Array], task: str, parts: Iterable[str])
     return None
 
 
-def _arrays(content: bytes, largest: int) -> tuple[dict[str, Array], str | None]:
-    """Return (the arrays of an archive, or why it is none)."""
+def _forms(content: bytes, largest: int) -> tuple[dict[str, Form], str | None]:
+    """Return (the arrays of an archive, each of which was read to its end, or why it is none)."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             if sum(entry.file_size for entry in archive.infolist()) > largest:
                 return {}, f"more than {largest // 2**20} MiB unpacked"
         with np.load(io.BytesIO(content), allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files}, None
+            return {name: _form(archive[name]) for name in archive.files}, None
     except Exception as why:  # readers of archives raise whatever they stumble over
         return {}, f"no archive of arrays ({type(why).__name__})"
+
+
+def _form(array: np.ndarray) -> Form:
+    return Form(array.shape, array.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from harness.plan import protocol as protocols
 from harness.plan.protocol import Protocol
 from harness.plan.registry import Contestant
 from harness.store.record import Cell, Purpose
-from harness.tasks import PAPER_BATCH_SIZES, PAPER_TASKS, TASKS
+from harness.tasks import FULL_TASKS, PAPER_BATCH_SIZES, PAPER_TASKS, TASKS
 from harness.worker.request import Request
 from harness.worker.sampling import steps_per_epoch
 
@@ -83,6 +84,17 @@ ONE_OF_EACH_KIND = ("gpt2-lm", "llama-lora", "encoder-lora", "wrn-16-2", "recsys
 All ten would take an hour."""
 QUICK_SIZES: dict[str, tuple[int, ...]] = {"imdb-lstm": (64,)}
 
+FULL_SIZES: dict[str, tuple[int, ...]] = {
+    "gpt2-124m-bf16": (16,),
+    "vit-b16-bf16": (16,),
+    "encoder-355m-bf16": (16,),
+    "wrn-40-4": (16,),
+    "encoder-355m-lora": (16,),
+    "llama-1b-lora-bf16": (4,),
+}
+"""Those of the full tasks whose measured cell 128 GB of host memory suffice for, and some minutes on 16 cores, by the
+sums in docs/modern-tasks.md; the most important first, but adapters of a billion weights last, which take longest."""
+
 
 def _sizes(
     tasks: tuple[str, ...], default: tuple[int, ...], special: dict[str, tuple[int, ...]]
@@ -126,6 +138,14 @@ PRESETS: dict[str, Options] = {
         # Twenty verdicts on the tasks themselves take two to three hours on two cores, the first time.
         small_gate=True,
     ),
+    "gpu-full": Options(
+        tasks=tuple(FULL_SIZES),
+        frameworks=("core",),
+        batch_sizes=FULL_SIZES,
+        rounds=2,
+        budget_seconds=1.0,
+        timeout_seconds=1800.0,
+    ),
     "paper": Options(
         tasks=PAPER_TASKS,
         frameworks=("all",),
@@ -153,6 +173,11 @@ def preset(name: str, **changes: Any) -> Options:
     for task in tasks:
         if task not in TASKS:
             raise BadInput(f"There is no task {task!r}{did_you_mean(task, TASKS)}; choose from {', '.join(TASKS)}.")
+    if named is None and set(tasks) <= set(FULL_TASKS) and changes.get("device", base.device) == "cpu":
+        raise BadInput(
+            f"The tasks of preset {name} are for a GPU, and would take days on processors: give --device cuda, or name "
+            "one of them by --tasks."
+        )
     sizes = changes.pop("batch_sizes", None)
     fallback = base.batch_sizes.get(base.tasks[0], (64,))
     changes = {key: value for key, value in changes.items() if value is not None}
@@ -304,16 +329,45 @@ included. Time: medians of 7 to 20 processes of a quick run on a busy machine of
 twice what it was before there were replays, as the others' are. Memory: medians over results/records up to 2026-11-22.
 The modern tasks' are a guess from single steps. The tables of the adult data set take as long as the embedding."""
 
+STEPS_OF_A_PROCESS = {"time": 30, "memory": 8}
+"""Steps of a process of few timed ones, untimed and replayed ones included."""
+EXAMPLES_IN_FLOAT64 = {"float32": 6, "bfloat16": 10}
+"""Gradients of the reference for one example of a batch: four compared steps, and what rounding does to one."""
+FLOPS_PER_SECOND = {"cpu": 5e10, "cuda": 2e13}
+FLOAT64_FLOPS_PER_SECOND = 2.5e10
+"""On each of the harness's processors."""
+MOVED_PER_SECOND = 5e8
+"""Bytes of weights that are read, compared, written and read again."""
+TIMES_MOVED = {"time": 60, "memory": 15}
+"""How often all weights are."""
+
+
+def _full_seconds(job: Job) -> float:
+    """Return about how long a process of a full task takes beside the timed steps: computed, nothing is measured."""
+    task, size = TASKS[job.cell.task], job.cell.batch_size
+    work = size * task.training_flops
+    seconds = STEPS_OF_A_PROCESS[job.purpose] * work / FLOPS_PER_SECOND[job.cell.device]
+    seconds += TIMES_MOVED[job.purpose] * task.weight_bytes / MOVED_PER_SECOND
+    if job.purpose == "time":
+        cores = len(os.sched_getaffinity(0))
+        seconds += EXAMPLES_IN_FLOAT64[task.precision] * work / FLOAT64_FLOPS_PER_SECOND / cores
+    return seconds + START_UP_SECONDS["imdb-embedding", job.purpose]
+
 
 def expected_seconds(options: Options, planned: Sequence[Job]) -> float | None:
-    """About how long the processes take on two cores, apart from environments, data and gates; None where whole epochs
-    are timed, because nobody knows how long they are."""
+    """About how long the processes take on two cores (those of full tasks on the cores that there are), apart from
+    environments, data and gates; None where whole epochs are timed, because nobody knows how long they are."""
     if options.budget_seconds is None:
         return None
     like = START_UP_SECONDS
     timed = {"time": options.budget_seconds}
     return sum(
-        like.get((job.cell.task, job.purpose), like["imdb-embedding", "time"]) + timed.get(job.purpose, 0.0)
+        timed.get(job.purpose, 0.0)
+        + (
+            _full_seconds(job)
+            if job.cell.task in FULL_TASKS
+            else like.get((job.cell.task, job.purpose), like["imdb-embedding", "time"])
+        )
         for job in planned
     )
 

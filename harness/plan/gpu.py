@@ -15,7 +15,7 @@ from harness.plan.layer_registry import LayerContestant
 from harness.plan.layers import LayerJob, LayerOptions
 from harness.plan.registry import Contestant
 from harness.store.record import UNPINNED
-from harness.tasks import BF16_TASKS
+from harness.tasks import BF16_TASKS, FULL_TASKS
 
 FIRST = ("pytorch-eager", "dpcore-engine", "opacus-ghost", "opacus-hooks", "jax-vmap", "jax-non-private")
 """Contestants that every comparison needs."""
@@ -33,9 +33,14 @@ LATER = (
 FLOAT32_TASKS = ("gpt2-lm", "llama-lora", "vit", "wrn-16-2")
 TODAY = (*BF16_TASKS, *FLOAT32_TASKS)
 TASKS = ("mnist-cnn", "imdb-embedding", "cifar10-cnn", "imdb-lstm", *TODAY)
+FULL = ("gpt2-124m-bf16", "vit-b16-bf16", "encoder-355m-bf16", "wrn-40-4")
+"""Tasks of published shapes, the most important first; on a GPU only. LoRA on a billion weights is not among them: its
+replay alone outlasts LONGEST_SECONDS."""
 BATCH_SIZES = (512, 64, 2048)
 MODERN_BATCH_SIZES = (64, 512)
 """Batch sizes of the tasks of today, whose examples are larger."""
+SIZES_OF_OTHER_FULL = (4,)
+"""Of full tasks that the user names and that are in no preset."""
 ROUNDS = 2
 SECONDS_PER_CELL = 0.5
 """Timed steps of a cell; the epoch is extrapolated."""
@@ -87,6 +92,20 @@ class Choice:
     seed: int = 0
 
 
+def tasks(choice: Choice) -> tuple[str, ...]:
+    """Return the tasks that are measured, the most important first: those that the user names, or TASKS, with FULL on
+    a GPU, where the user's own batch sizes do not ask for more than fits."""
+    if choice.tasks is not None:
+        return choice.tasks
+    return (*TASKS, *FULL) if choice.device == "cuda" and choice.batch_sizes is None else TASKS
+
+
+def _sizes(task: str) -> tuple[int, ...]:
+    if task in FULL_TASKS:
+        return plan.FULL_SIZES.get(task, SIZES_OF_OTHER_FULL)
+    return MODERN_BATCH_SIZES if task in TODAY else BATCH_SIZES
+
+
 def contestants(choice: Choice) -> list[Contestant]:
     """Return the layers, the most important first."""
     return registry.select(choice.frameworks if choice.frameworks is not None else (*FIRST, *GRAPHS, *LATER))
@@ -112,9 +131,9 @@ def options(choice: Choice, synthetic: bool) -> Options:
     """Return the end-to-end options of the short GPU run. Raises :class:`BadInput`."""
     made = plan.preset(
         "smoke",
-        tasks=TASKS if choice.tasks is None else choice.tasks,
+        tasks=tasks(choice),
         frameworks=choice.frameworks or (*FIRST, *GRAPHS, *LATER),
-        batch_sizes=choice.batch_sizes or BATCH_SIZES,
+        batch_sizes=choice.batch_sizes or SIZES_OF_OTHER_FULL,
         rounds=choice.rounds,
         budget_seconds=SECONDS_PER_CELL,
         device=choice.device,
@@ -125,8 +144,7 @@ def options(choice: Choice, synthetic: bool) -> Options:
         repeats=0,
     )
     if choice.batch_sizes is None:
-        smaller = {task: MODERN_BATCH_SIZES for task in made.tasks if task in TODAY}
-        made = replace(made, batch_sizes={**made.batch_sizes, **smaller})
+        made = replace(made, batch_sizes={task: _sizes(task) for task in made.tasks})
     return replace(made, isolation=UNPINNED)
 
 
@@ -152,7 +170,7 @@ def layer_options(choice: Choice) -> LayerOptions:
 def frontier_tasks(choice: Choice) -> tuple[str, ...]:
     """Return the tasks whose memory frontier is searched: those that the user names, or those of FRONTIER_TASKS that
     are measured. Raises :class:`BadInput` for one that is not measured, for it is not judged."""
-    measured = TASKS if choice.tasks is None else choice.tasks
+    measured = tasks(choice)
     for task in choice.frontier or ():
         if task not in measured:
             raise BadInput(
@@ -182,7 +200,8 @@ def tiers(choice: Choice, options: Options | None, e2e: Sequence[Job], layer_job
 
     First the paper's table: its tasks at the first batch size by the contestants of FIRST (all, where the user named
     some), the first two tasks before the others. Then the tasks of today in bfloat16, a few layers, the other layers,
-    captured graphs; then the tasks of today in float32, the other sizes, the other contestants, and the second round.
+    captured graphs; then the tasks of today in float32, the other sizes, tasks of published shapes, one by one, the
+    other contestants, and the second round.
     """
     ranked: dict[tuple[int, int], list[AnyJob]] = {}
     for job in e2e:
@@ -200,9 +219,11 @@ def _stage(job: Job, choice: Choice, options: Options) -> int:
     name, task = job.contestant.name, job.cell.task
     size = options.batch_sizes[task].index(job.cell.batch_size)
     is_first = choice.frameworks is not None or name in FIRST
+    if task in FULL_TASKS and choice.tasks is None:
+        return (10 if is_first else 60) + FULL.index(task)
     is_later = task in FLOAT32_TASKS and choice.tasks is None
     if size == 0 and is_first and not is_later:
-        return 2 if task in TODAY else int(options.tasks.index(task) >= FIRST_TASKS)
+        return 2 if task in TODAY or task in FULL_TASKS else int(options.tasks.index(task) >= FIRST_TASKS)
     if size == 0 and name in GRAPHS and not is_later:
         return 5
     return 6 + size if is_first else 20 if size == 0 else 40 + size

@@ -98,7 +98,7 @@ class GpuRun:
         self.synthetic = False
         if here:
             names = {TASKS[task].dataset for task in gpu_plan.options(choice, synthetic=True).tasks}
-            self.synthetic = any(data_store.describe(name) is None for name in names)
+            self.synthetic = any(data_store.describe(name) is None for name in names - {*data_store.MADE})
             options = gpu_plan.options(choice, self.synthetic)
             jobs = plan.jobs(options, here)
             self.e2e = Run(options, here, RunFolder(self.work / "e2e"), command, self.backend)

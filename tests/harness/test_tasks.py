@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from harness.tasks import GATE_TASKS, TASKS, check_parameters, initial_parameters, known_task
+from harness.tasks import FULL_TASKS, GATE_TASKS, TASKS, check_parameters, initial_parameters, known_task
 
 PARAMETERS = {
     "mnist-cnn": 26_010,
@@ -38,6 +38,48 @@ def test_parameter_counts(name: str, count: int) -> None:
     assert sum(v.size for v in values.values()) == count
     assert all(v.dtype == np.float32 for v in values.values())
     assert check_parameters(TASKS[name], values) is None
+
+
+VIT_B16 = 86_567_656
+FULL_PARAMETERS = {
+    "gpt2-124m": 124_439_808,
+    "gpt2-774m": 774_030_080,
+    "llama-1b": 1_235_814_400,
+    "llama-1b-lora": 1_235_814_400 + 16 * 16 * (2 * (2048 + 2048) + 2 * (2048 + 512) + 3 * (2048 + 8192)),
+    "encoder-355m": 355_359_744 - 1024 * 1025 + 2 * 1025,  # published, without its pooler, with a head of two
+    "encoder-355m-lora": 354_312_194 + 24 * 8 * (4 * 2 * 1024 + 2 * (1024 + 4096)),
+    "vit-b16": VIT_B16 - 2 * 768,  # no class token, and no position of it
+    "wrn-40-4": 8_955_050,
+    "recsys-large": 26 * 2_000_000 * 16 + (13 + 26 * 16 + 1) * 512 + 513 * 256 + 257,
+}
+
+
+@pytest.mark.parametrize("name", FULL_TASKS)
+def test_full_tasks_have_the_published_shapes(name: str) -> None:
+    task = TASKS[name]
+    assert task.parameter_count == FULL_PARAMETERS[name.removesuffix("-bf16")]
+    assert task.judged_as in GATE_TASKS and not task.pretrained
+    assert (task.precision == "bfloat16") is name.endswith("-bf16") is task.judged_as.endswith("-bf16")
+
+
+def test_the_large_wide_resnet_is_the_family_of_16_4_with_24_layers_more() -> None:
+    middle = [2 * (width * width * 9 + width + 2 * width) for width in (64, 128, 256)]
+    assert TASKS["wrn-40-4"].parameter_count == TASKS["wrn-16-4"].parameter_count + 4 * sum(middle)
+
+
+def test_floor_of_gpt_2_by_hand() -> None:
+    task, tokens, dim = TASKS["gpt2-124m"], 100, 768
+    maps = 12 * 2 * tokens * 12 * dim * dim
+    seen = tokens * (tokens + 1) // 2
+    assert task.forward_flops == maps + 12 * 2 * 2 * seen * dim + 2 * tokens * dim * 50_257
+    assert task.training_flops == 3 * task.forward_flops
+
+
+def test_floor_of_the_large_vision_transformer_by_hand() -> None:
+    task, places, dim = TASKS["vit-b16"], 196, 768
+    patches = 2 * places * dim * 3 * 16 * 16
+    maps = 12 * 2 * places * 12 * dim * dim
+    assert task.forward_flops == patches + maps + 12 * 2 * 2 * places * places * dim + 2 * dim * 1000
 
 
 def test_wrong_weights_are_named() -> None:
@@ -149,7 +191,7 @@ def test_a_tied_table_has_two_uses_only_where_it_is_trained() -> None:
     assert TASKS["llama-full"].trains_tied_table
 
 
-@pytest.mark.parametrize("name", ["gpt2-lm", "llama-lora", "small-gpt2", "small-llama"])
+@pytest.mark.parametrize("name", ["gpt2-lm", "llama-lora", "small-gpt2", "small-llama", "small-vit"])
 def test_a_task_in_bfloat16_is_the_same_but_for_its_products(name: str) -> None:
     task, lowered = known_task(name), known_task(f"{name}-bf16")
     assert (task.precision, lowered.precision) == ("float32", "bfloat16")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
+from harness.errors import BadInput
 from harness.plan import e2e as plan
 from harness.plan import protocol, registry
-from harness.tasks import MODERN_TASKS, TASKS
+from harness.tasks import FULL_TASKS, MODERN_TASKS, TASKS
 
 
 def test_protocols_are_data_and_the_page_quotes_every_rule() -> None:
@@ -45,6 +48,28 @@ def test_the_modern_preset_has_a_task_of_each_kind_and_stays_below_25_minutes() 
     assert expected is not None and expected < 25 * 60
 
 
+def test_full_tasks_are_in_the_preset_for_gpus_alone_which_processors_refuse() -> None:
+    for name, options in plan.PRESETS.items():
+        assert (not set(options.tasks) & set(FULL_TASKS)) is (name != "gpu-full")
+    with pytest.raises(BadInput, match=r"preset gpu-full are for a GPU.*--device cuda"):
+        plan.preset("gpu-full")
+    options = plan.preset("gpu-full", device="cuda")
+    assert options.tasks == tuple(plan.FULL_SIZES) and not options.small_gate
+    assert {size for sizes in options.batch_sizes.values() for size in sizes} == {16, 4}
+
+
+def test_the_estimate_of_a_full_task_on_processors_is_honest() -> None:
+    contestants = registry.select(["pytorch-eager"])
+    seconds = {}
+    for device in ("cpu", "cuda"):
+        options = plan.preset("gpu-full", tasks=("gpt2-124m-bf16",), device=device, rounds=1)
+        seconds[device] = plan.expected_seconds(options, plan.jobs(options, contestants))
+    assert seconds["cpu"] is not None and seconds["cuda"] is not None
+    task = TASKS["gpt2-124m-bf16"]
+    assert seconds["cpu"] > 16 * 30 * task.training_flops / plan.FLOPS_PER_SECOND["cpu"] > 600
+    assert seconds["cuda"] < seconds["cpu"] / 2
+
+
 def test_a_contestant_may_name_the_few_tasks_that_it_can_run() -> None:
     variant = registry.Variant(
         "v", "t", True, unsupported={"every-task": "no LoRA", "vit": "no words"}, supported=["llama-lora", "vit"]
@@ -59,5 +84,5 @@ def test_each_way_of_dp_lora_that_is_not_dp_sgd_is_declared_as_a_finding() -> No
         has_lora = any(name.endswith(".lora_a") for name in TASKS[task].trained_parameters)
         for variant in variants.values():
             assert (variant.why_unsupported(task) is None) is has_lora
-        assert (variants["hooks"].why_rejected(task) is None) is (task != "encoder-lora")
+        assert (variants["hooks"].why_rejected(task) is None) is (task not in ("encoder-lora", "encoder-355m-lora"))
         assert variants["mean-loss"].why_rejected(task) and variants["ghost"].why_rejected(task)

@@ -184,6 +184,34 @@ def test_the_most_important_comes_first_and_every_job_once():
     assert {job.contestant.name for job in layer_jobs} <= layered
 
 
+def test_tasks_of_published_shapes_come_late_one_by_one_and_on_a_gpu_alone():
+    choice = Choice()
+    assert gpu_plan.tasks(Choice(device="cpu")) == gpu_plan.tasks(Choice(batch_sizes=(512,))) == gpu_plan.TASKS
+    assert gpu_plan.tasks(choice) == (*gpu_plan.TASKS, *gpu_plan.FULL)
+    options = gpu_plan.options(choice, synthetic=True)
+    assert {options.batch_sizes[task] for task in gpu_plan.FULL} == {(16,)}
+    assert options.batch_sizes["mnist-cnn"] == gpu_plan.BATCH_SIZES
+    assert options.batch_sizes["vit"] == gpu_plan.MODERN_BATCH_SIZES
+    jobs = plan.jobs(options, gpu_plan.contestants(choice))
+    tiers = gpu_plan.tiers(choice, options, jobs, [])
+    found = [{job.cell.task for job in tier.timed} for tier in tiers]
+    places = [found.index({task}) for task in gpu_plan.FULL]
+    assert places == [*range(places[0], places[0] + 4)]
+    assert set().union(*found[: places[0]]) == set(gpu_plan.TASKS), "all else by the most important contestants first"
+    assert {job.contestant.name for job in tiers[places[0]].timed} == set(gpu_plan.FIRST)
+    later = {job.contestant.name for tier in tiers[places[-1] + 1 :] for job in tier.timed if job.round == 0}
+    assert later == {*gpu_plan.LATER, *gpu_plan.GRAPHS}
+
+
+def test_a_full_task_that_is_named_is_measured_at_a_size_that_fits():
+    choice = Choice(tasks=("llama-1b-lora-bf16", "gpt2-774m", "gpt2-124m-bf16"), layers=())
+    options = gpu_plan.options(choice, synthetic=True)
+    assert options.batch_sizes == {"llama-1b-lora-bf16": (4,), "gpt2-774m": (4,), "gpt2-124m-bf16": (16,)}
+    jobs = plan.jobs(options, gpu_plan.contestants(choice))
+    first = gpu_plan.tiers(choice, options, jobs, [])[0]
+    assert {job.cell.task for job in first.timed} == set(choice.tasks)
+
+
 def test_the_frontier_is_that_of_tasks_that_are_judged():
     assert gpu_plan.frontier_tasks(Choice()) == ("gpt2-lm-bf16",)
     assert gpu_plan.frontier_tasks(Choice(tasks=("mnist-cnn",))) == ()
