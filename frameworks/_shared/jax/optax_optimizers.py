@@ -36,11 +36,14 @@ def apply(params: Tree, total: Tree, state: optax.OptState, given: jax.Array) ->
         state: as :func:`initial_state` or the last step returned it.
         given: what :func:`frameworks._shared.jax.optimizers.constants` returns, as an array.
     """
-    rate, size = given[:2]
-    if len(given) == 2:
-        optimizer = optax.sgd(rate)
-    else:
-        beta1, beta2, eps, decay, warm_up = given[2:]
-        optimizer = optax.adamw(_rising(rate, warm_up), beta1, beta2, eps, weight_decay=decay)
-    changes, state = optimizer.update(jax.tree.map(lambda g: g / size, total), state, params)
+    changes, state = optimizer(given).update(jax.tree.map(lambda g: g / given[1], total), state, params)
     return optax.apply_updates(params, changes), state
+
+
+def optimizer(given: jax.Array) -> optax.GradientTransformation:
+    """Return what makes an update of the gradient, a mean over B; ``given``: as in :func:`apply`."""
+    rate = given[0]
+    if len(given) == 2:
+        return optax.sgd(rate)
+    beta1, beta2, eps, decay, warm_up = given[2:]
+    return optax.adamw(_rising(rate, warm_up), beta1, beta2, eps, weight_decay=decay)

@@ -67,6 +67,7 @@ SOURCES = {
     "fastdp-flat": "README: `PrivacyEngine`, `attach`, the loop as it was; flat clipping",
     "jax-vmap": "JAX's repository, the script on private SGD: clipping inside `vmap`",
     "jax_privacy-clipped-grad": "introduction: `clipped_grad`, `gaussian_privatizer`, Optax",
+    "jax_privacy_git-trainer": "page on training: `BandMFConfig` of one band, `DPTrainer.train_step`",
     "keras-make-private": "page on Keras: `DPKerasConfig`, `make_private`, `compile`; a step by `train_on_batch`",
     "microbatch-loop": "none of its own: batches of one, `clip_grad_norm_`, a sum",
     "objax-private-gradients": "script on private MNIST: `PrivateGradValues`, `SGD`, one `Jit`",

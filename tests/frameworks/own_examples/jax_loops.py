@@ -156,6 +156,40 @@ def jax_privacy_clipped_grad(terms: Terms) -> Example:
     return Loop(terms, step, weights, (privatizer.init(weights), optimizer.init(weights)))
 
 
+def jax_privacy_git_trainer(terms: Terms) -> Example:
+    """JAX Privacy's DPTrainer as its module's page has it: a plan of one band, `train_step` with a loss of a batch."""
+    import optax
+    from jax_privacy import training
+
+    loss, weights = _start(terms)
+    size = terms.batch_size
+
+    def batch_loss(weights: Tree, data: Any, key: jax.Array) -> tuple[jax.Array, tuple[()]]:
+        return jax.vmap(loss, (None, 0, 0))(weights, *data).mean(), ()
+
+    trainer = training.DPTrainer(
+        config=training.BandMFConfig(
+            iterations=100,
+            expected_participations=1.0,
+            strategy=np.ones(1),
+            noise_multiplier=terms.noise_multiplier,
+            l2_clip_norm=terms.max_grad_norm,
+            rescale_to_unit_norm=False,
+            normalize_by=size,
+        ),
+        performance_flags=training.PerformanceFlags(noise_seed=0),
+        loss_fn=batch_loss,
+        optimizer=_optax(terms),
+    )
+    key = jax.random.key(0)
+
+    def step(weights: Tree, state: Any, x: jax.Array, y: jax.Array) -> tuple[Tree, Any]:
+        state, _ = trainer.train_step(state, (x, y), jnp.zeros(len(x), bool), key)
+        return state.params, state
+
+    return Loop(terms, step, weights, trainer.init(weights))
+
+
 def objax_non_private(terms: Terms) -> Example:
     """The loop without DP, beside which :mod:`lines` counts what a user changes."""
     import objax  # which the adapter has made fit for this JAX

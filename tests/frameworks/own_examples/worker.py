@@ -42,6 +42,7 @@ LOOPS = {
     "fastdp-flat": "torch_loops",
     "jax-vmap": "jax_loops",
     "jax_privacy-clipped-grad": "jax_loops",
+    "jax_privacy_git-trainer": "jax_loops",
     "keras-make-private": "keras_loops",
     "microbatch-loop": "torch_loops",
     "objax-private-gradients": "jax_loops",

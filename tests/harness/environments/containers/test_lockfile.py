@@ -16,7 +16,7 @@ from harness.plan import registry
 
 A, B = "a" * 64, "b" * 64
 FRAMEWORKS = registry.frameworks(hidden=True)
-FROM_GIT = {"fastdp", "private_transformers", "pyvacy_git"}
+FROM_GIT = {"fastdp", "jax_privacy_git", "private_transformers", "pyvacy_git"}
 
 
 @pytest.mark.parametrize("name", sorted(FRAMEWORKS))

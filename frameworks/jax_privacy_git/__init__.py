@@ -1,0 +1,1 @@
+"""JAX Privacy at a commit of 2026: its trainer."""
