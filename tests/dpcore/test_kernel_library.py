@@ -61,6 +61,15 @@ def test_intels_processors_are_told_by_their_name(monkeypatch, tmp_path, said, i
     assert levels.is_intel() == is_intel
 
 
+@pytest.mark.parametrize(("flags", "has"), [(AVX512, True), (EPYC, False), (AVX512 - {"avx512vl"}, False), ((), False)])
+def test_avx_512_is_told_by_all_of_its_flags(monkeypatch, tmp_path, flags, has):
+    facts = tmp_path / "cpuinfo"
+    facts.write_text(f"processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: {' '.join(sorted(flags))}\n")
+    monkeypatch.setattr(levels, "CPUINFO", facts)
+    monkeypatch.setattr(levels.platform, "machine", lambda: "x86_64")
+    assert levels.has_avx512() == has
+
+
 def test_the_environment_forbids_levels(fresh, monkeypatch):
     monkeypatch.setattr(levels, "levels_here", lambda: levels.levels_of("x86_64", AVX512))
     for said, names in (
