@@ -293,8 +293,8 @@ def conv2d_grad_sample(
     padding: tuple[int, ...],
     channels_last: bool = True,
 ) -> Tensor:
-    """[B, d, c, kh, kw], in memory channels-last or not: the weight gradient of each example of a convolution with inputs
-    x [B, c, h, w] and output gradients [B, d, oh, ow], without groups or dilation.
+    """[B, d, c, kh, kw], in memory channels-last or not: the weight gradient of each example of a convolution with
+    inputs x [B, c, h, w] and output gradients [B, d, oh, ow], without groups or dilation.
     """
     order = (0, 2, 3, 1) if channels_last else (0, 1, 2, 3)
     channels, height, width = x.shape[1:]

@@ -196,7 +196,9 @@ class ConvolutionUse(Use):
             g = g.flatten(2).transpose(1, 2)
             return Part.sums(g) if g.stride(-1) == 1 else None
         stride, padding, _, _ = self.geometry
-        in_order = param.is_contiguous(memory_format=torch.channels_last if self.channels_last else torch.contiguous_format)
+        in_order = param.is_contiguous(
+            memory_format=torch.channels_last if self.channels_last else torch.contiguous_format
+        )
         if not formed or not in_order or not self._has_kernel:
             return None
         size = (self.weight.shape[2], self.weight.shape[3])

@@ -1,11 +1,11 @@
 """Matrix products of the engine, by whichever of torch's CPU libraries is faster.
 
-On AMD processors with AVX-512, which MKL does not use there, torch's float32 ``mm`` and ``bmm`` (MKL) reach half of what
-oneDNN does (Zen 5), or the same (Zen 4); torch only uses oneDNN for convolutions and recurrent layers. There one product
-at a time through oneDNN beats a batch of them through MKL as soon as a product is large enough to outweigh the call.
-Elsewhere MKL is faster, and everything is torch's own: in a step of BERT on a Sapphire Rapids oneDNN reached 117 GFLOP/s
-and MKL 140; on a Zen 3, without AVX-512, steps of ViT, BERT and WRN took 4 to 7 % less by MKL. The choice is by the
-processor and not by a measurement of one's own, so that a run repeats itself to the last bit.
+On AMD processors with AVX-512, which MKL does not use there, torch's float32 ``mm`` and ``bmm`` (MKL) reach half of
+what oneDNN does (Zen 5), or the same (Zen 4); torch only uses oneDNN for convolutions and recurrent layers. There one
+product at a time through oneDNN beats a batch of them through MKL as soon as a product is large enough to outweigh the
+call. Elsewhere MKL is faster, and everything is torch's own: in a step of BERT on a Sapphire Rapids oneDNN reached 117
+GFLOP/s and MKL 140; on a Zen 3, without AVX-512, steps of ViT, BERT and WRN took 3 to 7 % less by MKL. The choice is by
+the processor and not by a measurement of one's own, so that a run repeats itself to the last bit.
 """
 
 from __future__ import annotations
