@@ -286,16 +286,25 @@ def contraction_clipped_sum(g: Tensor, x: Tensor, factors: Tensor, out: Tensor) 
 
 
 def conv2d_grad_sample(
-    x: Tensor, grad: Tensor, kernel: tuple[int, int], stride: tuple[int, ...], padding: tuple[int, ...]
+    x: Tensor,
+    grad: Tensor,
+    kernel: tuple[int, int],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    channels_last: bool = True,
 ) -> Tensor:
-    """[B, d, c, kh, kw], channels-last in memory: the weight gradient of each example of a convolution with inputs x
-    [B, c, h, w] and output gradients [B, d, oh, ow], without groups or dilation.
+    """[B, d, c, kh, kw], in memory channels-last or not: the weight gradient of each example of a convolution with
+    inputs x [B, c, h, w] and output gradients [B, d, oh, ow], without groups or dilation.
     """
-    x, grad = (t.permute(0, 2, 3, 1).contiguous() for t in (x, grad))
-    out = x.new_empty((len(x), grad.shape[3], *kernel, x.shape[3]))
-    sizes = (*x.shape, grad.shape[3], *kernel, *stride, *padding, *grad.shape[1:3], torch.get_num_threads())
-    _call("dpcore_conv2d_grad_sample", (x, grad, out), sizes)
-    return out.movedim(-1, 2)
+    order = (0, 2, 3, 1) if channels_last else (0, 1, 2, 3)
+    channels, height, width = x.shape[1:]
+    inputs, grads = (t.permute(order).contiguous() for t in (x, grad))
+    window = (*kernel, channels) if channels_last else (channels, *kernel)
+    out = x.new_empty((len(x), grad.shape[1], *window))
+    of_x = (len(x), height, width, channels)
+    sizes = (*of_x, grad.shape[1], *kernel, *stride, *padding, *grad.shape[2:], int(not channels_last))
+    _call("dpcore_conv2d_grad_sample", (inputs, grads, out), (*sizes, torch.get_num_threads()))
+    return out.movedim(-1, 2) if channels_last else out
 
 
 def count_tokens(ids: Tensor, rows: int, skipped: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -60,6 +60,11 @@ def is_intel() -> bool:
     return _fact("vendor_id").strip() == "GenuineIntel"
 
 
+def has_avx512() -> bool:
+    """Return whether this processor has AVX-512, as x86-64-v4 wants it; not where the system does not say."""
+    return any(level.needs == _V4 for level in levels_here())
+
+
 def _fact(*names: str) -> str:
     """Return what the system says of the first processor under one of these names, or nothing."""
     try:

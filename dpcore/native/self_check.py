@@ -47,7 +47,7 @@ def _pairs(call: Call, own: torch.Generator) -> Iterator[tuple[str, Tensor, Tens
     """(kernel, what it computes, what torch computes) of every kernel; the numbers come from ``own``."""
     randn = functools.partial(torch.randn, generator=own)
     yield from _contraction(call, randn)
-    yield _convolution(call, randn)
+    yield from _convolution(call, randn)
     yield from _tokens(call, randn)
     yield from _normals(call)
     yield from _lstm(call, randn)
@@ -77,13 +77,19 @@ def _contraction(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tens
     yield "contraction_clipped_sum", out, 1.0 + torch.einsum("b,bdp->dp", factors, true)
 
 
-def _convolution(call: Call, randn: Numbers) -> tuple[str, Tensor, Tensor]:
+def _convolution(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:
     x, g = randn(2, 6, 7, 5), randn(2, 6, 7, 19)
+    sizes = 2, 6, 7, 5, 19, 3, 3, 1, 1, 1, 1, 6, 7
     out = torch.full((2, 19, 3, 3, 5), float("nan"))
-    call("dpcore_conv2d_grad_sample", (x, g, out), 2, 6, 7, 5, 19, 3, 3, 1, 1, 1, 1, 6, 7, 1)
+    call("dpcore_conv2d_grad_sample", (x, g, out), *sizes, 0, 1)
     padded = torch.nn.functional.pad(x, (0, 0, 1, 1, 1, 1))
     windows = padded.unfold(1, 3, 1).unfold(2, 3, 1)  # [B, oh, ow, c, kh, kw]
-    return "convolution", out, torch.einsum("bhwd,bhwckl->bdklc", g, windows)
+    true = torch.einsum("bhwd,bhwckl->bdklc", g, windows)
+    yield "convolution", out, true
+    out = torch.full((2, 19, 5, 3, 3), float("nan"))
+    first = [t.permute(0, 3, 1, 2).contiguous() for t in (x, g)]
+    call("dpcore_conv2d_grad_sample", (*first, out), *sizes, 1, 1)
+    yield "convolution, channels first", out, true.movedim(-1, 2)
 
 
 def _tokens(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -68,6 +68,11 @@ class ConvolutionUse(Use):
     def _is_bias(self, param: Parameter) -> bool:
         return param.dim() == 1
 
+    @property
+    def _has_kernel(self) -> bool:
+        """Whether the compiled kernel can form per-sample gradients: in two dimensions, without groups or dilation."""
+        return self.weight.dim() == 4 and self.geometry[2:] == ((1, 1), 1)
+
     def _windows(self) -> Windows:
         return Windows(tuple(self.weight.shape[2:]), *self.geometry, self.channels_last)
 
@@ -166,12 +171,12 @@ class ConvolutionUse(Use):
     def grad_sample(self, param: Parameter) -> Tensor:
         if self._is_bias(param):
             return self._bias_grad_sample()
-        stride, padding, dilation, _ = self.geometry
-        if self.channels_last and dilation == (1, 1):
+        stride, padding, _, _ = self.geometry
+        if self._has_kernel:
             x, g, size = self._input(), self._gradient(), (self.weight.shape[2], self.weight.shape[3])
             if native.serves(x, g):
-                return native.conv2d_grad_sample(x, g, size, stride, padding)
-            if native.serves_graph(x, g):
+                return native.conv2d_grad_sample(x, g, size, stride, padding, self.channels_last)
+            if self.channels_last and native.serves_graph(x, g):
                 return torch.ops.dpcore.conv2d_grad_sample(x, g, list(size), list(stride), list(padding)).movedim(-1, 2)
         u = self._unfolded()
         g = self._gradient().reshape(len(u), u.shape[1], -1, u.shape[-1])
@@ -190,12 +195,15 @@ class ConvolutionUse(Use):
         if self._is_bias(param):
             g = g.flatten(2).transpose(1, 2)
             return Part.sums(g) if g.stride(-1) == 1 else None
-        stride, padding, dilation, _ = self.geometry
-        in_order = param.is_contiguous(memory_format=torch.channels_last) if self.channels_last else False
-        if not formed or not in_order or dilation != (1, 1):
+        stride, padding, _, _ = self.geometry
+        in_order = param.is_contiguous(
+            memory_format=torch.channels_last if self.channels_last else torch.contiguous_format
+        )
+        if not formed or not in_order or not self._has_kernel:
             return None
         size = (self.weight.shape[2], self.weight.shape[3])
-        return Part.rows(native.conv2d_grad_sample(x, g, size, stride, padding).movedim(2, -1).flatten(1))
+        grads = native.conv2d_grad_sample(x, g, size, stride, padding, self.channels_last)
+        return Part.rows((grads.movedim(2, -1) if self.channels_last else grads).flatten(1))
 
     def takes_turns(self, param: Parameter) -> bool:
         fewest = FEWEST_IN_TURN if self.channels_last else FEWEST_IN_TURN_BY_ROWS

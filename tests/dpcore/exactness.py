@@ -465,6 +465,14 @@ PATHS = (
         compiled=True,
         formed=True,
     ),
+    Path(
+        "convolution, kept, channels first, compiled",
+        lambda d: _convolution(d, 12),
+        KEPT_LAYER,
+        ("native.conv2d_grad_sample",),
+        compiled=True,
+        formed=True,
+    ),
     Path("embedding, repeated tokens", _vectors, {"weight": GHOST}, ("EmbeddingUse._slots",), formed=True),
     Path("embedding, averaged", _averaged, {"embedding.weight": GHOST}, POOLED, cancels=False),
     Path(

@@ -78,7 +78,8 @@ def test_convolutions(sizes, padding, values, offset):
     padded = torch.nn.functional.pad(x, (padding,) * 4)
     windows = padded.unfold(2, kh, sh).unfold(3, kw, sw)[:, :, :oh, :ow]
     true = torch.einsum("bdhw,bchwkl->bdckl", g, windows)
-    same(native.conv2d_grad_sample(x, g, (kh, kw), (sh, sw), (padding, padding)), true, values)
+    for last in (True, False):
+        same(native.conv2d_grad_sample(x, g, (kh, kw), (sh, sw), (padding, padding), last), true, values)
 
 
 @given(st.integers(0, 5), st.integers(1, 40), st.integers(1, 9), st.integers(1, 40), VALUES, st.integers(0, 3))

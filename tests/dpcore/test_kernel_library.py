@@ -61,6 +61,15 @@ def test_intels_processors_are_told_by_their_name(monkeypatch, tmp_path, said, i
     assert levels.is_intel() == is_intel
 
 
+@pytest.mark.parametrize(("flags", "has"), [(AVX512, True), (EPYC, False), (AVX512 - {"avx512vl"}, False), ((), False)])
+def test_avx_512_is_told_by_all_of_its_flags(monkeypatch, tmp_path, flags, has):
+    facts = tmp_path / "cpuinfo"
+    facts.write_text(f"processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: {' '.join(sorted(flags))}\n")
+    monkeypatch.setattr(levels, "CPUINFO", facts)
+    monkeypatch.setattr(levels.platform, "machine", lambda: "x86_64")
+    assert levels.has_avx512() == has
+
+
 def test_the_environment_forbids_levels(fresh, monkeypatch):
     monkeypatch.setattr(levels, "levels_here", lambda: levels.levels_of("x86_64", AVX512))
     for said, names in (
@@ -115,10 +124,11 @@ def test_kernels_that_compute_something_else_are_switched_off_with_one_warning(f
     level = levels.levels_here()[0]
     (source,) = (path for path in compiling.SOURCES if path.name == "contraction.cpp")
     right, wrong = "acc[m][n] += y * (V)wide[n]", "acc[m][n] += y * y * (V)wide[n]"
-    assert right in source.read_text()
-    (fresh / source.name).write_text(source.read_text().replace(right, wrong))
-    for header in compiling.HEADERS:
-        shutil.copy(header, fresh)
+    for file in (source, *compiling.HEADERS):
+        shutil.copy(file, fresh)
+    header = fresh / "outer_products.h"
+    assert right in header.read_text()
+    header.write_text(header.read_text().replace(right, wrong))
     team = source.with_name("team.cpp")  # what the kernels' threads need
     monkeypatch.setattr(compiling, "SOURCES", (fresh / source.name, team))
     library.PACKAGED.mkdir()

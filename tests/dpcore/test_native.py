@@ -216,17 +216,20 @@ def test_a_contraction_of_expanded_gradients_reads_them_where_they_are():
     st.tuples(st.integers(1, 5), st.integers(1, 5)),
     st.tuples(st.integers(1, 3), st.integers(1, 3)),
     st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    st.tuples(st.integers(5, 17), st.integers(5, 17)),
+    st.booleans(),
     st.integers(0, 99),
 )
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=60)
 def test_the_convolution_equals_float64_for_all_channels_kernels_strides_and_paddings(
-    batch, channels, out_channels, kernel, stride, padding, seed
+    batch, channels, out_channels, kernel, stride, padding, size, last, seed
 ):
     torch.manual_seed(seed)
-    x = torch.randn(batch, channels, 7, 6).to(memory_format=LAST)
+    x = torch.randn(batch, channels, *size).to(memory_format=LAST if last else torch.contiguous_format)
     weight = torch.zeros(out_channels, channels, *kernel, dtype=torch.float64)
     grad = torch.randn_like(nn.functional.conv2d(x, weight.float(), None, stride, padding))
-    found = native.conv2d_grad_sample(x, grad, kernel, stride, padding)
+    found = native.conv2d_grad_sample(x, grad, kernel, stride, padding, last)
+    assert (found.movedim(2, -1) if last else found).is_contiguous()
     for i in range(batch):
         truth = conv2d_weight(x[i : i + 1].double(), weight.shape, grad[i : i + 1].double(), stride, padding)
         assert (found[i] - truth).norm() < 1e-5 * truth.norm() + 1e-12
@@ -469,13 +472,14 @@ def test_threads_do_not_change_a_bit():
             native.rnn_forward(z[..., :20], weight[:20], states, True, False)
             plain = native.rnn_backward(states, weight[:20], h[1:], True, False)
             samples = native.conv2d_grad_sample(x, grad, (3, 3), (1, 1), (0, 0))
+            first = native.conv2d_grad_sample(x, grad, (3, 3), (1, 1), (0, 0), False)
             table = torch.zeros(5000, 20)
             tokens, counts, starts, _ = native.count_tokens(ids, len(table), None)
             native.add_by_token(table, tokens, counts, starts, samples.reshape(13, -1)[:, :20])
             pixels = (t.flatten(2).transpose(1, 2)[:, :1296] for t in (x, grad))
             contracted = native.contraction_grad_sample(*pixels)
             loops = (gates, tanh_c, h, c, delta, *grads, of_n, at_z, *others, states, *plain)
-            found.append((*loops, samples, contracted, table))
+            found.append((*loops, samples, first, contracted, table))
     finally:
         torch.set_num_threads(threads)
     for one, three in zip(*found, strict=True):
@@ -495,6 +499,16 @@ def test_compiled_graphs_call_the_convolution_kernel(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("form", [LAST, torch.contiguous_format])
+@pytest.mark.parametrize("layer", [(3, 20, 3), (24, 10, 3, 2, 1), (40, 24, 3), (40, 8, 1, 2)])
+def test_convolutions_go_through_the_kernel_however_their_channels_lie(monkeypatch, form, layer):
+    calls = _count(monkeypatch, "conv2d_grad_sample")
+    torch.manual_seed(7)
+    model = nn.Conv2d(*layer).to(memory_format=form)
+    check(model, torch.randn(5, layer[0], 7, 9), torch.arange(5), clipped_sum)
+    assert calls
+
+
 def test_other_dtypes_and_forms_take_the_pure_path(monkeypatch):
     calls = _count(monkeypatch, "conv2d_grad_sample")
     torch.manual_seed(4)
@@ -504,7 +518,8 @@ def test_other_dtypes_and_forms_take_the_pure_path(monkeypatch):
         (nn.Conv2d(4, 8, 3), torch.float64),
     ):
         x = torch.randn(3, 4, 6, 6, dtype=dtype)
-        check(layer.to(dtype=dtype, memory_format=LAST), x, torch.arange(3), clipped_sum)
+        for form in (LAST, torch.contiguous_format):
+            check(layer.to(dtype=dtype, memory_format=form), x, torch.arange(3), clipped_sum)
     assert not calls
 
 
