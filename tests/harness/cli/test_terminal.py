@@ -52,7 +52,12 @@ def test_every_option_says_what_its_value_is() -> None:
 
 def test_choices_stand_in_the_help() -> None:
     text = CliRunner().invoke(app, ["run", "e2e", "--help"], env={"COLUMNS": "200"}).output
-    for choices in ("smoke|quick|full|modern|paper", "cpu|cuda", "venv|docker|inprocess", "verified|paper|as_shipped"):
+    for choices in (
+        "smoke|quick|full|modern|gpu-full|paper",
+        "cpu|cuda",
+        "venv|docker|inprocess",
+        "verified|paper|as_shipped",
+    ):
         assert choices in text
 
 
