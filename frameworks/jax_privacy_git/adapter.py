@@ -21,9 +21,8 @@ from frameworks._shared.jax.adapter import JaxAdapter, Tree, Update
 from harness.contract import Adapter, Setting
 from harness.tasks import Task
 
-MICRO_BATCH = {"mnist-cnn": 16}
-MICRO_BATCH_ELSEWHERE = 1
-"""``microbatch_size`` on a CPU, per task (NOTES.md); any other platform takes the whole batch."""
+MICRO_BATCH = 1
+"""``microbatch_size`` on a CPU (NOTES.md); any other platform takes the whole batch."""
 
 ONE_BAND = np.ones(1)
 """The strategy whose noise is independent from step to step: DP-SGD."""
@@ -122,8 +121,7 @@ class JaxPrivacyTrainer(JaxAdapter):
     @property
     def micro_batch(self) -> int | None:
         """Examples that are differentiated at once; None: all."""
-        on_cpu = self.device.platform == "cpu"
-        return MICRO_BATCH.get(self.task.name, MICRO_BATCH_ELSEWHERE) if on_cpu else None
+        return MICRO_BATCH if self.device.platform == "cpu" else None
 
 
 @dataclass(frozen=True)
