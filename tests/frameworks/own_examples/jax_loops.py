@@ -158,7 +158,6 @@ def jax_privacy_clipped_grad(terms: Terms) -> Example:
 
 def jax_privacy_git_trainer(terms: Terms) -> Example:
     """JAX Privacy's DPTrainer as its module's page has it: a plan of one band, `train_step` with a loss of a batch."""
-    import optax
     from jax_privacy import training
 
     loss, weights = _start(terms)
