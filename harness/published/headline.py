@@ -84,10 +84,11 @@ def _note(rows: pd.DataFrame, entries: Sequence[Entry], size: int) -> str:
     machines = " and ".join(dict.fromkeys(naming.where(m, sorted(str(e.date) for e in entries)) for m in rows.machine))
     least, most = rows.n.min(), rows.n.max()
     rounds = f"{most}" if least == most else f"{least} to {most}"
+    measured = "One round each, so no interval" if most == 1 else f"Mean of {rounds} paired rounds"
     scaled = "all " if rows.extrapolated.all() else "some " if rows.extrapolated.any() else ""
     scaled = f", {scaled}extrapolated from parts of epochs" if scaled else ""
     return (
-        f"Shorter is better. Batch {size}. {machines}. Mean of {rounds} paired rounds{scaled}. PyTorch without DP "
+        f"Shorter is better. Batch {size}. {machines}. {measured}{scaled}. PyTorch without DP "
         "(dotted): the faster of eager and compiled, where both were measured. Every update was checked against a "
         "float64 reference."
     )
