@@ -543,22 +543,21 @@ At 16 and at 64, on all six models, *engine* takes less time and less memory tha
 torch.func, each over the ordinary training of its own run; at 16 so do *two-lines*.
 
 Why targets are missed: `bert`, `vit` and `wrn` are further from them on the Sapphire Rapids of 2026-11-25 than on the
-Zen 4. By operators (single runs without records, on a core that other work shared): in a step of `bert` at 16
-products reached 140 GFLOP/s through MKL, of which ordinary training consists, and 117 through oneDNN; the engine's
-are MKL's on Intel since then. The kernel of one example's gradient reached 101 (140 alone, where what it writes stays
-in the cache), and adding those gradients took 48 of 620 ms. With everything at 140 the step would take 1.15 of
-ordinary training, by FLOPs. In a step of `vit` at 16 all operators together took at most 165 of the engine's 223 ms,
-but 120 of ordinary training's 122: a quarter or more of the private step is Python. On the Zen 4 `vit` at 16 needs
-1.14 by its parts: 0.80 of an ordinary step for the forward and the backward pass, as measured; 0.25 for the clipped
-sums, by FLOPs at the 100 GFLOP/s that products reach there; 0.05 for noise and 0.04 for norms, as measured. `wrn`'s
-convolutions are bound by arithmetic. On the Zen 3 the kernel forms per-sample weight gradients of 64 and 128 channels,
-last in memory, at 68 to 76 GFLOP/s, oneDNN the gradient of a batch at 47 to 61. By sizes, `vit`'s peak at 16 is ordinary
-training's 72 MB, 22 MB of sums that hold the noise from the start, and 22 MB of output gradients that wait for the
-norms.
+Zen 4. By operators (single runs without records, on a core that other work shared): in a step of `bert` at 16 products
+reached 140 GFLOP/s through MKL, of which ordinary training consists, and 117 through oneDNN; the engine's are MKL's on
+Intel since then. The kernel of one example's gradient reached 101 (140 alone, where what it writes stays in the
+cache), and adding those gradients took 48 of 620 ms. With everything at 140 the step would take 1.15 of ordinary
+training, by FLOPs. In a step of `vit` at 16 all operators together took at most 165 of the engine's 223 ms, but 120 of
+ordinary training's 122: a quarter or more of the private step is Python. On the Zen 4 `vit` at 16 needs 1.14 by its
+parts: 0.80 of an ordinary step for the forward and the backward pass, as measured; 0.25 for the clipped sums, by FLOPs
+at the 100 GFLOP/s that products reach there; 0.05 for noise and 0.04 for norms, as measured. `wrn`'s convolutions are
+bound by arithmetic. On the Zen 3 the kernel forms per-sample weight gradients of 64 and 128 channels, last in memory,
+at 68 to 76 GFLOP/s, oneDNN the gradient of a batch at 47 to 61. By sizes, `vit`'s peak at 16 is ordinary training's 72
+MB, 22 MB of sums that hold the noise from the start, and 22 MB of output gradients that wait for the norms.
 
 The parts of a step of `vit` at 16 on the Zen 3, products by MKL, least of 20 in ms: ordinary training 183 (forward 66,
-backward 108), *engine* 259: forward 86, backward without weight gradients 76, norms 24 (in the kernel 11 to 14), clipped
-sums 51 (in the kernel 48, as fast as MKL's product), noise 8. In the forward pass the tape takes 20 ms.
+backward 108), *engine* 259: forward 86, backward without weight gradients 76, norms 24 (in the kernel 11 to 14),
+clipped sums 51 (in the kernel 48, as fast as MKL's product), noise 8. In the forward pass the tape takes 20 ms.
 
 *two-lines* holds a whole batch and a scaled copy of every output's gradient; *auto* does not, and is not the default,
 because a loop that steps a schedule or counts per iteration would count pieces. `mnist` at 256 is a step of 40 MB, in
@@ -579,9 +578,9 @@ Tried, without a gain:
 * Norms of `wrn`'s last convolutions by products of 64 windows: 1.32 beside 1.30 at 16, and where an example's
   positions cancel it would go to float64.
 * Pieces of 8 in place of 6 for `wrn` at 16: 1.27, and a peak of 1.26, beside 1.21 and 1.02 in an earlier run.
-* A buffer for the sums that is made when they are added, for `vit` at 16: a peak of 113 MB beside 115. By malloc's count
-  46 MB are in use at the end of the forward pass (78 before), but 71 where the sums are added (80 before; with the buffer
-  from the start and oneDNN's products): inputs, output gradients and sums.
+* A buffer for the sums that is made when they are added, for `vit` at 16: a peak of 113 MB beside 115. By malloc's
+  count 46 MB are in use at the end of the forward pass (78 before), but 71 where the sums are added (80 before; with
+  the buffer from the start and oneDNN's products): inputs, output gradients and sums.
 * On the Zen 3, Gram matrices by tiles of three by three positions in place of two by two: 11.5 ms beside 10.8.
 * On the Sapphire Rapids, the clipped sums of `vit` at 16 by MKL in place of the kernel: 193 ms beside 197.
 
