@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from harness.contract import Adapter, Setting
-from harness.optimizer import PLAIN, Optimizer
+from harness.optimizer import PLAIN, AdamW, Optimizer
 from harness.tasks import Task, initial_parameters, known_task
 from harness.worker.e2e import load_create
 from tests.frameworks.own_examples.terms import Example, Terms
@@ -60,6 +60,11 @@ PACKAGES = (
     *("backpack-for-pytorch", "fastDP", "jax", "jax-privacy", "keras", "objax", "opacus", "opake", "optax"),
     *("private-transformers", "pyvacy", "tensorflow-cpu", "tensorflow-privacy", "torch"),
 )
+
+
+def optimizer_of(task: Task) -> Optimizer:
+    """The task's optimizer at a constant rate, as every library's page has it. The gate checks the warm-up."""
+    return replace(task.optimizer, warm_up=0) if isinstance(task.optimizer, AdamW) else task.optimizer
 
 
 def terms_of(task: Task, size: int, bound: float, sigma: float, rate: float, optimizer: Optimizer) -> Terms:
@@ -120,7 +125,7 @@ def update(contestant: str, task: Task) -> dict[str, Any]:
         # A rate by which an update is no smaller than the weights, which are rounded.
         return terms_of(task, size, bound, 0.0, 1.0 / min(bound, 1.0), PLAIN)
 
-    own = terms_of(task, size, 1.0, 0.0, task.learning_rate, task.optimizer)
+    own = terms_of(task, size, 1.0, 0.0, task.learning_rate, optimizer_of(task))
     lowest = plain(min(bounds))
     adapter = adapter_of(contestant)  # one, since it may keep what it has compiled
     distance = partial(_distance, adapter, contestant)
@@ -150,7 +155,7 @@ def _flat(values: Mapping[str, np.ndarray]) -> np.ndarray:
 
 def turns(contestant: str, task: Task, count: int) -> dict[str, Any]:
     """Processor seconds of whole steps, noise included, in turns: adapter, example, example, adapter, adapter ..."""
-    terms = terms_of(task, BATCH_SIZE["turns"], 1.0, SIGMA, task.learning_rate, task.optimizer)
+    terms = terms_of(task, BATCH_SIZE["turns"], 1.0, SIGMA, task.learning_rate, optimizer_of(task))
     rows = np.arange(terms.batch_size)
     adapter = adapter_of(contestant)
     build(adapter, contestant, terms)  # first: TensorFlow takes its threads before anything runs
