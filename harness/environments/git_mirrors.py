@@ -23,8 +23,8 @@ FORMS = ("{}.bundle", "{}.git", "{}")
 GIT_PIN = re.compile(r"(?P<package>\S+) @ git\+(?P<address>\S+?)@(?P<commit>[0-9a-f]{40})")
 
 
-class MirrorFault(Exception):
-    """A bundle or mirror that does not give what is pinned; the message is one sentence."""
+class GitFault(Exception):
+    """A git requirement that cannot be had; the message is one sentence."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def redirected(pins: Iterable[GitPin], mirrors: Path | None) -> Iterator[dict[st
         mirrors: the user's folder; None redirects nothing.
 
     Raises:
-        MirrorFault: a bundle or mirror cannot be read, or lacks the pinned commit.
+        GitFault: a bundle or mirror cannot be read, or lacks the pinned commit.
     """
     with tempfile.TemporaryDirectory(prefix="dpbench-git-") as temporary:
         rules: list[tuple[str, str]] = []
@@ -89,6 +89,26 @@ def redirected(pins: Iterable[GitPin], mirrors: Path | None) -> Iterator[dict[st
         yield environment
 
 
+def check_reachable(pins: Iterable[GitPin], redirections: Mapping[str, str]) -> None:
+    """Ask every repository for its branches: seconds, where pip would come to it after gigabytes of other packages.
+
+    Args:
+        pins: the git requirements.
+        redirections: what :func:`redirected` yields.
+
+    Raises:
+        GitFault: git does not reach one of them.
+    """
+    silent = [pin for pin in pins if _git("ls-remote", "--quiet", pin.address, **redirections).returncode]
+    if silent:
+        names = ", ".join(pin.package for pin in silent)
+        bundles = " and ".join(f"{pin.repository}.bundle" for pin in silent)
+        raise GitFault(
+            f"not installable offline: {names} comes from a git commit and from no package registry, and git could not "
+            f"reach it from here; name a folder that holds {bundles} by {VARIABLE}."
+        )
+
+
 def _source(pin: GitPin, mirrors: Path | None) -> Path | None:
     if mirrors is None:
         return None
@@ -101,26 +121,26 @@ def _copy(pin: GitPin, source: Path, copy: Path) -> None:
     made = _git("clone", "--quiet", "--mirror", str(source), str(copy))
     if made.returncode:
         words = " ".join(made.stderr.split())[-300:]
-        raise MirrorFault(
+        raise GitFault(
             f"not installable here: git cannot read {source} ({words}); make it with "
             f"`git bundle create {pin.repository}.bundle --all` in a whole clone of {pin.address}."
         )
     if _git("-C", str(copy), "rev-parse", "--quiet", "--verify", f"{pin.commit}^{{commit}}").returncode:
-        raise MirrorFault(
+        raise GitFault(
             f"not installable here: {source} does not hold commit {pin.commit}, which {pin.package} is pinned to; "
             f"make it anew with `git bundle create {pin.repository}.bundle --all` in a clone of {pin.address}."
         )
     _git("-C", str(copy), "branch", "--force", f"pinned-{pin.commit}", pin.commit)
 
 
-def _git(*arguments: str) -> subprocess.CompletedProcess[str]:
+def _git(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             executor.dying_with_parent(["git", *arguments]),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            env={**os.environ, "GIT_TERMINAL_PROMPT": "0"},
+            env={**os.environ, "GIT_TERMINAL_PROMPT": "0", **variables},
         )
     except FileNotFoundError:
-        raise MirrorFault("not installable here: git is not on the PATH; install it and run again.") from None
+        raise GitFault("not installable here: git is not on the PATH; install it and run again.") from None

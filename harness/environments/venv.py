@@ -120,6 +120,7 @@ def _build(framework: Framework, folder: Path, log: Log) -> Environment:
             git_mirrors.redirected(_git_pins(framework), git_mirrors.folder()) as redirections,
             log_file.open("w") as output,
         ):
+            git_mirrors.check_reachable(_git_pins(framework), redirections)
             for command in commands:
                 done = subprocess.run(
                     executor.dying_with_parent(command),
@@ -129,8 +130,8 @@ def _build(framework: Framework, folder: Path, log: Log) -> Environment:
                     env={**os.environ, "GIT_TERMINAL_PROMPT": "0", **redirections},
                 )
                 if done.returncode:
-                    raise EnvironmentFault(_why(framework, command, done.returncode, log_file))
-    except git_mirrors.MirrorFault as fault:
+                    raise EnvironmentFault(_why(command, done.returncode, log_file))
+    except git_mirrors.GitFault as fault:
         raise EnvironmentFault(str(fault)) from None
     except EnvironmentFault:
         shutil.rmtree(folder, ignore_errors=True)
@@ -147,21 +148,9 @@ def _git_pins(framework: Framework) -> list[git_mirrors.GitPin]:
     return git_mirrors.git_pins(line for file in files for line in pins(file))
 
 
-GIT_FAILED = ("git clone", "git fetch", "Cannot find command 'git'", "unable to access")
-
-
-def _why(framework: Framework, command: list[str], code: int, log_file: Path) -> str:
+def _why(command: list[str], code: int, log_file: Path) -> str:
     """Return one sentence: what could not be installed, and where the log is."""
     text = log_file.read_text(errors="replace")
-    from_git = _git_pins(framework)
-    if from_git and any(mark in text for mark in GIT_FAILED):
-        names = ", ".join(pin.package for pin in from_git)
-        bundles = " and ".join(f"{pin.repository}.bundle" for pin in from_git)
-        return (
-            f"not installable offline: {names} comes from a git commit and from no package registry, and git could not "
-            f"reach it from here; name a folder that holds {bundles} by {git_mirrors.VARIABLE}; the whole log is "
-            f"{log_file}."
-        )
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")] or lines[-2:]
     errors = [re.sub(r" *\(from versions:[^)]*\)", "", line) for line in errors]  # a list of every release

@@ -51,7 +51,9 @@ def test_what_cannot_be_installed_is_a_reason(framework: Framework) -> None:
 
 def test_what_git_cannot_reach_is_not_installable_offline_and_tried_once(framework: Framework) -> None:
     commit = "0" * 40
-    framework.requirements.write_text(f"nothing @ git+http://127.0.0.1:9/nothing@{commit}\n")
+    framework.requirements.write_text("no-such-package-anywhere==1.0\n")  # which is not tried before
+    no_dependencies = framework.requirements_without_dependencies
+    no_dependencies.write_text(f"nothing @ git+http://127.0.0.1:9/nothing@{commit}\n")
     said: list[str] = []
     for _ in range(2):
         with pytest.raises(venv.EnvironmentFault, match="not installable offline: nothing comes from a git commit"):
