@@ -57,6 +57,9 @@ RELU_GAIN = np.float32(6**0.5)
 that of its last bias, the same for every example, and a fault in an early layer would hardly show."""
 CORE = 48
 """So many rows, those farthest from a kink of a ReLU or max-pooling, make up the small batches."""
+FAINT = 0.01
+"""Of the pool's median norm: rows with less are in no small batch, for the float32 rounding of the weights would hide
+the whole update of one of them. A recommender that is sure of a click has such rows."""
 MOST_ROWS = 48
 SOME_ROWS = (2, 3, 4, 5, 7, 12, 17, 24, 31, 32, 33, MOST_ROWS)
 FEW_ROWS = (3, 7)
@@ -348,8 +351,9 @@ def clipping_norm(reference: Mapping[str, np.ndarray]) -> float:
 
 
 def _core(reference: Mapping[str, np.ndarray]) -> np.ndarray:
-    ordinary = POOL_SIZE - COPIES - OUTLIERS
-    return np.argsort(reference["instability"][:ordinary], kind="stable")[:CORE]
+    norms, instability = (reference[name][: POOL_SIZE - COPIES - OUTLIERS] for name in ("norms", "instability"))
+    is_faint = norms < FAINT * np.median(norms)
+    return np.argsort(np.where(is_faint, np.inf, instability), kind="stable")[:CORE]
 
 
 def _near_rate(task: Task, reference: Mapping[str, np.ndarray], rate: float, steps: int) -> float:

@@ -51,6 +51,18 @@ def failed(found):
     return {check["check"] for check in found if not check["passed"]}
 
 
+def test_rows_whose_update_rounding_would_hide_are_in_no_small_batch():
+    known = dict(reference("logreg"))
+    rows = np.argsort(known["instability"][:-10], kind="stable")[: gate_cases.CORE : 5]
+    known["norms"] = known["norms"].copy()
+    known["norms"][rows] *= 1e-3
+    small = [case for case in gate_cases.cases(TASKS["logreg"], known, private=True) if "large" not in case.name]
+    small += gate_cases.size_cases(TASKS["logreg"], known)
+    assert not {*rows.tolist()} & {
+        row for case in small if not case.saturated for b in case.batches for row in b.tolist()
+    }
+
+
 @pytest.mark.parametrize("task", ["logreg", "ffnn"])
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("setting", [PRIVATE, PLAIN], ids=["private", "plain"])
