@@ -45,6 +45,9 @@ TAIL_SHARE = 1e-7
 # one result is off by some 3e-16, with random signs; this is ten times that.
 FFT_ERROR = 3e-15
 
+# Chernoff bounds are tried at the tilt's rate times each of these, and at as much below it.
+FACTORS = (1.05, 1.2, 1.5, 2.0, 3.0, 5.0)
+
 
 @dataclass(frozen=True)
 class Step:
@@ -140,7 +143,7 @@ def _choose_tilt(steps: list[Step], delta: float, mass: float) -> Tilt:
         smallest = math.inf
         for loss, weight, count in tables:
             tilted = weight + rate * loss
-            norm = float(scipy.special.logsumexp(tilted))
+            norm = _log_sum(tilted)
             p = np.exp(tilted - norm)
             centre = float(p @ loss)
             spread = float(p @ (loss - centre) ** 2)
@@ -251,14 +254,16 @@ def _compose(steps: list[Step], tilt: Tilt, h: float, mass: float, delta: float)
             logs.append((np.log(grid.p), (grid.start + np.arange(len(grid.p))) * h, step.count))
     moments = [float(scipy.special.logsumexp(log_p + tilt.rate * losses)) for log_p, losses, _ in logs]
     log_moment = sum(count * moment for (_, _, count), moment in zip(logs, moments, strict=True))
+    higher = _log_moments(logs, [tilt.rate * factor for factor in FACTORS])
+    lower = _log_moments(logs, [tilt.rate * (2 - factor) for factor in FACTORS])
     size = 2 ** math.ceil(math.log2(max(64.0, 32 * tilt.deviation / h)))
     while True:
         first = round(tilt.mean / h) - size // 2
-        losses = (first + np.arange(size)) * h
-        above, wrapped = _outside(logs, tilt.rate, log_moment, losses[0], losses[-1])
+        above, wrapped = _outside(higher, lower, tilt.rate, log_moment, first * h, (first + size - 1) * h)
         if (above <= TAIL_SHARE * delta and wrapped <= TAIL_SHARE) or size >= LARGEST_WINDOW:
             break
         size *= 2
+    losses = (first + np.arange(size)) * h
     # With r the transform of the distribution less its largest atom, the power is exp(T log(1 + r)): where nearly all
     # mass sits in one cell, r is small and so is its rounding error, which T multiplies.
     exponent: np.ndarray = np.zeros(size // 2 + 1, dtype=complex)
@@ -358,16 +363,26 @@ def _log1p(z: np.ndarray) -> np.ndarray:
     return np.maximum(modulus, -1e300) + 1j * np.arctan2(z.imag, 1.0 + z.real)
 
 
-def _outside(logs: list[Any], rate: float, log_moment: float, bottom: float, top: float) -> tuple[float, float]:
-    """Chernoff bounds: mass under P above the window, and tilted mass outside of it."""
+def _log_sum(logs: np.ndarray) -> float:
+    """The log of a sum of exponentials: a fraction of the time of scipy's, whose care for a sum near its largest term
+    neither a bound nor a choice of lambda needs."""
+    largest = float(logs.max())
+    return largest + math.log(float(np.exp(logs - largest).sum()))
 
-    def log_m(at: float) -> float:
-        return float(sum(count * scipy.special.logsumexp(log_p + at * losses) for log_p, losses, count in logs))
 
-    factors = (1.05, 1.2, 1.5, 2.0, 3.0, 5.0)
-    above = min(log_m(rate * f) - rate * f * top for f in factors)
-    tilted_above = min(log_m(rate * f) - log_moment - rate * (f - 1) * top for f in factors)
-    tilted_below = min(log_m(rate * (2 - f)) - log_moment + rate * (f - 1) * bottom for f in factors)
+def _log_moments(logs: list[Any], rates: list[float]) -> list[float]:
+    """The log moment of the composed loss at each of the rates."""
+    return [sum(count * _log_sum(log_p + rate * losses) for log_p, losses, count in logs) for rate in rates]
+
+
+def _outside(
+    higher: list[float], lower: list[float], rate: float, log_moment: float, bottom: float, top: float
+) -> tuple[float, float]:
+    """Chernoff bounds: mass under P above the window, and tilted mass outside of it. ``higher`` and ``lower``: the log
+    moments at ``rate`` times the FACTORS, and times 2 less them."""
+    above = min(log - rate * f * top for f, log in zip(FACTORS, higher, strict=True))
+    tilted_above = min(log - log_moment - rate * (f - 1) * top for f, log in zip(FACTORS, higher, strict=True))
+    tilted_below = min(log - log_moment + rate * (f - 1) * bottom for f, log in zip(FACTORS, lower, strict=True))
     return math.exp(min(0.0, above)), min(1.0, math.exp(min(0.0, tilted_above)) + math.exp(min(0.0, tilted_below)))
 
 
