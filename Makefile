@@ -100,8 +100,7 @@ doctor: $(READY)  ## checks of the instrument itself
 # processes themselves. The closing line of the last one counts executed tests on every machine: without a container
 # engine, all of the containers' are skipped.
 test: $(READY)  ## what most pull requests need; CI adds make conformance, make mutants and a comparison
-	@$(MAKE) --no-print-directory --jobs=3 --output-sync=target test-containers lint environments types-dpcore test-gpu-kernels
-	@$(MAKE) --no-print-directory test-harness
+	@$(MAKE) --no-print-directory --jobs=3 --output-sync=target test-containers lint environments types-dpcore test-gpu-kernels test-harness
 	@$(MAKE) --no-print-directory test-dpcore
 	@$(MAKE) --no-print-directory test-frameworks
 

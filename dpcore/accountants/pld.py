@@ -364,8 +364,10 @@ def _log1p(z: np.ndarray) -> np.ndarray:
 
 
 def _log_sum(logs: np.ndarray) -> float:
-    """The log of a sum of exponentials: a fraction of the time of scipy's, whose care for a sum near its largest term
-    neither a bound nor a choice of lambda needs."""
+    """The log of a sum of exponentials.
+
+    In a fraction of the time of scipy's, whose care for a sum near its largest term no Chernoff bound needs.
+    """
     largest = float(logs.max())
     return largest + math.log(float(np.exp(logs - largest).sum()))
 
@@ -378,8 +380,10 @@ def _log_moments(logs: list[Any], rates: list[float]) -> list[float]:
 def _outside(
     higher: list[float], lower: list[float], rate: float, log_moment: float, bottom: float, top: float
 ) -> tuple[float, float]:
-    """Chernoff bounds: mass under P above the window, and tilted mass outside of it. ``higher`` and ``lower``: the log
-    moments at ``rate`` times the FACTORS, and times 2 less them."""
+    """Chernoff bounds: mass under P above the window, and tilted mass outside of it.
+
+    ``higher`` and ``lower``: the log moments at ``rate`` times the FACTORS, and times 2 less them.
+    """
     above = min(log - rate * f * top for f, log in zip(FACTORS, higher, strict=True))
     tilted_above = min(log - log_moment - rate * (f - 1) * top for f, log in zip(FACTORS, higher, strict=True))
     tilted_below = min(log - log_moment + rate * (f - 1) * bottom for f, log in zip(FACTORS, lower, strict=True))
