@@ -369,6 +369,8 @@ def _log_sum(logs: np.ndarray) -> float:
     In a fraction of the time of scipy's, whose care for a sum near its largest term no Chernoff bound needs.
     """
     largest = float(logs.max())
+    if not math.isfinite(largest):
+        return largest
     return largest + math.log(float(np.exp(logs - largest).sum()))
 
 
