@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.dpcore import torchvision_on_cpu
+
 VOCABULARY, LENGTH, CLASSES = 40, 7, 3
 PADDING = 0
 
@@ -124,7 +126,7 @@ def logits_of(outputs: Any) -> Tensor:
 
 def architectures() -> list[Architecture]:
     """All of them; ImportError where a library is missing."""
-    make_torchvision_importable()
+    torchvision_on_cpu.make_importable()
     return [*_transformers(), *_adapters(), *_pictures()]
 
 
@@ -230,20 +232,6 @@ def _stirred(model: nn.Module) -> nn.Module:
             if param.requires_grad:
                 param.add_(0.1 * torch.randn_like(param))
     return model
-
-
-def make_torchvision_importable() -> None:
-    """Beside a CPU build of torch, the compiled part of torchvision cannot be loaded. Nothing here needs it; but what
-    timm and transformers import of it asks for two operators by name.
-    """
-    try:
-        import torchvision  # noqa: F401
-    except RuntimeError:
-        for name in ("nms", "qnms"):
-            _OPERATORS.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-
-
-_OPERATORS = torch.library.Library("torchvision", "FRAGMENT")
 
 
 def _pictures() -> Iterator[Architecture]:

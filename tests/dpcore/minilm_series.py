@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from dpcore import native
+from dpcore.examples import minilm_imdb
 from dpcore.examples.minilm_imdb import LIBRARIES, TRAINED
-from tests.dpcore import minilm_agreement
+from tests.dpcore import minilm_agreement, torchvision_on_cpu
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "results" / "minilm-imdb"
@@ -38,6 +39,9 @@ RATES = {"full": (3e-4, 1e-3), "lora": (2e-3, 5e-3), "bias": (2e-3, 5e-3)}
 """Learning rates that are tried."""
 SETTINGS = ("examples", "test_examples", "steps", "batch_size", "noise_multiplier", "delta", "max_grad_norm")
 """Of which every record must have the same: only then is there one table."""
+
+EXAMPLE = ("-m", torchvision_on_cpu.__name__, minilm_imdb.__name__)
+"""What Python runs: the example, where torchvision can be imported."""
 
 Run = tuple[str, str, int]
 """Library, what is trained, seed."""
@@ -108,7 +112,7 @@ def make(
 def _run(run: Run, rate: float, data: Path, path: Path, further: Sequence[str]) -> bool:
     """Make one run; whether its record is there."""
     library, trained, seed = run
-    command = [sys.executable, "-W", "ignore", "-m", "dpcore.examples.minilm_imdb", "--data", str(data)]
+    command = [sys.executable, "-W", "ignore", *EXAMPLE, "--data", str(data)]
     command += ["--library", library, "--train", trained, "--seed", str(seed), "--learning-rate", repr(rate)]
     command += ["--write", str(path), *further]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)

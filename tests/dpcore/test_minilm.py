@@ -20,13 +20,14 @@ from frameworks._shared.torch import models
 from harness.data import pretrained, store
 from harness.data.wordpiece import WordPiece
 from harness.tasks import GATE_TASKS
-from tests.dpcore import minilm_agreement, minilm_series
+from tests.dpcore import minilm_agreement, minilm_series, torchvision_on_cpu
 
 TASK = replace(GATE_TASKS["small-encoder-lora"], dataset="imdb-wordpiece", pretrained=True)
 
 
 def test_the_task_s_network_with_published_weights_is_bert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
+    torchvision_on_cpu.make_importable()
     monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path))
     torch.manual_seed(0)
     sizes = {"vocab_size": 311, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 40}
@@ -100,7 +101,7 @@ def test_the_example_spends_its_budget(trained: str, library: str, tmp_path: Pat
     if trained == "lora":
         pytest.importorskip("peft")
     path = tmp_path / "run.json"
-    command = [sys.executable, "-m", "dpcore.examples.minilm_imdb", "--smoke", "--train", trained, "--library", library]
+    command = [sys.executable, *minilm_series.EXAMPLE, "--smoke", "--train", trained, "--library", library]
     done = subprocess.run([*command, "--write", str(path)], capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "synthetic data" in done.stdout and re.search(r"accuracy 0\.\d+|accuracy 1\.0", done.stdout)

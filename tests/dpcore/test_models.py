@@ -12,7 +12,8 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs tests/requirements-models.txt")
 
-from tests.dpcore.architectures import architectures, make_torchvision_importable
+from tests.dpcore import torchvision_on_cpu
+from tests.dpcore.architectures import architectures
 from tests.dpcore.models import MODES, row
 
 
@@ -24,7 +25,7 @@ def test_architecture(architecture):
 
 
 def test_the_tutorial_on_adapters(monkeypatch, capsys):
-    make_torchvision_importable()
+    torchvision_on_cpu.make_importable()
     script = Path(__file__).parents[2] / "docs" / "tutorials" / "private_lora.py"
     monkeypatch.setattr(sys, "argv", [str(script), "--smoke", "--seed", "1"])
     runpy.run_path(str(script), run_name="__main__")

@@ -7,7 +7,6 @@ rounding, which Adam enlarges.
 from __future__ import annotations
 
 import copy
-import importlib.util
 import warnings
 
 import pytest
@@ -17,10 +16,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, SequentialSampler, SubsetRandomSampler, TensorDataset
 
 from dpcore import BudgetError, PrivacyEngine, PrivacyError, UnsupportedError
-from tests.dpcore.architectures import make_torchvision_importable
+from tests.dpcore import torchvision_on_cpu
 
-if importlib.util.find_spec("torchvision"):
-    make_torchvision_importable()
+torchvision_on_cpu.make_importable()
 
 WITHOUT = {"noise_multiplier": 0.0, "max_grad_norm": 1e6, "poisson_sampling": False}
 STEPS, PIECES, ROWS, TOKENS, WORDS = 20, 4, 2, 6, 32

@@ -90,12 +90,14 @@ def outcome(torch: str, python: str, tests: list[str]) -> tuple[str, bool]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", nargs="*", help="only these, of the versions " + ", ".join(t for t, _ in PAIRS))
+    parser.add_argument("--python", help="with this Python instead of the pair's own, where there is no other")
     parser.add_argument("--tests", nargs="*", default=list(TESTS), help="parts of dpcore's tests, by name")
     options = parser.parse_args()
     failed = False
-    for torch, python in PAIRS:
+    for torch, own in PAIRS:
         if options.torch and torch not in options.torch:
             continue
+        python = options.python or own
         line, passed = outcome(torch, python, options.tests)
         failed |= not passed
         print(f"torch {torch}, Python {python}: {line}", flush=True)
