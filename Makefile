@@ -129,9 +129,9 @@ test-dpcore: $(TORCH_READY)  ##ci tests of dpcore
 	OMP_NUM_THREADS=1 $(TORCH)/bin/pytest -q tests/dpcore -m "not slow" -p no:cacheprovider -n 2 --dist loadgroup
 
 test-gpu-kernels: $(TRITON_READY)  ##ci dpcore's kernels for GPUs, by Triton's interpreter on the CPU
-	@echo "==> dpcore's kernels for GPUs by Triton's interpreter, and compiled ahead of time for two of them"
+	@echo "==> dpcore's kernels for GPUs by Triton's interpreter, and compiled ahead of time for one of them"
 	TRITON_INTERPRET=1 DPCORE_TRITON=1 DPCORE_NATIVE=0 OMP_NUM_THREADS=1 PYTHONPATH=$(TRITON) \
-	  $(TORCH)/bin/pytest -q tests/dpcore/test_gpu_kernels.py -p no:cacheprovider
+	  $(TORCH)/bin/pytest -q tests/dpcore/test_gpu_kernels.py -m "not slow" -p no:cacheprovider
 
 test-gpu-rehearsal: $(READY) $(REHEARSAL_READY)  ##ci the folder's run on the processors, with the very versions of the machine with a GPU (5 GB)
 	$(BIN)/pytest -q -s tests/harness/run/test_gpu_rehearsal.py -p no:cacheprovider
@@ -200,9 +200,11 @@ fuzz-kernels: $(TORCH_READY)  ## dpcore's kernels against the pure rules under A
 test-wheel: $(READY)  ##ci the wheel of dpbench, installed outside of the checkout: what it holds, and the preset smoke
 	$(BIN)/pytest -q tests/harness/test_wheel.py
 
-test-slow: $(READY) $(TORCH_READY)  ##ci every variant on every task, and the long proofs
+test-slow: $(READY) $(TORCH_READY) $(TRITON_READY)  ##ci every variant on every task, and the long proofs
 	$(BIN)/pytest -q tests/harness tests/frameworks -m "slow or network" -o faulthandler_timeout=7200
 	$(TORCH)/bin/pytest -q tests/dpcore -m slow -p no:cacheprovider
+	TRITON_INTERPRET=1 DPCORE_TRITON=1 DPCORE_NATIVE=0 PYTHONPATH=$(TRITON) \
+	  $(TORCH)/bin/pytest -q tests/dpcore/test_gpu_kernels.py -m slow -p no:cacheprovider
 	OMP_NUM_THREADS=1 $(TORCH)/bin/pytest -q tests/dpcore -m "not slow" -p no:cacheprovider -n 2 --dist loadgroup --hypothesis-profile=explore
 
 $(READY): requirements.txt pyproject.toml

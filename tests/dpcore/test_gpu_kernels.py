@@ -724,7 +724,7 @@ for add in (False, True):
 """
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_kernels_compile_ahead_of_time_without_a_gpu(capability, tmp_path):
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", AHEAD_OF_TIME, str(capability)]

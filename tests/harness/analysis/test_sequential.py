@@ -95,9 +95,9 @@ def test_the_interval_holds_the_truth_at_all_looks():
     rule = Rule(cells=2)
     found = [
         all(abs(f.low) <= 1.03 <= f.high for n in range(FIRST_LOOK, ROUNDS + 1) if (f := judge(row[:n], rule)).low)
-        for row in paths(0.03, 0.04, 1500, seed=8)
+        for row in paths(0.03, 0.04, 500, seed=8)
     ]
-    assert np.mean(found) == pytest.approx(1 - 0.05 / 2, abs=0.014)
+    assert np.mean(found) == pytest.approx(1 - 0.05 / 2, abs=0.024)
 
 
 def test_one_judgement_and_many_agree():

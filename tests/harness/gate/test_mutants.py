@@ -101,7 +101,7 @@ ONLY = {
     "keeps-moments",
 }
 """Faults that nothing but the named checks may find in the updates: all single steps are right."""
-QUICK = {"caches-gradients", "ignores-seed", "mean-noise-to-adam", "token-mean"}
+QUICK = {"caches-gradients", "ignores-seed", "mean-noise-to-adam"}
 """Mutants that CI judges each time; `make mutants` and the slow tests judge all. CI sees most faults of noise, of late
 steps and of batches in numpy, too (test_gate.py)."""
 RIGHT = ("exact", "exact-static", "exact-plain", "exact-adam")
