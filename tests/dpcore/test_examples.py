@@ -68,8 +68,11 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 @pytest.mark.parametrize(
     "command",
-    [("-m", "dpcore.examples.mnist"), (*TORCHRUN, "-m", "dpcore.examples.cifar10_ddp")],
-    ids=["mnist", "cifar10_ddp"],
+    [
+        pytest.param(("-m", "dpcore.examples.mnist"), id="mnist"),
+        # A minute; the ranks' sums, noise and sampling are tested apart.
+        pytest.param((*TORCHRUN, "-m", "dpcore.examples.cifar10_ddp"), id="cifar10_ddp", marks=pytest.mark.slow),
+    ],
 )
 def test_an_example_spends_its_budget_and_learns(command: tuple[str, ...]) -> None:
     output = run(*command, "--smoke", "--seed", "1", "--epsilon", "50")

@@ -27,7 +27,7 @@ from harness.run import layers as layer_run  # noqa: E402
 from harness.run import peaks  # noqa: E402
 from harness.store import cache  # noqa: E402
 from harness.store.record import Gate  # noqa: E402
-from harness.worker import machine  # noqa: E402
+from harness.worker import machine, speed_probe  # noqa: E402
 from harness.worker.layer_request import LayerRequest  # noqa: E402
 from harness.worker.request import Request  # noqa: E402
 from harness.worker.result import Check  # noqa: E402
@@ -89,6 +89,7 @@ def install() -> None:
     if "DRIVE_WITH_GPU" in os.environ:
         machine.gpus = lambda: ["A device that is not there, 1000 MiB, 1.0"]
         machine._gpu_throttle = list
+    speed_probe.seconds = lambda: 0.01  # takes longer than a fake's steps, and a busy machine changes it
     peaks.measure = lambda threads: {"flops_per_second": 1e9 * threads, "bytes_per_second": 2e9}
     if "DRIVE_WITH_REPORT" not in os.environ:  # figures take longer than the fake cells
         outcome.report = lambda folder, console, shows: []
