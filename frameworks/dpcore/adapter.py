@@ -43,9 +43,10 @@ class Dpcore(TorchAdapter):
         if not setting.private:
             raise Unsupported("dpcore only trains with differential privacy; its non-private twin is pytorch.")
         self.own = None
-        kept = self.engine if self.graphs else None
-        if kept is not None and (self.task.name, self.setting.device) == (task.name, setting.device):
-            # The graphs are those of this model: it gets its weights back, and the engine what else it was given.
+        kept = self.engine
+        if kept is not None and (self.task, self.setting.device) == (task, setting.device):
+            # The engine tries out once per model what mixes examples and what is fastest, or compiles it, as other
+            # contestants compile once: the model gets its weights back, and the engine what else it was given.
             self.configure(task, setting)
             self.model = kept.model
             torch_models.load_parameters(self.model, task, initial)
