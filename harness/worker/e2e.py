@@ -52,8 +52,9 @@ REPLAYED_STEPS = MINIMUM_STEPS
 timed process makes at least so many, so that both have the same steps behind them."""
 
 CALIBRATION_STEPS = (2, 4)
-CALIBRATION_SECONDS = 2.0
-"""At least and at most so many steps show what one costs; beyond the least number only while they took less."""
+CALIBRATION_SECONDS = 15.0
+"""At least and at most so many steps show what one costs; beyond the least number only while they took less. The most
+is one more than SETTLING_STEPS: who is judged by what is done once gets fewer timed steps than the budget has."""
 SETTLING_STEPS = 3
 """Libraries do more in their first steps than in later ones: dpcore looks whether the first three batches mix their
 examples, a compiler guesses at the second batch which sizes change."""
