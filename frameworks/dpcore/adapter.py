@@ -33,6 +33,7 @@ class Dpcore(TorchAdapter):
         self.kernels = kernels
         self.graphs = graphs
         self.engine: Engine | None = None
+        self.examined: tuple[Task, str, str] | None = None  # what the engine's trials were about
 
     def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
         if self.kernels and setting.device == "cpu":
@@ -43,8 +44,8 @@ class Dpcore(TorchAdapter):
         if not setting.private:
             raise Unsupported("dpcore only trains with differential privacy; its non-private twin is pytorch.")
         self.own = None
-        kept = self.engine
-        if kept is not None and (self.task, self.setting.device) == (task, setting.device):
+        kept, model = self.engine, (task, setting.device, setting.precision)
+        if kept is not None and self.examined == model:
             # The engine tries out once per model what mixes examples and what is fastest, or compiles it, as other
             # contestants compile once: the model gets its weights back, and the engine what else it was given.
             self.configure(task, setting)
@@ -69,7 +70,9 @@ class Dpcore(TorchAdapter):
                 compile=self.graphs,
             )
         except UnsupportedError as error:
+            self.engine = None
             raise Unsupported(str(error)) from None
+        self.examined = model
 
     def optimizer(self) -> torch.optim.Optimizer:
         return optimizers.make(torch_models.trained_parameters(self.model), self.setting, of_sum=False)
