@@ -327,7 +327,9 @@ RECORDS = 2 + 2 + 4  # gates, memory, times
 
 
 @pytest.mark.parametrize("victim", ["runner", "worker"])
-@pytest.mark.parametrize("finished", [0, 3, 5])
+@pytest.mark.parametrize(
+    "finished", [pytest.param(0, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)]
+)
 def test_kill_9_loses_and_doubles_nothing(driver: Driver, victim: str, finished: int) -> None:
     process = driver.start(*RUN)
     wait_for(lambda: len(list(driver.out.glob("records/*.json"))) >= finished + 1 and workers(process.pid))
@@ -454,7 +456,7 @@ def test_ctrl_c_says_how_to_go_on(driver: Driver) -> None:
     assert len(driver.files()) == RECORDS
 
 
-@pytest.mark.parametrize("kib", [0, 8, 36])
+@pytest.mark.parametrize("kib", [pytest.param(0, marks=pytest.mark.slow), 8, pytest.param(36, marks=pytest.mark.slow)])
 def test_a_full_disk_is_one_sentence_and_loses_nothing(driver: Driver, tmp_path: Path, kib: int) -> None:
     """A real small file system, filled up but for ``kib`` KiB, so that it runs full at three moments."""
     small = tmp_path / "small"

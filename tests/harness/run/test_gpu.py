@@ -222,6 +222,7 @@ def test_the_frontier_is_that_of_tasks_that_are_judged():
     assert {c.name for c in gpu_plan.frontier_contestants(Choice(), here)} == set(gpu_plan.FIRST)
 
 
+@pytest.mark.slow  # three quarters of a minute
 def test_the_frontier_comes_last(reference, cache, tmp_path):
     arguments = ("--layers", "none", "--frontier", "logreg", "--frameworks", "phantom-noop,phantom-unfit")
     done = run_gpu(tmp_path, reference, cache, "--seconds", "300", *arguments)
