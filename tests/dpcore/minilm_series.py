@@ -41,7 +41,7 @@ SETTINGS = ("examples", "test_examples", "steps", "batch_size", "noise_multiplie
 """Of which every record must have the same: only then is there one table."""
 
 EXAMPLE = ("-m", torchvision_on_cpu.__name__, minilm_imdb.__name__)
-"""What Python runs: the example, where torchvision can be imported."""
+"""The arguments by which Python runs the example, where torchvision can be imported."""
 
 Run = tuple[str, str, int]
 """Library, what is trained, seed."""

@@ -37,15 +37,15 @@ CORE = {c.name for c in registry.select(["core"])}
 
 
 def is_gated(contestant: Contestant, task: str) -> bool:
-    """What the gate sees of the default variants: the core ones on two tasks, the others on one."""
+    """Say whether the gate sees it: of the default variants the core ones on two tasks, the others on one."""
     if contestant.name in CORE:
         return task in ("mnist-cnn", "imdb-embedding")
     return contestant.name in DEFAULTS and task == "mnist-cnn"
 
 
 def is_gated_in_ci(contestant: Contestant, task: str) -> bool:
-    """The same, but that what compiles anew for every size of batch is judged on a task without convolutions, of which
-    it compiles the network in less than half the time; the other task's are among the conformance tests."""
+    """Say the same for CI, where what compiles anew for every size of batch is judged on a task without convolutions,
+    whose network it compiles in less than half the time; the other task is among the conformance tests."""
     if contestant.name in CORE or not contestant.variant.static_shapes:
         return is_gated(contestant, task)
     return contestant.name in DEFAULTS and task == "ffnn"

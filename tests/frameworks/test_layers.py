@@ -19,7 +19,7 @@ from harness.worker.layer_request import LayerRequest
 pytestmark = pytest.mark.frameworks
 
 QUICK = {"embedding": ("plain", "per_sample", "clipped"), "lstm": ("clipped",)}
-"""What CI sees of the core's layers: these passes."""
+"""Layers of the core that CI sees, and their passes."""
 BATCH = 6
 
 COUNTED = """

@@ -1,4 +1,4 @@
-"""How many steps the warm-up makes, and what it takes a later one to cost."""
+"""The warm-up: how many steps it makes, and what it says that a later one costs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.worker.e2e import Measurement
 
 
 def calibrated(monkeypatch: pytest.MonkeyPatch, seconds: Iterator[float]) -> tuple[float, float, int]:
-    """What is found where steps take these seconds, one after the other."""
+    """Calibrate where steps take these seconds, one after the other."""
     monkeypatch.setattr(e2e, "timed_steps", lambda adapter, batches: next(seconds))
     monkeypatch.setattr(e2e, "warm_up_batch", lambda *_: None)
     process = SimpleNamespace(
