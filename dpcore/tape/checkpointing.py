@@ -207,15 +207,16 @@ class DroppedUse(Use):
         self._formed: dict[Parameter, Tensor] | None = None
 
     def drop(self, anchor: Tensor, dropped: list[tuple[Tensor, int]]) -> list[tuple[Saved, Any]]:
-        """Let the inputs go, and return the nodes of the graph from which :meth:`take` gets them back.
+        """Let the inputs go, and return outputs of the graph's nodes from which :meth:`take` gets them back.
 
         A node leads to the checkpoint's arguments and their graph. It may be held behind the use's output in that
-        graph, but not by the use: the tape holds that, and hooks in the graph hold the tape.
+        graph, but not by the use: the tape holds that, and hooks in the graph hold the tape. Its output is held with
+        it, for torch up to 2.9 at least frees what a node saved when nothing refers to that.
         """
         nodes = []
         for saved in _inputs(self.use):
             dropped.append((saved.tensor, saved.version))
-            nodes.append((saved, _Keep.apply(saved.tensor, anchor).grad_fn))
+            nodes.append((saved, _Keep.apply(saved.tensor, anchor)))
             saved.drop()
         return nodes
 
@@ -235,7 +236,7 @@ class DroppedUse(Use):
         self._formed, self.use.grad = None, grad
         for saved, node in nodes:
             if saved.missing:
-                (tensor,) = node.saved_tensors
+                (tensor,) = node.grad_fn.saved_tensors
                 saved.bring_back(tensor)
         examples = len(grad)
         if examples * sum(p.numel() for p in self.params) * 4 >= self.use.stash_bytes():
