@@ -82,6 +82,9 @@ def test_a_compiled_loss_is_as_good_as_any():
 
 def test_a_graph_of_the_whole_step_is_refused_and_nothing_is_released():
     model, engine = make()
+    compiled = torch.compile(lambda x: x + 1, backend=BACKEND)
+    compiled(torch.ones(1))
+    make()[1].step(*next(iter(batches())))  # the first step beside a compiler; one that is traced has torch's sentence
     before = weights(model)
     whole = torch.compile(engine.step, backend=BACKEND, fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="the private step runs uncompiled"):
