@@ -96,8 +96,9 @@ gate: $(READY)  ## the admission gate alone
 doctor: $(READY)  ## checks of the instrument itself
 	$(BIN)/dpbench doctor
 
-# First, side by side, what is one process each: containers wait more than they work, so that the
-# harness's tests, which use two, begin beside them. Then the other parts that use two processes. The closing line of the last one counts executed tests on every machine: without a container
+# First, side by side, what is one process each: containers wait more than they work, so that the harness's tests, which
+# use two, begin beside them. Then the other parts that use two processes. The closing line of the last one counts
+# executed tests on every machine: without a container
 # engine, all of the containers' are skipped.
 test: $(READY)  ## what most pull requests need; CI adds make conformance, make mutants and a comparison
 	@$(MAKE) --no-print-directory --jobs=3 --output-sync=target test-containers lint environments types-dpcore test-gpu-kernels test-harness
