@@ -15,10 +15,11 @@ from dpcore import native
 from dpcore.arguments import check_number
 from dpcore.clipping import clip_factors
 from dpcore.engine.uncompiled import refuse_compiled, uncompiled
-from dpcore.errors import PrivacyError
+from dpcore.errors import PrivacyError, warn_caller
 from dpcore.example_isolation.check import IsolationCheck
 from dpcore.microbatch.accumulator import Accumulator, Factors
 from dpcore.microbatch.layout import Layout, copies, is_mask, probe_sizes
+from dpcore.microbatch.memory import give_back_everything, ran_out
 from dpcore.microbatch.planner import MicroBatches, choose, micro_batches
 from dpcore.noise import GaussianNoise
 from dpcore.rerun.heap import give_back
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from dpcore.engine.graphs import Graphs
 
 LossFn = Callable[[Any, Any], Tensor]
+FIRST_EXAMPLES = 16
+"""The first piece of a kind of batch that is not known yet."""
 Kind = tuple[Any, ...]
 """Shapes and dtypes of one example's inputs; a plan of micro-batches holds for one kind."""
 
@@ -69,8 +72,9 @@ class Engine:
             none.
         optimizer: The torch optimizer that :meth:`step` calls.
         noise: The source of noise; None draws a secret seed.
-        physical_batch_size: Examples per forward pass; None chooses by sizes and memory. The result does not depend on
-            it.
+        physical_batch_size: Examples per forward pass. None chooses by sizes and memory, and where memory runs out
+            starts the batch anew with half as many at once, so that nothing is counted twice. The result does not
+            depend on it.
         factors: The clipping rule, ``factors(norms, C)``; flat by default.
         compile: Whether, behind the first micro-batch, the pass runs as one compiled graph of fixed length per kind of
             batch (:mod:`dpcore.engine.graphs`). True takes inductor, a name another backend; compiling takes some time
@@ -120,6 +124,8 @@ class Engine:
         self._physical = physical_batch_size
         self._planned: dict[Kind, MicroBatches] = {}
         self._largest: dict[Kind, int] = {}
+        self._fitting: dict[Kind, int] = {}
+        """How many examples may be in work at once, of kinds for which memory has run out."""
         self._layout = Layout(model, custom_fallbacks(model))
         self.isolation = IsolationCheck(model, self.accumulator.names, self._layout)
         if not check_isolation:
@@ -175,20 +181,19 @@ class Engine:
         """
         self._check_model()
         self._withdraw()
-        self.accumulator.clear()
-        return self._add_clipped_sum(x, y, mask, 1.0)
+        return self._add_clipped_sum(x, y, mask, 1.0, self.accumulator.clear)
 
-    def _add_clipped_sum(self, x: Any, y: Any, mask: Tensor | None, scale: float) -> ClippedSum:
-        """The clipped sum times ``scale``, added to what the buffer holds."""
+    def _add_clipped_sum(
+        self, x: Any, y: Any, mask: Tensor | None, scale: float, begin: Callable[[], object]
+    ) -> ClippedSum:
+        """The clipped sum times ``scale``, added to what ``begin`` has brought into the buffer."""
         batch_size = self._batch_size = _length(x)
         _check_mask(mask, batch_size)
         kind = self._kind(x)
         self._prepare(kind, x, y, batch_size)
-        parts = []
-        for rows, graph_size in self._pieces(kind, batch_size, filled=mask is not None):
-            whole = rows == slice(0, batch_size)
-            piece = (x, y) if whole else (_take(x, rows), _take(y, rows))
-            parts.append(self._accumulate(*piece, None if mask is None else mask[rows], scale, kind, graph_size))
+        while (parts := self._add_pieces(kind, x, y, mask, scale, begin)) is None:
+            # Here, where the error and all that its traceback held are gone.
+            give_back_everything(self.accumulator.device)
         norms, factors, losses = ([part[k] for part in parts] for k in range(3))
         return ClippedSum(
             {name: self.accumulator.sums[p] for name, p in self.parameters.items()},
@@ -197,6 +202,37 @@ class Engine:
             self._join(losses, grouped=False),
             self.sensitivity,
         )
+
+    def _add_pieces(
+        self, kind: Kind, x: Any, y: Any, mask: Tensor | None, scale: float, begin: Callable[[], object]
+    ) -> list[tuple[Tensor, Tensor, Tensor]] | None:
+        """What :meth:`_accumulate` returns for all pieces of a batch; None where memory ran out.
+
+        The next attempt starts the batch anew, in smaller pieces: the one that failed may have been added in part.
+        """
+        batch_size, at_once, parts = self._batch_size, 0, []
+        begin()
+        try:
+            for rows, graph_size in self._pieces(kind, batch_size, filled=mask is not None):
+                at_once = rows.stop - rows.start
+                whole = at_once == batch_size
+                piece = (x, y) if whole else (_take(x, rows), _take(y, rows))
+                of_piece = None if mask is None else mask[rows]
+                parts.append(self._accumulate(*piece, of_piece, scale, kind, graph_size))
+        except Exception as error:
+            if not ran_out(error):
+                raise
+            fitting = min(at_once, self._fitting.get(kind, at_once)) // 2
+            if self._physical is not None or not fitting:
+                remedy = "" if self._physical is None else "; with physical_batch_size=None it would go on with fewer"
+                error.add_note(f"dpcore had {at_once} example{'s' if at_once > 1 else ''} in work at once{remedy}.")
+                raise
+            self._fitting[kind] = fitting
+            warn_caller(
+                f"Memory ran out with {at_once} examples in work at once; the batch starts anew with {fitting}."
+            )
+            return None
+        return parts
 
     def _kind(self, x: Any) -> Kind:
         """Return the key of a batch's plan.
@@ -263,9 +299,12 @@ class Engine:
     def _next_size(self, kind: Kind, batch_size: int, remaining: int) -> int:
         """Size of the next micro-batch; the first batch of a kind starts small, to measure what an example leaves."""
         plan = self._planned.get(kind)
-        size = self._physical or (plan.size(batch_size) if plan else 16)
+        size = self._physical or self._fit(kind, plan.size(batch_size) if plan else FIRST_EXAMPLES)
         pieces = -(-remaining // size)
         return -(-remaining // pieces)
+
+    def _fit(self, kind: Kind, size: int) -> int:
+        return min(size, self._fitting.get(kind, size))
 
     def _graph_size(self, kind: Kind, count: int, filled: bool) -> int:
         """Length of the compiled pieces of ``count`` examples."""
@@ -274,7 +313,7 @@ class Engine:
         assert self._graphs is not None
         plan, on_cpu = self._planned[kind], self.accumulator.device.type == "cpu"
         most = min(plan.most, max(plan.least, CPU_GRAPH_EXAMPLES)) if on_cpu else plan.most
-        return self._graphs.length(kind, count, self._physical or most, filled)
+        return self._graphs.length(kind, count, self._physical or self._fit(kind, most), filled)
 
     def _traced(self, x: Any, y: Any, mask: Tensor, bounds: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Compute what :meth:`_accumulate` does without looking at any value."""
@@ -373,13 +412,11 @@ class Engine:
         scale = 1.0 / self.expected_batch_size
         flat, std = self.accumulator.flat, self.noise_multiplier * self.sensitivity * scale
         first = self.noise.may_come_first
+        # Also where memory runs out and a batch starts anew: a step's noise is the same however often it is drawn.
+        begin = functools.partial(self.noise.fill_, flat, std, self.steps) if first else flat.zero_
         self._withdraw()
         try:
-            if first:
-                self.noise.fill_(flat, std, self.steps)
-            else:
-                flat.zero_()
-            result = self._add_clipped_sum(x, y, mask, scale)
+            result = self._add_clipped_sum(x, y, mask, scale, begin)
             if not first:
                 self.noise.add_(flat, std, self.steps)
         except BaseException:
@@ -458,7 +495,7 @@ class Engine:
         """
         lines = [f"{name}: {method}" for name, method in self._plan]
         lines += [f"{name or 'the whole model'}: no rule, by vmap" for name in self._layout.fallbacks]
-        planned = {plan.size(self._largest[kind]) for kind, plan in self._planned.items()}
+        planned = {self._fit(kind, plan.size(self._largest[kind])) for kind, plan in self._planned.items()}
         sizes = sorted(planned) if self._physical is None else [self._physical]
         if self._graphs is not None:
             sizes = self._graphs.sizes

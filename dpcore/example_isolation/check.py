@@ -36,6 +36,7 @@ from dpcore.example_isolation.rows import enlarged, half_of_rows, has_rows, repl
 from dpcore.microbatch import ragged
 from dpcore.microbatch.accumulator import example_gradient, weighted_sum
 from dpcore.microbatch.layout import Layout
+from dpcore.microbatch.memory import give_back_everything, ran_out
 from dpcore.microbatch.planner import Choice, choose
 from dpcore.rerun.heap import give_back
 from dpcore.rerun.side_effects import left_behind, tensors_in
@@ -49,7 +50,9 @@ Run = Callable[[Any], Any]
 """A batch -> the model's outputs, or [B] losses."""
 
 EXAMPLES = 16
-"""The most examples of a batch that a check takes; mixing needs two."""
+"""The most examples of a batch that a check takes; fewer once memory has run out."""
+FEWEST = 2
+"""Examples without which there is no mixing."""
 BATCHES = 3
 """Number of first batches of a kind that are checked: one check finds a dependence on a count or a rank only more often
 than not."""
@@ -89,6 +92,7 @@ class IsolationCheck:
         self.enabled = True
         self.compiled = False
         """True where torch.compile made a part of the graph (a loss function): one backward pass can go through it."""
+        self._most = EXAMPLES
         self._kinds: Counter[Any] = Counter()
         self._passes = 0
         self._checks = 0
@@ -128,27 +132,47 @@ class IsolationCheck:
             losses: Whether ``run`` returns one loss per example.
         """
         self._checks += 1
-        whole = ragged.is_ragged(self.model, batch)
-        if not whole:
-            batch, batch_size = self._some(batch, batch_size)
-        with preserved(self.model) as state, torch.enable_grad():
-            state.watch_parameters()
-            trial = _Trial(self, state, run, batch_size, losses)
-            row = self._random.randrange(batch_size)
-            if whole:
-                trial.measure(batch, torch.arange(0), alone=row)
-            else:
-                self._exchange(trial, batch, row)
+        while not self._checked(run, batch, batch_size, losses):
+            # Here, where the error and all that its traceback held are gone.
+            give_back_everything(next(iter(self.names)).device)
         self._kinds[kind] += 1
         give_back()
 
+    def _checked(self, run: Run, batch: Any, batch_size: int, losses: bool) -> bool:
+        """Make all experiments; False where memory ran out, and fewer examples are to be tried."""
+        whole = ragged.is_ragged(self.model, batch)
+        if not whole:
+            batch, batch_size = self._some(batch, batch_size)
+        try:
+            with preserved(self.model) as state, torch.enable_grad():
+                state.watch_parameters()
+                trial = _Trial(self, state, run, batch_size, losses)
+                row = self._random.randrange(batch_size)
+                if whole:
+                    trial.measure(batch, torch.arange(0), alone=row)
+                else:
+                    self._exchange(trial, batch, row)
+        except Exception as error:
+            if not ran_out(error):
+                raise
+            if whole or batch_size <= FEWEST:
+                error.add_note(
+                    f"dpcore had {batch_size} examples in work, to see whether the model keeps examples apart, which "
+                    f"takes {'whole batches' if whole else 'two'}."
+                )
+                raise
+            self._most = max(FEWEST, batch_size // 2)
+            return False
+        return True
+
     def _some(self, batch: Any, batch_size: int) -> tuple[Any, int]:
-        """At most EXAMPLES random examples; not as many as another dimension has, which could pass for the batch."""
-        if batch_size <= EXAMPLES:
+        """A few random examples; not as many as another dimension has, which could pass for the batch."""
+        most = self._most
+        if batch_size <= most:
             return batch, batch_size
         leaves, structure = flatten(batch)
         taken = {n for leaf in leaves if isinstance(leaf, Tensor) for n in leaf.shape[1:]}
-        count = next((n for n in range(EXAMPLES, 1, -1) if n not in taken), EXAMPLES)
+        count = next((n for n in range(most, 1, -1) if n not in taken), most)
         index = torch.tensor(sorted(self._random.sample(range(batch_size), count)))
         return unflatten(
             structure, [leaf[index.to(leaf.device)] if has_rows(leaf, batch_size) else leaf for leaf in leaves]
@@ -188,8 +212,9 @@ class IsolationCheck:
                 self._compare(trial, before, batch, outliers, excluded)
             except PrivacyError:
                 raise
-            except Exception:  # the model may well refuse such values; they were ours, not the user's
-                pass
+            except Exception as error:  # the model may well refuse such values; they were ours, not the user's
+                if ran_out(error):
+                    raise
         if dropped:
             self._compare_fewer(trial, before, batch, dropped, excluded)
 
@@ -207,7 +232,9 @@ class IsolationCheck:
             with without_dropout(self.model):
                 before, again = (trial.measure(batch, excluded) for _ in range(2))
                 after = trial.measure(fewer, excluded, dropped=dropped)
-        except Exception:  # a model may well be made for batches of one length
+        except Exception as error:  # a model may well be made for batches of one length
+            if ran_out(error):
+                raise
             return
         moved = _moved(before, after, rounding)
         if moved is None or trial.drew or _moved(before, again, rounding / 4) is not None:

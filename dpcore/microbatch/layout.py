@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dpcore.errors import NoRuleError, UnsupportedError
+from dpcore.microbatch.memory import ran_out
 from dpcore.rerun.snapshot import preserved
 from dpcore.rules.recurrent import packed_noted
 from dpcore.rules.vmap import Fallback, Interception, ModuleUse, owner
@@ -221,8 +222,9 @@ class Layout:
         for variant in variants if self.learnt <= VARIED_KINDS else ():
             try:
                 self._learn(names, variant, counts)
-            except Exception:  # inputs of ours, that the model may well refuse; those of the user were accepted
-                continue
+            except Exception as error:  # of ours, which the model may well refuse; the user's inputs were accepted
+                if ran_out(error):
+                    raise
 
     def _learn(self, names: dict[Parameter, str], run: Callable[[int], Any], counts: Sequence[int]) -> None:
         """One probe after the other, until every module without a rule is known."""

@@ -32,6 +32,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.dpcore import torchvision_on_cpu
+
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "results" / "transformers-cost"
 PAGE = ROOT / "docs" / "models-cost.md"
@@ -86,6 +88,7 @@ def _bert() -> nn.Module:
 
 
 def _vit() -> nn.Module:
+    torchvision_on_cpu.make_importable()
     import timm
 
     return timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=CLASSES)
