@@ -12,7 +12,6 @@ import functools
 import itertools
 import json
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,27 +24,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dpcore.gpu import interpreted
-from dpcore.gpu.tuned import KINDS, Costs, Sizes
+from dpcore.gpu.tuned import KINDS, Sizes
 from dpcore.gpu.windows import Windows
-from dpcore.numerics.precision import full_precision
-from dpcore.numerics.rounding import gram, squares
+from dpcore.numerics import measure
+from dpcore.numerics.measure import median_seconds
 
 MAPS = ((16, 128, 768, 768), (8, 1024, 768, 3072), (8, 512, 4096, 4096))
 """(B, T, d, p) of linear maps in GPT-2 and in a Llama of 7 billion parameters."""
 CONVOLUTIONS = ((256, 1, 28, 16, 8, 2, 3), (64, 64, 32, 64, 3, 1, 1), (64, 256, 8, 256, 3, 1, 1))
 """(B, c, size, d, kernel, stride, padding): the first of the MNIST CNN, and two of a residual network on CIFAR-10."""
-KEPT, PRODUCT = (64, 2**20), (16, 512, 768)
-"""Kept gradients [B, n], 256 MiB, and rows [B, T, p] of which the planner's Gram matrices are made."""
-TINY_MAPS, TINY_CONVOLUTIONS, TINY_KEPT, TINY_PRODUCT = (
-    ((2, 20, 33, 17),),
-    ((2, 2, 6, 5, 3, 2, 1),),
-    (2, 256),
-    (2, 8, 8),
-)
+TINY_MAPS, TINY_CONVOLUTIONS = ((2, 20, 33, 17),), ((2, 2, 6, 5, 3, 2, 1),)
 DTYPES = {"float32": torch.float32, "half": torch.bfloat16}
 REPEATS, TINY_REPEATS = 7, 1
-TURNS = 32
-"""Examples in turn in one measurement."""
+ON_A_GPU = measure.Sizes(kept=(64, 2**20), product=(16, 512, 768), repeats=REPEATS)
+"""256 MiB of kept gradients."""
+TINY = measure.Sizes(kept=(2, 256), product=(2, 8, 8), repeats=TINY_REPEATS)
 
 
 def main() -> int:
@@ -70,7 +63,7 @@ def main() -> int:
 def tune(seconds: float) -> dict[str, Any]:
     """Return the file's content: the planner's costs, the fastest sizes by kind and type, and all that was tried."""
     begun, tried, left = time.monotonic(), list[dict[str, Any]](), 0
-    planner = planner_costs()
+    planner = measure.measure(torch.device(_device()), TINY if interpreted() else ON_A_GPU)
     times: dict[str, dict[Sizes, dict[str, list[float]]]] = {kind: {} for kind in KINDS}
     for sizes, width, kind in itertools.product(candidates(), DTYPES, KINDS):
         if time.monotonic() - begun > seconds:
@@ -199,57 +192,8 @@ def _seconds(case: _Case, sizes: Sizes) -> float:
     return _median(lambda: case.run(sizes))
 
 
-# ---- the planner's costs
-
-
-def planner_costs() -> Costs:
-    """Return what the planner weighs, measured as dpcore does it: without its kernels, in float32.
-
-    A kept number is written once, read for the norm and read for the sum. The operators of an example in turn are a
-    product, its squares, the wait for its factor, and an addition.
-    """
-    examples, numbers = TINY_KEPT if interpreted() else KEPT
-    batch, steps, features = TINY_PRODUCT if interpreted() else PRODUCT
-    kept, total = torch.empty(examples, numbers, device=_device()), torch.zeros(numbers, device=_device())
-    factors = torch.ones(examples, device=_device())
-    (rows,) = _random(torch.float32, (batch, steps, features))
-    g, x = _random(torch.float32, (4, 8), (4, 8))
-    small = torch.zeros(64, device=_device())
-
-    def keep() -> None:
-        kept.fill_(1.0)
-        squares(kept)
-        total.addmv_(kept.t(), factors)
-
-    def take_turns() -> None:
-        for _ in range(TURNS):
-            flat = torch.mm(g.t(), x).reshape(-1)
-            factor = squares(flat.unsqueeze(0)).value.rsqrt().clamp(max=1.0).tolist()
-            small.add_(flat, alpha=factor[0])
-
-    with full_precision():
-        of_number = _median(keep) / kept.numel()
-        of_flop = _median(lambda: gram(rows)) / (2 * batch * steps**2 * features)
-        of_turn = _median(take_turns) / TURNS
-    return Costs(of_number / of_flop, of_turn / of_number)
-
-
 def _median(run: Callable[[], object]) -> float:
-    """Return the median time of ``run`` in seconds, after one that is not taken."""
-    run()
-    times = []
-    for _ in range(TINY_REPEATS if interpreted() else REPEATS):
-        _wait()
-        begun = time.perf_counter()
-        run()
-        _wait()
-        times.append(time.perf_counter() - begun)
-    return statistics.median(times)
-
-
-def _wait() -> None:
-    if _device() == "cuda":
-        torch.cuda.synchronize()
+    return median_seconds(run, torch.device(_device()), TINY_REPEATS if interpreted() else REPEATS)
 
 
 def _device() -> str:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from dpcore.numerics.costs import Costs, of_processor
 
 VARIABLE = "DPCORE_GPU_TUNING"
 KINDS = ("tiles", "gram", "windows")
@@ -50,25 +51,6 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Costs that the planner weighs, in the time that one number of a kept gradient takes: written, squared and added.
-
-    ``flops_per_kept_float``: FLOPs of a product of matrices that take as long. ``fewest_in_turn``: so many numbers take
-    as long as starting the operators of one more example.
-
-    Raises ValueError for what is no positive number.
-    """
-
-    flops_per_kept_float: float
-    fewest_in_turn: float
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value < math.inf:
-                raise ValueError(f"the planner's {name} is {value!r}; it must be a positive number")
-
-
-@dataclass(frozen=True)
 class _Tuned:
     """``sizes`` by kind and :data:`WIDTHS`."""
 
@@ -92,7 +74,9 @@ def chosen(kind: str, dtype: torch.dtype) -> Sizes:
 
 
 def costs(device: torch.device) -> Costs | None:
-    """Return what was measured for the planner on a GPU; None on other devices, and where nothing was."""
+    """Return what was measured for the planner on a device like this one; None where nothing was."""
+    if device.type == "cpu":
+        return of_processor()
     path = os.environ.get(VARIABLE)
     return _read(path).costs if path and device.type == "cuda" else None
 

@@ -24,12 +24,12 @@ from dpcore.tape.tape import HALF, IN_ROWS, Tape, batch_first
 from dpcore.tape.uses import Saved, Use, handles, rewrites
 
 # A float of memory traffic costs about as much as this many FLOPs on a CPU core (50 GFLOP/s beside 10 GB/s, three
-# passes over the kept gradient: written, squared, summed).
+# passes over the kept gradient: written, squared, summed), where dpcore.numerics.measure has not measured it.
 FLOPS_PER_KEPT_FLOAT = 60
 
 
 def flops_per_kept_float(device: torch.device) -> float:
-    """Return :data:`FLOPS_PER_KEPT_FLOAT`, or what was measured on a GPU."""
+    """Return :data:`FLOPS_PER_KEPT_FLOAT`, or what was measured on the device."""
     costs = tuned.costs(device)
     return FLOPS_PER_KEPT_FLOAT if costs is None else costs.flops_per_kept_float
 

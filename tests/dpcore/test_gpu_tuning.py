@@ -12,8 +12,9 @@ from torch.nn import Parameter
 
 from dpcore.gpu import tuned
 from dpcore.gpu.tune import fastest
-from dpcore.gpu.tuned import Costs, Sizes
+from dpcore.gpu.tuned import Sizes
 from dpcore.microbatch.planner import choose
+from dpcore.numerics.costs import Costs
 from dpcore.rules.linear import ContractionUse
 
 GOOD = {
