@@ -18,16 +18,16 @@ from frameworks._shared.jax import models as jax_models
 from frameworks._shared.jax import optimizers
 from frameworks._shared.jax.adapter import JaxAdapter, Tree, Update, in_pieces
 from frameworks._shared.jax.models import Form
-from harness import tasks
+from frameworks.jax import tables as first_tables
 from harness.contract import Adapter
 from harness.tasks import BFLOAT16, FLOAT32, Task
 
 MICRO_BATCH = {"cifar10-cnn": 4, "imdb-lstm": 8}
-MICRO_BATCH_PRIVATE = MICRO_BATCH | {"gpt2-lm": 2, "llama-lora": 2, "vit": 4, "wrn-16-2": 4}
+MICRO_BATCH_PRIVATE = MICRO_BATCH | {"gpt2-lm": 2, "llama-lora": 2, "vit": 4, "wrn-16-2": 4, "recsys": 16}
 MICRO_BATCH_PRIVATE |= {"llama-full": 2, "encoder-full": 2, "encoder-lora": 2, "encoder-bias": 2, "wrn-16-4": 4}
 MICRO_BATCH_ELSEWHERE = 16
-"""Examples per scan step, tuned on a CPU: what they leave behind should stay in the cores' own caches. Those of the
-second line are by analogy, not tuned."""
+"""Examples per scan step, tuned on a CPU: what they leave behind should stay in the cores' own caches. The
+ones added last are by analogy, not tuned."""
 
 WHOLE_BATCH = {"cifar10-cnn": 128}
 WHOLE_BATCH_ELSEWHERE = 640
@@ -44,7 +44,7 @@ def create(variant: str) -> Adapter:
 class Formulation:
     """How the same mathematics is put to XLA.
 
-    ``rows``: an embedding's gradient as that of the rows looked up, [T, dim], never as a table per example.
+    ``rows``: the gradients of the first layer's tables as those of the rows looked up, never as tables per example.
     ``micro_batch``: examples per scan step; None takes the whole batch. ``vmap``: False takes one example at a time.
     """
 
@@ -68,9 +68,7 @@ def formulation(variant: str, task: Task, platform: str, size: int) -> Formulati
     if variant in TEXTBOOK:
         return TEXTBOOK[variant]
     private = variant == "vmap"
-    table = task.layers[0]
-    rows = private and isinstance(table, tasks.Embedding) and f"{table.name}.weight" in task.trained_parameters
-    rows = rows and not task.trains_tied_table  # whose gradient is dense
+    rows = private and bool(first_tables.of(task))
     model = jax_models.fastest_on(platform, task)
     is_whole = model.patches and not private and size <= WHOLE_BATCH.get(task.name, WHOLE_BATCH_ELSEWHERE)
     if platform != "cpu" or is_whole:
@@ -159,7 +157,7 @@ def _sum(task: Task, form: Formulation):
 
 def _clipped_sum(task: Task, form: Formulation):
     """total + sum_i m_i min(1, C/|g_i|) g_i over a micro-batch."""
-    table = f"{task.layers[0].name}.weight" if form.rows else None
+    first, tables = task.layers[0], first_tables.of(task)
     example_loss = jax_models.example_loss(task, form.model)
 
     def squared_norm(tree: Tree) -> jax.Array:
@@ -180,17 +178,22 @@ def _clipped_sum(task: Task, form: Formulation):
         factor = _factors(norm2, mask[0], bound)
         return jax.tree.map(lambda value, g: value + factor * g, total, gradient)
 
-    def by_rows(params, total, tokens, y, mask, bound):
-        others = {name: value for name, value in params.items() if name != table}
+    def by_rows(params, total, x, y, mask, bound):
+        trained = {name: params[name] for name in total if name not in tables}
 
-        def one(tokens, looked_up, y):
-            gradient, by_position = jax.grad(example_loss, (0, 1))(others, looked_up, y)
-            return gradient, by_position, squared_norm(gradient) + _squared_norm_by_token(tokens, by_position)
+        def loss_after_first(trained, output, y):
+            return example_loss({**params, **trained}, output, y)
 
-        gradients, by_position, norms2 = jax.vmap(one)(tokens, params[table][tokens], y)
+        def one(x, output, y):
+            gradient, of_output = jax.grad(loss_after_first, (0, 1))(trained, output, y)
+            return gradient, of_output, squared_norm(gradient) + first_tables.squared_norm(first, x, of_output)
+
+        outputs = jax.vmap(lambda x: jax_models.first_output(task, params, x))(x)
+        gradients, of_outputs, norms2 = jax.vmap(one)(x, outputs, y)
         factors = _factors(norms2, mask, bound)
-        rest = _weighted({name: total[name] for name in others}, gradients, factors)
-        return {**rest, table: total[table].at[tokens].add(by_position * factors[:, None, None])}
+        rest = _weighted({name: total[name] for name in trained}, gradients, factors)
+        of_tables = {name: total[name] for name in tables}
+        return {**rest, **first_tables.added(first, of_tables, x, of_outputs, factors)}
 
     return by_rows if form.rows else dense
 
@@ -202,11 +205,3 @@ def _factors(norms2: jax.Array, mask: jax.Array, bound: jax.Array) -> jax.Array:
 def _weighted(total: Tree, gradients: Tree, factors: jax.Array) -> Tree:
     """total + sum_i f_i g_i as a contraction, which reads the gradients once and stores no scaled copy of them."""
     return {name: total[name] + jnp.tensordot(factors, gradients[name], 1) for name in total}
-
-
-def _squared_norm_by_token(tokens: jax.Array, gradient: jax.Array) -> jax.Array:
-    """|g|^2 of an embedding table's gradient from the gradient by position, [T, dim]: positions of one token add up."""
-    order = jnp.argsort(tokens)
-    new = jnp.diff(tokens[order], prepend=tokens[order[:1]]) != 0
-    by_token = jax.ops.segment_sum(gradient[order], jnp.cumsum(new), len(tokens), indices_are_sorted=True)
-    return jnp.sum(by_token * by_token)

@@ -45,14 +45,19 @@ PLAIN = Form()
 def logits(task: Task, params: Params, x: jax.Array, form: Form = PLAIN) -> jax.Array:
     """Logits [outputs] of one example ``x``, of tokens [T, outputs].
 
-    x: float32 [*input_shape] or int32 tokens [T]; for a task that starts with an embedding it may also be the rows
-    already looked up, float32 [T, dim].
+    x: float32 [*input_shape] or integers; for a task that starts with an embedding or with bags it may also be
+    :func:`first_output`, float32, so that a gradient can stop there.
     """
     if task.precision == BFLOAT16:
         form = replace(form, half=True)
     for layer in task.layers:
         x = _apply(layer, params, x, form)
     return x.astype(jnp.float32)
+
+
+def first_output(task: Task, params: Params, x: jax.Array) -> jax.Array:
+    """Return what the first layer makes of one example's integers."""
+    return _apply(task.layers[0], params, x, PLAIN)
 
 
 def example_loss(task: Task, form: Form = PLAIN) -> Callable[[Params, jax.Array, jax.Array], jax.Array]:
@@ -129,7 +134,7 @@ def _apply_of_transformer(layer: tasks.Layer, params: Params, x: jax.Array, form
         case tasks.RMSNorm(name, _, eps):
             return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * params[f"{name}.weight"]
         case tasks.Bags():
-            return _bags(layer, params, x)
+            return x if jnp.issubdtype(x.dtype, jnp.floating) else _bags(layer, params, x)
         case tasks.TokenTypes(name):
             return x + params[f"{name}.weight"][0]
         case tasks.GELU(exact):
