@@ -7,15 +7,20 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 from fastDP import PrivacyEngine
-from fastDP.supported_layers_grad_samplers import _create_or_extend_private_grad
+from fastDP.supported_layers_grad_samplers import (
+    _create_or_extend_private_grad,
+    _supported_layers_norm_sample_AND_clipping,
+)
+from torch import nn
 
 from frameworks._shared.torch import models as torch_models
+from frameworks._shared.torch import optimizers
 from frameworks._shared.torch.adapter import TorchAdapter
 from harness.contract import Adapter, Setting, Unsupported
-from harness.tasks import Embedding, Task
+from harness.tasks import Task
 
 ONE_HOT_ROWS = 4
-"""Examples of a piece where there is an embedding: its rule makes one-hot vectors (NOTES.md)."""
+"""Examples of a piece where an embedding is trained: its rule makes one-hot vectors (NOTES.md)."""
 
 
 def create(variant: str) -> Adapter:
@@ -23,9 +28,18 @@ def create(variant: str) -> Adapter:
     return FastDP("automatic" if variant == "automatic" else "Abadi")
 
 
+def with_contiguous_gradients(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Of a batch of one the engine's contractions leave transposed strides, which PyTorch 2.13's fused optimizers
+    read as if they were the parameter's (NOTES.md)."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = p.grad.contiguous()
+
+
 class FastDP(TorchAdapter):
     """Its engine hooks the model; ``backward`` leaves clipped and noisy sums behind, which its optimiser takes."""
 
+    optimizers = optimizers.NAMES
     memory_format = torch.contiguous_format
     own_modules = torch_models.Own(table=None)
 
@@ -37,15 +51,20 @@ class FastDP(TorchAdapter):
             raise Unsupported("fastDP is here for DP; its non-private twin is pytorch.")
         self.configure(task, setting)
         self.model = self.network(initial)
+        for module in self.model.modules():
+            trains = any(p.requires_grad for p in module.parameters(recurse=False))
+            if trains and type(module) not in _supported_layers_norm_sample_AND_clipping:
+                raise Unsupported(f"fastDP has no rule for {type(module).__name__}: it leaves its weights untrained.")
         self.losses = torch_models.loss_fn(task)
-        has_embedding = any(isinstance(layer, Embedding) for layer in task.layers)
-        self.rows = ONE_HOT_ROWS if has_embedding else setting.dataset_size
+        tables = [name for name, m in self.model.named_modules() if isinstance(m, nn.Embedding)]
+        one_hot = any(self.model.get_submodule(name).weight.requires_grad for name in tables)
+        self.rows = ONE_HOT_ROWS if one_hot else setting.dataset_size
         torch.manual_seed(setting.seed)  # its noise comes from the global generator
-        # Under a summed loss the engine divides by nothing; the divisor sits in the rate.
-        rate = setting.learning_rate / setting.batch_size
+        # Under a summed loss the engine divides by nothing, under a mean by the nominal batch size.
+        self.reduction = "sum" if optimizers.takes_sums(setting) else "mean"
         self.trained = torch_models.trained_parameters(self.model)  # the engine will freeze most of them
-        self.optimizer = torch.optim.SGD(self.trained, lr=rate)
-        first = [f"{next(iter(self.model.named_children()))[0]}.{name}" for name in ("bias", "weight")]
+        self.optimizer = optimizers.make(self.trained, setting, of_sum=self.reduction == "sum")
+        self.optimizer.register_step_pre_hook(with_contiguous_gradients)
         self.engine = PrivacyEngine(
             self.model,
             batch_size=setting.batch_size,
@@ -56,17 +75,27 @@ class FastDP(TorchAdapter):
             clipping_fn=self.clipping,
             clipping_mode="MixOpt",
             clipping_style="all-layer",
-            loss_reduction="sum",
-            # Only this parameter gets an ordinary gradient too (its documentation's ghost differentiation).
-            origin_params=[name for name in first if name in dict(self.model.named_parameters())][:1],
+            loss_reduction=self.reduction,
+            origin_params=self._origins(tables),
         )
         self.engine.attach(self.optimizer)
+
+    def _origins(self, tables: list[str]) -> list[str] | None:
+        """The parameters that get an ordinary gradient too (its documentation's ghost differentiation): one of the
+        first layer, and every table, whose hook would not be called otherwise. None where the first layer is frozen:
+        then all trained ones do, since no single one keeps the whole graph alive."""
+        trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        first = next(iter(self.model.named_children()))[0]
+        of_first = [name for name in (f"{first}.bias", f"{first}.weight") if name in trained]
+        others = [f"{name}.weight" for name in tables if name != first and f"{name}.weight" in trained]
+        return of_first[:1] + others if of_first else None
 
     def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
         if len(indices):
             x, y = self.batch(indices)
             for piece, labels in zip(x.split(self.rows), y.split(self.rows), strict=True):
-                self.losses(self.model(piece), labels).sum().backward()  # sums accumulate, noise comes with the first
+                losses = self.losses(self.model(piece), labels)
+                getattr(losses, self.reduction)().backward()  # sums accumulate, noise comes with the first
         else:  # its hooks would leave no sums behind; this function adds the noise
             for p in self.trained:
                 _create_or_extend_private_grad(p, torch.zeros_like(p))

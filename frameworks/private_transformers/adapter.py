@@ -7,15 +7,18 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 from private_transformers import PrivacyEngine
+from private_transformers.supported_layers_grad_samplers import _supported_layers_grad_samplers
 from torch import nn
+from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from frameworks._shared.torch import models as torch_models
+from frameworks._shared.torch import optimizers
 from frameworks._shared.torch.adapter import TorchAdapter
 from harness.contract import Adapter, Setting, Unsupported
-from harness.tasks import Embedding, Task
+from harness.tasks import Task
 
 ONE_HOT_ROWS = 16
-"""Examples of a piece where ``default`` meets an embedding: its rule makes one-hot vectors (NOTES.md)."""
+"""Examples of a piece where ``default`` trains an embedding: its rule makes one-hot vectors (NOTES.md)."""
 
 
 def create(variant: str) -> Adapter:
@@ -23,9 +26,20 @@ def create(variant: str) -> Adapter:
     return PrivateTransformers(variant)
 
 
+def with_rules_for_rms_norm(model: nn.Module) -> None:
+    """Puts T5's norm, the same function and the one that it has a rule for, where PyTorch's ``nn.RMSNorm`` is."""
+    for parent in list(model.modules()):
+        for name, norm in list(parent.named_children()):
+            if isinstance(norm, nn.RMSNorm):
+                replacement = T5LayerNorm(norm.normalized_shape[0], norm.eps)
+                replacement.weight = norm.weight
+                setattr(parent, name, replacement)
+
+
 class PrivateTransformers(TorchAdapter):
     """Its optimiser's ``step`` takes the examples' losses and does the rest."""
 
+    optimizers = optimizers.NAMES
     memory_format = torch.contiguous_format
     own_modules = torch_models.Own(table=None)
 
@@ -37,14 +51,20 @@ class PrivateTransformers(TorchAdapter):
             raise Unsupported("private-transformers is here for DP; its non-private twin is pytorch.")
         self.configure(task, setting)
         self.model = self.network(initial)
-        if any(isinstance(module, nn.GroupNorm) for module in self.model.modules()):
-            raise Unsupported("private-transformers has no rule for GroupNorm.")
+        with_rules_for_rms_norm(self.model)
+        if self.mode == "ghost" and task.trains_tied_table:
+            raise Unsupported("private-transformers refuses it: ghost clipping does not support parameter sharing.")
+        for module in self.model.modules():
+            trains = any(p.requires_grad for p in module.parameters(recurse=False))
+            if trains and type(module) not in _supported_layers_grad_samplers:
+                raise Unsupported(f"private-transformers has no rule for {type(module).__name__}.")
         self.losses = torch_models.loss_fn(task)
         self.trained = torch_models.trained_parameters(self.model)
-        one_hot = self.mode == "default" and any(isinstance(layer, Embedding) for layer in task.layers)
+        tables = [m for m in self.model.modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad]
+        one_hot = self.mode == "default" and bool(tables)
         self.rows = ONE_HOT_ROWS if one_hot else setting.dataset_size
         torch.manual_seed(setting.seed)  # its noise comes from the global generator
-        self.optimizer = torch.optim.SGD(self.trained, lr=setting.learning_rate)
+        self.optimizer = optimizers.make(self.trained, setting, of_sum=False)  # the engine divides by the batch size
         self.engine = PrivacyEngine(
             self.model,
             batch_size=setting.batch_size,
