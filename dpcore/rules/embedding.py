@@ -286,6 +286,15 @@ def add_rows(out: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     return out
 
 
+def add_rows_of_bags(out: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    """out[index[b, t]] += rows[b] in place with repeated indices added up; out [V, d], index [B, T], rows [B, d]."""
+    length = index.shape[1]
+    if not _has_memory(out) or not len(index):
+        return out.index_add_(0, index.reshape(-1), rows.repeat_interleave(length, 0))
+    add_sparse(out, index.reshape(-1).numpy(), np.arange(0, index.numel() + 1, length), rows)
+    return out
+
+
 def add_weighted_rows(out: Tensor, index: Tensor, owner: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
     """out[index[n]] += weights[n] * rows[owner[n]] in place; out [V, d], rows [B, d], ``owner`` [N] in ascending
     order.

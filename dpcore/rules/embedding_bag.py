@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from dpcore.errors import NoRuleError, UnsupportedError
 from dpcore.numerics.rounding import SquaredNorm, gamma, squares, trusted
-from dpcore.rules.embedding import add_rows, add_weighted_rows
+from dpcore.rules.embedding import add_rows, add_rows_of_bags, add_weighted_rows
 from dpcore.rules.linear import wide
 from dpcore.rules.normalization import bound_arguments
 from dpcore.tape.tape import Tape
@@ -96,6 +96,62 @@ class EmbeddingBagUse(Use):
         return self.ids.nbytes + self.bags.nbytes + self._coefficients.tensor.nbytes + grad + table
 
 
+MOST_IN_A_BAG = 32
+"""Ids of a bag that are compared with each other; beyond, looking them up in a table takes less time and memory."""
+
+
+class EqualBagUse(Use):
+    """Sums or means over bags of one length: ``ids`` [B, T], each with the same ``coefficient``; weight [V, d], output
+    gradient [B, d].
+    """
+
+    def __init__(self, name: str, weight: Parameter, ids: Tensor, coefficient: float) -> None:
+        self.params = (weight,)
+        self.name = name
+        self._ids = Saved(ids)
+        self.coefficient = coefficient
+
+    def _parts(self) -> tuple[Tensor, Tensor]:
+        """Output gradients [B, d] and ids [B, T]."""
+        assert self.grad is not None
+        return wide(self.grad), self._ids.get(self.name)
+
+    def norm_sq(self, param: Parameter) -> SquaredNorm:
+        """|G_b|² Σ_v c_bv², where Σ_v c_bv² is the number of pairs of equal ids times the coefficient's square."""
+        g, ids = self._parts()
+        pairs = (ids.unsqueeze(2) == ids.unsqueeze(1)).sum((1, 2)).double()
+        counts = pairs * self.coefficient**2
+        norms = squares(g)
+        # The coefficient is rounded to g's precision where it is applied, and so is the product.
+        error = norms.error + gamma(4, g.dtype)
+        largest = torch.maximum(norms.value.double(), counts)
+        return SquaredNorm(trusted(norms.value * counts, largest, g.shape[1]), error)
+
+    def grad_sample(self, param: Parameter) -> Tensor:
+        g, ids = self._parts()
+        v, d = param.shape
+        out = g.new_zeros((len(g) * v, d))
+        places = ids + v * torch.arange(len(g), device=ids.device).unsqueeze(1)
+        add_rows(out, places, (g * self.coefficient).unsqueeze(1).expand(*ids.shape, d))
+        return out.view(len(g), v, d)
+
+    def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
+        g, ids = self._parts()
+        add_rows_of_bags(out, ids, g * (factors * self.coefficient).unsqueeze(1))
+
+    def ghost_is_cheaper(self, param: Parameter) -> bool:
+        return True
+
+    def rows(self, index: Tensor, dtype: torch.dtype) -> EqualBagUse:
+        ids = self._ids.get(self.name).index_select(0, index)
+        use = EqualBagUse(self.name, self.params[0], ids, self.coefficient)
+        use.grad = None if self.grad is None else self.grad.index_select(0, index).to(dtype)
+        return use
+
+    def stash_bytes(self) -> int:
+        return self._ids.tensor.nbytes + (0 if self.grad is None else self.grad.nbytes)
+
+
 class EmbeddingMaxUse(Use):
     """``winners`` [B, d]: the id that each column of the output comes from, -1 in an empty bag; weight [V, d]."""
 
@@ -159,13 +215,16 @@ def _embedding_bag(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], 
             f"{name} has scale_grad_by_freq=True, which makes one example's gradient depend on the others' tokens; "
             "set it to False."
         )
-    ids, bags, count = _bags(call)
-    if count != tape.batch_size:
-        raise NoRuleError(
-            f"{name} got {count} bags for a batch of {tape.batch_size} examples; give it one bag per example.",
-            (weight,),
-        )
     padding_idx = call["padding_idx"]
+    given = call["input"]
+    equal = given.dim() == 2 and 0 < given.shape[1] <= MOST_IN_A_BAG
+    if equal and call["mode"] != "max" and padding_idx is None and call["per_sample_weights"] is None:
+        _check_count(tape, name, weight, len(given))
+        call["weight"] = weight.detach()
+        coefficient = 1.0 / given.shape[1] if call["mode"] == "mean" else 1.0
+        return tape.record(EqualBagUse(name, weight, given.long(), coefficient), func(**call))
+    ids, bags, count = _bags(call)
+    _check_count(tape, name, weight, count)
     padding_idx = None if padding_idx is None else padding_idx % len(weight)
     counts = torch.ones(len(ids), dtype=torch.bool, device=ids.device) if padding_idx is None else ids != padding_idx
     if call["mode"] == "max":
@@ -183,6 +242,14 @@ def _embedding_bag(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], 
         lengths = torch.zeros(count, dtype=output.dtype, device=ids.device).index_add_(0, bags, coefficients)
         coefficients = coefficients / lengths[bags]
     return tape.record(EmbeddingBagUse(name, weight, ids, bags, coefficients), output)
+
+
+def _check_count(tape: Tape, name: str, weight: Parameter, count: int) -> None:
+    if count != tape.batch_size:
+        raise NoRuleError(
+            f"{name} got {count} bags for a batch of {tape.batch_size} examples; give it one bag per example.",
+            (weight,),
+        )
 
 
 def _maximum(

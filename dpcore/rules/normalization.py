@@ -228,15 +228,26 @@ def _affine(
     return tape.record(AffineUse(tape.name(params), x, trained_weight, trained_bias, kept), output, batch_dim)
 
 
-_signature = functools.cache(inspect.signature)
-"""Finding out takes as long as several operators."""
+@functools.cache
+def _parameters(func: Callable[..., Any]) -> dict[str, Any]:
+    """A function's parameters and their defaults; finding out takes as long as several operators."""
+    return {name: parameter.default for name, parameter in inspect.signature(func).parameters.items()}
 
 
 def bound_arguments(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A call's arguments by name, defaults included."""
-    bound = _signature(func).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return dict(bound.arguments)
+    """A call's arguments by name, defaults included; ``func`` takes no variable number of arguments.
+
+    As ``inspect.Signature.bind`` does, which takes as long as an operator itself, and says what is wrong with a call.
+    """
+    bound = dict(_parameters(func))
+    names = tuple(bound)
+    given = names[: len(args)]
+    wrong = len(args) > len(names) or any(name in given or name not in bound for name in kwargs)
+    bound.update(zip(given, args, strict=False))
+    bound.update(kwargs)
+    if wrong or any(value is inspect.Parameter.empty for value in bound.values()):
+        inspect.signature(func).bind(*args, **kwargs)  # raises, as the call itself would
+    return bound
 
 
 @handles(F.layer_norm, F.rms_norm, derives=True)
