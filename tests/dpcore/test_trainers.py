@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, SequentialSampler, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler, SubsetRandomSampler, TensorDataset
 
 from dpcore import BudgetError, PrivacyEngine, PrivacyError, UnsupportedError
 from tests.dpcore import torchvision_on_cpu
@@ -301,6 +301,123 @@ def test_a_private_loop_of_an_accelerator_spends_its_budget_and_no_more():
     assert len(engine.accountant) == STEPS and 2.9 < engine.get_epsilon(1e-3) <= 3.0
     with pytest.raises(BudgetError):
         loop(accelerator, *private)
+
+
+def private_run(**options):
+    """(accelerator, engine, module, optimizer, loader), all of them new; the budget is for two rounds."""
+    import accelerate
+
+    from dpcore.accelerate import prepare
+
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=PIECES, cpu=True)
+    engine = PrivacyEngine(seed=1)
+    module, optimizer, loader = parts(network())
+    options = {"target_epsilon": 3.0, "target_delta": 1e-3, "epochs": 2, "max_grad_norm": 1.0} | options
+    private = prepare(accelerator, engine, module=module, optimizer=optimizer, data_loader=loader, **options)
+    return accelerator, engine, *private
+
+
+def test_an_accelerator_goes_on_with_its_budget_from_its_own_checkpoint(tmp_path):
+    pytest.importorskip("accelerate")
+    from dpcore.accelerate import STATE
+
+    accelerator, whole, *run = private_run()
+    loop(accelerator, *run)
+    accelerator.save_state(str(tmp_path))
+    loop(accelerator, *run)
+    with pytest.raises(PrivacyError, match="counted 20 steps that are not in the checkpoint"):
+        accelerator.load_state(str(tmp_path))
+
+    again, resumed, *rest = private_run()
+    again.load_state(str(tmp_path))
+    assert len(resumed.accountant) == STEPS and rest[1].optimizer.steps == STEPS
+    loop(again, *rest)
+    assert resumed.accountant.history == whole.accountant.history and len(resumed.accountant) == 2 * STEPS
+    assert resumed.get_epsilon(1e-3) == whole.get_epsilon(1e-3)
+    first, second = state(run[0]), state(rest[0])
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    with pytest.raises(BudgetError):
+        loop(again, *rest)
+
+    other = private_run(max_grad_norm=2.0)[0]
+    with pytest.raises(PrivacyError, match=r"saved with max_grad_norm=1\.0"):
+        other.load_state(str(tmp_path))
+    (tmp_path / STATE).unlink()
+    with pytest.raises(PrivacyError, match="budget would be counted anew"):
+        private_run()[0].load_state(str(tmp_path))
+
+
+def test_an_accelerator_refuses_a_checkpoint_that_knows_no_budget(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+
+    plain = accelerate.Accelerator(cpu=True)
+    plain.prepare(*parts(network()))
+    plain.save_state(str(tmp_path))
+    accelerator, _, module, *_ = private_run()
+    start = state(module)
+    # As some scripts do: a hook that loads the weights itself, and takes the module away from those after it.
+    accelerator.register_load_state_pre_hook(lambda models, folder: models.clear())
+    with pytest.raises(PrivacyError, match="budget would be counted anew"):
+        accelerator.load_state(str(tmp_path))
+    assert all(torch.equal(start[name], value) for name, value in state(module).items())
+
+
+def test_an_accelerator_saves_each_of_its_runs_and_none_that_it_has_freed(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    from dpcore.accelerate import prepare
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    for _ in range(2):
+        module, optimizer, loader = parts(network())
+        options = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
+        engine = PrivacyEngine()
+        prepare(accelerator, engine, module=module, optimizer=optimizer, data_loader=loader, **options)
+    accelerator.save_state(str(tmp_path / "both"))
+    assert {file.name for file in (tmp_path / "both").glob("privacy*")} == {"privacy.pt", "privacy_1.pt"}
+    accelerator.free_memory()
+    accelerator.save_state(str(tmp_path / "none"))
+    assert not list((tmp_path / "none").glob("privacy*"))
+
+
+def test_an_accelerator_saves_between_batches_only(tmp_path):
+    pytest.importorskip("accelerate")
+    accelerator, _, model, optimizer, loader = private_run()
+    for x, y in loader:
+        accelerator.backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+        if optimizer.batch_goes_on:
+            break
+    with pytest.raises(PrivacyError, match=r"within a logical batch.*Save where optimizer\.batch_goes_on is False"):
+        accelerator.save_state(str(tmp_path))
+
+
+@pytest.mark.parametrize("size", ["auto", 3])
+def test_an_accelerators_batches_are_cut_as_asked(size):
+    pytest.importorskip("accelerate")
+    ends = []
+    for options in ({}, {"max_physical_batch_size": size}):
+        accelerator, engine, *run = private_run(**options)
+        assert loop(accelerator, *run) == 0.01 * 0.5**4
+        assert len(engine.accountant) == STEPS
+        ends.append(accelerator.unwrap_model(run[0]).to_standard_module())
+    assert difference(state(network()), *ends) < 1e-9
+
+
+def test_an_accelerators_loader_must_be_numbered():
+    pytest.importorskip("accelerate")
+    import accelerate
+
+    from dpcore.accelerate import prepare
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(numbers())
+
+    module, optimizer, _ = parts(network())
+    given = {"module": module, "optimizer": optimizer, "data_loader": DataLoader(Stream(), batch_size=ROWS)}
+    with pytest.raises(UnsupportedError, match=r"\(Stream\) is an iterable.*map-style"):
+        prepare(accelerate.Accelerator(cpu=True), PrivacyEngine(), **given, noise_multiplier=1.0, max_grad_norm=1.0)
 
 
 @pytest.mark.parametrize("first", ["make_private", "prepare"])
