@@ -163,6 +163,25 @@ def whole_batches(loader: Any) -> Any:
     return loader.loader if isinstance(loader, PiecewiseLoader) else loader
 
 
+WHOLE = "_dpcore_iterated_by"
+
+
+def iterate_whole(loader: Any, who: str) -> None:
+    """Mark a loader over which ``who`` iterates, so that nobody else's pieces of its batches would be used."""
+    setattr(loader, WHOLE, who)
+
+
+def check_iterated(loader: Any, size: int | str) -> None:
+    """UnsupportedError where pieces would be made for nobody: see :func:`iterate_whole`."""
+    who = getattr(loader, WHOLE, None)
+    if who is not None:
+        raise UnsupportedError(
+            f"max_physical_batch_size is {size!r}, but {who} iterates over whole batches and would never see the "
+            "pieces; leave it out, and choose the loader's batch size, which is that of the logical batch, so that it "
+            "fits the memory (dpcore.accelerate and dpcore.transformers cut batches into pieces)."
+        )
+
+
 def check_pieces(size: int | str, batch_first: bool, ranks: Ranks | None) -> None:
     """ValueError or UnsupportedError where batches cannot be cut into pieces of ``size``, a number or "auto"."""
     number = isinstance(size, int) and not isinstance(size, bool)
