@@ -55,7 +55,11 @@ class PiecewiseLoader:
         # A loop that was left within a batch must not add its pieces to another batch's.
         self.optimizer.discard()
         for batch in self.loader:
-            yield from self._planned_pieces(batch) if isinstance(self.size, str) else self._pieces(batch, self.size)
+            yield from self.pieces_of(batch)
+
+    def pieces_of(self, batch: Any) -> Iterator[Any]:
+        """Hand out one batch; ``step()`` has to be called for every piece before the next one is fetched."""
+        return self._planned_pieces(batch) if isinstance(self.size, str) else self._pieces(batch, self.size)
 
     def _planned_pieces(self, batch: Any) -> Iterator[Any]:
         kind = tuple((leaf.shape[1:], leaf.dtype) for leaf in flatten(batch)[0] if isinstance(leaf, Tensor))

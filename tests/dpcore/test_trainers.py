@@ -201,6 +201,101 @@ def test_a_trainer_refuses_a_sampler_that_leaves_examples_out(tmp_path):
         OfSome(model=language_model("gpt2"), **options).train()
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_loss_that_training_would_not_use_is_refused(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from dpcore.transformers import DPTrainer, DPTrainerMixin
+
+    class Doubled(transformers.Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return 2.0 * super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    class Timed(transformers.Trainer):
+        def training_step(self, *given):
+            return super().training_step(*given)
+
+    class Hidden(transformers.Trainer):
+        def per_example_losses(self, model, outputs, labels):
+            return outputs.logits[:, 0, 0]
+
+    class Private(DPTrainerMixin, Doubled): ...
+
+    class Supplied(DPTrainerMixin, Doubled):
+        used = 0
+
+        def per_example_losses(self, model, outputs, labels):
+            type(self).used += 1
+            return super().per_example_losses(model, outputs, labels)
+
+    class InFront(DPTrainer):
+        used = 0
+
+        def compute_loss(self, *given, **named):
+            type(self).used += 1
+            return super().compute_loss(*given, **named)
+
+    def trainer(kind, arguments_of=None):
+        options = arguments(tmp_path, arguments_of, max_steps=2)
+        given = {"train_dataset": Texts(), "engine": PrivacyEngine(), "privacy": WITHOUT}
+        return kind(model=language_model("gpt2"), args=options, **given)
+
+    with pytest.raises(UnsupportedError, match=r"Doubled\.compute_loss.*override per_example_losses"):
+        trainer(Private)
+    with pytest.raises(UnsupportedError, match=r"Timed\.training_step.*define training_step in the class"):
+        trainer(type("Private", (DPTrainerMixin, Timed), {}))
+    with pytest.raises(UnsupportedError, match=r"Hidden\.per_example_losses.*define per_example_losses in the class"):
+        trainer(type("Private", (DPTrainerMixin, Hidden), {}))
+    inherited = type("Private", (DPTrainerMixin, transformers.Seq2SeqTrainer), {})
+    trainer(inherited, transformers.Seq2SeqTrainingArguments).train()
+    for kind in (Supplied, InFront):
+        trainer(kind).train()
+        assert kind.used == 2 * PIECES
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_refuses_compiled_models_and_iterable_data(tmp_path):
+    pytest.importorskip("transformers")
+    from dpcore.transformers import DPTrainer
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(Texts())
+
+    class Own(DPTrainer):
+        def get_train_dataloader(self):
+            self._make_private(DataLoader(Stream(), batch_size=ROWS))
+
+    def trainer(kind=DPTrainer, data=None, **options):
+        given = {"train_dataset": data or Texts(), "engine": PrivacyEngine(), "privacy": WITHOUT}
+        return kind(model=language_model("gpt2"), args=arguments(tmp_path, max_steps=1, **options), **given)
+
+    with pytest.raises(UnsupportedError, match="leave torch_compile"):
+        trainer(torch_compile=True)
+    with pytest.raises(UnsupportedError, match=r"\(Stream\) is an iterable.*map-style"):
+        trainer(data=Stream())
+    with pytest.raises(UnsupportedError, match=r"\(Stream\) is an iterable.*map-style"):
+        trainer(Own).train()
+
+
+@pytest.mark.parametrize("size", ["auto", 3])
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainers_batches_are_cut_as_asked(size, tmp_path):
+    pytest.importorskip("transformers")
+    from dpcore.transformers import DPTrainer
+
+    ends = []
+    for options in ({}, {"max_physical_batch_size": size}):
+        engine, model = PrivacyEngine(seed=1), language_model("gpt2")
+        privacy = {"noise_multiplier": 1.0, "max_grad_norm": 1.0} | options
+        given = {"args": arguments(tmp_path), "train_dataset": Texts(), "engine": engine, "privacy": privacy}
+        DPTrainer(model=model, **given).train()
+        assert len(engine.accountant) == STEPS
+        ends.append(model)
+    assert difference(state(language_model("gpt2")), *ends) < 1e-6
+    with pytest.raises(ValueError, match="max_physical_batch_size is 0"):
+        DPTrainer(model=ends[0], **given | {"privacy": privacy | {"max_physical_batch_size": 0}})
+
+
 # ---- TRL
 
 
@@ -234,6 +329,12 @@ def test_trls_trainer_without_noise_ends_where_its_own_does(tmp_path, monkeypatc
     private = type("Private", (InOrder, DPTrainerMixin, trl.SFTTrainer), {})
     private(**given(reference), engine=PrivacyEngine(), privacy=WITHOUT).train()
     assert difference(start, model, reference) < 1e-6
+    options["loss_type"] = "dft"
+    with pytest.raises(UnsupportedError, match=r"loss_type='dft'.*override per_example_losses"):
+        private(**given(copy.deepcopy(reference)), engine=PrivacyEngine(), privacy=WITHOUT)
+    supplied = type("Supplied", (private,), {"per_example_losses": lambda *given: None})
+    supplied(**given(copy.deepcopy(reference)), engine=PrivacyEngine(), privacy=WITHOUT)
+    del options["loss_type"]
     with pytest.raises(UnsupportedError, match="packing"):
         options["packing"] = True
         private(**given(copy.deepcopy(reference)), engine=PrivacyEngine(), privacy=WITHOUT)
