@@ -9,18 +9,22 @@ In the place of ``accelerator.prepare(model, optimizer, loader)``; the loop stay
         with accelerator.accumulate(model):
             accelerator.backward(loss_fn(model(x), y))
             optimizer.step(); scheduler.step(); optimizer.zero_grad()
+
+``accelerator.save_state`` writes the budget too, and ``accelerator.load_state`` goes on with it, or refuses.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from dpcore.errors import UnsupportedError
+from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.optimizers import DPOptimizer
 from dpcore.privacy_engine import PrivacyEngine
 from dpcore.utils.batch_memory_manager import PiecewiseLoader, check_pieces
@@ -34,10 +38,20 @@ except ImportError as error:
     raise ImportError("dpcore.accelerate needs accelerate; install it with: pip install accelerate") from error
 
 
+STATE = "privacy.pt"
+"""The file of accountant, noise and batches in each of the accelerator's checkpoints."""
+
+
 class _PrivateOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """The optimizer as ``accelerator.prepare`` returns it; schedules step once for each logical batch."""
 
     _is_accelerate_prepared = True
+
+    @property
+    def batch_goes_on(self) -> bool:
+        """Whether the last ``step()`` was that of a piece whose batch goes on; a checkpoint has to wait then."""
+        goes_on: bool = self.optimizer.batch_goes_on
+        return goes_on
 
     def step(self, closure: Any = None) -> None:
         before = self.optimizer.steps
@@ -48,14 +62,62 @@ class _PrivateOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 class _Pieces(PiecewiseLoader):
     """The pieces of the private loader's batches, on the accelerator's device."""
 
-    def __init__(self, loader: DataLoader[Any], size: int, optimizer: DPOptimizer, device: Any) -> None:
-        check_pieces(size, optimizer.module.batch_first, optimizer.ranks)
+    def __init__(self, loader: DataLoader[Any], size: int | str, optimizer: DPOptimizer, device: Any) -> None:
         super().__init__(loader, size, optimizer)
         self.device = device
 
     def __iter__(self) -> Iterator[Any]:
         for piece in super().__iter__():
             yield send_to_device(piece, self.device)
+
+
+class _PrivacyState:
+    """The run's accountant, noise and batches, in each checkpoint that the accelerator writes.
+
+    Hooks, not ``register_for_checkpointing``: that is read last, when the weights are loaded already, and a checkpoint
+    without it fails by accelerate's own message.
+    """
+
+    def __init__(
+        self, accelerator: accelerate.Accelerator, engine: PrivacyEngine, optimizer: _PrivateOptimizer
+    ) -> None:
+        self.accelerator, self.engine = accelerator, engine
+        # The accelerator keeps it, until its free_memory() lets go of the whole run.
+        self.prepared = weakref.ref(optimizer)
+        accelerator.register_save_state_pre_hook(self.save)
+        accelerator.register_load_state_pre_hook(self.load)
+
+    def save(self, models: Any, weights: Any, folder: Any) -> None:
+        optimizer, path = self._run(folder)
+        if optimizer is None:
+            return
+        if optimizer.batch_goes_on:
+            raise PrivacyError(
+                "accelerator.save_state was called within a logical batch: a run that is resumed from there would draw "
+                "another batch, and add the noise to it that this run adds to the one at hand. Save where "
+                "optimizer.batch_goes_on is False."
+            )
+        self.engine.save_checkpoint(path=str(path), module=nn.Module(), optimizer=optimizer)
+
+    def load(self, models: Any, folder: Any) -> None:
+        optimizer, path = self._run(folder)
+        if optimizer is None:
+            return
+        if not path.exists():
+            raise PrivacyError(
+                f"{folder} holds no {path.name}, so it does not say what its steps have spent, and the budget would be "
+                "counted anew. Load a checkpoint that accelerator.save_state wrote after dpcore.accelerate.prepare."
+            )
+        self.engine.load_checkpoint(path=str(path), module=nn.Module(), optimizer=optimizer)
+
+    def _run(self, folder: Any) -> tuple[DPOptimizer | None, Path]:
+        """The optimizer, None where the accelerator has freed it, and its file, numbered as accelerate's own are."""
+        prepared, stem = self.prepared(), Path(STATE)
+        # Not the hook's list of models: other hooks take out of it what they load themselves.
+        for k, known in enumerate(self.accelerator._optimizers):
+            if prepared is not None and known is prepared:
+                return prepared.optimizer, Path(folder) / (f"{stem.stem}_{k}{stem.suffix}" if k else STATE)
+        return None, Path(folder) / STATE
 
 
 def prepare(
@@ -73,6 +135,9 @@ def prepare(
     ``gradient_accumulation_steps`` on average. The returned loader hands it out in pieces of the loader's batch size,
     and ``optimizer.step()`` acts at its last piece, so the accelerator itself accumulates no more.
 
+    ``accelerator.save_state`` and ``load_state`` keep accountant, noise and batches from then on; a checkpoint without
+    them, or of other settings, is refused (PrivacyError). Save between batches (``optimizer.batch_goes_on`` is False).
+
     Args:
         accelerator: An accelerator with one process.
         engine: Keeps the budget.
@@ -80,14 +145,16 @@ def prepare(
         optimizer: The optimizer, not prepared.
         data_loader: The loader, not prepared, with the physical batch size.
         **privacy: Further arguments of :meth:`PrivacyEngine.make_private`; with ``target_epsilon`` those of
-            :meth:`PrivacyEngine.make_private_with_epsilon`.
+            :meth:`PrivacyEngine.make_private_with_epsilon`. "max_physical_batch_size" is the pieces' size where it is
+            not the loader's; "auto" plans it by time and memory.
 
     Returns:
         (module, optimizer, data_loader), of which the first two are prepared.
 
     Raises:
-        UnsupportedError: the accelerator has several processes or scales the loss; or as ``make_private``.
-        ValueError: the loader has no batch size.
+        UnsupportedError: the accelerator has several processes or scales the loss; the data set is an iterable; or as
+            ``make_private``.
+        ValueError: the loader has no batch size, or the pieces' size is below 1.
     """
     if accelerator.num_processes > 1:
         raise UnsupportedError(
@@ -99,9 +166,18 @@ def prepare(
             f"mixed_precision={accelerator.mixed_precision!r} multiplies the loss, so gradients would be clipped at "
             "their scaled size; use 'bf16'."
         )
+    if isinstance(data_loader.dataset, IterableDataset):
+        raise UnsupportedError(
+            f"The data set ({type(data_loader.dataset).__name__}) is an iterable, and logical batches are drawn from "
+            "examples by number; use a map-style data set (with __len__ and __getitem__)."
+        )
     size = data_loader.batch_size
     if size is None:
         raise ValueError("The loader has no batch_size, by which logical batches could be cut; give it one.")
+    # make_private would cut the batches too, and these pieces would be pieces of its pieces.
+    piece = privacy.pop("max_physical_batch_size", None)
+    piece = size if piece is None else piece
+    check_pieces(piece, privacy.get("batch_first", True), None)
     poisson = privacy.get("poisson_sampling", True)
     logical: DataLoader[Any] = DataLoader(
         data_loader.dataset,
@@ -117,8 +193,9 @@ def prepare(
     module, private, loader = make(module=module, optimizer=optimizer, data_loader=logical, **privacy)
     accelerator.gradient_accumulation_steps = 1
     prepared = _PrivateOptimizer(private, device_placement=accelerator.device_placement)
+    _PrivacyState(accelerator, engine, prepared)
     return (
         accelerator.prepare_model(module),
         accelerator.prepare_optimizer(prepared),
-        _Pieces(loader, size, private, accelerator.device),
+        _Pieces(loader, piece, private, accelerator.device),
     )

@@ -13,7 +13,9 @@ import torch
 
 from dpcore.data_loader import DPDataLoader
 from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.optimizers import DPOptimizer
 from dpcore.privacy_engine import PrivacyEngine
+from dpcore.utils.batch_memory_manager import iterate_whole
 
 try:
     import lightning
@@ -27,6 +29,10 @@ class DPLightningDataModule(lightning.LightningDataModule):
     ``sample_rate``: the public rate; without it 1 / len(train_dataloader()). ``generator`` seeds the batches.
     ``poisson_sampling`` False: the loader of ``datamodule``, for comparisons; pass the same to ``make_private``. For
     one process: the Trainer's distributed strategies average unclipped gradients.
+
+    A run that goes on from a checkpoint is refused (PrivacyError) unless its budget was restored; see
+    :class:`PrivacyCheckpoint`. So is ``max_physical_batch_size`` of ``make_private`` (UnsupportedError): the Trainer
+    iterates over whole batches.
     """
 
     def __init__(
@@ -58,9 +64,14 @@ class DPLightningDataModule(lightning.LightningDataModule):
                 f"accumulate_grad_batches is {self.trainer.accumulate_grad_batches}: the Trainer would divide the loss "
                 "by it before gradients are clipped. Leave it out, and let the train loader have the whole batch size."
             )
+        if self.trainer is not None and stage == "fit":
+            # Here, and not by the user: whoever forgets PrivacyCheckpoint would forget this too.
+            self.trainer.callbacks = [*_without_guard(self.trainer), _ResumeGuard()]  # type: ignore[attr-defined]
         self.datamodule.setup(stage)  # type: ignore[arg-type]
 
     def teardown(self, stage: str | None = None) -> None:  # type: ignore[override]
+        if self.trainer is not None:
+            self.trainer.callbacks = _without_guard(self.trainer)  # type: ignore[attr-defined]
         self.datamodule.teardown(stage)  # type: ignore[arg-type]
 
     def train_dataloader(self) -> Any:
@@ -70,6 +81,7 @@ class DPLightningDataModule(lightning.LightningDataModule):
             if self.poisson_sampling:
                 rate, seed = self.sample_rate, self.seed
                 self._train = DPDataLoader.from_data_loader(self._train, sample_rate=rate, seed=seed)
+            iterate_whole(self._train, "Lightning's Trainer")
         return self._train
 
     def val_dataloader(self) -> Any:
@@ -89,6 +101,33 @@ class DPLightningDataModule(lightning.LightningDataModule):
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return self.datamodule.on_after_batch_transfer(batch, dataloader_idx)
+
+
+class _ResumeGuard(lightning.Callback):
+    """Refuses to train on from a checkpoint where nobody has restored what its steps have spent."""
+
+    def __init__(self) -> None:
+        self.checked = False
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        # Not earlier: whoever restores the budget has done it by now, be it in the module's own on_train_start.
+        if self.checked:
+            return
+        self.checked = True
+        fresh = any(isinstance(o, DPOptimizer) and not o.steps for o in trainer.optimizers)
+        # With the callback, a run may have been saved before its first step. Steps that a module takes by itself are
+        # not in global_step, so that without it zero proves nothing.
+        kept = any(isinstance(callback, PrivacyCheckpoint) for callback in trainer.callbacks)
+        if trainer.ckpt_path and fresh and (trainer.global_step or not kept):
+            raise PrivacyError(
+                f"The Trainer goes on from {trainer.ckpt_path}, but what its steps have spent was not restored and "
+                "would be counted anew; add PrivacyCheckpoint(engine) to the Trainer's callbacks, in the run that "
+                "writes the checkpoint and in the one that resumes."
+            )
+
+
+def _without_guard(trainer: Any) -> list[Any]:
+    return [callback for callback in trainer.callbacks if not isinstance(callback, _ResumeGuard)]
 
 
 class PrivacyCheckpoint(lightning.Callback):

@@ -37,7 +37,7 @@ from dpcore.loading.uniform_sampler import steps_per_epoch
 from dpcore.noise import GaussianNoise, SecureNoise
 from dpcore.optimizers import DPOptimizer, get_optimizer_class
 from dpcore.optimizers.optimizer import NOISE_RULE
-from dpcore.utils.batch_memory_manager import PiecewiseLoader, check_pieces, whole_batches
+from dpcore.utils.batch_memory_manager import PiecewiseLoader, check_iterated, check_pieces, whole_batches
 from dpcore.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping, check_criterion
 from dpcore.validators import ModuleValidator
 
@@ -177,6 +177,7 @@ class PrivacyEngine:
         self._check_inputs(module, optimizer, criterion, settings, rand_on_empty, ranks)
         if max_physical_batch_size is not None:
             check_pieces(max_physical_batch_size, batch_first, ranks)
+            check_iterated(data_loader, max_physical_batch_size)
         rate_is_given = sample_rate is not None or isinstance(data_loader, DPDataLoader)
         data_loader, rate = self._private_loader(data_loader, settings, ranks)
         divisor = _divisor(data_loader, settings, rate, rate_is_given)

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.optimizers import DPOptimizer
 from dpcore.privacy_engine import PrivacyEngine
 from dpcore.tree import batch_length
-from dpcore.utils.batch_memory_manager import cut
+from dpcore.utils.batch_memory_manager import PiecewiseLoader, check_pieces
 
 try:
     from accelerate.data_loader import SeedableRandomSampler
@@ -53,21 +52,33 @@ class DPTrainerMixin:
         engine: Keeps the budget; ``engine.get_epsilon(delta)`` reads it.
         privacy: The arguments of :meth:`PrivacyEngine.make_private`, or, where it has "target_epsilon", those of
             :meth:`PrivacyEngine.make_private_with_epsilon`; "epochs" are then those of the training arguments.
+            "max_physical_batch_size" is the pieces' size where it is not ``per_device_train_batch_size``; "auto" plans
+            it by time and memory.
         **kwargs: The Trainer's arguments.
 
     Raises:
-        UnsupportedError: the training arguments ask for what cannot be done privately.
+        UnsupportedError: the training arguments ask for what cannot be done privately, the data set is an iterable, or
+            the Trainer has a loss of its own that training would not use.
+        ValueError: the pieces' size is below 1.
     """
 
     def __init__(self, *args: Any, engine: PrivacyEngine, privacy: Mapping[str, Any], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         trainer: Any = self
         _check(trainer.args, kwargs.get("compute_loss_func"))
+        _check_loss(self)
+        _check_numbered(trainer.train_dataset)
         self.engine = engine
         self.privacy = dict(privacy)
+        # make_private would hand pieces to the Trainer, which counts what it gets as batches.
+        self._piece = self.privacy.pop("max_physical_batch_size", None)
+        if self._piece is None:
+            self._piece = trainer.args.per_device_train_batch_size
+        check_pieces(self._piece, self.privacy.get("batch_first", True), None)
         self._hooks: AbstractGradSampleHooks | None = None
         self._private_optimizer: DPOptimizer | None = None
         self._private_loader: Any = None
+        self._cutter: PiecewiseLoader | None = None
         # The loop sees logical batches, of which each is one step; gradients are clipped by example and nowhere else;
         # the loader goes on by itself where a checkpoint was written.
         self._pieces = trainer.args.gradient_accumulation_steps
@@ -88,23 +99,20 @@ class DPTrainerMixin:
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward pass of one logical batch; the optimizer's step for its last piece is the Trainer's."""
         trainer: Any = self
-        assert self._private_optimizer is not None and self._hooks is not None
+        assert self._private_optimizer is not None and self._hooks is not None and self._cutter is not None
         model.train()
         inputs = trainer._prepare_inputs(inputs)
         total, rows = torch.zeros((), device=trainer.args.device), batch_length(inputs)
-        pieces = max(1, math.ceil(rows / trainer.args.per_device_train_batch_size))
-        for k in range(pieces):
-            if k:
-                self._private_optimizer.step()  # only adds the piece before this one
-            part = slice(k * rows // pieces, (k + 1) * rows // pieces)
-            self._private_optimizer.hand_out(part.stop - part.start, k + 1 < pieces)
+        for piece in self._cutter.pieces_of(inputs):
             if not rows:
                 self._hooks.record_empty_batch()
                 break
             with trainer.compute_loss_context_manager():
-                loss = trainer.compute_loss(model, cut(inputs, part))
+                loss = trainer.compute_loss(model, piece)
             trainer.accelerator.backward(loss)
-            total += loss.detach() * (part.stop - part.start) / rows
+            total += loss.detach() * batch_length(piece) / rows
+            if self._private_optimizer.logical_batch.goes_on:
+                self._private_optimizer.step()  # only adds the piece
         return total
 
     def compute_loss(
@@ -182,6 +190,7 @@ class DPTrainerMixin:
     def _make_private(self, loader: DataLoader[Any]) -> None:
         """Make the optimizer private, together with a loader of whole logical batches over the data of ``loader``."""
         trainer: Any = self
+        _check_numbered(loader.dataset)  # a Trainer's own get_train_dataloader may use other data
         trainer.create_optimizer()
         size = trainer.args.per_device_train_batch_size * self._pieces
         privacy = {"wrap_model": False, **self.privacy}
@@ -201,7 +210,9 @@ class DPTrainerMixin:
         self._hooks, self._private_optimizer, self._private_loader = make(
             module=trainer.model.train(), optimizer=trainer.optimizer, data_loader=whole, **privacy
         )
+        assert self._private_optimizer is not None
         trainer.optimizer = self._private_optimizer
+        self._cutter = PiecewiseLoader(self._private_loader, self._piece, self._private_optimizer)
 
     def _epochs(self, steps: int) -> float:
         """Rounds of ``steps`` steps that the training arguments ask for."""
@@ -247,6 +258,66 @@ def _classification_losses(logits: Tensor, labels: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(1)
 
 
+STOCK = {("transformers", "Trainer"), ("trl", "SFTTrainer")}
+"""Trainers whose own loss is that of :meth:`DPTrainerMixin.per_example_losses`: first package and name of the class."""
+LOSS_TYPES = ("nll", "chunked_nll")
+"""TRL's names of the ordinary cross-entropy, which has two implementations in some versions."""
+
+
+def _check_loss(trainer: Any) -> None:
+    """Refuse a Trainer whose own loss would silently not be the one that is trained.
+
+    Raises:
+        UnsupportedError: with the class and the method, or the value, and the remedy.
+    """
+    order = type(trainer).__mro__
+    behind = order[order.index(DPTrainerMixin) + 1 :]
+    for name in ("per_example_losses", "training_step"):
+        owner = _owner(behind, name)
+        if owner is not None and owner.__module__.split(".")[0] not in ("transformers", "trl"):
+            raise UnsupportedError(
+                f"{owner.__name__}.{name} stands behind DPTrainerMixin's own, which hides it, so it would never be "
+                f"called: define {name} in the class that inherits from DPTrainerMixin, or in a class before it."
+            )
+    # Before the mixin, or on the object, both are the user's, and are called.
+    if getattr(trainer.per_example_losses, "__func__", None) is not DPTrainerMixin.per_example_losses:
+        return
+    if getattr(trainer.compute_loss, "__func__", None) is not DPTrainerMixin.compute_loss:
+        return
+    owner = _owner(behind, "compute_loss")
+    if owner is not None and (owner.__module__.split(".")[0], owner.__name__) not in STOCK:
+        raise UnsupportedError(
+            f"{owner.__name__}.compute_loss is a loss of its own over the whole batch, and private training would use "
+            "the ordinary cross-entropy in its place: override per_example_losses(model, outputs, labels) in the class "
+            "that inherits from DPTrainerMixin, to return one loss per example, [B]."
+        )
+    loss_type = getattr(trainer.args, "loss_type", None)
+    if loss_type is not None and loss_type not in LOSS_TYPES:
+        raise UnsupportedError(
+            f"loss_type={loss_type!r} would be trained as the ordinary cross-entropy (loss_type='nll'): leave it out, "
+            "or override per_example_losses(model, outputs, labels), to return one loss per example, [B]."
+        )
+
+
+def _owner(classes: Any, name: str) -> Any:
+    """The first class that defines ``name``, or None."""
+    return next((owner for owner in classes if name in vars(owner)), None)
+
+
+def _check_numbered(dataset: Any) -> None:
+    """Refuse data whose examples have no numbers; None passes, a Trainer for evaluation alone.
+
+    Raises:
+        UnsupportedError: Poisson sampling draws examples by number.
+    """
+    numbered = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if dataset is not None and (isinstance(dataset, IterableDataset) or not numbered):
+        raise UnsupportedError(
+            f"train_dataset ({type(dataset).__name__}) is an iterable, and Poisson sampling draws examples by number; "
+            "use a map-style data set (with __len__ and __getitem__; load_dataset without streaming=True)."
+        )
+
+
 def _check(args: Any, loss: Any) -> None:
     """Refuse training arguments under which examples would be mixed, or their gradients scaled or averaged unclipped.
 
@@ -271,6 +342,11 @@ def _check(args: Any, loss: Any) -> None:
             bool(args.label_smoothing_factor) or loss is not None,
             "label_smoothing_factor and compute_loss_func average over a batch's tokens, which mixes the examples; "
             "leave them out, and override per_example_losses for a loss of your own.",
+        ),
+        (
+            args.torch_compile,
+            "torch_compile=True compiles the model before it is made private, and gradients by example cannot be "
+            "recorded inside of what is compiled; leave torch_compile, its backend and its mode out.",
         ),
         (
             args.auto_find_batch_size,

@@ -55,7 +55,11 @@ class PiecewiseLoader:
         # A loop that was left within a batch must not add its pieces to another batch's.
         self.optimizer.discard()
         for batch in self.loader:
-            yield from self._planned_pieces(batch) if isinstance(self.size, str) else self._pieces(batch, self.size)
+            yield from self.pieces_of(batch)
+
+    def pieces_of(self, batch: Any) -> Iterator[Any]:
+        """Hand out one batch; ``step()`` has to be called for every piece before the next one is fetched."""
+        return self._planned_pieces(batch) if isinstance(self.size, str) else self._pieces(batch, self.size)
 
     def _planned_pieces(self, batch: Any) -> Iterator[Any]:
         kind = tuple((leaf.shape[1:], leaf.dtype) for leaf in flatten(batch)[0] if isinstance(leaf, Tensor))
@@ -161,6 +165,25 @@ class BatchMemoryManager:
 def whole_batches(loader: Any) -> Any:
     """Return the loader of which ``loader`` hands out pieces, or ``loader`` itself: what a checkpoint has to hold."""
     return loader.loader if isinstance(loader, PiecewiseLoader) else loader
+
+
+WHOLE = "_dpcore_iterated_by"
+
+
+def iterate_whole(loader: Any, who: str) -> None:
+    """Mark a loader over which ``who`` iterates, so that nobody else's pieces of its batches would be used."""
+    setattr(loader, WHOLE, who)
+
+
+def check_iterated(loader: Any, size: int | str) -> None:
+    """UnsupportedError where pieces would be made for nobody: see :func:`iterate_whole`."""
+    who = getattr(loader, WHOLE, None)
+    if who is not None:
+        raise UnsupportedError(
+            f"max_physical_batch_size is {size!r}, but {who} iterates over whole batches and would never see the "
+            "pieces; leave it out, and choose the loader's batch size, which is that of the logical batch, so that it "
+            "fits the memory (dpcore.accelerate and dpcore.transformers cut batches into pieces)."
+        )
 
 
 def check_pieces(size: int | str, batch_first: bool, ranks: Ranks | None) -> None:

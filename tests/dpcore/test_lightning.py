@@ -86,10 +86,12 @@ class Module(lightning.LightningModule):
         return F.cross_entropy(self.model(batch[0]), batch[1])
 
 
-def fit(module, data, **options):
+def fit(module, data, checkpoint=None, **options):
     quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", devices=1, logger=False, **quiet, **options)
-    trainer.fit(module, datamodule=data)
+    options = {"max_epochs": 1} | quiet | options
+    trainer = lightning.Trainer(accelerator="cpu", devices=1, logger=False, **options)
+    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+    return trainer
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -116,6 +118,74 @@ def test_what_a_trainer_would_do_to_the_loss_or_the_loader_is_told_with_the_reci
     other = DataLoader(small_data(), batch_size=3)
     with pytest.raises(PrivacyError, match=r"dpcore\.lightning\.DPLightningDataModule"):
         fit(Module(small_model(), PrivacyEngine(), other, noise_multiplier=1.0), Batches())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("written", [True, False])
+@pytest.mark.parametrize("read", [True, False])
+def test_a_resumed_run_knows_its_budget_or_is_refused(written, read, tmp_path):
+    from dpcore.lightning import DPLightningDataModule, PrivacyCheckpoint
+
+    def run(keep, **options):
+        engine = PrivacyEngine(seed=1)
+        module = Module(small_model(), engine, noise_multiplier=1.0)
+        callbacks = [PrivacyCheckpoint(engine)] if keep else []
+        return engine, lambda: fit(module, DPLightningDataModule(Batches()), callbacks=callbacks, **options)
+
+    first, train = run(written)
+    trainer = train()
+    assert len(first.accountant) == trainer.global_step == 20
+    assert all(type(callback).__module__ != "dpcore.lightning" or written for callback in trainer.callbacks)
+    checkpoint = str(tmp_path / "saved.ckpt")
+    trainer.save_checkpoint(checkpoint)
+
+    engine, train = run(read, max_epochs=2, checkpoint=checkpoint)
+    if written and read:
+        train()
+        assert len(engine.accountant) == 40
+        return
+    with pytest.raises(PrivacyError, match=r"budget would be counted anew" if read else r"add PrivacyCheckpoint\("):
+        train()
+    assert len(engine.accountant) == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_steps_that_a_module_takes_by_itself_are_not_forgotten_by_a_resume(tmp_path):
+    """Lightning does not count them: its global_step stays 0."""
+    from dpcore.lightning import DPLightningDataModule
+
+    class ByHand(Module):
+        automatic_optimization = False
+
+        def training_step(self, batch, number):
+            optimizer = self.optimizers(use_pl_optimizer=False)
+            optimizer.zero_grad()
+            F.cross_entropy(self.model(batch[0]), batch[1]).backward()
+            optimizer.step()
+
+    def module():
+        return ByHand(small_model(), PrivacyEngine(), noise_multiplier=1.0)
+
+    first = module()
+    trainer = fit(first, DPLightningDataModule(Batches()))
+    assert len(first.engine.accountant) == 20 and trainer.global_step == 0
+    trainer.save_checkpoint(str(tmp_path / "saved.ckpt"))
+    with pytest.raises(PrivacyError, match=r"add PrivacyCheckpoint\(engine\)"):
+        fit(module(), DPLightningDataModule(Batches()), max_epochs=2, checkpoint=str(tmp_path / "saved.ckpt"))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("poisson", [True, False])
+@pytest.mark.parametrize("size", ["auto", 2])
+def test_pieces_that_the_trainer_would_never_see_are_refused(size, poisson):
+    from dpcore.lightning import DPLightningDataModule
+
+    options = {"noise_multiplier": 1.0, "max_physical_batch_size": size, "poisson_sampling": poisson}
+    with pytest.raises(UnsupportedError, match=f"max_physical_batch_size is {size!r}, but Lightning's Trainer"):
+        fit(
+            Module(small_model(), PrivacyEngine(), **options),
+            DPLightningDataModule(Batches(), poisson_sampling=poisson),
+        )
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, SequentialSampler, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler, SubsetRandomSampler, TensorDataset
 
 from dpcore import BudgetError, PrivacyEngine, PrivacyError, UnsupportedError
 from tests.dpcore import torchvision_on_cpu
@@ -201,6 +201,101 @@ def test_a_trainer_refuses_a_sampler_that_leaves_examples_out(tmp_path):
         OfSome(model=language_model("gpt2"), **options).train()
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_loss_that_training_would_not_use_is_refused(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from dpcore.transformers import DPTrainer, DPTrainerMixin
+
+    class Doubled(transformers.Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return 2.0 * super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    class Timed(transformers.Trainer):
+        def training_step(self, *given):
+            return super().training_step(*given)
+
+    class Hidden(transformers.Trainer):
+        def per_example_losses(self, model, outputs, labels):
+            return outputs.logits[:, 0, 0]
+
+    class Private(DPTrainerMixin, Doubled): ...
+
+    class Supplied(DPTrainerMixin, Doubled):
+        used = 0
+
+        def per_example_losses(self, model, outputs, labels):
+            type(self).used += 1
+            return super().per_example_losses(model, outputs, labels)
+
+    class InFront(DPTrainer):
+        used = 0
+
+        def compute_loss(self, *given, **named):
+            type(self).used += 1
+            return super().compute_loss(*given, **named)
+
+    def trainer(kind, arguments_of=None):
+        options = arguments(tmp_path, arguments_of, max_steps=2)
+        given = {"train_dataset": Texts(), "engine": PrivacyEngine(), "privacy": WITHOUT}
+        return kind(model=language_model("gpt2"), args=options, **given)
+
+    with pytest.raises(UnsupportedError, match=r"Doubled\.compute_loss.*override per_example_losses"):
+        trainer(Private)
+    with pytest.raises(UnsupportedError, match=r"Timed\.training_step.*define training_step in the class"):
+        trainer(type("Private", (DPTrainerMixin, Timed), {}))
+    with pytest.raises(UnsupportedError, match=r"Hidden\.per_example_losses.*define per_example_losses in the class"):
+        trainer(type("Private", (DPTrainerMixin, Hidden), {}))
+    inherited = type("Private", (DPTrainerMixin, transformers.Seq2SeqTrainer), {})
+    trainer(inherited, transformers.Seq2SeqTrainingArguments).train()
+    for kind in (Supplied, InFront):
+        trainer(kind).train()
+        assert kind.used == 2 * PIECES
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_refuses_compiled_models_and_iterable_data(tmp_path):
+    pytest.importorskip("transformers")
+    from dpcore.transformers import DPTrainer
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(Texts())
+
+    class Own(DPTrainer):
+        def get_train_dataloader(self):
+            self._make_private(DataLoader(Stream(), batch_size=ROWS))
+
+    def trainer(kind=DPTrainer, data=None, **options):
+        given = {"train_dataset": data or Texts(), "engine": PrivacyEngine(), "privacy": WITHOUT}
+        return kind(model=language_model("gpt2"), args=arguments(tmp_path, max_steps=1, **options), **given)
+
+    with pytest.raises(UnsupportedError, match="leave torch_compile"):
+        trainer(torch_compile=True)
+    with pytest.raises(UnsupportedError, match=r"\(Stream\) is an iterable.*map-style"):
+        trainer(data=Stream())
+    with pytest.raises(UnsupportedError, match=r"\(Stream\) is an iterable.*map-style"):
+        trainer(Own).train()
+
+
+@pytest.mark.parametrize("size", ["auto", 3])
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainers_batches_are_cut_as_asked(size, tmp_path):
+    pytest.importorskip("transformers")
+    from dpcore.transformers import DPTrainer
+
+    ends = []
+    for options in ({}, {"max_physical_batch_size": size}):
+        engine, model = PrivacyEngine(seed=1), language_model("gpt2")
+        privacy = {"noise_multiplier": 1.0, "max_grad_norm": 1.0} | options
+        given = {"args": arguments(tmp_path), "train_dataset": Texts(), "engine": engine, "privacy": privacy}
+        DPTrainer(model=model, **given).train()
+        assert len(engine.accountant) == STEPS
+        ends.append(model)
+    assert difference(state(language_model("gpt2")), *ends) < 1e-6
+    with pytest.raises(ValueError, match="max_physical_batch_size is 0"):
+        DPTrainer(model=ends[0], **given | {"privacy": privacy | {"max_physical_batch_size": 0}})
+
+
 # ---- TRL
 
 
@@ -234,6 +329,12 @@ def test_trls_trainer_without_noise_ends_where_its_own_does(tmp_path, monkeypatc
     private = type("Private", (InOrder, DPTrainerMixin, trl.SFTTrainer), {})
     private(**given(reference), engine=PrivacyEngine(), privacy=WITHOUT).train()
     assert difference(start, model, reference) < 1e-6
+    options["loss_type"] = "dft"
+    with pytest.raises(UnsupportedError, match=r"loss_type='dft'.*override per_example_losses"):
+        private(**given(copy.deepcopy(reference)), engine=PrivacyEngine(), privacy=WITHOUT)
+    supplied = type("Supplied", (private,), {"per_example_losses": lambda *given: None})
+    supplied(**given(copy.deepcopy(reference)), engine=PrivacyEngine(), privacy=WITHOUT)
+    del options["loss_type"]
     with pytest.raises(UnsupportedError, match="packing"):
         options["packing"] = True
         private(**given(copy.deepcopy(reference)), engine=PrivacyEngine(), privacy=WITHOUT)
@@ -301,6 +402,123 @@ def test_a_private_loop_of_an_accelerator_spends_its_budget_and_no_more():
     assert len(engine.accountant) == STEPS and 2.9 < engine.get_epsilon(1e-3) <= 3.0
     with pytest.raises(BudgetError):
         loop(accelerator, *private)
+
+
+def private_run(**options):
+    """(accelerator, engine, module, optimizer, loader), all of them new; the budget is for two rounds."""
+    import accelerate
+
+    from dpcore.accelerate import prepare
+
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=PIECES, cpu=True)
+    engine = PrivacyEngine(seed=1)
+    module, optimizer, loader = parts(network())
+    options = {"target_epsilon": 3.0, "target_delta": 1e-3, "epochs": 2, "max_grad_norm": 1.0} | options
+    private = prepare(accelerator, engine, module=module, optimizer=optimizer, data_loader=loader, **options)
+    return accelerator, engine, *private
+
+
+def test_an_accelerator_goes_on_with_its_budget_from_its_own_checkpoint(tmp_path):
+    pytest.importorskip("accelerate")
+    from dpcore.accelerate import STATE
+
+    accelerator, whole, *run = private_run()
+    loop(accelerator, *run)
+    accelerator.save_state(str(tmp_path))
+    loop(accelerator, *run)
+    with pytest.raises(PrivacyError, match="counted 20 steps that are not in the checkpoint"):
+        accelerator.load_state(str(tmp_path))
+
+    again, resumed, *rest = private_run()
+    again.load_state(str(tmp_path))
+    assert len(resumed.accountant) == STEPS and rest[1].optimizer.steps == STEPS
+    loop(again, *rest)
+    assert resumed.accountant.history == whole.accountant.history and len(resumed.accountant) == 2 * STEPS
+    assert resumed.get_epsilon(1e-3) == whole.get_epsilon(1e-3)
+    first, second = state(run[0]), state(rest[0])
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    with pytest.raises(BudgetError):
+        loop(again, *rest)
+
+    other = private_run(max_grad_norm=2.0)[0]
+    with pytest.raises(PrivacyError, match=r"saved with max_grad_norm=1\.0"):
+        other.load_state(str(tmp_path))
+    (tmp_path / STATE).unlink()
+    with pytest.raises(PrivacyError, match="budget would be counted anew"):
+        private_run()[0].load_state(str(tmp_path))
+
+
+def test_an_accelerator_refuses_a_checkpoint_that_knows_no_budget(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+
+    plain = accelerate.Accelerator(cpu=True)
+    plain.prepare(*parts(network()))
+    plain.save_state(str(tmp_path))
+    accelerator, _, module, *_ = private_run()
+    start = state(module)
+    # As some scripts do: a hook that loads the weights itself, and takes the module away from those after it.
+    accelerator.register_load_state_pre_hook(lambda models, folder: models.clear())
+    with pytest.raises(PrivacyError, match="budget would be counted anew"):
+        accelerator.load_state(str(tmp_path))
+    assert all(torch.equal(start[name], value) for name, value in state(module).items())
+
+
+def test_an_accelerator_saves_each_of_its_runs_and_none_that_it_has_freed(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    from dpcore.accelerate import prepare
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    for _ in range(2):
+        module, optimizer, loader = parts(network())
+        options = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
+        engine = PrivacyEngine()
+        prepare(accelerator, engine, module=module, optimizer=optimizer, data_loader=loader, **options)
+    accelerator.save_state(str(tmp_path / "both"))
+    assert {file.name for file in (tmp_path / "both").glob("privacy*")} == {"privacy.pt", "privacy_1.pt"}
+    accelerator.free_memory()
+    accelerator.save_state(str(tmp_path / "none"))
+    assert not list((tmp_path / "none").glob("privacy*"))
+
+
+def test_an_accelerator_saves_between_batches_only(tmp_path):
+    pytest.importorskip("accelerate")
+    accelerator, _, model, optimizer, loader = private_run()
+    for x, y in loader:
+        accelerator.backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+        if optimizer.batch_goes_on:
+            break
+    with pytest.raises(PrivacyError, match=r"within a logical batch.*Save where optimizer\.batch_goes_on is False"):
+        accelerator.save_state(str(tmp_path))
+
+
+@pytest.mark.parametrize("size", ["auto", 3])
+def test_an_accelerators_batches_are_cut_as_asked(size):
+    pytest.importorskip("accelerate")
+    ends = []
+    for options in ({}, {"max_physical_batch_size": size}):
+        accelerator, engine, *run = private_run(**options)
+        assert loop(accelerator, *run) == 0.01 * 0.5**4
+        assert len(engine.accountant) == STEPS
+        ends.append(accelerator.unwrap_model(run[0]).to_standard_module())
+    assert difference(state(network()), *ends) < 1e-9
+
+
+def test_an_accelerators_loader_must_be_numbered():
+    pytest.importorskip("accelerate")
+    import accelerate
+
+    from dpcore.accelerate import prepare
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(numbers())
+
+    module, optimizer, _ = parts(network())
+    given = {"module": module, "optimizer": optimizer, "data_loader": DataLoader(Stream(), batch_size=ROWS)}
+    with pytest.raises(UnsupportedError, match=r"\(Stream\) is an iterable.*map-style"):
+        prepare(accelerate.Accelerator(cpu=True), PrivacyEngine(), **given, noise_multiplier=1.0, max_grad_norm=1.0)
 
 
 @pytest.mark.parametrize("first", ["make_private", "prepare"])
