@@ -19,6 +19,7 @@ from dpcore.loading.uniform_sampler import (
     UniformWithReplacementSampler,
     steps_per_epoch,
 )
+from dpcore.tree import has_tensor
 
 
 def empty_like(batch: Any) -> Any:
@@ -29,17 +30,9 @@ def empty_like(batch: Any) -> Any:
         return {key: empty_like(value) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(empty_like(value) for value in batch))
-    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)) and any(_has_tensor(v) for v in batch):
+    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)) and has_tensor(batch):
         return type(batch)(empty_like(value) for value in batch)  # type: ignore[call-arg]
     return []
-
-
-def _has_tensor(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return True
-    if isinstance(value, Mapping):
-        return any(_has_tensor(v) for v in value.values())
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and any(_has_tensor(v) for v in value)
 
 
 class _Collate:
