@@ -17,6 +17,7 @@ from dpcore.loading.ledger import Source
 from dpcore.loading.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
     UniformWithReplacementSampler,
+    drawn_seed,
     steps_per_epoch,
 )
 from dpcore.tree import has_tensor
@@ -86,7 +87,7 @@ class DPDataLoader(CountingDataLoader):
                 "map-style data set, or poisson_sampling=False (and then an accountant that does not assume it)."
             )
         if generator is not None:
-            seed = int(torch.randint(2**62, (), generator=generator))
+            seed = drawn_seed(generator)
         self._rounds = 0
         self.handed_out = 0
         """Number of batches so far."""
@@ -125,10 +126,11 @@ class DPDataLoader(CountingDataLoader):
             loader: A torch loader over its whole data set; a DPDataLoader is returned as it is.
             sample_rate: The chance of each example to be in a batch. None: 1 / len(loader),
                 which tells how many examples there are.
-            seed: Makes the batches reproducible; None draws a secret one.
+            seed: Makes the batches reproducible; None: the generator draws it, or else it is secret.
             secure: Whether to draw from the operating system's cryptographic generator.
             distributed: Whether every rank draws its own part of each batch.
-            generator: Draws the seed, in place of ``seed``.
+            generator: Draws the seed, in place of ``seed``; None: that of ``loader``, where it has one and neither
+                ``seed`` nor ``secure`` says otherwise.
 
         Raises:
             UnsupportedError: the loader's sampler chooses examples, which would be lost, or its data set is iterable.
@@ -157,6 +159,8 @@ class DPDataLoader(CountingDataLoader):
         check_whole(loader, distributed)
         if sample_rate is None:
             sample_rate = 1 / len(loader)
+        if generator is None and seed is None and not secure:
+            generator = loader.generator
         return cls(
             loader.dataset,
             sample_rate=sample_rate,

@@ -106,6 +106,17 @@ GENERATOR = """
     assert first == second
     private = DPDataLoader.from_data_loader(loader, generator=torch.Generator().manual_seed(3))
     assert [len(data) for data, _ in private] == first
+
+    def sizes(global_seed):
+        torch.manual_seed(global_seed)
+        ordinary = DataLoader(loader.dataset, batch_size=12, generator=torch.Generator().manual_seed(5))
+        model = nn.Linear(64, 3)
+        _, _, private = PrivacyEngine().make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=ordinary,
+            noise_multiplier=1.0, max_grad_norm=1.0)
+        return [len(data) for data, _ in private for _ in range(3)]
+
+    assert sizes(0) == sizes(1)
 """
 
 MISUSES = {

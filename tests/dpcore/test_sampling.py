@@ -243,6 +243,71 @@ def test_only_map_style_data_can_be_sampled():
     assert DPDataLoader.from_data_loader(DataLoader(Named(), batch_size=2)).sample_rate == 1 / 3
 
 
+def made_private(seed: int | None, engine: PrivacyEngine | None = None) -> DPDataLoader:
+    """The private loader of one whose generator has ``seed``."""
+    model = nn.Linear(1, 1)
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    _, _, loader = (engine or PrivacyEngine()).make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(torch.arange(40.0)[:, None], batch_size=8, shuffle=True, generator=generator),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    return loader
+
+
+def drawn(loader: DPDataLoader) -> list[list[float]]:
+    return [sorted(batch.flatten().tolist()) for batch in loader]
+
+
+def test_the_generator_of_a_loader_seeds_its_batches_and_not_the_noise():
+    assert drawn(made_private(3)) == drawn(made_private(3)) != drawn(made_private(4))
+    assert drawn(made_private(None)) != drawn(made_private(None))
+
+    def ordinary(seed):
+        return DataLoader(torch.arange(40.0)[:, None], batch_size=8, generator=torch.Generator().manual_seed(seed))
+
+    direct = [drawn(DPDataLoader.from_data_loader(ordinary(seed))) for seed in (3, 3, 4)]
+    assert direct[0] == direct[1] != direct[2]
+    assert direct[0] == drawn(made_private(3))
+    same = ordinary(3)  # used twice, it moves on
+    assert drawn(DPDataLoader.from_data_loader(same)) != drawn(DPDataLoader.from_data_loader(same))
+    global_state = torch.get_rng_state()
+    DPDataLoader.from_data_loader(ordinary(3))
+    assert torch.equal(torch.get_rng_state(), global_state)
+
+
+def test_the_generator_of_a_loader_comes_after_a_seed_and_secure_mode():
+    assert drawn(made_private(3, PrivacyEngine(seed=5))) == drawn(made_private(4, PrivacyEngine(seed=5)))
+    assert drawn(made_private(3, PrivacyEngine(seed=5))) != drawn(made_private(3, PrivacyEngine(seed=6)))
+    secure = [drawn(made_private(3, PrivacyEngine(secure_mode=True))) for _ in range(2)]
+    assert secure[0] != secure[1]
+    loader = DataLoader(torch.arange(40.0), batch_size=8, generator=torch.Generator().manual_seed(3))
+    chosen = [drawn(DPDataLoader.from_data_loader(loader, seed=7)) for _ in range(2)]
+    assert chosen[0] == chosen[1]
+
+
+def test_two_runs_with_equal_generators_have_noise_of_their_own():
+    """A generator for the order of batches must not make the noise repeat."""
+    results = []
+    for _ in range(2):
+        model = nn.Linear(1, 1)
+        nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
+        generator = torch.Generator().manual_seed(3)
+        module, optimizer, loader = PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(torch.arange(40.0)[:, None], batch_size=8, generator=generator),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
+        module(next(iter(loader))).mean().backward()
+        optimizer.step()
+        results.append(model.weight.detach().clone())
+    assert not torch.equal(*results)
+
+
 def test_a_sampler_of_the_users_is_not_silently_replaced():
     for sampler in (WeightedRandomSampler([1.0] * 5, 5), SubsetRandomSampler([0, 1])):
         with pytest.raises(UnsupportedError, match=type(sampler).__name__):
