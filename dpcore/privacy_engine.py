@@ -40,6 +40,7 @@ from dpcore.optimizers.optimizer import NOISE_RULE
 from dpcore.utils.batch_memory_manager import PiecewiseLoader, check_pieces, whole_batches
 from dpcore.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping, check_criterion
 from dpcore.validators import ModuleValidator
+from dpcore.validators.errors import IllegalModuleConfigurationError
 
 FACTORS = {"automatic": automatic_factors}
 
@@ -545,7 +546,9 @@ class PrivacyEngine:
         """Refuses what cannot be trained privately, before anything is changed."""
         ModuleValidator.validate(module, strict=True)
         if not module.training:
-            raise ValueError("The module is in evaluation mode; call module.train() before make_private.")
+            raise IllegalModuleConfigurationError(
+                "The module is in evaluation mode; call module.train() before make_private."
+            )
         settings.check_numbers()
         settings.check_clipping(ranks is not None)
         _check_parameters(module, optimizer)
