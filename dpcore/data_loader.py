@@ -17,8 +17,10 @@ from dpcore.loading.ledger import Source
 from dpcore.loading.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
     UniformWithReplacementSampler,
+    drawn_seed,
     steps_per_epoch,
 )
+from dpcore.tree import has_tensor
 
 
 def empty_like(batch: Any) -> Any:
@@ -29,17 +31,9 @@ def empty_like(batch: Any) -> Any:
         return {key: empty_like(value) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(empty_like(value) for value in batch))
-    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)) and any(_has_tensor(v) for v in batch):
+    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)) and has_tensor(batch):
         return type(batch)(empty_like(value) for value in batch)  # type: ignore[call-arg]
     return []
-
-
-def _has_tensor(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return True
-    if isinstance(value, Mapping):
-        return any(_has_tensor(v) for v in value.values())
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and any(_has_tensor(v) for v in value)
 
 
 class _Collate:
@@ -93,7 +87,7 @@ class DPDataLoader(CountingDataLoader):
                 "map-style data set, or poisson_sampling=False (and then an accountant that does not assume it)."
             )
         if generator is not None:
-            seed = int(torch.randint(2**62, (), generator=generator))
+            seed = drawn_seed(generator)
         self._rounds = 0
         self.handed_out = 0
         """Number of batches so far."""
@@ -132,10 +126,11 @@ class DPDataLoader(CountingDataLoader):
             loader: A torch loader over its whole data set; a DPDataLoader is returned as it is.
             sample_rate: The chance of each example to be in a batch. None: 1 / len(loader),
                 which tells how many examples there are.
-            seed: Makes the batches reproducible; None draws a secret one.
+            seed: Makes the batches reproducible; None: the generator draws it, or else it is secret.
             secure: Whether to draw from the operating system's cryptographic generator.
             distributed: Whether every rank draws its own part of each batch.
-            generator: Draws the seed, in place of ``seed``.
+            generator: Draws the seed, in place of ``seed``; None: that of ``loader``, where it has one and neither
+                ``seed`` nor ``secure`` says otherwise.
 
         Raises:
             UnsupportedError: the loader's sampler chooses examples, which would be lost, or its data set is iterable.
@@ -164,6 +159,8 @@ class DPDataLoader(CountingDataLoader):
         check_whole(loader, distributed)
         if sample_rate is None:
             sample_rate = 1 / len(loader)
+        if generator is None and seed is None and not secure:
+            generator = loader.generator
         return cls(
             loader.dataset,
             sample_rate=sample_rate,

@@ -58,12 +58,19 @@ class Ranks:
         self._together(lambda: dist.all_reduce(tensor, group=self.group))
         return tensor
 
-    def share_seed(self, seed: int | None) -> int:
-        """``seed``, which must be the same on all ranks, or for None a secret number of 128 bits that rank 0 draws."""
+    def share_seed(self, seed: int | None, generator: torch.Generator | None = None) -> int:
+        """``seed``, which must be the same on all ranks, or for None a number of 128 bits that rank 0 draws.
+
+        It is secret, or that of rank 0's ``generator``; those of other ranks may differ.
+        """
         self.agree({"seed": seed})
         if seed is not None:
             return seed
-        words = torch.tensor([secrets.randbits(62) for _ in range(3)], dtype=torch.int64, device=self.device)
+        if generator is None:
+            drawn = [secrets.randbits(62) for _ in range(3)]
+        else:
+            drawn = torch.randint(2**62, (3,), generator=generator, device=generator.device).tolist()
+        words = torch.tensor(drawn, dtype=torch.int64, device=self.device)
         self._together(lambda: dist.broadcast(words, group=self.group, group_src=0))
         high, middle, low = words.tolist()
         return (high << 124 | middle << 62 | low) % 2**128

@@ -40,6 +40,7 @@ from dpcore.optimizers.optimizer import NOISE_RULE
 from dpcore.utils.batch_memory_manager import PiecewiseLoader, check_iterated, check_pieces, whole_batches
 from dpcore.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping, check_criterion
 from dpcore.validators import ModuleValidator
+from dpcore.validators.errors import IllegalModuleConfigurationError
 
 FACTORS = {"automatic": automatic_factors}
 
@@ -52,7 +53,8 @@ class PrivacyEngine:
             bound) or a registered name.
         secure_mode: Noise and batches come from the operating system's cryptographic generator, and noise is hardened
             against attacks on floating point. Slower, and nothing can be repeated.
-        seed: Makes noise and batches reproducible. Without it they are secret, as they must be for a release.
+        seed: Makes noise and batches reproducible. Without it they are secret, as they must be for a release; a
+            loader's ``generator`` then seeds the batches.
 
     Raises:
         ValueError: there is no such accountant, or ``secure_mode`` was given a seed.
@@ -107,7 +109,9 @@ class PrivacyEngine:
                 and updated.
             criterion: The loss for the mode "ghost" (default ``CrossEntropyLoss``), and in every mode checked against
                 ``loss_reduction`` where it is given.
-            data_loader: A torch loader over the whole data set. Its batch size sets the default sample rate only.
+            data_loader: A torch loader over the whole data set. Its batch size sets the default sample rate only. Its
+                ``generator`` seeds the batches, unless the engine has a seed or draws securely; for a release it must
+                be secret.
             noise_multiplier: σ, the standard deviation of the noise over the bound ``max_grad_norm``. More noise,
                 smaller epsilon; 0 gives no privacy.
             max_grad_norm: C, the L2 bound to which each example's gradient is clipped, and so how far one example can
@@ -231,7 +235,9 @@ class PrivacyEngine:
                 and updated.
             criterion: The loss for the mode "ghost" (default ``CrossEntropyLoss``), and in every mode checked against
                 ``loss_reduction`` where it is given.
-            data_loader: A torch loader over the whole data set. Its batch size sets the default sample rate only.
+            data_loader: A torch loader over the whole data set. Its batch size sets the default sample rate only. Its
+                ``generator`` seeds the batches, unless the engine has a seed or draws securely; for a release it must
+                be secret.
             target_epsilon: ε, the most that the whole training may spend at ``target_delta``.
             target_delta: δ, well below 1 / (number of examples).
             epochs: Rounds of the loader to plan for, of ceil(1 / sample rate) steps each.
@@ -541,7 +547,9 @@ class PrivacyEngine:
         """Refuses what cannot be trained privately, before anything is changed."""
         ModuleValidator.validate(module, strict=True)
         if not module.training:
-            raise ValueError("The module is in evaluation mode; call module.train() before make_private.")
+            raise IllegalModuleConfigurationError(
+                "The module is in evaluation mode; call module.train() before make_private."
+            )
         settings.check_numbers()
         settings.check_clipping(ranks is not None)
         _check_parameters(module, optimizer)
@@ -563,10 +571,14 @@ class PrivacyEngine:
         check_data_set(data_loader.dataset)
         if not settings.poisson_sampling:
             return _ordinary_loader(data_loader, settings, ranks)
+        seed = self._run_seed()
+        if ranks is not None:
+            # Ranks may have generators of different seeds, for an order of their own.
+            seed = ranks.share_seed(seed, data_loader.generator)
         poisson = DPDataLoader.from_data_loader(
             data_loader,
             sample_rate=settings.sample_rate,
-            seed=self._run_seed() if ranks is None else ranks.share_seed(self._run_seed()),
+            seed=seed,
             secure=self.secure_mode,
             distributed=ranks is not None,
         )

@@ -27,7 +27,7 @@ def batch_length(value: Any) -> int:
 
     UnsupportedError where there is none.
     """
-    length = _length(value)
+    length = length_or_none(value)
     if length is None:
         raise UnsupportedError(
             f"A batch of type {type(value).__name__} holds no tensor with a batch dimension, so its number of examples "
@@ -36,7 +36,8 @@ def batch_length(value: Any) -> int:
     return length
 
 
-def _length(value: Any) -> int | None:
+def length_or_none(value: Any) -> int | None:
+    """:func:`batch_length`, or None where no tensor tells it."""
     if isinstance(value, PackedSequence):
         return int(value.batch_sizes[0])
     if isinstance(value, Tensor):
@@ -46,4 +47,13 @@ def _length(value: Any) -> int | None:
         parts = list(value.values())
     elif isinstance(value, (list, tuple)):
         parts = value
-    return next((length for part in parts if (length := _length(part)) is not None), None)
+    return next((length for part in parts if (length := length_or_none(part)) is not None), None)
+
+
+def has_tensor(value: Any) -> bool:
+    """Return whether ``value`` is a tensor, or a dict or sequence that holds one."""
+    if isinstance(value, Tensor):
+        return True
+    if isinstance(value, Mapping):
+        return any(has_tensor(part) for part in value.values())
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and any(map(has_tensor, value))

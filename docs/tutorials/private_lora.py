@@ -1,4 +1,4 @@
-"""Tutorial 6: private LoRA in ten lines, with transformers and PEFT (tests/requirements-models.txt).
+"""Tutorial 6: private LoRA in fifteen lines, with transformers and PEFT (tests/requirements-models.txt).
 
     python docs/tutorials/private_lora.py             # seconds, synthetic; or cell by cell, as a notebook
 
@@ -51,7 +51,7 @@ for _ in range(150):
 secret, unseen = counting(3, 2048), counting(3, 256)
 print(f"{len(secret)} texts that count by 3 (synthetic data); {right(base, unseen):.2f} of the tokens right before")
 
-# %% [2] The ten lines.
+# %% [2] The fifteen lines.
 lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
 model = get_peft_model(copy.deepcopy(base), lora).train()
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)

@@ -23,6 +23,11 @@ def steps_per_epoch(sample_rate: float) -> int:
     return max(1, int(np.ceil(MANY_STEPS / sample_rate)))
 
 
+def drawn_seed(generator: torch.Generator) -> int:
+    """A seed of the generator's next numbers, on whatever device it is."""
+    return int(torch.randint(2**62, (), generator=generator, device=generator.device))
+
+
 class UniformWithReplacementSampler(Sampler[list[int]]):
     """A sampler of Poisson batches: ``steps`` lists of indices a round; list k of its life is a function of (seed, k).
 
@@ -53,7 +58,7 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         generator: torch.Generator | None = None,
     ) -> None:
         if generator is not None:
-            seed = int(torch.randint(2**62, (), generator=generator))
+            seed = drawn_seed(generator)
         if num_samples <= 0:
             raise ValueError(f"num_samples is {num_samples}; there must be at least one example.")
         sample_rate = check_number("sample_rate", sample_rate, lambda q: 0.0 < q <= 1.0, "it must lie in (0, 1]")

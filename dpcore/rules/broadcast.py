@@ -158,15 +158,19 @@ def _in_place(tape: Tape, param: Parameter) -> Any:
     )
 
 
-@handles(torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__, Tensor.mul_, derives=True)
+_IN_PLACE = (Tensor.__imul__, Tensor.mul_, Tensor.multiply_)
+
+
+@handles(torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, *_IN_PLACE, derives=True)
+@handles(torch.multiply, Tensor.multiply, derives=True)
 def _multiply(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A batch times a parameter: a scale."""
     found = None if kwargs else _with_parameter(tape, args)
-    if found is None or (func in (Tensor.__imul__, Tensor.mul_) and found[1] is args[0]):
+    if found is None or (func in _IN_PLACE and found[1] is args[0]):
         return func(*args, **kwargs)
     x, param = found
     # What is changed in place is kept as it was.
-    kept = x.detach().clone() if func in (Tensor.__imul__, Tensor.mul_) else x
+    kept = x.detach().clone() if func in _IN_PLACE else x
     output = func(*(a.detach() if a is param else a for a in args))
     batch_dim = _batch_of(tape, x, output, param, "product")
     if batch_dim is None:
@@ -176,7 +180,7 @@ def _multiply(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
     return tape.record(use, output, batch_dim)
 
 
-@rewrites(torch.sub, Tensor.sub, Tensor.__sub__)
+@rewrites(torch.sub, Tensor.sub, Tensor.__sub__, torch.subtract, Tensor.subtract)
 def _subtract(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Batch - parameter and parameter - batch as sums."""
     if len(args) != 2 or kwargs or not all(isinstance(a, Tensor) for a in args):
@@ -184,12 +188,13 @@ def _subtract(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
     return tape.call(torch.add, args[0], tape.call(torch.neg, args[1]))
 
 
-@rewrites(Tensor.__rsub__)
+@rewrites(Tensor.__rsub__, torch.rsub)
 def _subtract_from(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _subtract(tape, func, args[::-1], kwargs)
 
 
-@rewrites(torch.div, Tensor.div, Tensor.__truediv__)
+@rewrites(torch.div, Tensor.div, Tensor.__truediv__, torch.divide, Tensor.divide)
+@rewrites(torch.true_divide, Tensor.true_divide)
 def _divide(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Batch / parameter as a product."""
     if len(args) != 2 or kwargs or not all(isinstance(a, Tensor) for a in args):

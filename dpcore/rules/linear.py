@@ -5,7 +5,9 @@ Per example, with inputs X (T x p) and output gradients G (T x d): dW = Gᵀ X, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import string
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -334,6 +336,92 @@ def _matmul(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     if tape.is_source(left) and left.dim() == 2 and right.dim() >= 3 and not tape.is_source(right):
         return tape.call(F.linear, right.transpose(-1, -2), left).transpose(-1, -2)
     return None
+
+
+@rewrites(torch.einsum)
+def _einsum(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """A product of a batch's last dimensions with a weight, as "btd,dhk->bthk"."""
+    if kwargs or len(args) < 2 or not isinstance(args[0], str):
+        return None
+    operands = args[1] if len(args) == 2 and isinstance(args[1], (list, tuple)) else args[1:]
+    if len(operands) != 2 or not all(isinstance(operand, Tensor) for operand in operands):
+        return None
+    terms = _terms(args[0].replace(" ", ""), [operand.dim() for operand in operands])
+    return None if terms is None else _contracted(tape, operands, *terms)
+
+
+def _terms(equation: str, dims: list[int]) -> tuple[str, str, str] | None:
+    """The letters of two operands and of their product, with "..." spelt out; None where they do not fit ``dims``."""
+    inputs, arrow, out = equation.partition("->")
+    terms = inputs.split(",")
+    letters = inputs.replace("...", "").replace(",", "")
+    if len(terms) != 2 or not (letters.isascii() and letters.isalpha()) or all("..." in term for term in terms):
+        return None
+    if not arrow:
+        # As torch says: what is there once, by the alphabet.
+        out = "..." * ("..." in inputs) + "".join(sorted(c for c in letters if letters.count(c) == 1))
+    for i, term in enumerate(terms):
+        if "..." in term:
+            # Digits, which are no letters of an equation.
+            hidden = string.digits[: max(dims[i] - len(term) + 3, 0)]
+            terms[i], out = term.replace("...", hidden), out.replace("...", hidden)
+    return (terms[0], terms[1], out) if [len(term) for term in terms] == dims else None
+
+
+def _contracted(tape: Tape, operands: Sequence[Tensor], first: str, second: str, out: str) -> Tensor | None:
+    """The product of a batch and a weight by :func:`F.linear`; None where it is none of the batch's last dimensions."""
+    sources = [tape.is_source(operand) for operand in operands]
+    if sources == [True, False]:
+        operands, first, second = operands[::-1], second, first
+    elif sources != [False, True]:
+        return None
+    x, weight = operands
+    summed = [c for c in first if c in second]
+    kept, new = [c for c in first if c not in second], [c for c in second if c not in first]
+    single = all(len(set(term)) == len(term) for term in (first, second, out))
+    if not single or not summed or not kept or sorted(out) != sorted(kept + new):
+        return None
+    sizes = dict(zip(second, weight.shape, strict=True))
+    outputs, inputs = [sizes[c] for c in new], [sizes[c] for c in summed]
+    # A dimension of length 1 would be spread out, and the batch has to stay where it is.
+    if first != "".join(kept + summed) or out[0] != kept[0] or list(x.shape[len(kept) :]) != inputs:
+        return None
+    if second != "".join(new + summed):
+        order = [second.index(c) for c in new + summed]
+        weight = tape.call(Tensor.t, weight) if len(order) == 2 else tape.call(Tensor.permute, weight, order)
+    if (len(new), len(summed)) != (1, 1):
+        weight = tape.call(Tensor.reshape, weight, (math.prod(outputs), math.prod(inputs)))
+    if len(summed) > 1:
+        x = tape.call(Tensor.reshape, x, (*x.shape[: len(kept)], math.prod(inputs)))
+    product = tape.call(F.linear, x, weight)
+    if len(new) != 1:
+        product = tape.call(Tensor.reshape, product, (*x.shape[: len(kept)], *outputs))
+    if list(out) != kept + new:
+        product = tape.call(Tensor.permute, product, [(kept + new).index(c) for c in out])
+    return product
+
+
+@rewrites(torch.tensordot)
+def _tensordot(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """A product of a batch's last dimensions with a weight, by the numbers of the dimensions."""
+    given = dict(zip(("a", "b", "dims", "out"), args, strict=False)) | kwargs
+    operands: list[Any] = [given.get("a"), given.get("b")]
+    dims = given.get("dims", 2)
+    pairs = [range(-dims, 0), range(dims)] if isinstance(dims, int) else dims
+    if not all(isinstance(operand, Tensor) for operand in operands) or not isinstance(pairs, (list, tuple)):
+        return None
+    if given.get("out") is not None:
+        return None
+    lengths = [len(part) for part in pairs if isinstance(part, (list, tuple, range))]
+    if len(pairs) != 2 or len(lengths) != 2 or lengths[0] != lengths[1]:
+        return None
+    first, second = string.ascii_lowercase[: operands[0].dim()], string.ascii_uppercase[: operands[1].dim()]
+    if not all(-len(t) <= i < len(t) for t, part in zip((first, second), pairs, strict=True) for i in part):
+        return None
+    for i, j in zip(*pairs, strict=True):
+        second = second.replace(second[j], first[i])
+    out = "".join(c for c in first + second if (first + second).count(c) == 1)
+    return _contracted(tape, operands, first, second, out)
 
 
 @rewrites(torch.addmm, Tensor.addmm)

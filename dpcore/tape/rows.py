@@ -25,9 +25,10 @@ def _named(*names: str) -> set[Callable[..., Any]]:
 _RESHAPES = _named("reshape", "view", "flatten", "unflatten", "view_as", "reshape_as")
 _ELEMENTWISE = _named(
     *("add", "sub", "mul", "div", "neg", "exp", "pow", "sqrt", "rsqrt", "square", "abs", "clamp", "where", "rsub"),
+    *("multiply", "divide", "true_divide", "subtract"),
     *("relu", "gelu", "silu", "sigmoid", "tanh", "softplus", "mish", "elu", "leaky_relu", "hardswish", "dropout"),
     *("contiguous", "clone", "to", "type_as", "float", "double", "half", "bfloat16", "masked_fill", "detach"),
-    *("add_", "mul_", "sub_", "div_", "masked_fill_", "type"),
+    *("add_", "mul_", "multiply_", "sub_", "div_", "masked_fill_", "type"),
     *(f"__{kind}{name}__" for name in ("add", "sub", "mul", "truediv") for kind in ("", "r", "i")),
     *("__neg__", "__pow__"),
 ) | {F.linear, F.layer_norm, F.rms_norm}

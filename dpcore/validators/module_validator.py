@@ -8,6 +8,7 @@ import math
 from torch import nn
 
 from dpcore.errors import UnsupportedError
+from dpcore.validators.errors import IllegalModuleConfigurationError, ShouldReplaceModuleError
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 FIX = "from dpcore.validators import ModuleValidator; model = ModuleValidator.fix(model)"
@@ -24,9 +25,9 @@ def mixes_examples(norm: nn.Module) -> bool:
     return norm.training or norm.running_mean is None
 
 
-def batch_norm_error(where: str, norm: nn.Module) -> UnsupportedError:
+def batch_norm_error(where: str, norm: nn.Module) -> ShouldReplaceModuleError:
     """Return the error about the batch norm ``norm``; ``where``: the beginning of its sentence."""
-    return UnsupportedError(
+    return ShouldReplaceModuleError(
         f"{where} is a {type(norm).__name__}, which normalises an example by the others of its batch. Put GroupNorm in "
         f"its place before the optimizer is built: {FIX}. One with the statistics of public data may stay where it is "
         "put into evaluation mode by its eval() after every train() of the module."
@@ -43,7 +44,7 @@ class ModuleValidator:
     @staticmethod
     def validate(module: nn.Module, *, strict: bool = False) -> list[UnsupportedError]:
         """One error per offending submodule, naming it, the reason and the remedy; raised at once where ``strict``."""
-        errors = []
+        errors: list[UnsupportedError] = []
         for name, child in module.named_modules():
             where = f"Module {name!r}" if name else "The module"
             if isinstance(child, _BATCH_NORMS):
@@ -51,7 +52,7 @@ class ModuleValidator:
                     errors.append(batch_norm_error(where, child))
             elif isinstance(child, _INSTANCE_NORMS) and child.track_running_stats:
                 errors.append(
-                    UnsupportedError(
+                    IllegalModuleConfigurationError(
                         f"{where} is an {type(child).__name__} that keeps running statistics of the examples without "
                         f"noise. Set track_running_stats=False, as this does: {FIX}."
                     )

@@ -123,6 +123,17 @@ def check_noise() -> Any:
     return {"same seed": train(1.0, torch.float64), "secret": train(1.0, torch.float64, seed=None, rounds=1)}
 
 
+def check_generator() -> Any:
+    """The seeds of the batches where every rank has a generator of its own, twice, and where rank 0 has none."""
+    seeds = []
+    for kind in ("own", "own", "rank 0 without"):
+        own = torch.Generator().manual_seed(50 + dist.get_rank())
+        generator = own if kind == "own" or dist.get_rank() else None
+        _, _, _, loader = private(seed=None, loader=DataLoader(data(), batch_size=10, generator=generator))
+        seeds.append(str(loader.sampler_state.seed))
+    return seeds
+
+
 def check_secure() -> Any:
     """What two steps in secure mode release, in units of the grid."""
     engine = PrivacyEngine(secure_mode=True)

@@ -25,7 +25,7 @@ from tests.dpcore.comparison import TOLERANCE
 pytestmark = pytest.mark.xdist_group("ranks")  # one launch for all of them
 
 STEPS = 8  # two rounds of ceil(1 / 0.25) batches
-CHECKS = ["sums", "pieces", "noise", "secure", "empty", "resume", "adaptive", "sharded"]
+CHECKS = ["sums", "pieces", "noise", "secure", "empty", "resume", "adaptive", "sharded", "generator"]
 
 
 def launch(folder: Path, size: int, *checks: str) -> list[dict[str, Any]]:
@@ -104,6 +104,13 @@ def test_without_a_seed_the_ranks_share_a_secret_one(found):
     secret = [r["noise"]["secret"] for r in found]
     assert all(torch.equal(s["weights"], secret[0]["weights"]) for s in secret)
     assert not torch.equal(secret[0]["weights"][0], found[0]["noise"]["same seed"]["weights"][0])
+
+
+def test_the_batches_seed_is_drawn_by_the_generator_of_rank_0(found):
+    """Other ranks' generators may have other seeds, as for an order of their own."""
+    seeds = [report["generator"] for report in found]
+    assert all(others == seeds[0] for others in seeds)
+    assert seeds[0][0] == seeds[0][1] != seeds[0][2]
 
 
 def test_secure_releases_of_all_ranks_lie_on_the_grid(found):

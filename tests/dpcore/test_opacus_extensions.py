@@ -106,6 +106,17 @@ GENERATOR = """
     assert first == second
     private = DPDataLoader.from_data_loader(loader, generator=torch.Generator().manual_seed(3))
     assert [len(data) for data, _ in private] == first
+
+    def sizes(global_seed):
+        torch.manual_seed(global_seed)
+        ordinary = DataLoader(loader.dataset, batch_size=12, generator=torch.Generator().manual_seed(5))
+        model = nn.Linear(64, 3)
+        _, _, private = PrivacyEngine().make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=ordinary,
+            noise_multiplier=1.0, max_grad_norm=1.0)
+        return [len(data) for data, _ in private for _ in range(3)]
+
+    assert sizes(0) == sizes(1)
 """
 
 MISUSES = {
@@ -163,6 +174,28 @@ MISUSES = {
         UniformWithReplacementSampler(num_samples=0, sample_rate=0.1)
         """,
 }
+MISUSES_BY_CLASS = {
+    "a batch norm": (MISUSES["a batch norm"], "UnsupportedModuleError"),
+    "evaluation mode": ("make(model.eval())", "UnsupportedModuleError"),
+    "running statistics": (
+        "make(nn.Sequential(nn.Unflatten(1, (4, 16)), nn.InstanceNorm1d(4, affine=True, track_running_stats=True)))",
+        "UnsupportedModuleError",
+    ),
+    "a listed batch norm": (
+        """
+        from opacus.validators import ModuleValidator
+        raise ModuleValidator.validate(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))[0]
+        """,
+        "ShouldReplaceModuleError",
+    ),
+    "listed running statistics": (
+        """
+        from opacus.validators import ModuleValidator
+        raise ModuleValidator.validate(nn.InstanceNorm1d(4, affine=True, track_running_stats=True))[0]
+        """,
+        "IllegalModuleConfigurationError",
+    ),
+}
 CAUGHT = """
 def make(model=model, **options):
     global private_model, private
@@ -195,6 +228,16 @@ def test_an_extension_works_with_either_library(script):
 def test_a_misuse_is_a_value_error_in_either_library(misuse):
     lines = [line[8:] if line.startswith(" " * 8) else line for line in MISUSES[misuse].splitlines()]
     script = CAUGHT.replace("{misuse}", "\n".join("    " + line for line in lines if line))
+    for library in ("opacus", "dpcore"):
+        assert _run(script, library)[1][0], library
+
+
+@pytest.mark.parametrize("misuse", MISUSES_BY_CLASS)
+def test_a_module_that_cannot_be_trained_is_caught_by_opacus_class(misuse):
+    body, error = MISUSES_BY_CLASS[misuse]
+    lines = [line[8:] if line.startswith(" " * 8) else line for line in body.splitlines()]
+    script = CAUGHT.replace("{misuse}", "\n".join("    " + line for line in lines if line.strip()))
+    script = f"from opacus.validators.errors import {error}\n" + script.replace("except ValueError", f"except {error}")
     for library in ("opacus", "dpcore"):
         assert _run(script, library)[1][0], library
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import inspect
 import warnings
@@ -145,6 +146,9 @@ def test_public_names_and_their_arguments(module):
         value = getattr(ours, name)
         if inspect.isclass(theirs) and issubclass(theirs, Exception):
             assert issubclass(value, Exception)
+            bases = [base.__name__ for base in theirs.__mro__ if issubclass(base, Exception)]
+            for base in bases:
+                assert issubclass(value, getattr(ours, base, None) or getattr(builtins, base)), f"{name} is no {base}"
             continue
         wanted, _ = _parameters(theirs)
         found, takes_any = _parameters(value)

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import stats
-from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, WeightedRandomSampler
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
 
-from dpcore import PrivacyError, UnsupportedError
+from dpcore import PrivacyEngine, PrivacyError, UnsupportedError
 from dpcore.data_loader import DPDataLoader
 from dpcore.tree import batch_length
 from dpcore.utils.batch_memory_manager import cut
@@ -129,6 +141,96 @@ def test_cutting_keeps_the_structure():
     assert part["pair"].x.tolist() == [2, 3] and part["pair"].y[0].tolist() == [2, 3] and part["other"] == 3
 
 
+def names(count: int) -> list[str]:
+    return [f"example {i}" for i in range(count)]
+
+
+PER_EXAMPLE: dict[str, Any] = {
+    "a tensor": torch.arange,
+    "a list of names": names,
+    "a tuple of names": lambda n: tuple(names(n)),
+    "a list of dicts": lambda n: [{"name": name, "size": (i, 3)} for i, name in enumerate(names(n))],
+    "a list of lists of any length": lambda n: [names(i % 4) for i in range(n)],
+    "a list of nothing": lambda n: [None] * n,
+    "a list of arrays of any length": lambda n: [np.arange(i + n + 1) for i in range(n)],
+    "an array": lambda n: np.arange(2 * n).reshape(n, 2),
+}
+
+
+@settings(deadline=None)
+@given(
+    kinds=st.lists(st.sampled_from(sorted(PER_EXAMPLE)), max_size=4),
+    length=st.integers(1, 6),
+    start=st.integers(0, 6),
+    count=st.integers(0, 6),
+    shape=st.sampled_from([dict, list, tuple]),
+)
+def test_whatever_a_batch_holds_for_every_example_is_cut_alike(kinds, length, start, count, shape):
+    rows = slice(start, start + count)
+    values = [torch.arange(length), *(PER_EXAMPLE[kind](length) for kind in kinds)]
+    batch = shape(enumerate(values)) if shape is dict else shape(values)
+    part = cut(batch, rows)
+    assert type(part) is shape and len(part) == len(values)
+    for whole, piece in zip(values, part.values() if shape is dict else part, strict=True):
+        assert type(piece) is type(whole) and len(piece) == len(range(length)[rows])
+        assert all(np.array_equal(a, b) for a, b in zip(piece, whole[rows], strict=True))
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+def test_what_is_not_one_per_example_stays_whole(length):
+    x, y = torch.randn(length, 3), torch.arange(length)
+    rows, pieces = slice(0, 1), [x[:1], y[:1]]
+    pair = cut([x, y], rows)
+    assert all(torch.equal(a, b) for a, b in zip(pair, pieces, strict=True))
+    nested = cut([[x, y], {"x": x, "names": names(length)}], rows)
+    assert all(torch.equal(a, b) for a, b in zip(nested[0], pieces, strict=True))
+    assert torch.equal(nested[1]["x"], x[:1]) and nested[1]["names"] == names(1)
+    other = {"x": x, "classes": names(length + 1), "of": "abc", "array": np.arange(length + 1), "number": np.array(3)}
+    part = cut(other, rows)
+    assert all(part[name] is other[name] for name in ("of", "array", "number"))
+    assert part["classes"] == names(length + 1)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_lists_as_torch_collates_them_are_cut_within(length):
+    """Two names per example become two lists of one name per example, also where the batch has two examples."""
+    examples = [{"x": torch.tensor(float(i)), "names": [f"a{i}", f"b{i}"]} for i in range(length)]
+    part = cut(default_collate(examples), slice(0, 1))
+    assert [list(row) for row in part["names"]] == [["a0"], ["b0"]]
+
+
+def test_packed_sequences_cannot_be_cut():
+    with pytest.raises(UnsupportedError, match="PackedSequence"):
+        cut(nn.utils.rnn.pack_sequence([torch.arange(5.0), torch.arange(3.0)]), slice(0, 1))
+
+
+@pytest.mark.parametrize("size", [3, "auto"])
+def test_pieces_hold_the_names_of_their_examples(size):
+    class Texts(Dataset):
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, i):
+            return {"x": torch.full((4,), float(i)), "y": i % 3, "name": str(i)}
+
+    model = nn.Linear(4, 3)
+    module, optimizer, loader = PrivacyEngine(seed=1).make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(Texts(), batch_size=20),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        max_physical_batch_size=size,
+    )
+    pieces = 0
+    for batch in loader:
+        assert batch["name"] == [str(int(x)) for x in batch["x"][:, 0]]
+        F.cross_entropy(module(batch["x"]), batch["y"]).backward()
+        optimizer.step()
+        pieces += 1
+    assert pieces > len(loader) or size == "auto"
+
+
 def test_only_map_style_data_can_be_sampled():
     class Stream(IterableDataset):
         def __iter__(self):
@@ -139,6 +241,71 @@ def test_only_map_style_data_can_be_sampled():
     loader = DPDataLoader(Named(), sample_rate=0.5)
     assert DPDataLoader.from_data_loader(loader) is loader
     assert DPDataLoader.from_data_loader(DataLoader(Named(), batch_size=2)).sample_rate == 1 / 3
+
+
+def made_private(seed: int | None, engine: PrivacyEngine | None = None) -> DPDataLoader:
+    """The private loader of one whose generator has ``seed``."""
+    model = nn.Linear(1, 1)
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    _, _, loader = (engine or PrivacyEngine()).make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(torch.arange(40.0)[:, None], batch_size=8, shuffle=True, generator=generator),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    return loader
+
+
+def drawn(loader: DPDataLoader) -> list[list[float]]:
+    return [sorted(batch.flatten().tolist()) for batch in loader]
+
+
+def test_the_generator_of_a_loader_seeds_its_batches_and_not_the_noise():
+    assert drawn(made_private(3)) == drawn(made_private(3)) != drawn(made_private(4))
+    assert drawn(made_private(None)) != drawn(made_private(None))
+
+    def ordinary(seed):
+        return DataLoader(torch.arange(40.0)[:, None], batch_size=8, generator=torch.Generator().manual_seed(seed))
+
+    direct = [drawn(DPDataLoader.from_data_loader(ordinary(seed))) for seed in (3, 3, 4)]
+    assert direct[0] == direct[1] != direct[2]
+    assert direct[0] == drawn(made_private(3))
+    same = ordinary(3)  # used twice, it moves on
+    assert drawn(DPDataLoader.from_data_loader(same)) != drawn(DPDataLoader.from_data_loader(same))
+    global_state = torch.get_rng_state()
+    DPDataLoader.from_data_loader(ordinary(3))
+    assert torch.equal(torch.get_rng_state(), global_state)
+
+
+def test_the_generator_of_a_loader_comes_after_a_seed_and_secure_mode():
+    assert drawn(made_private(3, PrivacyEngine(seed=5))) == drawn(made_private(4, PrivacyEngine(seed=5)))
+    assert drawn(made_private(3, PrivacyEngine(seed=5))) != drawn(made_private(3, PrivacyEngine(seed=6)))
+    secure = [drawn(made_private(3, PrivacyEngine(secure_mode=True))) for _ in range(2)]
+    assert secure[0] != secure[1]
+    loader = DataLoader(torch.arange(40.0), batch_size=8, generator=torch.Generator().manual_seed(3))
+    chosen = [drawn(DPDataLoader.from_data_loader(loader, seed=7)) for _ in range(2)]
+    assert chosen[0] == chosen[1]
+
+
+def test_two_runs_with_equal_generators_have_noise_of_their_own():
+    """A generator for the order of batches must not make the noise repeat."""
+    results = []
+    for _ in range(2):
+        model = nn.Linear(1, 1)
+        nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
+        generator = torch.Generator().manual_seed(3)
+        module, optimizer, loader = PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(torch.arange(40.0)[:, None], batch_size=8, generator=generator),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
+        module(next(iter(loader))).mean().backward()
+        optimizer.step()
+        results.append(model.weight.detach().clone())
+    assert not torch.equal(*results)
 
 
 def test_a_sampler_of_the_users_is_not_silently_replaced():

@@ -96,6 +96,59 @@ SPELLINGS: dict[str, Any] = {
     "a table copied for every example": lambda m, h: torch.bmm(h, m.w.view(1, WIDTH, WIDTH).expand(len(h), -1, -1)),
 }
 SHAPES = {"windows": (WIDTH // 2, WIDTH // 2)}
+EINSUMS: dict[str, Any] = {
+    "btd,de->bte": lambda m, h: torch.einsum("btd,de->bte", h, m.w),
+    "btd,ed->bte": lambda m, h: torch.einsum("btd,ed->bte", h, m.w),
+    "de,btd->bte": lambda m, h: torch.einsum("de,btd->bte", m.w, h),
+    "b,t,d in capitals, with blanks": lambda m, h: torch.einsum(" B T D , D E -> B T E ", h, m.w),
+    "bd,de->be": lambda m, h: h + torch.einsum("bd,de->be", h.sum(1), m.w).unsqueeze(1),
+    "nd,de->ne": lambda m, h: torch.einsum("nd,de->ne", h.reshape(-1, WIDTH), m.w).view(h.shape),
+    "btd,dhk->bthk": lambda m, h: torch.einsum("btd,dhk->bthk", h, m.w.view(WIDTH, 2, WIDTH // 2)).reshape(h.shape),
+    "btd,dhk->bhtk": lambda m, h: (
+        torch.einsum("btd,dhk->bhtk", h, m.w.view(WIDTH, 2, WIDTH // 2)).transpose(1, 2).reshape(h.shape)
+    ),
+    "btd,hdk->btkh": lambda m, h: torch.einsum("btd,hdk->btkh", h, m.w.view(2, WIDTH, WIDTH // 2)).reshape(h.shape),
+    "bthk,hkd->btd": lambda m, h: torch.einsum(
+        "bthk,hkd->btd", h.view(*h.shape[:2], 2, WIDTH // 2), m.w.view(2, WIDTH // 2, WIDTH)
+    ),
+    "bthk,dkh->btd": lambda m, h: torch.einsum(
+        "bthk,dkh->btd", h.view(*h.shape[:2], 2, WIDTH // 2), m.w.view(WIDTH, WIDTH // 2, 2)
+    ),
+    "nhk,hkd->nd": lambda m, h: torch.einsum(
+        "nhk,hkd->nd", h.reshape(-1, 2, WIDTH // 2), m.w.view(2, WIDTH // 2, WIDTH)
+    ).view(h.shape),
+    "btd,d->bt": lambda m, h: h + torch.einsum("btd,d->bt", h, m.s).unsqueeze(-1),
+    "...d,de->...e": lambda m, h: torch.einsum("...d,de->...e", h, m.w),
+    "b...d,ed->b...e": lambda m, h: torch.einsum("b...d,ed->b...e", h, m.w),
+    "without an arrow": lambda m, h: torch.einsum("btk,kz", h, m.w),
+    "dots without an arrow": lambda m, h: torch.einsum("...k,kz", h, m.w),
+    "operands in a list": lambda m, h: torch.einsum("btd,de->bte", [h, m.w]),
+    "tensordot": lambda m, h: torch.tensordot(h, m.w, dims=1),
+    "tensordot by dimensions": lambda m, h: torch.tensordot(h, m.w, ([-1], [1])),
+    "tensordot of two dimensions": lambda m, h: torch.tensordot(
+        h.view(*h.shape[:2], 2, WIDTH // 2), m.w.view(2, WIDTH // 2, WIDTH)
+    ),
+    "multiply": lambda m, h: torch.multiply(h, m.s).multiply(m.b),
+    "multiply in place": lambda m, h: h.clone().multiply_(m.s),
+    "divide": lambda m, h: torch.divide(h, 2.0 + m.s.square()).divide(2.0 + m.b.square()),
+    "true_divide": lambda m, h: torch.true_divide(h, 2.0 + m.s.square()),
+    "subtract": lambda m, h: torch.subtract(h, m.s).subtract(m.b),
+    "rsub": lambda m, h: torch.rsub(h, m.s),
+}
+SPELLINGS |= EINSUMS
+OTHER_EINSUMS: dict[str, Any] = {
+    "positions mixed": lambda m, h: torch.einsum("btd,ts->bsd", h, m.w[:STEPS, :STEPS]),
+    "a letter kept by both": lambda m, h: torch.einsum("btd,td->btd", h, m.w[:STEPS]),
+    "an outer product": lambda m, h: torch.einsum("btd,e->bted", h, m.s).sum(2),
+    "a sum on the way": lambda m, h: h + torch.einsum("btd,de->be", h, m.w).unsqueeze(1),
+    "a sum of the weight": lambda m, h: h * torch.einsum("btd,de->bt", h, m.w).unsqueeze(-1),
+    "the batch in another place": lambda m, h: torch.einsum("btd,de->tbe", h, m.w).transpose(0, 1),
+    "a length of 1 spread out": lambda m, h: torch.einsum("btd,de->bte", h.mean(-1, keepdim=True), m.w),
+    "three operands": lambda m, h: torch.einsum("btd,de,ef->btf", h, m.w, m.inner.weight),
+    "numbers for letters": lambda m, h: torch.einsum(h, [0, 1, 2], m.w, [2, 3], [0, 1, 3]),
+    "dots in both": lambda m, h: torch.einsum("...d,d...->...", h, m.w[:, :STEPS]).unsqueeze(-1) * h,
+    "tensordot from the weight": lambda m, h: torch.tensordot(m.w, h, ([0], [2])).permute(1, 2, 0),
+}
 
 
 def made(name: str, dtype: torch.dtype) -> nn.Module:
@@ -113,6 +166,23 @@ def test_clipped_sums_are_those_of_a_loop(name, examples):
     check(model, x, y, clipped_sum)
     check_private(model, x, y)
     assert has_rules(model, x, y)
+
+
+@pytest.mark.parametrize("examples", [4, STEPS])
+@pytest.mark.parametrize("name", OTHER_EINSUMS)
+def test_other_equations_are_right_by_whatever_way(name, examples):
+    torch.manual_seed(2)
+    model = Spelling(OTHER_EINSUMS[name]).double()
+    x, y = torch.randn(examples, STEPS, 3, dtype=torch.float64), torch.arange(examples) % 3
+    check(model, x, y, clipped_sum)
+    check_private(model, x, y)
+
+
+@pytest.mark.parametrize("name", EINSUMS)
+def test_an_empty_batch_has_a_sum_of_zeros(name):
+    model = made(name, torch.float64)
+    sums = Engine(model, odd_loss).clipped_sum(torch.zeros(0, STEPS, 3, dtype=torch.float64), torch.arange(0)).sums
+    assert sums and not any(total.any() for total in sums.values())
 
 
 @pytest.mark.parametrize("compute", [lambda m, h: F.linear(h, m.w, m.b), flat], ids=["linear", "addmm"])

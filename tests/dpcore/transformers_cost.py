@@ -524,6 +524,10 @@ timm's vit_tiny at 64 pixels, `wrn` a WRN-16-4 with group norms at 32, `gpt2-lor
 * *engine* and *two-lines* are dpcore's `Engine` and `make_private`, with its compiled kernels; *pure*, where it was
   run: without; *auto*: with `max_physical_batch_size="auto"`. Opacus is given positions and segments for every
   example, without which its text models stop with an error.
+* JAX has no row here. Its compiled `vmap` is faster than dpcore in some cells of the runs of
+  [2026-11-24](../results/findings/2026-11-24-modern-tasks.md) (a vision transformer at 32: 1.12 of PyTorch's time,
+  dpcore 1.35) and of [2026-11-25](../results/findings/2026-11-25-modern-tasks.md) (a GPT-2 at 16: 1.01 and 0.94, dpcore
+  1.15 and 0.99; a Llama at 16: 0.92, dpcore 0.97). In others it is slower, or they are alike.
 
 The runs, those alike as one line:
 """
