@@ -206,7 +206,7 @@ class Engine:
     def _add_pieces(
         self, kind: Kind, x: Any, y: Any, mask: Tensor | None, scale: float, begin: Callable[[], object]
     ) -> list[tuple[Tensor, Tensor, Tensor]] | None:
-        """What :meth:`_accumulate` returns for all pieces of a batch; None where memory ran out.
+        """Return what :meth:`_accumulate` does for all pieces of a batch; None where memory ran out.
 
         The next attempt starts the batch anew, in smaller pieces: the one that failed may have been added in part.
         """
@@ -304,6 +304,7 @@ class Engine:
         return -(-remaining // pieces)
 
     def _fit(self, kind: Kind, size: int) -> int:
+        """Return ``size``, or less where memory has run out with so many."""
         return min(size, self._fitting.get(kind, size))
 
     def _graph_size(self, kind: Kind, count: int, filled: bool) -> int:

@@ -1,4 +1,4 @@
-"""What the planner weighs, where it was measured on the processor at hand (:mod:`dpcore.numerics.measure`)."""
+"""Costs that the planner weighs, where they were measured on the processor (:mod:`dpcore.numerics.measure`)."""
 
 from __future__ import annotations
 
