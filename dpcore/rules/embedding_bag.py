@@ -122,8 +122,9 @@ class EqualBagUse(Use):
         pairs = (ids.unsqueeze(2) == ids.unsqueeze(1)).sum((1, 2)).double()
         counts = pairs * self.coefficient**2
         norms = squares(g)
-        # The coefficient is rounded to g's precision where it is applied, and so is the product.
-        error = norms.error + gamma(4, g.dtype)
+        # What is added is the coefficient times the factor times g, each rounded, and k of these one after the other for
+        # an id that occurs k times, which may round upwards every time. The square doubles all of it.
+        error = norms.error + gamma(2 * (ids.shape[1] + 3), g.dtype)
         largest = torch.maximum(norms.value.double(), counts)
         return SquaredNorm(trusted(norms.value * counts, largest, g.shape[1]), error)
 

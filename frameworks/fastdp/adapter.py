@@ -29,8 +29,8 @@ def create(variant: str) -> Adapter:
 
 
 def with_contiguous_gradients(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Of a batch of one the engine's contractions leave transposed strides, which PyTorch 2.13's fused optimizers
-    read as if they were the parameter's (NOTES.md)."""
+    """Make gradients contiguous: of a batch of one the engine leaves transposed strides, which PyTorch 2.13's fused
+    optimizers read as if they were the parameter's (NOTES.md)."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad = p.grad.contiguous()

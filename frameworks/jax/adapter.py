@@ -26,8 +26,8 @@ MICRO_BATCH = {"cifar10-cnn": 4, "imdb-lstm": 8}
 MICRO_BATCH_PRIVATE = MICRO_BATCH | {"gpt2-lm": 2, "llama-lora": 2, "vit": 4, "wrn-16-2": 4, "recsys": 16}
 MICRO_BATCH_PRIVATE |= {"llama-full": 2, "encoder-full": 2, "encoder-lora": 2, "encoder-bias": 2, "wrn-16-4": 4}
 MICRO_BATCH_ELSEWHERE = 16
-"""Examples per scan step, tuned on a CPU: what they leave behind should stay in the cores' own caches. The
-ones added last are by analogy, not tuned."""
+"""Examples per scan step, tuned on a CPU: what they leave behind should stay in the cores' own caches. Those
+of the line with ``|=`` are by analogy, not tuned."""
 
 WHOLE_BATCH = {"cifar10-cnn": 128}
 WHOLE_BATCH_ELSEWHERE = 640

@@ -144,6 +144,18 @@ def test_embedding_bag_with_weights_for_flat_ids():
     check_by_autograd(Bags("offsets", True, mode="sum").double(), torch.randint(0, 9, (5, 4)), labels(5))
 
 
+@pytest.mark.parametrize(("mode", "length"), [("sum", 31), ("sum", 32), ("mean", 31), ("mean", 7)])
+def test_an_id_that_fills_its_bag_does_not_pass_the_bound_by_rounding(mode, length):
+    """Equal numbers are added again and again, so that all of them may round the same way."""
+    torch.manual_seed(0)
+    model, ids, bound = nn.EmbeddingBag(5, 16, mode=mode), torch.full((1, length), 2), 0.1
+    for _ in range(100):
+        y = torch.full((1, 16), 1.0 + torch.rand(()).item())
+        sums = clipped_sum(model, lambda outputs, y: (outputs * y).sum(1), ids, y, bound).sums
+        norm = sums["weight"].double().norm().item()
+        assert bound * (1.0 - 2e-5) < norm <= bound
+
+
 def test_a_hostile_example_in_an_embedding_bag():
     torch.manual_seed(0)
     for mode in ("sum", "mean", "max"):
