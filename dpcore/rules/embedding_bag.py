@@ -122,7 +122,7 @@ class EqualBagUse(Use):
         pairs = (ids.unsqueeze(2) == ids.unsqueeze(1)).sum((1, 2)).double()
         counts = pairs * self.coefficient**2
         norms = squares(g)
-        # What is added is the coefficient times the factor times g, each rounded, and k of these one after the other for
+        # What is added is the coefficient times the factor times g, each rounded, and k of these in turn for
         # an id that occurs k times, which may round upwards every time. The square doubles all of it.
         error = norms.error + gamma(2 * (ids.shape[1] + 3), g.dtype)
         largest = torch.maximum(norms.value.double(), counts)
