@@ -11,6 +11,10 @@ In the place of ``accelerator.prepare(model, optimizer, loader)``; the loop stay
             optimizer.step(); scheduler.step(); optimizer.zero_grad()
 
 ``accelerator.save_state`` writes the budget too, and ``accelerator.load_state`` goes on with it, or refuses.
+
+With several processes (``accelerate launch``, torchrun) every process runs the same script. The prepared model is not
+in torch's DistributedDataParallel, which averages gradients before they are clipped: the optimizer adds up the clipped
+sums of all processes, see :mod:`dpcore.distributed`.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.optimizers import DPOptimizer
 from dpcore.privacy_engine import PrivacyEngine
+from dpcore.replicas import check_replicates, joined, logical_batches
 from dpcore.utils.batch_memory_manager import PiecewiseLoader, check_pieces
 
 try:
@@ -60,10 +65,13 @@ class _PrivateOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 class _Pieces(PiecewiseLoader):
-    """The pieces of the private loader's batches, on the accelerator's device."""
+    """The pieces of the private loader's batches, on the accelerator's device.
+
+    All processes get equally many, because a loop may gather its losses, or save, after any of them.
+    """
 
     def __init__(self, loader: DataLoader[Any], size: int | str, optimizer: DPOptimizer, device: Any) -> None:
-        super().__init__(loader, size, optimizer)
+        super().__init__(loader, size, optimizer, in_step=True)
         self.device = device
 
     def __iter__(self) -> Iterator[Any]:
@@ -132,14 +140,19 @@ def prepare(
     """Make a training run private and prepare it for ``accelerator``.
 
     A logical batch is a Poisson sample of the loader's batch size times the accelerator's
-    ``gradient_accumulation_steps`` on average. The returned loader hands it out in pieces of the loader's batch size,
-    and ``optimizer.step()`` acts at its last piece, so the accelerator itself accumulates no more.
+    ``gradient_accumulation_steps`` on average, times the number of processes (unless the accelerator splits batches):
+    as many examples as accelerate's own steps have. The returned loader hands it out in pieces of the loader's batch
+    size, and ``optimizer.step()`` acts at its last piece, so the accelerator itself accumulates no more.
 
     ``accelerator.save_state`` and ``load_state`` keep accountant, noise and batches from then on; a checkpoint without
     them, or of other settings, is refused (PrivacyError). Save between batches (``optimizer.batch_goes_on`` is False).
 
+    Of several processes each calls this with the whole data set and the same settings. Each draws, clips and cuts its
+    own share of a logical batch; the noise is added once. All get equally many pieces, some of them empty. As with
+    accelerate's own loaders, a prepared schedule makes as many steps at a time as there are processes.
+
     Args:
-        accelerator: An accelerator with one process.
+        accelerator: An accelerator with one process, or with several that each hold the whole model.
         engine: Keeps the budget.
         module: The module, not prepared.
         optimizer: The optimizer, not prepared.
@@ -152,15 +165,11 @@ def prepare(
         (module, optimizer, data_loader), of which the first two are prepared.
 
     Raises:
-        UnsupportedError: the accelerator has several processes or scales the loss; the data set is an iterable; or as
-            ``make_private``.
+        UnsupportedError: the accelerator shards the model (FSDP, DeepSpeed, tensor parallelism) or scales the loss; the
+            data set is an iterable; or as ``make_private``.
         ValueError: the loader has no batch size, or the pieces' size is below 1.
     """
-    if accelerator.num_processes > 1:
-        raise UnsupportedError(
-            f"The accelerator has {accelerator.num_processes} processes, and would average gradients before they are "
-            "clipped; use one, or a loop of your own with DifferentiallyPrivateDistributedDataParallel."
-        )
+    check_replicates(accelerator)
     if accelerator.scaler is not None:
         raise UnsupportedError(
             f"mixed_precision={accelerator.mixed_precision!r} multiplies the loss, so gradients would be clipped at "
@@ -174,28 +183,33 @@ def prepare(
     size = data_loader.batch_size
     if size is None:
         raise ValueError("The loader has no batch_size, by which logical batches could be cut; give it one.")
+    if accelerator.split_batches:
+        # Then the loader's batch is that of all processes together.
+        size = -(-size // accelerator.num_processes)
     # make_private would cut the batches too, and these pieces would be pieces of its pieces.
     piece = privacy.pop("max_physical_batch_size", None)
     piece = size if piece is None else piece
     check_pieces(piece, privacy.get("batch_first", True), None)
     poisson = privacy.get("poisson_sampling", True)
+    module = module.to(accelerator.device)
+    ranks = joined(accelerator, module)
+    share = size * accelerator.gradient_accumulation_steps
     logical: DataLoader[Any] = DataLoader(
         data_loader.dataset,
-        batch_size=size * accelerator.gradient_accumulation_steps,
-        sampler=data_loader.sampler,
+        **logical_batches(data_loader.sampler, data_loader.dataset, share, poisson, ranks),
         collate_fn=data_loader.collate_fn,
         num_workers=data_loader.num_workers,
         pin_memory=data_loader.pin_memory,
         drop_last=data_loader.drop_last and not poisson,
     )
     make: Any = engine.make_private_with_epsilon if "target_epsilon" in privacy else engine.make_private
-    module = module.to(accelerator.device)
     module, private, loader = make(module=module, optimizer=optimizer, data_loader=logical, **privacy)
     accelerator.gradient_accumulation_steps = 1
     prepared = _PrivateOptimizer(private, device_placement=accelerator.device_placement)
     _PrivacyState(accelerator, engine, prepared)
     return (
-        accelerator.prepare_model(module),
+        # As for evaluation: without torch's DistributedDataParallel around it.
+        accelerator.prepare_model(module, evaluation_mode=ranks is not None),
         accelerator.prepare_optimizer(prepared),
         _Pieces(loader, piece, private, accelerator.device),
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, SequentialSampler
 
 from dpcore.errors import PrivacyError, UnsupportedError
 
@@ -57,6 +58,12 @@ class Ranks:
         """The sum over all ranks, in place, the same on each of them. PrivacyError where a rank does not come."""
         self._together(lambda: dist.all_reduce(tensor, group=self.group))
         return tensor
+
+    def gather(self, value: Any) -> list[Any]:
+        """The ranks' values, which can be pickled, in their order."""
+        everyone: list[Any] = [None] * self.size
+        self._together(lambda: dist.all_gather_object(everyone, value, group=self.group))
+        return everyone
 
     def share_seed(self, seed: int | None, generator: torch.Generator | None = None) -> int:
         """``seed``, which must be the same on all ranks, or for None a number of 128 bits that rank 0 draws.
@@ -109,14 +116,55 @@ class DifferentiallyPrivateDistributedDataParallel(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        parameter = next(model.parameters(), None)
-        self.ranks = Ranks("cpu" if parameter is None else parameter.device)
-        for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor.detach(), 0)
+        self.ranks = _joined(model)
         self.module = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
+
+
+_REPLICATED: weakref.WeakKeyDictionary[nn.Module, Ranks] = weakref.WeakKeyDictionary()
+"""Modules that all ranks train without a wrapper around them, and their parts."""
+
+
+def replicate(module: nn.Module) -> Ranks:
+    """Let all ranks train ``module`` together, from rank 0's parameters and buffers on, without a wrapper around it.
+
+    For a module that a training library calls by itself. Call it on all ranks, and then ``make_private`` for the module
+    or a part of it; the names of parameters stay as they are.
+
+    Args:
+        module: The module, on its device, not sharded.
+
+    Returns:
+        The ranks.
+
+    Raises:
+        UnsupportedError: its parameters are sharded.
+        ValueError: there is no process group.
+    """
+    ranks = _joined(module)
+    for part in module.modules():
+        _REPLICATED[part] = ranks
+    return ranks
+
+
+def _joined(module: nn.Module) -> Ranks:
+    """Rank 0's parameters and buffers in ``module``, on all ranks."""
+    if any(hasattr(p, "device_mesh") for p in module.parameters()):  # to import DTensor is slow
+        raise UnsupportedError(
+            "The module's parameters are sharded, so each rank holds other ones; pass a whole module, or give "
+            "make_private the module to which fully_shard was applied, without a wrapper."
+        )
+    parameter = next(module.parameters(), None)
+    ranks = Ranks("cpu" if parameter is None else parameter.device)
+    for tensor in [*module.parameters(), *module.buffers()]:
+        # A collective wants one block of memory.
+        whole = tensor.detach().contiguous()
+        dist.broadcast(whole, 0)
+        if whole.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(whole)
+    return ranks
 
 
 def ranks_of(module: nn.Module) -> Ranks | None:
@@ -125,17 +173,21 @@ def ranks_of(module: nn.Module) -> Ranks | None:
     UnsupportedError for torch's DistributedDataParallel, and where only a part of the module is distributed.
     """
     inner = getattr(module, "_module", module)
+    wrapped = isinstance(inner, DifferentiallyPrivateDistributedDataParallel)
     for name, part in inner.named_modules():
         if isinstance(part, DistributedDataParallel):
             raise UnsupportedError(
                 "torch's DistributedDataParallel averages the gradients of whole batches before any example is "
                 "clipped; wrap the bare module in dpcore.distributed.DifferentiallyPrivateDistributedDataParallel."
             )
-        if isinstance(part, DifferentiallyPrivateDistributedDataParallel) and name:
+        known = isinstance(part, DifferentiallyPrivateDistributedDataParallel)
+        if name and inner not in _REPLICATED and (known or (part in _REPLICATED and not wrapped)):
             raise UnsupportedError(
                 f"Only the part {name!r} of the module is distributed; the weights around it would drift apart. Wrap "
                 "the whole module in DifferentiallyPrivateDistributedDataParallel."
             )
+    if inner in _REPLICATED:
+        return _REPLICATED[inner]
     if isinstance(getattr(inner, "ranks", None), Ranks):
         return inner.ranks  # type: ignore[return-value]
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -159,6 +211,18 @@ def _digest(texts: Iterable[bytes]) -> int:
     for text in texts:
         sha.update(len(text).to_bytes(8, "little") + text)
     return int.from_bytes(sha.digest()[:8], "little") >> 1
+
+
+def share_of(sampler: Any, data_set: Any, ranks: Ranks) -> Any:
+    """Return a rank's examples in the order of the data set, where ``sampler`` goes through all of them in that order.
+
+    Any other sampler as it is; :func:`check_shares` judges it. For loaders without Poisson sampling.
+    """
+    if type(sampler) is not SequentialSampler or len(sampler) != len(data_set):
+        return sampler
+    # Without padding, which would repeat an example.
+    share: Sampler[int] = DistributedSampler(data_set, ranks.size, ranks.rank, shuffle=False, drop_last=True)
+    return share
 
 
 def check_shares(loader: DataLoader[Any], ranks: Ranks) -> None:

@@ -2,33 +2,87 @@
 
 Make the model private in ``configure_optimizers``, with ``wrap_model=False`` and the Trainer's own loader, and return
 the private optimiser; automatic optimisation then works as it is. ``dpcore.examples.lightning_mnist`` shows it.
+
+For several processes give the Trainer ``strategy=DPDDPStrategy()``; the rest stays as it is.
 """
 
 from __future__ import annotations
 
 import io
+import warnings
+from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch.utils.data import DistributedSampler
 
+from dpcore.checkpoint import RandomState
 from dpcore.data_loader import DPDataLoader
+from dpcore.distributed import Ranks, replicate
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.optimizers import DPOptimizer
 from dpcore.privacy_engine import PrivacyEngine
 from dpcore.utils.batch_memory_manager import iterate_whole
 
 try:
+    from lightning.pytorch.strategies import DDPStrategy
+
     import lightning
 except ImportError as error:
     raise ImportError("dpcore.lightning needs Lightning; install it with: pip install lightning") from error
+
+
+class DPDDPStrategy(DDPStrategy):  # type: ignore[misc]
+    """Several processes, each with the whole model, that add up their clipped sums: ``Trainer(strategy=...)``.
+
+    In the place of Lightning's "ddp", which puts the module into torch's DistributedDataParallel, where gradients are
+    averaged before they are clipped. Every process calls ``configure_optimizers``; ``make_private`` in it makes one
+    private optimiser of all of them.
+
+    Args:
+        **options: Those of Lightning's ``DDPStrategy`` that say how processes start and meet (``start_method``,
+            ``process_group_backend``, ``timeout``, ``cluster_environment`` ...).
+
+    Raises:
+        UnsupportedError: an option is one of torch's DistributedDataParallel, or an optimiser is not private.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        given = {*self._ddp_kwargs, *(name for name in REDUCER_OPTIONS if options.get(name) is not None)}
+        if given:
+            raise UnsupportedError(
+                f"DPDDPStrategy has no {', '.join(sorted(given))}: nothing averages gradients here, the private "
+                "optimizer adds up the clipped sums of all processes. Leave it out."
+            )
+
+    def configure_ddp(self) -> None:
+        """All processes train the module from now on, without a wrapper around it."""
+        assert self.model is not None
+        replicate(self.model)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)
+        if any(not isinstance(o, DPOptimizer) or o.ranks is None for o in self.optimizers):
+            raise UnsupportedError(
+                "An optimizer that configure_optimizers returned is not that of make_private, so each process would "
+                "train on its own examples alone, and their weights would drift apart. Return the private optimizer, "
+                "made of the module or of a part of it."
+            )
+
+
+REDUCER_OPTIONS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 
 
 class DPLightningDataModule(lightning.LightningDataModule):
     """``datamodule`` with Poisson batches for training; everything else is its own.
 
     ``sample_rate``: the public rate; without it 1 / len(train_dataloader()). ``generator`` seeds the batches.
-    ``poisson_sampling`` False: the loader of ``datamodule``, for comparisons; pass the same to ``make_private``. For
-    one process: the Trainer's distributed strategies average unclipped gradients.
+    ``poisson_sampling`` False: the loader of ``datamodule``, for comparisons; pass the same to ``make_private``.
+
+    Of several processes (with :class:`DPDDPStrategy`) each draws its own share of a batch: the loader's batch size, and
+    the rate, are those of all processes together, so that epsilon does not depend on their number. Without Poisson
+    sampling the loader needs a ``DistributedSampler``, and its batch size is that of one process.
 
     A run that goes on from a checkpoint is refused (PrivacyError) unless its budget was restored; see
     :class:`PrivacyCheckpoint`. So is ``max_physical_batch_size`` of ``make_private`` (UnsupportedError): the Trainer
@@ -55,10 +109,7 @@ class DPLightningDataModule(lightning.LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:  # type: ignore[override]
         if self.trainer is not None and self.trainer.world_size > 1:
-            raise UnsupportedError(
-                f"The Trainer has {self.trainer.world_size} processes, and its strategies average unclipped gradients; "
-                "use devices=1, or a loop of your own with DifferentiallyPrivateDistributedDataParallel."
-            )
+            _check_strategy(self.trainer)
         if self.trainer is not None and self.trainer.accumulate_grad_batches != 1:
             raise UnsupportedError(
                 f"accumulate_grad_batches is {self.trainer.accumulate_grad_batches}: the Trainer would divide the loss "
@@ -79,10 +130,22 @@ class DPLightningDataModule(lightning.LightningDataModule):
         if self._train is None:
             self._train = self.datamodule.train_dataloader()
             if self.poisson_sampling:
-                rate, seed = self.sample_rate, self.seed
-                self._train = DPDataLoader.from_data_loader(self._train, sample_rate=rate, seed=seed)
+                self._train = self._poisson(self._train)
             iterate_whole(self._train, "Lightning's Trainer")
         return self._train
+
+    def _poisson(self, loader: Any) -> DPDataLoader:
+        if self.trainer is None or self.trainer.world_size == 1:
+            return DPDataLoader.from_data_loader(loader, sample_rate=self.sample_rate, seed=self.seed)
+        ranks = Ranks(self.trainer.strategy.root_device)
+        generator = loader.generator if self.seed is None else torch.Generator().manual_seed(self.seed)
+        seed = ranks.share_seed(None, generator)
+        poisson = DPDataLoader.from_data_loader(loader, sample_rate=self.sample_rate, seed=seed, distributed=True)
+        # Lightning would deal the examples of a loader out once more that does not have such a sampler. (Batches come
+        # from the loader's batch_sampler, and this one is not asked.)
+        shares: Any = DistributedSampler(poisson.dataset, ranks.size, ranks.rank)
+        vars(poisson)["sampler"] = shares
+        return poisson
 
     def val_dataloader(self) -> Any:
         return self.datamodule.val_dataloader()
@@ -101,6 +164,16 @@ class DPLightningDataModule(lightning.LightningDataModule):
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return self.datamodule.on_after_batch_transfer(batch, dataloader_idx)
+
+
+def _check_strategy(trainer: Any) -> None:
+    """UnsupportedError where the Trainer's processes would not add up clipped sums."""
+    if not isinstance(trainer.strategy, DPDDPStrategy):
+        raise UnsupportedError(
+            f"The Trainer's {trainer.world_size} processes work together by {type(trainer.strategy).__name__}, which "
+            "averages gradients before they are clipped, or shards the model. Pass strategy=DPDDPStrategy() of "
+            "dpcore.lightning to the Trainer, or devices=1."
+        )
 
 
 class _ResumeGuard(lightning.Callback):
@@ -140,11 +213,16 @@ class PrivacyCheckpoint(lightning.Callback):
     def __init__(self, engine: PrivacyEngine) -> None:
         self.engine = engine
         self._found: torch.Tensor | None = None
+        self._random: list[dict[str, Any]] = []
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        written = io.BytesIO()
+        written, ranks = io.BytesIO(), trainer.optimizers[0].ranks
         self.engine.save_checkpoint(path=written, **_parts(trainer, pl_module))
-        checkpoint["dpcore"] = torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)
+        if ranks is not None:
+            # Of dropout, say; noise and batches of all processes follow from what the first one writes.
+            checkpoint[RANDOM] = ranks.gather(asdict(RandomState.now()))
+        if ranks is None or ranks.rank == 0:
+            checkpoint["dpcore"] = torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if "dpcore" not in checkpoint:
@@ -154,12 +232,23 @@ class PrivacyCheckpoint(lightning.Callback):
             )
         # The optimiser does not exist yet.
         self._found = checkpoint["dpcore"]
+        self._random = checkpoint.get(RANDOM, [])
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        if self._found is not None:
-            read = io.BytesIO(self._found.cpu().numpy().tobytes())
+        if self._found is None:
+            return
+        read, mine = io.BytesIO(self._found.cpu().numpy().tobytes()), self._random[trainer.global_rank :][:1]
+        with warnings.catch_warnings():
+            if mine:
+                warnings.filterwarnings("ignore", "The checkpoint has no random state of rank")
             self.engine.load_checkpoint(path=read, **_parts(trainer, pl_module))
-            self._found = None
+        for state in mine:
+            RandomState(**state).restore()
+        self._found = None
+
+
+RANDOM = "dpcore_random"
+"""The entry of all processes' random states in a checkpoint."""
 
 
 def _parts(trainer: Any, module: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,12 @@ from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.optimizers import DPOptimizer
 from dpcore.privacy_engine import PrivacyEngine
+from dpcore.replicas import check_replicates, joined, logical_batches
 from dpcore.tree import batch_length
 from dpcore.utils.batch_memory_manager import PiecewiseLoader, check_pieces
 
 try:
-    from accelerate.data_loader import SeedableRandomSampler
+    from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
 
     import transformers
 except ImportError as error:
@@ -41,9 +43,10 @@ class DPTrainerMixin:
     """A Trainer's training loop, made private; evaluation, logging and checkpoints are the Trainer's own.
 
     A logical batch is a Poisson sample of ``per_device_train_batch_size * gradient_accumulation_steps`` examples on
-    average. It goes through the model in pieces of ``per_device_train_batch_size`` examples at most, and is one step of
-    the optimizer, the schedule and the accountant. The loss of an example is the mean over its own positions
-    (:meth:`per_example_losses`), because a mean over a batch's tokens would let one example's length scale the others.
+    average, times the number of processes, of which each draws and clips its own share. It goes through the model in
+    pieces of ``per_device_train_batch_size`` examples at most, and is one step of the optimizer, the schedule and the
+    accountant. The loss of an example is the mean over its own positions (:meth:`per_example_losses`), because a mean
+    over a batch's tokens would let one example's length scale the others.
 
     What is logged, the training loss above all, is computed from the data without noise: it is for the curator's eyes.
 
@@ -66,6 +69,7 @@ class DPTrainerMixin:
         super().__init__(*args, **kwargs)
         trainer: Any = self
         _check(trainer.args, kwargs.get("compute_loss_func"))
+        check_replicates(trainer.accelerator)
         _check_loss(self)
         _check_numbered(trainer.train_dataset)
         self.engine = engine
@@ -100,6 +104,11 @@ class DPTrainerMixin:
         """Forward and backward pass of one logical batch; the optimizer's step for its last piece is the Trainer's."""
         trainer: Any = self
         assert self._private_optimizer is not None and self._hooks is not None and self._cutter is not None
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            raise UnsupportedError(
+                "The model was put into torch's DistributedDataParallel, which averages gradients before they are "
+                "clipped; leave the model as it is, and the accelerator's preparation to DPTrainer."
+            )
         model.train()
         inputs = trainer._prepare_inputs(inputs)
         total, rows = torch.zeros((), device=trainer.args.device), batch_length(inputs)
@@ -167,6 +176,7 @@ class DPTrainerMixin:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Beside the Trainer's files, what was spent, and where noise and batches stand."""
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        os.makedirs(output_dir, exist_ok=True)  # of several processes, the first may not have made it yet
         self.engine.save_checkpoint(path=str(Path(output_dir) / STATE), **self._parts())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -192,16 +202,20 @@ class DPTrainerMixin:
         trainer: Any = self
         _check_numbered(loader.dataset)  # a Trainer's own get_train_dataloader may use other data
         trainer.create_optimizer()
-        size = trainer.args.per_device_train_batch_size * self._pieces
+        share = trainer.args.per_device_train_batch_size * self._pieces
         privacy = {"wrap_model": False, **self.privacy}
+        poisson = privacy.get("poisson_sampling", True)
+        ranks = joined(trainer.accelerator, trainer.model)
+        if ranks is not None:
+            _prepare_without_averaging(trainer.accelerator)
         whole: DataLoader[Any] = DataLoader(
             loader.dataset,
-            batch_size=size,
-            sampler=_sampler(loader),  # refused where Poisson sampling would draw what it leaves out
+            # The sampler is refused where Poisson sampling would draw what it leaves out.
+            **logical_batches(_sampler(loader), loader.dataset, share, poisson, ranks),
             collate_fn=loader.collate_fn,
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
-            drop_last=trainer.args.dataloader_drop_last and not privacy.get("poisson_sampling", True),
+            drop_last=trainer.args.dataloader_drop_last and not poisson,
         )
         make: Any = self.engine.make_private
         if "target_epsilon" in privacy:
@@ -224,9 +238,22 @@ class DPTrainer(DPTrainerMixin, transformers.Trainer):
     """``transformers.Trainer`` whose steps are private; see :class:`DPTrainerMixin`."""
 
 
+def _prepare_without_averaging(accelerator: Any) -> None:
+    """Let ``accelerator`` prepare models as for evaluation: without torch's DistributedDataParallel around them."""
+    prepare = accelerator.prepare_model
+
+    def prepare_model(model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = True) -> Any:
+        return prepare(model, device_placement=device_placement, evaluation_mode=True)
+
+    accelerator.prepare_model = prepare_model
+
+
 def _sampler(loader: DataLoader[Any]) -> Any:
     """Return what draws the examples of a loader that accelerate has prepared, of which ``loader.sampler`` is none."""
-    drawn: Any = getattr(loader.batch_sampler, "sampler", loader.batch_sampler)
+    batches: Any = loader.batch_sampler
+    if isinstance(batches, BatchSamplerShard):  # deals the batches out to several processes
+        batches = batches.batch_sampler
+    drawn: Any = getattr(batches, "sampler", batches)
     # accelerate puts one of its own in the place of torch's.
     ours = isinstance(drawn, SeedableRandomSampler)
     return RandomSampler(drawn.data_source, replacement=drawn.replacement) if ours else drawn
@@ -326,9 +353,10 @@ def _check(args: Any, loss: Any) -> None:
     """
     refused = [
         (
-            args.world_size > 1 or args.n_gpu > 1,
-            f"{args.world_size} processes with {args.n_gpu} GPUs would average gradients before they are clipped; use "
-            "one, or a loop of your own with DifferentiallyPrivateDistributedDataParallel.",
+            args.n_gpu > 1,
+            f"One process with {args.n_gpu} GPUs would average gradients before they are clipped (torch's "
+            "DataParallel); start one process for each GPU (torchrun, accelerate launch), or show it one GPU "
+            "(CUDA_VISIBLE_DEVICES=0).",
         ),
         (
             args.fp16,

@@ -77,13 +77,23 @@ class PiecewiseLoader:
     """Iterates over pieces of a loader's batches; the optimiser is told with each piece whether its batch goes on.
 
     ``max_physical_batch_size`` "auto": pieces of the size at which a step takes the least time and memory, planned by
-    what the first ones leave behind.
+    what the first ones leave behind. ``in_step``: all ranks get equally many pieces, empty ones where they have fewer
+    examples, for loops in which every pass may exchange something.
     """
 
-    def __init__(self, loader: DataLoader[Any], max_physical_batch_size: int | str, optimizer: DPOptimizer) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        max_physical_batch_size: int | str,
+        optimizer: DPOptimizer,
+        in_step: bool = False,
+    ) -> None:
         self.loader = loader
         self.size = max_physical_batch_size
         self.optimizer = optimizer
+        ranks = optimizer.ranks
+        # Every pass of a sharded module gathers parameters from all ranks.
+        self._in_step = ranks if ranks is not None and (in_step or ranks.sharded) else None
         self._plans: dict[Any, MicroBatches] = {}
         optimizer.plans_pieces = max_physical_batch_size == AUTO
 
@@ -104,16 +114,20 @@ class PiecewiseLoader:
         while True:
             rest = length - start
             plan = self._plans.get(kind)
-            pieces = -(-rest // (plan.size(length) if plan else FIRST_PIECE))
-            stop = start + -(-rest // max(pieces, 1))
-            self.optimizer.hand_out(stop - start, stop < length)
+            pieces = self._of_all_ranks(max(1, -(-rest // (plan.size(length) if plan else FIRST_PIECE))))
+            stop = start + -(-rest // pieces)
+            self.optimizer.hand_out(stop - start, pieces > 1)
             yield cut(batch, slice(start, stop))
             if plan is None and self.optimizer.piece_plan is not None:
                 self._plans[kind] = self.optimizer.piece_plan
             start = stop
-            if start >= length:
+            if pieces == 1:
                 return
             self._check_settings(settings)
+
+    def _of_all_ranks(self, pieces: int) -> int:
+        """The number of pieces that the rank with the most needs, where all go in step; else this one's."""
+        return pieces if self._in_step is None else self._in_step.largest(pieces)
 
     def _check_settings(self, before: Any) -> None:
         """UnsupportedError where a schedule counts pieces: it would run ahead, by a number that nobody has chosen."""
@@ -127,11 +141,7 @@ class PiecewiseLoader:
 
     def _pieces(self, batch: Any, size: int) -> Iterator[Any]:
         length = batch_length(batch)
-        pieces = max(1, -(-length // size))
-        ranks = self.optimizer.ranks
-        if ranks is not None and ranks.sharded:
-            # Every pass gathers parameters from all ranks: those with fewer examples take part with empty pieces.
-            pieces = ranks.largest(pieces)
+        pieces = self._of_all_ranks(max(1, -(-length // size)))
         settings = _settings(self.optimizer)
         for k in range(pieces):
             if k:

@@ -1,0 +1,60 @@
+"""accelerate's processes that each hold the whole model: which of its ways to train dpcore can take part in.
+
+For :mod:`dpcore.accelerate` and :mod:`dpcore.transformers`, whose Trainer has an accelerator inside.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from dpcore.distributed import Ranks, replicate, share_of
+from dpcore.errors import UnsupportedError
+
+REPLICATING = ("NO", "MULTI_CPU", "MULTI_GPU")
+"""accelerate's names of what was tried, or works through the same backends of torch as what was."""
+SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+PARALLEL = ("dp_shard_size", "tp_size", "cp_size", "sp_size")
+"""What a ``ParallelismConfig`` calls the numbers of processes that share one model or one example."""
+
+
+def check_replicates(accelerator: Any) -> None:
+    """Refuse an accelerator whose processes do not each hold the whole model and whole examples.
+
+    Raises:
+        UnsupportedError: with the reason and the remedy.
+    """
+    kind = accelerator.distributed_type.value
+    if kind in SHARDING or (accelerator.num_processes > 1 and kind not in REPLICATING):
+        raise UnsupportedError(
+            f"The accelerator's processes work together as {kind}, which splits the model, or reduces gradients before "
+            "they are clipped: use plain data parallelism on CPUs or GPUs (accelerate launch --multi_gpu, or torchrun, "
+            "without a plugin), or a loop of your own, in which dpcore trains a model after fully_shard too."
+        )
+    parallel = getattr(accelerator, "parallelism_config", None)
+    split = [name for name in PARALLEL if (getattr(parallel, name, 1) or 1) > 1]
+    if split:
+        raise UnsupportedError(
+            f"The accelerator's parallelism_config has {', '.join(split)} above 1: its processes share a model or an "
+            "example, and none of them has an example's whole gradient. Leave parallelism_config out; every process "
+            "then trains the whole model on examples of its own."
+        )
+
+
+def joined(accelerator: Any, module: nn.Module) -> Ranks | None:
+    """Return the accelerator's processes, which train ``module`` together from now on; None where it has one."""
+    return replicate(module) if accelerator.num_processes > 1 else None
+
+
+def logical_batches(sampler: Any, data_set: Any, share: int, poisson: bool, ranks: Ranks | None) -> dict[str, Any]:
+    """Return sampler and batch size for a loader of logical batches, of which a process gets ``share`` examples.
+
+    A Poisson loader goes through the whole data, and its batch size is that of all processes together; any other
+    loader goes through what is this process's own.
+    """
+    if ranks is None:
+        return {"sampler": sampler, "batch_size": share}
+    if poisson:
+        return {"sampler": sampler, "batch_size": share * ranks.size}
+    return {"sampler": share_of(sampler, data_set, ranks), "batch_size": share}
