@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -205,11 +206,17 @@ def prepare(
     make: Any = engine.make_private_with_epsilon if "target_epsilon" in privacy else engine.make_private
     module, private, loader = make(module=module, optimizer=optimizer, data_loader=logical, **privacy)
     accelerator.gradient_accumulation_steps = 1
+    # As for evaluation: without torch's DistributedDataParallel around it.
+    module = accelerator.prepare_model(module, evaluation_mode=ranks is not None)
+    if isinstance(module, DistributedDataParallel):
+        raise UnsupportedError(
+            "accelerate has put the model into torch's DistributedDataParallel, which averages gradients before they "
+            "are clipped; use the version of accelerate that dpcore's tests run with, and report this one."
+        )
     prepared = _PrivateOptimizer(private, device_placement=accelerator.device_placement)
     _PrivacyState(accelerator, engine, prepared)
     return (
-        # As for evaluation: without torch's DistributedDataParallel around it.
-        accelerator.prepare_model(module, evaluation_mode=ranks is not None),
+        module,
         accelerator.prepare_optimizer(prepared),
         _Pieces(loader, piece, private, accelerator.device),
     )

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,30 +12,15 @@ from torch.nn import functional as F
 
 from dpcore import reference
 from dpcore.distributed import DifferentiallyPrivateDistributedDataParallel
-from dpcore.noise import GaussianNoise, grid_spacing
+from dpcore.noise import grid_spacing
 from tests.dpcore import ranks
 from tests.dpcore.comparison import TOLERANCE
+from tests.dpcore.several import launch, trained_alone, union
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one launch for all of them
 
 STEPS = 8  # two rounds of ceil(1 / 0.25) batches
 CHECKS = ["sums", "pieces", "noise", "secure", "empty", "resume", "adaptive", "sharded", "generator"]
-
-
-def launch(folder: Path, size: int, *checks: str) -> list[dict[str, Any]]:
-    """What each rank found, by torchrun on this machine."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [*command, ranks.__file__, str(folder), *checks],
-        cwd=root,
-        env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]
 
 
 @pytest.fixture(
@@ -50,32 +29,6 @@ def launch(folder: Path, size: int, *checks: str) -> list[dict[str, Any]]:
 def found(request, tmp_path_factory):
     """The reports of 1, 2 or 4 ranks, from one launch."""
     return launch(tmp_path_factory.mktemp("ranks"), request.param, *CHECKS)
-
-
-def trained_alone(batches: list[list[int]], sigma: float, dtype: torch.dtype) -> torch.Tensor:
-    """[steps, weights] of DP-SGD by the float64 reference on the union of the ranks' batches."""
-    model = ranks.model(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    x, y, _ = ranks.data(dtype).tensors
-    noise, history = GaussianNoise(seed=7), []
-    for step, batch in enumerate(batches):
-        truth = reference.clipped_sum(
-            copy.deepcopy(model), lambda o, y: F.cross_entropy(o, y, reduction="none"), x[batch], y[batch], ranks.CLIP
-        )
-        flat = torch.cat([g.flatten() for g in truth.clipped.values()]).to(dtype)
-        noise.add_(flat, sigma * ranks.CLIP, step)
-        for p, g in zip(model.parameters(), flat.split([p.numel() for p in model.parameters()]), strict=True):
-            p.grad = g.view_as(p) / ranks.DIVISOR
-        optimizer.step()
-        history.append(ranks.weights(model))
-    return torch.stack(history)
-
-
-def union(reports: list[dict[str, Any]]) -> list[list[int]]:
-    """The examples of each step over all ranks."""
-    return [
-        [i for part in parts for i in part] for parts in zip(*(report["batches"] for report in reports), strict=True)
-    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
