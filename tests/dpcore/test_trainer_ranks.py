@@ -86,7 +86,7 @@ def test_accelerates_two_processes_clip_and_add_noise_as_one(found, size):
     reports = [r["accelerate_noise"][size] for r in found]
     check_noisy_steps(reports, 20)
     # They go in step, also where one of them has fewer examples.
-    assert reports[0]["passes"] == reports[1]["passes"]
+    assert reports[0]["passes"] == reports[1]["passes"] > 20
     assert any(len(mine) != len(other) for mine, other in zip(*(r["batches"] for r in reports), strict=True))
 
 
