@@ -123,11 +123,14 @@ class AbstractGradSampleHooks:
         if not batch_size and not (isinstance(ranks, Ranks) and ranks.sharded):
             return self._run_empty(call, args, kwargs)
         self._prepare(call, args, kwargs, batch_size)
+        self._bring_back()
         scale = float(batch_size) if self.loss_reduction == "mean" else 1.0
         self._passes += 1
         tape = self._layout.tape(self._names, batch_size, scale)
         tape.number, tape.on_fire, tape.on_again = self._passes, self._fired, self._check_latest
         tape.drops_activations = self._layout.drops_activations
+        # Passes of sharded modules exchange parameters; what is let go is not the same on all ranks.
+        tape.runs_thrice = tape.drops_activations and not (isinstance(ranks, Ranks) and ranks.sharded)
         with self._layout.recording(tape):
             output = call(*args, **kwargs)
         if batch_size == 0:
@@ -200,6 +203,12 @@ class AbstractGradSampleHooks:
                 "and from the module's outputs alone, and call its backward(); or sum the loss and pass "
                 'loss_reduction="sum".'
             )
+
+    def _bring_back(self) -> None:
+        """Before another batch: no checkpointed function of an earlier one may run after it (:meth:`_check_latest`)."""
+        for iteration in self._iterations:
+            for use in iteration.uses:
+                use.bring_back()
 
     def _check_latest(self, tape: Tape) -> None:
         """Refuse to run a checkpointed function of ``tape`` again after a pass of another batch.

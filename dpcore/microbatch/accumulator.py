@@ -487,11 +487,26 @@ class Accumulator:
         with full_precision():
             for formed in kept:
                 formed.add_sum(factors[self._group[formed.params[0]]], segments)
-            added = {param for formed in kept for param in formed.params}
-            for choice in choices:
-                if choice.method == "ghost" and choice.param not in added:
-                    of = factors[self._group[choice.param]]
-                    choice.uses[0].add_clipped_sum(choice.param, of, sums[choice.param])
+        added = {param for formed in kept for param in formed.params}
+        ghosts = [
+            (choice.uses[0], choice.param, factors[self._group[choice.param]])
+            for choice in choices
+            if choice.method == "ghost" and choice.param not in added
+        ]
+        late: dict[Use, dict[Parameter, tuple[Tensor, Tensor]]] = {}
+        for use, param, of in ghosts:
+            if use.is_let_go:
+                late.setdefault(use, {})[param] = of, sums[param]
+        for use, expected in late.items():
+            use.expect(expected)
+        try:
+            for use, param, of in ghosts:
+                use.bring_back()
+                with full_precision():
+                    use.add_clipped_sum(param, of, sums[param])
+        finally:
+            for use in late:
+                use.expect({})
 
     def _add_singly(self, uses: Sequence[Use], mask: Tensor | None, i: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """One example by its float64 gradient: exact under cancellation, and 1e30 does not overflow when squared."""

@@ -2,15 +2,15 @@
 
 A checkpointed function runs with its activations dropped, and once more in the backward pass, as torch has it. What
 rules need of it (the inputs of recorded uses) is dropped with them and comes back with the second run, which is
-recorded on a tape of its own that nobody reads: every use is recorded once, in the first run. Where its output's
-gradient arrives, a use has its inputs again, and keeps the smaller of the two: these and the gradient, or the
-per-sample gradients that are formed of them.
+recorded on a tape of its own that nobody reads: every use is recorded once, in the first run. What a use keeps when
+its output's gradient arrives is told in :mod:`dpcore.tape.dropped_use`, a run after the backward pass in
+:mod:`dpcore.tape.segment`.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,11 +20,10 @@ from typing import Any, Protocol
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from torch.nn import Parameter
 
 from dpcore.errors import UnsupportedError
-from dpcore.numerics.rounding import SquaredNorm
-from dpcore.tape.uses import Saved, Use
+from dpcore.tape.segment import Segment, returned
+from dpcore.tape.uses import Use
 
 GENERATOR = "_checkpoint_without_reentrant_generator"
 """The function that checkpoint() looks up where it is not reentrant; torch 2.14 has put another one behind it."""
@@ -32,10 +31,28 @@ if hasattr(torch.utils.checkpoint, f"{GENERATOR}_impl"):
     GENERATOR += "_impl"
 
 
+@functools.cache
+def _own_arguments(generator: Any) -> int:
+    """Return how many positional arguments, behind the function, are the generator's own."""
+    kinds = [p.kind for p in inspect.signature(generator).parameters.values()]
+    return kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) - 1
+
+
 class Recording(Protocol):
     """The part of a tape that this module needs."""
 
     dropped: list[tuple[Tensor, int]] | None
+    segment: Segment | None
+    uses: list[Use]
+    rows: Any
+
+    def begin_segment(self, args: Any, kwargs: Any) -> Segment:
+        """Return what is kept of a function that is about to run with these arguments."""
+        ...
+
+    def end_segment(self, segment: Segment, result: Any, start: int) -> None:
+        """Note what such a function has returned and recorded: the uses from number ``start`` on."""
+        ...
 
     @property
     def may_drop_activations(self) -> bool:
@@ -122,20 +139,22 @@ def _generator(original: Any, function: Any, *args: Any, **kwargs: Any) -> Itera
     if tape is None:
         yield from original(function, *args, **kwargs)
     elif tape.may_drop_activations:
-        with _segment(tape):
-            yield from original(_Again(tape, function), *args, **kwargs)
+        segment, start = tape.begin_segment(args[_own_arguments(original) :], kwargs), len(tape.uses)
+        with _segment(tape, segment):
+            yield from original(_Again(tape, function, segment), *args, **kwargs)
+        tape.end_segment(segment, returned(), start)
     else:
         yield  # run once, with its activations
 
 
 @contextmanager
-def _segment(tape: Recording) -> Iterator[None]:
+def _segment(tape: Recording, segment: Segment) -> Iterator[None]:
     """While this is open, the inputs of recorded uses are dropped.
 
     Raises:
         UnsupportedError: an input was changed in place since it was used.
     """
-    tape.dropped = []
+    tape.dropped, tape.segment = [], segment
     try:
         yield
         if any(tensor._version != version for tensor, version in tape.dropped):
@@ -145,7 +164,7 @@ def _segment(tape: Recording) -> Iterator[None]:
                 "instance ReLU(inplace=False))."
             )
     finally:
-        tape.dropped = None
+        tape.dropped = tape.segment = None
 
 
 def kept_by_graph() -> torch.autograd.graph.saved_tensors_hooks:
@@ -167,9 +186,10 @@ def kept_by_graph() -> torch.autograd.graph.saved_tensors_hooks:
 class _Again:
     """A checkpointed function's second run. It holds no tape: the tape's graph holds it."""
 
-    def __init__(self, tape: Recording, function: Callable[..., Any]) -> None:
+    def __init__(self, tape: Recording, function: Callable[..., Any], segment: Segment) -> None:
         self._tape = weakref.ref(tape)
         self._function = function
+        self._segment = segment
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tape = self._tape()
@@ -179,112 +199,8 @@ class _Again:
                 "the loss of the pass, once."
             )
         again = tape.again()
+        self._segment.mark_rows(again.rows, args, kwargs)
+        self._segment.begin_again(self._function, args, kwargs)
         with again:
             again.dropped = []
             return self._function(*args, **kwargs)
-
-
-class _Keep(torch.autograd.Function):
-    """A node of the graph that keeps a tensor as all others do: by whatever rules are in force for saved tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, anchor: Tensor) -> Tensor:
-        ctx.save_for_backward(tensor)
-        return torch.empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        return None, None
-
-
-class DroppedUse(Use):
-    """A use in a checkpointed function: without its inputs until the gradient at its output arrives."""
-
-    def __init__(self, use: Use) -> None:
-        self.use = use
-        self.params = use.params
-        self.sequential, self.sparse = use.sequential, use.sparse
-        self._formed: dict[Parameter, Tensor] | None = None
-
-    def drop(self, anchor: Tensor, dropped: list[tuple[Tensor, int]]) -> list[tuple[Saved, Any]]:
-        """Let the inputs go, and return outputs of the graph's nodes from which :meth:`take` gets them back.
-
-        A node leads to the checkpoint's arguments and their graph. It may be held behind the use's output in that
-        graph, but not by the use: the tape holds that, and hooks in the graph hold the tape. Its output is held with
-        it, for torch up to 2.9 at least frees what a node saved when nothing refers to that.
-        """
-        nodes = []
-        for saved in _inputs(self.use):
-            dropped.append((saved.tensor, saved.version))
-            nodes.append((saved, _Keep.apply(saved.tensor, anchor)))
-            saved.drop()
-        return nodes
-
-    @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
-        """That of the use, or what was formed for the first parameter."""
-        return self.use.grad if self._formed is None else self._formed[self.params[0]]
-
-    @torch.no_grad()
-    def forget(self) -> None:
-        """Forget what an earlier backward pass brought."""
-        self._formed, self.use.grad = None, None
-
-    @torch.no_grad()
-    def take(self, grad: Tensor, nodes: list[tuple[Saved, Any]]) -> None:
-        """Receive the gradient at the output, all of it so far, within the backward pass."""
-        self._formed, self.use.grad = None, grad
-        for saved, node in nodes:
-            if saved.missing:
-                (tensor,) = node.grad_fn.saved_tensors
-                saved.bring_back(tensor)
-        examples = len(grad)
-        if examples * sum(p.numel() for p in self.params) * 4 >= self.use.stash_bytes():
-            return
-        with torch.autocast(grad.device.type, enabled=False):
-            self._formed = {param: self.use.grad_sample(param) for param in self.params}
-        self.use.grad = None
-        for saved, _ in nodes:
-            saved.drop()
-
-    def norm_sq(self, param: Parameter) -> SquaredNorm:
-        return self.use.norm_sq(param)
-
-    def grad_sample(self, param: Parameter) -> Tensor:
-        return self.use.grad_sample(param) if self._formed is None else self._formed[param]
-
-    def takes_turns(self, param: Parameter) -> bool:
-        return self._formed is None and self.use.takes_turns(param)
-
-    def example(self, param: Parameter, i: int) -> Tensor:
-        return self.use.example(param, i)
-
-    def add_example(self, param: Parameter, i: int, out: Tensor) -> None:
-        self.use.add_example(param, i, out)
-
-    def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
-        self.use.add_clipped_sum(param, factors, out)
-
-    def ghost_is_cheaper(self, param: Parameter) -> bool:
-        return self._formed is None and self.use.ghost_is_cheaper(param)
-
-    def rows(self, index: Tensor, dtype: torch.dtype) -> Use:
-        if self._formed is None:
-            return self.use.rows(index, dtype)
-        part = copy.copy(self)
-        part._formed = {p: formed.index_select(0, index).to(dtype) for p, formed in self._formed.items()}
-        return part
-
-    def stash_bytes(self) -> int:
-        if self._formed is not None:
-            return sum(formed.nbytes for formed in self._formed.values())
-        return 0 if self.use.grad is None else self.use.stash_bytes()
-
-
-def _inputs(use: Use) -> list[Saved]:
-    """Return the floating-point inputs that a use keeps."""
-    found: list[Saved] = []
-    for value in vars(use).values():
-        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-        found += [part for part in parts if isinstance(part, Saved) and part.tensor.is_floating_point()]
-    return found

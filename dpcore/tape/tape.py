@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeGuard, TypeVar
@@ -21,13 +22,16 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpcore.errors import NoRuleError, UnsupportedError
-from dpcore.tape.checkpointing import CHECKPOINTING, DroppedUse, kept_by_graph
+from dpcore.tape.checkpointing import CHECKPOINTING, kept_by_graph
 from dpcore.tape.deferred_lookups import Lookups
 from dpcore.tape.derived import Derivation, ThroughUse
+from dpcore.tape.dropped_use import Arrival, DroppedUse
 from dpcore.tape.rows import Rows
+from dpcore.tape.segment import Room, Segment, scaled
 from dpcore.tape.uses import DERIVING, HANDLERS, REWRITES, FormedUse, Use, handles
 
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
@@ -80,6 +84,15 @@ def check_first_order() -> None:
 
 class Tape(TorchFunctionMode):
     """Records the uses of ``parameters`` (names by identity) for a batch of ``batch_size`` examples."""
+
+    runs_thrice = False
+    """Whether a function under torch.utils.checkpoint may be run once more after the backward pass, so that not all
+    need be kept until then."""
+    segment: Segment | None = None
+    """That run, while a function is run for the first time."""
+    _room: Room | None = None
+    receive: Callable[[int, Use], None] | None = None
+    """Receives every use, with its number, when its gradient arrives, in the place of who reads ``uses`` at the end."""
 
     def __init__(
         self,
@@ -302,13 +315,8 @@ class Tape(TorchFunctionMode):
         """A trained parameter as a constant of the graph; anything else as it is."""
         return tensor.detach() if self.trains(tensor) else tensor  # type: ignore[return-value]
 
-    def attach(
-        self, output: Tensor, target: Callable[[Tensor | None], None], forget: Callable[[], None] | None = None
-    ) -> Tensor:
+    def attach(self, output: Tensor, target: Callable[[Tensor | None], None]) -> Tensor:
         """Remembers ``output``'s place in the graph; ``target`` receives the gradient there.
-
-        ``forget``: the target is called while the backward pass is under way, whoever runs it, and this where none
-        comes there.
 
         Returns the output to use. Where no gradients are recorded (torch.no_grad() in a forward pass), none can come.
         """
@@ -325,11 +333,7 @@ class Tape(TorchFunctionMode):
             output.register_hook(self._hook(target))
             return output
         self._edges.append(_edge(output))
-        if forget is not None:
-            output.register_hook(lambda grad: target(grad))
-            self._targets.append(lambda grad: forget() if grad is None else None)
-        else:
-            self._targets.append(target)
+        self._targets.append(target)
         return output
 
     def record(self, use: Use, output: Tensor, batch_dim: int = 0) -> Tensor:
@@ -339,21 +343,62 @@ class Tape(TorchFunctionMode):
         """
         size = self.batch_size
         if self.dropped is not None and torch.is_grad_enabled():
-            late = DroppedUse(use)
+            late = DroppedUse(use, self.segment)
             self.uses.append(late)
+            self._resets.append(late.forget)
             nodes = late.drop(self.anchor, self.dropped)
-
-            def take(grad: Tensor | None) -> None:
-                if grad is not None:
-                    late.take(batch_first(grad, batch_dim, size), nodes)
-
-            return self.attach(output, take, forget=late.forget)
+            return self._attach_arrival(output, lambda grad: late.arrive(batch_first(grad, batch_dim, size), nodes))
         self.uses.append(use)
+        if self.receive is not None:
+            receive, number = self.receive, len(self.uses) - 1
+
+            def hand_over(grad: Tensor) -> None:
+                use.grad = batch_first(grad, batch_dim, size)
+                receive(number, use)
+
+            return self._attach_arrival(output, hand_over)
 
         def set_grad(grad: Tensor | None) -> None:
             use.grad = grad if grad is None else batch_first(grad, batch_dim, size)
 
         return self.attach(output, set_grad)
+
+    def _attach_arrival(self, output: Tensor, arrive: Callable[[Tensor], None]) -> Tensor:
+        """:meth:`attach` for who wants the gradient within the backward pass, and is to be the last who has it."""
+        check_first_order()
+        self.attached += 1
+        self.rounds = self.rounds or output.dtype in HALF
+        # Where the graph's edges are held, this tape must not be: see place().
+        factor = None if self.scale is None else self._arrive
+        if output._is_view():
+            output = output.clone()
+        return Arrival.apply(  # type: ignore[no-any-return]
+            output,
+            self.anchor,
+            lambda grad: arrive(scaled(grad.detach(), 1.0 if factor is None else factor(grad))),
+        )
+
+    def begin_segment(self, args: Any, kwargs: Any) -> Segment:
+        """Return what is kept of a function under torch.utils.checkpoint that is about to run with these arguments."""
+        if self._room is None:
+            self._room = Room.beside(self.parameters)
+        uses = self.uses
+        assert isinstance(uses, _Uses)
+        places = [self.rows.of(leaf) for leaf in tree_flatten((args, kwargs))[0]]
+        return Segment(self._third if self.runs_thrice else None, self._room, uses.counts, places)
+
+    @property
+    def _third(self) -> Callable[[], Tape]:
+        """Makes the tape of such a function's third run. It does not hold this tape."""
+        # Lookups that wait would be other uses.
+        return functools.partial(Tape, self.parameters, self.batch_size, None, self._find_batch, {})
+
+    def end_segment(self, segment: Segment, result: Any, start: int) -> None:
+        """Note what such a function has returned and recorded: the uses from number ``start`` on."""
+        if self.stands or self._derived:  # which a tape of its own does not know
+            segment.again = None
+        self._resets.append(segment.forget)
+        segment.end(result, self.uses[start:], None if self.scale is None else self._arrive)
 
     @property
     def may_drop_activations(self) -> bool:
@@ -418,8 +463,8 @@ class Tape(TorchFunctionMode):
             nonlocal total
             if grad is None:
                 return
-            scaled = _scaled(grad.detach(), self._arrive(grad))
-            total = scaled if total is None else total + scaled
+            arrived = scaled(grad.detach(), self._arrive(grad))
+            total = arrived if total is None else total + arrived
             target(total)
 
         return hook
@@ -524,15 +569,21 @@ def _edge(output: Tensor) -> GradientEdge:
 
 
 class _Uses(list[Use]):
-    """The uses of a pass; those of stand-ins become uses of the parameters behind them."""
+    """The uses of a pass, ``counts`` of them by parameter; those of stand-ins become uses of the parameters behind
+    them.
+    """
 
     def __init__(self, stands: dict[Parameter, Derivation]) -> None:
         super().__init__()
         self._stands = stands
+        self.counts: Counter[Parameter] = Counter()
 
     def append(self, use: Use) -> None:
         through = bool(self._stands) and any(p in self._stands for p in use.params)
-        super().append(ThroughUse(use, self._stands) if through else use)
+        use = ThroughUse(use, self._stands) if through else use
+        super().append(use)
+        for param in use.params:
+            self.counts[param] += 1
 
 
 def batch_first(tensor: Tensor, dim: int, batch_size: int) -> Tensor:
@@ -555,16 +606,6 @@ def _tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
 
 def _is_channels_last(tensor: Tensor) -> bool:
     return tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
-
-
-def _scaled(tensor: Tensor, scale: float) -> Tensor:
-    """Tensor * scale, expanded where the tensor is: rules make use of that."""
-    if scale == 1.0:
-        return tensor
-    if 0 not in tensor.stride() or not tensor.numel():
-        return tensor * scale
-    core = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
-    return (core * scale).expand(tensor.shape)
 
 
 @handles(torch.autograd.grad, torch.autograd.backward, Tensor.backward)

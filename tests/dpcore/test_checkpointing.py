@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from dpcore import Engine
 from dpcore.errors import UnsupportedError
 from dpcore.rerun.snapshot import RandomNumbers
-from dpcore.tape.checkpointing import DroppedUse
+from dpcore.tape.dropped_use import DroppedUse
 from dpcore.tape.uses import Saved
 from tests.dpcore.private_setup import whole_batch
 

@@ -1,0 +1,387 @@
+"""Checkpointed functions whose inputs and output gradients are let go until the clipped sum is formed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from dpcore import Engine
+from dpcore.errors import PrivacyError
+from dpcore.grad_sample import GradSampleModule
+from dpcore.tape import segment
+from dpcore.tape.dropped_use import DroppedUse
+from dpcore.tape.uses import Saved
+from tests.dpcore.private_setup import whole_batch
+from tests.dpcore.test_checkpointing import (
+    BLOCKS,
+    HOW,
+    WAY,
+    WIDTH,
+    Block,
+    C,
+    FromWeights,
+    Net,
+    Remembers,
+    assert_equal,
+    by_engine,
+    by_two_lines,
+    data,
+    losses,
+    truth,
+)
+
+SHORT = 3
+"""So few positions that neither gradients by example are small nor is a layer's norm formed of them."""
+
+
+@pytest.fixture(autouse=True)
+def _no_room(monkeypatch):
+    monkeypatch.setattr(segment, "LEAST_ROOM", 0)
+    monkeypatch.setattr(segment, "ROOM_IN_PARAMETERS", 0.0)
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The segments that ran a third time."""
+    found: list[segment.Segment] = []
+    run = segment.Segment.run
+    monkeypatch.setattr(segment.Segment, "run", lambda self: (found.append(self), run(self))[1])
+    return found
+
+
+def gradients(private: nn.Module, examples: int) -> dict[str, Tensor]:
+    return {n: p.grad * examples for n, p in private.to_standard_module().named_parameters()}
+
+
+@HOW
+@WAY
+@pytest.mark.parametrize("length", [1, SHORT, 8])
+def test_it_is_exact(how, way, length, runs):
+    torch.manual_seed(0)
+    model, (x, y) = Net(how).double(), data(length=length)
+    expected = truth(model, x, y)
+    assert_equal(way(model, x, y), expected)
+    assert len(runs) == BLOCKS
+    if way is by_engine:
+        assert_equal(by_engine(model, x, y, physical_batch_size=2), expected)
+
+
+@pytest.mark.parametrize("bounds", ["per layer", "infinite"])
+def test_other_bounds(bounds, runs):
+    torch.manual_seed(0)
+    model, (x, y) = Net("not").double(), data(length=SHORT)
+    plain = copy.deepcopy(model)
+    plain.how = "plainly"
+    c = [0.1] * len(list(model.parameters())) if bounds == "per layer" else 1e9
+    found, expected = (Engine(m, losses, max_grad_norm=c).clipped_sum(x, y).sums for m in (model, plain))
+    assert_equal(dict(found), dict(expected))
+    assert len(runs) == BLOCKS
+
+
+@HOW
+@WAY
+def test_dropout_is_that_of_the_other_runs(how, way):
+    """Two equal runs with dropout, of which one keeps everything."""
+    found = []
+    for checkpointed in (how, "plainly"):
+        torch.manual_seed(0)
+        model, (x, y) = Net(checkpointed, dropout=0.5).double(), data(length=SHORT)
+        torch.manual_seed(7)
+        found.append(way(model, x, y))
+    assert_equal(*found)
+
+
+def test_autocast_is_that_of_the_other_runs(runs):
+    torch.manual_seed(0)
+    model, (x, y) = Net("not"), data(length=SHORT, dtype=torch.float32)
+    expected = truth(copy.deepcopy(model).double(), x.double(), y)
+    private, optimizer, _ = whole_batch(model, x, y, max_grad_norm=C, check_batches=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(private(x).float(), y)
+    loss.backward()
+    optimizer.step()
+    found = gradients(private, len(x))
+    error = sum((found[n] - expected[n]).square().sum() for n in expected).sqrt()
+    assert error <= 1e-2 * sum(v.square().sum() for v in expected.values()).sqrt()
+    assert len(runs) == BLOCKS
+
+
+def test_lowered_precision_is_that_of_the_other_runs(runs, monkeypatch):
+    """The sums are formed in full precision, the third run is made in the user's."""
+    seen: list[str] = []
+    inner = Block.forward
+    monkeypatch.setattr(
+        Block, "forward", lambda self, x: (seen.append(torch.get_float32_matmul_precision()), inner(self, x))[1]
+    )
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        by_two_lines(Net("not"), *data(length=SHORT, dtype=torch.float32))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert runs
+    assert set(seen[-BLOCKS:]) == {"medium"}
+
+
+def test_two_backward_passes_through_one_graph_add_up(runs):
+    torch.manual_seed(0)
+    model, (x, y) = Net("not").double(), data(length=SHORT)
+    expected = truth(model, x, y)
+    private, optimizer, _ = whole_batch(model, x, y, max_grad_norm=C, check_batches=False)
+    each = losses(private(x), y)
+    (each[:3].sum() / len(x)).backward(retain_graph=True)
+    (each[3:].sum() / len(x)).backward()
+    optimizer.step()
+    assert_equal(gradients(private, len(x)), expected)
+    assert runs
+
+
+def test_two_passes_in_one_loss():
+    torch.manual_seed(0)
+    model, (x, y) = Net("not").double(), data(length=SHORT)
+    private, optimizer, _ = whole_batch(model, x, y, max_grad_norm=C, check_batches=False)
+    (F.cross_entropy(private(x), y) + F.cross_entropy(private(x), y)).backward()
+    optimizer.step()
+    assert_equal(gradients(private, len(x)), truth(model, x, y))
+
+
+def test_what_was_let_go_comes_back_before_another_batch():
+    """Its function would see what the module keeps of the other batch."""
+    torch.manual_seed(0)
+    model, (x, y) = Remembers("not").double(), data(length=SHORT)
+    private, optimizer, _ = whole_batch(model, x, y, max_grad_norm=C, check_batches=False)
+    for inputs in (x, -x):
+        F.cross_entropy(private(inputs), y).backward()
+    optimizer.step()
+    plain = copy.deepcopy(model)
+    total = {n: torch.zeros_like(p) for n, p in plain.named_parameters()}
+    for inputs in (x, -x):
+        for n, v in Engine(plain, losses, max_grad_norm=C).clipped_sum(inputs, y).sums.items():
+            total[n] += v / 2  # the step is the mean of the two batches'
+    assert_equal(gradients(private, len(x)), total)
+
+
+def test_gradients_by_example_can_be_read(runs):
+    torch.manual_seed(0)
+    model, (x, y) = Net("not").double(), data(length=SHORT)
+    private, optimizer, _ = whole_batch(model, x, y, max_grad_norm=C, check_batches=False)
+    F.cross_entropy(private(x), y).backward()
+    plain = copy.deepcopy(model)
+    plain.how = "plainly"
+    for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        other.grad = None
+        (grad,) = torch.autograd.grad(losses(plain(x[2:3]), y[2:3]).sum(), other)
+        assert torch.allclose(param.grad_sample[2], grad, atol=1e-10), name
+    assert runs
+    optimizer.zero_grad()
+
+
+def test_ordinary_gradients_are_formed_at_the_end_of_the_backward_pass(runs):
+    torch.manual_seed(0)
+    model, (x, y) = Net("not").double(), data(length=SHORT)
+    plain = copy.deepcopy(model)
+    plain.how = "plainly"
+    F.cross_entropy(plain(x), y).backward()
+    private = GradSampleModule(model)
+    F.cross_entropy(private(x), y).backward()
+    assert_equal({n: p.grad for n, p in model.named_parameters()}, {n: p.grad for n, p in plain.named_parameters()})
+    assert runs
+
+
+def test_doubtful_examples(runs):
+    """One whose gradient is not finite contributes nothing, and the others what they are."""
+    torch.manual_seed(0)
+    model, (x, y) = Net("not").double(), data(length=SHORT)
+    x[1] = torch.nan
+    keep = torch.tensor([i for i in range(len(x)) if i != 1])
+    expected = truth(model, x[keep], y[keep])
+    # The probe and the experiments on mixing look at examples that are finite.
+    engine = Engine(model, losses, max_grad_norm=C, check_isolation=False)
+    assert_equal(dict(engine.clipped_sum(x, y).sums), expected)
+    assert runs
+
+
+class Several(Net):
+    """Blocks that return two tensors, one of them made of the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, total = self.first(x), 0.0
+        for block in self.blocks:
+
+            def both(h: Tensor, block: nn.Module = block) -> tuple[Tensor, Tensor]:
+                first = block(h)
+                return first, first.sin()
+
+            if self.how == "plainly":
+                hidden, beside = both(hidden)
+            else:
+                hidden, beside = checkpoint(both, hidden, use_reentrant=False)
+            total = total + beside
+        return self.last((hidden + total).mean(1))
+
+
+class Crossed(Net):
+    """Blocks that see a second tensor with a graph, brought along as transformers does it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.first(x)
+        hidden = first
+        for block in self.blocks:
+
+            def crossed(h: Tensor, beside: Tensor, block: nn.Module = block) -> Tensor:
+                return block(h + beside.tanh())
+
+            call = functools.partial(crossed, beside=first)
+            hidden = call(hidden) if self.how == "plainly" else checkpoint(call, hidden, use_reentrant=False)
+        return self.last(hidden.mean(1))
+
+
+class Flat(Net):
+    """Blocks that see all positions of all examples side by side."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).reshape(-1, WIDTH)
+        for block in self.blocks:
+            hidden = block(hidden) if self.how == "plainly" else checkpoint(block, hidden, use_reentrant=False)
+        return self.last(hidden.reshape(len(x), -1, WIDTH).mean(1))
+
+
+class Twice(Net):
+    """Blocks of which the first is run twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        for block in (*self.blocks, self.blocks[0]):
+            hidden = block(hidden) if self.how == "plainly" else checkpoint(block, hidden, use_reentrant=False)
+        return self.last(hidden.mean(1))
+
+
+@WAY
+@pytest.mark.parametrize("kind", [Several, Crossed, Flat, Twice, FromWeights])
+def test_other_shapes_of_models(way, kind):
+    torch.manual_seed(0)
+    model = (kind() if kind is FromWeights else kind("not")).double()
+    x, y = data(length=SHORT)
+    expected = truth(model, x, y)
+    assert_equal(way(model, x, y), expected)
+
+
+class Unsteady(Net):
+    """Blocks whose third run differs from the ones before by ``by``."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__("not")
+        self.by, self.count = by, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        for block in self.blocks:
+            calls: list[int] = []
+
+            def inner(h: Tensor, block: nn.Module = block, calls: list[int] = calls) -> Tensor:
+                calls.append(1)
+                return block(h) * (1.0 + (self.by if len(calls) > 2 else 0.0))
+
+            hidden = checkpoint(inner, hidden, use_reentrant=False)
+        return self.last(hidden.mean(1))
+
+
+@pytest.mark.parametrize("by", [1e-9, 1e-6, 3e-5])
+def test_a_run_that_differs_a_little_does_not_exceed_the_bound(by, runs):
+    torch.manual_seed(0)
+    model, (x, y) = Unsteady(by), data(examples=1, length=SHORT, dtype=torch.float32)
+    engine = Engine(model, losses, max_grad_norm=1e-3, check_isolation=False)
+    sums = engine.clipped_sum(x, y).sums
+    norm = torch.cat([v.flatten() for v in sums.values()]).double().norm()
+    assert len(runs) == BLOCKS
+    assert 0.999e-3 < norm <= 1e-3 * (1 + 1e-6)
+
+
+@WAY
+def test_a_run_that_differs_is_refused(way):
+    torch.manual_seed(0)
+    with pytest.raises(PrivacyError, match="did something else"):
+        way(Unsteady(1.0), *data(length=SHORT, dtype=torch.float32))
+
+
+class Leaks(Net):
+    """Hands on a tensor by an attribute, through which a gradient comes back into the checkpointed function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, self.left = self.first(x), []
+        for block in self.blocks:
+
+            def inner(h: Tensor, block: nn.Module = block) -> Tensor:
+                inside = block.up(h)
+                if len(self.left) < BLOCKS:
+                    self.left.append(inside)
+                return h + block.down(inside.tanh())
+
+            hidden = checkpoint(inner, hidden, use_reentrant=False)
+        return self.last(hidden.mean(1)) * (1.0 + sum(left.mean((1, 2)) for left in self.left)[:, None])
+
+
+@WAY
+def test_gradients_that_come_another_way_are_refused(way):
+    torch.manual_seed(0)
+    with pytest.raises(PrivacyError, match="did something else"):
+        way(Leaks("not").double(), *data(length=SHORT))
+
+
+def test_little_is_kept_until_the_step():
+    """Between the backward pass and the step, inputs and gradients of checkpointed layers are gone."""
+    x, y = data(length=SHORT, dtype=torch.float32)
+
+    def kept(how: str) -> int:
+        private, optimizer, _ = whole_batch(Net(how), x, y, max_grad_norm=C, check_batches=False, check_isolation=False)
+        private(x[:4])  # the probe
+        optimizer.zero_grad()
+        gc.collect()
+        before = {id(value) for value in gc.get_objects() if type(value) is Saved}
+        F.cross_entropy(private(x), y).backward()
+        new = [value for value in gc.get_objects() if type(value) is Saved and id(value) not in before]
+        numbers = sum(value.tensor.untyped_storage().nbytes() // value.tensor.element_size() for value in new)
+        optimizer.step()
+        return numbers
+
+    outside = x.numel() + len(x) * WIDTH
+    assert kept("plainly") > outside + BLOCKS * 2 * len(x) * SHORT * WIDTH
+    assert kept("not") < outside + 100
+
+
+@WAY
+def test_nothing_outlives_the_step(way):
+    """Not even until the collector comes: a step's tensors would pile up."""
+    gc.collect()
+    before = {id(value) for value in gc.get_objects() if isinstance(value, DroppedUse)}
+    gc.disable()
+    try:
+        way(Net("not").double(), *data(length=SHORT))
+        after = [v for v in gc.get_objects() if isinstance(v, DroppedUse) and id(v) not in before]
+        assert not [v for v in after if v.segment is not None and v.segment._gradients]
+    finally:
+        gc.enable()
+
+
+def test_a_batch_that_is_dropped_leaves_nothing():
+    """A backward pass without a step."""
+    torch.manual_seed(0)
+    model, (x, y) = Crossed("not").double(), data(length=SHORT)
+    private, optimizer, _ = whole_batch(model, x, y, max_grad_norm=C, check_batches=False)
+    found: list[weakref.ref[Tensor]] = []
+    for _ in range(2):
+        inputs = x.clone()
+        found.append(weakref.ref(inputs))
+        F.cross_entropy(private(inputs), y).backward()
+        del inputs
+        optimizer.zero_grad()
+    gc.collect()
+    assert all(reference() is None for reference in found)
