@@ -1,8 +1,9 @@
 """Pages with tables that are made from committed records: what stands between two comments is written anew.
 
 A block begins with ``<!-- ratios: NAMES at SIZES -->``, ``<!-- tables: NAMES | TITLE -->``, ``<!-- sentence: NAMES at
-SIZE -->`` or ``<!-- figure: NAMES at SIZE as FILE -->`` and ends with ``<!-- end -->``. NAMES are those of ``dpbench
-report``, separated by spaces; SIZES, batch sizes, may be left out. FILE is a name in plots/, without its ending.
+SIZE -->``, ``<!-- winners: NAMES -->`` or ``<!-- figure: NAMES at SIZE as FILE -->`` and ends with ``<!-- end -->``.
+NAMES are those of ``dpbench report``, separated by spaces; SIZES, batch sizes, may be left out. FILE is a name in
+plots/, without its ending.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from harness.published import index
 from harness.published.index import Entry
 
 BLOCK = re.compile(
-    r"(?P<first><!-- (?P<kind>ratios|tables|sentence|figure): (?P<what>[^\n]*) -->\n).*?(?P<last><!-- end -->)",
+    r"(?P<first><!-- (?P<kind>ratios|tables|sentence|winners|figure): (?P<what>[^\n]*) -->\n).*?(?P<last><!-- end -->)",
     re.DOTALL,
 )
 
@@ -76,6 +77,8 @@ def _table(page: Path, kind: str, what: str) -> str:
         return headline.block(_entries(names), size, Path(os.path.relpath(headline.FOLDER, page.parent)) / stem)
     names, _, rest = what.partition(" | " if kind == "tables" else " at ")
     entries = _entries(names)
+    if kind == "winners":
+        return tables.winners(entries)
     if kind == "tables":
         return tables.grids(entries, rest)
     if kind == "sentence":

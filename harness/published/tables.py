@@ -16,7 +16,7 @@ from harness.analysis.frames import Tables, rows_of
 from harness.analysis.naming import factor
 from harness.errors import BadInput
 from harness.published.index import FOLDER, Entry
-from harness.report import contents
+from harness.report import contents, standings
 from harness.report.chapters import fastest_peer
 from harness.report.formats import markdown
 from harness.report.model import doubts
@@ -122,6 +122,18 @@ def grids(entries: Sequence[Entry], title: str) -> str:
             f"No table of {', '.join(e.name for e in entries)} has a title like {title!r}; see its report.md."
         )
     return "\n\n".join(map(markdown.table, found))
+
+
+def winners(entries: Sequence[Entry]) -> str:
+    """Return who wins where and by how much over all entries: a paragraph, and a line for every task and batch size.
+
+    Raises:
+        BadInput: The entries hold no time with DP.
+    """
+    found = standings.text(frames.build(read.load(*(FOLDER / entry.file for entry in entries))))
+    if not found:
+        raise BadInput(f"No run of {', '.join(e.name for e in entries)} has a time with DP.")
+    return found
 
 
 def _age(entry: Entry) -> tuple[str, str]:
