@@ -3,7 +3,7 @@
 A block begins with ``<!-- ratios: NAMES at SIZES -->``, ``<!-- tables: NAMES | TITLE -->``, ``<!-- sentence: NAMES at
 SIZE -->``, ``<!-- winners: NAMES -->`` or ``<!-- figure: NAMES at SIZE as FILE -->`` and ends with ``<!-- end -->``.
 NAMES are those of ``dpbench report``, separated by spaces; SIZES, batch sizes, may be left out. FILE is a name in
-plots/, without its ending.
+plots/, without its ending. A name of ``winners`` may take only some tasks of its run: ``NAME:TASK,TASK``.
 """
 
 from __future__ import annotations
@@ -75,10 +75,11 @@ def _table(page: Path, kind: str, what: str) -> str:
     if kind == "figure":
         names, size, stem = _figure(what)
         return headline.block(_entries(names), size, Path(os.path.relpath(headline.FOLDER, page.parent)) / stem)
+    if kind == "winners":
+        parts = [name.partition(":") for name in what.split()]
+        return tables.winners([(e, tasks.split(",") if tasks else ()) for n, _, tasks in parts for e in _entries(n)])
     names, _, rest = what.partition(" | " if kind == "tables" else " at ")
     entries = _entries(names)
-    if kind == "winners":
-        return tables.winners(entries)
     if kind == "tables":
         return tables.grids(entries, rest)
     if kind == "sentence":

@@ -124,15 +124,21 @@ def grids(entries: Sequence[Entry], title: str) -> str:
     return "\n\n".join(map(markdown.table, found))
 
 
-def winners(entries: Sequence[Entry]) -> str:
-    """Return who wins where and by how much over all entries: a paragraph, and a line for every task and batch size.
+def winners(chosen: Sequence[tuple[Entry, Sequence[str]]]) -> str:
+    """Return who wins where and by how much over all of them: a paragraph, and a line for every task and batch size.
+
+    Args:
+        chosen: Runs, each with the tasks that are taken from it; none: all of them.
 
     Raises:
-        BadInput: The entries hold no time with DP.
+        BadInput: The runs hold no time with DP of these tasks.
     """
-    found = standings.text(frames.build(read.load(*(FOLDER / entry.file for entry in entries))))
+    kept = [
+        record for entry, tasks in chosen for record in _records(entry.file) if not tasks or record.cell.task in tasks
+    ]
+    found = standings.text(frames.build(kept)) if kept else ""
     if not found:
-        raise BadInput(f"No run of {', '.join(e.name for e in entries)} has a time with DP.")
+        raise BadInput(f"No run of {', '.join(entry.name for entry, _ in chosen)} has a time with DP of these tasks.")
     return found
 
 

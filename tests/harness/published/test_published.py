@@ -226,5 +226,10 @@ def test_who_wins_is_told_of_the_records() -> None:
     made = pages.fill(index.ROOT / "README.md", "<!-- winners: grid-lstm-2 -->\n<!-- end -->")
     assert "**With DP the fastest is dpcore on `imdb-lstm` at 16 (" in made
     assert "the time of PyTorch without DP [" in made
-    with pytest.raises(BadInput, match="has a time with DP"):
-        pages.fill(index.ROOT / "README.md", "<!-- winners: memory-lstm-2 -->\n<!-- end -->")
+    some = pages.fill(
+        index.ROOT / "README.md", "<!-- winners: modern-preset-2:recsys,gpt2-lm grid-lstm-2 -->\n<!-- end -->"
+    )
+    assert re.findall(r"^- `(\S+)`", some, re.MULTILINE) == [*["imdb-lstm"] * 4, "gpt2-lm", "recsys"]
+    for nothing in ("memory-lstm-2", "modern-preset-2:vit"):
+        with pytest.raises(BadInput, match="has a time with DP"):
+            pages.fill(index.ROOT / "README.md", f"<!-- winners: {nothing} -->\n<!-- end -->")
