@@ -16,7 +16,7 @@ from harness.analysis.frames import Tables, rows_of
 from harness.analysis.naming import factor
 from harness.errors import BadInput
 from harness.published.index import FOLDER, Entry
-from harness.report import contents
+from harness.report import contents, standings
 from harness.report.chapters import fastest_peer
 from harness.report.formats import markdown
 from harness.report.model import doubts
@@ -122,6 +122,24 @@ def grids(entries: Sequence[Entry], title: str) -> str:
             f"No table of {', '.join(e.name for e in entries)} has a title like {title!r}; see its report.md."
         )
     return "\n\n".join(map(markdown.table, found))
+
+
+def winners(chosen: Sequence[tuple[Entry, Sequence[str]]]) -> str:
+    """Return who wins where and by how much over all of them: a paragraph, and a line for every task and batch size.
+
+    Args:
+        chosen: Runs, each with the tasks that are taken from it; none: all of them.
+
+    Raises:
+        BadInput: The runs hold no time with DP of these tasks.
+    """
+    kept = [
+        record for entry, tasks in chosen for record in _records(entry.file) if not tasks or record.cell.task in tasks
+    ]
+    found = standings.text(frames.build(kept)) if kept else ""
+    if not found:
+        raise BadInput(f"No run of {', '.join(entry.name for entry, _ in chosen)} has a time with DP of these tasks.")
+    return found
 
 
 def _age(entry: Entry) -> tuple[str, str]:

@@ -32,8 +32,9 @@ def published() -> pd.DataFrame:
     """Return the published figures, a row each.
 
     ``ratio_low``, ``ratio_high``: speed with DP over the speed without; one value where both are equal, NaN where the
-    source has no run without DP. ``read``: a key of READ. ``flat_exact``: whether it is exact clipping by one norm over
-    all parameters, as every contestant here must do.
+    source has no run without DP. ``times_low``, ``times_high``: speed over that of ``times_of``, another training with
+    DP, of sources that have no other figure. ``read``: a key of READ. ``flat_exact``: whether it is exact clipping by
+    one norm over all parameters, as every contestant here must do.
     """
     frame = pd.read_csv(FILE, dtype={"task": str}).fillna({"task": ""})
     ratio = frame.examples_per_second / frame.without_dp
@@ -74,6 +75,7 @@ def chapter(tables: Tables) -> Chapter:
 
 
 def _grids(theirs: pd.DataFrame, ours: pd.DataFrame) -> Iterator[Grid]:
+    over_another = theirs.times_of.notna()
     yield Grid(
         "Published: speed with DP over the speed without",
         (
@@ -82,27 +84,42 @@ def _grids(theirs: pd.DataFrame, ours: pd.DataFrame) -> Iterator[Grid]:
         ),
         tuple(
             (
-                r.method,
-                r.network,
-                r.setting,
-                r.hardware,
-                _number(r.examples_per_second),
-                _number(r.without_dp),
-                _range(r) or NO_TWIN,
-                "yes" if r.flat_exact == "yes" else "no",
-                READ[r.read],
-                r.source,
+                *(r.method, r.network, r.setting, r.hardware),
+                *(_number(r.examples_per_second), _number(r.without_dp)),
+                _range(r.ratio_low, r.ratio_high) or NO_TWIN,
+                *_origin(r),
             )
-            for r in rows_of(theirs)
+            for r in rows_of(theirs[~over_another])
         ),
         ("Nothing of this was measured here. Where the norm is not one over all parameters, less work is done.",),
+    )
+    yield Grid(
+        "Published: speed with DP over that of another training with DP",
+        ("method", "network", "setting", "hardware", "times", "of", "one exact norm", "how read", "source"),
+        tuple(
+            (
+                *(r.method, r.network, r.setting, r.hardware),
+                *(_range(r.times_low, r.times_high), r.times_of),
+                *_origin(r),
+            )
+            for r in rows_of(theirs[over_another])
+        ),
+        ("Nothing of this was measured here, and no training without DP stands beside it.",),
     )
     if len(ours):
         yield Grid(
             "Measured here: speed with DP over that of the contestant's own twin without",
             ("contestant", "task", "batch sizes", "hardware", "twin", "ratio", "n"),
             tuple(
-                (r.contestant, r.task, r.batch_sizes, r.hardware, r.twin, f"{_range(r)}{doubts(r)}", str(r.n))
+                (
+                    r.contestant,
+                    r.task,
+                    r.batch_sizes,
+                    r.hardware,
+                    r.twin,
+                    f"{_range(r.ratio_low, r.ratio_high)}{doubts(r)}",
+                    str(r.n),
+                )
                 for r in rows_of(ours)
             ),
             ("Means over paired rounds, the lowest and the highest of the batch sizes; other tasks and machines.",),
@@ -113,6 +130,12 @@ def _number(value: float) -> str:
     return MISSING if np.isnan(value) else f"{value:g}"
 
 
-def _range(row: Any) -> str:
-    low, high = factor(row.ratio_low), factor(row.ratio_high)
-    return "" if np.isnan(row.ratio_low) else low if low == high else f"{low} to {high}"
+def _origin(row: Any) -> tuple[str, str, str]:
+    """Return whether the norm is one over all parameters, how the figure was had, and where it is from."""
+    return "yes" if row.flat_exact == "yes" else "no", READ[row.read], row.source
+
+
+def _range(low: float, high: float) -> str:
+    """Return a ratio, or the range of one; nothing for NaN."""
+    words = [factor(value) for value in dict.fromkeys((low, high)) if not np.isnan(value)]
+    return " to ".join(dict.fromkeys(words))

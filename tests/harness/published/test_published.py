@@ -220,3 +220,16 @@ def test_the_result_is_a_sentence_of_its_records() -> None:
 def test_a_figure_asks_for_one_batch_size() -> None:
     with pytest.raises(BadInput, match="give one number"):
         pages.fill(index.ROOT / "README.md", "<!-- figure: grid-mnist-2026-11-22 at 16 64 as both -->\n<!-- end -->")
+
+
+def test_who_wins_is_told_of_the_records() -> None:
+    made = pages.fill(index.ROOT / "README.md", "<!-- winners: grid-lstm-2 -->\n<!-- end -->")
+    assert "**With DP the fastest is dpcore on `imdb-lstm` at 16 (" in made
+    assert "the time of PyTorch without DP [" in made
+    some = pages.fill(
+        index.ROOT / "README.md", "<!-- winners: modern-preset-2:recsys,gpt2-lm grid-lstm-2 -->\n<!-- end -->"
+    )
+    assert re.findall(r"^- `(\S+)`", some, re.MULTILINE) == [*["imdb-lstm"] * 4, "gpt2-lm", "recsys"]
+    for nothing in ("memory-lstm-2", "modern-preset-2:vit"):
+        with pytest.raises(BadInput, match="has a time with DP"):
+            pages.fill(index.ROOT / "README.md", f"<!-- winners: {nothing} -->\n<!-- end -->")
