@@ -155,7 +155,7 @@ minilm-imdb: $(READY) $(MODELS_READY)  ## MiniLM fine-tuned on IMDb by dpcore an
 	  --data "$$($(BIN)/dpbench data path imdb-wordpiece)" $(ARGS)
 	$(MODELS)/bin/python -m tests.dpcore.minilm_series --page
 
-test-versions:  ## a part of dpcore's tests on torch 2.6 to the newest, Python 3.11 to 3.13; ARGS="--torch 2.6.0"
+test-versions:  ## dpcore's tests on torch 2.6 to the newest, Python 3.11 to 3.13, 5 GB each; ARGS="--quick --remove"
 	$(PYTHON) -m tests.dpcore.versions $(ARGS)
 
 mutants: $(READY)  ## the deliberately wrong adapters: the gate must reject each
