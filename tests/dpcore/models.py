@@ -256,8 +256,8 @@ ADAPTERS = """## With adapters
 
 PEFT's adapters on all of them, with random values in what is trained, as many adapters begin at zero. LoRA and DoRA
 are on projections of the attention, or on hidden layers or convolutions where there is none; IA3 scales keys, values
-and what the last hidden layer is given. A classifier's head is trained too. PEFT has no prefix tuning for pictures, nor
-for models that are not given past keys and values:"""
+and what the last hidden layer is given. A classifier's head is trained too. PEFT has no prefix tuning for pictures and
+masked words, nor for models that are not given past keys and values:"""
 
 
 def document(rows: Sequence[Row], versions: str) -> str:
