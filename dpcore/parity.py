@@ -4,9 +4,11 @@
     python -m dpcore.parity mymodule:setup        # yours
 
 ``setup()`` returns (model, loss, batches): a module, a loss that is the mean over the batch, ``loss(outputs,
-targets)``, and an iterable of batches (inputs, targets), with inputs a tensor, a tuple or a dict. The same steps are
-taken twice, by torch alone and by dpcore with noise 0 and a bound that clips nothing, each batch in pieces whose
-gradients add up. The exit code is 0 where both end at the same weights, and 1 where they do not.
+targets)``, and an iterable of batches. A batch is (inputs, targets), with inputs a tensor, a tuple or a dict, or it is
+a dict of inputs with the targets under "labels". The same steps are taken twice, by torch alone and by the two lines
+that make a run private (``make_private``), with noise 0 and a bound that no gradient reaches, each batch in pieces
+whose gradients add up. The exit code is 0 where both end at the same weights, 1 where they do not, and 2 where the
+model or the batches cannot be used.
 """
 
 from __future__ import annotations
@@ -17,21 +19,28 @@ import importlib
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
-from dpcore.grad_sample import GradSampleModule
+from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.microbatch.pieces import cut
 from dpcore.optimizers import DPOptimizer
+from dpcore.privacy_engine import PrivacyEngine
 from dpcore.tree import batch_length
-from dpcore.utils.batch_memory_manager import cut
 
-NO_CLIPPING = 1e6
-"""A bound that no gradient reaches."""
-Setup = tuple[nn.Module, Callable[[Any, Any], Tensor], Iterable[tuple[Any, Any]]]
+NO_CLIPPING = 1e30
+"""A bound that no gradient reaches: those that do have squares beyond what float32 holds."""
+LABELS = "labels"
+"""Where a batch that is one dict has its targets, as those of transformers have."""
+OWN = ("dpcore", "__main__")
+"""The packages whose errors are sentences for the user; run as a script, this file is ``__main__``."""
+Setup = tuple[nn.Module, Callable[[Any, Any], Tensor], Iterable[Any]]
 
 
 def demo() -> Setup:
@@ -52,7 +61,7 @@ def _apart(start: Tensor, ordinary: Tensor, private: Tensor) -> float:
 def compare(
     model: nn.Module,
     loss: Callable[[Any, Any], Tensor],
-    batches: Sequence[tuple[Any, Any]],
+    batches: Sequence[Any],
     *,
     pieces: int = 4,
     learning_rate: float = 0.1,
@@ -62,59 +71,113 @@ def compare(
     Args:
         model: Left as it is.
         loss: The mean over the batch.
-        batches: Batches (inputs, targets).
+        batches: Batches (inputs, targets), or dicts of inputs with the targets under "labels". Empty ones are left out.
         pieces: Into how many pieces each batch is cut; their gradients add up.
         learning_rate: Of SGD.
 
     Returns:
         By trained parameter, how far apart the two ended over how far the ordinary run went, in L2.
+
+    Raises:
+        ValueError: a batch is neither of these.
+        PrivacyError, UnsupportedError: the model cannot be trained privately.
     """
+    pairs = [_pair(batch, i) for i, batch in enumerate(batches)]
+    pairs = [pair for pair in pairs if batch_length(pair)]
+    size = max(1, -(-max(map(batch_length, pairs), default=1) // pieces))
     ends = []
     start = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-    for private in (False, True):
-        torch.manual_seed(0)
+    for train in (_ordinarily, _privately):
         trained = copy.deepcopy(model).train()
-        _train(trained, loss, batches, pieces, learning_rate, private)
+        train(trained, loss, pairs, size, learning_rate)
         ends.append(dict(trained.named_parameters()))
     ordinary, without = ends
     return {name: _apart(before, ordinary[name], without[name]) for name, before in start.items()}
 
 
-def _train(
-    model: nn.Module,
-    loss: Callable[[Any, Any], Tensor],
-    batches: Sequence[tuple[Any, Any]],
-    pieces: int,
-    learning_rate: float,
-    private: bool,
+def _ordinarily(
+    model: nn.Module, loss: Callable[[Any, Any], Tensor], batches: Sequence[Any], size: int, learning_rate: float
 ) -> None:
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(
-        [p for p in model.parameters() if p.requires_grad], lr=learning_rate
-    )
-    if private:
-        model = GradSampleModule(model, ordinary_grad=False)
-        sizes: dict[str, Any] = {"noise_multiplier": 0.0, "max_grad_norm": NO_CLIPPING, "expected_batch_size": 1.0}
-        optimizer = DPOptimizer(optimizer, **sizes)
-    for inputs, targets in batches:
-        rows = batch_length(inputs)
-        if isinstance(optimizer, DPOptimizer):
-            optimizer.expected_batch_size = rows
+    """Train by torch alone, each batch in pieces of ``size`` at most, as the private run's loader cuts them."""
+    optimizer = _optimizer(model, learning_rate)
+    seeds = itertools.count()
+    for batch in batches:
+        rows = batch_length(batch)
+        pieces = -(-rows // size)
         optimizer.zero_grad()
         for k in range(pieces):
             part = slice(k * rows // pieces, (k + 1) * rows // pieces)
-            share = (part.stop - part.start) / rows
-            if not share:
-                continue
-            value = loss(_call(model, cut(inputs, part)), cut(targets, part))
-            (value if private else value * share).backward()
-            if isinstance(optimizer, DPOptimizer) and k + 1 < pieces:
-                optimizer.signal_skip_step()
-                optimizer.step()
+            inputs, targets = cut(batch, part)
+            torch.manual_seed(next(seeds))
+            (loss(_call(model, inputs), targets) * ((part.stop - part.start) / rows)).backward()
         optimizer.step()
 
 
+def _privately(
+    model: nn.Module, loss: Callable[[Any, Any], Tensor], batches: Sequence[Any], size: int, learning_rate: float
+) -> None:
+    """Train as a script does after ``make_private``, with the given batches in the place of Poisson samples."""
+    with warnings.catch_warnings():
+        # Neither noise nor Poisson sampling: what is compared needs no privacy.
+        warnings.simplefilter("ignore")
+        private, optimizer, loader = PrivacyEngine(seed=0).make_private(
+            module=model,
+            optimizer=_optimizer(model, learning_rate),
+            data_loader=_loader(batches),
+            noise_multiplier=0.0,
+            max_grad_norm=NO_CLIPPING,
+            poisson_sampling=False,
+            sample_rate=1.0,
+            expected_batch_size=1.0,
+            max_physical_batch_size=size,
+        )
+    assert isinstance(optimizer, DPOptimizer)
+    lengths = map(batch_length, batches)
+    seeds = itertools.count()
+    begins = True
+    for inputs, targets in loader:
+        if begins:
+            optimizer.expected_batch_size = next(lengths)
+        optimizer.zero_grad()
+        torch.manual_seed(next(seeds))
+        loss(_call(private, inputs), targets).backward()
+        optimizer.step()
+        begins = not optimizer.batch_goes_on
+
+
+def _optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
+
+
+def _loader(batches: Sequence[Any]) -> DataLoader[Any]:
+    """A loader over the examples of all batches, by number, that hands out these batches in their order."""
+    ends = list(itertools.accumulate(map(batch_length, batches)))
+    numbers = [list(range(end - batch_length(batch), end)) for batch, end in zip(batches, ends, strict=True)]
+    of_first = {rows[0]: batch for rows, batch in zip(numbers, batches, strict=True)}
+    examples: Any = range(ends[-1] if ends else 0)
+    return DataLoader(examples, batch_sampler=numbers, collate_fn=lambda rows: of_first[rows[0]])
+
+
+def _pair(batch: Any, number: int) -> tuple[Any, Any]:
+    """A batch as (inputs, targets); ValueError where it is none."""
+    if isinstance(batch, Mapping) and LABELS in batch:
+        return {name: value for name, value in batch.items() if name != LABELS}, batch[LABELS]
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    what = f"{type(batch).__name__} with {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else _what(batch)
+    raise ValueError(
+        f"Batch {number} is a {what}; it must be (inputs, targets), where inputs may be a dict of keyword arguments of "
+        f"the model, or a dict with the targets under {LABELS!r}."
+    )
+
+
+def _what(batch: Any) -> str:
+    entries = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+    return f"{type(batch).__name__}{entries}"
+
+
 def _call(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, dict):
+    if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
@@ -134,13 +197,24 @@ def _setup(name: str) -> Setup:
     return found
 
 
+def _is_own(error: Exception) -> bool:
+    """Whether it is a sentence of dpcore's: a ValueError may come from the user's model, which needs its traceback."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return last is not None and str(last.tb_frame.f_globals.get("__name__", "")).partition(".")[0] in OWN
+
+
 def _as(value: Any, dtype: torch.dtype) -> Any:
     """The floating-point tensors of a batch in ``dtype``."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {name: _as(part, dtype) for name, part in value.items()}
-    return type(value)(_as(part, dtype) for part in value) if isinstance(value, list | tuple) else value
+    if not isinstance(value, list | tuple):
+        return value
+    parts = [_as(part, dtype) for part in value]
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -164,10 +238,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.exit(2, f"{error}\n")
     dtype = getattr(torch, options.dtype)
-    batches = [(_as(x, dtype), _as(y, dtype)) for x, y in itertools.islice(source, options.steps)]
+    batches = [_as(batch, dtype) for batch in itertools.islice(source, options.steps)]
     if len(batches) < options.steps:
         parser.exit(2, f"There are {len(batches)} batches for --steps {options.steps}; ask for fewer.\n")
-    differences = compare(model.to(dtype), loss, batches, pieces=options.pieces, learning_rate=options.learning_rate)
+    if not any(p.requires_grad for p in model.parameters()):
+        parser.exit(2, "The model has no trained parameters, so that nothing can end at other weights.\n")
+    rates = {"pieces": options.pieces, "learning_rate": options.learning_rate}
+    try:
+        differences = compare(model.to(dtype), loss, batches, **rates)
+    except (ValueError, PrivacyError, UnsupportedError) as error:
+        if not _is_own(error):
+            raise
+        parser.exit(2, f"{error}\n")
     for name, difference in differences.items():
         print(f"{difference:8.1e}  {name}")
     worst = max(differences.values())

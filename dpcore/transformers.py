@@ -149,8 +149,9 @@ class DPTrainerMixin:
             labels: [B] classes or [B, ...] numbers for sequence classification; [B, T] tokens else, -100 where none.
 
         Raises:
-            UnsupportedError: the model's loss is not known.
+            UnsupportedError: the model's loss is not known, or has a router's auxiliary loss beside the examples' own.
         """
+        _check_auxiliary(model, outputs)
         kind = task_of(model)
         if labels is None or kind is None:
             raise UnsupportedError(
@@ -297,6 +298,7 @@ def _check_loss(trainer: Any) -> None:
     Raises:
         UnsupportedError: with the class and the method, or the value, and the remedy.
     """
+    _check_auxiliary(trainer.model)
     order = type(trainer).__mro__
     behind = order[order.index(DPTrainerMixin) + 1 :]
     for name in ("per_example_losses", "training_step"):
@@ -323,6 +325,21 @@ def _check_loss(trainer: Any) -> None:
         raise UnsupportedError(
             f"loss_type={loss_type!r} would be trained as the ordinary cross-entropy (loss_type='nll'): leave it out, "
             "or override per_example_losses(model, outputs, labels), to return one loss per example, [B]."
+        )
+
+
+def _check_auxiliary(model: Any, outputs: Any = None) -> None:
+    """Refuse a mixture of experts that would be trained without its router's loss, in silence.
+
+    Raises:
+        UnsupportedError: the model is set up to add it, or has returned it.
+    """
+    asked = getattr(getattr(model, "config", None), "output_router_logits", False)
+    if asked or any(getattr(outputs, name, None) is not None for name in ("aux_loss", "z_loss")):
+        raise UnsupportedError(
+            "The model's own loss adds an auxiliary one of its router (aux_loss), a number of the whole batch, through "
+            "which every example reaches the others' gradients: it cannot be clipped by example, and private training "
+            "would leave it out. Train without it by model.config.output_router_logits = False."
         )
 
 

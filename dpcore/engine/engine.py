@@ -20,6 +20,7 @@ from dpcore.example_isolation.check import IsolationCheck
 from dpcore.microbatch.accumulator import Accumulator, Factors
 from dpcore.microbatch.layout import Layout, copies, is_mask, probe_sizes
 from dpcore.microbatch.memory import give_back_everything, ran_out
+from dpcore.microbatch.pieces import cut
 from dpcore.microbatch.planner import MicroBatches, choose, micro_batches
 from dpcore.noise import GaussianNoise
 from dpcore.rerun.heap import give_back
@@ -216,9 +217,9 @@ class Engine:
             for rows, graph_size in self._pieces(kind, batch_size, filled=mask is not None):
                 at_once = rows.stop - rows.start
                 whole = at_once == batch_size
-                piece = (x, y) if whole else (_take(x, rows), _take(y, rows))
+                inputs, targets = (x, y) if whole else cut((x, y), rows, batch_size)
                 of_piece = None if mask is None else mask[rows]
-                parts.append(self._accumulate(*piece, of_piece, scale, kind, graph_size))
+                parts.append(self._accumulate(inputs, targets, of_piece, scale, kind, graph_size))
         except Exception as error:
             if not ran_out(error):
                 raise
@@ -539,9 +540,3 @@ def _tensors(x: Any) -> list[Tensor]:
 
 def _length(x: Any) -> int:
     return len(_tensors(x)[0])
-
-
-def _take(x: Any, rows: slice) -> Any:
-    if isinstance(x, Mapping):
-        return {name: t[rows] for name, t in x.items()}
-    return tuple(t[rows] for t in x) if isinstance(x, tuple) else x[rows]

@@ -187,6 +187,11 @@ class Accumulator:
         self._kinds = {(p.dtype, p.device) for p in params}
         dtypes = {torch.promote_types(p.dtype, torch.float32) for p in params}
         devices = {p.device for p in params}
+        if any(dtype.is_complex for dtype in dtypes):
+            raise UnsupportedError(
+                "A trained parameter is complex, and norms, sums and noise are those of real numbers; keep its real "
+                "and imaginary parts as one real parameter [..., 2], and look at it through torch.view_as_complex."
+            )
         if len(dtypes) > 1 or len(devices) > 1:
             raise UnsupportedError(
                 f"The trained parameters have dtypes {sorted(map(str, dtypes))} on {sorted(map(str, devices))}; "

@@ -279,10 +279,19 @@ def _channel_norm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], k
     return _affine(tape, func(**call), weight, bias, (1,))
 
 
+def _is_of_a_parameter(tensor: Tensor) -> bool:
+    """Return whether this is a parameter, or a view of all of one: a frozen weight that is standardised, for instance.
+
+    It holds no example: batches differ in length. A trained one does not come here.
+    """
+    base = tensor._base if tensor._is_view() else tensor
+    return isinstance(base, Parameter) and base.numel() == tensor.numel()
+
+
 @handles(F.batch_norm, derives=True)
 def _batch_norm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     call = bound_arguments(func, args, kwargs)
-    if not call["training"]:
+    if not call["training"] or _is_of_a_parameter(call["input"]):
         return func(*args, **kwargs)
     raise UnsupportedError(
         "A batch norm in training mode normalises an example by the others of its batch; use GroupNorm "

@@ -206,6 +206,7 @@ class Tape(TorchFunctionMode):
                 return rewritten
         if handler is None:
             return func(*args, **kwargs)
+        _refuse_complex(func, args, kwargs, sources)
         if any(isinstance(source, Derivation) for source in sources):
             args, kwargs = self._with_stands(args), {name: self._with_stands(value) for name, value in kwargs.items()}
         return handler(self, func, args, kwargs)
@@ -602,6 +603,19 @@ def _tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         elif isinstance(value, list | tuple):
             found += [part for part in value if isinstance(part, Tensor)]
     return found
+
+
+def _refuse_complex(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sources: Sequence[Parameter | Derivation]
+) -> None:
+    """NoRuleError where parameters meet complex numbers: rules multiply without conjugates, and sums are real."""
+    if any(tensor.is_complex() for tensor in _tensors_in(args, kwargs)):
+        roots = tuple(root for s in sources for root in (s.roots if isinstance(s, Derivation) else (s,)))
+        raise NoRuleError(
+            f"A trained parameter meets the examples in {func.__name__} of complex numbers (torch.fft, "
+            "torch.view_as_complex), for which dpcore has no rule; wrap that operation in a module of its own.",
+            tuple(dict.fromkeys(roots)),
+        )
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

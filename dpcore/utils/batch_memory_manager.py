@@ -3,69 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
 from dpcore.data_loader import DPDataLoader
 from dpcore.distributed import Ranks
 from dpcore.errors import UnsupportedError
+from dpcore.microbatch.pieces import cut
 from dpcore.microbatch.planner import MicroBatches
 from dpcore.optimizers.optimizer import DPOptimizer
-from dpcore.tree import batch_length, flatten, has_tensor, length_or_none
+from dpcore.tree import batch_length, flatten
 
 AUTO = "auto"
-
-
-def cut(batch: Any, rows: slice) -> Any:
-    """The examples ``rows`` of a batch, in the same structure.
-
-    A list with one entry per example (of names, say) is cut as tensors are; a list of tensors is structure.
-    """
-    return _cut(batch, rows, length_or_none(batch))
-
-
-def _cut(value: Any, rows: slice, length: int | None) -> Any:
-    if isinstance(value, Tensor) or (isinstance(value, np.ndarray) and _counts(value, length)):
-        return value[rows]
-    if isinstance(value, PackedSequence):
-        raise UnsupportedError(
-            "The batch holds a PackedSequence, whose rows are not examples, so that it cannot be cut into pieces; let "
-            "collate_fn return padded sequences and their lengths, and pack them in the model."
-        )
-    if isinstance(value, Mapping):
-        return {key: _cut(part, rows, length) for key, part in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cut(part, rows, length) for part in value))
-    if isinstance(value, (list, tuple)):
-        if _is_one_per_example(value, length):
-            return type(value)(value[rows])
-        return type(value)(_cut(part, rows, length) for part in value)
-    return value
-
-
-def _is_one_per_example(values: Sequence[Any], length: int | None) -> bool:
-    """Return whether entry i belongs to example i.
-
-    It does not where an entry holds a tensor, nor where every entry has one value per example itself: torch makes such
-    lists of examples with several names each.
-    """
-    if not values or not _counts(values, length) or has_tensor(values):
-        return False
-    return not all(_counts(value, length) for value in values)
-
-
-def _counts(value: Any, length: int | None) -> bool:
-    """Return whether ``value`` is an array or a list (or a dict of such) of ``length`` entries."""
-    if isinstance(value, Mapping):
-        return bool(value) and all(_counts(part, length) for part in value.values())
-    if isinstance(value, np.ndarray):
-        return value.ndim > 0 and len(value) == length
-    return isinstance(value, (list, tuple)) and len(value) == length
 
 
 FIRST_PIECE = 16

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -12,6 +14,8 @@ from dpcore.validators.errors import IllegalModuleConfigurationError, ShouldRepl
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 FIX = "from dpcore.validators import ModuleValidator; model = ModuleValidator.fix(model)"
+Validator = Callable[..., Sequence[UnsupportedError]]
+Fixer = Callable[..., nn.Module]
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
@@ -39,11 +43,31 @@ class ModuleValidator:
 
     A batch norm that was put into evaluation mode, in a module in training mode, only applies numbers that it has, and
     is accepted; the private module refuses to run once it is back in training mode.
+
+    ``VALIDATORS`` and ``FIXERS`` hold functions for classes of your own, by class:
+    :func:`~dpcore.validators.register_module_validator`, :func:`~dpcore.validators.register_module_fixer`. They are
+    called for modules of that very class, not of one derived from it.
     """
 
-    @staticmethod
-    def validate(module: nn.Module, *, strict: bool = False) -> list[UnsupportedError]:
-        """One error per offending submodule, naming it, the reason and the remedy; raised at once where ``strict``."""
+    VALIDATORS: ClassVar[dict[type[nn.Module], Validator]] = {}
+    FIXERS: ClassVar[dict[type[nn.Module], Fixer]] = {}
+
+    @classmethod
+    def validate(cls, module: nn.Module, *, strict: bool = False) -> list[UnsupportedError]:
+        """List what is wrong with a module.
+
+        Args:
+            module: The module.
+            strict: Raise the first reason instead of listing them all.
+
+        Returns:
+            One error per offending submodule, with its name, the reason and the remedy, and beside them what
+            registered validators return.
+
+        Raises:
+            UnsupportedError: the first reason, where ``strict``.
+            TypeError: a registered validator returned something other than a list of errors.
+        """
         errors: list[UnsupportedError] = []
         for name, child in module.named_modules():
             where = f"Module {name!r}" if name else "The module"
@@ -57,6 +81,8 @@ class ModuleValidator:
                         f"noise. Set track_running_stats=False, as this does: {FIX}."
                     )
                 )
+            if type(child) in cls.VALIDATORS:
+                errors.extend(_found(cls.VALIDATORS[type(child)], child, where))
         if strict and errors:
             raise errors[0]
         return errors
@@ -67,18 +93,66 @@ class ModuleValidator:
         return not cls.validate(module)
 
     @classmethod
-    def fix(cls, module: nn.Module) -> nn.Module:
-        """A copy with BatchNorm replaced by GroupNorm of gcd(32, channels) groups and running statistics off."""
-        fixed = copy.deepcopy(module)
-        for name, child in list(fixed.named_modules()):
-            if isinstance(child, _INSTANCE_NORMS) and child.track_running_stats:
-                child.track_running_stats = False
-                child.running_mean = child.running_var = child.num_batches_tracked = None
-            if isinstance(child, _BATCH_NORMS):
-                channels = child.num_features
-                norm = nn.GroupNorm(math.gcd(32, channels), channels, eps=child.eps, affine=child.affine)
-                if not name:
-                    return norm
-                parent, _, leaf = name.rpartition(".")
-                setattr(fixed.get_submodule(parent), leaf, norm)
-        return fixed
+    def fix(cls, module: nn.Module, **kwargs: Any) -> nn.Module:
+        """Copy a module with replacements for what :meth:`validate` finds.
+
+        BatchNorm becomes GroupNorm of gcd(32, channels) groups, and running statistics are off; registered fixers come
+        first, and what they return is not looked into.
+
+        Args:
+            module: Left as it is.
+            **kwargs: For the registered fixers.
+
+        Returns:
+            The copy.
+
+        Raises:
+            TypeError: a registered fixer returned something other than a module.
+        """
+        return cls._fixed(copy.deepcopy(module), kwargs, {})
+
+    @classmethod
+    def _fixed(cls, module: nn.Module, options: dict[str, Any], known: dict[nn.Module, nn.Module]) -> nn.Module:
+        """What stands in the place of ``module``; ``known``: the same for modules that were met already."""
+        if module in known:
+            return known[module]
+        fixer = cls.FIXERS.get(type(module))
+        if fixer is not None:
+            fixed = fixer(module, **options)
+            if not isinstance(fixed, nn.Module):
+                raise TypeError(
+                    f"The fixer registered for {type(module).__name__} returned {type(fixed).__name__}; it must return "
+                    "the module that takes its place."
+                )
+            known[module] = _placed_as(fixed, module)
+            return known[module]
+        if isinstance(module, _BATCH_NORMS):
+            channels = module.num_features
+            norm = nn.GroupNorm(math.gcd(32, channels), channels, eps=module.eps, affine=module.affine)
+            known[module] = _placed_as(norm, module)
+            return known[module]
+        if isinstance(module, _INSTANCE_NORMS) and module.track_running_stats:
+            module.track_running_stats = False
+            module.running_mean = module.running_var = module.num_batches_tracked = None
+        known[module] = module
+        for name, child in module._modules.items():
+            if child is not None:
+                module._modules[name] = cls._fixed(child, options, known)
+        return module
+
+
+def _found(validator: Validator, module: nn.Module, where: str) -> list[UnsupportedError]:
+    """What a registered validator returns. One that forgets to return would pass for one that finds nothing."""
+    errors = validator(module)
+    if not isinstance(errors, list | tuple) or not all(isinstance(error, Exception) for error in errors):
+        raise TypeError(
+            f"{where}: the validator registered for {type(module).__name__} returned {errors!r}; it must return a list "
+            "of errors (dpcore.validators.errors), empty where the module is fine."
+        )
+    return list(errors)
+
+
+def _placed_as(replacement: nn.Module, module: nn.Module) -> nn.Module:
+    """The replacement on the device and in the mode of what it replaces."""
+    param = next(module.parameters(), None)
+    return replacement.train(module.training).to(None if param is None else param.device)

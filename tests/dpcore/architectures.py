@@ -125,9 +125,9 @@ def logits_of(outputs: Any) -> Tensor:
 
 
 def architectures() -> list[Architecture]:
-    """All of them; ImportError where a library is missing."""
+    """All of them, trained as a whole; ImportError where a library is missing. Those with adapters: adapters.py."""
     torchvision_on_cpu.make_importable()
-    return [*_transformers(), *_adapters(), *_pictures()]
+    return [*_transformers(), *_pictures()]
 
 
 def _transformers() -> Iterator[Architecture]:
@@ -197,41 +197,6 @@ def _transformers() -> Iterator[Architecture]:
         lambda outputs: outputs.text_embeds,
         label,
     )
-
-
-def _adapters() -> Iterator[Architecture]:
-    import peft
-    import transformers as hf
-
-    def adapted(name: str, base: Callable[[], nn.Module], config: Callable[[], Any]) -> Architecture:
-        make = lambda: _stirred(peft.get_peft_model(base(), config()))  # noqa: E731
-        return Architecture(name, "peft", make, sentences, logits_of, next_token)
-
-    def llama() -> nn.Module:
-        return hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, **DECODER))
-
-    def gpt2() -> nn.Module:
-        return hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2))
-
-    where: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-    conv1d = {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
-    yield adapted("Llama, LoRA", llama, lambda: peft.LoraConfig(r=2, **where))
-    yield adapted("GPT-2, LoRA", gpt2, lambda: peft.LoraConfig(r=2, **conv1d))
-    yield adapted("Llama, DoRA", llama, lambda: peft.LoraConfig(r=2, use_dora=True, **where))
-    ia3 = {"target_modules": ["k_proj", "up_proj"], "feedforward_modules": ["up_proj"], "task_type": "CAUSAL_LM"}
-    yield adapted("Llama, IA3", llama, lambda: peft.IA3Config(**ia3))
-    tuning = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
-    yield adapted("Llama, prefix tuning", llama, lambda: peft.PrefixTuningConfig(**tuning))
-    yield adapted("Llama, prompt tuning", llama, lambda: peft.PromptTuningConfig(**tuning))
-
-
-def _stirred(model: nn.Module) -> nn.Module:
-    """The model with other values in what is trained: adapters begin at zero, where half of the gradients vanish."""
-    with torch.no_grad():
-        for param in model.parameters():
-            if param.requires_grad:
-                param.add_(0.1 * torch.randn_like(param))
-    return model
 
 
 def _pictures() -> Iterator[Architecture]:

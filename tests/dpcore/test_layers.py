@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import dpcore
-from dpcore import Engine, clipped_sum
-from tests.dpcore.comparison import check, check_by_autograd, check_private, has_rules, labels, odd_loss
+from dpcore import Engine, clipped_sum, reference
+from tests.dpcore.comparison import (
+    check,
+    check_by_autograd,
+    check_private,
+    has_rules,
+    labels,
+    odd_loss,
+    relative_error,
+)
 
 DTYPES = [torch.float64, torch.float32]
 
@@ -316,3 +327,39 @@ def test_time_first_layers_have_rules_and_hide_no_example():
     check(model, ids[:3], labels(3), clipped_sum)
     with pytest.raises(dpcore.UnsupportedError, match="in different places"):
         clipped_sum(model, odd_loss, ids, labels(4), 1.0)
+
+
+class StandardisedByBatchNorm(nn.Module):
+    """A kernel that torch's function for batch norms standardises, as in NFNets, beside a layer that is trained."""
+
+    def __init__(self, frozen):
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(4, 2, 3))
+        self.gain = nn.Parameter(torch.rand(4) + 1.0)
+        self.head = nn.Linear(4, 3)
+        for param in (self.kernel, self.gain):
+            param.requires_grad_(not frozen)
+
+    def forward(self, x):
+        kernel = F.batch_norm(self.kernel.reshape(1, 4, -1), None, None, weight=self.gain, training=True)
+        return self.head(F.conv1d(x, kernel.reshape(self.kernel.shape)).mean(2))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_kernel_that_a_batch_norm_standardises_holds_no_example(frozen):
+    model, x, y = StandardisedByBatchNorm(frozen).double(), torch.randn(5, 2, 8).double(), torch.arange(5) % 3
+    losses = lambda outputs, targets: F.cross_entropy(outputs, targets, reduction="none")  # noqa: E731
+    truth = reference.clipped_sum(copy.deepcopy(model), losses, x, y, 0.1).clipped
+    sums = Engine(model, losses, max_grad_norm=0.1).clipped_sum(x, y).sums
+    assert relative_error(sums, {name: truth[name] for name in sums}) < 1e-10
+
+
+def test_a_batch_norm_of_examples_that_lie_beside_a_frozen_weight_is_refused():
+    class Mixes(StandardisedByBatchNorm):
+        def forward(self, x):
+            return super().forward(F.batch_norm(x, None, None, training=True))
+
+    with pytest.raises(dpcore.UnsupportedError, match="A batch norm in training mode"):
+        Engine(Mixes(True), lambda outputs, y: outputs.sum(1), max_grad_norm=1.0).clipped_sum(
+            torch.randn(5, 2, 8), torch.zeros(5)
+        )

@@ -13,11 +13,10 @@ import pytest
 pytest.importorskip("transformers", reason="needs tests/requirements-models.txt")
 
 from tests.dpcore import torchvision_on_cpu
-from tests.dpcore.architectures import architectures
-from tests.dpcore.models import MODES, row
+from tests.dpcore.models import MODES, every, row
 
 
-@pytest.mark.parametrize("architecture", architectures(), ids=lambda architecture: architecture.name)
+@pytest.mark.parametrize("architecture", every(), ids=lambda architecture: architecture.name)
 def test_architecture(architecture):
     found = row(architecture)
     assert {mode: found.outcomes[mode].what for mode in MODES} == dict.fromkeys(MODES, "right"), found

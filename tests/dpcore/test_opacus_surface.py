@@ -78,10 +78,6 @@ EXCEPTIONS = {
         "compute_grad_samples_microbatch_and_opacus": INTERNAL,
         "unpack_packedsequences": INTERNAL,
     },
-    "validators": {
-        "register_module_validator": "check_isolation finds what a list of classes cannot",
-        "register_module_fixer": "check_isolation finds what a list of classes cannot",
-    },
 }
 ARGUMENTS = {
     ("data_loader", "DPDataLoader", "drop_last"): "has no meaning for Poisson batches",
@@ -168,8 +164,7 @@ def test_public_names_and_their_arguments(module):
         ("optimizers", "AdaClipDPOptimizer", {}),
         ("accountants", "IAccountant", {}),
         ("validators", "ModuleValidator", {
-            "fix_and_validate": "PrivacyEngine.get_compatible_module does both", "FIXERS": INTERNAL,
-            "VALIDATORS": INTERNAL}),
+            "fix_and_validate": "PrivacyEngine.get_compatible_module does both"}),
     ],
 )  # fmt: skip
 def test_public_methods_and_their_arguments(module, name, exceptions):

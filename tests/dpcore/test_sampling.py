@@ -22,7 +22,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from dpcore import PrivacyEngine, PrivacyError, UnsupportedError
+from dpcore import Engine, PrivacyEngine, PrivacyError, UnsupportedError
 from dpcore.data_loader import DPDataLoader
 from dpcore.tree import batch_length
 from dpcore.utils.batch_memory_manager import cut
@@ -197,6 +197,70 @@ def test_lists_as_torch_collates_them_are_cut_within(length):
     examples = [{"x": torch.tensor(float(i)), "names": [f"a{i}", f"b{i}"]} for i in range(length)]
     part = cut(default_collate(examples), slice(0, 1))
     assert [list(row) for row in part["names"]] == [["a0"], ["b0"]]
+
+
+WEIGHTS = {"x": torch.zeros(6, 2), "weights": torch.ones(3)}
+
+
+@pytest.mark.parametrize(
+    ("batch", "where", "shape"),
+    [
+        (WEIGHTS, "batch['weights']", "(3,)"),
+        ([torch.zeros(6, 2), (torch.ones(9), torch.zeros(6))], "batch[1][0]", "(9,)"),
+        ({"x": torch.zeros(6, 2), "one": torch.zeros(1, 6)}, "batch['one']", "(1, 6)"),
+        (Pair(torch.zeros(6), torch.zeros(0)), "batch[1]", "(0,)"),
+    ],
+)
+def test_a_tensor_whose_rows_are_not_examples_is_refused(batch, where, shape):
+    """Class weights would have to go whole into every piece, flat ids in parts: which it is nothing tells."""
+    for rows in (slice(0, 3), slice(0, 6)):
+        with pytest.raises(UnsupportedError) as refused:
+            cut(batch, rows)
+        assert f"{where} has the shape {shape}, and the batch 6 examples" in str(refused.value)
+
+
+def test_a_tensor_without_dimensions_is_in_every_piece():
+    part = cut({"temperature": torch.tensor(2.0), "x": torch.arange(4)}, slice(1, 3))
+    assert part["temperature"] == 2.0 and part["x"].tolist() == [1, 2]
+
+
+def test_a_length_that_is_known_counts():
+    assert cut(torch.arange(4), slice(1, 3), 4).tolist() == [1, 2]
+    with pytest.raises(UnsupportedError, match="the batch 5 examples"):
+        cut(torch.arange(4), slice(1, 3), 5)
+
+
+def test_pieces_of_a_batch_with_class_weights_are_refused():
+    loader = DataLoader(range(64), batch_size=16, collate_fn=lambda rows: (torch.randn(len(rows), 4), torch.ones(3)))
+    model = nn.Linear(4, 3)
+    made = PrivacyEngine(seed=1).make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=loader,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        max_physical_batch_size=4,
+    )
+    with pytest.raises(UnsupportedError, match=r"batch\[1\] has the shape \(3,\)"):
+        next(iter(made[2]))
+
+
+def test_an_engine_s_pieces_of_class_weights_are_refused_and_a_number_goes_whole():
+    def losses(outputs, targets):
+        return F.cross_entropy(outputs, targets[0], weight=targets[1], reduction="none")
+
+    def scaled(outputs, targets):
+        return F.cross_entropy(outputs / targets[1], targets[0], reduction="none")
+
+    model, x, y = nn.Linear(4, 3), torch.randn(6, 4), torch.arange(6) % 3
+    weighted = Engine(model, losses, max_grad_norm=1.0, physical_batch_size=2)
+    with pytest.raises(UnsupportedError, match=r"batch\[1\]\[1\] has the shape \(3,\), and the batch 6 examples"):
+        weighted.clipped_sum(x, (y, torch.ones(3)))
+    whole, pieces = (
+        Engine(model, scaled, max_grad_norm=1.0, physical_batch_size=size).clipped_sum(x, (y, torch.tensor(2.0)))
+        for size in (6, 2)
+    )
+    assert torch.allclose(whole.sums["weight"], pieces.sums["weight"], rtol=1e-5)
 
 
 def test_packed_sequences_cannot_be_cut():

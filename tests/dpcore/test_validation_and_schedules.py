@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from dpcore import GradSampleModule, PrivacyError
+from dpcore import GradSampleModule, PrivacyEngine, PrivacyError, UnsupportedError
 from dpcore.accountants import PLDAccountant
 from dpcore.optimizers import DPOptimizer
 from dpcore.schedulers import (
@@ -17,7 +20,8 @@ from dpcore.schedulers import (
     StepGradClip,
     StepNoise,
 )
-from dpcore.validators import check_isolation
+from dpcore.validators import ModuleValidator, check_isolation, register_module_fixer, register_module_validator
+from dpcore.validators.errors import IllegalModuleConfigurationError
 
 
 class Centred(nn.Module):
@@ -120,3 +124,88 @@ def test_the_accountant_and_the_clipping_follow_the_schedule():
     assert optimizer.max_grad_norm == pytest.approx([0.003, 0.004])
     with pytest.raises(ValueError, match="must be above 0"):
         LambdaNoise(optimizer, noise_lambda=lambda k: 0.0)
+
+
+# ---- validators and fixers of the user's own
+
+
+class Own(nn.Linear):
+    """A layer that its author knows more about than dpcore does."""
+
+
+class Derived(Own):
+    """Of a class derived from a registered one, for which nothing was registered."""
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """Registers, for one test, a validator and a fixer of :class:`Own`."""
+    monkeypatch.setattr(ModuleValidator, "VALIDATORS", {})
+    monkeypatch.setattr(ModuleValidator, "FIXERS", {})
+
+    @register_module_validator(Own)
+    def validate(module):
+        return [] if module.bias is None else [IllegalModuleConfigurationError("Own must have no bias.")]
+
+    @register_module_fixer([Own, nn.BatchNorm1d])
+    def fix(module, **kwargs):
+        if isinstance(module, nn.BatchNorm1d):
+            return nn.LayerNorm(module.num_features)
+        return Own(module.in_features, module.out_features, bias=False, **kwargs)
+
+    return validate, fix
+
+
+def test_a_registered_validator_is_asked_and_make_private_refuses(registered):
+    module = nn.Sequential(nn.Linear(3, 3), nn.Sequential(Own(3, 3)))
+    assert [str(error) for error in ModuleValidator.validate(module)] == ["Own must have no bias."]
+    with pytest.raises(IllegalModuleConfigurationError, match="no bias"):
+        ModuleValidator.validate(module, strict=True)
+    with pytest.raises(IllegalModuleConfigurationError, match="no bias"):
+        PrivacyEngine().make_private(
+            module=module,
+            optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+            data_loader=DataLoader(TensorDataset(torch.zeros(8, 3)), batch_size=4),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
+    assert ModuleValidator.is_valid(nn.Sequential(Derived(3, 3))), "of that very class only, as in Opacus"
+
+
+def test_registered_fixers_replace_and_get_the_arguments(registered):
+    shared = Own(3, 3)
+    module = nn.Sequential(shared, nn.BatchNorm1d(3), nn.Sequential(shared), nn.BatchNorm2d(3)).eval()
+    fixed = ModuleValidator.fix(module, dtype=torch.float64)
+    assert module[0] is shared and shared.bias is not None, "the module itself stays as it is"
+    assert fixed[0].bias is None and fixed[0].weight.dtype == torch.float64
+    assert fixed[2][0] is fixed[0], "a layer that stands in two places is replaced in both, by one"
+    assert isinstance(fixed[1], nn.LayerNorm) and isinstance(fixed[3], nn.GroupNorm)
+    assert not any(part.training for part in fixed.modules())
+    assert ModuleValidator.is_valid(fixed)
+    assert isinstance(ModuleValidator.fix(nn.BatchNorm1d(3)), nn.LayerNorm)
+
+
+def test_a_validator_adds_to_dpcore_s_own_checks(registered):
+    register_module_validator(nn.BatchNorm1d)(lambda module: [])
+    assert len(ModuleValidator.validate(nn.Sequential(nn.BatchNorm1d(3)))) == 1
+
+
+def test_a_registry_of_one_s_own(registered):
+    class Strict(ModuleValidator):
+        VALIDATORS: ClassVar = {}
+
+    register_module_validator(nn.Linear, Strict)(lambda module: [UnsupportedError("no linear layers")])
+    assert not Strict.is_valid(nn.Linear(1, 1)) and ModuleValidator.is_valid(nn.Linear(1, 1))
+
+
+def test_what_is_registered_wrongly_is_said(registered):
+    register_module_validator(nn.Linear)(lambda module: None)
+    with pytest.raises(TypeError, match="registered for Linear returned None; it must return a list"):
+        ModuleValidator.validate(nn.Linear(1, 1))
+    register_module_fixer(nn.Linear)(lambda module, **kwargs: None)
+    with pytest.raises(TypeError, match="registered for Linear returned NoneType; it must return the module"):
+        ModuleValidator.fix(nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="is no class of modules"):
+        register_module_validator("Linear")(lambda module: [])
+    with pytest.raises(TypeError, match="is no class of modules"):
+        register_module_fixer(nn.Linear(1, 1))(lambda module: module)

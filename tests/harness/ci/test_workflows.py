@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
+from tests.dpcore.versions import PAIRS
 from tests.harness.ci.test_ci import make_wheel, read_outputs
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -72,7 +73,14 @@ def tool(name: str) -> str:
 
 
 def test_there_is_something_to_check() -> None:
-    assert {path.stem for path in WORKFLOWS} == {"compare-wheel", "nightly", "pages", "pull-request", "release"}
+    assert {path.stem for path in WORKFLOWS} == {
+        "compare-wheel",
+        "nightly",
+        "pages",
+        "pull-request",
+        "release",
+        "versions",
+    }
     assert {path.parent.name for path in ACTIONS} == {"compare", "setup"}
     assert len(RUNS) >= 12
 
@@ -289,6 +297,7 @@ def written_out(values: dict[str, Any] | None, contexts: dict[str, str]) -> dict
 CONTEXTS = {
     "github.event.pull_request.number": "7",
     "github.repository": "owner/name",
+    "matrix.torch": "2.6.0",
     "github.event.repository.default_branch || github.ref_name": "main",
     "github.token": "secret",
     "vars.DPBENCH_HISTORY_BY || 'commit'": "commit",
@@ -312,7 +321,12 @@ def test_a_step_is_a_make_target_that_exists_or_writes_one_file_of_the_runner(st
         ["bash", "-c", script.replace("make ", "make -n ", 1)], cwd=ROOT, env=env, capture_output=True, text=True
     )
     assert dry.returncode == 0, dry.stderr
-    assert "bin/" in dry.stdout
+    assert "bin/" in dry.stdout or re.search(r"python\S* -m ", dry.stdout)
+
+
+def test_every_pair_of_torch_and_python_has_a_job() -> None:
+    include = jobs(ROOT / ".github" / "workflows" / "versions.yml")["pair"]["strategy"]["matrix"]["include"]
+    assert tuple((one["torch"], one["python"]) for one in include) == PAIRS
 
 
 def test_tox_and_make_run_the_same_tests() -> None:
