@@ -10,6 +10,7 @@ the contestants named after it, Opacus.
 from __future__ import annotations
 
 import argparse
+import functools
 import gzip
 import importlib.metadata
 import json
@@ -42,6 +43,8 @@ WARM_UP = 3
 C, NOISE_MULTIPLIER, RATE = 1.0, 1.0, 0.01
 VOCABULARY, LENGTH, WIDTH, LAYERS, HEADS, CLASSES = 16_000, 128, 256, 4, 4, 10
 REVIEW_WORDS, REVIEW_LENGTH = 10_004, 256
+LONG = 256
+"""Words of the texts on which activation checkpointing is measured."""
 
 Step = Callable[[], None]
 
@@ -76,6 +79,17 @@ def _llama() -> nn.Module:
     sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "intermediate_size": 688}
     more = {"num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, "use_cache": False}
     return LlamaForCausalLM(LlamaConfig(**sizes, **more))
+
+
+def _long_llama(checkpoints: bool = False) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 8, "num_attention_heads": HEADS, "intermediate_size": 4 * WIDTH}
+    more = {"num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": LONG, "use_cache": False}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **more))
+    if checkpoints:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
 
 
 def _bert() -> nn.Module:
@@ -175,6 +189,11 @@ def _words(n: int) -> tuple[Tensor, Tensor]:
     return ids, ids
 
 
+def _long_texts(n: int) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(512, (n, LONG), generator=torch.Generator().manual_seed(1))
+    return ids, ids
+
+
 def _texts(n: int) -> tuple[Tensor, Tensor]:
     return _words(n)[0], torch.arange(n) % CLASSES
 
@@ -204,7 +223,12 @@ MODERN = {
     "wrn": Task(_wrn, _pictures(32), _label),
     "gpt2-lora": Task(_lora, _words, _next_words),
 }
-TASKS = {**MODERN, **SMALL}
+CHECKPOINTED = {
+    "llama-long": Task(_long_llama, _long_texts, _next_words),
+    "llama-long-checkpoints": Task(functools.partial(_long_llama, True), _long_texts, _next_words),
+}
+"""One model without and with activation checkpointing (``--models llama-long llama-long-checkpoints --sizes 8``)."""
+TASKS = {**MODERN, **SMALL, **CHECKPOINTED}
 
 
 # ---- contestants: each makes one step, with noise and update
@@ -511,6 +535,8 @@ Made by `python -m tests.dpcore.transformers_cost`, from the root, from the reco
 {WIDTH}, {LENGTH} words of {VOCABULARY:,} (`gpt2` has a tied head, `bert` and the pictures {CLASSES} classes; `vit` is
 timm's vit_tiny at 64 pixels, `wrn` a WRN-16-4 with group norms at 32, `gpt2-lora` PEFT's LoRA of rank 8 on `c_attn`).
 `mnist`, `cifar` and `lstm` are the CNNs and the LSTM of the paper ({REVIEW_LENGTH} words of {REVIEW_WORDS:,}).
+`llama-long` has 8 layers, {LONG} words of 512 and no target; `llama-long-checkpoints` is the same with transformers'
+`gradient_checkpointing_enable`, and *ordinary* beside it, too.
 
 * *time*: processor time of a step over that of ordinary training in the same round, median [range]; *wall*: the same by
   the clock. Every contestant has its own process, and they take turns step by step.
@@ -629,7 +655,7 @@ def misses(records: Sequence[dict[str, Any]]) -> str:
         key = record["model"], record["size"]
         if record["contestant"] == "ordinary":
             bases[key] = record
-        if record["contestant"] not in ("engine", "two-lines-auto") or record["error"]:
+        if record["contestant"] not in ("engine", "two-lines-auto") or record["error"] or key[0] in CHECKPOINTED:
             continue
         if key[0] in SMALL and record["contestant"] == "engine":
             engines[key] = record
