@@ -31,11 +31,13 @@ if hasattr(torch.utils.checkpoint, f"{GENERATOR}_impl"):
     GENERATOR += "_impl"
 
 
-@functools.cache
-def _own_arguments(generator: Any) -> int:
-    """Return how many positional arguments, behind the function, are the generator's own."""
-    kinds = [p.kind for p in inspect.signature(generator).parameters.values()]
-    return kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) - 1
+_signature = functools.cache(inspect.signature)
+
+
+def _given(generator: Any, function: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the function's own arguments among the generator's; from torch 2.14 on as one tuple and one dict."""
+    given = _signature(generator).bind(function, *args, **kwargs).arguments
+    return given.get("args", ()), given.get("kwargs", {})
 
 
 class Recording(Protocol):
@@ -139,7 +141,7 @@ def _generator(original: Any, function: Any, *args: Any, **kwargs: Any) -> Itera
     if tape is None:
         yield from original(function, *args, **kwargs)
     elif tape.may_drop_activations:
-        segment, start = tape.begin_segment(args[_own_arguments(original) :], kwargs), len(tape.uses)
+        segment, start = tape.begin_segment(*_given(original, function, args, kwargs)), len(tape.uses)
         with _segment(tape, segment):
             yield from original(_Again(tape, function, segment), *args, **kwargs)
         tape.end_segment(segment, returned(), start)
