@@ -103,7 +103,8 @@ class Ranks:
             raise PrivacyError(
                 f"Rank {self.rank} of {self.size} did not get an answer from the other ranks; nothing was released. "
                 "Every rank must call backward() and optimizer.step() for each batch of its loader, empty ones "
-                f"included, and none may stop before the others. (The group says: {str(error).splitlines()[0]})"
+                "included, every rank must save what the others save, and none may stop before the others. (The group "
+                f"says: {str(error).splitlines()[0]})"
             ) from error
 
 
@@ -231,8 +232,8 @@ def check_shares(loader: DataLoader[Any], ranks: Ranks) -> None:
     if not isinstance(sampler, DistributedSampler) or sampler.num_replicas != ranks.size:
         raise PrivacyError(
             f"Without Poisson sampling each of the {ranks.size} ranks would process every example, and one example "
-            "would move the sum by several clip norms. Use poisson_sampling=True, or give the loader a "
-            "torch.utils.data.DistributedSampler."
+            "would move the sum by several clip norms. Use poisson_sampling=True, or, where the loader is yours, give "
+            "it a torch.utils.data.DistributedSampler."
         )
     if sampler.total_size > len(loader.dataset):  # type: ignore[arg-type]
         raise PrivacyError(

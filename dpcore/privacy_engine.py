@@ -33,6 +33,7 @@ from dpcore.grad_sample.utils import DEFAULT_MODE, prepare_module
 from dpcore.loading.checks import check_data_set, check_ordinary
 from dpcore.loading.counting_loader import CountingDataLoader, counted
 from dpcore.loading.ledger import Ledger
+from dpcore.loading.same_data import check_same_data
 from dpcore.loading.uniform_sampler import steps_per_epoch
 from dpcore.noise import GaussianNoise, SecureNoise
 from dpcore.optimizers import DPOptimizer, get_optimizer_class
@@ -575,6 +576,8 @@ class PrivacyEngine:
         if ranks is not None:
             # Ranks may have generators of different seeds, for an order of their own.
             seed = ranks.share_seed(seed, data_loader.generator)
+            ranks.agree({"the number of examples": len(data_loader.dataset)})  # type: ignore[arg-type]
+            check_same_data(data_loader.dataset, ranks)
         poisson = DPDataLoader.from_data_loader(
             data_loader,
             sample_rate=settings.sample_rate,

@@ -91,6 +91,9 @@ class _Rest(Use):
     def expect(self, sums: Mapping[Parameter, tuple[Tensor, Tensor]]) -> None:
         self.use.expect(sums)
 
+    def end(self) -> None:
+        self.use.end()
+
     def ghost_is_cheaper(self, param: Parameter) -> bool:
         return self.use.ghost_is_cheaper(param)
 

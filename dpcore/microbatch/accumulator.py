@@ -511,7 +511,7 @@ class Accumulator:
                     use.add_clipped_sum(param, of, sums[param])
         finally:
             for use in late:
-                use.expect({})
+                use.end()
 
     def _add_singly(self, uses: Sequence[Use], mask: Tensor | None, i: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """One example by its float64 gradient: exact under cancellation, and 1e30 does not overflow when squared."""

@@ -5,14 +5,16 @@ To keep those of all checkpointed layers in between would undo what checkpoints 
 let go: a segment keeps its arguments and the gradient at its result, and when the sum is formed, its function and its
 backward pass run once more, one segment at a time.
 
-What such a run brings has the clip factors of norms that were taken before. Those norms stay true whatever happens: a
-run that is not bit for bit the one before is measured again, and an example's part of it scaled down to the norm that
-was counted (:class:`dpcore.tape.dropped_use.DroppedUse`).
+What such a run brings gets the clip factors of norms that were taken before, so it must bring the same. It is compared
+with the run before (:mod:`dpcore.tape.fingerprint`): one that does something else is refused, and of one that adds in
+another order, as GPUs may, an example's part is scaled down to the norm that was counted.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
+import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,11 +23,11 @@ from typing import Any, Protocol
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils._pytree import tree_flatten, tree_map
 
-from dpcore.errors import PrivacyError
+from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.tape.rows import Rows
 from dpcore.tape.uses import Use
 
@@ -93,6 +95,8 @@ class Segment:
     """Of each of the arguments' leaves: the dimension that holds rows, and how many for an example."""
     _function: Callable[..., Any] | None = None
     _arguments: tuple[Any, Any] = ((), {})
+    _versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    """Tensors among the arguments, and their versions."""
     _state: _State | None = None
     _gradients: list[tuple[Tensor, float]] = field(default_factory=list)
     """At the result, one of each backward pass, and by what to multiply them."""
@@ -107,8 +111,7 @@ class Segment:
         """
         leaves = tree_flatten(result)[0]
         ends = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-        plain = all(leaf is None or isinstance(leaf, Tensor | bool | int | float | str) for leaf in leaves)
-        if not plain or len(ends) != 1 or ends[0].grad_fn is None:
+        if not all(map(_is_plain, leaves)) or len(ends) != 1 or ends[0].grad_fn is None:
             self.again = None
             return
 
@@ -121,6 +124,15 @@ class Segment:
     def forget(self) -> None:
         """Forget what an earlier backward pass brought."""
         self._gradients, self._lets_go = [], None
+        self._let_arguments_go()
+
+    def end_of_use(self) -> None:
+        """After the sums are formed, there is no further run."""
+        self.again, self._gradients = None, []
+        self._let_arguments_go()
+
+    def _let_arguments_go(self) -> None:
+        self._function, self._arguments, self._versions, self._state = None, ((), {}), [], None
 
     def mark_rows(self, rows: Rows, args: Any, kwargs: Any) -> None:
         """Note in ``rows`` what was known of the first run's arguments; another run has other objects."""
@@ -132,21 +144,25 @@ class Segment:
         """Note what a third run needs, as the second one begins."""
         if self.again is None:
             return
-        if _holds_graph(function):
+        leaves = tree_flatten((args, kwargs))[0]
+        if not all(map(_is_plain, leaves)) or _may_hold_graph(function):
             self.again = None
             return
-        self._function = _detached_partial(function)
-        self._arguments = tree_map(_detached, (args, kwargs))
-        self._state = _State.now(tree_flatten((args, kwargs))[0])
+        detached = _Detached()
+        self._function = detached.partial(function)
+        self._arguments = tree_map(detached, (args, kwargs))
+        self._versions = [(tensor, tensor._version) for tensor in detached.made]
+        self._state = _State.now(leaves)
 
     def lets_go(self, params: Sequence[Parameter], size: int) -> bool:
         """Return whether a use of ``size`` bytes is let go; one answer for all of the segment's."""
-        if self.again is None or self._function is None or len(self._gradients) != 1:
+        if self.again is None or len(self._gradients) != 1 or (self._function is None and self._lets_go is not False):
             return False
         if self._lets_go is None:
             self._lets_go = self.room.kept >= self.room.limit
         if not self._lets_go:
             self.room.kept += size
+            self._let_arguments_go()
             return False
         # The norm of a parameter that is used twice has cross terms between both uses.
         return all(self.counts.get(param) == 1 for param in params)
@@ -156,8 +172,15 @@ class Segment:
 
         Raises:
             PrivacyError: it takes another way than before.
+            UnsupportedError: an argument was changed in place since.
         """
-        assert self.again is not None and self._function is not None and self._state is not None
+        if self.again is None or self._function is None or self._state is None:
+            raise other_way()
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise UnsupportedError(
+                "An argument of a function under torch.utils.checkpoint was changed in place between backward() and "
+                "the optimizer's step, so gradients by example can no longer be computed; change it after the step."
+            )
         tape = self.again()
         args, kwargs = self._arguments
         self.mark_rows(tape.rows, args, kwargs)
@@ -179,22 +202,20 @@ class Segment:
                 leaves = tree_flatten(self._function(*args, **kwargs))[0]
             ends = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
             if len(ends) != 1 or ends[0].shape != gradient.shape or len(tape.uses) != len(self._uses):
-                raise PrivacyError(_OTHER_WAY)
+                raise other_way()
             tape.pull(ends, [gradient], keep=False)
         if missing:
-            raise PrivacyError(_OTHER_WAY)
-
-
-_OTHER_WAY = (
-    "A function under torch.utils.checkpoint did something else when it ran again (it may read what changes from run "
-    "to run, or hand on tensors otherwise than by its return value), so its examples' gradients are not those whose "
-    "norms were taken; leave checkpointing out there."
-)
+            raise other_way()
 
 
 def other_way() -> PrivacyError:
     """Return the error of a third run that brings other gradients."""
-    return PrivacyError(_OTHER_WAY)
+    return PrivacyError(
+        "A function under torch.utils.checkpoint did something else when it ran again for the optimizer's step, so its "
+        "examples' gradients are not those whose norms were taken. Change parameters, their modules' mode and inputs "
+        "after the step only; leave checkpointing out where a function reads what changes from run to run (random "
+        "numbers that are not torch's, say), or hands on tensors otherwise than by its return value."
+    )
 
 
 def returned() -> Any:
@@ -263,29 +284,68 @@ class _State:
             yield
 
 
-def _detached(value: Any) -> Any:
-    """A tensor without its graph; whoever wants its gradient gets it at the copy."""
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+class _Detached:
+    """Makes copies of tensors without their graph, one of each; parameters stay. ``made``: all so far."""
+
+    def __init__(self) -> None:
+        self.made: list[Tensor] = []
+        self._known: dict[int, Tensor] = {}
+        self._originals: list[Tensor] = []
+
+    def __call__(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or isinstance(value, Parameter):
+            return value
+        if id(value) not in self._known:
+            self._known[id(value)] = value.detach().requires_grad_(value.requires_grad)
+            self._originals.append(value)  # so that no other gets its number
+            self.made.append(self._known[id(value)])
+        return self._known[id(value)]
+
+    def partial(self, function: Any) -> Any:
+        """``function`` with the arguments that it brings along (as transformers does it) without their graph."""
+        if not isinstance(function, functools.partial):
+            return function
+        args, keywords = tree_map(self, (function.args, function.keywords))
+        return functools.partial(self.partial(function.func), *args, **keywords)
 
 
-def _detached_partial(function: Any) -> Any:
-    """``function`` with the arguments that it brings along (as transformers does it) without their graph."""
-    if hasattr(function, "func") and hasattr(function, "keywords"):
-        args, keywords = tree_map(_detached, (function.args, function.keywords))
-        return type(function)(_detached_partial(function.func), *args, **keywords)
-    return function
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, slice, torch.dtype, torch.device, nn.Module, Tensor)
 
 
-def _holds_graph(function: Any) -> bool:
-    """Return whether a closure holds a tensor with a graph, which a segment must not hold."""
-    while hasattr(function, "func") and hasattr(function, "keywords"):
+def _is_plain(leaf: Any) -> bool:
+    """Return whether a leaf of arguments or results is a tensor, or surely holds none with a graph.
+
+    A module may; but only until its next pass.
+    """
+    return isinstance(leaf, _PLAIN)
+
+
+def _may_hold_graph(function: Any) -> bool:
+    """Return whether a function may bring a tensor with a graph along otherwise than by ``functools.partial``.
+
+    A segment must not hold one: the graph holds the segment, and Python's collector does not see the circle.
+    """
+    while isinstance(function, functools.partial):
+        if not all(map(_is_plain, tree_flatten((function.args, function.keywords))[0])):
+            return True
         function = function.func
-    inner = getattr(function, "__func__", function)
-    for cell in getattr(inner, "__closure__", None) or ():
+    if isinstance(function, nn.Module | types.BuiltinFunctionType | type):
+        return False
+    if isinstance(function, types.MethodType):
+        return not isinstance(function.__self__, nn.Module)
+    if not isinstance(function, types.FunctionType):
+        return True
+    held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for cell in function.__closure__ or ():
         try:
-            leaves = tree_flatten(cell.cell_contents)[0]
+            held.append(cell.cell_contents)
         except ValueError:  # an empty cell
             continue
-        if any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in leaves):
-            return True
-    return False
+    return any(_brings_graph(leaf) for leaf in tree_flatten(held)[0])
+
+
+def _brings_graph(leaf: Any) -> bool:
+    """Return whether what a function holds may hold a tensor with a graph."""
+    if isinstance(leaf, Tensor):
+        return leaf.grad_fn is not None
+    return not _is_plain(leaf) and _may_hold_graph(leaf)

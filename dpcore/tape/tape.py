@@ -91,6 +91,8 @@ class Tape(TorchFunctionMode):
     segment: Segment | None = None
     """That run, while a function is run for the first time."""
     _room: Room | None = None
+    _derivations = 0
+    """How much was computed from parameters alone since that function began."""
     receive: Callable[[int, Use], None] | None = None
     """Receives every use, with its number, when its gradient arrives, in the place of who reads ``uses`` at the end."""
 
@@ -278,6 +280,7 @@ class Tape(TorchFunctionMode):
         ``added``: makes the use where the result is added to a batch.
         """
         sources = self._sources(args, kwargs) if sources is None else sources
+        self._derivations += 1
         # Under torch.utils.checkpoint each pull to a parameter would run the whole function again, at the step.
         with nullcontext() if self.dropped is None else kept_by_graph():
             result = func(*args, **kwargs)
@@ -385,8 +388,11 @@ class Tape(TorchFunctionMode):
             self._room = Room.beside(self.parameters)
         uses = self.uses
         assert isinstance(uses, _Uses)
-        places = [self.rows.of(leaf) for leaf in tree_flatten((args, kwargs))[0]]
-        return Segment(self._third if self.runs_thrice else None, self._room, uses.counts, places)
+        leaves = tree_flatten((args, kwargs))[0]
+        # A tape of its own does not know what was computed from parameters alone.
+        again = None if not self.runs_thrice or any(map(self._is_derived, leaves)) else self._third
+        self._derivations = 0
+        return Segment(again, self._room, uses.counts, [self.rows.of(leaf) for leaf in leaves])
 
     @property
     def _third(self) -> Callable[[], Tape]:
@@ -396,10 +402,11 @@ class Tape(TorchFunctionMode):
 
     def end_segment(self, segment: Segment, result: Any, start: int) -> None:
         """Note what such a function has returned and recorded: the uses from number ``start`` on."""
-        if self.stands or self._derived:  # which a tape of its own does not know
+        uses = self.uses[start:]
+        if self._derivations or any(isinstance(use, ThroughUse) for use in uses):
             segment.again = None
         self._resets.append(segment.forget)
-        segment.end(result, self.uses[start:], None if self.scale is None else self._arrive)
+        segment.end(result, uses, None if self.scale is None else self._arrive)
 
     @property
     def may_drop_activations(self) -> bool:

@@ -129,6 +129,9 @@ class Use:
     def expect(self, sums: Mapping[Parameter, tuple[Tensor, Tensor]]) -> None:
         """Let :meth:`bring_back` add to (factors, out) what :meth:`add_clipped_sum` will be asked for, if it can."""
 
+    def end(self) -> None:
+        """After the sums are formed: what was let go will not be asked for again."""
+
     def ghost_is_cheaper(self, param: Parameter) -> bool:
         """Return whether the ghost norm and a second contraction cost less than keeping per-sample gradients."""
         raise NotImplementedError

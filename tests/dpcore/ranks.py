@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 from dpcore import PrivacyEngine, PrivacyError, UnsupportedError
 from dpcore.data_loader import DPDataLoader
@@ -271,6 +271,7 @@ def check_refusals() -> Any:
     rank = dist.get_rank()
     loader = DataLoader(data(), batch_size=5)
     repeating = DistributedSampler(TensorDataset(torch.zeros(41)))
+    shuffled = torch.randperm(len(data()), generator=torch.Generator().manual_seed(rank)).tolist()
     found = {
         "seeds": refusal(lambda: private(seed=rank)),
         "sigma": refusal(lambda: private(sigma=1.0 + rank)),
@@ -282,6 +283,7 @@ def check_refusals() -> Any:
         )),
         "whole loader": refusal(lambda: private(loader=DPDataLoader(data(), sample_rate=0.1))),
         "no sharding": refusal(lambda: private(loader=loader, poisson_sampling=False)),
+        "other order": refusal(lambda: private(loader=DataLoader(Subset(data(), shuffled), batch_size=5))),
         "repeats": refusal(lambda: private(
             loader=DataLoader(TensorDataset(torch.zeros(41)), sampler=repeating), poisson_sampling=False
         )),

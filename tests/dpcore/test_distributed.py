@@ -139,6 +139,7 @@ def test_what_the_accountant_would_not_count_is_refused(tmp_path):
         assert "averages the gradients" in found["torch"]
         assert "distributed=False" in found["whole loader"]
         assert "would process every example" in found["no sharding"]
+        assert "data sets differ" in found["other order"]
         assert "repeats some examples" in found["repeats"]
         assert "differ in noise_multiplier" in found["schedule"]
         assert "trains a model of its own" in found["alone"]
