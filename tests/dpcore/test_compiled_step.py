@@ -13,6 +13,8 @@ from tests.dpcore.private_setup import losses
 
 BACKEND = "aot_eager"
 """Traces forward and backward as inductor does, without a C++ compiler."""
+OLD = r"torch\._dynamo\.disable\(\) wrapped function <function Engine\.step"
+"""What torch 2.6 says of a function that is not to be traced; it takes no reason."""
 SIZES = (16, 13, 0, 1, 16)
 
 
@@ -87,7 +89,7 @@ def test_a_graph_of_the_whole_step_is_refused_and_nothing_is_released():
     make()[1].step(*next(iter(batches())))  # the first step beside a compiler; one that is traced has torch's sentence
     before = weights(model)
     whole = torch.compile(engine.step, backend=BACKEND, fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="the private step runs uncompiled"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="the private step runs uncompiled|" + OLD):
         whole(*next(iter(batches())))
     assert torch.equal(weights(model), before) and engine.steps == 0
 

@@ -300,6 +300,8 @@ def test_scripts_and_compiled_functions_go_on_with_torchs_function(calls):
     scripted = torch.jit.script(nn.CrossEntropyLoss())
     assert torch.allclose(scripted(z, y.flatten()), F.cross_entropy(z.detach(), y.flatten()))
     assert calls == []
+    if torch.__version__ < (2, 7):
+        return  # torch 2.6 fails an assertion of its own where one of its functions is compiled by name
     compiled = torch.compile(F.cross_entropy, backend="aot_eager", fullgraph=True)
     assert torch.allclose(compiled(z, y.flatten()), F.cross_entropy(z.detach(), y.flatten()))
 

@@ -20,7 +20,10 @@ from tests.dpcore.several import launch, trained_alone, union
 pytestmark = pytest.mark.xdist_group("ranks")  # one launch for all of them
 
 STEPS = 8  # two rounds of ceil(1 / 0.25) batches
-CHECKS = ["sums", "pieces", "noise", "secure", "empty", "resume", "adaptive", "sharded", "generator"]
+CHECKS = ["sums", "pieces", "noise", "secure", "empty", "resume", "adaptive", "generator"]
+SHARDS_HERE = hasattr(torch.cpu.Stream, "record_event")
+"""Whether this torch's fully_shard works on a CPU: that of torch 2.6 ends in an AttributeError as it first gathers."""
+CHECKS += ["sharded"] if SHARDS_HERE else []
 
 
 @pytest.fixture(
@@ -106,6 +109,7 @@ def test_an_adaptive_bound_counts_the_examples_of_all_ranks(found):
     assert all(report["bounds"] == pytest.approx(expected, rel=1e-12) for report in reports)
 
 
+@pytest.mark.skipif(not SHARDS_HERE, reason="fully_shard of torch 2.6 does not run on a CPU")
 def test_a_sharded_model_trains_as_one_process_does_and_stays_sharded(found):
     reports = [report["sharded"] for report in found]
     for dtype in (torch.float64, torch.float32):

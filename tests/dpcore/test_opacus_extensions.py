@@ -256,11 +256,12 @@ def test_an_accountant_of_ones_own_calibrates_noise_and_keeps_a_budget():
     assert 0 < len(engine.accountant) < 6 and engine.get_epsilon(1e-5) <= 2.0
 
 
-def test_the_distributed_sampler_takes_opacus_arguments():
+def test_the_distributed_sampler_takes_opacus_arguments(tmp_path):
     """In a process of its own, which is a group of one."""
-    script = """
+    group = f"file://{tmp_path}/group"  # torch 2.6 takes no port 0
+    script = f"""
 import torch, torch.distributed as dist
-dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+dist.init_process_group("gloo", init_method={group!r}, rank=0, world_size=1)
 from dpcore.utils.uniform_sampler import DistributedUniformWithReplacementSampler as Sampler
 def batches(seed):
     sampler = Sampler(total_size=50, sample_rate=0.2, shuffle=True, shuffle_seed=3, steps=4,
