@@ -167,7 +167,7 @@ def prepare(
 
     Raises:
         UnsupportedError: the accelerator shards the model (FSDP, DeepSpeed, tensor parallelism) or scales the loss; the
-            data set is an iterable; or as ``make_private``.
+            data set is an iterable; the mode is "ghost", or there is no wrapper; or as ``make_private``.
         ValueError: the loader has no batch size, or the pieces' size is below 1.
     """
     check_replicates(accelerator)
@@ -175,6 +175,11 @@ def prepare(
         raise UnsupportedError(
             f"mixed_precision={accelerator.mixed_precision!r} multiplies the loss, so gradients would be clipped at "
             "their scaled size; use 'bf16'."
+        )
+    if privacy.get("grad_sample_mode") == "ghost" or not privacy.get("wrap_model", True):
+        raise UnsupportedError(
+            "prepare() has no place for the criterion of grad_sample_mode='ghost' or the hooks of wrap_model=False; "
+            "leave both out: the default mode takes norms without gradients by example, too."
         )
     if isinstance(data_loader.dataset, IterableDataset):
         raise UnsupportedError(
