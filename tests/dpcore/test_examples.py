@@ -36,8 +36,8 @@ for cell in re.split(r"(?m)^(?=# %%)", open(script).read()):
 CHANCE = {"mnist_cnn": 0.1, "cifar10_cnn": 0.1, "imdb_embedding": 0.5, "imdb_lstm": 0.5}
 
 
-LONG = {"mnist_cnn", "imdb_lstm"}
-"""Half a minute each; the others are made alike."""
+LONG = {"mnist_cnn", "cifar10_cnn", "imdb_lstm", "accuracy_beside_opacus"}
+"""A quarter of a minute or more each; the others are made alike."""
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_tutorial_is_a_script_with_options() -> None:
     assert "epoch 1: epsilon" in output and "epoch 2" not in output
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in LONG else []) for n in EXAMPLES])
 def test_an_example_runs(name: str) -> None:
     output = run("-m", f"dpcore.examples.{name}", "--smoke", "--seed", "1")
     assert "synthetic data" in output

@@ -74,7 +74,9 @@ def test_batches_are_a_function_of_seed_and_number():
         UniformWithReplacementSampler(num_samples=100, sample_rate=0.0)
 
 
-@pytest.mark.parametrize(("ranks", "secure"), [(1, False), (3, False), (3, True), (50, False)])
+@pytest.mark.parametrize(
+    ("ranks", "secure"), [(1, False), (3, False), (3, True), pytest.param(50, False, marks=pytest.mark.slow)]
+)
 def test_the_union_over_the_ranks_is_a_poisson_sample_of_all_examples(ranks, secure):
     samplers = [
         DistributedUniformWithReplacementSampler(

@@ -46,7 +46,9 @@ def found(request, tmp_path_factory):
 
 
 def by(library: str) -> Any:
-    return pytest.mark.parametrize("found", [library], indirect=True)
+    # Lightning is among the pins of the ordinary tests, too, where a launch takes half a minute: make test-models.
+    marks = [pytest.mark.slow] if library == "lightning" else []
+    return pytest.mark.parametrize("found", [pytest.param(library, marks=marks)], indirect=True)
 
 
 def spent(sigma: float, rate: float, steps: int) -> float:
