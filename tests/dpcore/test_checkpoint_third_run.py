@@ -313,6 +313,36 @@ def test_a_run_that_differs_is_refused(way):
         way(Unsteady(1.0), *data(length=SHORT, dtype=torch.float32))
 
 
+class Extreme(Net):
+    """Blocks with values near the largest, or, ``then``, with others in the third run."""
+
+    def __init__(self, then: float) -> None:
+        super().__init__("not")
+        self.then = then
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        for block in self.blocks:
+            calls: list[int] = []
+
+            def inner(h: Tensor, block: nn.Module = block, calls: list[int] = calls) -> Tensor:
+                calls.append(1)
+                signs = torch.linspace(-1, 1, WIDTH).sign() if len(calls) < 3 else torch.ones(WIDTH)
+                factor = self.then if len(calls) > 2 else 1.0
+                return h + block.up(h.tanh() * signs * 3e38)[..., :WIDTH] * 1e-38 * factor
+
+            hidden = checkpoint(inner, hidden, use_reentrant=False)
+        return self.last(hidden.mean(1))
+
+
+@pytest.mark.parametrize("then", [1.0, torch.nan, torch.inf])
+def test_other_values_near_the_largest_are_refused(then):
+    torch.manual_seed(0)
+    engine = Engine(Extreme(then), losses, max_grad_norm=1e-3, check_isolation=False)
+    with pytest.raises(PrivacyError, match="did something else"):
+        engine.clipped_sum(*data(length=40, dtype=torch.float32))
+
+
 class Rolls(nn.Module):
     """Rolls its positions within a checkpoint, by ``shifts`` of the first, second and third run."""
 
