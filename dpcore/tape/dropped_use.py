@@ -264,14 +264,14 @@ class DroppedUse(Use):
             part._formed = {p: formed.index_select(0, index).to(dtype) for p, formed in self._formed.items()}
             return part
         self.bring_back()
-        part = self.use.rows(index, dtype)
-        if self._norms and self._other and part.grad is not None:
+        back = self.use.rows(index, dtype)
+        if self._norms and self._other and back.grad is not None:
             # The norms that were counted may be those by which these examples are clipped.
             most = (
                 torch.stack([m for p in self._norms if (m := self._most(p)) is not None]).amin(0).index_select(0, index)
             )
-            part.grad = part.grad * most.to(part.grad.dtype).view(-1, *[1] * (part.grad.dim() - 1))
-        return part
+            back.grad = back.grad * most.to(back.grad.dtype).view(-1, *[1] * (back.grad.dim() - 1))
+        return back
 
     def stash_bytes(self) -> int:
         formed = sum(formed.nbytes for formed in self._formed.values())
