@@ -40,7 +40,7 @@ class Fingerprint:
 
     @staticmethod
     def of(use: Use) -> Fingerprint:
-        """Of a use with its inputs and gradient."""
+        """Take the fingerprint of a use that has its inputs and gradient."""
         tensors = _tensors(use)
         with full_precision():
             numbers = [_numbers(tensor) for tensor in tensors if tensor.is_floating_point()]

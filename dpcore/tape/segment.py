@@ -246,7 +246,7 @@ def scaled(tensor: Tensor, scale: float) -> Tensor:
 
 @dataclass(frozen=True)
 class _State:
-    """What a run depends on beside its arguments: random numbers, autocast, and how matrices are multiplied."""
+    """Random numbers and autocast, on which a run depends beside its arguments."""
 
     numbers: Tensor
     devices: Sequence[Any]
