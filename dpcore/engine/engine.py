@@ -21,7 +21,7 @@ from dpcore.microbatch.accumulator import Accumulator, Factors
 from dpcore.microbatch.layout import Layout, copies, is_mask, probe_sizes
 from dpcore.microbatch.memory import give_back_everything, ran_out
 from dpcore.microbatch.pieces import cut
-from dpcore.microbatch.planner import MicroBatches, choose, micro_batches
+from dpcore.microbatch.planner import MicroBatches, choose, micro_batches, trains_all
 from dpcore.noise import GaussianNoise
 from dpcore.rerun.heap import give_back
 from dpcore.rules import bfloat16
@@ -373,7 +373,9 @@ class Engine:
         if kind not in self._planned:
             choices = choose(tape.uses, turns=self._graphs is None)
             self._plan = [(self.accumulator.names[c.param], c.method) for c in choices]
-            self._planned[kind] = micro_batches(choices, tape.uses, batch_size, self.accumulator.device)
+            self._planned[kind] = micro_batches(
+                choices, tape.uses, batch_size, self.accumulator.device, trains_all(self.model)
+            )
             del tape
             give_back()
         return norms, factors, losses.detach()

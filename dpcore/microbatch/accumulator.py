@@ -17,8 +17,9 @@ from dpcore.clipping import bound_with_margin, check_max_grad_norm, clip_factors
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.microbatch.planner import Choice, choose
 from dpcore.native.parts import Part, Parts
+from dpcore.native.products import Products
 from dpcore.numerics.precision import full_precision
-from dpcore.numerics.rounding import BLOCK, SquaredNorm, gamma, side_by_side, squares
+from dpcore.numerics.rounding import BLOCK, SquaredNorm, gamma, side_by_side, squares, written_error
 from dpcore.rules.linear import wide
 from dpcore.tape.uses import Use
 
@@ -78,6 +79,33 @@ class _Together:
         if self.index is not None:
             factors = factors.new_zeros(self.batch_size).index_copy_(0, self.index, factors)
         self.parts.add_sums(factors)
+
+
+@dataclass
+class _InTurn:
+    """Gradients of one example after the other that kernels form at once; ``groups``: whose bound each counts for.
+
+    ``error``: the largest relative error of their squared norms.
+    """
+
+    products: Products
+    groups: list[int]
+    error: float = 0.0
+
+    def form(self, i: int, norms_sq: Tensor) -> None:
+        """Add the squared norms of example i to ``norms_sq`` [groups, 1]."""
+        squares = self.products.form(i)
+        if len(norms_sq) == 1:
+            norms_sq += squares.sum()
+            return
+        for k, group in enumerate(self.groups):
+            norms_sq[group] += squares[k]
+
+    def add(self, factors: Sequence[float]) -> None:
+        """Add what was formed last to the sums, at the factors of the groups."""
+        of = [factors[group] if factors[group] > 0 else 0.0 for group in self.groups]
+        if any(of):
+            self.products.add(of)
 
 
 @dataclass
@@ -311,6 +339,9 @@ class Accumulator:
         factors = torch.zeros_like(measured.norms_sq)
         doubtful = torch.zeros(batch_size, dtype=torch.bool, device=self.device)
         segments = self._held.segments
+        together, in_turn = self._together(in_turn)
+        if together is not None:
+            measured.error = max(measured.error, together.error)
         # One example's gradients after the other's are written to the same memory, which stays in the cache.
         sizes = [choice.param.numel() for choice in in_turn]
         buffers = torch.empty(sum(sizes), dtype=self.dtype, device=self.device).split(sizes)
@@ -318,6 +349,8 @@ class Accumulator:
             for i in range(batch_size):
                 one, formed = measured.example(i), []
                 groups = one.norms_sq.unbind(0)
+                if together is not None:
+                    together.form(i, one.norms_sq)
                 for choice, buffer in zip(in_turn, buffers, strict=True):
                     flat, found = self._example(choice, i, buffer)
                     self._note(one, groups, found, choice.param)
@@ -327,6 +360,8 @@ class Accumulator:
                     continue
                 factors[:, i : i + 1] = self._factors(one, None if mask is None else mask[i : i + 1])
                 of = (factors[:, i] * scale).tolist()
+                if together is not None:
+                    together.add(of)
                 for segment, flat, group in formed:
                     if of[group] > 0:
                         segment.add_(flat, alpha=of[group])
@@ -342,6 +377,20 @@ class Accumulator:
             self._add(part, [kept.of(good) for kept in measured.kept], factors[:, good], scale)
         self._add_doubtful(uses, doubtful, mask, scale, norms, factors)
         return norms, factors
+
+    def _together(self, in_turn: Sequence[Choice]) -> tuple[_InTurn | None, list[Choice]]:
+        """Return those gradients that kernels form in one call, and the other choices."""
+        if self.dtype != torch.float32:
+            return None, list(in_turn)
+        found = {c.param: c.uses[0].product(c.param) if len(c.uses) == 1 else None for c in in_turn}
+        products = {param: product for param, product in found.items() if product is not None}
+        if not products:
+            return None, list(in_turn)
+        segments = self._held.segments
+        groups = [self._group[param] for param in products]
+        together = _InTurn(Products(list(products.values()), [segments[param] for param in products]), groups)
+        together.error = max(written_error(product.numel) for product in products.values())
+        return together, [choice for choice in in_turn if choice.param not in products]
 
     def _example(self, choice: Choice, i: int, buffer: Tensor) -> tuple[Tensor, SquaredNorm]:
         """The gradient [n] of example i in memory's order, which may lie in ``buffer``, and its squared norm [1]."""

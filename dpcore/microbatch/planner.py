@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 from torch.nn import Parameter
 
 from dpcore.gpu import tuned
@@ -32,6 +33,12 @@ CPU_LEAST_STASH_IN_PARAMETERS = 64
 # bytes than it leaves behind. A piece that leaves behind less than five times the sums takes markedly longer than a
 # larger one, whatever fits the cache; a half of the batch still needs less memory than ordinary training of all of it.
 CPU_STASH_IN_SUMS = 5
+# A piece passes through the whole model once more, and starts its operators. Of convolutions and of transformers that
+# took about as long as this many FLOPs of matrix products for every layer (Zen 3 and Sapphire Rapids, one thread). More
+# pieces may cost a tenth of a batch's products, and no piece grows beyond so many bytes for that.
+CPU_FLOPS_OF_A_START = 15e6
+CPU_STARTS_SHARE = 0.1
+CPU_MOST_STASH_BYTES = 96 * 2**20
 CUDA_FREE_FRACTION = 0.25
 
 
@@ -64,14 +71,29 @@ def choose(uses: Sequence[Use], turns: bool = True) -> list[Choice]:
         if use.grad is not None:
             for param in use.params:
                 by_param.setdefault(param, []).append(use)
-    return [Choice(param, tuple(of), _method(param, of, turns)) for param, of in by_param.items()]
+    choices = [Choice(param, tuple(of), _method(param, of, turns)) for param, of in by_param.items()]
+    return _turned(choices) if turns else choices
+
+
+def _turned(choices: list[Choice]) -> list[Choice]:
+    """Let the gradients that kernels form in one call for each example take turns, where all of them together are large
+    enough for it.
+    """
+    taken = {c.param for c in choices if c.method != "ghost" and len(c.uses) == 1 and c.uses[0].product(c.param)}
+    if not taken or sum(param.numel() for param in taken) < _fewest_in_turn(next(iter(taken)).device):
+        return choices
+    return [replace(choice, method="turn") if choice.param in taken else choice for choice in choices]
+
+
+def _fewest_in_turn(device: torch.device) -> float:
+    costs = tuned.costs(device)
+    return FEWEST_IN_TURN if costs is None else costs.fewest_in_turn
 
 
 def _method(param: Parameter, uses: Sequence[Use], turns: bool) -> str:
     if len(uses) == 1 and uses[0].ghost_is_cheaper(param):
         return "ghost"
-    costs = tuned.costs(param.device)
-    large = param.numel() >= (FEWEST_IN_TURN if costs is None else costs.fewest_in_turn)
+    large = param.numel() >= _fewest_in_turn(param.device)
     return "turn" if turns and large and all(use.takes_turns(param) for use in uses) else "keep"
 
 
@@ -86,16 +108,26 @@ class MicroBatches:
     """How a batch is cut. The clipped sum is associative: the result does not depend on it.
 
     ``most``: examples at once, by cache or memory. ``least``: fewer are not worth a piece of their own. ``whole``: so
-    many, or fewer, are left whole whatever they take. ``worth``: so many outweigh a pass over the sums.
+    many, or fewer, are left whole whatever they take. ``worth``: so many outweigh a pass over the sums. ``started``: so
+    many are worth one more pass through the model, and ``bearable``: so many at once may be in work for that.
     """
 
     most: int
     least: int
     whole: int = 2**62
     worth: int = 1
+    started: float = 0.0
+    bearable: int = 2**62
 
     def size(self, batch_size: int) -> int:
         """The largest piece of a batch of ``batch_size`` examples."""
+        size = self._by_memory(batch_size)
+        if not self.started:
+            return size
+        pieces = 1 + int(batch_size / self.started)
+        return max(size, min(-(-batch_size // pieces), self.bearable))
+
+    def _by_memory(self, batch_size: int) -> int:
         if batch_size < HALVES_FROM:
             if batch_size <= self.whole:
                 return self.most
@@ -104,10 +136,18 @@ class MicroBatches:
         return min(self.most, max(self.least, -(-batch_size // pieces)))
 
 
+def trains_all(model: nn.Module) -> bool:
+    """Return whether no parameter is frozen, so that every layer's work is recorded."""
+    return all(param.requires_grad for param in model.parameters())
+
+
 def micro_batches(
-    choices: Sequence[Choice], uses: Sequence[Use], batch_size: int, device: torch.device
+    choices: Sequence[Choice], uses: Sequence[Use], batch_size: int, device: torch.device, whole_model: bool = False
 ) -> MicroBatches:
-    """Planned from what ``batch_size`` examples left behind."""
+    """Planned from what ``batch_size`` examples left behind.
+
+    ``whole_model``: the uses are of all layers, for none is frozen.
+    """
     per_example = max(stash_bytes(choices, uses, batch_size), 1.0)
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -121,9 +161,26 @@ def micro_batches(
     summed = sum(choice.param.nbytes for choice in choices if _sums_by_piece(choice))
     most, least = (max(fewest, int(stash / per_example)) for stash in (CPU_STASH_BYTES, worthwhile))
     whole, worth = int(max(CPU_STASH_BYTES, 3 * summed) / per_example), int(CPU_STASH_IN_SUMS * summed / per_example)
+    started = _started(choices, uses, batch_size) if whole_model else 0.0
+    bearable = max(1, int(CPU_MOST_STASH_BYTES / per_example))
     if worth <= most:
-        return MicroBatches(most, least, whole)
-    return MicroBatches(worth, max(least, worth), whole, worth)
+        return MicroBatches(most, least, whole, started=started, bearable=bearable)
+    return MicroBatches(worth, max(least, worth), whole, worth, started, bearable)
+
+
+def _started(choices: Sequence[Choice], uses: Sequence[Use], batch_size: int) -> float:
+    """Return of how many examples the products are worth one more pass through the model; 0: that is not known."""
+    if any(use.sequential for use in uses):
+        return 0.0
+    flops, known = 0.0, set[Parameter]()
+    for use in uses:
+        if use.grad is not None and (of := use.flops()) is not None:
+            flops += of
+            known.update(use.params)
+    # Products of some matrices that no rule counts would make a model look lighter than it is.
+    if any(c.param.dim() > 1 and c.param not in known and not all(use.sparse for use in c.uses) for c in choices):
+        return 0.0
+    return len(uses) * CPU_FLOPS_OF_A_START / CPU_STARTS_SHARE * batch_size / flops if flops else 0.0
 
 
 def _sums_by_piece(choice: Choice) -> bool:

@@ -229,10 +229,6 @@ def contraction_grad_sample(g: Tensor, x: Tensor) -> Tensor:
     return out
 
 
-SQUARES_AT_ONCE = 24
-"""Squares that :func:`contraction_into` adds up in float32 at most, before it goes on in float64."""
-
-
 def contraction_into(g: Tensor, x: Tensor, out: Tensor) -> Tensor:
     """Write what :func:`contraction_grad_sample` returns to ``out``, and return its squared norms [B], in float64."""
     g, x = _dense_last(g, x)

@@ -3,14 +3,6 @@
 
 #include "outer_products.h"
 
-constexpr int64_t LEAST_ROWS = 64;
-constexpr int64_t MOST_ROWS = 768;  // times POSITIONS floats: 400 kB, which stay in the second-level cache
-
-// How many parts to cut rows into: so many that all threads have some, unless these would be few, and none is too large.
-static int64_t parts_of(int64_t rows, int64_t threads) {
-    return std::max(std::max<int64_t>(1, std::min(threads, rows / LEAST_ROWS)), (rows + MOST_ROWS - 1) / MOST_ROWS);
-}
-
 // g [B, positions, rows] and x [B, positions, columns], each with its strides over examples and positions (dense in the
 // last dimension) -> out [B, rows, columns], and, where ``squares`` [B] is not null, its squared norms.
 extern "C" void dpcore_contraction_grad_sample(const float* g, const float* x, float* out, double* squares, int64_t batch,
@@ -26,20 +18,9 @@ extern "C" void dpcore_contraction_grad_sample(const float* g, const float* x, f
         Copies copies(std::min(positions, POSITIONS), (rows + parts - 1) / parts);
         for (int64_t item = first; item < last; ++item) {
             const int64_t b = item / parts, row = item % parts * rows / parts, width = (item % parts + 1) * rows / parts - row;
-            double lanes[W] = {};
-            for (int64_t t = 0; t < positions; t += POSITIONS) {
-                const int64_t here = std::min(positions - t, POSITIONS);
-                for (int64_t k = 0; k < here; ++k) {
-                    std::memcpy(&copies.gradients[k * copies.pitch], g + b * g_example + (t + k) * g_position + row,
-                                width * sizeof(float));
-                    copies.x_at[k] = x + b * x_example + (t + k) * x_position;
-                }
-                const Squares taken{squares && t + here == positions ? lanes : nullptr};
-                block({copies.gradients.data(), copies.pitch, width}, copies.x_at, here, copies.inputs.data(),
-                      {out + (b * rows + row) * columns, columns, columns, t > 0, taken});
-            }
-            if (squares)
-                for (int lane = 0; lane < W; ++lane) of_parts[item] += lanes[lane];
+            const double sum = write_product(g + b * g_example + row, g_position, x + b * x_example, x_position, positions, width,
+                                             columns, out + (b * rows + row) * columns, squares != nullptr, copies);
+            if (squares) of_parts[item] = sum;
         }
     });
     if (!squares) return;

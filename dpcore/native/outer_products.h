@@ -117,3 +117,31 @@ struct Copies {
     const float* x_at[POSITIONS];
     Copies(int64_t most, int64_t widest) : pitch(spread(widest)), inputs(most * PANEL * W), gradients(most * pitch) {}
 };
+
+// The rows of a product sum over positions g xT, g [positions, width] and x [positions, columns], are written to ``out``
+// [width, columns]. Returns the sum of their squares, where that is asked for.
+static double write_product(const float* g, int64_t g_position, const float* x, int64_t x_position, int64_t positions,
+                            int64_t width, int64_t columns, float* out, bool squared, Copies& copies) {
+    double lanes[W] = {};
+    for (int64_t t = 0; t < positions; t += POSITIONS) {
+        const int64_t here = std::min(positions - t, POSITIONS);
+        for (int64_t k = 0; k < here; ++k) {
+            std::memcpy(&copies.gradients[k * copies.pitch], g + (t + k) * g_position, width * sizeof(float));
+            copies.x_at[k] = x + (t + k) * x_position;
+        }
+        const Squares taken{squared && t + here == positions ? lanes : nullptr};
+        block({copies.gradients.data(), copies.pitch, width}, copies.x_at, here, copies.inputs.data(),
+              {out, columns, columns, t > 0, taken});
+    }
+    double total = 0.0;
+    for (int lane = 0; lane < W; ++lane) total += lanes[lane];
+    return total;
+}
+
+constexpr int64_t LEAST_ROWS = 64;
+constexpr int64_t MOST_ROWS = 768;  // times POSITIONS floats: 400 kB, which stay in the second-level cache
+
+// How many parts to cut rows into: so many that all threads have some, unless these would be few, and none is too large.
+static int64_t parts_of(int64_t rows, int64_t threads) {
+    return std::max(std::max<int64_t>(1, std::min(threads, rows / LEAST_ROWS)), (rows + MOST_ROWS - 1) / MOST_ROWS);
+}

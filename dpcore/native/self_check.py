@@ -55,6 +55,7 @@ def _pairs(call: Call, own: torch.Generator) -> Iterator[tuple[str, Tensor, Tens
     yield from _rnn(call, randn)
     yield from _cross_entropy(call, randn)
     yield from _parts(call, randn)
+    yield from _products(call, randn)
 
 
 def _contraction(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -234,3 +235,22 @@ def _parts(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:
     call("dpcore_add_parts", (parts, factors), 3, 3, 1)
     for out, g in zip(outs, gradients, strict=True):
         yield "add_parts", out, 1.0 + torch.tensordot(factors, g, dims=1)
+
+
+def _products(call: Call, randn: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:
+    pairs = [(randn(2, 5, 21), randn(2, 5, 37)), (randn(2, 3, 19), randn(2, 3, 83))]
+    outs = [torch.full((g.shape[2], x.shape[2]), float("nan")) for g, x in pairs]
+    sums = [torch.ones_like(out) for out in outs]
+    table = [
+        (g.data_ptr(), x.data_ptr(), g.shape[1], g.shape[2], x.shape[2], *g.stride()[:2], *x.stride()[:2], *ends)
+        for (g, x), *ends in zip(pairs, (o.data_ptr() for o in outs), (s.data_ptr() for s in sums), strict=True)
+    ]
+    products, squares = torch.tensor(table, dtype=torch.int64), torch.full((2,), float("nan"), dtype=torch.float64)
+    call("dpcore_form_products", (products, squares), 2, 1, 1)
+    true = [torch.einsum("tn,tm->nm", g[1], x[1]) for g, x in pairs]
+    yield "form_products", squares, torch.stack([t.double().square().sum() for t in true])
+    factors = torch.tensor([0.5, 2.0])
+    call("dpcore_add_products", (products, factors), 2, 1)
+    for out, summed, t, factor in zip(outs, sums, true, factors, strict=True):
+        yield "form_products", out, t
+        yield "add_products", summed, 1.0 + factor * t

@@ -27,6 +27,10 @@ GRAM_BLOCK = 512
 """Products of vectors are summed over this many elements at once, so that the bound hardly grows with their length.
 Products of blocks of 256 took up to 13 % longer, those of 512 as long as whole ones."""
 
+SQUARES_AT_ONCE = 24
+"""Squares of what a kernel writes that it adds up in float32 at most (ACCUMULATORS in vectors.h), before it goes on in
+float64."""
+
 # A product below 1e-38 loses up to 7e-46 in float32. Times a square up to this (over the number of such products), what
 # was lost stays far below the square of any bound C that is allowed; times a larger one it would not, so that such an
 # example is left to float64.
@@ -72,6 +76,12 @@ def trusted(norm_sq: Tensor, largest_square: Tensor, terms: int = 1) -> Tensor:
     ``terms`` products, may be lost.
     """
     return torch.where(largest_square < TRUSTED_SQUARE / max(terms, 1), norm_sq, torch.inf)
+
+
+def written_error(length: int) -> float:
+    """Return the largest relative error of the squared norm that a kernel takes of ``length`` numbers it writes."""
+    first = gamma(SQUARES_AT_ONCE, torch.float32)
+    return first + (1.0 + first) * gamma(length, torch.float64)
 
 
 def squares(rows: Tensor) -> SquaredNorm:

@@ -19,7 +19,7 @@ from dpcore.grad_sample.backward_pass import owner_of
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.loading.ledger import Ledger
 from dpcore.microbatch.accumulator import Accumulator, Factors
-from dpcore.microbatch.planner import MicroBatches, choose, micro_batches
+from dpcore.microbatch.planner import MicroBatches, choose, micro_batches, trains_all
 from dpcore.noise import GaussianNoise, SecureNoise
 from dpcore.optimizers.logical_batch import LogicalBatch
 from dpcore.optimizers.wrapper import OptimizerWrapper
@@ -311,7 +311,13 @@ class DPOptimizer(OptimizerWrapper):
             if batch_size:
                 first = self.plans_pieces and self.piece_plan is None
                 if self.plans_pieces:
-                    self.piece_plan = micro_batches(choose(uses), uses, batch_size, self.accumulator.device)
+                    self.piece_plan = micro_batches(
+                        choose(uses),
+                        uses,
+                        batch_size,
+                        self.accumulator.device,
+                        trains_all(self.module._module),
+                    )
                 norms, _ = self.accumulator.add(uses, batch_size)
                 self._observe(norms)
                 if first:

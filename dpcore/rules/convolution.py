@@ -216,6 +216,10 @@ class ConvolutionUse(Use):
         one.grad = self.grad[i : i + 1]
         return one.grad_sample(param)[0]
 
+    def flops(self) -> float:
+        assert self.grad is not None
+        return 6.0 * self.grad.numel() * self.weight[0].numel()
+
     def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
         if self._is_bias(param):
             out.addmv_(self._bias_grad_sample().t(), factors)

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from dpcore import gpu, native
 from dpcore.gpu import tuned
 from dpcore.native.parts import Part
-from dpcore.numerics.rounding import SquaredNorm, gamma, gram, gram_roundings, squares, trusted
+from dpcore.native.products import Product
+from dpcore.numerics.rounding import SquaredNorm, gamma, gram, gram_roundings, squares, trusted, written_error
 from dpcore.rules import bfloat16
 from dpcore.rules.limits import Limits
 from dpcore.rules.products import linear, prefers_onednn, product, products
@@ -245,8 +246,23 @@ class ContractionUse(Use):
         if not native.serves(left, right, out):
             return None
         value = native.contraction_into(*(t.unsqueeze(0) for t in (left, right, out.view(left.shape[1], -1))))
-        first = gamma(native.SQUARES_AT_ONCE, out.dtype)
-        return SquaredNorm(value, first + (1.0 + first) * gamma(out.numel(), torch.float64))
+        return SquaredNorm(value, written_error(out.numel()))
+
+    def product(self, param: Parameter) -> Product | None:
+        assert self.grad is not None
+        if param not in self._inputs or self.time_major or self.grad.dim() == 2:
+            return None
+        g, x = self.grad.detach(), self._inputs[param].get(self.name)
+        if not native.serves(g, x):
+            return None
+        g, x = self._batch_first(g), self._batch_first(x)
+        if param.is_contiguous():
+            return Product(g, x)
+        return Product(x, g) if param.stride(0) == 1 and param.stride(1) > 1 else None
+
+    def flops(self) -> float:
+        assert self.grad is not None
+        return 6.0 * sum(self.grad.numel() * param.shape[1] for param in self._inputs)
 
     def example(self, param: Parameter, i: int) -> Tensor:
         left, right, turned = self._example(param, i)

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from dpcore.errors import UnsupportedError
 from dpcore.native.parts import Part
+from dpcore.native.products import Product
 from dpcore.numerics.rounding import SquaredNorm
 
 Handler = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -109,6 +110,16 @@ class Use:
         """Write the gradient of example i to ``out`` [n], in the order of the parameter's memory, in float32.
 
         Returns its squared norm [1]; None, and ``out`` as it was, where that is no faster than :meth:`example`.
+        """
+        return None
+
+    def product(self, param: Parameter) -> Product | None:
+        """Return the product at all positions that every example's gradient is, where kernels form it; or None."""
+        return None
+
+    def flops(self) -> float | None:
+        """FLOPs of this application's products for the batch, forwards, backwards and for the gradients of its weights;
+        None: not known.
         """
         return None
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dpcore import native
 from dpcore.native.parts import Part, Parts
+from dpcore.native.products import Product, Products
 from dpcore.rules.recurrent_loops import GruRecurrence, RnnRecurrence, Steps
 from tests.dpcore.test_native import pytestmark  # noqa: F401
 
@@ -52,6 +53,13 @@ def test_contractions(batch, positions, rows, columns, values, offset):
     # What is not finite must not pass for a norm.
     assert not squares[~finite].isfinite().any() and not norms[~finite].isfinite().any()
     memory = torch.zeros(rows * columns + offset + 8)
+    in_turn = Products([Product(g, x)], [memory[offset : offset + rows * columns]])
+    for i in range(batch):
+        assert bool(in_turn.form(i).isfinite()) == bool(squares[i].isfinite())
+        in_turn.add([0.5])
+    same(memory[offset : offset + rows * columns].view(rows, columns), 0.5 * true.sum(0), values)
+    assert not memory[:offset].any() and not memory[offset + rows * columns :].any()
+    memory.zero_()
     out = memory[offset : offset + rows * columns].view(rows, columns)
     native.contraction_clipped_sum(g, x, torch.full((batch,), 0.5), out)
     same(out, 0.5 * true.sum(0), values)

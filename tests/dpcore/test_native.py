@@ -26,6 +26,7 @@ from dpcore.errors import UnsupportedError
 from dpcore.functional import clipped_sum
 from dpcore.native.library import kernels as loaded
 from dpcore.native.parts import Part, Parts
+from dpcore.native.products import Product, Products
 from dpcore.numerics.rounding import gamma
 from dpcore.rules.linear import contraction_norm_sq
 from dpcore.rules.recurrent_loops import GruRecurrence, Steps
@@ -145,6 +146,71 @@ def test_norms_and_clipped_sums_of_contractions_equal_float64(batch, positions, 
     assert bool((memory[:, columns:] == 1.0).all())
 
 
+@given(
+    st.integers(1, 3),
+    st.lists(st.tuples(st.integers(0, 150), st.integers(1, 900), st.integers(1, 80)), min_size=1, max_size=4),
+    st.booleans(),
+    st.integers(1, 3),
+    st.integers(0, 99),
+)
+@settings(deadline=None, max_examples=40)
+def test_products_of_one_example_after_the_other_equal_float64(batch, sizes, apart, threads, seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def operand(positions, width):
+        shape = (positions, batch) if apart else (batch, positions)
+        made = torch.randn(*shape, width, generator=generator)
+        return made.transpose(0, 1) if apart else made
+
+    of = [Product(operand(t, n), operand(t, m)) for t, n, m in sizes]
+    # Between the sums lies memory to which nothing may be written.
+    memory = [torch.ones(n * m + 16) for _, n, m in sizes]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        products = Products(of, [held[: n * m] for held, (_, n, m) in zip(memory, sizes, strict=True)])
+        factors = torch.rand(batch, len(of), generator=generator).float()
+        factors[0, 0] = 0.0
+        true = [torch.einsum("btn,btm->bnm", p.left.double(), p.right.double()) for p in of]
+        for i in range(batch):
+            squares = products.form(i)
+            wanted = torch.stack([t[i].square().sum() for t in true])
+            torch.testing.assert_close(squares, wanted, rtol=1e-5, atol=0.0)
+            products.add(factors[i].tolist())
+    finally:
+        torch.set_num_threads(before)
+    for k, (held, (_, n, m)) in enumerate(zip(memory, sizes, strict=True)):
+        expected = 1.0 + torch.einsum("b,bnm->nm", factors[:, k].double(), true[k]).flatten()
+        torch.testing.assert_close(held[: n * m], expected.float(), rtol=1e-5, atol=1e-4)
+        assert bool((held[n * m :] == 1.0).all())
+
+
+def test_products_that_are_not_numbers_are_not_added_at_a_factor_of_zero():
+    left = torch.randn(2, 3, 4)
+    left[0] = torch.nan
+    out = torch.zeros(20)
+    products = Products([Product(left, torch.randn(2, 3, 5))], [out])
+    assert bool(products.form(0).isnan().all())
+    products.add([0.0])
+    assert not out.any()
+
+
+def test_products_refuse_what_is_not_theirs():
+    left, right = torch.randn(2, 3, 4), torch.randn(2, 3, 5)
+    with pytest.raises(ValueError, match="cannot be added to a sum of shape"):
+        Products([Product(left, right)], [torch.zeros(21)])
+    with pytest.raises(ValueError, match="must be those of the same examples"):
+        Products([Product(left, right[:, :2])], [torch.zeros(20)])
+    products = Products([Product(left, right)], [torch.zeros(20)])
+    with pytest.raises(IndexError, match="no example 2 of 2"):
+        products.form(2)
+    with pytest.raises(ValueError, match="2 factors for 1 weights"):
+        products.add([1.0, 1.0])
+    right.mul_(2.0)
+    with pytest.raises(UnsupportedError, match="was changed in place"):
+        products.form(0)
+
+
 @pytest.mark.parametrize("length", [40, 512, 700])
 def test_squares_that_vanish_beside_the_first_ones_stay_within_the_bound(length):
     """Ones in every lane, and then squares just below half a unit of one in the last place: none of them is added."""
@@ -187,7 +253,12 @@ class Turned(nn.Module):
 
 @pytest.mark.parametrize("turns", [False, True])
 def test_linear_maps_go_through_kernels_wherever_their_weights_lie(monkeypatch, turns):
-    calls = _count(monkeypatch, "contraction_into" if turns else "contraction_clipped_sum")
+    if turns:
+        calls = []
+        form = Products.form
+        monkeypatch.setattr(Products, "form", lambda of, i: calls.append(i) or form(of, i))
+    else:
+        calls = _count(monkeypatch, "contraction_clipped_sum")
     monkeypatch.setattr("dpcore.microbatch.planner.FEWEST_IN_TURN", 1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(19, 30), Turned())
