@@ -107,15 +107,22 @@ class ContractionUse(Use):
     """Weights [d, p_k] applied to inputs x_k [B, ..., p_k], and biases [d], all sharing one output gradient [B, ...,
     d].
 
-    A linear layer has one weight; a recurrent layer has one for its input and one for its previous state.
+    A linear layer has one weight; a recurrent layer has one for its input and one for its previous state. ``turned``:
+    the weights are [p_k, d].
     """
 
     def __init__(
-        self, name: str, inputs: dict[Parameter, Tensor], biases: tuple[Parameter, ...], time_major: bool = False
+        self,
+        name: str,
+        inputs: dict[Parameter, Tensor],
+        biases: tuple[Parameter, ...],
+        time_major: bool = False,
+        turned: bool = False,
     ) -> None:
         self.name = name
         self.params = (*inputs, *biases)
         self.time_major = time_major
+        self.turned = turned
         self._inputs = {param: Saved(x) for param, x in inputs.items()}
         # [B, d, p] per-sample gradients that were formed along with another weight's and not yet asked for, and the
         # output gradients that they were formed of.
@@ -128,9 +135,9 @@ class ContractionUse(Use):
         """[B, p] or [B, T, p]."""
         return self._positions(self._inputs[param].get(self.name))
 
-    def _x_by_column(self, param: Parameter) -> Tensor:
-        """[B, p, T]."""
-        return self._x(param).transpose(1, 2)
+    def _in_order(self, g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return output gradients and inputs so that the product of the one, turned, with the other is like a weight."""
+        return (x, g) if self.turned else (g, x)
 
     def _g(self) -> Tensor:
         """[B, d] or [B, T, d]."""
@@ -153,11 +160,13 @@ class ContractionUse(Use):
         return bfloat16.takes(g, saved.tensor)
 
     def _for_gpu(self, param: Parameter) -> tuple[Tensor, Tensor] | None:
-        """Output gradients [B, T, d] and inputs [B, T, p] in their own precision, where kernels for GPUs take them."""
+        """Output gradients [B, T, d] and inputs [B, T, p] in their own precision and in :meth:`_in_order`, where kernels
+        for GPUs take them.
+        """
         if param not in self._inputs or self.grad is None or self.grad.dim() == 2 or not gpu.available():
             return None
         g, x = (self._batch_first(t.detach()) for t in (self.grad, self._inputs[param].get(self.name)))
-        return (g, x) if gpu.serves(g, x) else None
+        return self._in_order(g, x) if gpu.serves(g, x) else None
 
     def _g_squares(self, g: Tensor) -> SquaredNorm:
         """Squared norms of output gradients [B, d]."""
@@ -186,22 +195,24 @@ class ContractionUse(Use):
     def grad_sample(self, param: Parameter) -> Tensor:
         if self._in_bfloat16(param):
             assert self.grad is not None
-            tensors = self.grad, self._inputs[param].get(self.name)
+            tensors = self._in_order(self.grad, self._inputs[param].get(self.name))
             return bfloat16.products(*(self._batch_first(t.detach()) for t in tensors))
         g = self._g()
         if param not in self._inputs:
             return g if g.dim() == 2 else g.sum(1)
-        x = self._x(param)
-        if x.dim() == 2:
-            return g.unsqueeze(2) * x.unsqueeze(1)
-        if native.serves(g, x):
-            return native.contraction_grad_sample(g, x)
+        left, right = self._in_order(g, self._x(param))
+        if g.dim() == 2:
+            return left.unsqueeze(2) * right.unsqueeze(1)
+        if native.serves(left, right):
+            return native.contraction_grad_sample(left, right)
+        if self.turned:
+            return products(left.transpose(1, 2), right.transpose(1, 2))[0]
         # Weights that will be asked for too are taken along: they share what is copied of the output gradients.
         made = self._products
         assert self.grad is not None
         if made is None or made[0] is not self.grad or made[1] != self.grad._version or param not in made[2]:
             weights = [p for p in self._inputs if p is param or not self.ghost_is_cheaper(p)]
-            of = dict(zip(weights, products(g.transpose(1, 2), *map(self._x_by_column, weights)), strict=True))
+            of = dict(zip(weights, products(*(t.transpose(1, 2) for t in (g, *map(self._x, weights)))), strict=True))
             made = self._products = self.grad, self.grad._version, of
         return made[2].pop(param)
 
@@ -215,10 +226,12 @@ class ContractionUse(Use):
         x = self._x(param)
         if not native.serves(g, x):
             return None
+        left, right = self._in_order(g, x)
         if g.dim() == 2:
-            return Part.outer(g, x)
-        in_order = formed and param.is_contiguous()
-        return Part.rows(native.contraction_grad_sample(g, x).flatten(1)) if in_order else None
+            return Part.outer(left, right)
+        if not formed or not param.is_contiguous():
+            return None
+        return Part.rows(native.contraction_grad_sample(left, right).flatten(1))
 
     def takes_turns(self, param: Parameter) -> bool:
         assert self.grad is not None
@@ -232,8 +245,8 @@ class ContractionUse(Use):
         batch = 1 if self.time_major else 0
         tensors = self._inputs[param].get(self.name), self.grad.detach()
         x, g = (t.select(batch, i).flatten(0, -2) for t in tensors)
-        turned = param.stride(0) == 1 and param.stride(1) > 1
-        return (x, g, True) if turned else (g, x, False)
+        left, right = self._in_order(g, x)
+        return (right, left, True) if _lies_turned(param) else (left, right, False)
 
     def write_example(self, param: Parameter, i: int, out: Tensor) -> SquaredNorm | None:
         left, right, turned = self._example(param, i)
@@ -255,14 +268,14 @@ class ContractionUse(Use):
         g, x = self.grad.detach(), self._inputs[param].get(self.name)
         if not native.serves(g, x):
             return None
-        g, x = self._batch_first(g), self._batch_first(x)
+        left, right = self._in_order(self._batch_first(g), self._batch_first(x))
         if param.is_contiguous():
-            return Product(g, x)
-        return Product(x, g) if param.stride(0) == 1 and param.stride(1) > 1 else None
+            return Product(left, right)
+        return Product(right, left) if _lies_turned(param) else None
 
     def flops(self) -> float:
         assert self.grad is not None
-        return 6.0 * sum(self.grad.numel() * param.shape[1] for param in self._inputs)
+        return 6.0 * sum(self.grad.numel() * saved.tensor.shape[-1] for saved in self._inputs.values())
 
     def example(self, param: Parameter, i: int) -> Tensor:
         left, right, turned = self._example(param, i)
@@ -284,7 +297,7 @@ class ContractionUse(Use):
         if param not in self._inputs:
             out.addmv_((g if g.dim() == 2 else g.sum(1)).t(), factors)
             return
-        add_contraction(g, self._x(param), factors, out)
+        add_contraction(*self._in_order(g, self._x(param)), factors, out)
 
     def ghost_is_cheaper(self, param: Parameter) -> bool:
         assert self.grad is not None
@@ -297,7 +310,7 @@ class ContractionUse(Use):
         if self._in_bfloat16(param):  # at every number of positions, which that of the longest example may be
             return False
         positions = self.grad.shape[:-1].numel() // self.grad.shape[1 if self.time_major else 0]
-        d, p = self.grad.shape[-1], param.shape[1]
+        d, p = self.grad.shape[-1], self._inputs[param].tensor.shape[-1]
         return 2 * positions**2 * (p + d) < flops_per_kept_float(self.grad.device) * p * d
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> ContractionUse:
@@ -309,7 +322,7 @@ class ContractionUse(Use):
             return found if dtype == torch.float32 and found.dtype in HALF else found.to(dtype)
 
         inputs = {p: part(saved.get(self.name)) for p, saved in self._inputs.items()}
-        use = ContractionUse(self.name, inputs, self.params[len(inputs) :], self.time_major)
+        use = ContractionUse(self.name, inputs, self.params[len(inputs) :], self.time_major, self.turned)
         use.grad = None if self.grad is None else part(self.grad)
         use._limits = {p: limits.rows(self.grad, index, use.grad) for p, limits in self._limits.items()}
         return use
@@ -317,6 +330,11 @@ class ContractionUse(Use):
     def stash_bytes(self) -> int:
         inputs = sum(saved.tensor.nbytes for saved in self._inputs.values())
         return inputs + (0 if self.grad is None else self.grad.nbytes)
+
+
+def _lies_turned(weight: Parameter) -> bool:
+    """Return whether a matrix lies in memory column by column."""
+    return weight.stride(0) == 1 and weight.stride(1) > 1
 
 
 @handles(F.linear, derives=True)
@@ -330,15 +348,37 @@ def _linear(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
         if biases and biases[0].shape != weight.shape[:1]:  # one number for all outputs, say
             # Not ``call`` itself: a function that holds itself would keep the tape until Python's collector comes by.
             return tape.call(torch.add, tape.call(F.linear, input, weight), biases[0])
-        batch_dim = tape.require_batch(input, params)
-        output = linear(input, tape.constant(weight), tape.constant(bias))
-        if batch_dim == IN_ROWS:
-            of_rows = dict.fromkeys(weights, batch_first(input, batch_dim, tape.batch_size))
-            return tape.record(ContractionUse(tape.name(params), of_rows, biases), output, batch_dim)
-        use = ContractionUse(tape.name(params), dict.fromkeys(weights, input), biases, batch_dim == 1)
-        return tape.record(use, output)
+        return _recorded(tape, input, weight, bias, weights, biases, False)
 
     return call(*args, **kwargs)
+
+
+def _recorded(
+    tape: Tape,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    weights: tuple[Parameter, ...],
+    biases: tuple[Parameter, ...],
+    turned: bool,
+) -> Tensor:
+    """x times ``weight`` [d, p], or [p, d] if it is ``turned``, with what of it and of the bias is trained."""
+    params = (*weights, *biases)
+    batch_dim = tape.require_batch(x, params)
+    matrix = tape.constant(weight)
+    output = linear(x, matrix.t() if turned else matrix, tape.constant(bias))
+    rows = batch_dim == IN_ROWS
+    inputs = dict.fromkeys(weights, batch_first(x, batch_dim, tape.batch_size) if rows else x)
+    use = ContractionUse(tape.name(params), inputs, biases, batch_dim == 1, turned)
+    return tape.record(use, output, batch_dim if rows else 0)
+
+
+def _by_turned(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """X @ W + bias for W [p, d] that is trained, or comes from what is trained."""
+    if not tape.trains(weight) or (bias is not None and tape.is_source(bias) and not tape.trains(bias)):
+        return tape.call(F.linear, x, tape.call(Tensor.t, weight), bias)  # type: ignore[no-any-return]
+    biases = (bias,) if tape.trains(bias) else ()
+    return _recorded(tape, x, weight, bias, (weight,), biases, True)
 
 
 @rewrites(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm)
@@ -348,7 +388,7 @@ def _matmul(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
         return None
     left, right = args[::-1] if func is Tensor.__rmatmul__ else args
     if tape.is_source(right) and right.dim() == 2 and left.dim() >= 2 and not tape.is_source(left):
-        return tape.call(F.linear, left, tape.call(Tensor.t, right))
+        return _by_turned(tape, left, right, None)
     if tape.is_source(left) and left.dim() == 2 and right.dim() >= 3 and not tape.is_source(right):
         return tape.call(F.linear, right.transpose(-1, -2), left).transpose(-1, -2)
     return None
@@ -449,4 +489,4 @@ def _addmm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     sources = tape.is_source(bias) or not bias.requires_grad, tape.is_source(weight) or not weight.requires_grad
     if bias.shape != weight.shape[-1:] or not all(sources) or tape.is_source(x):
         return None
-    return tape.call(F.linear, x, tape.call(Tensor.t, weight), bias)
+    return _by_turned(tape, x, weight, bias)

@@ -102,7 +102,6 @@ def _bert() -> nn.Module:
 
 
 def _vit() -> nn.Module:
-    torchvision_on_cpu.make_importable()
     import timm
 
     return timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=CLASSES)
@@ -716,6 +715,7 @@ def main() -> None:
     parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
+        torchvision_on_cpu.make_importable()  # transformers and timm import it
         work(options.work[0], int(options.work[1]), options.work[2])
         return
     if options.page:
