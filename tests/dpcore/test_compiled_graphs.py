@@ -20,8 +20,12 @@ from dpcore.errors import PrivacyError, UnsupportedError
 from tests.dpcore.comparison import MARGIN, odd_loss, relative_error
 from tests.dpcore.exactness import PATHS, Averaged, First, OwnScale, Reused
 
-TRACED = "aot_eager"
+TRACED = "eager"
 """The backend that runs what was traced as it is, without a C++ compiler."""
+TRACED_AGAIN = "aot_eager"
+"""One that traces it once more, as compilers do, which takes longer than all else in a test of small models."""
+AGAIN = {"attention", "no rule"}
+"""Models whose graphs CI traces again, too: those of the most kinds of operators. The slow tests do all."""
 
 
 @pytest.fixture(autouse=True)
@@ -87,12 +91,18 @@ def graphs_of(engine):
     return engine._graphs.sizes
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_graphs_give_the_float64_clipped_sum(name):
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, TRACED) for name in MODELS),
+        *(pytest.param(n, TRACED_AGAIN, marks=[] if n in AGAIN else [pytest.mark.slow]) for n in MODELS),
+    ],
+)
+def test_graphs_give_the_float64_clipped_sum(name, backend):
     model = model_of(name)
     x, y = batch_of(name, 9)
     norms = reference.clipped_sum(copy.deepcopy(model), odd_loss, x, y, 1.0).norms
-    engine = Engine(model, odd_loss, max_grad_norm=float(norms.median()), compile=TRACED)
+    engine = Engine(model, odd_loss, max_grad_norm=float(norms.median()), compile=backend)
     engine.clipped_sum(x, y)  # eagerly: plans
     for count in (9, 5, 1):
         truth = reference.clipped_sum(copy.deepcopy(model), odd_loss, x[:count], y[:count], float(norms.median()))
