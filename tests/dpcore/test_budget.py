@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpcore import PrivacyEngine
 
-
 RATES = (512 / 12_500, 0.3, 1 / 7, 0.01)
 QUICK = {(512 / 12_500, 5), (0.3, 1), (0.3, 5)}
 """Rates and epochs that CI asks the tight accountant about, which takes some seconds for each; the count of steps is

@@ -24,8 +24,8 @@ TRACED = "eager"
 """The backend that runs what was traced as it is, without a C++ compiler."""
 TRACED_AGAIN = "aot_eager"
 """One that traces it once more, as compilers do, which takes longer than all else in a test of small models."""
-AGAIN = {"attention", "no rule"}
-"""Models whose graphs CI traces again, too: those of the most kinds of operators. The slow tests do all."""
+AGAIN = {"positions, ghost norm", "no rule"}
+"""Models whose graphs CI traces again, too; the slow tests do it with all, and inductor with convolutions below."""
 
 
 @pytest.fixture(autouse=True)
