@@ -1,6 +1,7 @@
 """Every test runs the pure torch rules, whatever this machine has compiled; test_native.py is about the kernels. And it
 draws the same numbers in every run, whichever tests its process ran before."""
 
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -23,6 +24,16 @@ def same_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = SimpleNamespace(Random=lambda: random.Random(7))
     for module in (check, criterion):
         monkeypatch.setattr(module, "random", drawn)
+
+
+@pytest.fixture(scope="module")
+def only_new_objects() -> Iterator[None]:
+    """Let the collector see only what a module's own tests make: torch has brought in so many objects that to look
+    through them all takes a second each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -68,7 +68,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     batch=st.integers(1, 4),
     queries=st.integers(1, 4),

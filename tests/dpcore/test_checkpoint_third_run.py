@@ -42,6 +42,9 @@ SHORT = 3
 """So few positions that neither gradients by example are small nor is a layer's norm formed of them."""
 
 
+pytestmark = pytest.mark.usefixtures("only_new_objects")
+
+
 @pytest.fixture(autouse=True)
 def _no_room(monkeypatch):
     monkeypatch.setattr(segment, "LEAST_ROOM", 0)

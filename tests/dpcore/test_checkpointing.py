@@ -19,6 +19,8 @@ from dpcore.tape.dropped_use import DroppedUse
 from dpcore.tape.uses import Saved
 from tests.dpcore.private_setup import whole_batch
 
+pytestmark = pytest.mark.usefixtures("only_new_objects")
+
 WIDTH, LENGTH, BLOCKS, C = 16, 12, 3, 0.5
 
 

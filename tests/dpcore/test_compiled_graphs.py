@@ -20,8 +20,12 @@ from dpcore.errors import PrivacyError, UnsupportedError
 from tests.dpcore.comparison import MARGIN, odd_loss, relative_error
 from tests.dpcore.exactness import PATHS, Averaged, First, OwnScale, Reused
 
-TRACED = "aot_eager"
+TRACED = "eager"
 """The backend that runs what was traced as it is, without a C++ compiler."""
+TRACED_AGAIN = "aot_eager"
+"""One that traces it once more, as compilers do, which takes longer than all else in a test of small models."""
+AGAIN = {"positions, ghost norm", "no rule"}
+"""Models whose graphs CI traces again, too; the slow tests do it with all, and inductor with convolutions below."""
 
 
 @pytest.fixture(autouse=True)
@@ -87,12 +91,18 @@ def graphs_of(engine):
     return engine._graphs.sizes
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_graphs_give_the_float64_clipped_sum(name):
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, TRACED) for name in MODELS),
+        *(pytest.param(n, TRACED_AGAIN, marks=[] if n in AGAIN else [pytest.mark.slow]) for n in MODELS),
+    ],
+)
+def test_graphs_give_the_float64_clipped_sum(name, backend):
     model = model_of(name)
     x, y = batch_of(name, 9)
     norms = reference.clipped_sum(copy.deepcopy(model), odd_loss, x, y, 1.0).norms
-    engine = Engine(model, odd_loss, max_grad_norm=float(norms.median()), compile=TRACED)
+    engine = Engine(model, odd_loss, max_grad_norm=float(norms.median()), compile=backend)
     engine.clipped_sum(x, y)  # eagerly: plans
     for count in (9, 5, 1):
         truth = reference.clipped_sum(copy.deepcopy(model), odd_loss, x[:count], y[:count], float(norms.median()))
@@ -118,12 +128,13 @@ def test_the_default_backend_gives_the_eager_step():
             noise=GaussianNoise(3),
             compile=compiled,
         )
-        for count in (8, 7, 0, 8):
+        # Of one length, for each takes the compiler a quarter of a minute; and filled up.
+        for count in (9, 9, 0, 9):
             last = engine.step(*batch_of(name, count))
         results.append((torch.cat([p.detach().flatten() for p in model.parameters()]), last.norms, engine))
     torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-5, atol=0)
-    assert graphs_of(results[1][2]) == [7, 8]
+    assert graphs_of(results[1][2]) == [10]
 
 
 @settings(max_examples=200, deadline=None)

@@ -36,6 +36,8 @@ for cell in re.split(r"(?m)^(?=# %%)", open(script).read()):
 CHANCE = {"mnist_cnn": 0.1, "cifar10_cnn": 0.1, "imdb_embedding": 0.5, "imdb_lstm": 0.5}
 
 
+SHORTER = {"transformer_lora": ("--epochs", "1", "--pretraining-steps", "5")}
+"""Options of those that otherwise train for half a minute."""
 LONG = {"mnist_cnn", "cifar10_cnn", "imdb_lstm", "accuracy_beside_opacus"}
 """A quarter of a minute or more each; the others are made alike."""
 
@@ -58,7 +60,7 @@ def test_a_tutorial_is_a_script_with_options() -> None:
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in LONG else []) for n in EXAMPLES])
 def test_an_example_runs(name: str) -> None:
-    output = run("-m", f"dpcore.examples.{name}", "--smoke", "--seed", "1")
+    output = run("-m", f"dpcore.examples.{name}", "--smoke", "--seed", "1", *SHORTER.get(name, ()))
     assert "synthetic data" in output
     assert re.search(r"epsilon \d", output) and re.search(r"accuracy 0\.\d+|accuracy 1\.0", output)
 

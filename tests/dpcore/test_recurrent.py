@@ -26,6 +26,9 @@ from tests.dpcore.comparison import (
 )
 
 DTYPES = [torch.float64, torch.float32]
+LAYOUT = (False, True)
+"""Packed, sorted by no one; the batch first."""
+slow = pytest.mark.slow
 KINDS = {
     "lstm": nn.LSTM,
     "projected lstm": lambda *args, **kwargs: nn.LSTM(*args, proj_size=2, **kwargs),
@@ -149,10 +152,17 @@ def test_frozen_parts(kind, packed):
     check(Sequences(layer, packed).double(), x, y, clipped_sum)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("packed", [None, True, False])
-@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "packed", "batch_first"),
+    [
+        # The order in which numbers are drawn hangs on the layout, not on the precision: one of float32 is enough.
+        pytest.param(dtype, packed, first, marks=[] if dtype is torch.float64 or (packed, first) == LAYOUT else slow)
+        for dtype in DTYPES
+        for packed in (None, True, False)
+        for first in (True, False)
+    ],
+)
 def test_dropout_between_layers_draws_what_torch_draws(dtype, kind, packed, batch_first):
     torch.manual_seed(0)
     for bidirectional in (False, True):
@@ -161,7 +171,7 @@ def test_dropout_between_layers_draws_what_torch_draws(dtype, kind, packed, batc
         x = batch_of(5, 4, dtype, bool(packed))
         check_by_autograd(model, x, labels(5))
         model.eval()
-        check(model, x, labels(5), clipped_sum)
+        check_by_autograd(model, x, labels(5))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from dpcore import Engine, PrivacyEngine
 from dpcore.tape.tape import Tape
 
+pytestmark = pytest.mark.usefixtures("only_new_objects")
+
 ALIVE: list[weakref.ref[Any]] = []
 
 

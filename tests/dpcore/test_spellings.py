@@ -206,9 +206,10 @@ def test_no_example_exceeds_the_bound_under_bfloat16_autocast(name, scale):
     x, y = scale * torch.randn(6, STEPS, 3), torch.arange(6) % 3
     x[0, 1::2] = -x[0, : STEPS - 1 : 2] * (1 + 1e-3)
     model = made(name, torch.float32)
-    for bound in (1e-3, 0.3):
-        with torch.autocast("cpu", torch.bfloat16):
-            engine = Engine(model, lambda o, y: odd_loss(o.float(), y), max_grad_norm=bound)
+    with torch.autocast("cpu", torch.bfloat16):
+        engine = Engine(model, lambda o, y: odd_loss(o.float(), y), check_isolation=False)
+        for bound in (1e-3, 0.3):
+            engine.accumulator.set_bounds(bound)
             for i in range(len(x)):
                 sums = engine.clipped_sum(x, y, torch.arange(len(x)) == i).sums
                 assert float(norm({n: s.double() for n, s in sums.items()})) <= bound * (1 + 1e-6)
@@ -276,7 +277,8 @@ def test_a_way_that_only_padded_batches_take_is_known():
 def test_compiled_graphs_follow_the_weights(name):
     """What is computed from parameters alone is computed in the graph, too."""
     model, x, y = made(name, torch.float64), torch.randn(4, STEPS, 3, dtype=torch.float64), torch.arange(4) % 3
-    engine = Engine(model, odd_loss, max_grad_norm=0.1, compile="aot_eager")
+    # The backend that runs what was traced as it is; others trace it once more, which takes twice as long.
+    engine = Engine(model, odd_loss, max_grad_norm=0.1, compile="eager", check_isolation=False)
     for _ in range(3):
         truth = reference.clipped_sum(model, odd_loss, x, y, 0.1).clipped
         assert relative_error(engine.clipped_sum(x, y).sums, truth) < 1e-10

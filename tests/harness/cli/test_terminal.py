@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 from collections.abc import Iterator
@@ -22,23 +23,29 @@ from harness.tasks import PAPER_TASKS
 NAMES = re.compile(r"\b(?:" + "|".join(sorted(registry.frameworks())) + r")-[a-z][a-z-]*[a-z]")
 
 
-def helps(command: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    """(verb, its whole help) of every verb."""
-    commands = getattr(command, "commands", {})
-    yield path, CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "400"}).output
-    for name, below in commands.items():
-        yield from helps(below, (*path, name))
+def paths(command: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every verb."""
+    yield path
+    for name, below in getattr(command, "commands", {}).items():
+        yield from paths(below, (*path, name))
+
+
+@functools.cache
+def helps() -> tuple[str, ...]:
+    """The whole help of every verb."""
+    asked = (CliRunner().invoke(app, [*p, "--help"], env={"COLUMNS": "400"}) for p in paths(get_command(app)))
+    return tuple(one.output for one in asked)
 
 
 def test_every_contestant_that_a_help_text_names_exists() -> None:
     known = {c.name for c in registry.select(["all"])} | {c.name for c in layer_registry.contestants()}
-    named = {name for _, text in helps(get_command(app)) for name in NAMES.findall(text)}
+    named = {name for text in helps() for name in NAMES.findall(text)}
     assert named, "no help text names a contestant: the pattern finds nothing"
     assert not named - known
 
 
 def test_the_help_names_the_verb_that_most_want_first_and_cuts_no_line() -> None:
-    for path, _ in helps(get_command(app)):
+    for path in paths(get_command(app)):
         text = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "80"}).output
         _, commands, verbs = text.partition("Commands:")
         assert not [line for line in verbs.splitlines() if line.endswith("...")]
@@ -47,7 +54,7 @@ def test_the_help_names_the_verb_that_most_want_first_and_cuts_no_line() -> None
 
 def test_every_option_says_what_its_value_is() -> None:
     typed = re.compile(r"^ +--\S+ <.*", re.MULTILINE)
-    assert [line for _, text in helps(get_command(app)) for line in typed.findall(text)] == []
+    assert [line for text in helps() for line in typed.findall(text)] == []
 
 
 def test_choices_stand_in_the_help() -> None:

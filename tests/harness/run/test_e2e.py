@@ -40,10 +40,10 @@ def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Driver:
 
 def test_a_run_times_every_cell_and_says_what_it_is(driver: Driver) -> None:
     driver.environment["DRIVE_WITH_REPORT"] = "1"
-    done = driver.run("noop,plain,padded", "--rounds", "2", "--batch-sizes", "64,512")
+    done = driver.run("noop,plain,padded", "--rounds", "1", "--batch-sizes", "64,512")
     assert done.returncode == 0, done.stderr
     times = driver.records()
-    assert len(times) == 3 * 2 * 2
+    assert len(times) == 3 * 2
     assert {r.state for r in times} == {"ok"}
     assert len(driver.records("memory")) == 3 * 2
     one = times[0]
