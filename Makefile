@@ -97,11 +97,12 @@ doctor: $(READY)  ## checks of the instrument itself
 	$(BIN)/dpbench doctor
 
 # First, side by side, what is one process each: containers wait more than they work, so that the harness's tests, which
-# use two, begin beside them. dpcore's use two as well and take what time the harness's leave: those read clocks and wait
-# for processes, so that they come first wherever both have work. Then the frameworks. The closing line of the last one
-# counts executed tests on every machine: without a container engine, all of the containers' are skipped.
+# use two, begin beside them. Then the other parts that use two processes. The closing line of the last one counts
+# executed tests on every machine: without a container
+# engine, all of the containers' are skipped.
 test: $(READY)  ## what most pull requests need; CI adds make conformance, make mutants and a comparison
-	@$(MAKE) --no-print-directory --jobs=3 --output-sync=target test-containers lint environments types-dpcore test-gpu-kernels test-harness test-dpcore
+	@$(MAKE) --no-print-directory --jobs=3 --output-sync=target test-containers lint environments types-dpcore test-gpu-kernels test-harness
+	@$(MAKE) --no-print-directory test-dpcore
 	@$(MAKE) --no-print-directory test-frameworks
 
 environments: $(READY)  ##ci the environment of every framework
@@ -126,7 +127,7 @@ types-dpcore: $(TORCH_READY)  ##ci types of dpcore
 
 test-dpcore: $(TORCH_READY)  ##ci tests of dpcore
 	@echo "==> tests of dpcore, in an environment with torch"
-	OMP_NUM_THREADS=1 nice -n 10 $(TORCH)/bin/pytest -q tests/dpcore -m "not slow" -p no:cacheprovider -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(TORCH)/bin/pytest -q tests/dpcore -m "not slow" -p no:cacheprovider -n 2 --dist loadgroup
 
 test-gpu-kernels: $(TRITON_READY)  ##ci dpcore's kernels for GPUs, by Triton's interpreter on the CPU
 	@echo "==> dpcore's kernels for GPUs by Triton's interpreter, and compiled ahead of time for one of them"
