@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.optimizers import DPOptimizer
+from dpcore.optimizers.schedules import follow
 from dpcore.privacy_engine import PrivacyEngine
 from dpcore.replicas import check_replicates, joined, logical_batches
 from dpcore.utils.batch_memory_manager import PiecewiseLoader, check_pieces
@@ -219,6 +220,8 @@ def prepare(
             "are clipped; use the version of accelerate that dpcore's tests run with, and report this one."
         )
     prepared = _PrivateOptimizer(private, device_placement=accelerator.device_placement)
+    # A schedule that is built on it and not prepared itself is stepped for every piece.
+    follow(prepared, private.logical_batch)
     _PrivacyState(accelerator, engine, prepared)
     return (
         module,

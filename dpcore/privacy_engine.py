@@ -148,8 +148,10 @@ class PrivacyEngine:
                 for examples that reach each other's gradients (:mod:`dpcore.example_isolation.check`). Clipping bounds
                 nothing where they do.
             max_physical_batch_size: The most examples of a batch that the returned loader hands out at once; "auto"
-                plans them by time and memory. ``step()`` then updates once per batch, at its last piece. None: whole
-                batches. See :class:`dpcore.utils.batch_memory_manager.BatchMemoryManager`.
+                plans them by time and memory. ``step()`` then updates once per batch, at its last piece. Schedules of
+                torch's and dpcore's classes move there too, though the loop steps them for every piece, and
+                ``len(data_loader)`` stays the number of batches. None: whole batches. See
+                :class:`dpcore.utils.batch_memory_manager.BatchMemoryManager`.
             **options: Further arguments of the optimiser's class for ``clipping``.
 
         Returns:
@@ -194,7 +196,8 @@ class PrivacyEngine:
         self._attach_accounting(private, data_loader, settings, rate)
         self._made += 1
         if max_physical_batch_size is not None:
-            data_loader = PiecewiseLoader(data_loader, max_physical_batch_size, private)  # type: ignore[assignment]
+            pieces = PiecewiseLoader(data_loader, max_physical_batch_size, private, counts_batches=True)
+            data_loader = pieces  # type: ignore[assignment]
         if grad_sample_mode != "ghost":
             return recorded, private, data_loader
         criterion = nn.CrossEntropyLoss(reduction=loss_reduction) if criterion is None else criterion

@@ -121,14 +121,17 @@ def _block(length: int) -> int:
     return divisor if divisor >= SHORTEST_BLOCK or divisor == length else 0
 
 
-def gram(rows: Tensor) -> Tensor:
-    """Products [B, T, T] of the rows [B, T, n] of each example, by blocks of :data:`GRAM_BLOCK` elements: the error of
-    an entry is at most γ |x_t||x_s| at :func:`gram_roundings` (n).
+def gram(rows: Tensor, others: Tensor | None = None) -> Tensor:
+    """Products [B, T, S] of the rows [B, T, n] of each example with ``others`` [B, S, n], or with each other.
+
+    By blocks of :data:`GRAM_BLOCK` elements: the error of an entry is at most γ |x_t||x_s| at :func:`gram_roundings`
+    (n).
     """
     blocks = rows.split(GRAM_BLOCK, -1)
-    total = torch.bmm(blocks[0], blocks[0].transpose(1, 2))
-    for block in blocks[1:]:
-        total.baddbmm_(block, block.transpose(1, 2))
+    columns = [block.transpose(1, 2) for block in (blocks if others is None else others.split(GRAM_BLOCK, -1))]
+    total = torch.bmm(blocks[0], columns[0])
+    for block, of_others in zip(blocks[1:], columns[1:], strict=True):
+        total.baddbmm_(block, of_others)
     return total
 
 

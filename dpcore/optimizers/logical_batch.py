@@ -19,7 +19,8 @@ class LogicalBatch:
 
     :meth:`hand_out` and ``goes_on`` announce the next piece; they say whether it is its batch's last. :meth:`begin` and
     :meth:`add_piece` stand around the addition of that piece. :meth:`stepping` is open while the sum's update is made.
-    :meth:`end` follows a step. :meth:`discard` forgets everything, after an error or where a loop was left.
+    :meth:`end` follows a step. :meth:`leave` says that a loop has ended. :meth:`discard` forgets everything, after an
+    error or before another loop.
 
     Without pieces, every backward pass is a batch of its own, and a step may add up several (``batches``).
     """
@@ -39,6 +40,7 @@ class LogicalBatch:
         """Number of batches in the sum."""
         self.unfinished = False
         """True while the sum holds pieces of a batch that goes on."""
+        self._left = False  # whether no more of its pieces can come
         self._rows = 0  # of its pieces so far
         self._bounds: tuple[float, ...] | None = None  # at which the sum was clipped
         self._noise_multiplier: float | None = None  # in force at its first piece
@@ -53,7 +55,24 @@ class LogicalBatch:
         if self._waiting and (self.goes_on or goes_on):
             self._overtaken = True
         self._waiting = rows
+        self._left = False
         self.goes_on = goes_on
+
+    @property
+    def schedules_wait(self) -> bool:
+        """Whether a schedule that is stepped now stays where it is, since it is stepped at the batch's last piece too.
+
+        Not where the loop over the pieces was left within the batch, which never ends then: whoever steps a schedule
+        after that loop counts rounds.
+        """
+        return self.unfinished and not self._left
+
+    def leave(self) -> None:
+        """Note that the loop over pieces has ended, and that a batch that it left within goes on no more.
+
+        The sum stays: the batch can still not be released, and the next loop forgets it.
+        """
+        self._left = self.unfinished
 
     def begin(self, noise_multiplier: float) -> None:
         """Prepare the sum for a piece.

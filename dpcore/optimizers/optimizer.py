@@ -22,6 +22,7 @@ from dpcore.microbatch.accumulator import Accumulator, Factors
 from dpcore.microbatch.planner import MicroBatches, choose, micro_batches, trains_all
 from dpcore.noise import GaussianNoise, SecureNoise
 from dpcore.optimizers.logical_batch import LogicalBatch
+from dpcore.optimizers.schedules import follow, watch_torch
 from dpcore.optimizers.wrapper import OptimizerWrapper
 from dpcore.rerun.heap import give_back
 
@@ -114,6 +115,7 @@ class DPOptimizer(OptimizerWrapper):
         self.logical_batch = LogicalBatch(self.accumulator)
         _claim(module, self)
         self._guard_inner()
+        follow(self, self.logical_batch)
         for param in self.accumulator.parameters.values():
             param.summed_grad = None  # type: ignore[attr-defined]
         # What must not differ when a checkpoint is resumed; schedules move the attributes, not these.
@@ -233,7 +235,10 @@ class DPOptimizer(OptimizerWrapper):
 
     @property
     def batch_goes_on(self) -> bool:
-        """True after the ``step()`` of a piece whose batch goes on: nothing was updated, and a schedule has to wait."""
+        """True after the ``step()`` of a piece whose batch goes on: nothing was updated.
+
+        Schedules of torch's and dpcore's classes wait by themselves; what else counts updates has to look here.
+        """
         return self.logical_batch.unfinished
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
@@ -242,6 +247,7 @@ class DPOptimizer(OptimizerWrapper):
         Args:
             do_skip: False takes it back.
         """
+        watch_torch()
         self.logical_batch.goes_on = do_skip
 
     def hand_out(self, rows: int, goes_on: bool) -> None:
@@ -253,6 +259,7 @@ class DPOptimizer(OptimizerWrapper):
             rows: How many examples it has.
             goes_on: Whether it is not its batch's last.
         """
+        watch_torch()
         self.logical_batch.hand_out(rows, goes_on)
 
     def attach_step_hook(self, fn: StepHook) -> None:

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from dpcore.numerics.rounding import SquaredNorm, gram, gram_roundings, squares, trusted, unit
-from dpcore.rules.linear import flops_per_kept_float, gram_norm_sq, wide
+from dpcore.numerics.rounding import SquaredNorm, gram_roundings, squares, trusted, unit
+from dpcore.rules.gram import norm_of, products_of_grams
+from dpcore.rules.linear import flops_per_kept_float, wide
 from dpcore.tape.tape import Tape
 from dpcore.tape.uses import Saved, Use, handles
 
@@ -44,11 +45,11 @@ class BilinearUse(Use):
             error = (1.0 + error_a) * (1.0 + error_b) * (1.0 + error_c) - 1.0
             norm_sq = trusted(a * b * c, _largest_but_one(a, b, c), max(t.shape[2] for t in parts))
             return SquaredNorm(norm_sq, error + 3.0 * unit(a.dtype))
-        gram1, gram2, gram_g = map(gram, parts)
         roundings = sum(gram_roundings(t.shape[-1]) for t in parts) + 1
-        norms = gram_norm_sq(gram1 * gram2, gram_g, roundings)
-        a, b, c = (products.diagonal(dim1=1, dim2=2).sum(1) for products in (gram1, gram2, gram_g))
-        return norms._replace(value=trusted(norms.value, _largest_but_one(a, b, c), roundings * gram_g.shape[1] ** 2))
+        norm_sq, rows = products_of_grams(parts)
+        norms = norm_of(norm_sq, rows, roundings)
+        a, b, c = (of_part.sum(1) for of_part in rows)
+        return norms._replace(value=trusted(norms.value, _largest_but_one(a, b, c), roundings * rows[0].shape[1] ** 2))
 
     def grad_sample(self, param: Parameter) -> Tensor:
         x1, x2, g = self._parts()

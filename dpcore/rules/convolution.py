@@ -20,8 +20,9 @@ from dpcore.gpu.windows import Windows
 from dpcore.native.parts import Part
 from dpcore.numerics.precision import convolutions_are_lowered
 from dpcore.numerics.rounding import SquaredNorm, gram, gram_roundings, squares
+from dpcore.rules.gram import examples_at_once, gram_norm_sq, matrices_norm_sq
 from dpcore.rules.limits import Limits
-from dpcore.rules.linear import contraction_norm_sq, flops_per_kept_float, gram_norm_sq, wide
+from dpcore.rules.linear import contraction_norm_sq, flops_per_kept_float, wide
 from dpcore.rules.products import products
 from dpcore.tape.tape import Tape
 from dpcore.tape.uses import Saved, Use, handles
@@ -124,16 +125,35 @@ class ConvolutionUse(Use):
         if by_windows < by_pixels:
             return contraction_norm_sq(self._gradient().flatten(2).transpose(1, 2), self._seen())
         if groups == 1:
-            gram_g = gram(self._gradient().flatten(2).transpose(1, 2))
-            # A product of windows is one of pixels, added up over the offsets of one dimension after the other.
-            roundings = gram_roundings(self._x.tensor.shape[1]) + sum(self.weight.shape[2:])
-            return gram_norm_sq(self._window_gram(), gram_g, roundings + gram_roundings(len(self.weight)))
+            return self._norm_by_pixels()
         u = self._unfolded().flatten(0, 1)
         g = self._gradient().reshape(len(u), -1, u.shape[-1])
         roundings = gram_roundings(u.shape[1]) + gram_roundings(g.shape[1]) + groups
-        norms = gram_norm_sq(gram(u.transpose(1, 2)), gram(g.transpose(1, 2)), roundings)
+        norms = gram_norm_sq((u.transpose(1, 2), g.transpose(1, 2)), roundings)
         assert norms.scale is not None
         return SquaredNorm(norms.value.view(-1, groups).sum(1), norms.error, norms.scale.view(-1, groups).sum(1))
+
+    def _norm_by_pixels(self) -> SquaredNorm:
+        """Without groups, by products of pixels and of output gradients, of some examples after the others."""
+        x, padding = self._x.get(self.name), self.geometry[1]
+        pixels = math.prod(size + 2 * pad for size, pad in zip(x.shape[2:], padding, strict=True))
+        at_once = max(1, examples_at_once(pixels**2, wide(x[:0])))
+        if at_once < len(x):
+            norms = [self._some(slice(k, k + at_once))._norm_by_pixels() for k in range(0, len(x), at_once)]
+            values, errors, scales, _ = zip(*norms, strict=True)
+            return SquaredNorm(torch.cat(values), errors[0], torch.cat(scales))
+        gram_g = gram(self._gradient().flatten(2).transpose(1, 2))
+        # A product of windows is one of pixels, added up over the offsets of one dimension after the other.
+        roundings = gram_roundings(x.shape[1]) + sum(self.weight.shape[2:])
+        return matrices_norm_sq(self._window_gram(), gram_g, roundings + gram_roundings(len(self.weight)))
+
+    def _some(self, rows: slice) -> ConvolutionUse:
+        """This use by some of its examples."""
+        assert self.grad is not None
+        x = self._x.get(self.name)[rows]
+        some = ConvolutionUse(self.name, x, self.weight, self.params, *self.geometry, self.channels_last)
+        some.grad = self.grad[rows]
+        return some
 
     def _seen(self) -> Tensor:
         """[B, T, c * kernel]: for every output position the inputs that it saw, without groups, in memory's order."""
@@ -210,11 +230,7 @@ class ConvolutionUse(Use):
         return not self._is_bias(param) and param.numel() >= fewest
 
     def example(self, param: Parameter, i: int) -> Tensor:
-        assert self.grad is not None
-        x = self._x.get(self.name)[i : i + 1]
-        one = ConvolutionUse(self.name, x, self.weight, self.params, *self.geometry, self.channels_last)
-        one.grad = self.grad[i : i + 1]
-        return one.grad_sample(param)[0]
+        return self._some(slice(i, i + 1)).grad_sample(param)[0]
 
     def flops(self) -> float:
         assert self.grad is not None

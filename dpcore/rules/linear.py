@@ -19,8 +19,9 @@ from dpcore import gpu, native
 from dpcore.gpu import tuned
 from dpcore.native.parts import Part
 from dpcore.native.products import Product
-from dpcore.numerics.rounding import SquaredNorm, gamma, gram, gram_roundings, squares, trusted, written_error
+from dpcore.numerics.rounding import SquaredNorm, gram_roundings, squares, trusted, written_error
 from dpcore.rules import bfloat16
+from dpcore.rules.gram import bounded, gram_norm_sq
 from dpcore.rules.limits import Limits
 from dpcore.rules.products import linear, prefers_onednn, product, products
 from dpcore.tape.tape import HALF, IN_ROWS, Tape, batch_first
@@ -45,41 +46,13 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in HALF else tensor
 
 
-def gram_norm_sq(gram_x: Tensor, gram_g: Tensor, roundings: int) -> SquaredNorm:
-    """|GᵀX|² = Σ_ts (XXᵀ)_ts (GGᵀ)_ts for Gram matrices [B, T, T], whose terms may cancel; ``scale``:
-    S = (Σ_t |x_t||g_t|)². ``roundings``: the sum of those that an entry of either matrix has been through.
-
-    An entry of XXᵀ is off by at most γ |x_t||x_s|, one of GGᵀ likewise. The absolute terms of the sum add up to S at
-    most, so that the sum is off by at most γ_n S, n = ``roundings`` + 1 (the sum itself is float64's). The product
-    (F G)ᵀ X that is released at factors F is a sum over T positions, off by at most γ_{T + 1} f √S; its square then
-    exceeds f² |GᵀX|² by at most f² γ_{2T + 2} S. Together: n + 2T + 3, and S is itself computed (once more γ).
-    """
-    norm_sq = (gram_x * gram_g).sum((-2, -1), dtype=torch.float64)
-    squares_x, squares_g = gram_x.diagonal(dim1=-2, dim2=-1), gram_g.diagonal(dim1=-2, dim2=-1)
-    scale = (squares_x * squares_g).clamp(min=0).sqrt().sum(-1).square()
-    largest = torch.maximum(squares_x, squares_g).sum(-1)
-    return _bounded(norm_sq, scale, largest, gram_x.shape[-1], roundings, roundings, gram_x.dtype)
-
-
-def _bounded(
-    norm_sq: Tensor, scale: Tensor, largest: Tensor, steps: int, roundings: int, terms: int, dtype: torch.dtype
-) -> SquaredNorm:
-    """Return ``norm_sq`` with the bounds of :func:`gram_norm_sq`.
-
-    ``steps``: vectors; ``largest``: no square above; ``terms``: products in a pair of entries.
-    """
-    norm_sq = trusted(norm_sq, largest, terms * steps**2)
-    computed = 1.0 + gamma(roundings + 2 * steps + 8, dtype)
-    return SquaredNorm(norm_sq, gamma(roundings + 2 * steps + 4, dtype) * computed, scale)
-
-
 def contraction_norm_sq(g: Tensor, x: Tensor) -> SquaredNorm:
     """|GᵀX|² for G [B, T, d] and X [B, T, p], without forming the product."""
     lengths = x.shape[-1], g.shape[-1]
     if native.serves(g, x):
         roundings = sum(map(native.gram_roundings, lengths))
-        return _bounded(*native.contraction_norms(g, x), x.shape[1], roundings, sum(lengths), x.dtype)
-    return gram_norm_sq(gram(x), gram(g), sum(map(gram_roundings, lengths)))
+        return bounded(*native.contraction_norms(g, x), x.shape[1], roundings, sum(lengths), x.dtype)
+    return gram_norm_sq((x, g), sum(map(gram_roundings, lengths)))
 
 
 def add_contraction(g: Tensor, x: Tensor, factors: Tensor, out: Tensor) -> None:

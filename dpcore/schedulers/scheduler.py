@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from dpcore.optimizers.schedules import have_to_wait
+
 
 class Scheduler:
     """Sets ``optimizer.<attribute>`` to :meth:`value` at epoch 0 and after each :meth:`step`.
+
+    A step within a batch that is handed out in pieces does nothing: a loop may call it in every iteration.
 
     Schedules must not depend on the data. ``last_epoch``: -1 to start; the number of the last epoch to go on from an
     optimiser whose attribute is what it was then.
@@ -25,7 +29,7 @@ class Scheduler:
         self.initial = getattr(optimizer, self.attribute)
         if last_epoch >= 0:
             self.initial = scaled(self.initial, 1.0 / self.past_factor(last_epoch))
-        self.step()
+        self._move_on()
 
     def factor(self, epoch: int) -> float:
         """Return what multiplies the initial value at ``epoch``."""
@@ -43,7 +47,11 @@ class Scheduler:
         return scaled(self.initial, factor)
 
     def step(self) -> None:
-        """Moves on by one, usually an epoch."""
+        """Move on by one, usually an epoch; not after a piece whose batch goes on (``optimizer.batch_goes_on``)."""
+        if not have_to_wait(self.optimizer):
+            self._move_on()
+
+    def _move_on(self) -> None:
         self.last_epoch += 1
         self.apply()
 

@@ -30,7 +30,10 @@ class PiecewiseLoader:
 
     ``max_physical_batch_size`` "auto": pieces of the size at which a step takes the least time and memory, planned by
     what the first ones leave behind. ``in_step``: all ranks get equally many pieces, empty ones where they have fewer
-    examples, for loops in which every pass may exchange something.
+    examples, for loops in which every pass may exchange something. ``counts_batches``: the length is the number of
+    batches, as with "auto", and not that of the pieces to expect.
+
+    Schedules of torch's and dpcore's classes may be stepped for every piece: they move at a batch's last one.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class PiecewiseLoader:
         max_physical_batch_size: int | str,
         optimizer: DPOptimizer,
         in_step: bool = False,
+        counts_batches: bool = False,
     ) -> None:
         self.loader = loader
         self.size = max_physical_batch_size
@@ -46,14 +50,19 @@ class PiecewiseLoader:
         ranks = optimizer.ranks
         # Every pass of a sharded module gathers parameters from all ranks.
         self._in_step = ranks if ranks is not None and (in_step or ranks.sharded) else None
+        self._counts_batches = counts_batches or max_physical_batch_size == AUTO
         self._plans: dict[Any, MicroBatches] = {}
         optimizer.plans_pieces = max_physical_batch_size == AUTO
 
     def __iter__(self) -> Iterator[Any]:
         # A loop that was left within a batch must not add its pieces to another batch's.
         self.optimizer.discard()
-        for batch in self.loader:
-            yield from self.pieces_of(batch)
+        try:
+            for batch in self.loader:
+                yield from self.pieces_of(batch)
+        finally:
+            # Reached as soon as a loop lets go of the iterator, by a break or an error too.
+            self.optimizer.logical_batch.leave()
 
     def pieces_of(self, batch: Any) -> Iterator[Any]:
         """Hand out one batch; ``step()`` has to be called for every piece before the next one is fetched."""
@@ -82,13 +91,14 @@ class PiecewiseLoader:
         return pieces if self._in_step is None else self._in_step.largest(pieces)
 
     def _check_settings(self, before: Any) -> None:
-        """UnsupportedError where a schedule counts pieces: it would run ahead, by a number that nobody has chosen."""
+        """UnsupportedError where something that cannot be told to wait counts pieces: it would run ahead."""
         if _settings(self.optimizer) != before:
             raise UnsupportedError(
                 "The optimizer's settings (its learning rate, say) were changed within a batch, which "
-                "max_physical_batch_size hands out in pieces: a schedule that is stepped for every piece runs ahead, "
-                "and tells how many pieces there were, which depends on the private length of the batch. Step it once "
-                "per batch: if not optimizer.batch_goes_on: scheduler.step()."
+                "max_physical_batch_size hands out in pieces: what changes them for every piece runs ahead, and tells "
+                "how many pieces there were, which depends on the private length of the batch. Schedules of torch's "
+                "classes wait by themselves if they are stepped after optimizer.step(); change anything else once per "
+                "batch: if not optimizer.batch_goes_on: scheduler.step()."
             )
 
     def _pieces(self, batch: Any, size: int) -> Iterator[Any]:
@@ -106,9 +116,9 @@ class PiecewiseLoader:
     def __len__(self) -> int:
         """The number of pieces to expect, for progress bars; the batches' lengths are random.
 
-        With "auto" the number of batches: how often a schedule is stepped.
+        For :meth:`PrivacyEngine.make_private`, and with "auto", the number of batches: how often a schedule moves.
         """
-        if isinstance(self.size, str):
+        if self._counts_batches or isinstance(self.size, str):
             return len(self.loader)
         whole = self.loader.batch_size
         if isinstance(self.loader, DPDataLoader):
@@ -131,8 +141,8 @@ class BatchMemoryManager:
     Args:
         data_loader: The loader that make_private returned.
         max_physical_batch_size: The most examples of a piece, at least 1; or "auto", which plans the pieces by time
-            and memory. A schedule of the learning rate is then stepped once per batch (``optimizer.batch_goes_on`` is
-            False), and is refused where it is stepped for every piece.
+            and memory. Schedules of torch's and dpcore's classes move once per batch, at its last piece; what else
+            changes a setting within a batch is refused.
         optimizer: The optimizer that make_private returned.
 
     Raises:

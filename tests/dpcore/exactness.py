@@ -51,6 +51,7 @@ WATCHED = (
     "dpcore.rules.embedding.EmbeddingUse.add_example",
     "dpcore.rules.products._onednn",
     "dpcore.rules.convolution.gram_norm_sq",
+    "dpcore.rules.convolution.matrices_norm_sq",
     "dpcore.rules.convolution.ConvolutionUse._unfolded",
     "dpcore.rules.convolution.ConvolutionUse._seen",
     "dpcore.rules.convolution.ConvolutionUse._window_gram",
@@ -348,7 +349,7 @@ KEEP, GHOST, TURN = "keep", "ghost", "turn"
 LAYER = {"weight": GHOST, "bias": KEEP}
 KEPT_LAYER = {"weight": KEEP, "bias": KEEP}
 UNFOLD = "ConvolutionUse._unfolded"
-GRAM = ("convolution.gram_norm_sq", "ConvolutionUse._window_gram")
+GRAM = ("convolution.matrices_norm_sq", "ConvolutionUse._window_gram")
 SEEN = ("linear.gram_norm_sq", "ConvolutionUse._seen")
 POOLED = ("TokenCounts.add_rows", "embedding._pool")
 

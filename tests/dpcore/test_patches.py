@@ -36,6 +36,9 @@ OWNERS = (
     torch.func,
     torch.optim.Optimizer,
     torch.optim.SGD,
+    torch.optim.lr_scheduler,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.optim.lr_scheduler.CosineAnnealingWarmRestarts,
     torch.random,
 )
 
@@ -129,6 +132,16 @@ def test_everything_is_put_back_after_steps(wrap):
     assert _of(model) == made
     private.cleanup()
     assert _of(model) == bare
+
+
+def test_pieces_change_how_schedules_are_looked_up_and_nothing_else():
+    before = _globals()
+    model, optimizer, loader = _private(Scaled(), max_physical_batch_size=2)[:3]
+    _train(model, optimizer, loader)
+    changed = [key for key, value in _globals().items() if before.get(key) is not value and key[1][:2] == "__"]
+    # Nothing where an earlier test has handed out pieces.
+    assert set(changed) <= {(str(torch.optim.lr_scheduler.LRScheduler), "__getattribute__")}
+    _same(before)
 
 
 def test_everything_is_put_back_after_an_engines_steps():

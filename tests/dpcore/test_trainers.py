@@ -428,6 +428,21 @@ def test_an_accelerators_loop_without_noise_ends_where_its_own_does():
     assert difference(start, model, reference) < 1e-12
 
 
+def test_a_schedule_that_an_accelerator_does_not_know_moves_once_a_batch():
+    """It is stepped for every piece, with nothing of accelerate's between it and the loop."""
+    pytest.importorskip("accelerate")
+    accelerator, _, model, optimizer, loader = private_run()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    pieces = 0
+    for x, y in loader:
+        accelerator.backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        pieces += 1
+    assert schedule.last_epoch == STEPS < pieces
+
+
 def test_a_private_loop_of_an_accelerator_spends_its_budget_and_no_more():
     accelerate = pytest.importorskip("accelerate")
     from dpcore.accelerate import prepare

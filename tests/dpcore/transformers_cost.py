@@ -592,7 +592,7 @@ backward 108), *engine* 259: forward 86, backward without weight gradients 76, n
 clipped sums 51 (in the kernel 48, as fast as MKL's product), noise 8. In the forward pass the tape takes 20 ms.
 
 *two-lines* holds a whole batch and a scaled copy of every output's gradient; *auto* does not, and is not the default,
-because a loop that steps a schedule or counts per iteration would count pieces. `mnist` at 256 is a step of 40 MB, in
+because whatever a loop counts per iteration would be pieces. `mnist` at 256 is a step of 40 MB, in
 which the experiments and the buffers show.
 
 What to compare: the language models' runs are those with the kernel of the cross-entropy (16,000 classes), which
