@@ -109,7 +109,7 @@ class ContractionUse(Use):
         return self._positions(self._inputs[param].get(self.name))
 
     def _in_order(self, g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return output gradients and inputs so that the product of the one, turned, with the other is like a weight."""
+        """Return both so that the product of the first one, turned, with the second one is as the weight is."""
         return (x, g) if self.turned else (g, x)
 
     def _g(self) -> Tensor:
@@ -133,8 +133,8 @@ class ContractionUse(Use):
         return bfloat16.takes(g, saved.tensor)
 
     def _for_gpu(self, param: Parameter) -> tuple[Tensor, Tensor] | None:
-        """Output gradients [B, T, d] and inputs [B, T, p] in their own precision and in :meth:`_in_order`, where kernels
-        for GPUs take them.
+        """Output gradients [B, T, d] and inputs [B, T, p] in their own precision, where kernels for GPUs take them; in
+        the order of :meth:`_in_order`.
         """
         if param not in self._inputs or self.grad is None or self.grad.dim() == 2 or not gpu.available():
             return None
@@ -335,7 +335,7 @@ def _recorded(
     biases: tuple[Parameter, ...],
     turned: bool,
 ) -> Tensor:
-    """x times ``weight`` [d, p], or [p, d] if it is ``turned``, with what of it and of the bias is trained."""
+    """X times ``weight`` [d, p], or [p, d] if it is ``turned``, with what of it and of the bias is trained."""
     params = (*weights, *biases)
     batch_dim = tape.require_batch(x, params)
     matrix = tape.constant(weight)

@@ -488,8 +488,29 @@ class Positions(Net):
         return self.last(hidden.mean(1))
 
 
+class TurnedBlock(nn.Module):
+    """A residual block whose weights are multiplied from the left, as those of transformers' GPT-2 are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.bias = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH) / 4), nn.Parameter(torch.randn(2 * WIDTH))
+        self.down = nn.Parameter(torch.randn(2 * WIDTH, WIDTH) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.addmm(self.bias, x.reshape(-1, WIDTH), self.up).view(*x.shape[:-1], -1)
+        return x + hidden.tanh() @ self.down
+
+
+class TurnedNet(Net):
+    """A net of such blocks."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.blocks = nn.ModuleList(TurnedBlock() for _ in range(BLOCKS))
+
+
 @WAY
-@pytest.mark.parametrize("kind", [Passes, Positions])
+@pytest.mark.parametrize("kind", [Passes, Positions, TurnedNet])
 def test_models_that_let_go(way, kind, runs):
     torch.manual_seed(0)
     model, (x, y) = kind("not").double(), data(length=SHORT)
