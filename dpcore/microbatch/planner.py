@@ -122,7 +122,7 @@ class MicroBatches:
     def size(self, batch_size: int) -> int:
         """The largest piece of a batch of ``batch_size`` examples."""
         size = self._by_memory(batch_size)
-        if not self.started:
+        if not self.started or batch_size >= HALVES_FROM:  # from there on it is memory that counts
             return size
         pieces = 1 + int(batch_size / self.started)
         return max(size, min(-(-batch_size // pieces), self.bearable))

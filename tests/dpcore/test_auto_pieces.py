@@ -89,6 +89,7 @@ def test_pieces_are_one_batch_and_one_step() -> None:
         (MicroBatches(16, 16, whole=13, started=17.0, bearable=40), 40, 14),
         (MicroBatches(6, 6, whole=2, started=17.0, bearable=40), 64, 16),
         (MicroBatches(6, 6, whole=2, started=100.0, bearable=40), 64, 40),
+        (MicroBatches(6, 6, whole=2, started=100.0, bearable=40), 300, 6),
     ],
 )
 def test_pieces_of_small_batches_outweigh_the_passes_over_sums(plan: MicroBatches, batch: int, size: int) -> None:
