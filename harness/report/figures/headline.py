@@ -32,7 +32,7 @@ LONGEST_BAR = 5.0
 """Ratio from which on a bar is cut and ends in an arrow: one slow framework must not squeeze all others."""
 LABEL = 22
 """Letters of a name in one line."""
-HEADING = 26
+HEADING = 22
 """Letters of a panel's title in one line."""
 
 
