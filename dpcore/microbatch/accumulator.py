@@ -213,6 +213,7 @@ class Accumulator:
         """One flat buffer for all sums, so that noise and scaling are one pass each."""
         params = list(self.parameters.values())
         self._kinds = {(p.dtype, p.device) for p in params}
+        self._strides = [p.stride() for p in params]
         dtypes = {torch.promote_types(p.dtype, torch.float32) for p in params}
         devices = {p.device for p in params}
         if any(dtype.is_complex for dtype in dtypes):
@@ -290,9 +291,14 @@ class Accumulator:
             sums[p] = permuted.permute([order.index(d) for d in range(p.dim())])
         return segments, sums
 
+    @property
+    def lies_otherwise(self) -> bool:
+        """Whether a parameter has another order in memory than its sum, which rules write in memory's order."""
+        return self._strides != [p.stride() for p in self.parameters.values()]
+
     def follow(self) -> None:
-        """Empty sums where the parameters are now, if ``module.to(...)`` has moved them."""
-        if self._kinds != {(p.dtype, p.device) for p in self.names}:
+        """Empty sums where the parameters are now, if ``module.to(...)`` has moved them or turned them in memory."""
+        if self._kinds != {(p.dtype, p.device) for p in self.names} or self.lies_otherwise:
             self._allocate()
 
     @_without_autocast
