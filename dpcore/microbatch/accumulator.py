@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -323,7 +323,8 @@ class Accumulator:
         good = (~doubtful).nonzero().squeeze(1)
         if len(good):
             part_mask = None if mask is None else mask[good]
-            part = self._choose([use.rows(good, self.dtype) for use in uses])
+            # Measured and added as a whole: uses of fewer rows may be of another kind, which would take turns.
+            part = self._choose([use.rows(good, self.dtype) for use in uses], turns=False)
             measured = self._measure(part, len(good))
             norms[:, good] = measured.norms
             factors[:, good] = self._factors(measured, part_mask)
@@ -378,8 +379,10 @@ class Accumulator:
         good = (~doubtful).nonzero().squeeze(1)
         if len(good):
             # Not at a factor of zero beside the good ones: zero times infinity is none.
-            wanted = {choice.param for choice in others}
-            part = [c for c in self._choose([use.rows(good, self.dtype) for use in uses]) if c.param in wanted]
+            methods = {choice.param: choice.method for choice in others}
+            chosen = self._choose([use.rows(good, self.dtype) for use in uses])
+            # By the methods by which they were measured: uses of fewer rows may be of another kind.
+            part = [replace(c, method=methods[c.param]) for c in chosen if c.param in methods]
             self._add(part, [kept.of(good) for kept in measured.kept], factors[:, good], scale)
         self._add_doubtful(uses, doubtful, mask, scale, norms, factors)
         return norms, factors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -163,6 +164,14 @@ def test_sums_follow_parameters_that_are_turned_in_memory() -> None:
         odd_loss(private(x), y).mean().backward()
         optimizer.step()
         assert relative_error({n: p.grad for n, p in model.named_parameters()}, truth) < 2e-5
+    optimizer.signal_skip_step()
+    for memory_format in (torch.channels_last, torch.contiguous_format):
+        model.to(memory_format=memory_format)
+        optimizer.zero_grad()
+        odd_loss(private(x), y).mean().backward()
+        refused = memory_format is torch.contiguous_format
+        with pytest.raises(UnsupportedError, match="between the pieces") if refused else nullcontext():
+            optimizer.step()
 
 
 def test_an_engine_refuses_parameters_that_were_turned_in_memory() -> None:
