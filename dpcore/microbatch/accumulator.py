@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -213,6 +213,7 @@ class Accumulator:
         """One flat buffer for all sums, so that noise and scaling are one pass each."""
         params = list(self.parameters.values())
         self._kinds = {(p.dtype, p.device) for p in params}
+        self._strides = [p.stride() for p in params]
         dtypes = {torch.promote_types(p.dtype, torch.float32) for p in params}
         devices = {p.device for p in params}
         if any(dtype.is_complex for dtype in dtypes):
@@ -290,9 +291,14 @@ class Accumulator:
             sums[p] = permuted.permute([order.index(d) for d in range(p.dim())])
         return segments, sums
 
+    @property
+    def lies_otherwise(self) -> bool:
+        """Whether a parameter has another order in memory than its sum, which rules write in memory's order."""
+        return self._strides != [p.stride() for p in self.parameters.values()]
+
     def follow(self) -> None:
-        """Empty sums where the parameters are now, if ``module.to(...)`` has moved them."""
-        if self._kinds != {(p.dtype, p.device) for p in self.names}:
+        """Empty sums where the parameters are now, if ``module.to(...)`` has moved them or turned them in memory."""
+        if self._kinds != {(p.dtype, p.device) for p in self.names} or self.lies_otherwise:
             self._allocate()
 
     @_without_autocast
@@ -317,7 +323,8 @@ class Accumulator:
         good = (~doubtful).nonzero().squeeze(1)
         if len(good):
             part_mask = None if mask is None else mask[good]
-            part = self._choose([use.rows(good, self.dtype) for use in uses])
+            # Measured and added as a whole: uses of fewer rows may be of another kind, which would take turns.
+            part = self._choose([use.rows(good, self.dtype) for use in uses], turns=False)
             measured = self._measure(part, len(good))
             norms[:, good] = measured.norms
             factors[:, good] = self._factors(measured, part_mask)
@@ -372,8 +379,10 @@ class Accumulator:
         good = (~doubtful).nonzero().squeeze(1)
         if len(good):
             # Not at a factor of zero beside the good ones: zero times infinity is none.
-            wanted = {choice.param for choice in others}
-            part = [c for c in self._choose([use.rows(good, self.dtype) for use in uses]) if c.param in wanted]
+            methods = {choice.param: choice.method for choice in others}
+            chosen = self._choose([use.rows(good, self.dtype) for use in uses])
+            # By the methods by which they were measured: uses of fewer rows may be of another kind.
+            part = [replace(c, method=methods[c.param]) for c in chosen if c.param in methods]
             self._add(part, [kept.of(good) for kept in measured.kept], factors[:, good], scale)
         self._add_doubtful(uses, doubtful, mask, scale, norms, factors)
         return norms, factors

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from dpcore.errors import PrivacyError
+from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.loading.ledger import Ledger
 from dpcore.microbatch.accumulator import Accumulator
 
@@ -79,11 +79,18 @@ class LogicalBatch:
 
         Raises:
             PrivacyError: bounds or noise are not those of the batch's earlier pieces.
+            UnsupportedError: a parameter was turned in memory since those were added.
         """
         self.check_bounds()
         self._check_noise(noise_multiplier)
         if not self.batches and not self.unfinished:
             self.accumulator.follow()
+        elif self.accumulator.lies_otherwise:
+            raise UnsupportedError(
+                "A parameter's order in memory was changed between the pieces of a batch "
+                "(model.to(memory_format=torch.channels_last) does so), and their sum has the former one; change it "
+                "between optimizer steps."
+            )
 
     def check_bounds(self) -> None:
         """Refuse bounds other than those by which the sum was clipped: the noise is that of the bounds in force."""

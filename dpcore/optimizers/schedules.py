@@ -29,10 +29,24 @@ def follow(optimizer: Optimizer, batch: LogicalBatch) -> None:
         optimizer: The private optimiser. Schedules may have been built on the original one before it was made private.
         batch: Says when they have to wait.
     """
-    found: Any = optimizer
-    while isinstance(found, Optimizer):  # torch builds schedules on nothing else
+    waiting: list[Any] = [optimizer]
+    followed: set[int] = set()
+    while waiting:
+        found = waiting.pop()
+        if not isinstance(found, Optimizer) or id(found) in followed:  # torch builds schedules on nothing else
+            continue
+        followed.add(id(found))
         _BATCHES[found] = weakref.ref(batch)
-        found = found.inner if isinstance(found, OptimizerWrapper) else None
+        if isinstance(found, OptimizerWrapper):
+            waiting.append(found.inner)
+        else:
+            # A wrapper of the user's (Lookahead, say) holds the one that updates the same parameters.
+            held = _parameters(found)
+            waiting.extend(v for v in vars(found).values() if isinstance(v, Optimizer) and held & _parameters(v))
+
+
+def _parameters(optimizer: Optimizer) -> set[int]:
+    return {id(param) for group in optimizer.param_groups for param in group["params"]}
 
 
 def have_to_wait(optimizer: Any) -> bool:
@@ -65,9 +79,7 @@ def _waiting(scheduler: LRScheduler, facts: dict[str, Any], step: Callable[..., 
 
     @functools.wraps(step)
     def wait_or_step(*args: Any, **kwargs: Any) -> Any:
-        # A schedule's first step is its constructor's, which sets the value to begin with.
-        begins = facts.get("_is_initial") or "_last_lr" not in facts
-        if begins or not have_to_wait(facts["optimizer"]):
+        if _begins(facts) or not have_to_wait(facts["optimizer"]):
             return step(*args, **kwargs)
         if any(value is not None for value in (*args, *kwargs.values())):
             raise UnsupportedError(
@@ -79,6 +91,16 @@ def _waiting(scheduler: LRScheduler, facts: dict[str, Any], step: Callable[..., 
         return None
 
     return wait_or_step
+
+
+def _begins(facts: dict[str, Any]) -> bool:
+    """Return whether this is a schedule's first step, its constructor's, which sets the value to begin with.
+
+    Not whether it has a last rate: a user's class whose ``step`` is all its own may never note one.
+    """
+    if hasattr(LRScheduler, "_is_initial"):
+        return bool(facts.get("_is_initial"))
+    return facts.get("_step_count") == 0  # older versions of torch
 
 
 def _batch_of(optimizer: Any) -> LogicalBatch | None:

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from dpcore import Engine
+from dpcore import Engine, reference
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.grad_sample import GradSampleModule
+from dpcore.microbatch import planner
 from dpcore.tape import segment
 from dpcore.tape.dropped_use import DroppedUse
 from dpcore.tape.uses import Saved
+from tests.dpcore.comparison import odd_loss, relative_error
 from tests.dpcore.private_setup import whole_batch
 from tests.dpcore.test_checkpointing import (
     BLOCKS,
@@ -650,3 +652,28 @@ def test_a_batch_that_is_dropped_leaves_nothing():
         optimizer.zero_grad()
     gc.collect()
     assert all(reference() is None for reference in found)
+
+
+class Pair(nn.Module):
+    """Two layers under checkpoint, behind one that is not and before a wide one."""
+
+    def __init__(self, out: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(30, 30), nn.Linear(30, out)
+        self.inner = nn.Sequential(nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 30))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.inner, self.first(x), use_reentrant=False)).mean(1)
+
+
+@pytest.mark.parametrize(("fewest", "out"), [(100, 2), (2000, 200)])
+def test_an_example_without_a_gradient_leaves_the_others_as_they_are(fewest, out, monkeypatch, runs):
+    """The others' uses come back whole, and are then of a kind that would be measured by other methods."""
+    monkeypatch.setattr(planner, "FEWEST_IN_TURN", fewest)
+    torch.manual_seed(0)
+    model, x, y = Pair(out), torch.randn(4, 40, 30), torch.arange(4) % 3
+    x[1, 0, 0] = torch.nan
+    true = reference.clipped_sum(copy.deepcopy(model), odd_loss, x, y, C).clipped
+    engine = Engine(model, odd_loss, max_grad_norm=C, check_isolation=False)
+    assert relative_error(engine.clipped_sum(x, y).sums, true) < 2e-5
+    assert runs and "inner.0.weight: ghost" in engine.explain()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import os
 import shutil
@@ -21,7 +22,7 @@ from torch import nn
 from torch.nn.grad import conv2d_weight
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpcore import Engine, GaussianNoise, native
+from dpcore import Engine, GaussianNoise, native, reference
 from dpcore.errors import UnsupportedError
 from dpcore.functional import clipped_sum
 from dpcore.native.library import kernels as loaded
@@ -790,6 +791,28 @@ def test_a_clipping_rule_that_changes_what_was_measured_is_refused():
     engine = Engine(model, odd_loss, max_grad_norm=0.5, factors=rule, check_isolation=False)
     with pytest.raises(UnsupportedError, match="changed in place"):
         engine.clipped_sum(x, y)
+
+
+class Negative(nn.Module):
+    """Its input is the negative of what its memory holds, which kernels do not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(30, 30), nn.Linear(30, 30)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(torch.complex(x, x).conj().imag))).mean(1)
+
+
+def test_an_example_without_a_gradient_leaves_the_others_where_kernels_then_take_them(monkeypatch):
+    """By itself neither weight is large enough for turns; both are, and copies of the other examples' inputs serve."""
+    monkeypatch.setattr("dpcore.microbatch.planner.FEWEST_IN_TURN", 1000)
+    torch.manual_seed(0)
+    model, x, y = Negative(), torch.randn(4, 40, 30), torch.arange(4) % 3
+    x[1, 0, 0] = torch.nan
+    true = reference.clipped_sum(copy.deepcopy(model), odd_loss, x, y, 0.5).clipped
+    sums = Engine(model, odd_loss, max_grad_norm=0.5, check_isolation=False).clipped_sum(x, y).sums
+    assert relative_error(sums, true) < 2e-5
 
 
 @pytest.mark.parametrize("factors", [lambda norms, bound: torch.ones(1), lambda norms, bound: torch.ones(7)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -12,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
-from dpcore import Engine, reference
+from dpcore import Engine, PrivacyEngine, reference
+from dpcore.errors import UnsupportedError
 from dpcore.microbatch import planner
 from dpcore.rules import convolution
 from tests.dpcore.comparison import odd_loss, relative_error
@@ -131,6 +134,52 @@ def test_convolutions_in_turn(groups: int, memory_format: torch.memory_format) -
     assert engine.explain().startswith("weight: turn")
     truth = reference.clipped_sum(copy.deepcopy(model), odd_loss, x, y, 0.5)
     assert relative_error(sums, truth.clipped) < 2e-5
+
+
+def convolutions() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 40, 3), nn.Tanh(), nn.Flatten(2), nn.Linear(16, 7))
+    x = torch.randn(4, 3, 6, 6).to(memory_format=torch.channels_last)
+    return model, x, torch.arange(4) % 3
+
+
+def test_sums_follow_parameters_that_are_turned_in_memory() -> None:
+    model, x, y = convolutions()
+    truth = reference.clipped_sum(copy.deepcopy(model), odd_loss, x, y, 1.0).clipped
+    private, optimizer, _ = PrivacyEngine(seed=1).make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=4),
+        noise_multiplier=0.0,
+        max_grad_norm=1.0,
+        sample_rate=0.5,
+        expected_batch_size=1,
+        check_batches=False,
+    )
+    for turn in (False, True):
+        if turn:
+            model.to(memory_format=torch.channels_last)
+            model[3].weight.data = model[3].weight.data.t().contiguous().t()
+        optimizer.zero_grad()
+        odd_loss(private(x), y).mean().backward()
+        optimizer.step()
+        assert relative_error({n: p.grad for n, p in model.named_parameters()}, truth) < 2e-5
+    optimizer.signal_skip_step()
+    for memory_format in (torch.channels_last, torch.contiguous_format):
+        model.to(memory_format=memory_format)
+        optimizer.zero_grad()
+        odd_loss(private(x), y).mean().backward()
+        refused = memory_format is torch.contiguous_format
+        with pytest.raises(UnsupportedError, match="between the pieces") if refused else nullcontext():
+            optimizer.step()
+
+
+def test_an_engine_refuses_parameters_that_were_turned_in_memory() -> None:
+    model, x, y = convolutions()
+    engine = Engine(model, odd_loss)
+    model.to(memory_format=torch.channels_last)
+    with pytest.raises(UnsupportedError, match="order in memory was changed"):
+        engine.clipped_sum(x, y)
 
 
 class Wide(nn.Module):

@@ -299,3 +299,55 @@ def test_nothing_is_put_into_a_schedule() -> None:
     resumed = Run(3, before=SCHEDULES["cosine"])
     resumed.schedule.load_state_dict(torch.load(file, weights_only=True))
     assert resumed.schedule.last_epoch == run.schedule.last_epoch > 0
+
+
+class AllOwn(lr_scheduler.LRScheduler):
+    """A user's class that shares nothing with torch's but the name."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.last_epoch = optimizer, 0
+
+    def step(self, epoch: int | None = None) -> None:
+        self.last_epoch += 1
+
+
+def test_a_class_that_notes_no_rate_waits_too() -> None:
+    run = Run(3, before=AllOwn)
+    assert len(list(run.iterate_and_step())) > BATCHES
+    assert run.schedule.last_epoch == BATCHES
+
+
+class Ahead(torch.optim.Optimizer):
+    """An optimizer of the user's around another one, of which it takes the parameters."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base, self.param_groups = base, base.param_groups
+        self.other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+
+
+def test_a_schedule_of_the_optimizer_in_the_users_own_waits() -> None:
+    torch.manual_seed(0)
+    model, data = nn.Linear(5, 3), TensorDataset(torch.randn(EXAMPLES, 5), torch.arange(EXAMPLES) % 3)
+    own = Ahead(torch.optim.SGD(model.parameters(), lr=0.1))
+    schedule, others = (lr_scheduler.StepLR(optimizer, 100) for optimizer in (own.base, own.other))
+    private, optimizer, loader = PrivacyEngine(seed=3).make_private(
+        module=model,
+        optimizer=own,
+        data_loader=DataLoader(data, batch_size=EXAMPLES // BATCHES),
+        noise_multiplier=0.5,
+        max_grad_norm=0.4,
+        max_physical_batch_size=3,
+    )
+    pieces = 0
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(private(x), y).backward()
+        optimizer.step()
+        schedule.step()
+        others.step()
+        pieces += 1
+    assert schedule.last_epoch == BATCHES < others.last_epoch == pieces
