@@ -67,7 +67,7 @@ def examples_at_once(numbers: int, like: Tensor) -> int:
 
 
 def _of_examples(parts: Sequence[Tensor], stripe: int) -> tuple[Tensor, list[Tensor]]:
-    """What :func:`products_of_grams` returns, by stripes of so many positions."""
+    """Return what :func:`products_of_grams` does, by stripes of so many positions."""
     steps = parts[0].shape[1]
     norm_sq: Tensor | None = None
     rows: list[list[Tensor]] = [[] for _ in parts]

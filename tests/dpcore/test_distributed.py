@@ -25,7 +25,7 @@ SHARDS_HERE = hasattr(torch.cpu.Stream, "record_event")
 """Whether this torch's fully_shard works on a CPU: that of torch 2.6 ends in an AttributeError as it first gathers."""
 CHECKS += ["sharded"] if SHARDS_HERE else []
 LAST = ["refusals", "absent"]
-"""Of two ranks only; afterwards the group is of no more use."""
+"""Ask two ranks only; afterwards the group is of no more use."""
 
 
 @pytest.fixture(
