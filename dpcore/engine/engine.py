@@ -15,7 +15,7 @@ from dpcore import native
 from dpcore.arguments import check_number
 from dpcore.clipping import clip_factors
 from dpcore.engine.uncompiled import refuse_compiled, uncompiled
-from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
+from dpcore.errors import PrivacyError, warn_caller
 from dpcore.example_isolation.check import IsolationCheck
 from dpcore.microbatch.accumulator import Accumulator, Factors
 from dpcore.microbatch.layout import Layout, copies, is_mask, probe_sizes
@@ -175,7 +175,7 @@ class Engine:
                 the next call.
 
         Raises:
-            UnsupportedError: a gradient cannot be told apart by example, or a parameter was turned in memory.
+            UnsupportedError: a gradient cannot be told apart by example.
             PrivacyError: model or loss mix examples, the loss is no [B], or the model was changed since the engine was
                 built.
             ValueError: the mask is not bool [B].
@@ -467,7 +467,7 @@ class Engine:
     # ---- checks and explanation
 
     def _check_model(self) -> None:
-        """Before every pass: the same parameters are trained, and nothing was compiled or exchanged since."""
+        """Before every batch: the same parameters are trained, and nothing was compiled or exchanged since."""
         self.accumulator.check_unchanged()
         check_hooks(self.parameters)
         if torch.is_inference_mode_enabled():
@@ -479,12 +479,8 @@ class Engine:
                 "A layer or a parameter of the model was added, removed or replaced by another object since the engine "
                 "was built (load_state_dict(assign=True) does so); build a new engine."
             )
-        if self.accumulator.lies_otherwise:
-            raise UnsupportedError(
-                "A parameter's order in memory was changed since the engine was built "
-                "(model.to(memory_format=torch.channels_last) does so), and the sums have the former one; change it "
-                "first, and build the engine then."
-            )
+        if self.accumulator.lies_otherwise:  # model.to(memory_format=torch.channels_last), say
+            self.accumulator.follow()
         if any(module._compiled_call_impl is not None for module in self._modules):
             refuse_compiled(self.model)
 

@@ -431,7 +431,7 @@ class Accumulator:
         choices = self._choose(uses, turns=False)
         measured = self._measure(choices, len(mask), together=False)
         factors = self._factors(measured, mask, bounds)
-        flat = torch.zeros_like(self.flat)
+        flat = torch.zeros(self._numbers, dtype=self.dtype, device=self.device)
         self._add(choices, measured.kept, factors, 1.0, self._views(flat))
         return flat, measured.norms, factors, self._doubtful(measured).any()
 

@@ -31,6 +31,7 @@ from dpcore.native.products import Product, Products
 from dpcore.numerics.rounding import gamma
 from dpcore.rules.linear import contraction_norm_sq
 from dpcore.rules.recurrent_loops import GruRecurrence, Steps
+from tests.dpcore import test_turns
 from tests.dpcore.comparison import check, labels, odd_loss, relative_error
 from tests.dpcore.test_recurrent import KINDS, Sequences, batch_of, check_kept_graph
 
@@ -210,6 +211,12 @@ def test_products_refuse_what_is_not_theirs():
     right.mul_(2.0)
     with pytest.raises(UnsupportedError, match="was changed in place"):
         products.form(0)
+
+
+def test_sums_follow_parameters_that_are_turned_in_memory(monkeypatch):
+    monkeypatch.setattr("dpcore.microbatch.planner.FEWEST_IN_TURN", 1)
+    test_turns.test_an_engines_sums_follow_too()
+    test_turns.test_sums_follow_parameters_that_are_turned_in_memory()
 
 
 @pytest.mark.parametrize("length", [40, 512, 700])
