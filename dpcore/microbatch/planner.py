@@ -33,8 +33,8 @@ CPU_LEAST_STASH_IN_PARAMETERS = 64
 # bytes than it leaves behind. A piece that leaves behind less than five times the sums takes markedly longer than a
 # larger one, whatever fits the cache; a half of the batch still needs less memory than ordinary training of all of it.
 CPU_STASH_IN_SUMS = 5
-# A piece passes through the whole model once more, and starts its operators. Of convolutions and of transformers that
-# took about as long as this many FLOPs of matrix products for every layer (Zen 3 and Sapphire Rapids, one thread). More
+# A piece passes through the whole model once more, and starts its operators: as long as at least this many FLOPs of
+# matrix products for every layer. (An estimate on the low side: a small ViT on a Zen 3 took some 45e6, CNNs less.) More
 # pieces may cost a tenth of a batch's products, and no piece grows beyond so many bytes for that.
 CPU_FLOPS_OF_A_START = 15e6
 CPU_STARTS_SHARE = 0.1

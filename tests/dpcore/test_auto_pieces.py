@@ -113,7 +113,7 @@ def test_layers_that_are_not_recorded_do_not_make_a_model_look_light(frozen: boo
 
 
 def test_a_rate_that_is_changed_for_every_piece_is_refused() -> None:
-    """By hand, or by a schedule of another library: nothing of dpcore's can tell it to wait."""
+    """Nothing of dpcore's can tell it to wait: it is changed by hand, or by a schedule of another library."""
     model, optimizer, loader, _ = private("auto")
     with planned(7), pytest.raises(UnsupportedError, match=r"not optimizer\.batch_goes_on: scheduler\.step"):
         for x, y in loader:

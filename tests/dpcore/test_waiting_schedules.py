@@ -277,7 +277,7 @@ def test_a_metric_of_whole_batches_or_rounds_is_served() -> None:
 
 
 def test_other_schedules_do_not_wait() -> None:
-    """Of an optimizer that is not private, and of a private one whose own batch is complete."""
+    """Schedules move of an optimizer that is not private, and of a private one whose own batch is complete."""
     run, other = Run(3), Run(3, before=SCHEDULES["steps"])
     ordinary = SCHEDULES["cosine"](torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
     for _ in itertools.islice(run.iterate(), 1):
