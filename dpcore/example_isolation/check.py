@@ -34,7 +34,8 @@ from torch.nn import Parameter
 from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
 from dpcore.example_isolation.rows import enlarged, half_of_rows, has_rows, replace_rows, without_graph
 from dpcore.microbatch import ragged
-from dpcore.microbatch.accumulator import example_gradient, weighted_sum
+from dpcore.microbatch.accumulator import weighted_sum
+from dpcore.microbatch.in_turn import example_gradient
 from dpcore.microbatch.layout import Layout
 from dpcore.microbatch.memory import give_back_everything, ran_out
 from dpcore.microbatch.planner import Choice, choose
@@ -509,7 +510,8 @@ def _norms_sq(choice: Choice) -> tuple[Tensor, Tensor]:
         grad = choice.uses[0].grad
         assert grad is not None
         examples = range(len(grad))
-        norms_sq = torch.stack([example_gradient(choice, i).square().sum() for i in examples])
+        dtype = torch.promote_types(choice.param.dtype, torch.float32)
+        norms_sq = torch.stack([example_gradient(choice, i, dtype).square().sum() for i in examples])
         return norms_sq, norms_sq
     first, *more = (use.grad_sample(choice.param) for use in choice.uses)
     norms_sq = wide(sum(more, first)).unsqueeze(-1).flatten(1).square().sum(1)

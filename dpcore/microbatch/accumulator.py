@@ -15,11 +15,18 @@ from torch.nn import Parameter
 from dpcore import native
 from dpcore.clipping import bound_with_margin, check_max_grad_norm, clip_factors
 from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.microbatch.in_turn import InTurn, Sums
 from dpcore.microbatch.planner import Choice, choose
 from dpcore.native.parts import Part, Parts
-from dpcore.native.products import Products
 from dpcore.numerics.precision import full_precision
-from dpcore.numerics.rounding import BLOCK, SquaredNorm, gamma, side_by_side, squares, written_error
+from dpcore.numerics.rounding import (
+    BLOCK,
+    TOLERATED_WHEN_FORMED,
+    SquaredNorm,
+    gamma,
+    side_by_side,
+    squares,
+)
 from dpcore.rules.linear import wide
 from dpcore.tape.uses import Use
 
@@ -82,40 +89,14 @@ class _Together:
 
 
 @dataclass
-class _InTurn:
-    """Gradients of one example after the other that kernels form at once; ``groups``: whose bound each counts for.
-
-    ``error``: the largest relative error of their squared norms.
-    """
-
-    products: Products
-    groups: list[int]
-    error: float = 0.0
-
-    def form(self, i: int, norms_sq: Tensor) -> None:
-        """Add the squared norms of example i to ``norms_sq`` [groups, 1]."""
-        squares = self.products.form(i)
-        if len(norms_sq) == 1:
-            norms_sq += squares.sum()
-            return
-        for k, group in enumerate(self.groups):
-            norms_sq[group] += squares[k]
-
-    def add(self, factors: Sequence[float]) -> None:
-        """Add what was formed last to the sums, at the factors of the groups."""
-        of = [factors[group] if factors[group] > 0 else 0.0 for group in self.groups]
-        if any(of):
-            self.products.add(of)
-
-
-@dataclass
 class _Measured:
     """``norms_sq`` [groups, m] of m examples; ``kept``: gradients that were formed for them.
 
     ``scales`` [groups, m]: sums of the absolute terms of those norms whose terms may cancel.
 
     A true squared norm is at most norms_sq (1 + error) + scaled_error * scales, and worth something while scales are
-    at most ``tolerated`` * norms_sq.
+    at most ``tolerated`` * norms_sq. ``cancelling``: the choices whose norms those are; ``certain`` [groups, m]: the
+    squared norms of all others.
     """
 
     norms_sq: Tensor
@@ -126,6 +107,8 @@ class _Measured:
     tolerated: float = math.inf
     below_infinity: bool = False
     """True where that is known of ``norms_sq``."""
+    cancelling: list[Choice] = field(default_factory=list)
+    certain: Tensor | None = None
 
     def note(self, found: SquaredNorm, group: int) -> None:
         """Adds what rounding may hide of one parameter's norms."""
@@ -146,6 +129,11 @@ class _Measured:
         """Return what was measured of example i, to which more can be added; its norms lie in these."""
         scales = None if self.scales is None else self.scales[:, i : i + 1]
         return _Measured(self.norms_sq[:, i : i + 1], [], scales, self.error, self.scaled_error, self.tolerated)
+
+    def of(self, index: Tensor) -> _Measured:
+        """Return what was measured of the examples ``index`` [k]."""
+        scales = None if self.scales is None else self.scales[:, index]
+        return _Measured(self.norms_sq[:, index], [], scales, self.error, self.scaled_error, self.tolerated)
 
     def upper_norms(self) -> Tensor:
         """[groups, m], not below the true ones but for ``error``."""
@@ -309,106 +297,121 @@ class Accumulator:
         [groups, batch_size].
         """
         choices = self._choose(uses)
-        if any(choice.method == "turn" for choice in choices):
-            return self._add_in_turn(uses, choices, batch_size, mask, scale)
-        measured = self._measure(choices, batch_size)
-        if not self._any_doubtful(measured):
-            norms = measured.norms
-            factors = self._factors(measured, mask)
-            self._add(choices, measured.kept, factors, scale)
-            return norms, factors
-        doubtful = self._doubtful(measured)
-        norms = measured.norms_sq
-        factors = torch.zeros_like(norms)
-        good = (~doubtful).nonzero().squeeze(1)
-        if len(good):
-            part_mask = None if mask is None else mask[good]
-            # Measured and added as a whole: uses of fewer rows may be of another kind, which would take turns.
-            part = self._choose([use.rows(good, self.dtype) for use in uses], turns=False)
-            measured = self._measure(part, len(good))
-            norms[:, good] = measured.norms
-            factors[:, good] = self._factors(measured, part_mask)
-            self._add(part, measured.kept, factors[:, good], scale)
-        self._add_doubtful(uses, doubtful, mask, scale, norms, factors)
-        return norms, factors
-
-    def _add_in_turn(
-        self, uses: Sequence[Use], choices: Sequence[Choice], batch_size: int, mask: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """:meth:`add` where some gradients are too large to be formed for all examples at once.
-
-        They come last, example by example: with their squares an example's norm is complete, and they are added to the
-        sums at its factor before the next example's are formed.
-        """
         in_turn = [choice for choice in choices if choice.method == "turn"]
         others = [choice for choice in choices if choice.method != "turn"]
         measured = self._measure(others, batch_size)
+        if in_turn or self._any_doubtful(measured):
+            return self._add_by_example(uses, in_turn, others, measured, mask, scale)
+        norms = measured.norms
+        factors = self._factors(measured, mask)
+        self._add(others, measured.kept, factors, scale)
+        return norms, factors
+
+    def _add_by_example(
+        self,
+        uses: Sequence[Use],
+        in_turn: Sequence[Choice],
+        others: Sequence[Choice],
+        measured: _Measured,
+        mask: Tensor | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """:meth:`add` where some gradients are too large to be formed for all examples at once, or some norms cancel.
+
+        The large ones come last, example by example: with their squares an example's norm is complete, and they are
+        added to the sums at its factor before the next example's are formed. An example whose norm is then mostly
+        rounding has the gradients formed of which only norms were taken. What happens to an example depends on its own
+        numbers alone.
+        """
         factors = torch.zeros_like(measured.norms_sq)
-        doubtful = torch.zeros(batch_size, dtype=torch.bool, device=self.device)
-        segments = self._held.segments
-        together, in_turn = self._together(in_turn)
-        if together is not None:
-            measured.error = max(measured.error, together.error)
-        # One example's gradients after the other's are written to the same memory, which stays in the cache.
-        sizes = [choice.param.numel() for choice in in_turn]
-        buffers = torch.empty(sum(sizes), dtype=self.dtype, device=self.device).split(sizes)
+        left, formed = (torch.zeros(factors.shape[1], dtype=torch.bool, device=self.device) for _ in range(2))
+        waiting: Sequence[int] = range(len(left))
+        if not in_turn:
+            doubtful = self._doubtful(measured)
+            waiting, good = doubtful.nonzero().squeeze(1).tolist(), (~doubtful).nonzero().squeeze(1)
+            if len(good):
+                factors[:, good] = self._factors(measured.of(good), None if mask is None else mask[good])
+        large = InTurn(in_turn, self._where)
+        measured.error = max(measured.error, large.error)
+        cancelling: InTurn | None = None
         with full_precision():
-            for i in range(batch_size):
-                one, formed = measured.example(i), []
-                groups = one.norms_sq.unbind(0)
-                if together is not None:
-                    together.form(i, one.norms_sq)
-                for choice, buffer in zip(in_turn, buffers, strict=True):
-                    flat, found = self._example(choice, i, buffer)
-                    self._note(one, groups, found, choice.param)
-                    formed.append((segments[choice.param], flat, self._group[choice.param]))
+            for i in waiting:
+                one, turns = measured.example(i), [large]
+                # By themselves where they may have to be added to what is certain.
+                own = torch.zeros_like(one.norms_sq) if measured.cancelling else one.norms_sq
+                self._form_in_turn(large, i, own, one)
+                if measured.cancelling:
+                    one.norms_sq += own
                 if self._any_doubtful(one):
-                    doubtful[i] = True
-                    continue
+                    if not self._is_worth_forming(one):
+                        left[i] = True
+                        continue
+                    assert measured.certain is not None
+                    cancelling = cancelling or InTurn(measured.cancelling, self._where)
+                    exact = _Measured(measured.certain[:, i : i + 1] + own, error=max(one.error, cancelling.error))
+                    self._form_in_turn(cancelling, i, exact.norms_sq, exact)
+                    if self._any_doubtful(exact):
+                        left[i] = True
+                        continue
+                    one.norms_sq.copy_(exact.norms_sq)
+                    one, turns, formed[i] = exact, [large, cancelling], True
                 factors[:, i : i + 1] = self._factors(one, None if mask is None else mask[i : i + 1])
                 of = (factors[:, i] * scale).tolist()
-                if together is not None:
-                    together.add(of)
-                for segment, flat, group in formed:
-                    if of[group] > 0:
-                        segment.add_(flat, alpha=of[group])
+                for turn in turns:
+                    turn.add(of)
+        self._add_others(uses, others, measured, factors, formed, left, scale)
         norms = measured.norms
-        if not bool(doubtful.any()):
-            self._add(others, measured.kept, factors, scale)
-            return norms, factors
-        good = (~doubtful).nonzero().squeeze(1)
-        if len(good):
+        self._add_doubtful(uses, left, mask, scale, norms, factors)
+        return norms, factors
+
+    @property
+    def _where(self) -> Sums:
+        return Sums(self._held.segments, self._order, self._group, self.dtype)
+
+    @staticmethod
+    def _form_in_turn(turn: InTurn, i: int, norms_sq: Tensor, measured: _Measured) -> None:
+        """Add the squared norms of example i to ``norms_sq`` [groups, 1], and their errors to ``measured``."""
+        for found, group in turn.form(i, norms_sq):
+            norms_sq[group] += found.value
+            measured.note(found, group)
+
+    def _is_worth_forming(self, measured: _Measured) -> bool:
+        """Return whether one example's gradients can be formed in the precision of the sums: of extreme ones, and of
+        positions that cancel nearly all, too little would be left.
+        """
+        norms_sq, scales = measured.norms_sq, measured.scales
+        if scales is None or not bool((norms_sq < torch.inf).all()):
+            return False
+        return bool((scales <= TOLERATED_WHEN_FORMED * norms_sq).all())
+
+    def _add_others(
+        self,
+        uses: Sequence[Use],
+        others: Sequence[Choice],
+        measured: _Measured,
+        factors: Tensor,
+        formed: Tensor,
+        left: Tensor,
+        scale: float,
+    ) -> None:
+        """Add what is not added example by example; of the examples ``formed`` [m] not what cancels."""
+        kept = measured.kept
+        if not bool((measured.norms_sq < torch.inf).all()):
             # Not at a factor of zero beside the good ones: zero times infinity is none.
+            good = (~left).nonzero().squeeze(1)
+            if not len(good):
+                return
             methods = {choice.param: choice.method for choice in others}
             chosen = self._choose([use.rows(good, self.dtype) for use in uses])
             # By the methods by which they were measured: uses of fewer rows may be of another kind.
-            part = [replace(c, method=methods[c.param]) for c in chosen if c.param in methods]
-            self._add(part, [kept.of(good) for kept in measured.kept], factors[:, good], scale)
-        self._add_doubtful(uses, doubtful, mask, scale, norms, factors)
-        return norms, factors
-
-    def _together(self, in_turn: Sequence[Choice]) -> tuple[_InTurn | None, list[Choice]]:
-        """Return those gradients that kernels form in one call, and the other choices."""
-        if self.dtype != torch.float32:
-            return None, list(in_turn)
-        found = {c.param: c.uses[0].product(c.param) if len(c.uses) == 1 else None for c in in_turn}
-        products = {param: product for param, product in found.items() if product is not None}
-        if not products:
-            return None, list(in_turn)
-        segments = self._held.segments
-        groups = [self._group[param] for param in products]
-        together = _InTurn(Products(list(products.values()), [segments[param] for param in products]), groups)
-        together.error = max(written_error(product.numel) for product in products.values())
-        return together, [choice for choice in in_turn if choice.param not in products]
-
-    def _example(self, choice: Choice, i: int, buffer: Tensor) -> tuple[Tensor, SquaredNorm]:
-        """The gradient [n] of example i in memory's order, which may lie in ``buffer``, and its squared norm [1]."""
-        if len(choice.uses) == 1:
-            found = choice.uses[0].write_example(choice.param, i, buffer)
-            if found is not None:
-                return buffer, found
-        flat = example_gradient(choice, i).permute(self._order[choice.param]).reshape(-1)
-        return flat, squares(flat.unsqueeze(0))
+            others = [replace(c, method=methods[c.param]) for c in chosen if c.param in methods]
+            kept, factors, formed = [part.of(good) for part in kept], factors[:, good], formed[good]
+        cancelling = {choice.param for choice in measured.cancelling}
+        certain = [choice for choice in others if choice.param not in cancelling]
+        self._add(certain, kept, factors, scale)
+        rest = [choice for choice in others if choice.param in cancelling]
+        if rest and not bool(formed.all()):
+            self._add(rest, [], factors.masked_fill(formed, 0.0), scale)
 
     def _add_doubtful(
         self, uses: Sequence[Use], doubtful: Tensor, mask: Tensor | None, scale: float, norms: Tensor, factors: Tensor
@@ -458,9 +461,16 @@ class Accumulator:
         with full_precision():
             for kept in formed:
                 self._note(measured, groups, squares(kept.rows), kept.params[0])
-            for choice in choices:
-                if choice.method == "ghost":
-                    self._note(measured, groups, choice.uses[0].norm_sq(choice.param), choice.param)
+            ghosts = [(c, c.uses[0].norm_sq(c.param)) for c in choices if c.method == "ghost"]
+            for choice, found in ghosts:
+                if found.scale is None:
+                    self._note(measured, groups, found, choice.param)
+            measured.cancelling = [choice for choice, found in ghosts if found.scale is not None]
+            if measured.cancelling:
+                measured.certain = norms_sq.clone()
+            for choice, found in ghosts:
+                if found.scale is not None:
+                    self._note(measured, groups, found, choice.param)
         return measured
 
     def _measure_together(self, choices: Sequence[Choice], measured: _Measured, batch_size: int) -> list[Choice]:
@@ -618,13 +628,4 @@ def _kept(choice: Choice) -> Tensor:
     total = wide(choice.uses[0].grad_sample(choice.param))
     for use in choice.uses[1:]:
         total = total + use.grad_sample(choice.param)
-    return total
-
-
-def example_gradient(choice: Choice, i: int) -> Tensor:
-    """[*param.shape]: the gradient of example i over all uses of a parameter."""
-    first, *more = sorted(choice.uses, key=lambda use: use.sparse)
-    total = first.example(choice.param, i)
-    for use in more:
-        use.add_example(choice.param, i, total)
     return total

@@ -42,6 +42,12 @@ TRUSTED_SQUARE = 1e21
 # norm, the two are close enough; beyond, the example's gradient is formed in float64.
 TOLERATED_CANCELLATION = 8.0
 
+# Up to this factor the gradient is formed in the precision of the sums, and its own norm taken: a language model's
+# positions have nearly independent gradients, so that the factor is about their number, and forming one in float64
+# takes as long as half a dozen ordinary examples. A formed gradient is off by a few units of precision times the root
+# of the factor.
+TOLERATED_WHEN_FORMED = 1024.0
+
 
 class SquaredNorm(NamedTuple):
     """``value`` [B], the squared norms of per-sample gradients G_i, and what rounding can have hidden in them.
