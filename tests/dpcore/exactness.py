@@ -737,7 +737,8 @@ NOTES = """A cell: worst relative error of a norm / relative error of the clippe
 
 - The engine clips below C on purpose, by what rounding may have hidden (see the next table), and so does the float64
   sum. That margin is what keeps the last figure below 0.
-- A ghost norm that cannot be trusted is noticed, and its example is computed in float64. Its errors do not grow.
+- A ghost norm that cannot be trusted is noticed. Its example's gradient is formed: where its positions add up to more
+  than 32 times their sum in float64, so that errors do not grow, and else in float32, as the rows with + are.
 - The rows with + add up a gradient in float32, as ordinary training does. Their error grows as that of ordinary
   training. They release that very sum, clipped by its own norm, so the bound holds nevertheless.
 - The rows with * are layers that compute in float32 what their weights see. Where gradients cancel, the truth is the

@@ -45,6 +45,8 @@ VOCABULARY, LENGTH, WIDTH, LAYERS, HEADS, CLASSES = 16_000, 128, 256, 4, 4, 10
 REVIEW_WORDS, REVIEW_LENGTH = 10_004, 256
 LONG = 256
 """Words of the texts on which activation checkpointing is measured."""
+SHORT = 32
+"""Words of texts at which norms would be taken by products of positions, did they not cancel."""
 
 Step = Callable[[], None]
 
@@ -193,6 +195,11 @@ def _long_texts(n: int) -> tuple[Tensor, Tensor]:
     return ids, ids
 
 
+def _short_texts(n: int) -> tuple[Tensor, Tensor]:
+    ids = _words(n)[0][:, :SHORT]
+    return ids, ids
+
+
 def _texts(n: int) -> tuple[Tensor, Tensor]:
     return _words(n)[0], torch.arange(n) % CLASSES
 
@@ -227,7 +234,9 @@ CHECKPOINTED = {
     "llama-long-checkpoints": Task(functools.partial(_long_llama, True), _long_texts, _next_words),
 }
 """One model without and with activation checkpointing (``--models llama-long llama-long-checkpoints --sizes 8``)."""
-TASKS = {**MODERN, **SMALL, **CHECKPOINTED}
+BRIEF = {"gpt2-short": Task(_gpt2, _short_texts, _next_words), "llama-short": Task(_llama, _short_texts, _next_words)}
+"""Language models of short texts (``--models gpt2-short llama-short --sizes 16``)."""
+TASKS = {**MODERN, **SMALL, **CHECKPOINTED, **BRIEF}
 
 
 # ---- contestants: each makes one step, with noise and update
@@ -534,6 +543,7 @@ Made by `python -m tests.dpcore.transformers_cost`, from the root, from the reco
 {WIDTH}, {LENGTH} words of {VOCABULARY:,} (`gpt2` has a tied head, `bert` and the pictures {CLASSES} classes; `vit` is
 timm's vit_tiny at 64 pixels, `wrn` a WRN-16-4 with group norms at 32, `gpt2-lora` PEFT's LoRA of rank 8 on `c_attn`).
 `mnist`, `cifar` and `lstm` are the CNNs and the LSTM of the paper ({REVIEW_LENGTH} words of {REVIEW_WORDS:,}).
+`gpt2-short` and `llama-short` have texts of {SHORT} words and no target.
 `llama-long` has 8 layers, {LONG} words of 512 and no target; `llama-long-checkpoints` is the same with transformers'
 `gradient_checkpointing_enable`, and *ordinary* beside it, too.
 
