@@ -196,7 +196,7 @@ def _long_texts(n: int) -> tuple[Tensor, Tensor]:
 
 
 def _short_texts(n: int) -> tuple[Tensor, Tensor]:
-    ids = _words(n)[0][:, :SHORT]
+    ids = _words(n)[0][:, :SHORT].contiguous()
     return ids, ids
 
 
