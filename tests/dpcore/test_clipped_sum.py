@@ -49,7 +49,9 @@ def test_linear_of_any_rank(dtype, batch, middle, p, d, bias):
 @given(
     dims=st.integers(1, 3),
     batch=st.integers(1, 4),
-    groups=st.integers(1, 2),
+    groups=st.integers(1, 3),
+    inside=st.integers(1, 2),
+    outside=st.integers(1, 3),
     kernel=st.integers(1, 3),
     stride=st.integers(1, 2),
     dilation=st.integers(1, 2),
@@ -57,14 +59,15 @@ def test_linear_of_any_rank(dtype, batch, middle, p, d, bias):
     mode=st.sampled_from(["zeros", "reflect", "replicate", "circular"]),
     bias=st.booleans(),
 )
-def test_convolution(dtype, dims, batch, groups, kernel, stride, dilation, padding, mode, bias):
+def test_convolution(dtype, dims, batch, groups, inside, outside, kernel, stride, dilation, padding, mode, bias):
     torch.manual_seed(0)
     kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
     stride = 1 if padding == "same" else stride
-    layer = kind(2 * groups, 3 * groups, kernel, stride, padding, dilation, groups, bias=bias, padding_mode=mode)
+    channels = inside * groups, outside * groups
+    layer = kind(*channels, kernel, stride, padding, dilation, groups, bias=bias, padding_mode=mode)
     model = nn.Sequential(layer, nn.Tanh()).to(dtype)
     size = (7, 6, 5)[:dims]
-    check(model, torch.randn(batch, 2 * groups, *size, dtype=dtype), labels(batch), clipped_sum)
+    check(model, torch.randn(batch, channels[0], *size, dtype=dtype), labels(batch), clipped_sum)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
