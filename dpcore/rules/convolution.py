@@ -191,15 +191,9 @@ class ConvolutionUse(Use):
     def grad_sample(self, param: Parameter) -> Tensor:
         if self._is_bias(param):
             return self._bias_grad_sample()
-        stride, padding, _, _ = self.geometry
-        if self._has_kernel:
-            x, g, size = self._input(), self._gradient(), (self.weight.shape[2], self.weight.shape[3])
-            if native.serves(x, g):
-                return native.conv2d_grad_sample(x, g, size, stride, padding, self.channels_last)
-            if self.channels_last and native.serves_graph(x, g):
-                return torch.ops.dpcore.conv2d_grad_sample(x, g, list(size), list(stride), list(padding)).movedim(-1, 2)
-        if self._folds:
-            return self._folded()
+        found = self._at_once()
+        if found is not None:
+            return found
         u = self._unfolded()
         g = self._gradient().reshape(len(u), u.shape[1], -1, u.shape[-1])
         if u.shape[1] > 1:
@@ -209,6 +203,17 @@ class ConvolutionUse(Use):
             d, c, *kernel = self.weight.shape
             return grads.view(len(u), d, *kernel, c).movedim(-1, 2)
         return grads.view(len(u), *self.weight.shape)
+
+    def _at_once(self) -> Tensor | None:
+        """Per-sample gradients of the weight by one call, a kernel's or torch's; None where neither serves."""
+        stride, padding, _, _ = self.geometry
+        if self._has_kernel:
+            x, g, size = self._input(), self._gradient(), (self.weight.shape[2], self.weight.shape[3])
+            if native.serves(x, g):
+                return native.conv2d_grad_sample(x, g, size, stride, padding, self.channels_last)
+            if self.channels_last and native.serves_graph(x, g):
+                return torch.ops.dpcore.conv2d_grad_sample(x, g, list(size), list(stride), list(padding)).movedim(-1, 2)
+        return self._folded() if self._folds else None
 
     @property
     def _folds(self) -> bool:
@@ -231,7 +236,7 @@ class ConvolutionUse(Use):
         grads = torch.ops.aten.convolution_backward(
             *one, many, None, stride, padding, dilation, False, nothing, len(x) * groups, mask
         )[1]
-        return grads.view(len(x), *self.weight.shape)
+        return grads.reshape(len(x), *self.weight.shape)
 
     def for_kernels(self, param: Parameter, formed: bool) -> Part | None:
         x, g = self._input(), self._gradient()
