@@ -601,6 +601,11 @@ The parts of a step of `vit` at 16 on the Zen 3, products by MKL, least of 20 in
 backward 108), *engine* 259: forward 86, backward without weight gradients 76, norms 24 (in the kernel 11 to 14),
 clipped sums 51 (in the kernel 48, as fast as MKL's product), noise 8. In the forward pass the tape takes 20 ms.
 
+Until 2026-11-26 every example of a language model of short texts was done twice, the second time in float64, because
+its norms by products of positions cancel. Single runs without records, 2 layers, 4,000 words, 8 texts, processor time
+over ordinary training's, before and after: GPT-2 of 16 words 5.9 and 1.9, of 64 words 2.2 and 1.2; a Llama of 16 words
+4.3 and 1.6, of 32 words 4.4 and 1.4; timm's swin_tiny at 112 pixels 3.7 and 1.3.
+
 *two-lines* holds a whole batch and a scaled copy of every output's gradient; *auto* does not, and is not the default,
 because whatever a loop counts per iteration would be pieces. `mnist` at 256 is a step of 40 MB, in
 which the experiments and the buffers show.
@@ -664,7 +669,11 @@ def misses(records: Sequence[dict[str, Any]]) -> str:
         key = record["model"], record["size"]
         if record["contestant"] == "ordinary":
             bases[key] = record
-        if record["contestant"] not in ("engine", "two-lines-auto") or record["error"] or key[0] in CHECKPOINTED:
+        if (
+            record["contestant"] not in ("engine", "two-lines-auto")
+            or record["error"]
+            or key[0] in {**CHECKPOINTED, **BRIEF}
+        ):
             continue
         if key[0] in SMALL and record["contestant"] == "engine":
             engines[key] = record
