@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dpcore import native
-from dpcore.arguments import check_number
+from dpcore.arguments import check_divisor, check_noise_multiplier
 from dpcore.clipping import clip_factors
 from dpcore.engine.uncompiled import refuse_compiled, uncompiled
 from dpcore.errors import PrivacyError, warn_caller
@@ -111,8 +111,8 @@ class Engine:
         self._modules = tuple(model.modules())
         self._structure = _structure(model)
         self.loss_fn = loss_fn
-        rule = "it must be a number, at least 0, for instance 1.1"
-        self.noise_multiplier = check_number("noise_multiplier", noise_multiplier, lambda s: s >= 0.0, rule)
+        sigma = check_noise_multiplier(noise_multiplier)
+        scale = 1.0 if expected_batch_size is None else 1.0 / check_divisor(expected_batch_size)
         self.expected_batch_size = expected_batch_size
         self.optimizer = optimizer
         self.noise = GaussianNoise() if noise is None else noise
@@ -120,6 +120,8 @@ class Engine:
         self._batch_size = 0  # of the batch under way, which is cut into pieces
         self.parameters: dict[str, Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.accumulator = Accumulator(self.parameters, max_grad_norm, factors)
+        self.accumulator.check_noise(sigma, scale)
+        self.noise_multiplier = sigma
         if physical_batch_size is not None and physical_batch_size < 1:
             raise ValueError(f"physical_batch_size is {physical_batch_size}; it must be at least 1.")
         self._physical = physical_batch_size
@@ -158,6 +160,15 @@ class Engine:
         self.__dict__.update(state)
         self._structure = _structure(self.model)
         self._compile_by(state["_graphs"])
+
+    @property
+    def noise_multiplier(self) -> float:
+        """σ; the noise of a step has the standard deviation σ times the L2 norm of the bounds."""
+        return self._noise_multiplier
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: float) -> None:
+        self._noise_multiplier = check_noise_multiplier(value)
 
     # ---- the clipped sum
 
@@ -413,8 +424,8 @@ class Engine:
         self._check_model()
         # The divisor goes into the clip factors and the noise, and the noise is drawn where the sums are then added: no
         # pass over the sums is spent on either.
-        scale = 1.0 / self.expected_batch_size
-        flat, std = self.accumulator.flat, self.noise_multiplier * self.sensitivity * scale
+        scale = 1.0 / check_divisor(self.expected_batch_size)
+        flat, std = self.accumulator.flat, self.accumulator.check_noise(self.noise_multiplier, scale)
         first = self.noise.may_come_first
         # Also where memory runs out and a batch starts anew: a step's noise is the same however often it is drawn.
         begin = functools.partial(self.noise.fill_, flat, std, self.steps) if first else flat.zero_

@@ -254,3 +254,17 @@ def test_inference_mode_in_which_every_gradient_would_be_zero_is_refused(compile
         engine.clipped_sum(x, y)
     for _ in range(2):
         assert engine.clipped_sum(x, y).norms.gt(0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("secure_mode", True, r"PrivacyEngine\(secure_mode=True\)"),
+        ("generator", torch.Generator(), "noise_generator="),
+        ("noise", None, "from the engine's seed"),
+    ],
+)
+def test_what_make_private_sets_itself_is_not_ignored_where_it_is_passed(name, value, remedy):
+    """A run with secure_mode=True given here drew its noise from an ordinary generator, without a word."""
+    with pytest.raises(TypeError, match=f"takes no argument '{name}'.*{remedy}"):
+        make(**{name: value})
