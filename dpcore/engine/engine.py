@@ -15,7 +15,7 @@ from dpcore import native
 from dpcore.arguments import check_divisor, check_noise_multiplier
 from dpcore.clipping import clip_factors
 from dpcore.engine.uncompiled import refuse_compiled, uncompiled
-from dpcore.errors import PrivacyError, warn_caller
+from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
 from dpcore.example_isolation.check import IsolationCheck
 from dpcore.microbatch.accumulator import Accumulator, Factors
 from dpcore.microbatch.layout import Layout, copies, is_mask, probe_sizes
@@ -201,6 +201,12 @@ class Engine:
         """The clipped sum times ``scale``, added to what ``begin`` has brought into the buffer."""
         batch_size = self._batch_size = _length(x)
         _check_mask(mask, batch_size)
+        if isinstance(y, Tensor) and y.dim() and len(y) != batch_size:
+            raise UnsupportedError(
+                f"y has the shape {tuple(y.shape)} and x {batch_size} examples; y must have one row per example. One "
+                "row for all would be spread over the batch, and its example would move what the others contribute. "
+                "What belongs to no example goes into the model or the loss, or beside y in a tuple."
+            )
         kind = self._kind(x)
         self._prepare(kind, x, y, batch_size)
         while (parts := self._add_pieces(kind, x, y, mask, scale, begin)) is None:
@@ -462,6 +468,7 @@ class Engine:
         """
         if self.optimizer is None:
             raise ValueError("This engine has no optimizer; pass one, or call privatize() and update the parameters.")
+        self._check_optimizer(self.optimizer)
         result = self.privatize(x, y, mask)
         self.optimizer.step()
         return result
@@ -494,6 +501,18 @@ class Engine:
             self.accumulator.follow()
         if any(module._compiled_call_impl is not None for module in self._modules):
             refuse_compiled(self.model)
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """PrivacyError where the optimiser would apply a gradient that is none of the engine's."""
+        private = self.accumulator.names
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param not in private:
+                    raise PrivacyError(
+                        f"The optimizer holds a parameter of shape {tuple(param.shape)} that the engine does not train "
+                        "and that has a gradient: step() would apply it without clipping and noise. Give the optimizer "
+                        "the model's trained parameters only, or set that parameter's grad to None."
+                    )
 
     def _check_losses(self, losses: Any, batch_size: int) -> None:
         if not isinstance(losses, Tensor) or losses.shape != (batch_size,):

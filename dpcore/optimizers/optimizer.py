@@ -461,10 +461,16 @@ class DPOptimizer(OptimizerWrapper):
             UnsupportedError: a GradScaler multiplied the loss.
             BudgetError: the step would exceed the engine's budget.
         """
-        if getattr(self, "grad_scale", None) is not None:
+        # After its unscale_() a scaler shows only what it has found; p.grad was divided, and no example's gradient.
+        if getattr(self, "grad_scale", None) is not None or hasattr(self, "found_inf"):
             raise UnsupportedError(
                 "A GradScaler has multiplied the loss, and every gradient would be clipped at its scaled size. Use "
                 "torch.autocast with bfloat16, which needs no scaling, and call optimizer.step() without a scaler."
+            )
+        if torch.is_inference_mode_enabled():
+            raise PrivacyError(
+                "step() was called within torch.inference_mode(), in which the weights cannot be updated in a way that "
+                "the next backward pass sees; leave it before the step (torch.no_grad() is fine)."
             )
         loss = None
         if closure is not None:
