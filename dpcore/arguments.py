@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Collection
 from typing import Any
+
+SIGMA_RULE = "it must be a number, at least 0, for instance 1.1"
+DIVISOR_RULE = "it must be a positive, public number"
+
+
+def check_noise_multiplier(value: Any, hint: str = "") -> float:
+    """Return σ as a float; ValueError, which ends with ``hint``, unless it is finite and at least 0."""
+    return check_number("noise_multiplier", value, lambda sigma: 0.0 <= sigma < math.inf, SIGMA_RULE + hint)
+
+
+def check_divisor(value: Any, rule: str = DIVISOR_RULE) -> float:
+    """Return the divisor of updates as a float; ValueError by ``rule`` unless it is finite and above 0."""
+    return check_number("expected_batch_size", value, lambda size: 0.0 < size < math.inf, rule)
 
 
 def check_number(name: str, value: Any, allowed: Callable[[float], bool], rule: str) -> float:
@@ -21,7 +35,7 @@ def check_number(name: str, value: Any, allowed: Callable[[float], bool], rule: 
     """
     try:
         number = float("nan") if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = float("nan")
     if number != number or not allowed(number):
         raise ValueError(f"{name} is {value!r}; {rule}.")

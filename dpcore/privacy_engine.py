@@ -21,10 +21,10 @@ from dpcore import native
 from dpcore.accountants import create_accountant, get_noise_multiplier
 from dpcore.accountants.accountant import count
 from dpcore.accountants.utils import customary_delta, rounded_up
-from dpcore.arguments import check_number, did_you_mean
+from dpcore.arguments import check_divisor, check_noise_multiplier, check_number, did_you_mean
 from dpcore.budget import Budget, BudgetError
 from dpcore.checkpoint import Checkpoint, PrivateState, RandomState, named_schedulers
-from dpcore.clipping import automatic_factors, check_max_grad_norm
+from dpcore.clipping import automatic_factors, check_max_grad_norm, check_noise
 from dpcore.data_loader import DPDataLoader
 from dpcore.distributed import Ranks, check_shares, ranks_of
 from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
@@ -37,13 +37,21 @@ from dpcore.loading.same_data import check_same_data
 from dpcore.loading.uniform_sampler import steps_per_epoch
 from dpcore.noise import GaussianNoise, SecureNoise
 from dpcore.optimizers import DPOptimizer, get_optimizer_class
-from dpcore.optimizers.optimizer import NOISE_RULE
+from dpcore.optimizers.optimizer import NOISE_HINT
 from dpcore.utils.batch_memory_manager import PiecewiseLoader, check_iterated, check_pieces, whole_batches
 from dpcore.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping, check_criterion
 from dpcore.validators import ModuleValidator
 from dpcore.validators.errors import IllegalModuleConfigurationError
 
 FACTORS = {"automatic": automatic_factors}
+INSTEAD = {
+    "secure_mode": "it belongs to the engine: PrivacyEngine(secure_mode=True)",
+    "generator": "pass noise_generator= to seed the noise",
+    "noise": "it comes from the engine's seed, or from PrivacyEngine(secure_mode=True)",
+    "module": "the module is recorded by make_private itself",
+    "ranks": "the processes are those of the module's wrapper",
+}
+"""Arguments of the optimisers' classes that make_private sets itself, and what to do instead of passing them."""
 
 
 class PrivacyEngine:
@@ -554,7 +562,7 @@ class PrivacyEngine:
             raise IllegalModuleConfigurationError(
                 "The module is in evaluation mode; call module.train() before make_private."
             )
-        settings.check_numbers()
+        settings.check_numbers(module)
         settings.check_clipping(ranks is not None)
         _check_parameters(module, optimizer)
         if criterion is not None:
@@ -705,16 +713,21 @@ class _Settings:
     check_isolation: bool
     options: Mapping[str, Any]
 
-    def check_numbers(self) -> None:
-        """ValueError where a number is none, or out of its range."""
-        check_number("noise_multiplier", self.noise_multiplier, lambda sigma: sigma >= 0.0, NOISE_RULE)
+    def check_numbers(self, module: nn.Module) -> None:
+        """ValueError where a number is none, out of its range, or too large for the module's parameters."""
+        check_noise_multiplier(self.noise_multiplier, NOISE_HINT)
         if self.sample_rate is not None:
             check_number("sample_rate", self.sample_rate, lambda q: 0.0 < q <= 1.0, "it must lie in (0, 1]")
         if self.expected_batch_size is not None:
-            rule = "it must be a positive, public number"
-            check_number("expected_batch_size", self.expected_batch_size, lambda size: size > 0.0, rule)
-        if not isinstance(self.max_grad_norm, Sequence) or isinstance(self.max_grad_norm, str):
-            check_max_grad_norm(self.max_grad_norm)
+            check_divisor(self.expected_batch_size)
+        each = isinstance(self.max_grad_norm, Sequence) and not isinstance(self.max_grad_norm, str)
+        bounds = [check_max_grad_norm(c) for c in (self.max_grad_norm if each else [self.max_grad_norm])]  # type: ignore[union-attr]
+        dtypes = {p.dtype for p in module.parameters() if p.requires_grad and p.dtype.is_floating_point}
+        for dtype in dtypes:
+            for c in bounds:
+                check_max_grad_norm(c, torch.promote_types(dtype, torch.float32))
+            sensitivity = math.hypot(*bounds)
+            check_noise(self.noise_multiplier, sensitivity, self.noise_multiplier * sensitivity, dtype)
 
     def check_clipping(self, distributed: bool) -> None:
         """Refuse options and bounds that the way of clipping does not take.
@@ -727,11 +740,18 @@ class _Settings:
         own = {p for c in kind.__mro__ for p in inspect.signature(c).parameters if issubclass(c, DPOptimizer)}
         arguments = {*inspect.signature(PrivacyEngine.make_private).parameters} - {"self", "options"}
         for name in self.options:
+            if name in INSTEAD:
+                raise TypeError(f"make_private() takes no argument {name!r}; {INSTEAD[name]}.")
             if name not in own - {"options"}:
                 raise TypeError(
                     f"make_private() takes no argument {name!r} with clipping={self.clipping!r}."
                     f"{did_you_mean(name, own | arguments)}"
                 )
+        if "factors" in self.options and self.clipping in FACTORS:
+            raise ValueError(
+                f"clipping={self.clipping!r} is a clipping rule, and factors= is another one; pass factors= with "
+                "clipping='flat', or leave it out."
+            )
         if (self.clipping == "per_layer") != isinstance(self.max_grad_norm, Sequence):
             raise ValueError(
                 f"clipping={self.clipping!r} with max_grad_norm={self.max_grad_norm}: per_layer takes a list of "

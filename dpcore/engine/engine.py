@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dpcore import native
-from dpcore.arguments import check_number
+from dpcore.arguments import check_divisor, check_noise_multiplier
 from dpcore.clipping import clip_factors
 from dpcore.engine.uncompiled import refuse_compiled, uncompiled
-from dpcore.errors import PrivacyError, warn_caller
+from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
 from dpcore.example_isolation.check import IsolationCheck
 from dpcore.microbatch.accumulator import Accumulator, Factors
 from dpcore.microbatch.layout import Layout, copies, is_mask, probe_sizes
@@ -111,8 +111,8 @@ class Engine:
         self._modules = tuple(model.modules())
         self._structure = _structure(model)
         self.loss_fn = loss_fn
-        rule = "it must be a number, at least 0, for instance 1.1"
-        self.noise_multiplier = check_number("noise_multiplier", noise_multiplier, lambda s: s >= 0.0, rule)
+        sigma = check_noise_multiplier(noise_multiplier)
+        scale = 1.0 if expected_batch_size is None else 1.0 / check_divisor(expected_batch_size)
         self.expected_batch_size = expected_batch_size
         self.optimizer = optimizer
         self.noise = GaussianNoise() if noise is None else noise
@@ -120,6 +120,8 @@ class Engine:
         self._batch_size = 0  # of the batch under way, which is cut into pieces
         self.parameters: dict[str, Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.accumulator = Accumulator(self.parameters, max_grad_norm, factors)
+        self.accumulator.check_noise(sigma, scale)
+        self.noise_multiplier = sigma
         if physical_batch_size is not None and physical_batch_size < 1:
             raise ValueError(f"physical_batch_size is {physical_batch_size}; it must be at least 1.")
         self._physical = physical_batch_size
@@ -159,6 +161,15 @@ class Engine:
         self._structure = _structure(self.model)
         self._compile_by(state["_graphs"])
 
+    @property
+    def noise_multiplier(self) -> float:
+        """σ; the noise of a step has the standard deviation σ times the L2 norm of the bounds."""
+        return self._noise_multiplier
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: float) -> None:
+        self._noise_multiplier = check_noise_multiplier(value)
+
     # ---- the clipped sum
 
     @uncompiled
@@ -190,6 +201,12 @@ class Engine:
         """The clipped sum times ``scale``, added to what ``begin`` has brought into the buffer."""
         batch_size = self._batch_size = _length(x)
         _check_mask(mask, batch_size)
+        if isinstance(y, Tensor) and y.dim() and len(y) != batch_size:
+            raise UnsupportedError(
+                f"y has the shape {tuple(y.shape)} and x {batch_size} examples; y must have one row per example. One "
+                "row for all would be spread over the batch, and its example would move what the others contribute. "
+                "What belongs to no example goes into the model or the loss, or beside y in a tuple."
+            )
         kind = self._kind(x)
         self._prepare(kind, x, y, batch_size)
         while (parts := self._add_pieces(kind, x, y, mask, scale, begin)) is None:
@@ -413,8 +430,8 @@ class Engine:
         self._check_model()
         # The divisor goes into the clip factors and the noise, and the noise is drawn where the sums are then added: no
         # pass over the sums is spent on either.
-        scale = 1.0 / self.expected_batch_size
-        flat, std = self.accumulator.flat, self.noise_multiplier * self.sensitivity * scale
+        scale = 1.0 / check_divisor(self.expected_batch_size)
+        flat, std = self.accumulator.flat, self.accumulator.check_noise(self.noise_multiplier, scale)
         first = self.noise.may_come_first
         # Also where memory runs out and a batch starts anew: a step's noise is the same however often it is drawn.
         begin = functools.partial(self.noise.fill_, flat, std, self.steps) if first else flat.zero_
@@ -451,6 +468,7 @@ class Engine:
         """
         if self.optimizer is None:
             raise ValueError("This engine has no optimizer; pass one, or call privatize() and update the parameters.")
+        self._check_optimizer(self.optimizer)
         result = self.privatize(x, y, mask)
         self.optimizer.step()
         return result
@@ -483,6 +501,18 @@ class Engine:
             self.accumulator.follow()
         if any(module._compiled_call_impl is not None for module in self._modules):
             refuse_compiled(self.model)
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """PrivacyError where the optimiser would apply a gradient that is none of the engine's."""
+        private = self.accumulator.names
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param not in private:
+                    raise PrivacyError(
+                        f"The optimizer holds a parameter of shape {tuple(param.shape)} that the engine does not train "
+                        "and that has a gradient: step() would apply it without clipping and noise. Give the optimizer "
+                        "the model's trained parameters only, or set that parameter's grad to None."
+                    )
 
     def _check_losses(self, losses: Any, batch_size: int) -> None:
         if not isinstance(losses, Tensor) or losses.shape != (batch_size,):

@@ -13,7 +13,17 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from dpcore import native
-from dpcore.clipping import bound_with_margin, check_max_grad_norm, clip_factors
+from dpcore.clipping import (
+    Factors,
+    bound_with_margin,
+    check_max_grad_norm,
+    check_noise,
+    clip_factors,
+    factors_of_own_rule,
+    is_proven,
+    largest_max_grad_norm,
+    refuse_factor,
+)
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.microbatch.in_turn import InTurn, Sums
 from dpcore.microbatch.planner import Choice, choose
@@ -29,8 +39,6 @@ from dpcore.numerics.rounding import (
 )
 from dpcore.rules.linear import wide
 from dpcore.tape.uses import Use
-
-Factors = Callable[[Tensor, float], Tensor]
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -175,27 +183,47 @@ class Accumulator:
         self.parameters = dict(parameters)
         self.names = {p: n for n, p in self.parameters.items()}
         self.factors = factors
-        self.set_bounds(max_grad_norm)
         self._allocate()
+        self.set_bounds(max_grad_norm)
 
-    def set_bounds(self, max_grad_norm: float | Sequence[float]) -> None:
-        """Groups of parameters that are clipped together: all of them, or each on its own."""
-        if isinstance(max_grad_norm, Sequence):
-            self.bounds = tuple(check_max_grad_norm(c) for c in max_grad_norm)
-            if len(self.bounds) != len(self.parameters):
-                raise ValueError(
-                    f"max_grad_norm has {len(self.bounds)} bounds for {len(self.parameters)} trained parameters; give "
-                    "one per parameter, or a single number."
-                )
-            self._group = {p: i for i, p in enumerate(self.parameters.values())}
-        else:
-            self.bounds = (check_max_grad_norm(max_grad_norm),)
-            self._group = dict.fromkeys(self.parameters.values(), 0)
+    def set_bounds(self, max_grad_norm: float | Sequence[float], noise_multiplier: float = 0.0) -> None:
+        """Groups of parameters that are clipped together: all of them, or each on its own.
+
+        Args:
+            max_grad_norm: One bound, or one per parameter.
+            noise_multiplier: σ, whose product with the bounds the parameters have to hold.
+
+        Raises:
+            ValueError: a bound is out of its range, or there are too many or too few. The former ones stay.
+        """
+        each = isinstance(max_grad_norm, Sequence) and not isinstance(max_grad_norm, str)
+        bounds = tuple(check_max_grad_norm(c, self.dtype) for c in (max_grad_norm if each else (max_grad_norm,)))  # type: ignore[union-attr]
+        if each and len(bounds) != len(self.parameters):
+            raise ValueError(
+                f"max_grad_norm has {len(bounds)} bounds for {len(self.parameters)} trained parameters; give one per "
+                "parameter, or a single number."
+            )
+        self._check_noise(noise_multiplier, math.hypot(*bounds))
+        self.bounds = bounds
+        self._group = {p: i if each else 0 for i, p in enumerate(self.parameters.values())}
+
+    def largest_bound(self, noise_multiplier: float) -> float:
+        """Return the largest single bound that :meth:`set_bounds` takes beside noise of this σ."""
+        return largest_max_grad_norm(noise_multiplier, self.dtype, self._narrowest)
+
+    def check_noise(self, noise_multiplier: float, scale: float = 1.0) -> float:
+        """Return the noise's standard deviation, times ``scale``; ValueError where a parameter cannot hold it."""
+        return self._check_noise(noise_multiplier, self.sensitivity, scale)
+
+    def _check_noise(self, noise_multiplier: float, sensitivity: float, scale: float = 1.0) -> float:
+        std = noise_multiplier * sensitivity * scale
+        check_noise(noise_multiplier, sensitivity, std, self._narrowest)
+        return std
 
     @property
     def sensitivity(self) -> float:
         """L2 norm of the bounds: how far one example can move the clipped sum."""
-        return sum(c * c for c in self.bounds) ** 0.5
+        return math.hypot(*self.bounds)
 
     def _allocate(self) -> None:
         """One flat buffer for all sums, so that noise and scaling are one pass each."""
@@ -216,6 +244,7 @@ class Accumulator:
                 "model to one precision and one device with model.to(...)."
             )
         self.dtype, self.device = dtypes.pop(), devices.pop()
+        self._narrowest = min((p.dtype for p in params), key=lambda dtype: torch.finfo(dtype).max)
         # In memory each sum is laid out as its parameter is (channels-last, for instance), so that updates run
         # straight.
         self._order = {p: [d for _, d in sorted((-stride, d) for d, stride in enumerate(p.stride()))] for p in params}
@@ -288,6 +317,7 @@ class Accumulator:
         """Empty sums where the parameters are now, if ``module.to(...)`` has moved them or turned them in memory."""
         if self._kinds != {(p.dtype, p.device) for p in self.names} or self.lies_otherwise:
             self._allocate()
+            self.set_bounds(self.bounds if len(self.bounds) > 1 else self.bounds[0])
 
     @_without_autocast
     def add(
@@ -300,12 +330,15 @@ class Accumulator:
         in_turn = [choice for choice in choices if choice.method == "turn"]
         others = [choice for choice in choices if choice.method != "turn"]
         measured = self._measure(others, batch_size)
-        if in_turn or self._any_doubtful(measured):
+        if in_turn:
             return self._add_by_example(uses, in_turn, others, measured, mask, scale)
-        norms = measured.norms
-        factors = self._factors(measured, mask)
+        factors, wrong = self._rate(measured, mask)
+        # One look at both: on a GPU each would wait for the device.
+        if self._any_doubtful(measured, wrong):
+            self._check_rule(measured, wrong, self._doubtful(measured))
+            return self._add_by_example(uses, in_turn, others, measured, mask, scale)
         self._add(others, measured.kept, factors, scale)
-        return norms, factors
+        return measured.norms, factors
 
     def _add_by_example(
         self,
@@ -428,15 +461,17 @@ class Accumulator:
         """Compute what :meth:`add` does without looking at any value, so that it can be traced.
 
         ``bounds``: one number tensor per group in place of the floats, which a graph would keep as they are now.
-        Returns the sums as a new flat tensor, norms and factors [groups, m], and whether any example is doubtful, which
-        makes all the rest worthless.
+        Returns the sums as a new flat tensor, norms and factors [groups, m], and whether any example is doubtful or any
+        factor wrong, which makes all the rest worthless.
         """
         choices = self._choose(uses, turns=False)
         measured = self._measure(choices, len(mask), together=False)
-        factors = self._factors(measured, mask, bounds)
+        factors, wrong = self._rate(measured, mask, bounds)
         flat = torch.zeros(self._numbers, dtype=self.dtype, device=self.device)
         self._add(choices, measured.kept, factors, 1.0, self._views(flat))
-        return flat, measured.norms, factors, self._doubtful(measured).any()
+        doubtful = self._doubtful(measured).any()
+        # Where a factor is wrong the eager pass, which comes next, says so.
+        return flat, measured.norms, factors, doubtful if wrong is None else doubtful | wrong.any()
 
     def _choose(self, uses: Sequence[Use], turns: bool = True) -> list[Choice]:
         """The choices for the parameters of the sums; others may be recorded too, and are not released."""
@@ -517,8 +552,13 @@ class Accumulator:
             return formed + small
         return [*formed, _Kept(tuple(kept.params[0] for kept in small), side_by_side([kept.rows for kept in small]))]
 
-    def _any_doubtful(self, measured: _Measured) -> bool:
-        """Return whether :meth:`_doubtful` has any example; the usual answer costs the fewest operators."""
+    def _any_doubtful(self, measured: _Measured, wrong: Tensor | None = None) -> bool:
+        """Return whether :meth:`_doubtful` has any example, or any factor is ``wrong``.
+
+        The usual answer costs the fewest operators.
+        """
+        if wrong is not None:
+            return bool((self._doubtful(measured) | wrong).any())
         # The sum of squares is below infinity only if each of them is.
         if measured.scales is None and (measured.below_infinity or bool(measured.norms_sq.sum() < torch.inf)):
             return False
@@ -531,19 +571,45 @@ class Accumulator:
             doubtful |= measured.scales > measured.tolerated * measured.norms_sq
         return doubtful.any(0)
 
-    def _factors(self, measured: _Measured, mask: Tensor | None, bounds: Sequence[Any] | None = None) -> Tensor:
-        """Return the clip factors, by the clipping rule, from upper bounds of the norms.
+    def _factors(self, measured: _Measured, mask: Tensor | None) -> Tensor:
+        """Return the clip factors; PrivacyError where a user's rule gives wrong ones."""
+        factors, wrong = self._rate(measured, mask)
+        self._check_rule(measured, wrong)
+        return factors
+
+    def _rate(
+        self, measured: _Measured, mask: Tensor | None, bounds: Sequence[Any] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The clip factors, by the clipping rule, from upper bounds of the norms; and where a user's rule is wrong.
 
         The rule is given a norm that is at most the true one times 1 + error / 2, and a C that is lower by that much.
         """
-        error = measured.error + gamma(len(self.parameters) + 2, self.dtype)
-        upper = measured.upper_norms()
-        lowered = [c * bound_with_margin(1.0, error, self.dtype) for c in (self.bounds if bounds is None else bounds)]
-        if len(lowered) == 1:
-            factors = self.factors(upper[0], lowered[0]).unsqueeze(0)
+        upper, share = measured.upper_norms(), self._share(measured)
+        bounds = self.bounds if bounds is None else bounds
+        if is_proven(self.factors):
+            rated = [self.factors(upper[i], c * share) for i, c in enumerate(bounds)]
+            wrong = None
         else:
-            factors = torch.stack([self.factors(upper[i], c) for i, c in enumerate(lowered)])
-        return factors if mask is None else factors * mask
+            found = [factors_of_own_rule(self.factors, upper[i], c * share, c) for i, c in enumerate(bounds)]
+            rated = [factors for factors, _ in found]
+            wrong = torch.stack([wrong for _, wrong in found])
+        factors = rated[0].unsqueeze(0) if len(rated) == 1 else torch.stack(rated)
+        return (factors if mask is None else factors * mask), wrong
+
+    def _share(self, measured: _Measured) -> float:
+        """How much of C is left to a rule, given what rounding may hide."""
+        return bound_with_margin(1.0, measured.error + gamma(len(self.parameters) + 2, self.dtype), self.dtype)
+
+    def _check_rule(self, measured: _Measured, wrong: Tensor | None, doubtful: Tensor | None = None) -> None:
+        """PrivacyError where a factor is ``wrong`` [groups, m] whose example's norm is not ``doubtful`` [m]."""
+        if wrong is None:
+            return
+        wrong = wrong if doubtful is None else wrong & ~doubtful
+        places = wrong.nonzero()
+        if len(places):
+            group, i = places[0].tolist()
+            c = self.bounds[group]
+            refuse_factor(self.factors, measured.upper_norms()[group], i, c * self._share(measured), c)
 
     def _add(
         self,

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dpcore.arguments import check_number
+from dpcore.clipping import SMALLEST_MAX_GRAD_NORM
 from dpcore.errors import PrivacyError
 from dpcore.noise import GaussianNoise, SecureNoise
 from dpcore.optimizers.optimizer import DPOptimizer
@@ -49,12 +51,19 @@ class AdaClipDPOptimizer(DPOptimizer):
                 f"expected_batch_size is {expected_batch_size}; the count of unclipped examples is divided by it, so "
                 "it must be a positive, public number."
             )
-        if not 0.0 < min_clipbound < max_clipbound:
-            raise ValueError(f"min_clipbound is {min_clipbound} and max_clipbound {max_clipbound}; need 0 < min < max.")
+        if not SMALLEST_MAX_GRAD_NORM <= min_clipbound < max_clipbound < math.inf:
+            raise ValueError(
+                f"min_clipbound is {min_clipbound} and max_clipbound {max_clipbound}; need "
+                f"{SMALLEST_MAX_GRAD_NORM} <= min < max < infinity, between which every bound can be used."
+            )
         if not 0.0 <= target_unclipped_quantile <= 1.0:
             raise ValueError(f"target_unclipped_quantile is {target_unclipped_quantile}; it must lie in [0, 1].")
+        rule = "it must be a number, and finite"
+        check_number("clipbound_learning_rate", clipbound_learning_rate, math.isfinite, rule)
         if unclipped_num_std is None:
             unclipped_num_std = max(expected_batch_size / 20, noise_multiplier)
+        rule = "it must be a number, finite and above 0, for instance a twentieth of the expected batch size"
+        check_number("unclipped_num_std", unclipped_num_std, lambda std: 0.0 < std < math.inf, rule)
         self.target_unclipped_quantile = target_unclipped_quantile
         self.clipbound_learning_rate = clipbound_learning_rate
         self.max_clipbound = max_clipbound
@@ -112,4 +121,6 @@ class AdaClipDPOptimizer(DPOptimizer):
         unclipped = noisy_count / (self.expected_batch_size * self.accumulated_iterations) + 0.5
         step = -self.clipbound_learning_rate * (unclipped - self.target_unclipped_quantile)
         bound = self.accumulator.bounds[0] * math.exp(max(-50.0, min(50.0, step)))
-        self.max_grad_norm = min(max(bound, self.min_clipbound), self.max_clipbound)
+        # The step has been released and is to be counted: a bound that would be refused must not be reached here.
+        largest = self.accumulator.largest_bound(self._gradient_noise_multiplier())
+        self.max_grad_norm = min(max(bound, self.min_clipbound), self.max_clipbound, largest)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from dpcore.arguments import check_number
+from dpcore.arguments import check_divisor, check_noise_multiplier
 from dpcore.clipping import clip_factors
 from dpcore.distributed import Ranks, fingerprint
 from dpcore.errors import PrivacyError, UnsupportedError, trainer_hint
@@ -26,7 +26,8 @@ from dpcore.optimizers.schedules import follow, watch_torch
 from dpcore.optimizers.wrapper import OptimizerWrapper
 from dpcore.rerun.heap import give_back
 
-NOISE_RULE = "it must be a number, at least 0, for instance 1.1 (make_private_with_epsilon finds it for a budget)"
+NOISE_HINT = " (make_private_with_epsilon finds it for a budget)"
+MEAN_RULE = "with loss_reduction='mean' the update needs a positive, public divisor"
 StepHook = Callable[["DPOptimizer"], None]
 _CLAIMED: weakref.WeakKeyDictionary[AbstractGradSampleHooks, weakref.ref[DPOptimizer]] = weakref.WeakKeyDictionary()
 """Recorder of gradients -> the optimiser that takes them."""
@@ -74,7 +75,7 @@ class DPOptimizer(OptimizerWrapper):
         factors: Factors = clip_factors,
         ranks: Ranks | None = None,
     ) -> None:
-        check_number("noise_multiplier", noise_multiplier, lambda sigma: sigma >= 0.0, NOISE_RULE)
+        sigma = check_noise_multiplier(noise_multiplier, NOISE_HINT)
         if isinstance(optimizer, DPOptimizer):
             raise PrivacyError("The optimizer is private already; a second one around it would add its noise twice.")
         module = _recorder(optimizer) if module is None else module
@@ -84,15 +85,13 @@ class DPOptimizer(OptimizerWrapper):
                 "would be scaled by the batch's length in one place only. Give both the reduction of your loss."
             )
         if module.loss_reduction == "mean":
-            rule = "with loss_reduction='mean' the update needs a positive, public divisor"
-            check_number("expected_batch_size", expected_batch_size, lambda size: size > 0.0, rule)
+            check_divisor(expected_batch_size, MEAN_RULE)
         if module.max_grad_norm not in (None, max_grad_norm):
             raise ValueError(
                 f"max_grad_norm is {max_grad_norm} here and {module.max_grad_norm} in the module; give both the same."
             )
         self.original_optimizer = optimizer
         self.module = module
-        self.noise_multiplier = float(noise_multiplier)
         self.expected_batch_size = expected_batch_size
         self.loss_reduction = module.loss_reduction
         self.noise = noise if noise is not None else _noise(generator, secure_mode)
@@ -102,6 +101,7 @@ class DPOptimizer(OptimizerWrapper):
             self._order_bounds(max_grad_norm),
             factors,
         )
+        self.noise_multiplier = sigma
         self.ranks = ranks
         self.weights_agree = False
         self.steps = 0
@@ -223,7 +223,18 @@ class DPOptimizer(OptimizerWrapper):
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | Sequence[float]) -> None:
-        self.accumulator.set_bounds(value)
+        self.accumulator.set_bounds(value, self.noise_multiplier)
+
+    @property
+    def noise_multiplier(self) -> float:
+        """σ, the standard deviation of the noise over the L2 norm of the bounds."""
+        return self._noise_multiplier
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: float) -> None:
+        sigma = check_noise_multiplier(value, NOISE_HINT)
+        self.accumulator.check_noise(sigma)
+        self._noise_multiplier = sigma
 
     @property
     def accumulated_iterations(self) -> int:
@@ -301,6 +312,8 @@ class DPOptimizer(OptimizerWrapper):
             raise
 
     def _clip_and_accumulate(self) -> None:
+        if self.loss_reduction == "mean":
+            check_divisor(self.expected_batch_size, MEAN_RULE)  # a schedule may have set it
         self._check_unchanged()
         self._check_no_ordinary_gradient()
         self.logical_batch.begin(self.noise_multiplier)
@@ -373,7 +386,7 @@ class DPOptimizer(OptimizerWrapper):
             for param, summed in self.accumulator.sums.items():
                 param.summed_grad = summed.clone()  # type: ignore[attr-defined]
         self.logical_batch.check_bounds()
-        std = self._gradient_noise_multiplier() * self.accumulator.sensitivity
+        std = self.accumulator.check_noise(self._gradient_noise_multiplier())
         flat = self.accumulator.flat
         if self.ranks is not None and isinstance(self.noise, SecureNoise):
             # Its release lies on a grid, which another rank's sum would undo: so the noise comes after the sums, and
@@ -448,10 +461,16 @@ class DPOptimizer(OptimizerWrapper):
             UnsupportedError: a GradScaler multiplied the loss.
             BudgetError: the step would exceed the engine's budget.
         """
-        if getattr(self, "grad_scale", None) is not None:
+        # After its unscale_() a scaler shows only what it has found; p.grad was divided, and no example's gradient.
+        if getattr(self, "grad_scale", None) is not None or hasattr(self, "found_inf"):
             raise UnsupportedError(
                 "A GradScaler has multiplied the loss, and every gradient would be clipped at its scaled size. Use "
                 "torch.autocast with bfloat16, which needs no scaling, and call optimizer.step() without a scaler."
+            )
+        if torch.is_inference_mode_enabled():
+            raise PrivacyError(
+                "step() was called within torch.inference_mode(), in which the weights cannot be updated in a way that "
+                "the next backward pass sees; leave it before the step (torch.no_grad() is fine)."
             )
         loss = None
         if closure is not None:

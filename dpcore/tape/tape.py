@@ -334,11 +334,23 @@ class Tape(TorchFunctionMode):
                 output = output.clone()
             output = _Attach.apply(output, self.anchor)
         if self.scale is not None:
-            output.register_hook(self._hook(target))
+            _last(output, self._hook(target))
             return output
         self._edges.append(_edge(output))
         self._targets.append(target)
         return output
+
+    def give_way(self, tensor: Tensor) -> None:
+        """Let a hook that is about to be registered on ``tensor`` come before what is recorded there.
+
+        Where torch returns the gradient at a place in the graph, and goes on behind it, it is the one before all hooks.
+        """
+        for k, edge in enumerate(self._edges):
+            if edge.node is tensor.grad_fn and edge.output_nr == tensor.output_nr:
+                target = self._targets[k]
+                _last(tensor, target)
+                # What torch returns is left, but for None: nothing has come.
+                self._targets[k] = functools.partial(_unless_there, target)
 
     def record(self, use: Use, output: Tensor, batch_dim: int = 0) -> Tensor:
         """Records ``use``, whose ``grad`` will be the gradient at ``output`` with ``batch_dim`` brought to the front.
@@ -568,6 +580,24 @@ class Tape(TorchFunctionMode):
         return dim
 
 
+def _last(output: Tensor, hook: Callable[[Tensor | None], None]) -> None:
+    """Call ``hook`` with the gradient at ``output`` as its layer gets it.
+
+    A hook on the tensor would come before those that the user registers on it later, in the forward pass or in the
+    loop, and would not see what they make of the gradient.
+    """
+    node, place = output.grad_fn, output.output_nr
+    if node is None:
+        output.register_hook(hook)
+    else:
+        node.register_prehook(lambda grads: hook(grads[place]))
+
+
+def _unless_there(target: Callable[[Tensor | None], None], grad: Tensor | None) -> None:
+    if grad is None:
+        target(None)
+
+
 def _edge(output: Tensor) -> GradientEdge:
     """Return what get_gradient_edge does; of a node of torch's own it is the two fields alone."""
     node = output.grad_fn
@@ -633,4 +663,11 @@ def _is_channels_last(tensor: Tensor) -> bool:
 def _inner_gradient(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs.get("create_graph"):
         raise UnsupportedError(SECOND_ORDER)
+    return func(*args, **kwargs)
+
+
+@handles(Tensor.register_hook)
+def _register_hook(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if isinstance(args[0], Tensor):
+        tape.give_way(args[0])
     return func(*args, **kwargs)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from dpcore import Engine, PrivacyEngine, PrivacyError, UnsupportedError
 from dpcore.utils.batch_memory_manager import BatchMemoryManager
-from tests.dpcore.private_setup import make, small_data, small_model, step, truth
+from tests.dpcore.private_setup import losses, make, small_data, small_model, step, truth
 
 
 class Stream(IterableDataset):
@@ -254,3 +254,59 @@ def test_inference_mode_in_which_every_gradient_would_be_zero_is_refused(compile
         engine.clipped_sum(x, y)
     for _ in range(2):
         assert engine.clipped_sum(x, y).norms.gt(0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("secure_mode", True, r"PrivacyEngine\(secure_mode=True\)"),
+        ("generator", torch.Generator(), "noise_generator="),
+        ("noise", None, "from the engine's seed"),
+    ],
+)
+def test_what_make_private_sets_itself_is_not_ignored_where_it_is_passed(name, value, remedy):
+    """A run with secure_mode=True given here drew its noise from an ordinary generator, without a word."""
+    with pytest.raises(TypeError, match=f"takes no argument '{name}'.*{remedy}"):
+        make(**{name: value})
+
+
+def test_a_step_within_inference_mode_says_so_and_releases_nothing():
+    engine, wrapped, optimizer, _ = make(check_batches=False)
+    x, y = small_data()[:5]
+    F.cross_entropy(wrapped(x), y).backward()
+    with torch.inference_mode(), pytest.raises(PrivacyError, match="inference_mode"):
+        optimizer.step()
+    assert len(engine.accountant) == 0 and optimizer.steps == 0
+    optimizer.step()
+    assert len(engine.accountant) == 1
+
+
+@pytest.mark.parametrize("kind", ["frozen", "foreign"])
+def test_an_engine_s_optimizer_that_holds_another_gradient(kind):
+    """step() applied it, without clipping and noise."""
+    model, other = small_model(), torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    if kind == "frozen":
+        other = model[0].weight.requires_grad_(False)
+    held = {id(p): p for p in (*model.parameters(), other)}
+    optimizer = torch.optim.SGD(held.values(), lr=0.1)
+    engine = Engine(model, losses, max_grad_norm=0.5, expected_batch_size=10, optimizer=optimizer)
+    x, y = small_data()[:8]
+    engine.step(x, y)
+    other.grad = torch.ones_like(other)
+    before = [p.detach().clone() for p in held.values()]
+    with pytest.raises(PrivacyError, match="has a gradient: step\\(\\) would apply it without clipping and noise"):
+        engine.step(x, y)
+    assert engine.steps == 1 and all(map(torch.equal, before, held.values()))
+
+
+def test_one_target_for_all_examples_of_an_engine():
+    """It would be spread over the batch, and its example would move the contributions of all."""
+
+    def squares(outputs, y):
+        return (outputs - y).square().mean(1)
+
+    x, y = small_data()[:5][0], torch.randn(5, 3, dtype=torch.float64)
+    engine = Engine(small_model(), squares, max_grad_norm=0.5)
+    engine.clipped_sum(x, y)
+    with pytest.raises(UnsupportedError, match=r"y has the shape \(1, 3\) and x 5 examples"):
+        engine.clipped_sum(x, y[:1])

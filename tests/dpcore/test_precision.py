@@ -74,14 +74,19 @@ def test_bfloat16_steps_train():
     assert float(F.cross_entropy(model(x.bfloat16()), y)) < before - 0.3
 
 
+@pytest.mark.parametrize("unscaled", [False, True])
 @pytest.mark.parametrize("mode", ["bookkeeping", "hooks"])
-def test_a_scaled_loss_is_refused(mode):
+def test_a_scaled_loss_is_refused(mode, unscaled):
+    """unscale_() divides p.grad, and no example's gradient: every example would be clipped at its scaled size."""
     _, wrapped, optimizer, _ = make(grad_sample_mode=mode, check_batches=False)
     x, y = small_data()[:5]
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(F.cross_entropy(wrapped(x), y)).backward()
+    if unscaled:
+        scaler.unscale_(optimizer)
     with pytest.raises(UnsupportedError, match="GradScaler"):
         scaler.step(optimizer)
+    assert optimizer.steps == 0
 
 
 def test_norms_of_bfloat16_gradients_do_not_cancel():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 from collections import namedtuple
 from typing import Any
 
@@ -187,9 +189,16 @@ def test_what_is_not_one_per_example_stays_whole(length):
     nested = cut([[x, y], {"x": x, "names": names(length)}], rows)
     assert all(torch.equal(a, b) for a, b in zip(nested[0], pieces, strict=True))
     assert torch.equal(nested[1]["x"], x[:1]) and nested[1]["names"] == names(1)
-    other = {"x": x, "classes": names(length + 1), "of": "abc", "array": np.arange(length + 1), "number": np.array(3)}
+    other = {
+        "x": x,
+        "classes": names(length + 1),
+        "of": "abc",
+        "array": np.array(3),
+        "number": np.float32(3),
+        "how": sum,
+    }
     part = cut(other, rows)
-    assert all(part[name] is other[name] for name in ("of", "array", "number"))
+    assert all(part[name] is other[name] for name in ("of", "array", "number", "how"))
     assert part["classes"] == names(length + 1)
 
 
@@ -211,6 +220,8 @@ WEIGHTS = {"x": torch.zeros(6, 2), "weights": torch.ones(3)}
         ([torch.zeros(6, 2), (torch.ones(9), torch.zeros(6))], "batch[1][0]", "(9,)"),
         ({"x": torch.zeros(6, 2), "one": torch.zeros(1, 6)}, "batch['one']", "(1, 6)"),
         (Pair(torch.zeros(6), torch.zeros(0)), "batch[1]", "(0,)"),
+        ({"x": torch.zeros(6, 2), "weights": np.ones(3)}, "batch['weights']", "(3,)"),
+        ({"x": torch.zeros(6, 2), "ids": [np.arange(12), torch.zeros(6)]}, "batch['ids'][0]", "(12,)"),
     ],
 )
 def test_a_tensor_whose_rows_are_not_examples_is_refused(batch, where, shape):
@@ -219,6 +230,42 @@ def test_a_tensor_whose_rows_are_not_examples_is_refused(batch, where, shape):
         with pytest.raises(UnsupportedError) as refused:
             cut(batch, rows)
         assert f"{where} has the shape {shape}, and the batch 6 examples" in str(refused.value)
+
+
+@dataclasses.dataclass
+class Targets:
+    y: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([0.2, 0.3, 0.5], "holds 3 numbers, and the batch 6 examples"),
+        ((224, 224), "holds 2 numbers, and the batch 6 examples"),
+        (list(range(12)), "holds 12 numbers, and the batch 6 examples"),
+        (range(6), "is of type range"),
+        (collections.deque(range(6)), "is of type deque"),
+        (Targets(torch.zeros(6)), "is of type Targets"),
+    ],
+)
+def test_other_values_of_which_it_is_not_known_whose_they_are(value, message):
+    """A list of three numbers would be cut in the batches that happen to have three examples, and in no other."""
+    with pytest.raises(UnsupportedError, match=rf"batch\['value'\] {message}"):
+        cut({"x": torch.zeros(6, 2), "value": value}, slice(0, 3))
+
+
+@pytest.mark.parametrize("kind", [np.array, list])
+def test_flat_ids_beside_offsets_are_not_handed_to_every_piece(kind):
+    """The last bag of a piece would have held the words of all examples that follow, which no count of rows shows."""
+    lengths = [2, 3, 1, 4, 2, 2]
+    offsets = torch.tensor(np.cumsum([0, *lengths[:-1]]))
+    batch = {"offsets": offsets, "ids": kind(range(sum(lengths)))}
+    bags, piece = nn.EmbeddingBag(20, 4), slice(0, 3)
+    whole = bags(torch.tensor(batch["ids"]), offsets)
+    mixed = bags(torch.tensor(batch["ids"]), offsets[piece])
+    assert torch.equal(mixed[:2], whole[:2]) and not torch.allclose(mixed[2], whole[2])
+    with pytest.raises(UnsupportedError, match=r"batch\['ids'\] .*such as flat ids, is padded"):
+        cut(batch, piece)
 
 
 def test_a_tensor_without_dimensions_is_in_every_piece():
