@@ -14,7 +14,7 @@ from tests.frameworks.own_examples.worker import LOOPS
 
 pytestmark = pytest.mark.frameworks
 
-QUICK = {("opacus-ghost", "small-vit")}
+QUICK = {("opacus-ghost", "small-vit"), ("dp_lora-hooks", "small-llama")}
 QUICK |= {(name, "mnist-cnn") for name in ("backpack-batch-grad", "fastdp-flat", "private_transformers-default")}
 QUICK |= {(name, "small-gpt2") for name in ("dpcore-native", "opacus-hooks", "opake-vmap", "torch_func-eager")}
 """The quick ones; those on JAX compile for a minute."""
@@ -58,12 +58,13 @@ def test_the_page_names_the_slow_and_the_missing() -> None:
     assert "| torch 2.13.0 | small-vit | 2.0e-07 | 3.0e-06 | 1.0e-02 |" in page
     assert "| opacus-hooks | vit | 3 | 1.200 | 1.000 | 1.20 [1.10, 1.30] |" in page
     assert "by more than 5 %: opacus-hooks on vit (1.20).\n" in page
-    assert "opacus-ghost on gpt2-lm: Opacus refuses a tied head" in page
+    assert "opacus-ghost on small-gpt2, on gpt2-lm: Opacus refuses a tied head" in page
     (left,) = [line for line in page.splitlines() if "Not measured yet" in line]
     assert "opake-vmap on small-vit (update)" in left
     assert "opake-vmap on vit" not in left and "opacus-ghost on gpt2-lm" not in left
     assert "keras-make-private on mnist-cnn (update)" in left and "keras-make-private on mnist-cnn (time)" in left
-    assert "- dp_lora: its README takes a mean loss" in page and "no example is written yet" not in page
+    assert "- dp_lora-mean-loss on small-llama, on llama-lora: its README takes a mean loss" in page
+    assert "no example is written yet" not in page
 
 
 def test_the_lines_of_a_change_are_counted_and_are_in_the_page() -> None:
