@@ -163,12 +163,17 @@ def _distance(adapter: Adapter, contestant: str, ours: Terms, theirs: Terms, ste
     adapter.synchronize()
     found = [made.parameters() for made in (adapter, example)]
     for values in found:
-        _check_frozen(ours, values)
+        check_frozen(ours, values)
     way, other = (_flat(values) - start for values in found)
     return float(np.linalg.norm(way - other) / np.linalg.norm(way))
 
 
-def _check_frozen(terms: Terms, values: Mapping[str, np.ndarray]) -> None:
+def check_frozen(terms: Terms, values: Mapping[str, np.ndarray]) -> None:
+    """Compare the frozen weights with those of the start.
+
+    Raises:
+        ValueError: one has moved.
+    """
     frozen = [name for name in terms.task.parameters if name not in terms.task.trained_parameters]
     moved = [name for name in frozen if not np.array_equal(values[name], terms.initial[name])]
     if moved:
