@@ -342,14 +342,14 @@ def private_transformers_default(terms: Terms) -> Example:
 
 
 def dp_lora_hooks(terms: Terms) -> Example:
-    """dp-lora's README: make_private on a model of PEFT, the examples' gradients to ``step``. The losses are summed, as
-    its own tests of the hooks have them: by the README's mean it clips wrongly (frameworks/dp_lora/NOTES.md).
-    ``vanilla`` trains both matrices of an adapter, as the tasks do."""
+    """dp-lora's README: make_private on a model of PEFT, the examples' gradients to ``step``. The loss is the sum over
+    the examples, n times the README's mean, by which it clips wrongly (frameworks/dp_lora/NOTES.md). ``vanilla`` trains
+    both matrices of an adapter, as the tasks do."""
     from dp_lora import DPLoRAEngine
 
     network, model, weights = _peft(terms)
     optimizer = _optimizer(model, terms)
-    losses = _losses(terms)
+    criterion = _criterion(terms)
     engine = DPLoRAEngine()
     model, optimizer, _ = engine.make_private(
         model=model,
@@ -363,7 +363,7 @@ def dp_lora_hooks(terms: Terms) -> Example:
 
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
         optimizer.zero_grad()
-        losses(model(x), y).sum().backward()
+        (len(x) * criterion(model(x), y)).backward()
         optimizer.step(engine.grad_sample_module.get_per_sample_grads())
         engine.grad_sample_module.clear_per_sample_grads()
 
