@@ -19,8 +19,8 @@ from frameworks._shared.torch.adapter import TorchAdapter
 from harness.contract import Adapter, Setting, Unsupported
 from harness.tasks import Task
 
-ONE_HOT_ROWS = 4
-"""Examples of a piece where an embedding is trained: its rule makes one-hot vectors (NOTES.md)."""
+ONE_HOT_ELEMENTS = 4 * 256 * 10_004
+"""Of a piece's one-hot vectors, which its rule for a trained table makes: 4 examples of imdb-embedding (NOTES.md)."""
 
 
 def create(variant: str) -> Adapter:
@@ -57,8 +57,7 @@ class FastDP(TorchAdapter):
                 raise Unsupported(f"fastDP has no rule for {type(module).__name__}: it leaves its weights untrained.")
         self.losses = torch_models.loss_fn(task)
         tables = [name for name, m in self.model.named_modules() if isinstance(m, nn.Embedding)]
-        one_hot = any(self.model.get_submodule(name).weight.requires_grad for name in tables)
-        self.rows = ONE_HOT_ROWS if one_hot else setting.dataset_size
+        self.rows = self._piece(tables)
         torch.manual_seed(setting.seed)  # its noise comes from the global generator
         # Under a summed loss the engine divides by nothing, under a mean by the nominal batch size.
         self.reduction = "sum" if optimizers.takes_sums(setting) else "mean"
@@ -79,6 +78,13 @@ class FastDP(TorchAdapter):
             origin_params=self._origins(tables),
         )
         self.engine.attach(self.optimizer)
+
+    def _piece(self, tables: list[str]) -> int:
+        """How many examples go through the network at once."""
+        trained = [m for m in map(self.model.get_submodule, tables) if m.weight.requires_grad]
+        # Without tokens a table is one of positions, each of which is looked up once.
+        of_one = max((m.num_embeddings * (self.task.tokens or m.num_embeddings) for m in trained), default=1)
+        return max(1, min(ONE_HOT_ELEMENTS // of_one, self.setting.dataset_size))
 
     def _origins(self, tables: list[str]) -> list[str] | None:
         """The parameters that get an ordinary gradient too (its documentation's ghost differentiation): one of the

@@ -18,10 +18,11 @@ Step = Callable[[Tree, Any, jax.Array, jax.Array], tuple[Tree, Any]]
 
 
 class Loop(Example):
-    """``step`` of (weights, state) on a resident batch. All weights of the task are trained."""
+    """``step`` of (trained weights, state) on a resident batch; the frozen weights are those of the start."""
 
     def __init__(self, terms: Terms, step: Step, weights: Tree, state: Any) -> None:
         self._step, self.weights, self.state = step, weights, state
+        self.frozen = {name: terms.initial[name] for name in terms.task.parameters if name not in weights}
         self.batch = (jnp.asarray(terms.x), jnp.asarray(terms.y))
 
     def draw(self) -> Any:
@@ -32,14 +33,19 @@ class Loop(Example):
         jax.block_until_ready(self.weights)
 
     def parameters(self) -> Mapping[str, np.ndarray]:
-        return {name: np.array(value) for name, value in self.weights.items()}
+        return self.frozen | {name: np.array(value) for name, value in self.weights.items()}
 
 
 def _start(terms: Terms) -> tuple[Callable[..., jax.Array], Tree]:
-    """The loss of one example, and the weights."""
-    if set(terms.task.trained_parameters) != set(terms.task.parameters):
-        raise ValueError(f"{terms.task.name} has frozen weights; the examples have none.")
-    return jax_models.example_loss(terms.task), jax_models.parameters(terms.task, terms.initial, jax.devices("cpu")[0])
+    """The loss of one example by the trained weights, which closes over the frozen ones, and the trained weights."""
+    loss_of = jax_models.example_loss(terms.task)
+    frozen = jax_models.parameters(terms.task, terms.initial, jax.devices("cpu")[0])
+    trained = {name: frozen.pop(name) for name in terms.task.trained_parameters}
+
+    def loss(weights: Tree, x: jax.Array, y: jax.Array) -> jax.Array:
+        return loss_of({**frozen, **weights}, x, y)
+
+    return loss, trained
 
 
 def jax_vmap(terms: Terms) -> Example:

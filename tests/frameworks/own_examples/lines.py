@@ -15,9 +15,9 @@ WITHOUT_DP = {
     "keras_loops.py": "keras_non_private",
 }
 """The loop without DP of each file."""
-OTHERS = {"objax_private_gradients": "objax_non_private"}
+OTHERS = {"dp_lora_hooks": "peft_eager", "objax_private_gradients": "objax_non_private"}
 """That of an example which differs from its file's by more than DP."""
-OF_THE_COMPARISON = {"_criterion", "_forever", "_loader"}
+OF_THE_COMPARISON = {"_criterion", "_forever", "_loader", "_losses", "_of_words"}
 """What is no change of a user's: the comparison needs it, or every user has it. So is the last line of an example."""
 
 

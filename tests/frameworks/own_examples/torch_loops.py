@@ -21,7 +21,8 @@ TABLE = torch_models.Own(table=nn.Embedding)
 
 
 class Loop(Example):
-    """``step`` on a resident batch, as the adapters have theirs; ``batches`` where a library takes its loader's."""
+    """``step`` on a resident batch, as the adapters have theirs; ``batches`` where a library takes its loader's;
+    ``weights`` by their canonical names where a library has put them into other modules."""
 
     def __init__(
         self,
@@ -29,9 +30,11 @@ class Loop(Example):
         model: nn.Module,
         step: Step,
         batches: Iterator[Any] | None = None,
+        weights: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
-        self.task, self.model, self._step, self.batches = terms.task, model, step, batches
-        self.batch = tuple(map(torch.from_numpy, (terms.x, terms.y.astype(np.int64))))
+        self.weights = torch_models.canonical_parameters(model, terms.task) if weights is None else weights
+        self._step, self.batches = step, batches
+        self.batch = torch_models.place(terms.x, terms.y, "cpu")
 
     def draw(self) -> Any:
         return self.batch if self.batches is None else next(self.batches)
@@ -40,7 +43,7 @@ class Loop(Example):
         self._step(*batch)
 
     def parameters(self) -> Mapping[str, np.ndarray]:
-        return torch_models.read_parameters(self.model, self.task)
+        return {name: p.detach().numpy().copy() for name, p in self.weights.items()}
 
 
 def _network(terms: Terms) -> nn.Module:
@@ -65,8 +68,16 @@ def _criterion(terms: Terms) -> Callable[[torch.Tensor, torch.Tensor], torch.Ten
     return mean
 
 
+def _losses(terms: Terms) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """PyTorch's loss of each example, that of a text by the mean of its words."""
+    each = nn.CrossEntropyLoss(reduction="none")
+    if terms.task.loss == TOKEN_LOSS:
+        return lambda logits, words: each(logits.transpose(1, 2), words).mean(1)
+    return each
+
+
 def _loader(terms: Terms) -> DataLoader:
-    rows = TensorDataset(torch.from_numpy(terms.x), torch.from_numpy(terms.y.astype(np.int64)))
+    rows = TensorDataset(*torch_models.place(terms.x, terms.y, "cpu"))
     return DataLoader(rows, batch_size=terms.batch_size)
 
 
@@ -94,6 +105,23 @@ def pytorch_eager(terms: Terms) -> Example:
     return Loop(terms, network, _usual(optimizer, model, criterion))
 
 
+def peft_eager(terms: Terms) -> Example:
+    """The same on a model of PEFT."""
+    network, model, weights = _peft(terms)
+    optimizer = _optimizer(model, terms)
+    criterion = _criterion(terms)
+    return Loop(terms, network, _usual(optimizer, model, criterion), weights=weights)
+
+
+def _peft(terms: Terms) -> tuple[nn.Module, nn.Module, Mapping[str, nn.Parameter]]:
+    """The network, the model of PEFT around it, and the weights of both."""
+    from frameworks.dp_lora.adapter import as_peft
+
+    network = _network(terms)
+    weights = torch_models.canonical_parameters(network, terms.task)
+    return network, as_peft(network), weights
+
+
 def opacus_hooks(terms: Terms) -> Example:
     """Opacus' README, "Getting started": make_private, then the loop as it was."""
     from opacus import PrivacyEngine
@@ -113,7 +141,8 @@ def opacus_hooks(terms: Terms) -> Example:
 
 
 def opacus_ghost(terms: Terms) -> Example:
-    """Opacus' page on fast gradient and ghost clipping: make_private with the criterion, which comes back wrapped."""
+    """Opacus' page on fast gradient and ghost clipping: make_private with the criterion, which comes back wrapped. For
+    texts it takes the logits' shape beside, by which it finds the words of each."""
     from opacus import PrivacyEngine
 
     network = model = _network(terms)
@@ -128,7 +157,14 @@ def opacus_ghost(terms: Terms) -> Example:
         poisson_sampling=False,
         grad_sample_mode="ghost",
     )
-    return Loop(terms, network, _usual(optimizer, model, criterion))
+    return Loop(terms, network, _usual(optimizer, model, _of_words(terms, criterion)))
+
+
+def _of_words(terms: Terms, criterion: Callable[..., Any]) -> Callable[[torch.Tensor, torch.Tensor], Any]:
+    """Opacus' wrapped criterion, for texts with the shape that tells whose the words are."""
+    if terms.task.loss == TOKEN_LOSS:
+        return lambda logits, words: criterion(logits.flatten(0, 1), words.flatten(), shape=logits.shape)
+    return criterion
 
 
 def _released(terms: Terms, gradients: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
@@ -296,13 +332,42 @@ def private_transformers_default(terms: Terms) -> Example:
         skip_checks=True,
     )
     engine.attach(optimizer)
-    losses = nn.CrossEntropyLoss(reduction="none")
+    losses = _losses(terms)
 
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
         optimizer.zero_grad()
         optimizer.step(loss=losses(model(x), y))
 
     return Loop(terms, network, step)
+
+
+def dp_lora_hooks(terms: Terms) -> Example:
+    """dp-lora's README: make_private on a model of PEFT, the examples' gradients to ``step``. The loss is the sum over
+    the examples, n times the README's mean, by which it clips wrongly (frameworks/dp_lora/NOTES.md). ``vanilla`` trains
+    both matrices of an adapter, as the tasks do."""
+    from dp_lora import DPLoRAEngine
+
+    network, model, weights = _peft(terms)
+    optimizer = _optimizer(model, terms)
+    criterion = _criterion(terms)
+    engine = DPLoRAEngine()
+    model, optimizer, _ = engine.make_private(
+        model=model,
+        optimizer=optimizer,
+        data_loader=_loader(terms),
+        noise_multiplier=terms.noise_multiplier,
+        max_grad_norm=terms.max_grad_norm,
+        method="vanilla",
+        poisson_sampling=False,
+    )
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        (len(x) * criterion(model(x), y)).backward()
+        optimizer.step(engine.grad_sample_module.get_per_sample_grads())
+        engine.grad_sample_module.clear_per_sample_grads()
+
+    return Loop(terms, network, step, weights=weights)
 
 
 def pyvacy_git_microbatch(terms: Terms) -> Example:

@@ -31,13 +31,15 @@ BATCH_SIZE = {"update": 24, "turns": 32}
 """Not a power of two where updates are compared: dividing by one is exact, wherever it is done."""
 BOUNDS = (0.03, 2.2, 100.0)
 """All examples of the small networks are clipped, some, none: their norms are 1.5 to 3.3."""
-OTHER_BOUNDS = {"mnist-cnn": (0.03, 4.8, 100.0)}
-"""The same where norms are others, on mnist-cnn 4.0 to 6.1."""
+OTHER_BOUNDS = {"mnist-cnn": (0.03, 4.8, 100.0), "small-llama": (0.03, 0.9, 100.0)}
+"""The same where norms are others, on mnist-cnn 4.0 to 6.1, on small-llama 0.13 to 1.4."""
+LORA_DEVIATION = 0.3
 SIGMA = 1.0
 WARM_UP = 3
 """dpcore examines its first three batches."""
 LOOPS = {
     "backpack-batch-grad": "torch_loops",
+    "dp_lora-hooks": "torch_loops",
     "dpcore-native": "torch_loops",
     "fastdp-flat": "torch_loops",
     "jax-vmap": "jax_loops",
@@ -57,7 +59,7 @@ LOOPS = {
 }
 """Module of a contestant's example."""
 PACKAGES = (
-    *("backpack-for-pytorch", "fastDP", "jax", "jax-privacy", "keras", "objax", "opacus", "opake", "optax"),
+    *("backpack-for-pytorch", "dp-lora", "fastDP", "jax", "jax-privacy", "keras", "objax", "opacus", "opake", "optax"),
     *("private-transformers", "pyvacy", "tensorflow-cpu", "tensorflow-privacy", "torch"),
 )
 
@@ -76,7 +78,17 @@ def terms_of(task: Task, size: int, bound: float, sigma: float, rate: float, opt
     else:
         x = rng.integers(0, task.classes, shape, dtype=np.int32)
     y = rng.integers(0, task.classes, (size, *task.label_shape)).astype(np.int32)
-    return Terms(task, initial_parameters(task, 3), x, y, sigma, bound, rate, optimizer)
+    return Terms(task, _starting_weights(task), x, y, sigma, bound, rate, optimizer)
+
+
+def _starting_weights(task: Task) -> dict[str, np.ndarray]:
+    """The task's, but for LoRA's second matrix: zero as at the start of a training, it gives the first no gradient."""
+    rng = np.random.default_rng(7)
+    values = initial_parameters(task, 3)
+    for name in values:
+        if name.endswith(".lora_b"):
+            values[name] = (LORA_DEVIATION * rng.standard_normal(values[name].shape)).astype(np.float32)
+    return values
 
 
 def adapter_of(contestant: str) -> Adapter:
@@ -137,7 +149,11 @@ def update(contestant: str, task: Task) -> dict[str, Any]:
 
 
 def _distance(adapter: Adapter, contestant: str, ours: Terms, theirs: Terms, steps: int) -> float:
-    """NaN where the adapter does not move."""
+    """NaN where the adapter does not move.
+
+    Raises:
+        ValueError: weights of either have moved that are frozen.
+    """
     build(adapter, contestant, ours)
     example = example_of(contestant, theirs)
     start = _flat(ours.initial)
@@ -145,8 +161,23 @@ def _distance(adapter: Adapter, contestant: str, ours: Terms, theirs: Terms, ste
         adapter.step(np.arange(ours.batch_size), None)
         example.step(example.draw())
     adapter.synchronize()
-    way, other = (_flat(made.parameters()) - start for made in (adapter, example))
+    found = [made.parameters() for made in (adapter, example)]
+    for values in found:
+        check_frozen(ours, values)
+    way, other = (_flat(values) - start for values in found)
     return float(np.linalg.norm(way - other) / np.linalg.norm(way))
+
+
+def check_frozen(terms: Terms, values: Mapping[str, np.ndarray]) -> None:
+    """Compare the frozen weights with those of the start.
+
+    Raises:
+        ValueError: one has moved.
+    """
+    frozen = [name for name in terms.task.parameters if name not in terms.task.trained_parameters]
+    moved = [name for name in frozen if not np.array_equal(values[name], terms.initial[name])]
+    if moved:
+        raise ValueError(f"{terms.task.name}: frozen weights have moved: {', '.join(moved)}.")
 
 
 def _flat(values: Mapping[str, np.ndarray]) -> np.ndarray:
