@@ -21,7 +21,14 @@ from frameworks.keras import networks, optimizers
 from harness.contract import Adapter, Memory, Setting, Unsupported
 from harness.tasks import Task
 
-MICRO_BATCH = {"mnist-cnn": None, "cifar10-cnn": None}
+MICRO_BATCH = {
+    "mnist-cnn": None,
+    "cifar10-cnn": None,
+    "wrn-16-2": None,
+    "wrn-16-4": None,
+    "vit": 4,
+    "small-vit": 4,
+}
 MICRO_BATCH_ELSEWHERE = 1
 """``microbatch_size`` on a CPU, tuned per task (NOTES.md); None, and any other platform, takes the whole batch."""
 
