@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from harness import tasks
+from harness import network, tasks
 from harness.tasks import Task
 
 
@@ -42,7 +42,7 @@ def _axes(task: Task) -> list[tuple[str, tuple[int, ...], tuple[int, ...], tuple
     """(name, canonical shape with its axes told apart, order of the axes here, shape here)."""
     rules = []
     channels, flattened = 1, False
-    for layer in task.layers:
+    for layer in network.walk(task.layers):
         match layer:
             case tasks.Conv2d(name, c_in, channels, k):
                 rules.append((f"{name}.weight", (channels, c_in, k, k), (2, 3, 1, 0), (k, k, c_in, channels)))
@@ -53,6 +53,9 @@ def _axes(task: Task) -> list[tuple[str, tuple[int, ...], tuple[int, ...], tuple
                 split = (n_out, channels, n_in // channels) if flattened else (n_out, 1, n_in)
                 rules.append((f"{name}.weight", split, (2, 1, 0), (n_in, n_out)))
                 flattened = False
+                if layer.lora:
+                    rules.append((f"{name}.lora_a", (layer.lora, n_in), (1, 0), (n_in, layer.lora)))
+                    rules.append((f"{name}.lora_b", (n_out, layer.lora), (1, 0), (layer.lora, n_out)))
             case tasks.Lstm(name, n_in, h):
                 rules.append((f"{name}.weight_ih", (4 * h, n_in), (1, 0), (n_in, 4 * h)))
                 rules.append((f"{name}.weight_hh", (4 * h, h), (1, 0), (h, 4 * h)))

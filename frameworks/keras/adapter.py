@@ -16,11 +16,19 @@ from jax_privacy.accounting import analysis
 
 from frameworks._shared import channels_last
 from frameworks._shared.jax.adapter import configure, peak_memory
-from harness import tasks
+from frameworks._shared.jax.optimizers import constants
+from frameworks.keras import networks, optimizers
 from harness.contract import Adapter, Memory, Setting, Unsupported
 from harness.tasks import Task
 
-MICRO_BATCH = {"mnist-cnn": None, "cifar10-cnn": None}
+MICRO_BATCH = {
+    "mnist-cnn": None,
+    "cifar10-cnn": None,
+    "wrn-16-2": None,
+    "wrn-16-4": None,
+    "vit": 4,
+    "small-vit": 4,
+}
 MICRO_BATCH_ELSEWHERE = 1
 """``microbatch_size`` on a CPU, tuned per task (NOTES.md); None, and any other platform, takes the whole batch."""
 
@@ -31,49 +39,6 @@ State = tuple[list[jax.Array], list[jax.Array], list[jax.Array], list[jax.Array]
 def create(variant: str) -> Adapter:
     """Return the adapter of ``variant``, ``make-private`` or ``non-private``."""
     return Keras(variant)
-
-
-def network(task: Task) -> keras.Model:
-    """Return the task's network; its trained variables come in the order of ``task.parameters``.
-
-    Raises:
-        Unsupported: Keras' layers do not have one of the task's.
-    """
-    inputs = outputs = keras.Input(channels_last.input_shape(task), dtype=task.input_dtype)
-    for layer in task.layers:
-        outputs = _layer(layer)(outputs)
-    return keras.Model(inputs, outputs)
-
-
-def _layer(layer: tasks.Layer) -> keras.layers.Layer:
-    match layer:
-        case tasks.Conv2d(_, _, channels, kernel, stride, padding):
-            return keras.layers.Conv2D(channels, kernel, stride, "same" if padding else "valid")
-        case tasks.Linear(_, _, size):
-            return keras.layers.Dense(size)
-        case tasks.Embedding(_, rows, dim):
-            return keras.layers.Embedding(rows, dim)
-        case tasks.Lstm(_, _, hidden):
-            return keras.layers.LSTM(hidden, return_sequences=True)
-        case tasks.ReLU():
-            return keras.layers.ReLU()
-        case tasks.MaxPool2d(kernel, stride):
-            return keras.layers.MaxPooling2D(kernel, stride)
-        case tasks.AvgPool2d(kernel, stride):
-            return keras.layers.AveragePooling2D(kernel, stride)
-        case tasks.Flatten():
-            return keras.layers.Flatten()
-        case tasks.MeanOverSpace():
-            return keras.layers.GlobalAveragePooling2D()
-        case tasks.MeanOverTime():
-            return keras.layers.GlobalAveragePooling1D()
-    raise Unsupported(f"its adapter has no Keras layer for {type(layer).__name__}.")
-
-
-def _loss(task: Task) -> keras.losses.Loss:
-    if task.loss == "binary_cross_entropy":
-        return keras.losses.BinaryCrossentropy(from_logits=True)
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def _traced(config: keras_api.DPKerasConfig, bound: jax.Array, multiplier: jax.Array) -> keras_api.DPKerasConfig:
@@ -87,9 +52,11 @@ def _traced(config: keras_api.DPKerasConfig, bound: jax.Array, multiplier: jax.A
 class Keras(Adapter):
     """The model's own ``train_step``, which Keras compiles in ``fit``, compiled here over data that lie on the device.
 
-    Rate, weights and the key of the noise are variables of the model; C and sigma are arguments of the compiled step,
-    so that another setting of the same B needs no compilation.
+    Weights, the optimizer's memory and the key of the noise are variables of the model; C, sigma and the optimizer's
+    constants are arguments of the compiled step, so that another setting of the same B needs no compilation.
     """
+
+    optimizers = optimizers.NAMES
 
     def __init__(self, variant: str) -> None:
         self.private = variant != "non-private"
@@ -102,23 +69,22 @@ class Keras(Adapter):
         if task != self.task:
             self.task, self.models = task, {}
         self.setting = setting
-        if setting.batch_size not in self.models:
+        kind = setting.batch_size, setting.optimizer.name
+        if kind not in self.models:
             model = self._model()
-            self.models[setting.batch_size] = model, jax.jit(self._compiled(model), donate_argnums=0)
-        self.model, self.compiled = self.models[setting.batch_size]
-        self.hyper = np.array((setting.max_grad_norm, setting.noise_multiplier), np.float32)
-        values = channels_last.parameters(task, initial)
-        for name, variable in zip(task.parameters, self.model.trainable_variables, strict=True):
-            variable.assign(values[name])
-        self.model.optimizer.learning_rate.assign(setting.learning_rate)
+            self.models[kind] = model, jax.jit(self._compiled(model), donate_argnums=0)
+        self.model, self.compiled = self.models[kind]
+        bounds = np.array((setting.max_grad_norm, setting.noise_multiplier), np.float32)
+        self.hyper = np.concatenate([bounds, constants(setting)])
+        networks.give(task, self.model, initial)
         if self.private:
             noise_key, steps = self.model.non_trainable_variables[:2]
             noise_key.assign(jax.random.PRNGKey(setting.seed))
             steps.assign(np.zeros(1, np.uint32))
-        self.state = self._read(self.model)
+        self.state = self._state()
 
     def _model(self) -> keras.Model:
-        setting, model = self.setting, network(self.task)
+        setting, model = self.setting, networks.network(self.task)
         if self.private:
             config = keras_api.DPKerasConfig(
                 epsilon=math.inf,
@@ -134,7 +100,7 @@ class Keras(Adapter):
                 seed=setting.seed,
             )
             model = keras_api.make_private(model, config)
-        model.compile(keras.optimizers.SGD(setting.learning_rate), _loss(self.task))
+        model.compile(optimizers.optimizer(setting), networks.loss(self.task))
         model.optimizer.build(model.trainable_variables)
         shape = (1, *channels_last.input_shape(self.task))
         model._symbolic_build(data_batch=(np.zeros(shape, self.task.input_dtype), np.zeros(self._labels(1), np.int32)))
@@ -148,14 +114,16 @@ class Keras(Adapter):
 
     def _labels(self, rows: int) -> tuple[int, ...]:
         """Keras' binary loss would broadcast labels [B] against one logit each, [B, 1]."""
-        return (rows, 1) if self.task.loss == "binary_cross_entropy" else (rows,)
+        return (rows, 1) if self.task.loss == "binary_cross_entropy" else (rows, *self.task.label_shape)
 
     def _compiled(self, model: keras.Model) -> Any:
         largest, size, private = self._micro_batch(), self.setting.batch_size, self.private
 
         def step(state: State, x: jax.Array, y: jax.Array, rows: jax.Array, mask: jax.Array, hyper: jax.Array) -> State:
+            bound, multiplier, *given = hyper
+            optimizers.give(model.optimizer, given)
             if private:
-                model._dp_params = _traced(model._dp_params, *hyper)
+                model._dp_params = _traced(model._dp_params, bound, multiplier)
             if private and largest is not None:
                 excess = -len(rows) % largest
                 rows, mask = jnp.pad(rows, (0, excess)), jnp.pad(mask, (0, excess))
@@ -167,15 +135,19 @@ class Keras(Adapter):
 
         return step
 
-    @staticmethod
-    def _read(model: keras.Model) -> State:
+    def _state(self) -> State:
+        """The model's variables in memory of their own, which a step may take; put to the device, as a step's are, for
+        else the first step would be compiled for itself."""
+        model = self.model
         found = (
             model.trainable_variables,
             model.non_trainable_variables,
             model.optimizer.variables,
             model.metrics_variables,
         )
-        return tuple([jnp.array(variable.value, copy=True) for variable in kind] for kind in found)
+        return tuple(
+            [jax.device_put(variable.value, self.device, may_alias=False) for variable in kind] for kind in found
+        )
 
     def place(self, x: np.ndarray, y: np.ndarray) -> None:
         self.host = channels_last.data(self.task, x), y.reshape(self._labels(len(y)))
@@ -191,8 +163,10 @@ class Keras(Adapter):
         jax.block_until_ready(self.state)
 
     def parameters(self) -> Mapping[str, np.ndarray]:
-        values = zip(self.task.parameters, self.state[0], strict=True)
-        return channels_last.canonical(self.task, {name: np.array(value) for name, value in values})
+        variables = self.model.trainable_variables + self.model.non_trainable_variables
+        values = dict(zip(map(id, variables), self.state[0] + self.state[1], strict=True))
+        found = networks.variables(self.task, self.model).items()
+        return channels_last.canonical(self.task, {name: np.array(values[id(variable)]) for name, variable in found})
 
     def peak_memory(self) -> Memory:
         return peak_memory(self.device)

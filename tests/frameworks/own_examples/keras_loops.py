@@ -42,7 +42,7 @@ def keras_non_private(terms: Terms) -> Example:
     """The loop without DP, beside which :mod:`lines` counts what a user changes: compile, then fit."""
     import keras
 
-    from frameworks.keras.adapter import network
+    from frameworks.keras.networks import network
 
     model = network(terms.task)
     model.compile(
@@ -58,7 +58,7 @@ def keras_make_private(terms: Terms) -> Example:
     import keras
     from jax_privacy import keras_api
 
-    from frameworks.keras.adapter import network
+    from frameworks.keras.networks import network
 
     model = network(terms.task)
     config = keras_api.DPKerasConfig(
