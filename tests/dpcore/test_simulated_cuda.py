@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.dpcore.simulated_cuda.device import build
 
@@ -20,6 +21,7 @@ MODELS = ("linear", "convolution", "group norm", "lstm", "tied transformer")
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="the simulated device needs g++"),
+    pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA, whose hooks cannot be there twice"),
     pytest.mark.xdist_group("device"),  # which takes a minute to compile
 ]
 
