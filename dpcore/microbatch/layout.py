@@ -177,6 +177,8 @@ class Layout:
 
         While probing, it is found by its length.
         """
+        if type(x) is Parameter and any(x is param for param in self.model.parameters()):
+            return -1  # a frozen weight beside its trained bias, however many rows it has
         known = self._dims.setdefault(key, set())
         if known == _FIRST and not self._probing and not tape.rows:
             return 0 if x.shape[:1] == (tape.batch_size,) else -1

@@ -656,3 +656,16 @@ def test_values_that_are_the_negatives_of_what_memory_holds():
     x = z.conj().imag.unsqueeze(-1)
     assert x.is_neg()
     check(nn.Linear(1, 5), x, torch.arange(4) % 3, clipped_sum)
+
+
+@pytest.mark.parametrize("batch", [3, 5])
+@pytest.mark.parametrize("frozen", [lambda layer: [layer.weight], lambda layer: [layer.bias]])
+def test_a_frozen_weight_has_as_many_rows_as_there_are_examples(frozen, batch):
+    """Biases alone are trained (BitFit), in a layer with as many outputs as the batch has examples."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    for param in frozen(model[0]):
+        param.requires_grad_(False)
+    x = torch.randn(batch, 8, dtype=torch.float64)
+    check(model, x, torch.arange(batch) % 3, clipped_sum)
+    check_private(model, x, torch.arange(batch) % 3)
