@@ -364,6 +364,7 @@ class Accumulator:
             waiting, good = doubtful.nonzero().squeeze(1).tolist(), (~doubtful).nonzero().squeeze(1)
             if len(good):
                 factors[:, good] = self._factors(measured.of(good), None if mask is None else mask[good])
+        self._bring_back(uses, measured)
         large = InTurn(in_turn, self._where)
         measured.error = max(measured.error, large.error)
         cancelling: InTurn | None = None
@@ -396,6 +397,17 @@ class Accumulator:
         norms = measured.norms
         self._add_doubtful(uses, left, mask, scale, norms, factors)
         return norms, factors
+
+    def _bring_back(self, uses: Sequence[Use], measured: _Measured) -> None:
+        """Have at hand what checkpoints let go, where an example by itself may be asked for.
+
+        Before anything is formed: it comes back by a pass in the user's precision, and not once it was let go for good,
+        which it is when sums are formed of it.
+        """
+        let_go = [use for use in uses if use.is_let_go]
+        if let_go and self._any_doubtful(measured):
+            for use in let_go:
+                use.bring_back()
 
     @property
     def _where(self) -> Sums:

@@ -215,12 +215,16 @@ class DroppedUse(Use):
                 self._release()
 
     def _most(self, param: Parameter) -> Tensor | None:
-        """[B] by what to multiply gradients that came back, so that none is larger than was counted; None: by 1."""
+        """[B] by what to multiply gradients that came back, so that none is larger than was counted; None: by 1.
+
+        It is 1 for every example whose gradient is the same, whatever came back of others. What was counted as infinite
+        clips nothing: such an example's norm is taken anew.
+        """
         if not self._other:
             return None
-        counted, found = self._norms[param].value, _norm(self.use, param)
-        upper = found.value * (1.0 + found.error) if found.scale is None else found.value + found.error * found.scale
-        return (counted / upper).sqrt().clamp(max=1.0).nan_to_num(0.0)
+        counted, found = _upper(self._norms[param]), _upper(_norm(self.use, param))
+        most = (counted / found).sqrt().clamp(max=1.0).nan_to_num(0.0)
+        return torch.where(counted.isfinite(), most, 1.0)
 
     def norm_sq(self, param: Parameter) -> SquaredNorm:
         if param in self._norms:
@@ -281,6 +285,11 @@ class DroppedUse(Use):
 def _inputs(use: Use) -> list[Saved]:
     """Return the floating-point inputs that a use keeps."""
     return [saved for saved in saved_in(use) if saved.tensor.is_floating_point()]
+
+
+def _upper(norm: SquaredNorm) -> Tensor:
+    """[B] the largest squared norms that a rounded one may stand for."""
+    return norm.value * (1.0 + norm.error) if norm.scale is None else norm.value + norm.error * norm.scale
 
 
 def _norm(use: Use, param: Parameter) -> SquaredNorm:

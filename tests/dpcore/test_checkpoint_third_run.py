@@ -215,6 +215,78 @@ def test_doubtful_examples(runs):
     assert runs
 
 
+class Words(Net):
+    """Every position has an answer of its own, so that gradients are far shorter than the terms of their norms."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x) if self.how == "plainly" else checkpoint(block, x, use_reentrant=False)
+        return self.last(x)
+
+
+def of_words(outputs: Tensor, y: Tensor) -> Tensor:
+    """``y`` [B, T, 5]: what each example's outputs are multiplied by, and the share of their logarithmic losses."""
+    numbers = torch.Generator().manual_seed(2)
+    targets = torch.randint(4, y.shape[1:2], generator=numbers).expand(len(y), -1)
+    own = F.cross_entropy(outputs.transpose(1, 2), targets, reduction="none").mean(1)
+    return own * y[:, 0, 4] + (outputs * y[:, :, :4]).sum((1, 2))
+
+
+def words(kinds: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Examples that are ordinary ("o"), whose first two positions cancel mostly and are all ("m") or cancel entirely
+    ("c"), huge ("h") or no numbers ("n").
+    """
+    shares = {"o": (0.0, 0.0), "m": (1.0, -0.8), "c": (1.0, -1.0), "h": (1e30, 1e30), "n": (torch.nan, 0.0)}
+    numbers = torch.Generator().manual_seed(1)
+    x = torch.randn(len(kinds), 16, 8, generator=numbers, dtype=dtype)
+    y = torch.zeros(len(kinds), 16, 5, dtype=dtype)
+    for i, kind in enumerate(kinds):
+        x[i, 1] = x[i, 0]
+        y[i, 0, :2], y[i, 1, :2] = shares[kind]
+        y[i, :, 4] = kind == "o"
+    return x, y
+
+
+@pytest.mark.parametrize("precision", ["highest", "medium"])
+@pytest.mark.parametrize("kinds", ["omm", "oco", "omncho"])
+def test_examples_that_cancel(kinds, precision, runs, monkeypatch):
+    """What comes back for one of them comes by a pass in the user's precision, and before it is let go for good."""
+    seen: list[str] = []
+    inner = Block.forward
+    monkeypatch.setattr(
+        Block, "forward", lambda self, x: (seen.append(torch.get_float32_matmul_precision()), inner(self, x))[1]
+    )
+    torch.manual_seed(0)
+    model, (x, y) = Words("not"), words(kinds)
+    of = reference.example_gradients(copy.deepcopy(model), of_words, x, y)
+    of = [g for g in of if torch.isfinite(reference.norm(g))]
+    truth = {n: sum(min(1.0, C / max(float(reference.norm(g)), 1e-12)) * g[n] for g in of) for n in of[0]}
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        sums = Engine(model, of_words, max_grad_norm=C, check_isolation=False).clipped_sum(x, y).sums
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert relative_error(sums, truth) < (1e-4 if precision == "highest" else 0.05)
+    assert len(runs) == BLOCKS
+    assert set(seen[-BLOCKS:]) == {precision}
+
+
+def test_an_example_that_is_not_finite_leaves_the_others_as_they_are(runs):
+    """It came back with other bits, as far as can be told, and no other one did."""
+
+    def run(kinds: str, of: list[int]) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        x, y = words(kinds)
+        engine = Engine(Words("not"), of_words, max_grad_norm=C, check_isolation=False)
+        return {n: v.clone() for n, v in engine.clipped_sum(x[of], y[of]).sums.items()}
+
+    assert relative_error(run("hno", [0, 1, 2]), run("hno", [0, 2])) < 1e-6
+    assert relative_error(run("mno", [0, 1, 2]), run("mno", [0, 2])) < 1e-6
+    assert runs
+
+
 class Several(Net):
     """Blocks that return two tensors, one of them made of the other."""
 
