@@ -76,8 +76,9 @@ def factors_of_own_rule(
 ) -> tuple[Tensor, Tensor]:
     """Compute the factors of a user's rule, and which of them must not be used, without reading a value.
 
-    The rule works on copies, so that it changes nothing that is looked at afterwards, and is called once more for half
-    of the examples: a factor that depends on other examples would be another.
+    The rule works on copies, so that it changes nothing that is looked at afterwards, and is called once more for
+    each half of the examples: a factor that depends on other examples would be another. (By one half alone, what
+    depends on the largest norm, or the first one, would show only where that lies in the other half.)
 
     Args:
         rule: The clipping rule.
@@ -109,8 +110,8 @@ def factors_of_own_rule(
     # Infinity is not within the limit, and infinity times a norm of zero is no number.
     fine = (factors >= 0.0).logical_and_(factors * norms <= max_grad_norm * (1.0 + RULE_TOLERANCE))
     if (half := len(norms) // 2) > 0:
-        few = asked(norms[:half])
-        fine[:half] &= (few - factors[:half]).abs() <= MIXING_TOLERANCE * factors[:half]
+        few = torch.cat([asked(norms[:half]), asked(norms[half:])])
+        fine &= (few - factors).abs() <= MIXING_TOLERANCE * factors
     most = lowered / (norms + HIDDEN_NORM)
     return torch.where(finite, torch.minimum(factors, most), 0.0), finite & ~fine
 

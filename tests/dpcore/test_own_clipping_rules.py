@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dpcore import Engine, PrivacyError
-from dpcore.clipping import automatic_factors, clip_factors
+from dpcore.clipping import automatic_factors, clip_factors, factors_of_own_rule
 from tests.dpcore.private_setup import losses, make, small_data, small_model, step
 
 BOUND = 0.5
@@ -232,3 +232,16 @@ def test_a_rule_returns_one_factor_for_each_norm(rule: Any) -> None:
 def test_a_rule_of_ones_own_beside_a_way_of_clipping_that_is_one() -> None:
     with pytest.raises(ValueError, match="factors"):
         make(clipping="automatic", factors=clip_factors)
+
+
+@pytest.mark.parametrize("of", [torch.amax, torch.amin, torch.mean, lambda norms: norms[0], lambda norms: norms[-1]])
+@pytest.mark.parametrize("place", range(5))
+def test_a_factor_by_anothers_norm_is_wrong_wherever_that_one_stands(of: Any, place: int) -> None:
+    def rule(norms: Tensor, c: float) -> Tensor:
+        return (0.1 * c / of(norms)).expand(len(norms))
+
+    norms = torch.arange(1.0, 6.0).square().roll(place)  # of which no half has the mean of all
+    _, wrong = factors_of_own_rule(rule, norms, BOUND, BOUND)
+    assert bool(wrong.any())
+    _, wrong = factors_of_own_rule(lambda norms, c: 0.1 * c / norms, norms, BOUND, BOUND)
+    assert not bool(wrong.any())
