@@ -217,10 +217,12 @@ class ConvolutionUse(Use):
 
     @property
     def _folds(self) -> bool:
-        """Whether :meth:`_folded` forms per-sample gradients: in float32 on a CPU, of groups."""
+        """Whether :meth:`_folded` forms per-sample gradients: in float32 on a CPU, of groups, by oneDNN (torch's own
+        convolution of so many groups takes longer than unfolding)."""
         x, groups = self._x.tensor, self.geometry[3]
         on_cpu = x.device.type == "cpu" and wide(x[:0]).dtype == torch.float32
-        return groups > 1 and on_cpu and x.numel() > 0 and not convolutions_are_lowered()
+        onednn = torch.backends.mkldnn.is_available() and not convolutions_are_lowered()
+        return groups > 1 and on_cpu and x.numel() > 0 and onednn
 
     def _folded(self) -> Tensor:
         """[B, *weight.shape]: the weight's gradient where every group of every example is a group of its own.
