@@ -218,7 +218,8 @@ class ConvolutionUse(Use):
     @property
     def _folds(self) -> bool:
         """Whether :meth:`_folded` forms per-sample gradients: in float32 on a CPU, of groups, by oneDNN (torch's own
-        convolution of so many groups takes longer than unfolding)."""
+        convolution of so many groups takes longer than unfolding).
+        """
         x, groups = self._x.tensor, self.geometry[3]
         on_cpu = x.device.type == "cpu" and wide(x[:0]).dtype == torch.float32
         onednn = torch.backends.mkldnn.is_available() and not convolutions_are_lowered()
