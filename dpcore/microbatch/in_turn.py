@@ -24,7 +24,7 @@ class Sums:
     """
 
     segments: Mapping[Parameter, Tensor]
-    orders: Mapping[Parameter, Sequence[int]]
+    orders: Mapping[Parameter, list[int]]
     groups: Mapping[Parameter, int]
     dtype: torch.dtype
 
