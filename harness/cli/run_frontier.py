@@ -45,6 +45,9 @@ def frontier(
     seed: shared.Seed = 0,
     timeout: shared.Timeout = 600.0,
     synthetic: shared.Synthetic = False,
+    small_gate: Annotated[
+        bool, typer.Option(help="Judge modern tasks by small networks of their structure: minutes, not hours.")
+    ] = True,
     out: shared.Out = None,
     fresh: shared.Fresh = False,
     as_json: shared.Json = False,
@@ -71,6 +74,7 @@ def frontier(
         seed=seed,
         timeout_seconds=timeout,
         synthetic=synthetic,
+        small_gate=small_gate,
     )
     contestants = registry.select(options.frameworks)
     folder = RunFolder((out or LOCAL_RESULTS / "frontier").resolve())
