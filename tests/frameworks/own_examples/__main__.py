@@ -45,7 +45,7 @@ EXAMPLES = {
     "jax-vmap": (*GPT2, *VIT, *LLAMA),
     "jax_privacy-clipped-grad": (*GPT2, *VIT),
     "jax_privacy_git-trainer": (*GPT2, *VIT),
-    "keras-make-private": BOTH,
+    "keras-make-private": (*VIT, *BOTH),
     "microbatch-loop": (*GPT2, *VIT),
     "objax-private-gradients": (*WRN, *BOTH),
     "opacus-ghost": (*VIT, *LLAMA, *WRN),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from frameworks._shared import channels_last
-from harness.tasks import Task
+from harness.optimizer import AdamW
 from tests.frameworks.own_examples.terms import Example, Terms
 
 
@@ -17,9 +17,13 @@ class Loop(Example):
     """``train_on_batch`` of a compiled model: one step of what the pages do by ``fit``, without what ``fit`` does
     around an epoch."""
 
-    def __init__(self, terms: Terms, model: Any) -> None:
-        self.task, self.model = terms.task, model
+    def __init__(self, terms: Terms, model: Any, variables: Mapping[str, Any]) -> None:
+        """``variables``: the model's, by their canonical names; they get the weights of the start."""
+        self.task, self.model, self.variables = terms.task, model, variables
         self.batch = channels_last.data(terms.task, terms.x), terms.y
+        values = channels_last.parameters(terms.task, terms.initial)
+        for name, variable in variables.items():
+            variable.assign(values[name].reshape(variable.shape))
 
     def draw(self) -> Any:
         return self.batch
@@ -28,29 +32,35 @@ class Loop(Example):
         self.model.train_on_batch(*batch)
 
     def parameters(self) -> Mapping[str, np.ndarray]:
-        values = zip(self.task.parameters, self.model.trainable_variables, strict=True)
-        return channels_last.canonical(self.task, {name: np.array(value) for name, value in values})
+        values = {name: np.array(variable) for name, variable in self.variables.items()}
+        return channels_last.canonical(self.task, values)
 
 
-def _give(model: Any, task: Task, initial: Mapping[str, np.ndarray]) -> None:
-    values = channels_last.parameters(task, initial)
-    for name, variable in zip(task.parameters, model.trainable_variables, strict=True):
-        variable.assign(values[name])
+def _optimizer(terms: Terms) -> Any:
+    """The task's optimizer as Keras has it."""
+    import keras
+
+    chosen = terms.optimizer
+    if not isinstance(chosen, AdamW):
+        return keras.optimizers.SGD(terms.learning_rate)
+    return keras.optimizers.AdamW(
+        terms.learning_rate,
+        weight_decay=chosen.weight_decay,
+        beta_1=chosen.beta1,
+        beta_2=chosen.beta2,
+        epsilon=chosen.eps,
+    )
 
 
 def keras_non_private(terms: Terms) -> Example:
     """The loop without DP, beside which :mod:`lines` counts what a user changes: compile, then fit."""
     import keras
 
-    from frameworks.keras.networks import network
+    from frameworks.keras.networks import network, variables
 
     model = network(terms.task)
-    model.compile(
-        optimizer=keras.optimizers.SGD(terms.learning_rate),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-    )
-    _give(model, terms.task, terms.initial)
-    return Loop(terms, model)
+    model.compile(optimizer=_optimizer(terms), loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return Loop(terms, model, variables(terms.task, model))
 
 
 def keras_make_private(terms: Terms) -> Example:
@@ -58,7 +68,7 @@ def keras_make_private(terms: Terms) -> Example:
     import keras
     from jax_privacy import keras_api
 
-    from frameworks.keras.networks import network
+    from frameworks.keras.networks import network, variables
 
     model = network(terms.task)
     config = keras_api.DPKerasConfig(
@@ -74,12 +84,8 @@ def keras_make_private(terms: Terms) -> Example:
     # Given to the constructor it would be checked for its epsilon, and 0 is refused.
     object.__setattr__(config, "noise_multiplier", terms.noise_multiplier)
     model = keras_api.make_private(model, config)
-    model.compile(
-        optimizer=keras.optimizers.SGD(terms.learning_rate),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-    )
-    _give(model, terms.task, terms.initial)
-    return Loop(terms, model)
+    model.compile(optimizer=_optimizer(terms), loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return Loop(terms, model, variables(terms.task, model))
 
 
 def tfp_dpmodel(terms: Terms) -> Example:
@@ -100,5 +106,4 @@ def tfp_dpmodel(terms: Terms) -> Example:
         optimizer=keras.optimizers.SGD(terms.learning_rate),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
-    _give(model, terms.task, terms.initial)
-    return Loop(terms, model)
+    return Loop(terms, model, dict(zip(terms.task.parameters, model.trainable_variables, strict=True)))
