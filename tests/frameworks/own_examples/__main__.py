@@ -85,7 +85,8 @@ SOURCES = {
     "jax-vmap": "JAX's repository, the script on private SGD: clipping inside `vmap`",
     "jax_privacy-clipped-grad": "introduction: `clipped_grad`, `gaussian_privatizer`, Optax",
     "jax_privacy_git-trainer": "page on training: `BandMFConfig` of one band, `DPTrainer.train_step`",
-    "keras-make-private": "page on Keras: `DPKerasConfig`, `make_private`, `compile`; a step by `train_on_batch`",
+    "keras-make-private": "page on Keras: `DPKerasConfig`, `make_private`, `compile`; a step by `train_on_batch`; "
+    "AdamW with the paper's epsilon, for Keras' own is 0.1 off after three steps",
     "microbatch-loop": "none of its own: batches of one, `clip_grad_norm_`, a sum",
     "objax-private-gradients": "script on private MNIST: `PrivateGradValues`, `SGD`, one `Jit`",
     "opacus-ghost": "page on ghost clipping: `make_private` with the criterion",

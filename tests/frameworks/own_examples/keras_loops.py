@@ -37,13 +37,18 @@ class Loop(Example):
 
 
 def _optimizer(terms: Terms) -> Any:
-    """The task's optimizer as Keras has it."""
+    """The task's optimizer: Keras' own SGD, or the adapter's AdamW, which is Keras' with the paper's epsilon.
+
+    With Keras' epsilon three steps of the gate's vision transformer are 0.1 of their length off.
+    """
     import keras
+
+    from frameworks.keras.optimizers import AdamWithBareEpsilon
 
     chosen = terms.optimizer
     if not isinstance(chosen, AdamW):
         return keras.optimizers.SGD(terms.learning_rate)
-    return keras.optimizers.AdamW(
+    return AdamWithBareEpsilon(
         terms.learning_rate,
         weight_decay=chosen.weight_decay,
         beta_1=chosen.beta1,
