@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import secrets
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from dpcore.arguments import check_number
+from dpcore.secret_seeds import draw_seed
 
 MANY_STEPS = 1 - 1e-12
 
@@ -65,7 +65,11 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         self.num_samples = int(num_samples)
         self.sample_rate = sample_rate
         self.steps = steps_per_epoch(sample_rate) if steps is None else int(steps)
-        self.seed = secrets.randbits(128) if seed is None else int(seed)
+        self.seed: int
+        if seed is None:
+            draw_seed(self)
+        else:
+            self.seed = int(seed)
         self.secure = secure
         self.drawn = 0
         self._left = 0

@@ -386,6 +386,7 @@ class DPOptimizer(OptimizerWrapper):
             for param, summed in self.accumulator.sums.items():
                 param.summed_grad = summed.clone()  # type: ignore[attr-defined]
         self.logical_batch.check_bounds()
+        self.noise.serve(self)
         std = self.accumulator.check_noise(self._gradient_noise_multiplier())
         flat = self.accumulator.flat
         if self.ranks is not None and isinstance(self.noise, SecureNoise):
