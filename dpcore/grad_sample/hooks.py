@@ -97,6 +97,8 @@ class AbstractGradSampleHooks:
         # Gradients that were formed here or released by the optimiser, and their versions: any other in p.grad is
         # an ordinary one, of an operation that no rule has seen.
         self._own: dict[Parameter, tuple[Tensor, int]] = {}
+        self._ordinary: set[Parameter] = set()
+        """Parameters in whose p.grad is the ordinary gradient of a batch, formed here."""
         self._parts = _parts(m)
         self._batch_norms = batch_norms(m)
         for param in self.trained.values():
@@ -285,6 +287,7 @@ class AbstractGradSampleHooks:
             iteration.ordinary[param] = total
             added = (total if before is None else total - before).to(param.dtype)
             param.grad = added if param.grad is None else param.grad + added
+            self._ordinary.add(param)
             self.own(param)
 
     def _prepare(
@@ -380,6 +383,19 @@ class AbstractGradSampleHooks:
         """Record that ``param.grad`` is ours; a later change will be noticed."""
         assert param.grad is not None
         self._own[param] = (param.grad, param.grad._version)
+
+    def records(self, param: Parameter) -> bool:
+        """Return whether this is a trained parameter of the module."""
+        return param in self._names and owner_of(param) is self
+
+    def release(self, param: Parameter) -> None:
+        """Record that ``param.grad`` is what a private step releases."""
+        self._ordinary.discard(param)
+        self.own(param)
+
+    def is_released(self, param: Parameter) -> bool:
+        """Return whether ``param.grad`` is none, or a released gradient as it was released."""
+        return param.grad is None or (param not in self._ordinary and self.owns(param))
 
     def owns(self, param: Parameter) -> bool:
         """Return whether ``param.grad`` is none, or as it was when :meth:`own` was called."""
