@@ -381,7 +381,7 @@ class PrivacyEngine:
             return None
         after = copy.deepcopy(self.accountant)
         count(after, noise_multiplier, sample_rate, steps)
-        if self.budget.covers(after.history):
+        if not after.failure_probability and self.budget.covers(after.history):
             return None
         spent = after.get_epsilon(self.budget.delta)
         return spent if spent > self.budget.epsilon else None
