@@ -66,6 +66,7 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         self.sample_rate = sample_rate
         self.steps = steps_per_epoch(sample_rate) if steps is None else int(steps)
         self.seed: int
+        self._is_chosen = seed is not None
         if seed is None:
             draw_seed(self)
         else:
@@ -74,6 +75,12 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         self.drawn = 0
         self._left = 0
         self._resumed: int | None = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Draw a secret seed anew in a copy: two models on the same batches spend more than two on their own."""
+        self.__dict__.update(state)
+        if not self._is_chosen:
+            draw_seed(self)
 
     def __len__(self) -> int:
         return self.steps

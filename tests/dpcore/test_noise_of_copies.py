@@ -105,6 +105,16 @@ def test_a_forked_process_has_noise_and_batches_of_its_own():
     assert _in_child(batch) != batch()
 
 
+def test_a_copied_loader_draws_batches_of_its_own():
+    """Two models were trained on the same batches, and the accountant counted them as independent."""
+    loader = DPDataLoader(small_data(), sample_rate=0.5)
+    for again in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader.sampler_state))):
+        sampler = again.sampler_state if isinstance(again, DPDataLoader) else again
+        assert sorted(sampler.draw(0)) != sorted(loader.sampler_state.draw(0))
+    chosen = DPDataLoader(small_data(), sample_rate=0.5, seed=3)
+    assert copy.deepcopy(chosen).sampler_state.draw(0) == chosen.sampler_state.draw(0)
+
+
 @needs_fork
 def test_a_chosen_seed_stays_the_same_in_a_forked_process():
     noise = GaussianNoise(5)
