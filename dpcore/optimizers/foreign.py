@@ -41,7 +41,7 @@ def _refuse(optimizer: Any, param: Any) -> NoReturn:
         f"{type(optimizer).__name__}.step() would apply an ordinary gradient, without clipping and noise, to a "
         f"parameter of shape {tuple(param.shape)} of a private module: this optimizer is not the one that "
         "make_private returned. Give all parameters of the module to one optimizer, in groups with settings of "
-        "their own, and make that one private."
+        "their own, and make that one private. (To go on without privacy, train module.to_standard_module().)"
     )
 
 
