@@ -30,6 +30,8 @@ def _check(optimizer: Any, privates: Iterable[Any]) -> None:
     for private in privates:
         if private.original_optimizer is optimizer or _is_around(optimizer):
             return  # which has a guard of its own
+        if private.logical_batch.is_stepping:
+            continue  # by the user's own optimizer, which may hold others
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if private.module.records(param) and not private.module.is_released(param):
