@@ -23,7 +23,7 @@ class Budget:
     def covers(self, history: Sequence[tuple[float, float, int]]) -> bool:
         """Return whether a history is no more than was planned.
 
-        It then has no more steps, each with as much noise and as few examples.
+        It then has no more steps, each with as much noise and as few examples. (The plan has no step that may fail.)
         """
         if self.planned is None:
             return False

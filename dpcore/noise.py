@@ -15,13 +15,17 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
+import weakref
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dpcore import gpu, native
+from dpcore.errors import PrivacyError
 from dpcore.gpu.normals import NAME_BYTES
+from dpcore.secret_seeds import draw_seed
 
 _TWISTER_WORDS = 624
 _FEWEST = 16
@@ -34,13 +38,47 @@ class GaussianNoise:
     The seed is as secret as the data: whoever knows it can subtract the noise. float32 draws come from torch's
     Box-Muller with 24-bit uniforms and end at 5.77 standard deviations; :class:`SecureNoise` is for those who
     must exclude floating-point attacks.
+
+    A copy, by ``copy.deepcopy`` or pickle, has a secret seed of its own, and so has a secret seed in a forked process:
+    with the first one they would release other gradients under the same noise. To go on with the same noise, use
+    :meth:`state_dict`.
     """
 
+    seed: int
+    _user: weakref.ref[Any] | None = None
+    """Whose steps have drawn."""
+
     def __init__(self, seed: int | None = None, rank: int = 0) -> None:
-        self.seed = secrets.randbits(128) if seed is None else int(seed)
+        if seed is None:
+            draw_seed(self)
+        else:
+            self.seed = int(seed)
         self.rank = int(rank)
         self._generators: dict[str, torch.Generator] = {}
         self._template: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("seed", "_user", "_generators", "_template")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _generators={}, _template=None)
+        draw_seed(self)
+
+    def serve(self, user: Any) -> None:
+        """Let the steps of ``user`` draw.
+
+        Raises:
+            PrivacyError: those of another one have, which has a step of the same number.
+        """
+        if self._user is None:
+            self._user = weakref.ref(user)
+        elif self._user() is not user:
+            raise PrivacyError(
+                "This source of noise has served another engine or optimizer, and gives every step the noise of its "
+                "number: two gradients would get the same noise, and their difference would be bare. Give each its "
+                "own, GaussianNoise()."
+            )
 
     def generator(self, step: int, device: torch.device | str = "cpu") -> torch.Generator:
         """A torch generator positioned at the start of the stream of ``step``; valid until the next call."""
@@ -157,6 +195,9 @@ class SecureNoise(GaussianNoise):
             noise = sum(_urandom_normals(len(piece)) for _ in range(4)) / 2.0
             released[start : start + _PIECE] = np.rint((piece + std * noise) / spacing) * spacing
         return target.copy_(torch.from_numpy(released).view(target.shape))
+
+    def serve(self, user: Any) -> None:
+        """Let anyone draw: nothing is drawn twice."""
 
     def state_dict(self) -> dict[str, str]:
         """There is no state: noise that is never repeated needs none to be resumed."""

@@ -28,6 +28,7 @@ from dpcore.clipping import automatic_factors, check_max_grad_norm, check_noise
 from dpcore.data_loader import DPDataLoader
 from dpcore.distributed import Ranks, check_shares, ranks_of
 from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
+from dpcore.grad_sample.empty_batches import number_batches
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.grad_sample.utils import DEFAULT_MODE, prepare_module
 from dpcore.loading.checks import check_data_set, check_ordinary
@@ -380,7 +381,7 @@ class PrivacyEngine:
             return None
         after = copy.deepcopy(self.accountant)
         count(after, noise_multiplier, sample_rate, steps)
-        if self.budget.covers(after.history):
+        if not after.failure_probability and self.budget.covers(after.history):
             return None
         spent = after.get_epsilon(self.budget.delta)
         return spent if spent > self.budget.epsilon else None
@@ -668,6 +669,8 @@ class PrivacyEngine:
             """The rate in force: a schedule may have changed the loader's."""
             return data_loader.sample_rate if isinstance(data_loader, DPDataLoader) else fixed_rate
 
+        if isinstance(data_loader, DPDataLoader):
+            number_batches(private.module, functools.partial(getattr, data_loader, "handed_out"))
         private.attach_step_hook(lambda of: self.accountant.get_optimizer_hook_fn(rate())(of))
         private.attach_step_guard(lambda of: self._check_budget(of, rate()))
         if isinstance(data_loader, CountingDataLoader) and settings.check_batches:

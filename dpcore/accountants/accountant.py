@@ -42,10 +42,7 @@ class IAccountant(ABC):
         Raises:
             ValueError: a number is out of its range.
         """
-        check_number("noise_multiplier", noise_multiplier, lambda sigma: sigma >= 0.0, "it must be at least 0")
-        check_number(
-            "sample_rate", sample_rate, lambda q: 0.0 <= q <= 1.0, "it is a probability, so it must lie in [0, 1]"
-        )
+        _check_entry(noise_multiplier, sample_rate, steps)
         if self.history and self.history[-1][:2] == (noise_multiplier, sample_rate):
             steps += self.history.pop()[2]
         self.history.append((noise_multiplier, sample_rate, steps))
@@ -146,15 +143,33 @@ class IAccountant(ABC):
         return destination
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Replaces the history. ValueError where the state is another accountant's."""
+        """Replaces the history.
+
+        Raises:
+            ValueError: the state is another accountant's, or one of its numbers is out of its range.
+        """
         if state_dict.get("mechanism") != self.mechanism():
             raise ValueError(
                 f"The state is of the accountant {state_dict.get('mechanism')!r}, this one is "
                 f"{self.mechanism()!r}; create "
                 "the accountant under the name that the state was saved with."
             )
+        for noise, rate, steps in state_dict["history"]:
+            _check_entry(noise, rate, steps)
+        probability = state_dict.get("failure_probability", 0.0)
+        check_number("failure_probability", probability, lambda p: p >= 0.0, "it must be at least 0")
         self.history = [(float(noise), float(rate), int(steps)) for noise, rate, steps in state_dict["history"]]
-        self.failure_probability = float(state_dict.get("failure_probability", 0.0))
+        self.failure_probability = float(probability)
+
+
+def _check_entry(noise_multiplier: Any, sample_rate: Any, steps: Any) -> None:
+    """ValueError where one of these is not what a history may hold."""
+    rule = "it must be a number, finite and at least 0"
+    check_number("noise_multiplier", noise_multiplier, lambda sigma: 0.0 <= sigma < math.inf, rule)
+    rule = "it is a probability, so it must lie in [0, 1]"
+    check_number("sample_rate", sample_rate, lambda q: 0.0 <= q <= 1.0, rule)
+    rule = "it must be a whole number, at least 0: what was released cannot be taken back"
+    check_number("steps", steps, lambda n: 0.0 <= n < math.inf and n == math.floor(n), rule)
 
 
 def count(accountant: IAccountant, noise_multiplier: float, sample_rate: float, steps: int) -> None:

@@ -432,6 +432,7 @@ class Engine:
         # pass over the sums is spent on either.
         scale = 1.0 / check_divisor(self.expected_batch_size)
         flat, std = self.accumulator.flat, self.accumulator.check_noise(self.noise_multiplier, scale)
+        self.noise.serve(self)
         first = self.noise.may_come_first
         # Also where memory runs out and a batch starts anew: a step's noise is the same however often it is drawn.
         begin = functools.partial(self.noise.fill_, flat, std, self.steps) if first else flat.zero_

@@ -21,6 +21,7 @@ from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
 from dpcore.example_isolation.check import IsolationCheck
 from dpcore.grad_sample import mean_loss
 from dpcore.grad_sample.backward_pass import Iteration, owner_of, set_owner
+from dpcore.grad_sample.empty_batches import EmptyBatches, newest_batch
 from dpcore.grad_sample.loss_reduction import reduction_of
 from dpcore.microbatch import ragged
 from dpcore.microbatch.accumulator import weighted_sum
@@ -87,6 +88,7 @@ class AbstractGradSampleHooks:
         self.grad_accumulation_allowed = True
         self._iterations: list[Iteration] = []
         self._last: list[Iteration] = []
+        self._empty = EmptyBatches()
         self._firing: dict[int, list[Tape]] = {}
         """Tapes that were reached, by the backward pass under way. A pass that failed stays here."""
         self._layout = Layout(m, custom_fallbacks(m))
@@ -95,6 +97,8 @@ class AbstractGradSampleHooks:
         # Gradients that were formed here or released by the optimiser, and their versions: any other in p.grad is
         # an ordinary one, of an operation that no rule has seen.
         self._own: dict[Parameter, tuple[Tensor, int]] = {}
+        self._ordinary: set[Parameter] = set()
+        """Parameters in whose p.grad is the ordinary gradient of a batch, formed here."""
         self._parts = _parts(m)
         self._batch_norms = batch_norms(m)
         for param in self.trained.values():
@@ -137,7 +141,7 @@ class AbstractGradSampleHooks:
             output = call(*args, **kwargs)
         if batch_size == 0:
             # Nothing may flow back from an empty batch, yet it is a step.
-            self.record_empty_batch()
+            self._note_empty()
         if self.loss_reduction == "mean" and tape.rounds:
             mean_loss.install()
             given = flatten((args, kwargs))[0]  # whose gradients would be too large
@@ -167,21 +171,31 @@ class AbstractGradSampleHooks:
         Its outputs are the graph's ends. (Sharded modules take the other way: their ranks gather parameters in the
         backward pass, too.)
         """
-        iteration = Iteration([], 0)
         try:
             with torch.no_grad():
                 output = call(*args, **kwargs)
         except Exception as error:
             error.add_note(EMPTY_BATCH)
             raise
-        self._iterations.append(iteration)
+        noted = self._note_empty()
+
+        def arrived(gradient: Tensor) -> None:
+            iteration = Iteration([], 0)
+            if self._empty.is_new(noted, torch._C._current_graph_task_id()):
+                self._iterations.append(iteration)
+            if self.ordinary_grad:
+                self._form_ordinary_gradients(iteration)
+
         leaves, structure = flatten(output)
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 leaves[i] = leaf.detach().requires_grad_()
-                if self.ordinary_grad:
-                    leaves[i].register_hook(lambda grad: self._form_ordinary_gradients(iteration))
+                leaves[i].register_hook(arrived)
         return unflatten(structure, leaves)
+
+    def _note_empty(self) -> Any:
+        """Note a call on an empty batch, which becomes a step by a backward pass or, without one, when it is taken."""
+        return self._empty.note(newest_batch(self))
 
     def _fired(self, tape: Tape) -> None:
         """A backward pass has reached ``tape`` for the first time; all that it reaches are one gradient per example."""
@@ -273,6 +287,7 @@ class AbstractGradSampleHooks:
             iteration.ordinary[param] = total
             added = (total if before is None else total - before).to(param.dtype)
             param.grad = added if param.grad is None else param.grad + added
+            self._ordinary.add(param)
             self.own(param)
 
     def _prepare(
@@ -328,7 +343,7 @@ class AbstractGradSampleHooks:
 
     def record_empty_batch(self) -> None:
         """Make an empty batch a step without running the module, which may not take one."""
-        self._iterations.append(Iteration([], 0))
+        self._empty.note(object())
 
     def take(self) -> Iterator[tuple[list[Use], int]]:
         """Yield (uses, batch size) of every backward pass since the last call, and forget them.
@@ -336,6 +351,8 @@ class AbstractGradSampleHooks:
         Where ordinary gradients are asked for, ``p.grad_sample`` can still be read until ``zero_grad()``.
         """
         iterations, self._iterations = self._iterations, []
+        iterations += [Iteration([], 0) for _ in range(self._empty.without_backward(bool(iterations)))]
+        self._empty.take()
         self._last = iterations if self.ordinary_grad else []
         self._give_up()
         for iteration in iterations:
@@ -345,6 +362,7 @@ class AbstractGradSampleHooks:
     def forget(self) -> None:
         """Drops what earlier passes left behind."""
         self._iterations, self._last = [], []
+        self._empty.clear()
         self._give_up()
 
     def _give_up(self) -> None:
@@ -356,15 +374,28 @@ class AbstractGradSampleHooks:
     def drop_gradients(self) -> None:
         """Drop the per-sample gradients, as ``zero_grad()`` does.
 
-        An empty batch stays a step, wherever in the loop ``zero_grad()`` is called.
+        An empty batch at hand stays a step, whether ``zero_grad()`` comes before or behind the module's call.
         """
-        self._iterations = [iteration for iteration in self._iterations if not iteration.batch_size]
-        self._last = []
+        self._iterations, self._last = [], []
+        self._empty.drop()
 
     def own(self, param: Parameter) -> None:
         """Record that ``param.grad`` is ours; a later change will be noticed."""
         assert param.grad is not None
         self._own[param] = (param.grad, param.grad._version)
+
+    def records(self, param: Parameter) -> bool:
+        """Return whether this is a trained parameter of the module."""
+        return param in self._names and owner_of(param) is self
+
+    def release(self, param: Parameter) -> None:
+        """Record that ``param.grad`` is what a private step releases."""
+        self._ordinary.discard(param)
+        self.own(param)
+
+    def is_released(self, param: Parameter) -> bool:
+        """Return whether ``param.grad`` is none, or a released gradient as it was released."""
+        return param.grad is None or (param not in self._ordinary and self.owns(param))
 
     def owns(self, param: Parameter) -> bool:
         """Return whether ``param.grad`` is none, or as it was when :meth:`own` was called."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import secrets
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from dpcore.arguments import check_number
+from dpcore.secret_seeds import draw_seed
 
 MANY_STEPS = 1 - 1e-12
 
@@ -65,11 +65,22 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         self.num_samples = int(num_samples)
         self.sample_rate = sample_rate
         self.steps = steps_per_epoch(sample_rate) if steps is None else int(steps)
-        self.seed = secrets.randbits(128) if seed is None else int(seed)
+        self.seed: int
+        self._is_chosen = seed is not None
+        if seed is None:
+            draw_seed(self)
+        else:
+            self.seed = int(seed)
         self.secure = secure
         self.drawn = 0
         self._left = 0
         self._resumed: int | None = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Draw a secret seed anew in a copy: two models on the same batches spend more than two on their own."""
+        self.__dict__.update(state)
+        if not self._is_chosen:
+            draw_seed(self)
 
     def __len__(self) -> int:
         return self.steps

@@ -21,6 +21,7 @@ from dpcore.loading.ledger import Ledger
 from dpcore.microbatch.accumulator import Accumulator, Factors
 from dpcore.microbatch.planner import MicroBatches, choose, micro_batches, trains_all
 from dpcore.noise import GaussianNoise, SecureNoise
+from dpcore.optimizers.foreign import refuse_foreign_steps
 from dpcore.optimizers.logical_batch import LogicalBatch
 from dpcore.optimizers.schedules import follow, watch_torch
 from dpcore.optimizers.wrapper import OptimizerWrapper
@@ -114,6 +115,7 @@ class DPOptimizer(OptimizerWrapper):
         self.piece_plan: MicroBatches | None = None
         self.logical_batch = LogicalBatch(self.accumulator)
         _claim(module, self)
+        refuse_foreign_steps(_privates)
         self._guard_inner()
         follow(self, self.logical_batch)
         for param in self.accumulator.parameters.values():
@@ -386,6 +388,7 @@ class DPOptimizer(OptimizerWrapper):
             for param, summed in self.accumulator.sums.items():
                 param.summed_grad = summed.clone()  # type: ignore[attr-defined]
         self.logical_batch.check_bounds()
+        self.noise.serve(self)
         std = self.accumulator.check_noise(self._gradient_noise_multiplier())
         flat = self.accumulator.flat
         if self.ranks is not None and isinstance(self.noise, SecureNoise):
@@ -401,6 +404,7 @@ class DPOptimizer(OptimizerWrapper):
         self.steps += 1
         for param, grad in self.accumulator.hand_over().items():
             param.grad = grad
+            self.module.release(param)
 
     def _gradient_noise_multiplier(self) -> float:
         return self.noise_multiplier
@@ -530,6 +534,12 @@ def _claim(module: AbstractGradSampleHooks, optimizer: DPOptimizer) -> None:
             "one would release noise alone. Use that optimizer, or start from module.to_standard_module()."
         )
     _CLAIMED[module] = weakref.ref(optimizer)
+
+
+def _privates() -> list[DPOptimizer]:
+    """Return all private optimisers that live."""
+    found = (reference() for reference in list(_CLAIMED.values()))
+    return [optimizer for optimizer in found if optimizer is not None]
 
 
 def _noise(generator: torch.Generator | None, secure_mode: bool) -> GaussianNoise:

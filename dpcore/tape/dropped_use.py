@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from dpcore.native.products import Product
 from dpcore.numerics.precision import full_precision
 from dpcore.numerics.rounding import SquaredNorm, squares
 from dpcore.tape.fingerprint import Fingerprint, saved_in
@@ -244,6 +245,18 @@ class DroppedUse(Use):
     def example(self, param: Parameter, i: int) -> Tensor:
         self.bring_back()
         return self.use.example(param, i)
+
+    def write_example(self, param: Parameter, i: int, out: Tensor) -> SquaredNorm | None:
+        if param in self._formed:
+            return None
+        self.bring_back()
+        return self.use.write_example(param, i, out)
+
+    def product(self, param: Parameter) -> Product | None:
+        if param in self._formed:
+            return None
+        self.bring_back()
+        return self.use.product(param)
 
     def add_example(self, param: Parameter, i: int, out: Tensor) -> None:
         self.bring_back()

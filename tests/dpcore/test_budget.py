@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpcore import PrivacyEngine
+from dpcore import BudgetError, PrivacyEngine
+from dpcore.accountants import create_accountant
 
 RATES = (512 / 12_500, 0.3, 1 / 7, 0.01)
 QUICK = {(512 / 12_500, 5), (0.3, 1), (0.3, 5)}
@@ -42,3 +45,49 @@ def test_the_steps_of_whole_rounds_stay_within_the_target(sample_rate: float, ep
     steps = epochs * len(loader)
     engine.accountant.step(noise_multiplier=optimizer.noise_multiplier, sample_rate=sample_rate, steps=steps)
     assert 3.0 - 1e-4 < engine.get_epsilon(1e-5) <= 3.0
+
+
+def test_a_budget_sees_failure_probabilities() -> None:
+    """They were left out where no more steps were made than planned: epsilon was infinite in the end."""
+    model = nn.Linear(2, 2)
+    engine = PrivacyEngine(accountant="rdp")
+    private, optimizer, loader = engine.make_private_with_epsilon(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(torch.randn(40, 2)), batch_size=10),
+        target_epsilon=3.0,
+        target_delta=1e-3,
+        epochs=1,
+        max_grad_norm=1.0,
+    )
+    (x,) = next(iter(loader))
+    engine.accountant.add_failure_probability(1e-3)
+    assert not engine.within_budget(optimizer)
+    private(x).mean().backward()
+    with pytest.raises(BudgetError, match="would bring epsilon to inf"):
+        optimizer.step()
+    assert len(engine.accountant) == 0
+
+
+@pytest.mark.parametrize("kind", ["prv", "rdp", "gdp"])
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        ({"steps": -99}, "steps is -99.*cannot be taken back"),
+        ({"steps": 2.5}, "steps is 2.5"),
+        ({"steps": math.inf}, "steps is inf"),
+        ({"noise_multiplier": math.inf}, "noise_multiplier is inf"),
+        ({"noise_multiplier": math.nan}, "noise_multiplier is nan"),
+        ({"sample_rate": 1.5}, "sample_rate is 1.5"),
+    ],
+)
+def test_an_accountant_counts_and_loads_no_wrong_number(kind: str, wrong: dict[str, float], name: str) -> None:
+    accountant = create_accountant(kind)
+    accountant.step(noise_multiplier=1.0, sample_rate=0.1, steps=100)
+    entry = {"noise_multiplier": 1.0, "sample_rate": 0.1, "steps": 1} | wrong
+    before = list(accountant.history)
+    with pytest.raises(ValueError, match=name):
+        accountant.step(**entry)
+    with pytest.raises(ValueError, match=name):
+        accountant.load_state_dict({"mechanism": kind, "history": [(1.0, 0.1, 100), tuple(entry.values())]})
+    assert accountant.history == before

@@ -1,0 +1,36 @@
+"""Seeds that nobody chose, of which no two processes may have the same.
+
+``os.fork()`` copies them, and with them the noise and the batches to come: two processes that train on would release
+gradients whose difference has no noise. So the child draws its own. Seeds that a user chose stay what they are.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import weakref
+from typing import Protocol
+
+
+class Seeded(Protocol):
+    """An object whose random numbers follow from its seed."""
+
+    seed: int
+
+
+_DRAWN: weakref.WeakSet[Seeded] = weakref.WeakSet()
+
+
+def draw_seed(for_whom: Seeded) -> None:
+    """Set the seed of ``for_whom`` to 128 secret bits, and to others in every process that is forked."""
+    for_whom.seed = secrets.randbits(128)
+    _DRAWN.add(for_whom)
+
+
+def _draw_anew() -> None:
+    for owner in list(_DRAWN):
+        owner.seed = secrets.randbits(128)
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(after_in_child=_draw_anew)

@@ -1,0 +1,127 @@
+"""An empty batch is one step with the noise of any other, however often the loop calls the model on it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from dpcore import PrivacyEngine
+from tests.dpcore.private_setup import make, small_data
+
+
+def _private(**options):
+    model = nn.Sequential(nn.Linear(6, 60), nn.Tanh(), nn.Linear(60, 3)).double()
+    settings = {
+        "optimizer": torch.optim.SGD(model.parameters(), lr=1.0),
+        "data_loader": DataLoader(small_data(30), batch_size=1),
+        "noise_multiplier": 1.0,
+        "sample_rate": 1 / 30,
+        "expected_batch_size": 1,
+        "check_isolation": False,
+    }
+    return make(model, PrivacyEngine(seed=3), **(settings | options))
+
+
+def _twice(model, optimizer, x, y):
+    (F.cross_entropy(model(x), y) + F.cross_entropy(model(2.0 * x), y)).backward()
+
+
+def _logged(model, optimizer, x, y):
+    (model(x).argmax(1) == y).float().mean()  # the accuracy, for the log
+    F.cross_entropy(model(x), y).backward()
+
+
+def _cleared_late(model, optimizer, x, y):
+    loss = F.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+
+
+def _left_out(model, optimizer, x, y):
+    loss = F.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    if loss.isfinite():
+        loss.backward()
+
+
+def _through_one_graph_twice(model, optimizer, x, y):
+    outputs = model(x)
+    F.cross_entropy(outputs, y).backward(retain_graph=True)
+    outputs.square().mean().backward()
+
+
+LOOPS = [_twice, _logged, _cleared_late, _left_out, _through_one_graph_twice]
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "hooks"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_noise_and_count_do_not_tell_that_a_batch_was_empty(loop, mode):
+    """The second call of the model made two batches of it, and its update had half the noise."""
+    engine, model, optimizer, loader = _private(grad_sample_mode=mode)
+    empty = 0
+    for x, y in loader:
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        loop(model, optimizer, x, y)
+        optimizer.step()
+        moved = torch.cat([(p - old).flatten() for p, old in zip(model.parameters(), before, strict=True)])
+        assert 0.42 < float(moved.detach().std()) < 0.58  # C = 0.5
+        empty += not len(x)
+    assert 3 < empty < 27
+    assert engine.accountant.history == [(1.0, 1 / 30, 30)]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_accumulated_empty_batches_count_one_by_one(loop):
+    if loop in (_cleared_late, _left_out):
+        pytest.skip("clears what it has accumulated")
+    engine, model, optimizer, loader = _private()
+    for number, (x, y) in enumerate(loader, 1):
+        loop(model, optimizer, x, y)
+        if number % 3 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert engine.accountant.history == [(pytest.approx(3**-0.5), 1 / 30, 30)]
+
+
+def test_accumulated_batches_whose_backward_pass_is_left_out():
+    engine, model, optimizer, loader = _private()
+    for number, (x, y) in enumerate(loader, 1):
+        loss = F.cross_entropy(model(x), y)
+        if loss.isfinite():
+            loss.backward()
+        if number % 3 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert engine.accountant.history == [(pytest.approx(3**-0.5), 1 / 30, 30)]
+
+
+def test_zero_grad_forgets_the_gradients_of_empty_batches_as_those_of_others():
+    """They stayed: a step that followed counted them, and divided by their number."""
+    engine, model, optimizer, loader = _private()
+    for number, (x, y) in enumerate(loader, 1):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        if number % 3 == 0:
+            optimizer.step()
+    assert engine.accountant.history == [(1.0, 1 / 30, 10)]
+
+
+def test_a_call_after_the_step_belongs_to_no_later_batch():
+    engine, model, optimizer, loader = _private()
+    for x, y in loader:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        model(x)
+    assert engine.accountant.history == [(1.0, 1 / 30, 30)]
+
+
+def test_copies_of_the_model_do_not_copy_the_data():
+    _, model, _, loader = _private()
+    loader.dataset.__class__ = type("Once", (type(loader.dataset),), {"__deepcopy__": None})
+    assert type(copy.deepcopy(model)) is type(model)

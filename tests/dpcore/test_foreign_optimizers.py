@@ -1,0 +1,78 @@
+"""An optimizer that is not private may not update a private module."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from dpcore.errors import PrivacyError
+from dpcore.grad_sample import GradSampleModule
+from tests.dpcore.private_setup import make, small_data, small_model
+
+
+def _two(mode):
+    """A private optimizer of the first layer, and an ordinary one of the last."""
+    module = small_model()
+    body, head = (torch.optim.SGD(module[k].parameters(), lr=0.1) for k in (0, 3))
+    _, model, optimizer, loader = make(module, optimizer=body, grad_sample_mode=mode)
+    return model, optimizer, head, loader
+
+
+@pytest.mark.parametrize("private_first", [True, False])
+def test_the_head_of_a_private_module_is_not_updated_without_noise(private_first):
+    """It was, by the batch's ordinary gradient, of which no accountant knew."""
+    model, optimizer, head, loader = _two("hooks")
+    before = [p.detach().clone() for p in model._module[3].parameters()]
+    x, y = next(iter(loader))
+    F.cross_entropy(model(x), y).backward()
+    if private_first:
+        optimizer.step()
+    with pytest.raises(PrivacyError, match=r"SGD.step\(\) would apply an ordinary gradient.*make that one private"):
+        head.step()
+    assert all(map(torch.equal, before, model._module[3].parameters()))
+
+
+def test_nor_by_a_pass_in_evaluation_mode():
+    model, _private, head, loader = _two("bookkeeping")
+    x, y = next(iter(loader))
+    model.eval()
+    F.cross_entropy(model(x), y).backward()
+    with pytest.raises(PrivacyError, match="would apply an ordinary gradient"):
+        head.step()
+
+
+def test_another_optimizer_may_apply_what_was_released():
+    _, model, optimizer, loader = make(grad_sample_mode="hooks", noise_multiplier=1.0)
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = next(iter(loader))
+    F.cross_entropy(model(x), y).backward()
+    with pytest.raises(PrivacyError, match="would apply an ordinary gradient"):
+        other.step()
+    optimizer.step()
+    other.step()
+
+
+def test_modules_that_are_not_private_are_left_alone():
+    x, y = small_data()[:8]
+    recorded = GradSampleModule(small_model())
+    for module in (recorded, small_model()):
+        own = torch.optim.SGD(module.parameters(), lr=0.1)
+        F.cross_entropy(module(x), y).backward()
+        own.step()
+
+
+def test_a_wrapper_of_the_users_around_the_private_optimizer():
+    class Around(torch.optim.Optimizer):
+        def __init__(self, inner):
+            self.inner = inner
+            super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+
+        def step(self, closure=None):
+            self.inner.step()
+
+    _, model, optimizer, loader = make(grad_sample_mode="hooks")
+    x, y = next(iter(loader))
+    F.cross_entropy(model(x), y).backward()
+    Around(optimizer).step()
+    assert optimizer.steps == 1
