@@ -20,7 +20,7 @@ from harness.contract import Adapter, Setting, Unsupported
 from harness.tasks import Task
 
 ONE_HOT_ELEMENTS = 4 * 256 * 10_004
-"""Of a piece's one-hot vectors, which its rule for a trained table makes: 4 examples of imdb-embedding (NOTES.md)."""
+"""Most one-hot numbers of a piece, which a trained table's rule makes: 4 examples of imdb-embedding (NOTES.md)."""
 
 
 def create(variant: str) -> Adapter:

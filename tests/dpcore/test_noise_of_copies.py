@@ -82,7 +82,7 @@ def test_the_state_goes_on_with_the_same_noise():
 
 
 def _in_child(answer):
-    """What ``answer()`` returns, eight bytes, in a forked process."""
+    """Return what ``answer()`` does, eight bytes, in a forked process."""
     end, start = os.pipe()
     child = os.fork()
     if not child:
