@@ -19,11 +19,15 @@ from harness.worker.line import Line
 from harness.worker.request import Request
 from harness.worker.result import Probe
 
+UNTIMED_STEPS = 4
+"""Steps before the first one that is timed: rule F7 of the protocol. Compilation is in the first, and some libraries try
+things out on the first few batches (dpcore on three). Their memory counts, their time does not."""
+
 
 def probe(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
     """Steps of exactly ``request.batch_size`` examples: peak memory above start-up, and seconds per step.
 
-    The first step compiles and allocates; then at least one is timed, or as many as fit ``request.budget_seconds``.
+    After :data:`UNTIMED_STEPS` at least one is timed, or as many as fit ``request.budget_seconds``.
     Python's cycle collector runs as it does for a user: what a framework leaves to it counts as memory.
     """
     m = Measurement(request, emit)
@@ -34,6 +38,7 @@ def probe(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
     rng = np.random.default_rng([request.batch_seed, request.batch_size, 0xF20])
     memory.reset_peak()
     first = timed_steps(m.adapter, [_batch(m, rng)])
+    timed_steps(m.adapter, [_batch(m, rng) for _ in range(UNTIMED_STEPS - 1)])
     load = ForeignLoad()
     seconds: list[float] = []
     steps = 1

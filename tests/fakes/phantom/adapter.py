@@ -49,6 +49,9 @@ class Phantom(Adapter):
             np.ones(len(indices) * 2**20, dtype=np.uint8)
         if self.variant == "moody":
             np.ones(len(indices) * (10 if self.setting.seed == 1 else 12) * 2**20 // 10, dtype=np.uint8)
+        if self.variant == "trying" and self.count <= 4:
+            time.sleep(0.5)
+            np.ones(len(indices) * 2**20, dtype=np.uint8)
         if self.variant == "slow":
             time.sleep(0.001 * len(indices))
         if self.variant == "device" and len(indices) > 300:

@@ -30,7 +30,7 @@ def probe(
     return base.model_copy(
         update={
             "purpose": "probe",
-            "cell": base.cell.model_copy(update={"kind": "frontier", "protocol": "frontier-v1"}),
+            "cell": base.cell.model_copy(update={"kind": "frontier", "protocol": "frontier-v2"}),
             "memory": {"peak_resident_growth_with_compile": int(mib * MIB)} if state in {"ok", "oom"} else {},
             "probe": Probe(
                 stage=stage,  # type: ignore[arg-type]

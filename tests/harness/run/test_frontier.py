@@ -95,6 +95,15 @@ def test_a_size_that_fits_only_once_is_not_the_frontier(driver: Driver) -> None:
     assert frontiers(probes(rounds + probed(driver, "search"))).batch_size.tolist() == [sizes[-1]]
 
 
+def test_what_a_library_tries_in_its_first_four_steps_counts_as_memory_and_not_as_time(driver: Driver) -> None:
+    done = driver.run("trying", "--budget", "1", "--first", "16", "--largest", "16", "--rounds", "1")
+    assert done.returncode == 0, done.stderr
+    for r in (*probed(driver, "search"), *probed(driver, "throughput")):
+        assert r.state == "ok" and r.probe is not None and r.probe.first_step_seconds is not None
+        assert r.probe.first_step_seconds >= 0.5 and r.probe.step_seconds and min(r.probe.step_seconds) < 0.5
+        assert r.memory["peak_resident_growth_with_compile"] > 15 * MIB
+
+
 def test_far_beyond_the_budget_the_harness_ends_the_process(driver: Driver) -> None:
     done = driver.run("glutton", "--budget", "0.2", "--first", "2")
     assert done.returncode == 0, done.stderr
