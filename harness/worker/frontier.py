@@ -20,8 +20,8 @@ from harness.worker.request import Request
 from harness.worker.result import Probe
 
 UNTIMED_STEPS = 4
-"""Steps before the first one that is timed: rule F7 of the protocol. Compilation is in the first, and some libraries try
-things out on the first few batches (dpcore on three). Their memory counts, their time does not."""
+"""Steps before the first one that is timed: rule F7 of the protocol. Compilation is in the first, and some libraries
+try things out on the first few batches (dpcore on three). Their memory counts, their time does not."""
 
 
 def probe(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
