@@ -622,6 +622,10 @@ class GradSampleHooksNoOp(AbstractGradSampleHooks):
         """True: what the loop leaves in ``p.grad`` is its own affair, and the step replaces it."""
         return True
 
+    def is_released(self, param: Parameter) -> bool:
+        """Return whether ``param.grad`` is none, or a released gradient: the loop's own is neither."""
+        return AbstractGradSampleHooks.owns(self, param)
+
     def take(self) -> Iterator[tuple[list[Use], int]]:
         for iteration in self._iterations:
             missing = [name for name, param in self.trained.items() if param not in iteration.given]

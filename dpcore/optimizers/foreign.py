@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dpcore.errors import PrivacyError
-from dpcore.optimizers.wrapper import OptimizerWrapper
 
 Privates = Callable[[], Iterable[Any]]
 """The private optimizers that there are."""
@@ -28,12 +27,15 @@ def refuse_foreign_steps(privates: Privates) -> None:
 def _check(optimizer: Any, privates: Iterable[Any]) -> None:
     """PrivacyError where a gradient that ``optimizer`` would apply is a private module's and was not released."""
     for private in privates:
-        if private.original_optimizer is optimizer or _is_around(optimizer):
-            return  # which has a guard of its own
-        if private.logical_batch.is_stepping:
-            continue  # by the user's own optimizer, which may hold others
+        if private.original_optimizer is optimizer:
+            continue  # which has a guard of its own
+        if any(value is private for value in vars(optimizer).values()):
+            # A wrapper of the user's (Lookahead, say) asks it to step, but may apply what it finds before or instead.
+            private.withhold_ordinary_gradients()
         for group in optimizer.param_groups:
             for param in group["params"]:
+                if private.logical_batch.is_stepping and param in private.accumulator.names:
+                    continue  # released, and possibly changed since by the user's own optimizer, which holds this one
                 if private.module.records(param) and not private.module.is_released(param):
                     _refuse(optimizer, param)
 
@@ -45,8 +47,3 @@ def _refuse(optimizer: Any, param: Any) -> NoReturn:
         "make_private returned. Give all parameters of the module to one optimizer, in groups with settings of "
         "their own, and make that one private. (To go on without privacy, train module.to_standard_module().)"
     )
-
-
-def _is_around(optimizer: Any) -> bool:
-    """Return whether an optimizer of the user's holds a private one, which it will ask to step."""
-    return any(isinstance(value, OptimizerWrapper) for value in (optimizer, *vars(optimizer).values()))

@@ -379,6 +379,17 @@ class DPOptimizer(OptimizerWrapper):
                 f"module of its own, or freeze the parameter with requires_grad_(False).{trainer_hint()}"
             )
 
+    def withhold_ordinary_gradients(self) -> None:
+        """Set ``p.grad`` to None where it was formed here and not released: :meth:`step` does without it.
+
+        Raises:
+            PrivacyError: there is another ordinary gradient, which :meth:`step` would refuse.
+        """
+        self._check_no_ordinary_gradient()
+        for param in self.accumulator.names:
+            if not self.module.is_released(param):
+                param.grad = None
+
     def add_noise(self) -> None:
         """Set ``p.grad`` to the summed gradient + σ·C·noise of this step's number.
 

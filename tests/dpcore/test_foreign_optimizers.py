@@ -76,3 +76,79 @@ def test_a_wrapper_of_the_users_around_the_private_optimizer():
     F.cross_entropy(model(x), y).backward()
     Around(optimizer).step()
     assert optimizer.steps == 1
+
+
+def test_a_wrapper_around_the_private_optimizer_that_applies_the_gradient_itself():
+    """It did, before it asked the private one to step."""
+
+    class Greedy(torch.optim.Optimizer):
+        def __init__(self, inner):
+            self.inner = inner
+            super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+            self.found = None
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            params = self.param_groups[0]["params"]
+            self.found = [p.grad for p in params]
+            for p in params:
+                if p.grad is not None:
+                    p.sub_(p.grad)
+            self.inner.step()
+
+    for mode in ("hooks", "no_op"):
+        _, model, optimizer, loader = make(grad_sample_mode=mode, noise_multiplier=1.0)
+        greedy = Greedy(optimizer)
+        x, y = next(iter(loader))
+        F.cross_entropy(model(x), y).backward()
+        if mode == "no_op":
+            for p in model.parameters():
+                p.grad_sample = torch.zeros(len(x), *p.shape, dtype=p.dtype)
+        greedy.step()
+        assert optimizer.steps == 1 and greedy.found == [None] * 4
+        assert all(p.grad is not None for p in model.parameters())  # what was released
+
+
+def test_a_wrapper_finds_no_gradient_of_another_pass():
+    class Around(torch.optim.SGD):
+        def __init__(self, inner):
+            super().__init__([p for group in inner.param_groups for p in group["params"]], lr=0.1)
+            self.inner = inner
+
+    _, model, optimizer, loader = make()
+    x, y = next(iter(loader))
+    model.eval()
+    F.cross_entropy(model(x), y).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(PrivacyError, match="has an ordinary, unclipped gradient"):
+        Around(optimizer).step()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_what_the_loop_leaves_in_grad_in_the_no_op_mode():
+    """Another optimizer applied it."""
+    _, model, _private, loader = make(grad_sample_mode="no_op")
+    x, y = next(iter(loader))
+    F.cross_entropy(model(x), y).backward()
+    with pytest.raises(PrivacyError, match="would apply an ordinary gradient"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_the_private_optimizer_s_own_may_not_step_another_on_what_is_not_its():
+    """A gradient of the head, which the private optimizer does not hold, was applied while it stepped."""
+    module = small_model()
+    head = torch.optim.SGD(module[3].parameters(), lr=0.1)
+
+    class Both(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step()
+            head.step()
+
+    body = Both(module[0].parameters(), lr=0.1)
+    _, model, optimizer, loader = make(module, optimizer=body, grad_sample_mode="hooks")
+    before = module[3].weight.detach().clone()
+    x, y = next(iter(loader))
+    F.cross_entropy(model(x), y).backward()
+    with pytest.raises(PrivacyError, match="would apply an ordinary gradient"):
+        optimizer.step()
+    assert torch.equal(before, module[3].weight)
