@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -45,22 +46,39 @@ def check_whole(loader: DataLoader[Any], distributed: bool) -> None:
 
 def check_data_set(dataset: Any) -> None:
     """PrivacyError where an example stands at several places of a data set, as far as torch's own classes tell."""
-    while isinstance(dataset, Subset):
-        indices = [int(i) for i in dataset.indices]
-        if len(set(indices)) < len(indices):
+    found: dict[int, list[np.ndarray]] = {}
+    for part, places in _parts(dataset, None):
+        if part is dataset:
+            return  # as it is, of one part, whose length may not be known
+        if places is None:
+            places = np.arange(len(part))
+        elif hasattr(part, "__len__"):
+            places = np.where(places < 0, places + len(part), places)
+        found.setdefault(id(part), []).append(places)
+    for several in found.values():
+        most = int(np.unique(np.concatenate(several), return_counts=True)[1].max(initial=0))
+        if most > 1:
             raise PrivacyError(
-                f"The Subset holds an example {max(Counter(indices).values())} times, and each copy is drawn and "
-                "clipped by itself: the example moves the sum by as many times max_grad_norm. Give every index once."
+                f"The {type(dataset).__name__} holds an example {most} times (parts of a ConcatDataset overlap, or a "
+                "Subset has an index several times), and each copy is drawn and clipped by itself: the example moves "
+                f"the sum by {most} times max_grad_norm. Give every example one place; train for more epochs, or weigh "
+                "the losses of rare examples, instead of repeating them."
             )
-        dataset = dataset.dataset
-    if isinstance(dataset, ConcatDataset):
-        if len({id(part) for part in dataset.datasets}) < len(dataset.datasets):
-            raise PrivacyError(
-                "The ConcatDataset holds one data set several times, and each copy of an example is drawn and clipped "
-                "by itself: it moves the sum by several times max_grad_norm. Train for more epochs instead."
-            )
-        for part in dataset.datasets:
-            check_data_set(part)
+
+
+def _parts(dataset: Any, places: np.ndarray | None) -> Iterator[tuple[Any, np.ndarray | None]]:
+    """Yield the data sets behind torch's Subset and ConcatDataset, and which of their places are used; None: all."""
+    if isinstance(dataset, Subset):
+        chosen = np.array([int(i) for i in dataset.indices], dtype=np.int64)
+        yield from _parts(dataset.dataset, chosen if places is None else chosen[places])
+    elif isinstance(dataset, ConcatDataset):
+        places = np.arange(len(dataset)) if places is None else np.where(places < 0, places + len(dataset), places)
+        start = 0
+        for part, stop in zip(dataset.datasets, dataset.cumulative_sizes, strict=True):
+            yield from _parts(part, places[(places >= start) & (places < stop)] - start)
+            start = stop
+    else:
+        yield dataset, places
 
 
 def check_ordinary(loader: DataLoader[Any]) -> None:

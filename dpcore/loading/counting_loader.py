@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
@@ -50,11 +51,13 @@ class _Distinct:
         self.sizes.clear()
         for batch in self.sampler:
             batch = list(batch)
-            if len(set(batch)) < len(batch):
+            numbers = [operator.index(i) if hasattr(i, "__index__") else i for i in batch]  # equal tensors are two
+            if len(set(numbers)) < len(batch):
+                most = max(Counter(numbers).values())
                 raise PrivacyError(
-                    f"The loader's {type(self.sampler).__name__} has put an example into one batch "
-                    f"{max(Counter(batch).values())} times: it is clipped in each of its rows and moves the sum by as "
-                    "many times max_grad_norm. Draw every batch without replacement."
+                    f"The loader's {type(self.sampler).__name__} has put an example into one batch {most} times: it is "
+                    "clipped in each of its rows and moves the sum by as many times max_grad_norm. Draw every batch "
+                    "without replacement."
                 )
             self.sizes.append(len(batch))
             yield batch

@@ -255,10 +255,20 @@ def test_torchs_own_batch_sampler_of_all_examples_is_honoured():
 @pytest.mark.parametrize("poisson_sampling", [True, False])
 def test_an_example_at_several_places_of_the_data(poisson_sampling):
     data = small_data()
-    for several in (Subset(data, [0, 1, 1]), ConcatDataset([data, data]), ConcatDataset([Subset(data, [0, 0]), data])):
+    for several in (
+        Subset(data, [0, 1, 1]),
+        Subset(data, [0, -60]),
+        ConcatDataset([data, data]),
+        ConcatDataset([Subset(data, [0, 0]), data]),
+        ConcatDataset([data, Subset(data, [4, 7])]),  # a rare class is repeated
+        ConcatDataset([Subset(data, [0, 1]), Subset(Subset(data, range(30)), [1, 2])]),
+        Subset(ConcatDataset([data, data]), [3, 63]),
+    ):
         with pytest.raises(PrivacyError, match="times max_grad_norm"):
             make(data_loader=DataLoader(several, batch_size=10), poisson_sampling=poisson_sampling)
-    make(data_loader=DataLoader(Subset(data, [0, 1, 5]), batch_size=2), poisson_sampling=poisson_sampling)
+    halves = ConcatDataset([Subset(data, range(30)), Subset(data, range(30, 60))])
+    for once in (Subset(data, [0, 1, 5]), halves, Subset(ConcatDataset([data, small_data()]), [3, 64])):
+        make(data_loader=DataLoader(once, batch_size=2), poisson_sampling=poisson_sampling)
 
 
 def test_a_batch_sampler_that_repeats_an_example_without_poisson_sampling():
@@ -268,6 +278,22 @@ def test_a_batch_sampler_that_repeats_an_example_without_poisson_sampling():
 
     *_, loader = make(data_loader=DataLoader(small_data(), batch_sampler=Twice()), poisson_sampling=False)
     with pytest.raises(PrivacyError, match="Twice has put an example into one batch 2 times"):
+        next(iter(loader))
+
+
+def test_a_sampler_of_tensors_that_repeats_an_example():
+    """Two tensors of one number were taken for two examples."""
+
+    class Drawn(_FirstHalf):
+        def __len__(self):
+            return 60
+
+        def __iter__(self):
+            return iter(torch.arange(60) % 7)
+
+    loader = DataLoader(small_data(), batch_size=10, sampler=Drawn())
+    *_, loader = make(data_loader=loader, poisson_sampling=False)
+    with pytest.raises(PrivacyError, match="has put an example into one batch 2 times"):
         next(iter(loader))
 
 
