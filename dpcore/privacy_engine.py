@@ -31,7 +31,7 @@ from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
 from dpcore.grad_sample.empty_batches import number_batches
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.grad_sample.utils import DEFAULT_MODE, prepare_module
-from dpcore.loading.checks import check_data_set, check_ordinary
+from dpcore.loading.checks import check_data_set, check_once_a_round, check_ordinary
 from dpcore.loading.counting_loader import CountingDataLoader, counted
 from dpcore.loading.ledger import Ledger
 from dpcore.loading.same_data import check_same_data
@@ -805,6 +805,8 @@ def _ordinary_loader(
     if settings.check_batches:
         data_loader = counted(data_loader)
     _check_length(data_loader, settings.sample_rate, settings.expected_batch_size)
+    if settings.sample_rate is None:
+        check_once_a_round(data_loader)
     rate = 1 / len(data_loader) if settings.sample_rate is None else settings.sample_rate
     warn_caller(
         f"poisson_sampling=False: epsilon is computed for Poisson batches at the rate {rate:.6g}, and "

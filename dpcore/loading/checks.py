@@ -11,6 +11,7 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     Subset,
@@ -98,4 +99,24 @@ def check_ordinary(loader: DataLoader[Any]) -> None:
             f"The loader's {type(loader.sampler).__name__} draws with replacement: an example that is in a batch twice "
             "is clipped in each of its rows and moves the sum by twice max_grad_norm. Use poisson_sampling=True with "
             "an ordinary loader, or a sampler without replacement."
+        )
+
+
+def check_once_a_round(loader: DataLoader[Any]) -> None:
+    """Refuse a sampler that draws an example several times a round, where the rate is to be that of once.
+
+    Raises:
+        PrivacyError: the accountant would count too small a rate.
+    """
+    given = loader.batch_size is None  # then the loader was built with a batch_sampler=
+    sampler: Any = getattr(loader.batch_sampler, "sampler", None) if given else loader.sampler
+    if isinstance(loader.dataset, IterableDataset) or not hasattr(sampler, "__len__"):
+        return
+    drawn, size = len(sampler), len(loader.dataset)  # type: ignore[arg-type]
+    if drawn > size:
+        raise PrivacyError(
+            f"The loader's {type(sampler).__name__} draws {drawn} times a round from {size} examples, so an example is "
+            f"in several of its {len(loader)} batches, and the sample rate is not 1 / {len(loader)}. Draw each once a "
+            "round and train for more rounds, or pass the sample_rate that bounds every example's chance to be in a "
+            "batch."
         )

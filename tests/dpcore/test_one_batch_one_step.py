@@ -379,6 +379,18 @@ def test_sampling_with_replacement(sampler):
         make(data_loader=DataLoader(data, batch_size=10, sampler=drawn), poisson_sampling=False)
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_round_in_which_every_example_comes_several_times(own):
+    """The rate was taken to be a tenth of what it was."""
+    data = small_data()
+    sampler = RandomSampler(data, num_samples=600)
+    batches = {"batch_sampler": BatchSampler(sampler, 10, False)} if own else {"sampler": sampler, "batch_size": 10}
+    loader = DataLoader(data, **batches)
+    with pytest.raises(PrivacyError, match="draws 600 times a round from 60 examples"):
+        make(data_loader=loader, poisson_sampling=False, sample_rate=None)
+    make(data_loader=loader, poisson_sampling=False)  # told at which rate
+
+
 def test_batches_that_are_no_poisson_samples_are_warned_of():
     model = torch.nn.Linear(6, 3).double()
     with pytest.warns(UserWarning, match="shuffled or fixed batches can be larger"):
