@@ -354,11 +354,17 @@ class DPOptimizer(OptimizerWrapper):
     def _check_unchanged(self) -> None:
         self.module.check_unchanged()
         released = self.accumulator.names
-        for param in self.params:
-            if param not in released:
+        for param in (p for group in self.param_groups for p in group["params"] if p not in released):
+            if param.requires_grad:
                 raise PrivacyError(
                     "A parameter was added to the optimizer after make_private; it would be updated without clipping "
                     "and noise. Make the module private again with an optimizer that holds it from the start."
+                )
+            if param.grad is not None:  # of an earlier pass; torch's optimizers apply it all the same
+                raise PrivacyError(
+                    f"The optimizer holds a parameter of shape {tuple(param.shape)} that is not trained "
+                    "(requires_grad=False) and has a gradient: step() would apply it without clipping and noise. Call "
+                    "optimizer.zero_grad() before the backward pass, or set that parameter's grad to None."
                 )
 
     def _check_no_ordinary_gradient(self) -> None:

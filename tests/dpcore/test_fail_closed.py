@@ -75,6 +75,23 @@ def test_a_parameter_that_joined_the_optimizer_later():
         step(wrapped, private, *_batch())
 
 
+def test_a_gradient_that_a_frozen_parameter_has_kept():
+    """It was applied at every step: torch's optimizers do not ask whether a parameter is trained."""
+    module = small_model()
+    x, y = small_data()[:8]
+    F.cross_entropy(module(x), y).backward()  # an earlier, ordinary pass over the same data
+    body, module[3] = module[0].requires_grad_(False), nn.Linear(5, 3).double()
+    before = body.weight.clone()
+    _, model, optimizer, loader = make(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    batches = iter(loader)
+    x, y = next(batches)
+    F.cross_entropy(model(x), y).backward()
+    with pytest.raises(PrivacyError, match=r"not trained \(requires_grad=False\) and has a gradient"):
+        optimizer.step()
+    step(model, optimizer, *next(batches))  # after zero_grad()
+    assert torch.equal(before, body.weight)
+
+
 def test_only_what_the_optimizer_holds_is_clipped_and_changes():
     model = small_model()
     x, y = _batch()
