@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from dpcore.accountants import IAccountant
+from dpcore.accountants.accountant import History
 from dpcore.data_loader import DPDataLoader
 from dpcore.distributed import Ranks
 from dpcore.errors import PrivacyError, warn_caller
@@ -169,12 +170,7 @@ class Checkpoint:
         Raises:
             PrivacyError: epsilon would forget steps, and their noise would be drawn again.
         """
-        known: Counter[tuple[float, float]] = Counter()
-        for noise, rate, steps in self.accountant["history"]:
-            known[noise, rate] += steps
-        for noise, rate, steps in accountant.history:
-            known[noise, rate] -= steps
-        forgotten = -sum(steps for steps in known.values() if steps < 0)
+        forgotten = forgotten_steps(accountant.history, self.accountant["history"])
         if forgotten:
             raise PrivacyError(
                 f"This engine has counted {forgotten} steps that are not in the checkpoint: epsilon would forget them, "
@@ -233,6 +229,16 @@ class Checkpoint:
         for name, scheduler in schedulers.items():
             if name in self.schedulers:
                 scheduler.load_state_dict(self.schedulers[name])
+
+
+def forgotten_steps(counted: History, known: History) -> int:
+    """Return how many of the steps ``counted`` are not in the history ``known``."""
+    left: Counter[tuple[float, float]] = Counter()
+    for noise, rate, steps in counted:
+        left[noise, rate] += steps
+    for noise, rate, steps in known:
+        left[noise, rate] -= steps
+    return sum(steps for steps in left.values() if steps > 0)
 
 
 def named_schedulers(noise: Any, grad_clip: Any) -> dict[str, Any]:

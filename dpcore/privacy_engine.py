@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dpcore import native
-from dpcore.accountants import create_accountant, get_noise_multiplier
+from dpcore.accountants import IAccountant, create_accountant, get_noise_multiplier
 from dpcore.accountants.accountant import count
 from dpcore.accountants.utils import customary_delta, rounded_up
 from dpcore.arguments import check_divisor, check_noise_multiplier, check_number, did_you_mean
 from dpcore.budget import Budget, BudgetError
-from dpcore.checkpoint import Checkpoint, PrivateState, RandomState, named_schedulers
+from dpcore.checkpoint import Checkpoint, PrivateState, RandomState, forgotten_steps, named_schedulers
 from dpcore.clipping import automatic_factors, check_max_grad_norm, check_noise
 from dpcore.data_loader import DPDataLoader
 from dpcore.distributed import Ranks, check_shares, ranks_of
@@ -73,13 +73,29 @@ class PrivacyEngine:
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False, seed: int | None = None) -> None:
         if secure_mode and seed is not None:
             raise ValueError("secure_mode draws from the operating system and takes no seed; pass one of the two.")
-        self.accountant = create_accountant(accountant)
+        self._accountant = create_accountant(accountant)
         self.secure_mode = secure_mode
         self.seed = seed
         self.budget: Budget | None = None
         self._dataset: Any = None
         self._made = 0
         self._ledger: Ledger | None = None
+
+    @property
+    def accountant(self) -> IAccountant:
+        """The accountant, which every step is counted by; another one may take its place if it knows of all steps."""
+        return self._accountant
+
+    @accountant.setter
+    def accountant(self, accountant: IAccountant) -> None:
+        forgotten = forgotten_steps(self._accountant.history, accountant.history)
+        if forgotten:
+            raise PrivacyError(
+                f"This engine has counted {forgotten} steps that the new accountant does not know of: epsilon would "
+                "forget them. To read it by another accountant, give that the same history (other.history = "
+                "list(engine.accountant.history)); for another run use a new PrivacyEngine."
+            )
+        self._accountant = accountant
 
     def make_private(
         self,

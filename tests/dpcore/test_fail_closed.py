@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from dpcore import GradSampleModule, PrivacyEngine, PrivacyError, UnsupportedError
+from dpcore.accountants import create_accountant
 from dpcore.data_loader import DPDataLoader
 from dpcore.optimizers import DPOptimizer
 from dpcore.privacy_engine import BudgetError
@@ -316,6 +317,22 @@ def test_a_hook_of_the_users_does_not_silence_the_accountant():
     for x, y in loader:
         step(model, optimizer, x, y)
     assert len(seen) == len(engine.accountant) == 6
+
+
+def test_another_accountant_may_not_forget_steps():
+    """Epsilon was 0 after it."""
+    engine, model, optimizer, loader = make(noise_multiplier=1.0)
+    engine.accountant = create_accountant("gdp")  # nothing was released yet
+    for x, y in loader:
+        step(model, optimizer, x, y)
+    other = create_accountant("rdp")
+    with pytest.raises(PrivacyError, match="has counted 6 steps that the new accountant does not know of"):
+        engine.accountant = other
+    other.history = list(engine.accountant.history)
+    engine.accountant = other
+    assert engine.get_epsilon(1e-3) == other.get_epsilon(1e-3) > 0
+    step(model, optimizer, *next(iter(loader)))
+    assert len(other) == 7
 
 
 def test_another_data_set_is_warned_of():
