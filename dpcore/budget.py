@@ -12,9 +12,12 @@ class BudgetError(PrivacyError):
     """A step would exceed the privacy budget; nothing of it was released."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Budget:
-    """A bound of epsilon at delta. ``planned``: (noise multiplier, sample rate, steps) that are known to fit."""
+    """A bound of epsilon at delta. ``planned``: (noise multiplier, sample rate, steps) that are known to fit.
+
+    Frozen, because what was planned for one epsilon says nothing about another: :meth:`PrivacyEngine.set_budget`.
+    """
 
     epsilon: float
     delta: float

@@ -9,7 +9,7 @@ import inspect
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -340,7 +340,8 @@ class PrivacyEngine:
             self.set_budget(target_epsilon, target_delta)
             assert self.budget is not None
             # Calibration found that these steps fit; only beyond them need epsilon be computed at every step.
-            self.budget.planned = (noise_multiplier, rate, math.ceil(epochs * steps_per_epoch(rate) * (1 - 1e-12)))
+            planned = noise_multiplier, rate, math.ceil(epochs * steps_per_epoch(rate) * (1 - 1e-12))
+            self.budget = replace(self.budget, planned=planned)
         else:
             self._check_delta(target_delta)
         return private

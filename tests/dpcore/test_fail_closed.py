@@ -291,6 +291,8 @@ def test_no_step_beyond_the_budget():
             step(model, optimizer, x, y)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert 1.99 < engine.get_epsilon(1e-3) <= 2.0 and optimizer.steps == 12
+    with pytest.raises(AttributeError):  # as many steps as were planned for 2 would still be made
+        engine.budget.epsilon = 0.1
     engine.set_budget(None)
     for x, y in loader:
         step(model, optimizer, x, y)
