@@ -56,6 +56,7 @@ class PrivateState:
         """Continue the noise and the settings where they were saved."""
         optimizer.noise.load_state_dict(self.noise)
         optimizer.steps = self.steps
+        optimizer.batches_seen = getattr(data_loader, "handed_out", 0)
         optimizer.noise_multiplier = self.noise_multiplier
         optimizer.max_grad_norm = self.max_grad_norm
         optimizer.expected_batch_size = self.expected_batch_size
@@ -222,7 +223,7 @@ class Checkpoint:
     def restore_batches(self, data_loader: DataLoader[Any] | None) -> None:
         """Continue the Poisson batches where they were."""
         if isinstance(data_loader, DPDataLoader) and self.sampler is not None:
-            data_loader.sampler_state.load_state_dict(self.sampler)
+            data_loader.go_on(self.sampler)
 
     def restore_schedulers(self, schedulers: Mapping[str, Any]) -> None:
         """Continue the schedulers, by the names of their entries, as far as they were saved."""

@@ -91,6 +91,8 @@ class DPDataLoader(CountingDataLoader):
         self._rounds = 0
         self.handed_out = 0
         """Number of batches so far."""
+        self._open: tuple[int, int] | None = None
+        """The number of the first batch of the newest round, and how many of it were handed out; None: not known."""
         self.distributed = distributed
         size = len(dataset)
         drawn: dict[str, Any] = {"sample_rate": sample_rate, "seed": seed, "secure": secure, "steps": steps}
@@ -187,9 +189,14 @@ class DPDataLoader(CountingDataLoader):
 
     def __iter__(self) -> Any:
         self._rounds += 1
+        first, taken = self.sampler_state.drawn, 0
+        self._open = None
         try:
             for batch in super().__iter__():
                 self.handed_out += 1
+                taken += 1
+                if self._open is not None or taken == 1:
+                    self._open = first, taken
                 yield batch
         finally:
             self._rounds -= 1
@@ -222,6 +229,28 @@ class DPDataLoader(CountingDataLoader):
         if sampler.steps == steps_per_epoch(self.sample_rate):
             sampler.steps = steps_per_epoch(sample_rate)
         sampler.sample_rate = sample_rate
+
+    def position(self, unused: int = 0) -> dict[str, str]:
+        """Return where a run goes on that is resumed now: the sampler's state without what was drawn and not used.
+
+        The noise of the next step belongs to the batch that this run uses for it, and to no other.
+
+        Args:
+            unused: How many of the batches handed out last were not used. Those that workers have drawn ahead of the
+                loop come on top.
+        """
+        sampler = self.sampler_state
+        state = sampler.state_dict()
+        if self._open is None or self._rounds != 1 or not getattr(self, "in_order", True):
+            return state
+        first, taken = self._open
+        back = max(0, sampler.drawn - first - taken + min(unused, taken))
+        return {**state, "drawn": str(sampler.drawn - back), "left": str(int(state["left"]) + back)}
+
+    def go_on(self, position: dict[str, str]) -> None:
+        """Draw on from a :meth:`position`."""
+        self._open = None  # a round that is open has drawn at another place
+        self.sampler_state.load_state_dict(position)
 
     @property
     def sampler_state(self) -> UniformWithReplacementSampler:

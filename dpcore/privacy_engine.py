@@ -459,9 +459,11 @@ class PrivacyEngine:
     ) -> None:
         """Save everything that a run which continues bit for bit needs.
 
-        Call it between steps, not within a logical batch. The file holds weights, optimiser, accountant, noise, batches
-        and the global random state (dropout). Of several ranks, rank 0 writes ``path``, and the others what is theirs
-        alone beside it (``path.rank1`` ...: the random state, and the shards of a sharded module); all load ``path``.
+        Call it between steps, not within a logical batch; a batch that the loop has fetched and not used yet is drawn
+        again by the run that goes on, as are those that the loader's workers have drawn ahead. The file holds weights,
+        optimiser, accountant, noise, batches and the global random state (dropout). Of several ranks, rank 0 writes
+        ``path``, and the others what is theirs alone beside it (``path.rank1`` ...: the random state, and the shards of
+        a sharded module); all load ``path``.
 
         Args:
             path: A file name, or a file object.
@@ -475,11 +477,22 @@ class PrivacyEngine:
             data_loader: The private loader; the optimiser's where not given.
 
         Raises:
+            PrivacyError: a batch is at hand whose step was not made yet.
             ValueError: the module is sharded, and ``path`` is no file name.
         """
-        if optimizer is not None and data_loader is None:
-            data_loader = optimizer.data_loader
+        unused = 0
+        if optimizer is not None:
+            if optimizer.has_batch:
+                raise PrivacyError(
+                    "save_checkpoint was called within a batch, after a backward pass and before its step: a run that "
+                    "is resumed from there would draw another batch, and add the noise to it that this run adds to the "
+                    "one at hand. Call it after optimizer.step() (within a loop over pieces, where "
+                    "optimizer.batch_goes_on is False), or give the batch up by optimizer.zero_grad() first."
+                )
+            data_loader = optimizer.data_loader if data_loader is None else data_loader
         data_loader = whole_batches(data_loader)
+        if optimizer is not None and data_loader is optimizer.data_loader:
+            unused = getattr(data_loader, "handed_out", 0) - optimizer.batches_seen
         schedulers = named_schedulers(noise_scheduler, grad_clip_scheduler)
         checkpoint = Checkpoint(
             module=module.state_dict(**(module_state_dict_kwargs or {})),
@@ -488,7 +501,7 @@ class PrivacyEngine:
             optimizer=None if optimizer is None else optimizer.state_dict(),
             settings={} if optimizer is None else optimizer.setting,
             private=None if optimizer is None else PrivateState.from_run(optimizer, data_loader),
-            sampler=data_loader.sampler_state.state_dict() if isinstance(data_loader, DPDataLoader) else None,
+            sampler=data_loader.position(unused) if isinstance(data_loader, DPDataLoader) else None,
             schedulers={name: scheduler.state_dict() for name, scheduler in schedulers.items()},
             callers_own=checkpoint_dict or {},
         )
@@ -680,6 +693,7 @@ class PrivacyEngine:
     ) -> None:
         """From now on every step is checked against the budget and the ledger, and counted."""
         private.data_loader = data_loader
+        private.batches_seen = getattr(data_loader, "handed_out", 0)
         private.setting["sample_rate"] = fixed_rate if settings.poisson_sampling else None
 
         def rate() -> float:

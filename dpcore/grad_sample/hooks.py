@@ -345,6 +345,11 @@ class AbstractGradSampleHooks:
         """Make an empty batch a step without running the module, which may not take one."""
         self._empty.note(object())
 
+    @property
+    def has_passes(self) -> bool:
+        """Whether there was a backward pass whose gradients no step has taken."""
+        return bool(self._iterations)
+
     def take(self) -> Iterator[tuple[list[Use], int]]:
         """Yield (uses, batch size) of every backward pass since the last call, and forget them.
 

@@ -110,6 +110,8 @@ class DPOptimizer(OptimizerWrapper):
         self.step_guards: list[StepHook] = []
         self.ledger: Ledger | None = None
         self.data_loader: Any = None
+        self.batches_seen = 0
+        """How many batches ``data_loader`` had handed out at the last step."""
         self.plans_pieces = False
         """Whether every piece of a batch leaves a plan of how to cut more of its kind."""
         self.piece_plan: MicroBatches | None = None
@@ -263,6 +265,11 @@ class DPOptimizer(OptimizerWrapper):
         watch_torch()
         self.logical_batch.goes_on = do_skip
 
+    @property
+    def has_batch(self) -> bool:
+        """True between a batch's backward pass and its step: examples that were not released yet are at hand."""
+        return bool(self.logical_batch.batches or self.logical_batch.unfinished or self.module.has_passes)
+
     def hand_out(self, rows: int, goes_on: bool) -> None:
         """Announce a piece of a batch that is on its way to the next ``step()``.
 
@@ -313,6 +320,11 @@ class DPOptimizer(OptimizerWrapper):
             self.discard()
             raise
 
+    @property
+    def _handed_out(self) -> int:
+        """How many batches the private loader has handed out so far, where it is one of Poisson samples."""
+        return getattr(self.data_loader, "handed_out", 0)
+
     def _clip_and_accumulate(self) -> None:
         if self.loss_reduction == "mean":
             check_divisor(self.expected_batch_size, MEAN_RULE)  # a schedule may have set it
@@ -320,7 +332,7 @@ class DPOptimizer(OptimizerWrapper):
         self._check_no_ordinary_gradient()
         self.logical_batch.begin(self.noise_multiplier)
         sizes = self._add_backward_passes()
-        self.logical_batch.add_piece(sizes, self.ledger, getattr(self.data_loader, "handed_out", 0))
+        self.logical_batch.add_piece(sizes, self.ledger, self._handed_out)
         for param, summed in self.accumulator.sums.items():
             param.summed_grad = summed  # type: ignore[attr-defined]
 
@@ -457,10 +469,14 @@ class DPOptimizer(OptimizerWrapper):
         if self.logical_batch.goes_on:
             self.logical_batch.goes_on = False
             return False
-        if self.ranks is not None:
-            self._check_ranks(self.ranks)
-        for guard in self.step_guards:
-            guard(self)
+        try:
+            if self.ranks is not None:
+                self._check_ranks(self.ranks)
+            for guard in self.step_guards:
+                guard(self)
+        except BaseException:
+            self.discard()  # or the batch would be added to the next one
+            raise
         self.add_noise()
         self.scale_grad()
         for hook in self.step_hooks:
@@ -504,6 +520,7 @@ class DPOptimizer(OptimizerWrapper):
                 if param.grad is not None:
                     self.module.own(param)
             self._clear()
+            self.batches_seen = self._handed_out
             if not self.module.ordinary_grad:
                 self._forget_sums()
         return loss

@@ -8,8 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpcore import PrivacyEngine, PrivacyError
+from dpcore import BudgetError, PrivacyEngine, PrivacyError
 from dpcore.schedulers import ExponentialGradClip, ExponentialNoise
+from dpcore.utils.batch_memory_manager import BatchMemoryManager
+from tests.dpcore.private_setup import make, small_data, step
 
 # Written by the code before checkpoint.py, after two rounds of the run below; with it the weights of a third round.
 WRITTEN_BEFORE = Path(__file__).parent / "data" / "checkpoint-0.1.pt"
@@ -102,3 +104,70 @@ def test_what_is_loaded_is_what_was_saved(tmp_path) -> None:
     assert other.engine.accountant.history == run.engine.accountant.history
     assert other.optimizer.noise_multiplier == run.optimizer.noise_multiplier
     assert other.optimizer.max_grad_norm == run.optimizer.max_grad_norm
+
+
+def _backward(model, x, y) -> None:
+    F.cross_entropy(model(x), y).backward()
+
+
+def test_a_checkpoint_within_a_batch_is_refused(tmp_path) -> None:
+    """The run that went on from it gave the noise of the batch at hand to the next one."""
+    engine, model, optimizer, loader = make(noise_multiplier=1.0)
+    parts = {"path": tmp_path / "a.pt", "module": model, "optimizer": optimizer}
+    batches = iter(loader)
+    _backward(model, *next(batches))
+    with pytest.raises(PrivacyError, match="within a batch, after a backward pass and before its step"):
+        engine.save_checkpoint(**parts)
+    optimizer.step()
+    engine.save_checkpoint(**parts)
+    _backward(model, *next(batches))
+    optimizer.zero_grad()
+    engine.save_checkpoint(**parts)
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=3, optimizer=optimizer) as pieces:
+        for x, y in pieces:
+            step(model, optimizer, x, y)
+            if optimizer.batch_goes_on:
+                with pytest.raises(PrivacyError, match="within a batch"):
+                    engine.save_checkpoint(**parts)
+                break
+    engine.save_checkpoint(**parts)
+
+
+def test_a_checkpoint_after_the_budget_s_end(tmp_path) -> None:
+    engine, model, optimizer, loader = make(noise_multiplier=1.0)
+    engine.set_budget(0.01, 1e-3)
+    batches = iter(loader)
+    with pytest.raises(BudgetError):
+        step(model, optimizer, *next(batches))
+    engine.save_checkpoint(path=tmp_path / "a.pt", module=model, optimizer=optimizer)
+    engine.set_budget(None)
+    _backward(model, *next(batches))
+    optimizer.step()  # on this batch alone
+    assert engine.accountant.history == [(1.0, 1 / 6, 1)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("fetched", [False, True])
+def test_the_batch_that_comes_next_is_the_one_of_the_uninterrupted_run(tmp_path, fetched: bool, workers: int) -> None:
+    """It was a later one where the loop had fetched a batch, or workers had: under noise of the same step."""
+
+    def run():
+        loader = DataLoader(small_data(), batch_size=10, num_workers=workers)
+        return make(engine=PrivacyEngine(seed=3), data_loader=loader, noise_multiplier=1.0)
+
+    engine, model, optimizer, loader = run()
+    parts = {"path": tmp_path / "a.pt", "module": model, "optimizer": optimizer}
+    for k, (x, y) in enumerate(loader):
+        if k == 3 and fetched:
+            engine.save_checkpoint(**parts)
+        step(model, optimizer, x, y)
+        if k == 2 and not fetched:
+            engine.save_checkpoint(**parts)
+    resumed, other, its, batches = run()
+    resumed.load_checkpoint(path=tmp_path / "a.pt", module=other, optimizer=its)
+    left = [step(other, its, x, y) for x, y in batches]
+    assert len(left) == 3 and its.steps == optimizer.steps == 6
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+    for (x, _), (again, _) in zip(loader, batches, strict=True):
+        assert torch.equal(x, again)
