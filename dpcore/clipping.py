@@ -127,8 +127,10 @@ def refuse_factor(rule: Factors, norms: Tensor, i: int, lowered: float, max_grad
     remedy = "Return for instance (max_grad_norm / norms).clamp(max=1). Nothing of the batch was released."
     if 0.0 <= factor < float("inf") and factor * norm <= max_grad_norm * (1.0 + RULE_TOLERANCE):
         raise PrivacyError(
-            f"{who} {norm:.6g}, and another one where fewer examples stood beside it: a factor must depend on its own "
-            f"example's norm and on max_grad_norm alone, or one example moves the contributions of all. {remedy}"
+            f"{who} {norm:.6g}, and another one when it was asked again with fewer examples beside it: a factor must "
+            "depend on its own example's norm and on max_grad_norm alone, not on the other examples, nor on what the "
+            "rule has counted or remembered, or one example moves the contributions of all. To change the clipping "
+            f"over time set optimizer.max_grad_norm between steps. {remedy}"
         )
     raise PrivacyError(
         f"{who} {norm:.6g}; a factor must be a number from 0 to max_grad_norm / norm, here {max_grad_norm:.6g} / "

@@ -76,7 +76,8 @@ class Engine:
         physical_batch_size: Examples per forward pass. None chooses by sizes and memory, and where memory runs out
             starts the batch anew with half as many at once, so that nothing is counted twice. The result does not
             depend on it.
-        factors: The clipping rule, ``factors(norms, C)``; flat by default.
+        factors: The clipping rule, ``factors(norms, C)``, without state, because it is called several times for a
+            batch; flat by default.
         compile: Whether, behind the first micro-batch, the pass runs as one compiled graph of fixed length per kind of
             batch (:mod:`dpcore.engine.graphs`). True takes inductor, a name another backend; compiling takes some time
             once. Python values that model and loss hold are then those of the first call, while weights, buffers and

@@ -50,7 +50,7 @@ class DPOptimizer(OptimizerWrapper):
         module: The recorder of the gradients (a :class:`GradSampleModule` or hooks); found by its parameters where not
             given.
         noise: A source of noise, in place of ``generator`` and ``secure_mode``.
-        factors: The clipping rule, ``factors(norms, C)``.
+        factors: The clipping rule, ``factors(norms, C)``, without state: it is called several times for a batch.
         ranks: The processes that train the module together, each on examples of its own.
 
     Raises:

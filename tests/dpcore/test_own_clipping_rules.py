@@ -245,3 +245,19 @@ def test_a_factor_by_anothers_norm_is_wrong_wherever_that_one_stands(of: Any, pl
     assert bool(wrong.any())
     _, wrong = factors_of_own_rule(lambda norms, c: 0.1 * c / norms, norms, BOUND, BOUND)
     assert not bool(wrong.any())
+
+
+def test_a_rule_that_counts_its_calls_is_told_so() -> None:
+    """It is asked several times for a batch, so that its warm-up would run ahead; it was told of other examples."""
+
+    class WarmUp:
+        calls = 0
+
+        def __call__(self, norms: Tensor, c: float) -> Tensor:
+            self.calls += 1
+            return clip_factors(norms, c * min(1.0, self.calls / 100))
+
+    engine, model, optimizer, loader = make(factors=WarmUp())
+    with pytest.raises(PrivacyError, match="nor on what the rule has counted or remembered"):
+        step(model, optimizer, *next(iter(loader)))
+    assert not engine.accountant.history
