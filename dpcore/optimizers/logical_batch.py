@@ -82,7 +82,7 @@ class LogicalBatch:
             UnsupportedError: a parameter was turned in memory since those were added.
         """
         self.check_bounds()
-        self._check_noise(noise_multiplier)
+        self.check_noise(noise_multiplier)
         if not self.batches and not self.unfinished:
             self.accumulator.follow()
         elif self.accumulator.lies_otherwise:
@@ -102,7 +102,7 @@ class LogicalBatch:
             )
         self._bounds = self.accumulator.bounds
 
-    def _check_noise(self, noise_multiplier: float) -> None:
+    def check_noise(self, noise_multiplier: float) -> None:
         """Refuse noise by the number of pieces: it would tell how long the batch is, which the accountant ignores."""
         if self._noise_multiplier not in (None, noise_multiplier):
             raise PrivacyError(

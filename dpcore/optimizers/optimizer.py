@@ -474,6 +474,7 @@ class DPOptimizer(OptimizerWrapper):
                 self._check_ranks(self.ranks)
             for guard in self.step_guards:
                 guard(self)
+            self.logical_batch.check_noise(self.noise_multiplier)  # the budget's guard has looked at it
         except BaseException:
             self.discard()  # or the batch would be added to the next one
             raise

@@ -299,6 +299,19 @@ def test_no_step_beyond_the_budget():
     assert engine.get_epsilon(1e-3) > 2.0
 
 
+def test_noise_that_is_lowered_after_the_budget_s_look():
+    engine, model, optimizer, loader = make(noise_multiplier=1.0)
+    engine.set_budget(3.0, 1e-3)
+
+    def lower(private):
+        private.noise_multiplier = 0.01
+
+    optimizer.attach_step_guard(lower)
+    with pytest.raises(PrivacyError, match=r"noise_multiplier was changed from 1 to 0\.01 within a logical batch"):
+        step(model, optimizer, *next(iter(loader)))
+    assert not engine.accountant.history
+
+
 def test_a_schedule_that_spends_faster_meets_the_budget_earlier():
     engine = PrivacyEngine(seed=1)
     engine, model, optimizer, loader = make(engine=engine, noise_multiplier=2.0)
