@@ -39,6 +39,7 @@ class Ledger:
         self._read: defaultdict[Source, int] = defaultdict(int, opened) if shared is None else shared._read
         self._unused: defaultdict[Source, list[int]] = defaultdict(list) if shared is None else shared._unused
         self._steps = 0
+        self._pieces: float | None = None  # passes for each batch, at all steps so far
 
     def use(self, sizes: Sequence[int]) -> None:
         """Takes the batches of one step from the unused ones.
@@ -47,7 +48,8 @@ class Ledger:
             sizes: the number of rows of every backward pass; one number for the pieces of one batch together.
 
         Raises:
-            PrivacyError: where no unused batches, one to a pass or one in all, have just as many examples.
+            PrivacyError: where no unused batches, one to a pass or one in all, have just as many examples; or where
+                Poisson batches go through several passes each, and not through as many at every step.
         """
         key = self.source()
         unused, handed_out = self._unused[key], _HANDED_OUT[key]
@@ -63,7 +65,7 @@ class Ledger:
                 "Iterate over the loader that make_private returned, one batch per step, or pass check_batches=False "
                 f"if your own batches are drawn at the accounted rate.{trainer_hint()}"
             )
-        found = _run_of(unused, sum(sizes), len(sizes))
+        found = _same_run(unused, sizes) or _run_of(unused, sum(sizes), len(sizes))
         if found is None:
             raise PrivacyError(
                 f"{sum(sizes)} rows went through the backward passes of this step, but the private data loader has "
@@ -75,7 +77,29 @@ class Ledger:
                 "mode, between model.eval() and model.train(). Or pass check_batches=False if every example is in one "
                 "row only."
             )
+        if key is not None:
+            self._check_pieces(len(sizes) / (found.stop - found.start))
         del unused[found]
+
+    def _check_pieces(self, pieces: float) -> None:
+        """Refuse batches that a loop cuts by their length: update and noise are divided by the number of passes."""
+        if self._pieces not in (None, pieces):
+            raise PrivacyError(
+                f"The loop made {pieces:g} backward passes for a batch of the private data loader, and "
+                f"{self._pieces:g} for each batch before: the update and its noise are divided by their number, which "
+                "would tell how long the batch is, and that is private. Let max_physical_batch_size= of make_private "
+                "or BatchMemoryManager cut the batches, or cut all into the same number of pieces."
+            )
+        self._pieces = pieces
+
+
+def _same_run(unused: Sequence[int], sizes: Sequence[int]) -> slice | None:
+    """The newest consecutive batches of these sizes."""
+    wanted, count = list(sizes), len(sizes)
+    for start in range(len(unused) - count, -1, -1):
+        if list(unused[start : start + count]) == wanted:
+            return slice(start, start + count)
+    return None
 
 
 def _run_of(unused: Sequence[int], rows: int, passes: int) -> slice | None:

@@ -216,6 +216,26 @@ def test_batches_in_pieces_of_the_loops_own_and_accumulated_ones():
         optimizer.step()
 
 
+def test_pieces_of_the_loops_own_whose_number_tells_how_long_a_batch_is():
+    """Each was averaged over its pieces, the noise as well."""
+    _, model, optimizer, loader = make(noise_multiplier=1.0)
+    with pytest.raises(PrivacyError, match=r"made 2 backward passes for a batch of .* and 1 for each batch before"):
+        for x, y in loader:
+            for rows in range(0, len(x), 5):
+                _backward(model, x[rows : rows + 5], y[rows : rows + 5])
+            optimizer.step()
+    _, model, optimizer, loader = make(noise_multiplier=1.0)
+    for x, y in loader:
+        for part in range(2):
+            _backward(model, x[part::2], y[part::2])
+        optimizer.step()
+    batches = iter(loader)
+    with pytest.raises(PrivacyError, match="made 1 backward passes"):
+        for _ in range(2):
+            _backward(model, *next(batches))
+        optimizer.step()
+
+
 class _FirstHalf(Sampler):
     def __iter__(self):
         return iter([[*range(k, k + 10)] for k in range(0, 30, 10)])
