@@ -71,6 +71,13 @@ SECOND_ORDER = (
 )
 
 
+OF_PARAMETERS = (
+    "The model takes gradients of trained parameters within its forward pass (a step of training within the model, or "
+    "backward() without inputs=). They are added up over the examples of the batch, and what is recorded holds the "
+    "weights as constants. Ask torch.autograd.grad for gradients of tensors by example alone."
+)
+
+
 def started_with() -> float:
     """Return what the backward pass under way started with at the loss; a tape's ``scale`` undoes the rest."""
     return STARTED_WITH.get(torch._C._current_graph_task_id(), 1.0)
@@ -93,6 +100,8 @@ class Tape(TorchFunctionMode):
     _room: Room | None = None
     _derivations = 0
     """How much was computed from parameters alone since that function began."""
+    _within_forward = False
+    """Whether the model is taking a gradient of its own, of which nothing is recorded."""
     receive: Callable[[int, Use], None] | None = None
     """Receives every use, with its number, when its gradient arrives, in the place of who reads ``uses`` at the end."""
 
@@ -470,7 +479,7 @@ class Tape(TorchFunctionMode):
                 "gradient mixes what is recorded. Compute such penalties on to_standard_module(), without privacy."
             )
         task = torch._C._current_graph_task_id()
-        if task != self._task:
+        if task != self._task and not self._within_forward:
             self._task = task
             self.on_fire(self)
         return (self.scale or 1.0) / started_with()
@@ -481,7 +490,7 @@ class Tape(TorchFunctionMode):
 
         def hook(grad: Tensor | None) -> None:
             nonlocal total
-            if grad is None:
+            if grad is None or self._within_forward:
                 return
             arrived = scaled(grad.detach(), self._arrive(grad))
             total = arrived if total is None else total + arrived
@@ -524,12 +533,29 @@ class Tape(TorchFunctionMode):
             return
         for target in self._targets:
             target(None)  # what an earlier call left need not wait for its successor
-        for reset in self._resets:
-            reset()
+        self._forget()
         wanted: list[Any] = [*self._edges, self.anchor]
         grads = torch.autograd.grad(outputs, wanted, weights, retain_graph=keep, allow_unused=True)
         for target, grad in zip(self._targets, grads, strict=False):
             target(grad)
+
+    def _forget(self) -> None:
+        """Forget what uses formed of an earlier backward pass."""
+        for reset in self._resets:
+            reset()
+
+    def gradient_within_forward(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what ``func``, a gradient that the model takes within its forward pass, returns: constants.
+
+        Nothing of it is a gradient of the loss, so what it brings to recorded places is left out.
+        """
+        self._within_forward = True
+        self._derivations += 1  # a third run would take that for the gradient of the second one
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._within_forward = False
+            self._forget()
 
     def refuse_raw(self, param: Parameter) -> None:
         """NoRuleError about a parameter that received an ordinary gradient."""
@@ -663,7 +689,10 @@ def _is_channels_last(tensor: Tensor) -> bool:
 def _inner_gradient(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs.get("create_graph"):
         raise UnsupportedError(SECOND_ORDER)
-    return func(*args, **kwargs)
+    inputs = kwargs.get("inputs", args[1] if func is torch.autograd.grad and len(args) > 1 else None)
+    if (inputs is None and tape.attached) or any(map(tape.is_source, tree_flatten(inputs)[0])):
+        raise UnsupportedError(OF_PARAMETERS)
+    return tape.gradient_within_forward(func, args, kwargs)
 
 
 @handles(Tensor.register_hook)

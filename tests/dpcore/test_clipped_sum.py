@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.autograd import forward_ad
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import dpcore
 from dpcore import Engine, GaussianNoise, clipped_sum, reference
@@ -644,9 +646,65 @@ def test_derivatives_of_its_own_are_refused_where_weights_would_be_lost(derive, 
         clipped_sum(WithDerivatives(derive), lambda out, y: out.square().sum(1), torch.randn(5, 3), torch.zeros(5), 1.0)
 
 
-def test_derivatives_that_are_constants_are_taken():
-    model = WithDerivatives(_by_autograd(create_graph=False)).double()
-    check(model, torch.randn(5, 3, dtype=torch.float64), torch.arange(5) % 3, clipped_sum)
+class Descent(nn.Module):
+    """Goes down an energy of its own for two steps, and returns what it has there."""
+
+    def __init__(self, layers, checkpointed):
+        super().__init__()
+        self.layers, self.checkpointed = layers, checkpointed
+
+    def forward(self, x):
+        for _ in range(2):
+            at = x.detach().requires_grad_()
+            energy = checkpoint(self.layers, at, use_reentrant=False) if self.checkpointed else self.layers(at)
+            x = at - 0.1 * torch.autograd.grad(energy.square().sum(), at)[0]
+        return self.layers(x.detach())
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(
+    "layer", [lambda: nn.Linear(3, 3), lambda: nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 3)), lambda: nn.PReLU(3)]
+)
+def test_derivatives_that_are_constants_are_taken(layer, checkpointed):
+    """What they bring to the layers is no gradient of the loss; it was added to that."""
+    torch.manual_seed(0)
+    x, y = torch.randn(5, 3, dtype=torch.float64), torch.arange(5) % 3
+    for model in (
+        WithDerivatives(_by_autograd(create_graph=False)),
+        Descent(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), layer()), checkpointed),
+    ):
+        check(model.double(), x, y, clipped_sum)
+        check_private(model, x, y)
+
+
+def _step_within(h, layer):
+    (gradient,) = torch.autograd.grad(layer(h).square().sum(), layer.weight, allow_unused=True, materialize_grads=True)
+    return F.linear(h, layer.weight - 0.1 * gradient)
+
+
+def _backward_within(h, layer):
+    noise = torch.zeros_like(h, requires_grad=True)
+    layer(h.detach() + noise).square().sum().backward()
+    return layer(h + noise.grad)
+
+
+@pytest.mark.parametrize("way", [_step_within, _backward_within])
+def test_gradients_of_parameters_within_the_model_are_refused(way):
+    """The weights are constants of the recorded graph: torch took them for unused."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return way(torch.tanh(self.first(x)), self.second)
+
+    x, y = torch.randn(5, 3), torch.arange(5) % 3
+    with pytest.raises(UnsupportedError, match="gradients of trained parameters within its forward pass"):
+        clipped_sum(Model(), odd_loss, x, y, 1.0)
+    with pytest.raises(UnsupportedError, match="gradients of trained parameters within its forward pass"):
+        check_private(Model(), x, y)
 
 
 def test_values_that_are_the_negatives_of_what_memory_holds():
