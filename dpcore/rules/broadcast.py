@@ -91,7 +91,7 @@ def _record(tape: Tape, use: Use, source: Tensor, output: Tensor, batch_dim: int
         if grad is not None:
             grad = grad.movedim(batch_dim, 0) if batch_dim != IN_ROWS else batch_first(grad, batch_dim, size)
             grad = grad.sum(summed, keepdim=True) if summed else grad
-            grad = grad.reshape(-1, *source.shape)
+            grad = grad.reshape(size, *source.shape)
         use.grad = grad
 
     tape.uses.append(use)
@@ -269,13 +269,13 @@ def _product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs
 
 def _tile(tape: Tape, param: Parameter, output: Tensor) -> Tensor | None:
     """[n, ...] repeated to [B * n, ...]; None where it is not known for that."""
-    by_copy = output.view(-1, *param.shape)
+    by_copy = output.view(len(output) // len(param), *param.shape)
     if tape.batch_dim(by_copy, (param,), 0, "copies") != 0:
         return None
-    use = BroadcastUse(param)
+    use, size = BroadcastUse(param), tape.batch_size
 
     def receive(grad: Tensor | None) -> None:
-        use.grad = None if grad is None else grad.reshape(-1, *param.shape)
+        use.grad = None if grad is None else grad.reshape(size, *param.shape)
 
     tape.uses.append(use)
     output = tape.attach(output, receive)

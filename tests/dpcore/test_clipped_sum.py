@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import dpcore
 from dpcore import Engine, GaussianNoise, clipped_sum, reference
 from dpcore.errors import PrivacyError, UnsupportedError
-from dpcore.grad_sample import mean_loss
+from dpcore.grad_sample import GradSampleModule, mean_loss
 from tests.dpcore.comparison import check, check_private, labels, odd_loss, relative_error
 
 DTYPES = [torch.float64, torch.float32]
@@ -494,6 +494,33 @@ def test_reused_and_unused_layers_and_frozen_parameters():
 
     model = Model().double()
     check(model, torch.randint(0, 7, (4, 5)), labels(4), clipped_sum)
+
+
+class Empty(nn.Module):
+    """Parameters without numbers, as a rank, a number of prompts or a width of zero make them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 4), nn.Linear(4, 2)
+        self.down, self.up, self.table = nn.Linear(6, 0), nn.Linear(0, 4), nn.Embedding(3, 0)
+        self.prompts, self.scale = nn.Parameter(torch.empty(1, 0, 4)), nn.Parameter(torch.empty(0))
+
+    def forward(self, x):
+        h = self.first(x) + self.up(
+            self.down(x) * self.scale + self.scale + self.table(torch.zeros_like(x[:, 0]).long())
+        )
+        return self.second(torch.cat([self.prompts.expand(len(x), -1, -1), h[:, None]], 1).tanh().sum(1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parameters_without_numbers(dtype):
+    torch.manual_seed(0)
+    model, x, y = Empty().to(dtype), torch.randn(5, 6, dtype=dtype), labels(5)
+    check(model, x, y, clipped_sum)
+    check_private(model, x, y)
+    recorded = GradSampleModule(Empty().to(dtype))
+    odd_loss(recorded(x), y).mean().backward()
+    assert all(p.grad_sample.shape == (5, *p.shape) for p in recorded.parameters())
 
 
 def test_per_layer_bounds():
