@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -207,7 +207,8 @@ class Tape(TorchFunctionMode):
     ) -> Any:
         """The result of a call, in which ``sources`` are parameters and what comes from them alone."""
         if not sources or not torch.is_grad_enabled():
-            return func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
+            as_it_is = handler is None or torch.is_inference_mode_enabled()  # whose tensors count no changes
+            return func(*args, **kwargs) if as_it_is else handler(self, func, args, kwargs)
         if (handler is None or func in DERIVING) and self._without_batch(func, args, kwargs, sources):
             return self.derive(func, args, kwargs, sources)
         rewrite = REWRITES.get(func)
@@ -520,7 +521,9 @@ class Tape(TorchFunctionMode):
             for target in self._targets:
                 target(None)
             return
-        grads = torch.autograd.grad(losses, [*self._edges, *raw, self.anchor], grad_outputs=weights, allow_unused=True)
+        with self._no_gradients_left():
+            wanted = [*self._edges, *raw, self.anchor]
+            grads = torch.autograd.grad(losses, wanted, grad_outputs=weights, allow_unused=True)
         for param, grad in zip(self.parameters, grads[len(self._edges) :], strict=False):
             if grad is not None:
                 self.refuse_raw(param)
@@ -535,9 +538,23 @@ class Tape(TorchFunctionMode):
             target(None)  # what an earlier call left need not wait for its successor
         self._forget()
         wanted: list[Any] = [*self._edges, self.anchor]
-        grads = torch.autograd.grad(outputs, wanted, weights, retain_graph=keep, allow_unused=True)
+        with self._no_gradients_left():
+            grads = torch.autograd.grad(outputs, wanted, weights, retain_graph=keep, allow_unused=True)
         for target, grad in zip(self._targets, grads, strict=False):
             target(grad)
+
+    @contextmanager
+    def _no_gradients_left(self) -> Iterator[None]:
+        """Raise UnsupportedError where a backward pass within has given a parameter an ordinary gradient."""
+        before = [_state_of(param.grad) for param in self.parameters]
+        yield
+        for (param, name), known in zip(self.parameters.items(), before, strict=True):
+            if _state_of(param.grad) != known:
+                raise UnsupportedError(
+                    f"Parameter {name} gets a gradient by a backward pass within the backward pass (by a function "
+                    "whose backward() calls torch.autograd.backward, as reversible layers do), where it cannot be told "
+                    "apart by example; use torch.utils.checkpoint in its place."
+                )
 
     def _forget(self) -> None:
         """Forget what uses formed of an earlier backward pass."""
@@ -622,6 +639,11 @@ def _last(output: Tensor, hook: Callable[[Tensor | None], None]) -> None:
 def _unless_there(target: Callable[[Tensor | None], None], grad: Tensor | None) -> None:
     if grad is None:
         target(None)
+
+
+def _state_of(grad: Tensor | None) -> tuple[int, int]:
+    """Return what is another number when a gradient was replaced or changed."""
+    return (0, 0) if grad is None else (id(grad), grad._version)
 
 
 def _edge(output: Tensor) -> GradientEdge:

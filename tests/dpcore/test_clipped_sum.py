@@ -734,6 +734,58 @@ def test_gradients_of_parameters_within_the_model_are_refused(way):
         check_private(Model(), x, y)
 
 
+def test_a_part_in_inference_mode_is_a_constant():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            with torch.inference_mode():
+                own = self.second(torch.tanh(self.first(x)))
+            return self.second(torch.tanh(self.first(x))) + 0.1 * own.clone()
+
+    torch.manual_seed(0)
+    model, x = Model().double(), torch.randn(5, 3, dtype=torch.float64)
+    check(model, x, labels(5), clipped_sum)
+    check_private(model, x, labels(5))
+
+
+class Reversible(torch.autograd.Function):
+    """Runs a layer again in the backward pass, whose weights get their gradients there."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            torch.autograd.backward(ctx.layer(x), grad)
+        return x.grad, None
+
+
+@pytest.mark.parametrize("check_isolation", [False, True])
+def test_a_backward_pass_within_the_backward_pass_is_refused(check_isolation):
+    """The engine's sum lacked the gradients of that layer."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return Reversible.apply(self.first(x), self.second)
+
+    engine = Engine(Model(), odd_loss, check_isolation=check_isolation)
+    with pytest.raises(UnsupportedError, match=r"second\.weight gets a gradient by a backward pass within"):
+        engine.clipped_sum(torch.randn(5, 3), labels(5))
+
+
 def test_values_that_are_the_negatives_of_what_memory_holds():
     """``z.conj().imag`` is a view with a sign of its own, which whoever reads the memory does not see."""
     torch.manual_seed(0)
