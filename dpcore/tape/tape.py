@@ -27,6 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpcore.errors import NoRuleError, UnsupportedError
 from dpcore.tape.checkpointing import CHECKPOINTING, kept_by_graph
+from dpcore.tape.compiled_functions import COMPILED_FUNCTIONS
 from dpcore.tape.deferred_lookups import Lookups
 from dpcore.tape.derived import Derivation, ThroughUse
 from dpcore.tape.dropped_use import Arrival, DroppedUse
@@ -169,11 +170,13 @@ class Tape(TorchFunctionMode):
 
     def __enter__(self) -> Tape:
         CHECKPOINTING.open(self)
+        COMPILED_FUNCTIONS.open()
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        COMPILED_FUNCTIONS.close()
         CHECKPOINTING.close()
         self.lookups.settle(self)
 
