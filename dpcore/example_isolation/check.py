@@ -10,7 +10,7 @@ rare random ones later, go through the model a few times more, and the real pass
    This sees examples that mix where no gradient flows: before the first trained layer, by sorting, by a count. The
    gradients at the outputs of the replaced examples are others, too, for what mixes in the backward pass.
 3. *Outliers.* As 2, with that half's own floating-point inputs made large, for what only the largest value does.
-4. *State.* Buffers must end up the same in 1 and 2, and no parameter may be written.
+4. *State.* Buffers must end up the same in 1, 2 and 5, and no parameter may be written.
 5. *Fewer.* The first examples are left out; the gradients of the others may not change. This sees what depends on an
    example's place in the batch, or on the number of examples. (Not where random numbers but dropout's are drawn.)
 
@@ -218,14 +218,14 @@ class IsolationCheck:
                     raise
         if dropped:
             self._compare_fewer(trial, before, batch, dropped, excluded)
+            self._compare_counts(trial, written, batch, dropped, excluded)
 
     def _compare_fewer(self, trial: _Trial, before: Measurements, batch: Any, dropped: int, excluded: Tensor) -> None:
         """Experiment 5: PrivacyError where a gradient depends on the place in the batch or on the batch's length."""
         count = trial.batch_size
-        leaves, structure = flatten(batch)
         # A batch of another length goes through other kernels, whose rounding cancellation may enlarge.
         rounding = HALF_ROUNDING
-        fewer = unflatten(structure, [leaf[dropped:] if has_rows(leaf, count) else leaf for leaf in leaves])
+        fewer = _without_first(batch, count, dropped)
         try:
             after = trial.measure(fewer, excluded, dropped=dropped)
             if _moved(before, after, rounding) is None:
@@ -245,6 +245,30 @@ class IsolationCheck:
             f"its place there: it changed when {dropped} before it were left out. A table of positions that is cut to "
             f"the batch's length instead of the sequence's does that, or a division by len(x). {REMEDY}"
         )
+
+    def _compare_counts(
+        self, trial: _Trial, written: dict[str, Tensor], batch: Any, dropped: int, excluded: Tensor
+    ) -> None:
+        """PrivacyError where the pass of fewer examples that was just made wrote something else than ``written``."""
+        now = trial.written
+        if trial.drew and now.keys() & written.keys():
+            fewer = _without_first(batch, trial.batch_size, dropped)
+            try:
+                with without_dropout(self.model):
+                    trial.measure(batch, excluded)
+                    written = trial.written
+                    trial.measure(fewer, excluded, dropped=dropped)
+                    now = trial.written
+            except Exception as error:  # as above
+                if ran_out(error):
+                    raise
+                return
+        for name in () if trial.drew else now.keys() & written.keys():
+            if now[name].shape == written[name].shape and not same_values(now[name], written[name]):
+                raise PrivacyError(
+                    f"The buffer {name} depends on how many examples a batch has, which is drawn at random and would "
+                    "be released without noise. Count steps instead, or keep the count out of the model."
+                )
 
     def _compare(self, trial: _Trial, before: Measurements, batch: Any, changed: Any, rows: Tensor) -> None:
         """PrivacyError where ``changed`` gives another gradient than ``batch``, for which ``before`` was measured, in a
@@ -526,6 +550,12 @@ def _dropped(batch: Any, count: int) -> int:
     """
     taken = {n for leaf in flatten(batch)[0] if isinstance(leaf, Tensor) for n in leaf.shape[1:]}
     return next((k for k in (1, 3, 2) if count - k >= 3 and count - k not in taken), 0)
+
+
+def _without_first(batch: Any, count: int, dropped: int) -> Any:
+    """The batch of ``count`` examples without the first ones."""
+    leaves, structure = flatten(batch)
+    return unflatten(structure, [leaf[dropped:] if has_rows(leaf, count) else leaf for leaf in leaves])
 
 
 @contextmanager

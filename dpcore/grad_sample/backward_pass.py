@@ -125,7 +125,8 @@ class Iteration:
         self._refresh(param)
         if param not in self.given:
             with torch.no_grad():
-                parts = [use.grad_sample(param) for use in self._uses_of(param) if use.grad is not None]
+                uses = self._uses_of(param) if param.numel() else []
+                parts = [use.grad_sample(param) for use in uses if use.grad is not None]
                 dtype = torch.promote_types(param.dtype, torch.float32)
                 total = torch.zeros((self.batch_size, *param.shape), dtype=dtype, device=param.device)
                 for part in parts:

@@ -61,7 +61,7 @@ class Choice:
 
 
 def choose(uses: Sequence[Use], turns: bool = True) -> list[Choice]:
-    """One choice per parameter that was used.
+    """One choice per parameter that was used; none for one without numbers, whose gradient is known.
 
     A parameter used more than once has cross terms between its uses, which only its per-sample gradient contains: it is
     formed. ``turns`` False: where a loop over the examples cannot be (a graph of any values).
@@ -70,7 +70,8 @@ def choose(uses: Sequence[Use], turns: bool = True) -> list[Choice]:
     for use in uses:
         if use.grad is not None:
             for param in use.params:
-                by_param.setdefault(param, []).append(use)
+                if param.numel():
+                    by_param.setdefault(param, []).append(use)
     choices = [Choice(param, tuple(of), _method(param, of, turns)) for param, of in by_param.items()]
     return _turned(choices) if turns else choices
 

@@ -91,7 +91,7 @@ def _record(tape: Tape, use: Use, source: Tensor, output: Tensor, batch_dim: int
         if grad is not None:
             grad = grad.movedim(batch_dim, 0) if batch_dim != IN_ROWS else batch_first(grad, batch_dim, size)
             grad = grad.sum(summed, keepdim=True) if summed else grad
-            grad = grad.reshape(-1, *source.shape)
+            grad = grad.reshape(size, *source.shape)
         use.grad = grad
 
     tape.uses.append(use)
@@ -210,7 +210,9 @@ def _expand(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     output = func(tensor.detach(), *args[1:], **kwargs)
     shape = output.shape
     if func is Tensor.repeat and output.dim() == tensor.dim() and shape[1:] == tensor.shape[1:] and len(tensor) > 1:
-        return _tile(tape, func, args, kwargs, output)
+        copies = _tile(tape, tensor, output)
+        if copies is not None:
+            return copies
     repeated = _repeated(tensor, shape)
     new = len(shape) - tensor.dim()
     tiled = any(d >= new and shape[d] not in (1, tensor.shape[d - new]) for d in range(len(shape)) if d not in repeated)
@@ -218,12 +220,17 @@ def _expand(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     if tiled or not candidates:
         # Not to the batch: whatever uses the result uses the parameter as such.
         return func(*args, **kwargs)
-    if len(candidates) > 1 and tape.batch_size > 1:
+    place = candidates[0]
+    if tape.probing:  # of as many copies as no other dimension has
+        tape.batch_dim(output, (tensor,), 0, "expansion")
+    elif len(candidates) > 1 and tape.batch_size > 1:
+        place = tape.batch_dim(output, (tensor,), 0, "expansion")
+    if place not in candidates:
         raise UnsupportedError(
             f"{tape.parameters[tape.root(tensor)]} is expanded to shape {tuple(shape)}, where more than one dimension "
             f"could be the batch of {tape.batch_size} examples; expand it to the batch alone first, then further."
         )
-    return _record(tape, BroadcastUse(tensor), tensor, output, candidates[0])
+    return _record(tape, BroadcastUse(tensor), tensor, output, place)
 
 
 @handles(torch.where, Tensor.where, torch.masked_fill, Tensor.masked_fill, derives=True)
@@ -260,18 +267,15 @@ def _product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs
     return torch.matmul(*(copies if a is param else a for a in args))
 
 
-def _tile(
-    tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-) -> Tensor:
-    """[n, ...] repeated to [B * n, ...]."""
-    param = args[0]
-    by_copy = output.view(-1, *param.shape)
+def _tile(tape: Tape, param: Parameter, output: Tensor) -> Tensor | None:
+    """[n, ...] repeated to [B * n, ...]; None where it is not known for that."""
+    by_copy = output.view(len(output) // len(param), *param.shape)
     if tape.batch_dim(by_copy, (param,), 0, "copies") != 0:
-        return func(*args, **kwargs)
-    use = BroadcastUse(param)
+        return None
+    use, size = BroadcastUse(param), tape.batch_size
 
     def receive(grad: Tensor | None) -> None:
-        use.grad = None if grad is None else grad.reshape(-1, *param.shape)
+        use.grad = None if grad is None else grad.reshape(size, *param.shape)
 
     tape.uses.append(use)
     output = tape.attach(output, receive)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpcore.errors import NoRuleError, UnsupportedError
 from dpcore.tape.checkpointing import CHECKPOINTING, kept_by_graph
+from dpcore.tape.compiled_functions import COMPILED_FUNCTIONS
 from dpcore.tape.deferred_lookups import Lookups
 from dpcore.tape.derived import Derivation, ThroughUse
 from dpcore.tape.dropped_use import Arrival, DroppedUse
@@ -71,6 +72,13 @@ SECOND_ORDER = (
 )
 
 
+OF_PARAMETERS = (
+    "The model takes gradients of trained parameters within its forward pass (a step of training within the model, or "
+    "backward() without inputs=). They are added up over the examples of the batch, and what is recorded holds the "
+    "weights as constants. Ask torch.autograd.grad for gradients of tensors by example alone."
+)
+
+
 def started_with() -> float:
     """Return what the backward pass under way started with at the loss; a tape's ``scale`` undoes the rest."""
     return STARTED_WITH.get(torch._C._current_graph_task_id(), 1.0)
@@ -93,6 +101,8 @@ class Tape(TorchFunctionMode):
     _room: Room | None = None
     _derivations = 0
     """How much was computed from parameters alone since that function began."""
+    _within_forward = False
+    """Whether the model is taking a gradient of its own, of which nothing is recorded."""
     receive: Callable[[int, Use], None] | None = None
     """Receives every use, with its number, when its gradient arrives, in the place of who reads ``uses`` at the end."""
 
@@ -160,11 +170,13 @@ class Tape(TorchFunctionMode):
 
     def __enter__(self) -> Tape:
         CHECKPOINTING.open(self)
+        COMPILED_FUNCTIONS.open()
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        COMPILED_FUNCTIONS.close()
         CHECKPOINTING.close()
         self.lookups.settle(self)
 
@@ -198,7 +210,8 @@ class Tape(TorchFunctionMode):
     ) -> Any:
         """The result of a call, in which ``sources`` are parameters and what comes from them alone."""
         if not sources or not torch.is_grad_enabled():
-            return func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
+            as_it_is = handler is None or torch.is_inference_mode_enabled()  # whose tensors count no changes
+            return func(*args, **kwargs) if as_it_is else handler(self, func, args, kwargs)
         if (handler is None or func in DERIVING) and self._without_batch(func, args, kwargs, sources):
             return self.derive(func, args, kwargs, sources)
         rewrite = REWRITES.get(func)
@@ -470,7 +483,7 @@ class Tape(TorchFunctionMode):
                 "gradient mixes what is recorded. Compute such penalties on to_standard_module(), without privacy."
             )
         task = torch._C._current_graph_task_id()
-        if task != self._task:
+        if task != self._task and not self._within_forward:
             self._task = task
             self.on_fire(self)
         return (self.scale or 1.0) / started_with()
@@ -481,7 +494,7 @@ class Tape(TorchFunctionMode):
 
         def hook(grad: Tensor | None) -> None:
             nonlocal total
-            if grad is None:
+            if grad is None or self._within_forward:
                 return
             arrived = scaled(grad.detach(), self._arrive(grad))
             total = arrived if total is None else total + arrived
@@ -511,7 +524,9 @@ class Tape(TorchFunctionMode):
             for target in self._targets:
                 target(None)
             return
-        grads = torch.autograd.grad(losses, [*self._edges, *raw, self.anchor], grad_outputs=weights, allow_unused=True)
+        with self._no_gradients_left():
+            wanted = [*self._edges, *raw, self.anchor]
+            grads = torch.autograd.grad(losses, wanted, grad_outputs=weights, allow_unused=True)
         for param, grad in zip(self.parameters, grads[len(self._edges) :], strict=False):
             if grad is not None:
                 self.refuse_raw(param)
@@ -524,12 +539,43 @@ class Tape(TorchFunctionMode):
             return
         for target in self._targets:
             target(None)  # what an earlier call left need not wait for its successor
-        for reset in self._resets:
-            reset()
+        self._forget()
         wanted: list[Any] = [*self._edges, self.anchor]
-        grads = torch.autograd.grad(outputs, wanted, weights, retain_graph=keep, allow_unused=True)
+        with self._no_gradients_left():
+            grads = torch.autograd.grad(outputs, wanted, weights, retain_graph=keep, allow_unused=True)
         for target, grad in zip(self._targets, grads, strict=False):
             target(grad)
+
+    @contextmanager
+    def _no_gradients_left(self) -> Iterator[None]:
+        """Raise UnsupportedError where a backward pass within has given a parameter an ordinary gradient."""
+        before = [_state_of(param.grad) for param in self.parameters]
+        yield
+        for (param, name), known in zip(self.parameters.items(), before, strict=True):
+            if _state_of(param.grad) != known:
+                raise UnsupportedError(
+                    f"Parameter {name} gets a gradient by a backward pass within the backward pass (by a function "
+                    "whose backward() calls torch.autograd.backward, as reversible layers do), where it cannot be told "
+                    "apart by example; use torch.utils.checkpoint in its place."
+                )
+
+    def _forget(self) -> None:
+        """Forget what uses formed of an earlier backward pass."""
+        for reset in self._resets:
+            reset()
+
+    def gradient_within_forward(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what ``func``, a gradient that the model takes within its forward pass, returns: constants.
+
+        Nothing of it is a gradient of the loss, so what it brings to recorded places is left out.
+        """
+        self._within_forward = True
+        self._derivations += 1  # a third run would take that for the gradient of the second one
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._within_forward = False
+            self._forget()
 
     def refuse_raw(self, param: Parameter) -> None:
         """NoRuleError about a parameter that received an ordinary gradient."""
@@ -598,6 +644,11 @@ def _unless_there(target: Callable[[Tensor | None], None], grad: Tensor | None) 
         target(None)
 
 
+def _state_of(grad: Tensor | None) -> tuple[int, int]:
+    """Return what is another number when a gradient was replaced or changed."""
+    return (0, 0) if grad is None else (id(grad), grad._version)
+
+
 def _edge(output: Tensor) -> GradientEdge:
     """Return what get_gradient_edge does; of a node of torch's own it is the two fields alone."""
     node = output.grad_fn
@@ -663,7 +714,10 @@ def _is_channels_last(tensor: Tensor) -> bool:
 def _inner_gradient(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs.get("create_graph"):
         raise UnsupportedError(SECOND_ORDER)
-    return func(*args, **kwargs)
+    inputs = kwargs.get("inputs", args[1] if func is torch.autograd.grad and len(args) > 1 else None)
+    if (inputs is None and tape.attached) or any(map(tape.is_source, tree_flatten(inputs)[0])):
+        raise UnsupportedError(OF_PARAMETERS)
+    return tape.gradient_within_forward(func, args, kwargs)
 
 
 @handles(Tensor.register_hook)

@@ -12,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.autograd import forward_ad
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import dpcore
 from dpcore import Engine, GaussianNoise, clipped_sum, reference
 from dpcore.errors import PrivacyError, UnsupportedError
-from dpcore.grad_sample import mean_loss
+from dpcore.grad_sample import GradSampleModule, mean_loss
 from tests.dpcore.comparison import check, check_private, labels, odd_loss, relative_error
 
 DTYPES = [torch.float64, torch.float32]
@@ -494,6 +496,33 @@ def test_reused_and_unused_layers_and_frozen_parameters():
     check(model, torch.randint(0, 7, (4, 5)), labels(4), clipped_sum)
 
 
+class Empty(nn.Module):
+    """Parameters without numbers, as a rank, a number of prompts or a width of zero make them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 4), nn.Linear(4, 2)
+        self.down, self.up, self.table = nn.Linear(6, 0), nn.Linear(0, 4), nn.Embedding(3, 0)
+        self.prompts, self.scale = nn.Parameter(torch.empty(1, 0, 4)), nn.Parameter(torch.empty(0))
+
+    def forward(self, x):
+        h = self.first(x) + self.up(
+            self.down(x) * self.scale + self.scale + self.table(torch.zeros_like(x[:, 0]).long())
+        )
+        return self.second(torch.cat([self.prompts.expand(len(x), -1, -1), h[:, None]], 1).tanh().sum(1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parameters_without_numbers(dtype):
+    torch.manual_seed(0)
+    model, x, y = Empty().to(dtype), torch.randn(5, 6, dtype=dtype), labels(5)
+    check(model, x, y, clipped_sum)
+    check_private(model, x, y)
+    recorded = GradSampleModule(Empty().to(dtype))
+    odd_loss(recorded(x), y).mean().backward()
+    assert all(p.grad_sample.shape == (5, *p.shape) for p in recorded.parameters())
+
+
 def test_per_layer_bounds():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
@@ -644,9 +673,117 @@ def test_derivatives_of_its_own_are_refused_where_weights_would_be_lost(derive, 
         clipped_sum(WithDerivatives(derive), lambda out, y: out.square().sum(1), torch.randn(5, 3), torch.zeros(5), 1.0)
 
 
-def test_derivatives_that_are_constants_are_taken():
-    model = WithDerivatives(_by_autograd(create_graph=False)).double()
-    check(model, torch.randn(5, 3, dtype=torch.float64), torch.arange(5) % 3, clipped_sum)
+class Descent(nn.Module):
+    """Goes down an energy of its own for two steps, and returns what it has there."""
+
+    def __init__(self, layers, checkpointed):
+        super().__init__()
+        self.layers, self.checkpointed = layers, checkpointed
+
+    def forward(self, x):
+        for _ in range(2):
+            at = x.detach().requires_grad_()
+            energy = checkpoint(self.layers, at, use_reentrant=False) if self.checkpointed else self.layers(at)
+            x = at - 0.1 * torch.autograd.grad(energy.square().sum(), at)[0]
+        return self.layers(x.detach())
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(
+    "layer", [lambda: nn.Linear(3, 3), lambda: nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 3)), lambda: nn.PReLU(3)]
+)
+def test_derivatives_that_are_constants_are_taken(layer, checkpointed):
+    """What they bring to the layers is no gradient of the loss; it was added to that."""
+    torch.manual_seed(0)
+    x, y = torch.randn(5, 3, dtype=torch.float64), torch.arange(5) % 3
+    for model in (
+        WithDerivatives(_by_autograd(create_graph=False)),
+        Descent(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), layer()), checkpointed),
+    ):
+        check(model.double(), x, y, clipped_sum)
+        check_private(model, x, y)
+
+
+def _step_within(h, layer):
+    (gradient,) = torch.autograd.grad(layer(h).square().sum(), layer.weight, allow_unused=True, materialize_grads=True)
+    return F.linear(h, layer.weight - 0.1 * gradient)
+
+
+def _backward_within(h, layer):
+    noise = torch.zeros_like(h, requires_grad=True)
+    layer(h.detach() + noise).square().sum().backward()
+    return layer(h + noise.grad)
+
+
+@pytest.mark.parametrize("way", [_step_within, _backward_within])
+def test_gradients_of_parameters_within_the_model_are_refused(way):
+    """The weights are constants of the recorded graph: torch took them for unused."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return way(torch.tanh(self.first(x)), self.second)
+
+    x, y = torch.randn(5, 3), torch.arange(5) % 3
+    with pytest.raises(UnsupportedError, match="gradients of trained parameters within its forward pass"):
+        clipped_sum(Model(), odd_loss, x, y, 1.0)
+    with pytest.raises(UnsupportedError, match="gradients of trained parameters within its forward pass"):
+        check_private(Model(), x, y)
+
+
+def test_a_part_in_inference_mode_is_a_constant():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            with torch.inference_mode():
+                own = self.second(torch.tanh(self.first(x)))
+            return self.second(torch.tanh(self.first(x))) + 0.1 * own.clone()
+
+    torch.manual_seed(0)
+    model, x = Model().double(), torch.randn(5, 3, dtype=torch.float64)
+    check(model, x, labels(5), clipped_sum)
+    check_private(model, x, labels(5))
+
+
+class Reversible(torch.autograd.Function):
+    """Runs a layer again in the backward pass, whose weights get their gradients there."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            torch.autograd.backward(ctx.layer(x), grad)
+        return x.grad, None
+
+
+@pytest.mark.parametrize("check_isolation", [False, True])
+def test_a_backward_pass_within_the_backward_pass_is_refused(check_isolation):
+    """The engine's sum lacked the gradients of that layer."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return Reversible.apply(self.first(x), self.second)
+
+    engine = Engine(Model(), odd_loss, check_isolation=check_isolation)
+    with pytest.raises(UnsupportedError, match=r"second\.weight gets a gradient by a backward pass within"):
+        engine.clipped_sum(torch.randn(5, 3), labels(5))
 
 
 def test_values_that_are_the_negatives_of_what_memory_holds():

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from dpcore import Engine, GaussianNoise
+from dpcore import Engine, GaussianNoise, clipped_sum
 from dpcore.errors import UnsupportedError
+from tests.dpcore.comparison import check, check_private
 from tests.dpcore.private_setup import losses
 
 BACKEND = "aot_eager"
@@ -105,3 +106,38 @@ def test_a_compiled_model_is_refused_before_and_after_the_engine_is_built():
     with pytest.raises(UnsupportedError, match=r"0 is compiled by torch\.compile"):
         engine.step(x, y)
     assert torch.equal(weights(model), before) and engine.steps == 1
+
+
+class CallsCompiled(nn.Module):
+    """Functions of a layer's outputs and a parameter that torch.compile has compiled, as models bring them along."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 3)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 16))
+        self.traced = 0
+        self.function = torch.compile(lambda h: torch.tanh(h) * self.scale, backend=self.count)
+
+    def count(self, graph, inputs):
+        self.traced += 1
+        return graph
+
+    def forward(self, x):
+        return self.second(self.function(self.first(x)))
+
+    def __deepcopy__(self, memo):
+        twin = CallsCompiled().to(self.scale.dtype)
+        twin.load_state_dict(self.state_dict())
+        return twin
+
+
+def test_compiled_functions_within_a_model_run_as_they_are_while_it_is_recorded():
+    """The compiler traced the recording for every batch, and a right model was refused after some of them."""
+    torch.manual_seed(0)
+    model = CallsCompiled().double()
+    x, y = torch.randn(5, 8, dtype=torch.float64), torch.arange(5) % 3
+    check(model, x, y, clipped_sum)
+    assert not model.traced
+    model.function(x.new_zeros(2, 16))
+    assert model.traced  # as ever, outside of the pass
+    check_private(CallsCompiled().double(), x, y)

@@ -121,6 +121,8 @@ MIXING = {
     "picked tokens": Picks(),
     "running mean": Remembers(lambda m, x: m.mean.copy_(x.mean(0))),
     "buffer set anew": Remembers(lambda m, x: setattr(m, "mean", x.mean(0))),
+    "examples counted": Remembers(lambda m, x: m.mean.add_(len(x))),
+    "examples counted behind dropout": nn.Sequential(nn.Dropout(0.5), Remembers(lambda m, x: m.mean.add_(len(x)))),
     "weights written": Remembers(lambda m, x: m.linear.weight.data.add_(1e-3 * x.sum())),
 }
 

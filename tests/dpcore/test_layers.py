@@ -251,6 +251,32 @@ def test_what_is_added_to_every_example(dtype, kind):
     check_private(_randomised(Tables(kind)).to(dtype), ids, labels(7))
 
 
+def test_a_parameter_is_expanded_to_as_many_positions_as_there_are_examples():
+    """Masked tokens, the sinks of attention: a batch of the length of another dimension comes up sooner or later."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.token, self.sink = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(2, 1, 1))
+            self.queries = nn.Embedding(3, 4)
+            self.first, self.fc = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            queries = self.queries.weight.unsqueeze(1).repeat(1, len(x), 1).transpose(0, 1)
+            h = torch.cat([self.first(x) + queries, self.token.expand(len(x), 3, 4)], 1).tanh()
+            scores = torch.cat([h.view(-1, 6, 2, 2).transpose(1, 2), self.sink.expand(len(x), 2, 6, 1)], -1)
+            return self.fc((scores.softmax(-1)[..., :2].transpose(1, 2).flatten(2) * h).mean(1))
+
+    model = _randomised(Masked()).double()
+    engine = Engine(model, odd_loss, max_grad_norm=1e9)
+    for batch in (4, 3, 6, 1, 2):
+        x = torch.randn(batch, 3, 4, dtype=torch.float64)
+        sums = engine.clipped_sum(x, labels(batch)).sums
+        truth = reference.clipped_sum(model, odd_loss, x, labels(batch), 1e9).clipped
+        assert relative_error(sums, truth) < 1e-10
+    assert "no rule, by vmap" not in engine.explain()
+
+
 def test_a_table_of_tokens_and_of_fixed_ids():
     class Prompted(nn.Module):
         def __init__(self):
