@@ -597,6 +597,12 @@ class Tape(TorchFunctionMode):
             raise self._no_batch(x, params, dim)
 
     def _no_batch(self, x: Tensor, params: Sequence[Parameter], dim: int) -> NoRuleError:
+        if not x.dim():
+            return NoRuleError(
+                f"The model computes a single number from {self.name(params)}, a penalty on its weights, say. It has no "
+                "gradient by example, so it cannot be clipped; put penalties into the optimizer's weight_decay.",
+                params,
+            )
         return NoRuleError(
             f"{self.name(params)} got an input of shape {tuple(x.shape)} whose dimension {dim} is not the batch of "
             f"{self.batch_size} examples, so gradients cannot be told apart by example; keep the batch first.",

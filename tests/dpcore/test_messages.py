@@ -24,7 +24,7 @@ def _private(engine=None, **options):
         "max_grad_norm": 0.5,
     }
     engine = PrivacyEngine(seed=1) if engine is None else engine
-    return engine, *engine.make_private(module=model, **(settings | options))
+    return engine, *engine.make_private(**({"module": model} | settings | options))
 
 
 def test_an_ordinary_script_is_not_warned():
@@ -154,6 +154,21 @@ def test_a_mean_in_the_engine_names_the_users_batch():
         engine.clipped_sum(x, y)
     with pytest.raises(PrivacyError, match=r"shape \(\) for your batch of 3 examples"):
         engine.clipped_sum(x[:3], y[:3])
+
+
+def test_a_penalty_that_the_model_returns_is_refused_with_its_remedy():
+    class Penalised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.layer(x), self.layer.weight.square().sum()
+
+    model = Penalised()
+    with pytest.raises(UnsupportedError, match="a single number from layer, a penalty.*weight_decay"):
+        _, model, _, loader = _private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        model(next(iter(loader))[0])
 
 
 def test_objects_say_what_they_are():
