@@ -599,8 +599,8 @@ class Tape(TorchFunctionMode):
     def _no_batch(self, x: Tensor, params: Sequence[Parameter], dim: int) -> NoRuleError:
         if not x.dim():
             return NoRuleError(
-                f"The model computes a single number from {self.name(params)}, a penalty on its weights, say. It has no "
-                "gradient by example, so it cannot be clipped; put penalties into the optimizer's weight_decay.",
+                f"The model computes a single number from {self.name(params)}, a penalty on its weights, say. It has "
+                "no gradient by example, so it cannot be clipped; put penalties into the optimizer's weight_decay.",
                 params,
             )
         return NoRuleError(

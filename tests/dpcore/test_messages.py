@@ -165,8 +165,8 @@ def test_a_penalty_that_the_model_returns_is_refused_with_its_remedy():
         def forward(self, x):
             return self.layer(x), self.layer.weight.square().sum()
 
-    model = Penalised()
-    with pytest.raises(UnsupportedError, match="a single number from layer, a penalty.*weight_decay"):
+    model = Penalised().double()
+    with pytest.raises(UnsupportedError, match=r"a single number from layer, a penalty.*weight_decay"):
         _, model, _, loader = _private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
         model(next(iter(loader))[0])
 
