@@ -7,7 +7,7 @@ shows in its number of rows: data from elsewhere, copies of an example, a part o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from dpcore.errors import PrivacyError, trainer_hint
 
@@ -65,7 +65,7 @@ class Ledger:
                 "Iterate over the loader that make_private returned, one batch per step, or pass check_batches=False "
                 f"if your own batches are drawn at the accounted rate.{trainer_hint()}"
             )
-        found = _same_run(unused, sizes) or _run_of(unused, sum(sizes), len(sizes))
+        found = self._batches_of(unused, sizes)
         if found is None:
             raise PrivacyError(
                 f"{sum(sizes)} rows went through the backward passes of this step, but the private data loader has "
@@ -81,6 +81,21 @@ class Ledger:
             self._check_pieces(len(sizes) / (found.stop - found.start))
         del unused[found]
 
+    def _batches_of(self, unused: Sequence[int], sizes: Sequence[int]) -> slice | None:
+        """The batches of a step: one for each pass, or else, if there are such, as many pieces each as at steps before.
+
+        Empty batches beside others make both the shorter and the longer run have as many rows.
+        """
+        found = _same_run(unused, sizes)
+        if found is not None:
+            return found
+        first = None
+        for run in _runs_of(unused, sum(sizes), len(sizes)):
+            if self._pieces in (None, len(sizes) / (run.stop - run.start)):
+                return run
+            first = run if first is None else first
+        return first
+
     def _check_pieces(self, pieces: float) -> None:
         """Refuse batches that a loop cuts by their length: update and noise are divided by the number of passes."""
         if self._pieces not in (None, pieces):
@@ -94,23 +109,22 @@ class Ledger:
 
 
 def _same_run(unused: Sequence[int], sizes: Sequence[int]) -> slice | None:
-    """The newest consecutive batches of these sizes."""
-    wanted, count = list(sizes), len(sizes)
+    """The newest consecutive batches of these sizes, in any order, because passes that were left out are counted last."""
+    wanted, count = sorted(sizes), len(sizes)
     for start in range(len(unused) - count, -1, -1):
-        if list(unused[start : start + count]) == wanted:
+        if sorted(unused[start : start + count]) == wanted:
             return slice(start, start + count)
     return None
 
 
-def _run_of(unused: Sequence[int], rows: int, passes: int) -> slice | None:
-    """The newest consecutive batches with ``rows`` examples in all, at most ``passes`` of them."""
+def _runs_of(unused: Sequence[int], rows: int, passes: int) -> Iterator[slice]:
+    """Consecutive batches with ``rows`` examples in all, at most ``passes`` of them; the newest come first."""
     for stop in range(len(unused), 0, -1):
         total = 0
         for start in range(stop - 1, max(stop - passes, 0) - 1, -1):
             total += unused[start]
             if total == rows:
-                return slice(start, stop)
-    return None
+                yield slice(start, stop)
 
 
 def _list(sizes: Sequence[int]) -> str:

@@ -101,6 +101,18 @@ def test_accumulated_batches_whose_backward_pass_is_left_out():
     assert engine.accountant.history == [(pytest.approx(3**-0.5), 1 / 30, 30)]
 
 
+def test_batches_in_two_pieces_may_be_empty_and_accumulated():
+    """An empty batch beside another made it look as if the other had gone through twice as many passes."""
+    engine, model, optimizer, loader = _private()
+    for number, (x, y) in enumerate(loader, 1):
+        for part in range(2):
+            F.cross_entropy(model(x[part::2]), y[part::2]).backward()
+        if number % 3 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert engine.accountant.history == [(pytest.approx(6**-0.5), 1 / 30, 60)]
+
+
 def test_zero_grad_forgets_the_gradients_of_empty_batches_as_those_of_others():
     """They stayed: a step that followed counted them, and divided by their number."""
     engine, model, optimizer, loader = _private()
