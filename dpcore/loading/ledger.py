@@ -109,7 +109,7 @@ class Ledger:
 
 
 def _same_run(unused: Sequence[int], sizes: Sequence[int]) -> slice | None:
-    """The newest consecutive batches of these sizes, in any order, because passes that were left out are counted last."""
+    """The newest consecutive batches of these sizes, in any order: passes that were left out are counted last."""
     wanted, count = sorted(sizes), len(sizes)
     for start in range(len(unused) - count, -1, -1):
         if sorted(unused[start : start + count]) == wanted:
