@@ -693,7 +693,7 @@ class Descent(nn.Module):
     "layer", [lambda: nn.Linear(3, 3), lambda: nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 3)), lambda: nn.PReLU(3)]
 )
 def test_derivatives_that_are_constants_are_taken(layer, checkpointed):
-    """What they bring to the layers is no gradient of the loss; it was added to that."""
+    """Gradients within the forward pass are none of the loss; they were added to it."""
     torch.manual_seed(0)
     x, y = torch.randn(5, 3, dtype=torch.float64), torch.arange(5) % 3
     for model in (
