@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 LossFn = Callable[[Any, Any], Tensor]
 FIRST_EXAMPLES = 16
-"""The first piece of a kind of batch that is not known yet."""
+"""The first piece of a kind of batch that is not known yet; fewer of large examples."""
 Kind = tuple[Any, ...]
 """Shapes and dtypes of one example's inputs; a plan of micro-batches holds for one kind."""
 
@@ -318,7 +318,8 @@ class Engine:
     def _next_size(self, kind: Kind, batch_size: int, remaining: int) -> int:
         """Size of the next micro-batch; the first batch of a kind starts small, to measure what an example leaves."""
         plan = self._planned.get(kind)
-        size = self._physical or self._fit(kind, plan.size(batch_size) if plan else FIRST_EXAMPLES)
+        planned = plan.size(batch_size) if plan else self._layout.at_first(FIRST_EXAMPLES)
+        size = self._physical or self._fit(kind, planned)
         pieces = -(-remaining // size)
         return -(-remaining // pieces)
 

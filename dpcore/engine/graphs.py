@@ -124,7 +124,7 @@ class Graphs:
                 )
         key = (
             size,
-            structure,
+            _hashable(structure),
             tuple((t.shape[1:], t.dtype, t.device) for t in leaves),
             len(bounds),
             depends,
@@ -223,6 +223,15 @@ class _Graph:
 
 
 REMEDY = "build the engine with compile=False."
+
+
+def _hashable(structure: Any) -> Any:
+    """Return a key for a batch's structure: torch 2.6 cannot hash one that has a dict in it."""
+    try:
+        hash(structure)
+    except TypeError:
+        return repr(structure)
+    return structure
 
 
 def _state(module: nn.Module) -> tuple[Hashable, ...]:

@@ -51,7 +51,7 @@ Run = Callable[[Any], Any]
 """A batch -> the model's outputs, or [B] losses."""
 
 EXAMPLES = 16
-"""The most examples of a batch that a check takes; fewer once memory has run out."""
+"""The most examples of a batch that a check takes; fewer of large ones, and once memory has run out."""
 FEWEST = 2
 """Examples without which there is no mixing."""
 BATCHES = 3
@@ -62,7 +62,7 @@ ALWAYS = 24
 RATE = 1.0 / 1024
 """How often a later batch is checked. A check is at most four passes over its examples, and what they leave behind."""
 LARGE_BYTES = 32 * 2**20
-"""Layers' inputs of a check's examples beyond which a graph is made anew rather than kept: one more forward pass."""
+"""Bytes of a graph beyond which it is made anew rather than kept: one more forward pass."""
 ROUNDING, HALF_ROUNDING = 1e-3, 0.05
 """Relative change of a squared norm that is taken for rounding: another example's length may choose another kernel."""
 CANCELLATION = 1e-5
@@ -168,7 +168,7 @@ class IsolationCheck:
 
     def _some(self, batch: Any, batch_size: int) -> tuple[Any, int]:
         """A few random examples; not as many as another dimension has, which could pass for the batch."""
-        most = self._most
+        most = self.layout.at_first(self._most)
         if batch_size <= most:
             return batch, batch_size
         leaves, structure = flatten(batch)
@@ -481,7 +481,7 @@ class _Trial:
         total = torch.zeros(choice.param.shape, dtype=dtype, device=choice.param.device)
         weighted_sum(choice, rows, total)
         direction = torch.randn(total.shape, generator=numbers).to(total.device, dtype)
-        return _Measured(norms_sq[kept], scale[kept], float((total * direction).sum()))
+        return _Measured(norms_sq[kept], scale[kept], float(total.mul_(direction).sum()))
 
     def _check_alone(self, tape: Tape, outputs: list[Tensor], row: int) -> bool:
         """Experiment 1; return whether the graph is spent, which is not kept for another look where it is large.
@@ -492,7 +492,7 @@ class _Trial:
         by_row = [(output, fits) for output, fits in dims if fits]
         reached: Parameter | None = None
         possible = max((len(fits) for _, fits in by_row), default=0)
-        large = sum(use.stash_bytes() for use in tape.uses) > LARGE_BYTES
+        large = self.batch_size * self.check.layout.example_bytes > LARGE_BYTES
         for last in range(0 if self.check.compiled and possible > 1 else possible):
             weights = []
             for output, fits in by_row:

@@ -75,6 +75,11 @@ VARIED_KINDS = 3
 """Kinds of batches for which a model is also probed with padding and without."""
 
 
+FEWEST_AT_FIRST = 6
+"""Examples that the first passes take in any case: with fewer an experiment on mixing sees too little."""
+BYTES_AT_FIRST = 32 * 2**20
+"""Beyond so many of a graph the first passes would need more memory than later ones, which go in pieces."""
+
 _FIRST = {0}
 
 
@@ -123,6 +128,8 @@ class Layout:
         """Parameters from which a tensor is computed before any example comes in."""
         self.learnt = 0
         """Kinds of batches that were learnt about."""
+        self.example_bytes = 0.0
+        """What the graph of one example holds, about; of the largest kind."""
         self._probing = False
         self._busy: dict[str, int] = {}
 
@@ -161,6 +168,12 @@ class Layout:
                 "Two threads run one private model at the same time, so that the passes of both would be recorded as "
                 "one; give each thread a model of its own."
             )
+
+    def at_first(self, most: int) -> int:
+        """Return how many examples, ``most`` of them, may be in work at once while only the probe has told what they
+        take.
+        """
+        return min(most, max(FEWEST_AT_FIRST, int(BYTES_AT_FIRST / max(self.example_bytes, 1.0))))
 
     def refuse_unrepeatable(self) -> None:
         """UnsupportedError where gradients by example need the graph of their own batch."""
@@ -255,6 +268,8 @@ class Layout:
         tape.probing = True
         with torch.enable_grad(), self.recording(tape):
             output = run(count)
+        held = tape.made_bytes + sum(use.stash_bytes() for use in tape.uses)
+        self.example_bytes = max(self.example_bytes, held / count)
         for use in tape.uses:
             if isinstance(use, ThroughUse):
                 self.derived |= {names[root] for derivation in use.stands.values() for root in derivation.roots}

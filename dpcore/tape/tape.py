@@ -45,6 +45,7 @@ PASS_OF: Any = WeakTensorKeyDictionary()
 """Leaf of autograd's graph, made by a recorded pass -> weak reference to its tape."""
 STARTED_WITH: dict[int, float] = {}
 """Number of a backward pass under way -> what it started with at the loss, where that is not 1."""
+EDGES_OWN = "ownership_token" in GradientEdge._fields
 IN_ROWS = 2
 """In the place of a dimension: the first one holds several rows for each example, [B * k, ...]."""
 
@@ -138,6 +139,8 @@ class Tape(TorchFunctionMode):
         self._find_batch = find_batch
         self.averaged = {} if averaged is None else averaged
         self.probing = False
+        self.made_bytes = 0
+        """While probing: bytes of what functions with a gradient returned, which is about what their graph holds."""
         self.stands: dict[Parameter, Derivation] = {}
         """Stand-ins for what is computed from parameters alone."""
         self._derived: dict[int, Derivation] = {}
@@ -152,6 +155,8 @@ class Tape(TorchFunctionMode):
         self.batch_size = batch_size
         self.uses: list[Use] = _Uses(self.stands)
         self._edges: list[GradientEdge] = []
+        self._owners: list[Any] = []
+        """Nodes that own places of the graph, where torch's edges do not."""
         self.forbidden: list[tuple[GradientEdge, Callable[[Tensor | None], None]]] = []
         self._targets: list[Callable[[Tensor | None], None]] = []
         self.anchor = torch.zeros((), requires_grad=True)
@@ -194,6 +199,8 @@ class Tape(TorchFunctionMode):
         result = self._computed(func, handler, args, kwargs, sources)
         if isinstance(result, Tensor) and result.requires_grad:
             self.rounds = self.rounds or result.dtype in HALF
+            if self.probing and not result._is_view():
+                self.made_bytes += result.nbytes
             if result.is_leaf and (func is Tensor.requires_grad_ or all(result is not given for given in args)):
                 PASS_OF[result] = weakref.ref(self)
         if not sources or not self._is_derived(result):
@@ -349,9 +356,23 @@ class Tape(TorchFunctionMode):
         if self.scale is not None:
             _last(output, self._hook(target))
             return output
-        self._edges.append(_edge(output))
+        self._edges.append(self._edge(output))
         self._targets.append(target)
         return output
+
+    def _edge(self, output: Tensor) -> GradientEdge:
+        """Return what get_gradient_edge does; of a node of torch's own it is the two fields alone.
+
+        A node of Python's is owned by the graph behind it, which the model may drop; torch then crashes where it is
+        asked for the gradient there. Newer torch has a token in the edge that owns the node; 2.6 has none.
+        """
+        node = output.grad_fn
+        if node is not None and not isinstance(node, torch._C._FunctionBase):
+            return GradientEdge(node, output.output_nr)
+        if node is not None and not EDGES_OWN:
+            with torch.enable_grad():
+                self._owners.append(output.view_as(output).grad_fn)
+        return get_gradient_edge(output)
 
     def give_way(self, tensor: Tensor) -> None:
         """Let a hook that is about to be registered on ``tensor`` come before what is recorded there.
@@ -511,7 +532,7 @@ class Tape(TorchFunctionMode):
 
         attached = self.attach(output, refuse)
         if attached.requires_grad:
-            self.forbidden.append((get_gradient_edge(attached), refuse))
+            self.forbidden.append((self._edge(attached), refuse))
         return attached
 
     def backward(self, losses: Tensor, weights: Tensor) -> None:
@@ -653,14 +674,6 @@ def _unless_there(target: Callable[[Tensor | None], None], grad: Tensor | None) 
 def _state_of(grad: Tensor | None) -> tuple[int, int]:
     """Return what is another number when a gradient was replaced or changed."""
     return (0, 0) if grad is None else (id(grad), grad._version)
-
-
-def _edge(output: Tensor) -> GradientEdge:
-    """Return what get_gradient_edge does; of a node of torch's own it is the two fields alone."""
-    node = output.grad_fn
-    if node is None or isinstance(node, torch._C._FunctionBase):
-        return get_gradient_edge(output)
-    return GradientEdge(node, output.output_nr)
 
 
 class _Uses(list[Use]):

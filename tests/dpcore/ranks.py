@@ -305,7 +305,7 @@ def check_absent() -> Any:
     dist.barrier()
     if dist.get_rank() > 0:
         return "absent"
-    dist.distributed_c10d._get_default_group().set_timeout(timedelta(seconds=3))  # only now: nobody else is waited for
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3))  # only now: nobody else is waited for
     message = refusal(lambda: step(module, optimizer, *data()[:4][:2]))
     return message if torch.equal(weights(module), before) else "the weights moved"
 

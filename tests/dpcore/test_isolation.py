@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import random
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -351,3 +352,36 @@ def test_experiments_that_keep_no_graph_find_the_same(function, monkeypatch):
     honest = Engine(Between(torch.tanh), lambda out, y: F.cross_entropy(out, y, reduction="none"))
     for _ in range(isolation.BATCHES):
         honest.clipped_sum(x, y)
+
+
+class Wide(nn.Module):
+    """An example's graph takes some 16 MB."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.function = function
+        self.wide, self.head = nn.Linear(1, 32), nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.function(self.wide(x.unsqueeze(-1)))).mean(1))
+
+
+def test_large_examples_are_few_at_once_until_a_plan_is_made():
+    seen = []
+
+    def noted(z: Tensor) -> Tensor:
+        seen.append(len(z))
+        return z
+
+    engine = Engine(Wide(noted), lambda out, y: F.cross_entropy(out, y, reduction="none"))
+    engine.clipped_sum(torch.randn(16, 30_000), torch.arange(16) % 3)
+    *before, planned = seen
+    assert seen[0] == 7 and len(before) > 4 and max(before[1:]) == 6 and planned == 10  # 7: the probe's copies
+
+
+@pytest.mark.parametrize("function", [lambda z: z - z.mean(0), lambda z: z.roll(1, 0), lambda z: z / z.detach().norm()])
+def test_mixing_is_seen_among_few_large_examples(function):
+    engine = Engine(Wide(function), lambda out, y: F.cross_entropy(out, y, reduction="none"))
+    with pytest.raises(PrivacyError, match="other examples"):
+        engine.clipped_sum(torch.randn(16, 30_000), torch.arange(16) % 3)

@@ -550,7 +550,8 @@ timm's vit_tiny at 64 pixels, `wrn` a WRN-16-4 with group norms at 32, `gpt2-lor
 * *time*: processor time of a step over that of ordinary training in the same round, median [range]; *wall*: the same by
   the clock. Every contestant has its own process, and they take turns step by step.
 * *peak*: resident memory above that before the first step, over ordinary training's; in MB. *first*: that of the
-  first three batches, in which dpcore's experiments on mixing take 16 examples at once, and keep their graph.
+  first three batches, on which dpcore makes its experiments on mixing: until 2026-11-26 with 16 examples at once,
+  then with 6 of these models (10 of `vit`).
 * *FLOPs*: of products and convolutions by torch's counter, over ordinary training's; dpcore's compiled kernels and
   functions under torch.func are not counted.
 * –: other work stopped the processes of that run, so that their clock says nothing, and targets are judged elsewhere.

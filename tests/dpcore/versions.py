@@ -82,10 +82,13 @@ def _of_pyenv(version: str) -> list[str]:
 
 
 def packages(torch: str) -> list[str]:
-    """What an environment gets: that torch, and the pins of the tests beside it."""
+    """What an environment gets: that torch, and the pins of the tests beside it.
+
+    Of setuptools it gets what that torch allows, which may be older than the pin.
+    """
     lines = [line.split("#")[0].strip() for line in PINS.read_text().splitlines()]
-    beside = [line for line in lines if line and not line.startswith("torch==")]
-    return ["torch" if torch == NEWEST else f"torch=={torch}", *beside]
+    beside = [line for line in lines if line and not line.startswith(("torch==", "setuptools=="))]
+    return ["torch" if torch == NEWEST else f"torch=={torch}", *beside, "setuptools"]
 
 
 def folder_of(torch: str, python: str) -> Path:
