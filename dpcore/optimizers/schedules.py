@@ -100,7 +100,8 @@ def _begins(facts: dict[str, Any]) -> bool:
     """
     if hasattr(LRScheduler, "_is_initial"):
         return bool(facts.get("_is_initial"))
-    return facts.get("_step_count") == 0  # older versions of torch
+    # Older versions of torch: a step of a class's own (warm restarts') may leave the count at zero.
+    return facts.get("_step_count") == 0 and "_last_lr" not in facts
 
 
 def _batch_of(optimizer: Any) -> LogicalBatch | None:
