@@ -12,17 +12,15 @@ from torch.utils.data import DataLoader
 from dpcore.data_loader import DPDataLoader
 from dpcore.distributed import Ranks
 from dpcore.errors import UnsupportedError
+from dpcore.microbatch.layout import FEWEST_AT_FIRST
 from dpcore.microbatch.pieces import cut
 from dpcore.microbatch.planner import MicroBatches
 from dpcore.optimizers.optimizer import DPOptimizer
 from dpcore.tree import batch_length, flatten
 
 AUTO = "auto"
-
-
-FIRST_PIECE = 16
-"""Examples of a kind that is not known yet: what they leave behind is what the next pieces are planned by, and the
-experiments on mixing take as many."""
+FIRST_PIECE = FEWEST_AT_FIRST
+"""Examples of a kind that is not known yet: what they leave behind is what the next pieces are planned by."""
 
 
 class PiecewiseLoader:
