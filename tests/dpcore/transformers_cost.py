@@ -602,11 +602,11 @@ The parts of a step of `vit` at 16 on the Zen 3, products by MKL, least of 20 in
 backward 108), *engine* 259: forward 86, backward without weight gradients 76, norms 24 (in the kernel 11 to 14),
 clipped sums 51 (in the kernel 48, as fast as MKL's product), noise 8. In the forward pass the tape takes 20 ms.
 
-Until 2026-11-26 glibc handed the pages that a backward pass freed back to the system within every step, and cleared them
-again in the next: 3,000 pages of 4 KB in a step of `vit` at 16, up to 8,000 of `wrn`. The heap keeps them since then
-(`dpcore/rerun/heap.py`). The *engine* took 1.47 at 16 and 1.30 at 64 of ordinary training of `vit` before, in runs of
-the same day without records, and 1.37 and 1.13 after. The rows of the Zen 3 are of after, but for `llama-long*`,
-`*-short` and the language models at 64; those of other processors are of before.
+Until 2026-11-26 glibc handed the pages that a backward pass freed back to the system within every step, which cleared
+them again in the next: 3,000 pages of 4 KB in a step of `vit` at 16, up to 8,000 of `wrn`. The heap keeps them since
+then (`dpcore/rerun/heap.py`). The *engine* took 1.47 at 16 and 1.30 at 64 of ordinary training of `vit` before, in
+runs of the same day without records, and 1.37 and 1.13 after. The rows of the Zen 3 are of after, but for
+`llama-long*`, `*-short` and the language models at 64; those of other processors are of before.
 
 Until 2026-11-26 every example of a language model of short texts was done twice, the second time in float64, because
 its norms by products of positions cancel. Single runs without records, 2 layers, 4,000 words, 8 texts, processor time
