@@ -83,6 +83,7 @@ class DPTrainerMixin:
         self._private_optimizer: DPOptimizer | None = None
         self._private_loader: Any = None
         self._cutter: PiecewiseLoader | None = None
+        self._trained: nn.Module | None = None  # what the three were made of
         # The loop sees logical batches, of which each is one step; gradients are clipped by example and nowhere else;
         # the loader goes on by itself where a checkpoint was written.
         self._pieces = trainer.args.gradient_accumulation_steps
@@ -94,24 +95,39 @@ class DPTrainerMixin:
     # ---- what the Trainer asks for
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """The private loader, the same at every call; the optimizer is made private with it."""
-        if self._private_loader is None:
+        """The private loader, the same at every call; the optimizer is made private with it.
+
+        Another one for another model, such as ``model_init`` makes at every ``train()``: the budget adds up.
+        """
+        trainer: Any = self
+        if self._private_loader is None or trainer.model is not self._trained:
             self._make_private(super().get_train_dataloader())  # type: ignore[misc]
         loader: DataLoader[Any] = self._private_loader
         return loader
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward pass of one logical batch; the optimizer's step for its last piece is the Trainer's."""
-        trainer: Any = self
-        assert self._private_optimizer is not None and self._hooks is not None and self._cutter is not None
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise UnsupportedError(
                 "The model was put into torch's DistributedDataParallel, which averages gradients before they are "
                 "clipped; leave the model as it is, and the accelerator's preparation to DPTrainer."
             )
-        model.train()
+        self._check_private(model)
+        assert self._private_optimizer is not None
+        try:
+            return self._train_on(model, inputs)
+        except BaseException:
+            # Or the pieces that were added would meet those of the next train()'s first batch.
+            self._private_optimizer.discard()
+            raise
+
+    def _train_on(self, model: nn.Module, inputs: Any) -> Tensor:
+        """The passes of :meth:`training_step`; return the mean loss."""
+        trainer: Any = self
+        assert self._private_optimizer is not None and self._hooks is not None and self._cutter is not None
         inputs = trainer._prepare_inputs(inputs)
         total, rows = torch.zeros((), device=trainer.args.device), batch_length(inputs)
+        model.train()
         for piece in self._cutter.pieces_of(inputs):
             if not rows:
                 self._hooks.record_empty_batch()
@@ -172,6 +188,33 @@ class DPTrainerMixin:
         losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
         return losses.sum(1) / (counted != IGNORED).sum(1).clamp(min=1)
 
+    def _check_private(self, model: nn.Module) -> None:
+        """Refuse to train where the optimizer's step would not be the private one, or not that of ``model``.
+
+        Raises:
+            PrivacyError: gradients would be applied without clipping and noise.
+        """
+        trainer: Any = self
+        private = self._private_optimizer
+        if private is None:
+            raise PrivacyError(
+                f"{type(self).__name__} has made no private optimizer: its get_train_dataloader does not call that of "
+                "DPTrainerMixin, and the loader's batches would be trained on without clipping and noise. Return "
+                "super().get_train_dataloader(), and choose the data by train_dataset and data_collator."
+            )
+        prepared = trainer.optimizer
+        inner = getattr(prepared, "optimizer", prepared)  # accelerate's is around it
+        if private is not inner and not any(part is private for part in vars(inner).values()):
+            raise PrivacyError(
+                f"The Trainer's optimizer is {type(inner).__name__} and not the private one, so its step would apply "
+                "gradients without clipping and noise. Leave trainer.optimizer alone, and pass yours as optimizers=."
+            )
+        if trainer.accelerator.unwrap_model(model) is not self._trained:
+            raise PrivacyError(
+                f"The {type(model).__name__} that is to be trained is not the one that the optimizer was made private "
+                "for, so its gradients would be neither clipped nor noised. Change trainer.model before train() only."
+            )
+
     # ---- checkpoints
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -227,6 +270,7 @@ class DPTrainerMixin:
         )
         assert self._private_optimizer is not None
         trainer.optimizer = self._private_optimizer
+        self._trained = trainer.model
         self._cutter = PiecewiseLoader(self._private_loader, self._piece, self._private_optimizer)
 
     def _epochs(self, steps: int) -> float:

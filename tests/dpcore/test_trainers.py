@@ -296,6 +296,83 @@ def test_a_trainers_batches_are_cut_as_asked(size, tmp_path):
         DPTrainer(model=ends[0], **given | {"privacy": privacy | {"max_physical_batch_size": 0}})
 
 
+# ---- a Trainer's optimizer
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_second_model_of_a_trainer_is_private_too(tmp_path):
+    """``model_init`` makes another model at every ``train()``, with an optimizer of the Trainer's own."""
+    pytest.importorskip("transformers")
+    from dpcore.transformers import DPTrainer
+
+    engine = PrivacyEngine(seed=1)
+    # Batches in one piece: the private optimizer was never asked for, and raw gradients were applied.
+    privacy = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "max_physical_batch_size": EXAMPLES}
+    options = {"args": arguments(tmp_path, max_steps=3, optim="sgd"), "train_dataset": Texts(), "engine": engine}
+    trainer = DPTrainer(model_init=lambda: language_model("gpt2"), **options, privacy=privacy)
+    ends = []
+    for _ in range(2):
+        trainer.train()
+        ends.append(trainer.model)
+    assert len(engine.accountant) == 6
+    assert ends[0] is not ends[1] and difference(state(language_model("gpt2")), *ends) > 0.1  # noise of its own
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_refuses_steps_of_another_optimizer(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from dpcore.transformers import DPTrainer
+
+    class OfItsOwn(DPTrainer):
+        def get_train_dataloader(self):
+            return DataLoader(self.train_dataset, batch_size=ROWS)
+
+    class Replaces(transformers.TrainerCallback):
+        def __init__(self, what):
+            self.what = what
+
+        def on_train_begin(self, args, state, control, **given):
+            self.what()
+
+    def trainer(kind=DPTrainer):
+        privacy = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "max_physical_batch_size": EXAMPLES}
+        options = {"args": arguments(tmp_path, max_steps=2), "train_dataset": Texts(), "engine": PrivacyEngine()}
+        return kind(model=language_model("gpt2"), **options, privacy=privacy)
+
+    with pytest.raises(PrivacyError, match=r"OfItsOwn has made no private optimizer.*super\(\)\.get_train_dataloader"):
+        trainer(OfItsOwn).train()
+    other = trainer()
+    plain = torch.optim.SGD(other.model.parameters(), lr=0.1)
+    other.add_callback(Replaces(lambda: setattr(other, "optimizer", plain)))
+    start = state(other.model)
+    with pytest.raises(PrivacyError, match=r"optimizer is SGD and not the private one"):
+        other.train()
+    assert all(torch.equal(start[name], value) for name, value in state(other.model).items())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_that_was_interrupted_within_a_batch_goes_on(tmp_path):
+    pytest.importorskip("transformers")
+    from dpcore.transformers import DPTrainer
+
+    class Interrupted(DPTrainer):
+        passes = 0
+
+        def compute_loss(self, *given, **named):
+            self.passes += 1
+            if self.passes == 2:
+                raise KeyboardInterrupt
+            return super().compute_loss(*given, **named)
+
+    options = {"args": arguments(tmp_path, max_steps=2), "train_dataset": Texts(), "engine": PrivacyEngine(seed=1)}
+    privacy = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
+    trainer = Interrupted(model=language_model("gpt2"), **options, privacy=privacy)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train()
+    assert len(options["engine"].accountant) == 2
+
+
 # ---- TRL
 
 
