@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
+from dpcore.loading.uniform_sampler import steps_per_epoch
 from dpcore.optimizers import DPOptimizer
 from dpcore.privacy_engine import PrivacyEngine
 from dpcore.replicas import check_replicates, joined, logical_batches
@@ -264,7 +265,8 @@ class DPTrainerMixin:
         make: Any = self.engine.make_private
         if "target_epsilon" in privacy:
             make = self.engine.make_private_with_epsilon
-            privacy.setdefault("epochs", self._epochs(len(whole)))
+            rate = privacy.get("sample_rate")
+            privacy.setdefault("epochs", self._epochs(len(whole) if rate is None else steps_per_epoch(rate)))
         self._hooks, self._private_optimizer, self._private_loader = make(
             module=trainer.model.train(), optimizer=trainer.optimizer, data_loader=whole, **privacy
         )

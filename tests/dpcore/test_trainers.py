@@ -373,6 +373,21 @@ def test_a_trainer_that_was_interrupted_within_a_batch_goes_on(tmp_path):
     assert len(options["engine"].accountant) == 2
 
 
+@pytest.mark.parametrize("rate", [0.2, 0.01])
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainers_noise_is_for_as_many_steps_as_it_takes(rate, tmp_path):
+    """A round at a sample rate of the user's own has other steps than one of the data's batches."""
+    pytest.importorskip("transformers")
+    from dpcore.transformers import DPTrainer
+
+    engine, steps = PrivacyEngine(seed=1), 6
+    budget = {"target_epsilon": 3.0, "target_delta": 1e-3, "max_grad_norm": 1.0}
+    privacy = budget | {"sample_rate": rate, "expected_batch_size": rate * EXAMPLES}
+    options = {"args": arguments(tmp_path, max_steps=steps), "train_dataset": Texts(), "engine": engine}
+    DPTrainer(model=language_model("lora"), **options, privacy=privacy).train()
+    assert len(engine.accountant) == steps and 2.9 < engine.get_epsilon(1e-3) <= 3.0
+
+
 # ---- TRL
 
 
