@@ -69,7 +69,8 @@ class DPTrainerMixin:
     def __init__(self, *args: Any, engine: PrivacyEngine, privacy: Mapping[str, Any], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         trainer: Any = self
-        _check(trainer.args, kwargs.get("compute_loss_func"))
+        _check(trainer.args, _own_loss_function(trainer))
+        _check_privacy(self, privacy)
         check_replicates(trainer.accelerator)
         _check_loss(self)
         _check_numbered(trainer.train_dataset)
@@ -371,6 +372,34 @@ def _check_loss(trainer: Any) -> None:
         raise UnsupportedError(
             f"loss_type={loss_type!r} would be trained as the ordinary cross-entropy (loss_type='nll'): leave it out, "
             "or override per_example_losses(model, outputs, labels), to return one loss per example, [B]."
+        )
+
+
+def _own_loss_function(trainer: Any) -> Any:
+    """The user's ``compute_loss_func``, given by name or by place; TRL's are told by ``loss_type``."""
+    function = getattr(trainer, "compute_loss_func", None)
+    return None if str(getattr(function, "__module__", "")).split(".")[0] == "trl" else function
+
+
+def _check_privacy(trainer: Any, privacy: Mapping[str, Any]) -> None:
+    """Refuse arguments of make_private that have no place in a Trainer.
+
+    Raises:
+        UnsupportedError: with the argument, the reason and the remedy.
+    """
+    if privacy.get("grad_sample_mode") == "ghost" or privacy.get("wrap_model", False):
+        raise UnsupportedError(
+            "A Trainer has no place for the criterion of grad_sample_mode='ghost' or the wrapper of wrap_model=True, "
+            "because it calls the model by itself: leave both out of privacy; the default mode takes norms without "
+            "gradients by example, too."
+        )
+    own = getattr(trainer.compute_loss, "__func__", None) is DPTrainerMixin.compute_loss
+    reduction = privacy.get("loss_reduction", "mean")
+    if own and reduction != "mean":
+        raise UnsupportedError(
+            f"loss_reduction={reduction!r}, but the loss of a DPTrainer is the mean of its examples' losses, and every "
+            "gradient would be divided by the length of its piece before it is clipped: leave loss_reduction out of "
+            "privacy, or override compute_loss."
         )
 
 

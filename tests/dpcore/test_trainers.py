@@ -388,6 +388,26 @@ def test_a_trainers_noise_is_for_as_many_steps_as_it_takes(rate, tmp_path):
     assert len(engine.accountant) == steps and 2.9 < engine.get_epsilon(1e-3) <= 3.0
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_refuses_options_that_it_would_not_follow(tmp_path):
+    pytest.importorskip("transformers")
+    from dpcore.transformers import DPTrainer
+
+    def trainer(*given, **options):
+        privacy = {"noise_multiplier": 1.0, "max_grad_norm": 1.0} | options
+        return DPTrainer(
+            language_model("gpt2"), arguments(tmp_path), None, Texts(), *given, engine=PrivacyEngine(), privacy=privacy
+        )
+
+    for options in ({"grad_sample_mode": "ghost"}, {"wrap_model": True}):
+        with pytest.raises(UnsupportedError, match=r"grad_sample_mode='ghost' or the wrapper of wrap_model=True"):
+            trainer(**options)
+    with pytest.raises(UnsupportedError, match=r"loss_reduction='sum', but the loss of a DPTrainer is the mean"):
+        trainer(loss_reduction="sum")
+    with pytest.raises(UnsupportedError, match="compute_loss_func average"):
+        trainer(None, None, None, lambda outputs, labels, **given: outputs.logits.sum())
+
+
 # ---- TRL
 
 
