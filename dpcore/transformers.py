@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,9 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
+from dpcore.checkpoint import RandomState
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.loading.uniform_sampler import steps_per_epoch
+from dpcore.microbatch.pieces import cut
 from dpcore.optimizers import DPOptimizer
 from dpcore.privacy_engine import PrivacyEngine
 from dpcore.replicas import check_replicates, joined, logical_batches
@@ -38,6 +41,9 @@ except ImportError as error:
 STATE = "privacy.pt"
 """The file of accountant, noise and batches in each of the Trainer's checkpoints."""
 IGNORED = -100
+HALF = (torch.float16, torch.bfloat16)
+COMPARED = 4
+"""Examples whose loss is compared with the model's own: class weights show in several only."""
 
 
 class DPTrainerMixin:
@@ -86,6 +92,7 @@ class DPTrainerMixin:
         self._private_loader: Any = None
         self._cutter: PiecewiseLoader | None = None
         self._trained: nn.Module | None = None  # what the three were made of
+        self._knows_loss = False
         # The loop sees logical batches, of which each is one step; gradients are clipped by example and nowhere else;
         # the loader goes on by itself where a checkpoint was written.
         self._pieces = trainer.args.gradient_accumulation_steps
@@ -129,6 +136,8 @@ class DPTrainerMixin:
         assert self._private_optimizer is not None and self._hooks is not None and self._cutter is not None
         inputs = trainer._prepare_inputs(inputs)
         total, rows = torch.zeros((), device=trainer.args.device), batch_length(inputs)
+        if rows and not self._knows_loss:
+            self._knows_loss = self._check_own_loss(model, inputs)
         model.train()
         for piece in self._cutter.pieces_of(inputs):
             if not rows:
@@ -149,13 +158,9 @@ class DPTrainerMixin:
         trainer: Any = self
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs=return_outputs)  # type: ignore[misc]
-        labels = dict(inputs).get("labels")
-        given = {name: value for name, value in inputs.items() if name != "labels"}
         base = trainer.accelerator.unwrap_model(model)
-        if base.config.is_encoder_decoder and "decoder_input_ids" not in given and labels is not None:
-            given["decoder_input_ids"] = base.prepare_decoder_input_ids_from_labels(labels=labels)
-        outputs = model(**given)
-        loss = self.per_example_losses(base, outputs, labels).mean()
+        outputs = model(**_without_labels(base, inputs))
+        loss = self.per_example_losses(base, outputs, dict(inputs).get("labels")).mean()
         return (loss, outputs) if return_outputs else loss
 
     def per_example_losses(self, model: Any, outputs: Any, labels: Tensor | None) -> Tensor:
@@ -177,18 +182,18 @@ class DPTrainerMixin:
                 "sequence-to-sequence language models, and classifiers of sequences and tokens are): override "
                 "per_example_losses(model, outputs, labels) of the Trainer, to return one loss per example, [B]."
             )
-        logits = outputs.logits.float() if outputs.logits.dtype in (torch.float16, torch.bfloat16) else outputs.logits
+        losses, counted = _losses_and_counts(model, kind, outputs.logits, labels)
         if kind == "sequence classification":
-            return _classification_losses(logits, labels)
-        counted = labels
-        if kind == "causal":
-            logits, labels = logits[:, :-1], labels[:, 1:]
-            # The Trainer divides by the number of all labels where it does not know that a loss leaves out the first.
-            trainer: Any = self
-            if not trainer.model_accepts_loss_kwargs or getattr(trainer, "_loss_shifts_labels", False):
-                counted = labels
-        losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
-        return losses.sum(1) / (counted != IGNORED).sum(1).clamp(min=1)
+            return losses
+        # The Trainer divides by the number of all labels where it does not know that a loss leaves out the first.
+        trainer: Any = self
+        if (
+            kind == "causal"
+            and trainer.model_accepts_loss_kwargs
+            and not getattr(trainer, "_loss_shifts_labels", False)
+        ):
+            counted = (labels != IGNORED).sum(1)
+        return losses / counted.clamp(min=1)
 
     def _check_private(self, model: nn.Module) -> None:
         """Refuse to train where the optimizer's step would not be the private one, or not that of ``model``.
@@ -216,6 +221,51 @@ class DPTrainerMixin:
                 f"The {type(model).__name__} that is to be trained is not the one that the optimizer was made private "
                 "for, so its gradients would be neither clipped nor noised. Change trainer.model before train() only."
             )
+
+    def _check_own_loss(self, model: nn.Module, inputs: Any) -> bool:
+        """Compare the loss that training uses with the model's own, on some examples and without dropout.
+
+        A model's class may have the name of a task and a loss of its own: class weights in a subclass, a
+        ``loss_function`` that was set, labels that are not shifted. It would be replaced in silence.
+
+        Returns:
+            Whether it is known now; examples without labels tell nothing.
+
+        Raises:
+            UnsupportedError: the two differ.
+        """
+        trainer: Any = self
+        own = [getattr(getattr(self, name), "__func__", None) for name in ("per_example_losses", "compute_loss")]
+        base = trainer.accelerator.unwrap_model(model)
+        kind = task_of(base)
+        if own != [DPTrainerMixin.per_example_losses, DPTrainerMixin.compute_loss] or kind is None:
+            return True
+        if "labels" not in inputs or not _takes_labels(_base(base)):
+            return True
+        some = cut(inputs, slice(0, COMPARED))
+        random = RandomState.now()
+        model.eval()
+        try:
+            with torch.no_grad(), trainer.compute_loss_context_manager():
+                theirs = getattr(model(**some), "loss", None)
+                outputs = model(**_without_labels(base, some))
+                _check_auxiliary(base, outputs)
+                logits = outputs.logits
+                losses, counted = _losses_and_counts(base, kind, logits, some["labels"])
+        finally:
+            random.restore()
+        if not isinstance(theirs, Tensor):
+            return True
+        expected, found = float(theirs), float(losses.sum() / counted.sum())
+        tolerance = 2e-2 if logits.dtype in HALF or trainer.args.bf16 else 1e-4
+        if abs(expected - found) > tolerance * max(abs(expected), abs(found)):
+            raise UnsupportedError(
+                f"A {type(_base(base)).__name__} computes the loss {expected:.6g} of the first {len(losses)} examples, "
+                f"and private training would use {found:.6g}, the ordinary one of its task ({kind}), in its place: "
+                "override per_example_losses(model, outputs, labels) of the Trainer, to return one loss per example, "
+                "[B]."
+            )
+        return found == found
 
     # ---- checkpoints
 
@@ -274,6 +324,7 @@ class DPTrainerMixin:
         assert self._private_optimizer is not None
         trainer.optimizer = self._private_optimizer
         self._trained = trainer.model
+        self._knows_loss = False
         self._cutter = PiecewiseLoader(self._private_loader, self._piece, self._private_optimizer)
 
     def _epochs(self, steps: int) -> float:
@@ -324,12 +375,56 @@ def _base(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _classification_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """[B]: cross-entropies of classes, squared errors of one number, binary cross-entropies of several."""
-    if not labels.is_floating_point():
-        return F.cross_entropy(logits, labels, reduction="none")
-    if logits.shape[1:] in ((), (1,)):
-        return F.mse_loss(logits.reshape(len(logits)), labels.reshape(len(labels)), reduction="none")
+def _without_labels(model: Any, inputs: Any) -> dict[str, Any]:
+    """The model's arguments for outputs alone; a decoder reads what it would make of the labels.
+
+    Raises:
+        UnsupportedError: the model does not say what that is.
+    """
+    given = {name: value for name, value in inputs.items() if name != "labels"}
+    decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if decodes and "decoder_input_ids" not in given and "labels" in inputs:
+        if not hasattr(model, "prepare_decoder_input_ids_from_labels"):
+            raise UnsupportedError(
+                f"A {type(_base(model)).__name__} has no prepare_decoder_input_ids_from_labels, so it is not known "
+                "what its decoder reads for the labels: let the data collator return decoder_input_ids beside them."
+            )
+        given["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=inputs["labels"])
+    return given
+
+
+def _takes_labels(model: Any) -> bool:
+    parameters = inspect.signature(model.forward).parameters.values()
+    return any(p.name == "labels" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+
+def _losses_and_counts(model: Any, kind: str, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """[B] sums of losses, and [B]: of how many labels each is; the model's own loss divides the ones by the others."""
+    logits = logits.float() if logits.dtype in HALF else logits
+    if kind == "sequence classification":
+        losses = _classification_losses(logits, labels, getattr(getattr(model, "config", None), "problem_type", None))
+        ignored = labels.reshape(len(labels), -1)[:, 0] == IGNORED
+        return losses, (torch.zeros_like(ignored) if labels.is_floating_point() else ignored).logical_not().long()
+    # Virtual tokens of prompt tuning stand before those that have labels, and the last of them predicts the first.
+    labels = F.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=IGNORED)
+    if kind == "causal":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
+    return losses.sum(1), (labels != IGNORED).sum(1)
+
+
+def _classification_losses(logits: Tensor, labels: Tensor, problem: str | None) -> Tensor:
+    """[B]: cross-entropies of classes, squared errors of numbers, binary cross-entropies of several labels."""
+    if problem is None:
+        one = logits.shape[1:] in ((), (1,))
+        several = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+        problem = "regression" if one else several
+    rows = len(logits)
+    if problem == "single_label_classification":
+        return F.cross_entropy(logits, labels.reshape(rows), reduction="none")
+    logits, labels = logits.reshape(rows, -1), labels.reshape(rows, -1).to(logits.dtype)
+    if problem == "regression":
+        return F.mse_loss(logits, labels, reduction="none").mean(1)
     return F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(1)
 
 

@@ -296,6 +296,139 @@ def test_a_trainers_batches_are_cut_as_asked(size, tmp_path):
         DPTrainer(model=ends[0], **given | {"privacy": privacy | {"max_physical_batch_size": 0}})
 
 
+class Labelled(Texts):
+    def __init__(self, label) -> None:
+        super().__init__()
+        self.label = label
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[i], "labels": self.label(i)}
+
+
+def classifier(**options) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(vocab_size=WORDS, max_position_embeddings=8, **sizes, **rates, **options)
+    return transformers.BertForSequenceClassification(config).double()
+
+
+SIGNED = torch.randn(EXAMPLES, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+PROBLEMS = {
+    "numbers": ({"num_labels": 2, "problem_type": "regression"}, lambda i: SIGNED[i]),
+    "a whole number": ({"num_labels": 1}, lambda i: torch.tensor(i % 3)),
+    "one label of several": (
+        {"num_labels": 1, "problem_type": "multi_label_classification"},
+        lambda i: SIGNED[i, :1] > 0,
+    ),
+    "a column of classes": ({"num_labels": 3}, lambda i: torch.tensor([i % 3])),
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_classifiers_problem_type_chooses_the_loss(problem, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from dpcore.transformers import DPTrainer
+
+    options, label = PROBLEMS[problem]
+    integer = problem in ("a whole number", "a column of classes")
+    data = Labelled(label if integer else lambda i: label(i).double())
+    model = classifier(**options)
+    start, reference = state(model), copy.deepcopy(model)
+    ordinary = type("Ordinary", (InOrder, transformers.Trainer), {"loss_is_scaled_for_ga": False})
+    private = type("Private", (InOrder, DPTrainer), {})
+    given = {"args": arguments(tmp_path, optim="sgd", max_steps=3), "train_dataset": data}
+    ordinary(model=model, **given).train()
+    private(model=reference, **given, engine=PrivacyEngine(), privacy=WITHOUT).train()
+    assert difference(start, model, reference) < 1e-12
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_models_own_loss_is_not_replaced_in_silence(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from dpcore.transformers import DPTrainer
+
+    class WeightedForSequenceClassification(transformers.BertForSequenceClassification):
+        def forward(self, input_ids=None, labels=None, **given):
+            outputs = super().forward(input_ids=input_ids, **given)
+            weight = torch.tensor([1.0, 5.0, 1.0], dtype=torch.float64)
+            outputs["loss"] = None if labels is None else F.cross_entropy(outputs.logits, labels, weight)
+            return outputs
+
+    class Supplied(DPTrainer):
+        def per_example_losses(self, model, outputs, labels):
+            return F.cross_entropy(outputs.logits, labels, reduction="none")
+
+    def trainer(model, data, kind=DPTrainer):
+        options = {"args": arguments(tmp_path, max_steps=1), "train_dataset": data}
+        return kind(model=model, **options, engine=PrivacyEngine(seed=1), privacy={**WITHOUT, "poisson_sampling": True})
+
+    def weighted():
+        return WeightedForSequenceClassification(classifier(num_labels=3).config).double()
+
+    with pytest.raises(UnsupportedError, match=r"WeightedForS\w+ computes the loss .* override per_example_losses"):
+        trainer(weighted(), Texts(3)).train()
+    trainer(weighted(), Texts(3), Supplied).train()
+    changed = language_model("llama")
+    ordinary = changed.loss_function
+    changed.loss_function = lambda *given, **named: 2.0 * ordinary(*given, **named)
+    refused = trainer(changed, Texts())
+    with pytest.raises(UnsupportedError, match=r"LlamaForCausalLM computes the loss .*\(causal\)"):
+        refused.train()
+    assert not len(refused.engine.accountant)
+    common = {"vocab_size": WORDS, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "pad_token_id": 0}
+    unshifted = transformers.BartConfig(**common, decoder_attention_heads=2, decoder_ffn_dim=16)
+    with pytest.raises(UnsupportedError, match="BartForCausalLM computes the loss"):
+        trainer(transformers.BartForCausalLM(unshifted).double(), Texts()).train()
+    translator = transformers.M2M100Config(**common, decoder_attention_heads=2, encoder_attention_heads=2)
+    with pytest.raises(UnsupportedError, match=r"M2M100\w+ has no prepare_decoder_input_ids_from_labels.*collator"):
+        trainer(transformers.M2M100ForConditionalGeneration(translator).double(), Texts()).train()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_virtual_tokens_of_prompt_tuning_have_no_labels(tmp_path):
+    pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    from dpcore.transformers import DPTrainer
+
+    torch.manual_seed(0)
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    model = peft.get_peft_model(language_model("llama"), prompts).double()
+    options = {"args": arguments(tmp_path, max_steps=1), "train_dataset": Texts(), "engine": PrivacyEngine()}
+    trainer = DPTrainer(model=model, **options, privacy={"noise_multiplier": 1.0, "max_grad_norm": 1.0})
+    trainer.train()
+    ids = Texts().ids[:3]
+    with torch.no_grad():
+        mine = trainer.per_example_losses(model.train(), model(input_ids=ids), ids)
+        theirs = [model(input_ids=row[None], labels=row[None]).loss for row in ids]
+    torch.testing.assert_close(mine.float(), torch.stack(theirs).float())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_trains_a_module_without_a_config(tmp_path):
+    pytest.importorskip("transformers")
+    from dpcore.transformers import DPTrainer
+
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(WORDS, 3)
+
+        def forward(self, input_ids, labels=None):
+            return {"logits": self.table(input_ids).mean(1)}
+
+    class Supplied(DPTrainer):
+        def per_example_losses(self, model, outputs, labels):
+            return F.cross_entropy(outputs["logits"], labels, reduction="none")
+
+    options = {"args": arguments(tmp_path, max_steps=2), "train_dataset": Texts(3), "engine": PrivacyEngine()}
+    privacy = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
+    Supplied(model=Plain(), **options, privacy=privacy).train()
+    assert len(options["engine"].accountant) == 2
+
+
 # ---- a Trainer's optimizer
 
 
