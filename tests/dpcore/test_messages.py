@@ -115,6 +115,8 @@ def test_clipping_the_ordinary_gradient_is_warned_of():
     F.cross_entropy(model(x), y).backward()
     with pytest.warns(UserWarning, match="clip_grad_norm_ does nothing"):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(UnsupportedError, match="clip_grad_value_ does nothing"):
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
     optimizer.step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
