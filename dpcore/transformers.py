@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from dpcore.checkpoint import RandomState
+from dpcore.data_loader import worker_options
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.loading.uniform_sampler import steps_per_epoch
@@ -309,8 +310,7 @@ class DPTrainerMixin:
             # The sampler is refused where Poisson sampling would draw what it leaves out.
             **logical_batches(_sampler(loader), loader.dataset, share, poisson, ranks),
             collate_fn=loader.collate_fn,
-            num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory,
+            **worker_options(loader),
             drop_last=trainer.args.dataloader_drop_last and not poisson,
         )
         make: Any = self.engine.make_private

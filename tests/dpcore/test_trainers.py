@@ -861,3 +861,57 @@ def test_accelerates_own_prepare_is_told_the_recipe(first):
             loop(accelerator, *accelerator.prepare(*make_private(*given)))
         else:
             make_private(*accelerator.prepare(*given))
+
+
+class Opened(Dataset):
+    """Examples that a worker process can read after it has opened its file."""
+
+    def __init__(self, examples) -> None:
+        self.examples, self.file = examples, None
+
+    def __len__(self) -> int:
+        return EXAMPLES
+
+    def __getitem__(self, i: int):
+        return self.file[i]
+
+
+def open_file(number: int) -> None:
+    data = torch.utils.data.get_worker_info().dataset
+    data.file = data.examples
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("library", ["accelerate", "transformers"])
+def test_worker_processes_are_started_as_the_loader_says(library, tmp_path):
+    pytest.importorskip("transformers")
+    import accelerate
+
+    from dpcore.accelerate import prepare
+    from dpcore.transformers import DPTrainer
+
+    class Reading(DPTrainer):
+        def _make_private(self, loader):
+            loader.worker_init_fn = open_file
+            super()._make_private(loader)
+
+    engine, workers = PrivacyEngine(), {"num_workers": 1, "worker_init_fn": open_file, "persistent_workers": True}
+    privacy = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
+    if library == "transformers":
+        options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "max_steps": 2}
+        given = {"args": arguments(tmp_path, **options), "train_dataset": Opened(Texts()), "engine": engine}
+        trainer = Reading(model=language_model("lora"), **given, privacy=privacy)
+        trainer.train()
+        loader, steps = trainer.get_train_dataloader(), 2
+    else:
+        accelerator = accelerate.Accelerator(gradient_accumulation_steps=PIECES, cpu=True)
+        module, optimizer, _ = parts(network())
+        given = {
+            "module": module,
+            "optimizer": optimizer,
+            "data_loader": DataLoader(Opened(numbers()), ROWS, **workers),
+        }
+        run = prepare(accelerator, engine, **given, **privacy)
+        loop(accelerator, *run)
+        loader, steps = run[2], STEPS
+    assert len(engine.accountant) == steps and loader.persistent_workers
