@@ -140,6 +140,10 @@ class DPTrainerMixin:
         if rows and not self._knows_loss:
             self._knows_loss = self._check_own_loss(model, inputs)
         model.train()
+        if callable(
+            getattr(trainer.optimizer, "train", None)
+        ):  # one without a schedule, as the Trainer's own step does
+            trainer.optimizer.train()
         for piece in self._cutter.pieces_of(inputs):
             if not rows:
                 self._hooks.record_empty_batch()

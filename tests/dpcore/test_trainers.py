@@ -483,6 +483,39 @@ def test_a_trainer_refuses_steps_of_another_optimizer(tmp_path):
     assert all(torch.equal(start[name], value) for name, value in state(other.model).items())
 
 
+class WithoutSchedule(torch.optim.SGD):
+    """As those of the package schedulefree, whose weights are others in evaluation, and which are told of it."""
+
+    trains = False
+    changes = 0
+
+    def train(self) -> None:
+        self.changes += not self.trains
+        self.trains = True
+
+    def eval(self) -> None:
+        self.changes += self.trains
+        self.trains = False
+
+    def step(self, closure=None):
+        assert self.trains
+        return super().step(closure)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_optimizer_without_a_schedule_is_told_of_training_and_evaluation(tmp_path):
+    pytest.importorskip("transformers")
+    from dpcore.transformers import DPTrainer
+
+    model = language_model("lora")
+    optimizer = WithoutSchedule([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    options = {"args": arguments(tmp_path, max_steps=4, eval_strategy="steps", eval_steps=2), "train_dataset": Texts()}
+    options |= {"eval_dataset": torch.utils.data.Subset(Texts(), range(4)), "optimizers": (optimizer, None)}
+    engine, privacy = PrivacyEngine(), {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
+    DPTrainer(model=model, **options, engine=engine, privacy=privacy).train()
+    assert len(engine.accountant) == 4 and optimizer.changes == 4 and not optimizer.trains
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_trainer_that_was_interrupted_within_a_batch_goes_on(tmp_path):
     pytest.importorskip("transformers")
