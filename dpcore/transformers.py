@@ -138,7 +138,7 @@ class DPTrainerMixin:
         inputs = trainer._prepare_inputs(inputs)
         total, rows = torch.zeros((), device=trainer.args.device), batch_length(inputs)
         if rows and not self._knows_loss:
-            self._knows_loss = self._check_own_loss(model, inputs)
+            self._knows_loss = self._check_loss(model, inputs)
         model.train()
         if callable(
             getattr(trainer.optimizer, "train", None)
@@ -165,7 +165,15 @@ class DPTrainerMixin:
             return super().compute_loss(model, inputs, return_outputs=return_outputs)  # type: ignore[misc]
         base = trainer.accelerator.unwrap_model(model)
         outputs = model(**_without_labels(base, inputs))
-        loss = self.per_example_losses(base, outputs, dict(inputs).get("labels")).mean()
+        losses = self.per_example_losses(base, outputs, dict(inputs).get("labels"))
+        rows = batch_length(inputs)
+        if losses.shape != (rows,):
+            raise UnsupportedError(
+                f"per_example_losses returned losses of the shape {tuple(losses.shape)} for {rows} examples: their "
+                "mean would weigh the examples by each other. Return one loss per example, [B]: over tokens, each "
+                "example's own mean."
+            )
+        loss = losses.mean()
         return (loss, outputs) if return_outputs else loss
 
     def per_example_losses(self, model: Any, outputs: Any, labels: Tensor | None) -> Tensor:
@@ -227,6 +235,59 @@ class DPTrainerMixin:
                 "for, so its gradients would be neither clipped nor noised. Change trainer.model before train() only."
             )
 
+    def _check_loss(self, model: nn.Module, inputs: Any) -> bool:
+        """Look at the loss of some examples before it is trained; return whether it is known now.
+
+        Raises:
+            UnsupportedError: it is another one than the model's own, or one of the user's mixes the examples.
+        """
+        if getattr(self.compute_loss, "__func__", None) is not DPTrainerMixin.compute_loss:
+            return True  # of which nothing tells the examples' own losses
+        ours = getattr(self.per_example_losses, "__func__", None) is DPTrainerMixin.per_example_losses
+        trainer: Any = self
+        random = RandomState.now()
+        model.eval()
+        try:
+            with torch.no_grad(), trainer.compute_loss_context_manager():
+                return (self._check_own_loss if ours else self._check_kept_apart)(model, inputs)
+        finally:
+            random.restore()
+
+    def _check_kept_apart(self, model: nn.Module, inputs: Any) -> bool:
+        """Compare the losses of some examples with those of half of them alone, where these repeat themselves.
+
+        Returns:
+            Whether there were enough.
+
+        Raises:
+            UnsupportedError: an example's loss is another one beside others.
+        """
+        trainer: Any = self
+        base = trainer.accelerator.unwrap_model(model)
+        rows = min(batch_length(inputs), COMPARED)
+        half = rows // 2
+        if not half:
+            return False
+
+        def losses(count: int) -> Tensor:
+            some = cut(inputs, slice(0, count))
+            random.restore()
+            return self.per_example_losses(base, model(**_without_labels(base, some)), some.get("labels")).double()
+
+        random = RandomState.now()
+        beside, again, alone = losses(rows), losses(rows), losses(half)
+        if beside.shape != (rows,) or not torch.equal(beside, again):
+            return True  # which compute_loss refuses, or which draws random numbers in evaluation mode
+        tolerance = 5e-2 if trainer.args.bf16 or {p.dtype for p in model.parameters()} & {*HALF} else 1e-3
+        if bool(((beside[:half] - alone).abs() > tolerance * beside.abs().max()).any()):
+            raise UnsupportedError(
+                f"{type(self).__name__}.per_example_losses gives the first {half} examples the losses {alone.tolist()} "
+                f"by themselves, and {beside[:half].tolist()} beside {rows - half} others: it mixes the examples, and "
+                "no clipping would bound what one of them does. Return losses each of which is of one example's own "
+                "outputs and labels."
+            )
+        return True
+
     def _check_own_loss(self, model: nn.Module, inputs: Any) -> bool:
         """Compare the loss that training uses with the model's own, on some examples and without dropout.
 
@@ -240,25 +301,16 @@ class DPTrainerMixin:
             UnsupportedError: the two differ.
         """
         trainer: Any = self
-        own = [getattr(getattr(self, name), "__func__", None) for name in ("per_example_losses", "compute_loss")]
         base = trainer.accelerator.unwrap_model(model)
         kind = task_of(base)
-        if own != [DPTrainerMixin.per_example_losses, DPTrainerMixin.compute_loss] or kind is None:
-            return True
-        if "labels" not in inputs or not _takes_labels(_base(base)):
+        if kind is None or "labels" not in inputs or not _takes_labels(_base(base)):
             return True
         some = cut(inputs, slice(0, COMPARED))
-        random = RandomState.now()
-        model.eval()
-        try:
-            with torch.no_grad(), trainer.compute_loss_context_manager():
-                theirs = getattr(model(**some), "loss", None)
-                outputs = model(**_without_labels(base, some))
-                _check_auxiliary(base, outputs)
-                logits = outputs.logits
-                losses, counted = _losses_and_counts(base, kind, logits, some["labels"])
-        finally:
-            random.restore()
+        theirs = getattr(model(**some), "loss", None)
+        outputs = model(**_without_labels(base, some))
+        _check_auxiliary(base, outputs)
+        logits = outputs.logits
+        losses, counted = _losses_and_counts(base, kind, logits, some["labels"])
         if not isinstance(theirs, Tensor):
             return True
         expected, found = float(theirs), float(losses.sum() / counted.sum())

@@ -247,9 +247,10 @@ def test_a_loss_that_training_would_not_use_is_refused(tmp_path):
         trainer(type("Private", (DPTrainerMixin, Hidden), {}))
     inherited = type("Private", (DPTrainerMixin, transformers.Seq2SeqTrainer), {})
     trainer(inherited, transformers.Seq2SeqTrainingArguments).train()
-    for kind in (Supplied, InFront):
+    # The first examples' losses are looked at in three passes, if they are told apart.
+    for kind, looked in ((Supplied, 3), (InFront, 0)):
         trainer(kind).train()
-        assert kind.used == 2 * PIECES
+        assert kind.used == 2 * PIECES + looked
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -385,6 +386,39 @@ def test_a_models_own_loss_is_not_replaced_in_silence(tmp_path):
     translator = transformers.M2M100Config(**common, decoder_attention_heads=2, encoder_attention_heads=2)
     with pytest.raises(UnsupportedError, match=r"M2M100\w+ has no prepare_decoder_input_ids_from_labels.*collator"):
         trainer(transformers.M2M100ForConditionalGeneration(translator).double(), Texts()).train()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_losses_of_ones_own_are_of_one_example_each(tmp_path):
+    pytest.importorskip("transformers")
+    from dpcore.transformers import DPTrainer
+
+    def by_token(outputs, labels):
+        return F.cross_entropy(outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+
+    def trainer(change):
+        class Own(DPTrainer):
+            def per_example_losses(self, model, outputs, labels):
+                return change(by_token(outputs, labels))
+
+        given = {"args": arguments(tmp_path, max_steps=1), "train_dataset": Texts(), "engine": PrivacyEngine(seed=1)}
+        return Own(model=language_model("lora"), **given, privacy={"noise_multiplier": 1.0, "max_grad_norm": 1.0})
+
+    for change in (lambda losses: losses, lambda losses: losses.flatten(), lambda losses: losses.mean()):
+        with pytest.raises(
+            UnsupportedError, match=r"losses of the shape \(.*\) for \d+ examples.*one loss per example"
+        ):
+            trainer(change).train()
+    for change in (lambda losses: (losses - losses.mean()).sum(1), lambda losses: losses.sum(1) / losses.sum()):
+        refused = trainer(change)
+        start = state(refused.model)
+        with pytest.raises(UnsupportedError, match=r"Own\.per_example_losses gives the first 2 examples.*mixes"):
+            refused.train()
+        assert all(torch.equal(start[name], value) for name, value in state(refused.model).items())
+    for change in (lambda losses: losses.sum(1), lambda losses: losses.sum(1) * torch.rand(len(losses))):
+        trained = trainer(change)
+        trained.train()
+        assert len(trained.engine.accountant) == 1
 
 
 @pytest.mark.filterwarnings("ignore")
