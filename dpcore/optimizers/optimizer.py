@@ -110,6 +110,8 @@ class DPOptimizer(OptimizerWrapper):
         self.step_guards: list[StepHook] = []
         self.ledger: Ledger | None = None
         self.data_loader: Any = None
+        self.counted_by: weakref.ref[Any] | None = None
+        """The engine that counts the steps."""
         self.batches_seen = 0
         """How many batches ``data_loader`` had handed out at the last step."""
         self.plans_pieces = False
@@ -117,7 +119,7 @@ class DPOptimizer(OptimizerWrapper):
         self.piece_plan: MicroBatches | None = None
         self.logical_batch = LogicalBatch(self.accumulator)
         _claim(module, self)
-        refuse_foreign_steps(_privates)
+        refuse_foreign_steps(private_optimizers)
         self._guard_inner()
         follow(self, self.logical_batch)
         for param in self.accumulator.parameters.values():
@@ -583,7 +585,7 @@ def _claim(module: AbstractGradSampleHooks, optimizer: DPOptimizer) -> None:
     _CLAIMED[module] = weakref.ref(optimizer)
 
 
-def _privates() -> list[DPOptimizer]:
+def private_optimizers() -> list[DPOptimizer]:
     """Return all private optimisers that live."""
     found = (reference() for reference in list(_CLAIMED.values()))
     return [optimizer for optimizer in found if optimizer is not None]
