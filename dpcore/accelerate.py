@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
+from dpcore.data_loader import worker_options
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.optimizers import DPOptimizer
 from dpcore.optimizers.schedules import follow
@@ -158,7 +159,8 @@ def prepare(
         engine: Keeps the budget.
         module: The module, not prepared.
         optimizer: The optimizer, not prepared.
-        data_loader: The loader, not prepared, with the physical batch size.
+        data_loader: The loader, not prepared, with the physical batch size. Its ``generator`` is not used: the engine's
+            seed, or a secret one, draws the batches.
         **privacy: Further arguments of :meth:`PrivacyEngine.make_private`; with ``target_epsilon`` those of
             :meth:`PrivacyEngine.make_private_with_epsilon`. "max_physical_batch_size" is the pieces' size where it is
             not the loader's; "auto" plans it by time and memory.
@@ -205,8 +207,7 @@ def prepare(
         data_loader.dataset,
         **logical_batches(data_loader.sampler, data_loader.dataset, share, poisson, ranks),
         collate_fn=data_loader.collate_fn,
-        num_workers=data_loader.num_workers,
-        pin_memory=data_loader.pin_memory,
+        **worker_options(data_loader),
         drop_last=data_loader.drop_last and not poisson,
     )
     make: Any = engine.make_private_with_epsilon if "target_epsilon" in privacy else engine.make_private

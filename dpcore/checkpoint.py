@@ -6,7 +6,7 @@ import os
 import secrets
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -123,7 +123,17 @@ class Checkpoint:
 
     @classmethod
     def from_entries(cls, entries: Json) -> Checkpoint:
-        """Return the checkpoint with a file's entries, of this version of dpcore or of an earlier one."""
+        """Return the checkpoint with a file's entries, of this version of dpcore or of an earlier one.
+
+        Raises:
+            ValueError: they are no checkpoint's.
+        """
+        if not (isinstance(entries, Mapping) and {MODULE, ACCOUNTANT} <= entries.keys()):
+            raise ValueError(
+                f"The file holds a {type(entries).__name__} without {MODULE!r} and {ACCOUNTANT!r}, so it is no "
+                "checkpoint of a private run, and does not say what its steps have spent. Load what "
+                "PrivacyEngine.save_checkpoint wrote; weights alone go into the module by load_state_dict."
+            )
         left = dict(entries)
         private = left.pop("privacy_state", None)
         return cls(
@@ -219,6 +229,29 @@ class Checkpoint:
             "The checkpoint holds no state of noise and batches; the run goes on with fresh ones, and not bit for "
             "bit as it would have.",
         )
+
+    def draw_anew(self, optimizers: Iterable[DPOptimizer]) -> bool:
+        """Give secret seeds to those of ``optimizers`` that would draw noise and batches of this file's steps again.
+
+        Returns:
+            Whether there were any.
+        """
+        seed, found = self.noise_seed, False
+        for optimizer in optimizers:
+            if self.private is None or seed != optimizer.noise.state_dict().get("seed"):
+                continue
+            if optimizer.steps >= self.private.steps:
+                continue  # the run that was saved
+            optimizer.noise.seed = secrets.randbits(128)
+            if isinstance(optimizer.data_loader, DPDataLoader):
+                optimizer.data_loader.sampler_state.seed = secrets.randbits(128)
+            found = True
+        return found
+
+    @property
+    def noise_seed(self) -> str | None:
+        """The seed of the noise of the file's steps; None where there is none, as in secure mode."""
+        return None if self.private is None or not self.private.steps else self.private.noise.get("seed")
 
     def restore_batches(self, data_loader: DataLoader[Any] | None) -> None:
         """Continue the Poisson batches where they were."""

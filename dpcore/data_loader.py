@@ -36,6 +36,12 @@ def empty_like(batch: Any) -> Any:
     return []
 
 
+def worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the arguments of a loader that say who reads the examples, for another loader over the same data."""
+    names = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
+    return {name: getattr(loader, name) for name in (*names, "persistent_workers")}
+
+
 class _Collate:
     """``collate`` that also knows an empty batch: the structure of a batch of the first example, without examples."""
 
@@ -171,13 +177,7 @@ class DPDataLoader(CountingDataLoader):
             secure=secure,
             distributed=distributed,
             generator=generator,
-            num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
+            **worker_options(loader),
         )
 
     def __repr__(self) -> str:

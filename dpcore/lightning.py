@@ -9,6 +9,7 @@ For several processes give the Trainer ``strategy=DPDDPStrategy()``; the rest st
 from __future__ import annotations
 
 import io
+import itertools
 import warnings
 from dataclasses import asdict
 from typing import Any
@@ -19,12 +20,13 @@ from torch.utils.data import DistributedSampler
 from dpcore.checkpoint import RandomState
 from dpcore.data_loader import DPDataLoader
 from dpcore.distributed import Ranks, replicate
-from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
 from dpcore.optimizers import DPOptimizer
 from dpcore.privacy_engine import PrivacyEngine
 from dpcore.utils.batch_memory_manager import iterate_whole
 
 try:
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler
     from lightning.pytorch.strategies import DDPStrategy
 
     import lightning
@@ -110,11 +112,9 @@ class DPLightningDataModule(lightning.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:  # type: ignore[override]
         if self.trainer is not None and self.trainer.world_size > 1:
             _check_strategy(self.trainer)
-        if self.trainer is not None and self.trainer.accumulate_grad_batches != 1:
-            raise UnsupportedError(
-                f"accumulate_grad_batches is {self.trainer.accumulate_grad_batches}: the Trainer would divide the loss "
-                "by it before gradients are clipped. Leave it out, and let the train loader have the whole batch size."
-            )
+        if self.trainer is not None:
+            _check_whole_batches(self.trainer)
+            _check_clipping(self.trainer)
         if self.trainer is not None and stage == "fit":
             # Here, and not by the user: whoever forgets PrivacyCheckpoint would forget this too.
             self.trainer.callbacks = [*_without_guard(self.trainer), _ResumeGuard()]  # type: ignore[attr-defined]
@@ -176,13 +176,42 @@ def _check_strategy(trainer: Any) -> None:
         )
 
 
+def _check_whole_batches(trainer: Any) -> None:
+    """UnsupportedError where the Trainer accumulates batches."""
+    planned = [c.scheduling.values() for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]
+    most = max(trainer.accumulate_grad_batches, *itertools.chain((1,), *planned))
+    if most != 1:
+        raise UnsupportedError(
+            f"accumulate_grad_batches is {most}: the Trainer would divide the loss by it "
+            "before gradients are clipped. Leave it (and GradientAccumulationScheduler) out, and let the train loader "
+            "have the whole batch size."
+        )
+
+
+def _check_clipping(trainer: Any) -> None:
+    """A warning where the Trainer would clip nothing; UnsupportedError where torch would stop, as it does by value."""
+    if not trainer.gradient_clip_val:
+        return
+    told = (
+        f"gradient_clip_val is {trainer.gradient_clip_val}: the Trainer would clip the ordinary gradient, which a "
+        "private step does without. The private optimizer clips every example's own to max_grad_norm; leave it out."
+    )
+    if getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm) == "value":
+        raise UnsupportedError(told)
+    warn_caller(told)
+
+
 class _ResumeGuard(lightning.Callback):
-    """Refuses to train on from a checkpoint where nobody has restored what its steps have spent."""
+    """Refuses to train on from a checkpoint where nobody has restored what its steps have spent.
+
+    It refuses to accumulate batches, too, which callbacks begin in the middle of a run.
+    """
 
     def __init__(self) -> None:
         self.checked = False
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        _check_whole_batches(trainer)
         # Not earlier: whoever restores the budget has done it by now, be it in the module's own on_train_start.
         if self.checked:
             return
@@ -207,7 +236,8 @@ class PrivacyCheckpoint(lightning.Callback):
     """Keeps the accountant, the noise and the batches of ``engine`` in every checkpoint that the Trainer writes.
 
     Without it a resumed Trainer would begin to count the budget anew. PrivacyError where a run is resumed from a
-    checkpoint that was written without it, or under other settings.
+    checkpoint that was written without it, or under other settings. The Trainer may have other optimizers beside the
+    private one, but no second private one (UnsupportedError).
     """
 
     def __init__(self, engine: PrivacyEngine) -> None:
@@ -216,7 +246,7 @@ class PrivacyCheckpoint(lightning.Callback):
         self._random: list[dict[str, Any]] = []
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        written, ranks = io.BytesIO(), trainer.optimizers[0].ranks
+        written, ranks = io.BytesIO(), _private_optimizer(trainer).ranks
         self.engine.save_checkpoint(path=written, **_parts(trainer, pl_module))
         if ranks is not None:
             # Of dropout, say; noise and batches of all processes follow from what the first one writes.
@@ -252,4 +282,20 @@ RANDOM = "dpcore_random"
 
 
 def _parts(trainer: Any, module: Any) -> dict[str, Any]:
-    return {"module": module, "optimizer": trainer.optimizers[0], "data_loader": trainer.train_dataloader}
+    return {"module": module, "optimizer": _private_optimizer(trainer), "data_loader": trainer.train_dataloader}
+
+
+def _private_optimizer(trainer: Any) -> DPOptimizer:
+    """The Trainer's one private optimizer.
+
+    Raises:
+        UnsupportedError: there is none, or a second one, whose noise a checkpoint would not hold.
+    """
+    found = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, DPOptimizer)]
+    if len(found) != 1:
+        raise UnsupportedError(
+            f"configure_optimizers returned {len(found)} private optimizers, and PrivacyCheckpoint keeps the noise and "
+            "the steps of one. Return one, made private over all parameters that learn from the data, or leave the "
+            "callback out and do not resume."
+        )
+    return found[0]

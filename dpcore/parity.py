@@ -17,6 +17,7 @@ import argparse
 import copy
 import importlib
 import itertools
+import math
 import os
 import sys
 import warnings
@@ -54,8 +55,9 @@ def demo() -> Setup:
 
 @torch.no_grad()
 def _apart(start: Tensor, ordinary: Tensor, private: Tensor) -> float:
-    """Return how far apart two runs ended, over how far the ordinary one went."""
-    return float((private - ordinary).norm() / (ordinary - start).norm().clamp(min=1e-300))
+    """Return how far apart two runs ended, over how far the ordinary one went; infinity where that is no number."""
+    apart = float((private - ordinary).norm() / (ordinary - start).norm().clamp(min=1e-300))
+    return math.inf if math.isnan(apart) else apart  # NaN is above no tolerance
 
 
 def compare(
@@ -76,7 +78,8 @@ def compare(
         learning_rate: Of SGD.
 
     Returns:
-        By trained parameter, how far apart the two ended over how far the ordinary run went, in L2.
+        By trained parameter, how far apart the two ended over how far the ordinary run went, in L2; infinity where a
+            run ended at no number.
 
     Raises:
         ValueError: a batch is neither of these.

@@ -7,7 +7,9 @@ import functools
 import hashlib
 import inspect
 import math
+import secrets
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,7 +40,7 @@ from dpcore.loading.same_data import check_same_data
 from dpcore.loading.uniform_sampler import steps_per_epoch
 from dpcore.noise import GaussianNoise, SecureNoise
 from dpcore.optimizers import DPOptimizer, get_optimizer_class
-from dpcore.optimizers.optimizer import NOISE_HINT
+from dpcore.optimizers.optimizer import NOISE_HINT, private_optimizers
 from dpcore.utils.batch_memory_manager import PiecewiseLoader, check_iterated, check_pieces, whole_batches
 from dpcore.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping, check_criterion
 from dpcore.validators import ModuleValidator
@@ -522,7 +524,8 @@ class PrivacyEngine:
         """Restore what :meth:`save_checkpoint` wrote.
 
         A file without dpcore's own entries restores weights, optimiser and accountant; noise and batches then go on
-        with fresh seeds, with a warning.
+        with fresh seeds, with a warning. So they do where ``optimizer`` is left out and a seed that was given to the
+        engine would draw those of the file's steps again.
 
         Args:
             path: A file name, or a file object.
@@ -554,10 +557,26 @@ class PrivacyEngine:
         self.accountant.load_state_dict(checkpoint.accountant)
         if optimizer is not None:
             checkpoint.restore_optimizer(optimizer, data_loader)
+        else:
+            self._draw_anew(checkpoint)
         checkpoint.random.restore()
         checkpoint.restore_schedulers(named_schedulers(noise_scheduler, grad_clip_scheduler))
         checkpoint.restore_batches(data_loader)
         return checkpoint.entries()
+
+    def _draw_anew(self, checkpoint: Checkpoint) -> None:
+        """Go on with other noise and batches than those of a checkpoint that was loaded without its optimizer."""
+        anew = checkpoint.draw_anew(
+            o for o in private_optimizers() if o.counted_by is not None and o.counted_by() is self
+        )
+        if self.seed is not None and checkpoint.noise_seed == str(self._run_seed()):
+            self.seed, anew = secrets.randbits(128), True
+        if anew:
+            warn_caller(
+                "The checkpoint was loaded without its optimizer, and noise and batches of this run's seed would "
+                "repeat those of the checkpoint's steps; they go on with fresh secret seeds. Pass optimizer= to go on "
+                "bit for bit.",
+            )
 
     @staticmethod
     def is_compatible(*, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> bool:
@@ -694,6 +713,8 @@ class PrivacyEngine:
         """From now on every step is checked against the budget and the ledger, and counted."""
         private.data_loader = data_loader
         private.batches_seen = getattr(data_loader, "handed_out", 0)
+        private.counted_by = weakref.ref(self)
+        private.setting["clipping"] = settings.clipping
         private.setting["sample_rate"] = fixed_rate if settings.poisson_sampling else None
 
         def rate() -> float:

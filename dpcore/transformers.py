@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,8 +20,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
+from dpcore.checkpoint import RandomState
+from dpcore.data_loader import worker_options
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
+from dpcore.loading.uniform_sampler import steps_per_epoch
+from dpcore.microbatch.pieces import cut
 from dpcore.optimizers import DPOptimizer
 from dpcore.privacy_engine import PrivacyEngine
 from dpcore.replicas import check_replicates, joined, logical_batches
@@ -37,6 +42,9 @@ except ImportError as error:
 STATE = "privacy.pt"
 """The file of accountant, noise and batches in each of the Trainer's checkpoints."""
 IGNORED = -100
+HALF = (torch.float16, torch.bfloat16)
+COMPARED = 4
+"""Examples whose loss is compared with the model's own: class weights show in several only."""
 
 
 class DPTrainerMixin:
@@ -68,7 +76,8 @@ class DPTrainerMixin:
     def __init__(self, *args: Any, engine: PrivacyEngine, privacy: Mapping[str, Any], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         trainer: Any = self
-        _check(trainer.args, kwargs.get("compute_loss_func"))
+        _check(trainer.args, _own_loss_function(trainer))
+        _check_privacy(self, privacy)
         check_replicates(trainer.accelerator)
         _check_loss(self)
         _check_numbered(trainer.train_dataset)
@@ -83,6 +92,8 @@ class DPTrainerMixin:
         self._private_optimizer: DPOptimizer | None = None
         self._private_loader: Any = None
         self._cutter: PiecewiseLoader | None = None
+        self._trained: nn.Module | None = None  # what the three were made of
+        self._knows_loss = False
         # The loop sees logical batches, of which each is one step; gradients are clipped by example and nowhere else;
         # the loader goes on by itself where a checkpoint was written.
         self._pieces = trainer.args.gradient_accumulation_steps
@@ -94,24 +105,45 @@ class DPTrainerMixin:
     # ---- what the Trainer asks for
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """The private loader, the same at every call; the optimizer is made private with it."""
-        if self._private_loader is None:
+        """The private loader, the same at every call; the optimizer is made private with it.
+
+        Another one for another model, such as ``model_init`` makes at every ``train()``: the budget adds up.
+        """
+        trainer: Any = self
+        if self._private_loader is None or trainer.model is not self._trained:
             self._make_private(super().get_train_dataloader())  # type: ignore[misc]
         loader: DataLoader[Any] = self._private_loader
         return loader
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward pass of one logical batch; the optimizer's step for its last piece is the Trainer's."""
-        trainer: Any = self
-        assert self._private_optimizer is not None and self._hooks is not None and self._cutter is not None
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise UnsupportedError(
                 "The model was put into torch's DistributedDataParallel, which averages gradients before they are "
                 "clipped; leave the model as it is, and the accelerator's preparation to DPTrainer."
             )
-        model.train()
+        self._check_private(model)
+        assert self._private_optimizer is not None
+        try:
+            return self._train_on(model, inputs)
+        except BaseException:
+            # Or the pieces that were added would meet those of the next train()'s first batch.
+            self._private_optimizer.discard()
+            raise
+
+    def _train_on(self, model: nn.Module, inputs: Any) -> Tensor:
+        """The passes of :meth:`training_step`; return the mean loss."""
+        trainer: Any = self
+        assert self._private_optimizer is not None and self._hooks is not None and self._cutter is not None
         inputs = trainer._prepare_inputs(inputs)
         total, rows = torch.zeros((), device=trainer.args.device), batch_length(inputs)
+        if rows and not self._knows_loss:
+            self._knows_loss = self._check_loss(model, inputs)
+        model.train()
+        if callable(
+            getattr(trainer.optimizer, "train", None)
+        ):  # one without a schedule, as the Trainer's own step does
+            trainer.optimizer.train()
         for piece in self._cutter.pieces_of(inputs):
             if not rows:
                 self._hooks.record_empty_batch()
@@ -131,13 +163,17 @@ class DPTrainerMixin:
         trainer: Any = self
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs=return_outputs)  # type: ignore[misc]
-        labels = dict(inputs).get("labels")
-        given = {name: value for name, value in inputs.items() if name != "labels"}
         base = trainer.accelerator.unwrap_model(model)
-        if base.config.is_encoder_decoder and "decoder_input_ids" not in given and labels is not None:
-            given["decoder_input_ids"] = base.prepare_decoder_input_ids_from_labels(labels=labels)
-        outputs = model(**given)
-        loss = self.per_example_losses(base, outputs, labels).mean()
+        outputs = model(**_without_labels(base, inputs))
+        losses = self.per_example_losses(base, outputs, dict(inputs).get("labels"))
+        rows = batch_length(inputs)
+        if losses.shape != (rows,):
+            raise UnsupportedError(
+                f"per_example_losses returned losses of the shape {tuple(losses.shape)} for {rows} examples: their "
+                "mean would weigh the examples by each other. Return one loss per example, [B]: over tokens, each "
+                "example's own mean."
+            )
+        loss = losses.mean()
         return (loss, outputs) if return_outputs else loss
 
     def per_example_losses(self, model: Any, outputs: Any, labels: Tensor | None) -> Tensor:
@@ -159,18 +195,134 @@ class DPTrainerMixin:
                 "sequence-to-sequence language models, and classifiers of sequences and tokens are): override "
                 "per_example_losses(model, outputs, labels) of the Trainer, to return one loss per example, [B]."
             )
-        logits = outputs.logits.float() if outputs.logits.dtype in (torch.float16, torch.bfloat16) else outputs.logits
+        losses, counted = _losses_and_counts(model, kind, outputs.logits, labels)
         if kind == "sequence classification":
-            return _classification_losses(logits, labels)
-        counted = labels
-        if kind == "causal":
-            logits, labels = logits[:, :-1], labels[:, 1:]
-            # The Trainer divides by the number of all labels where it does not know that a loss leaves out the first.
-            trainer: Any = self
-            if not trainer.model_accepts_loss_kwargs or getattr(trainer, "_loss_shifts_labels", False):
-                counted = labels
-        losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
-        return losses.sum(1) / (counted != IGNORED).sum(1).clamp(min=1)
+            return losses
+        # The Trainer divides by the number of all labels where it does not know that a loss leaves out the first.
+        trainer: Any = self
+        if (
+            kind == "causal"
+            and trainer.model_accepts_loss_kwargs
+            and not getattr(trainer, "_loss_shifts_labels", False)
+        ):
+            counted = (labels != IGNORED).sum(1)
+        return losses / counted.clamp(min=1)
+
+    def _check_private(self, model: nn.Module) -> None:
+        """Refuse to train where the optimizer's step would not be the private one, or not that of ``model``.
+
+        Raises:
+            PrivacyError: gradients would be applied without clipping and noise.
+        """
+        trainer: Any = self
+        private = self._private_optimizer
+        if private is None:
+            raise PrivacyError(
+                f"{type(self).__name__} has made no private optimizer: its get_train_dataloader does not call that of "
+                "DPTrainerMixin, and the loader's batches would be trained on without clipping and noise. Return "
+                "super().get_train_dataloader(), and choose the data by train_dataset and data_collator."
+            )
+        prepared = trainer.optimizer
+        inner = getattr(prepared, "optimizer", prepared)  # accelerate's is around it
+        if private is not inner and not any(part is private for part in vars(inner).values()):
+            raise PrivacyError(
+                f"The Trainer's optimizer is {type(inner).__name__} and not the private one, so its step would apply "
+                "gradients without clipping and noise. Leave trainer.optimizer alone, and pass yours as optimizers=."
+            )
+        if trainer.accelerator.unwrap_model(model) is not self._trained:
+            raise PrivacyError(
+                f"The {type(model).__name__} that is to be trained is not the one that the optimizer was made private "
+                "for, so its gradients would be neither clipped nor noised. Change trainer.model before train() only."
+            )
+
+    def _check_loss(self, model: nn.Module, inputs: Any) -> bool:
+        """Look at the loss of some examples before it is trained; return whether it is known now.
+
+        Raises:
+            UnsupportedError: it is another one than the model's own, or one of the user's mixes the examples.
+        """
+        if getattr(self.compute_loss, "__func__", None) is not DPTrainerMixin.compute_loss:
+            return True  # of which nothing tells the examples' own losses
+        ours = getattr(self.per_example_losses, "__func__", None) is DPTrainerMixin.per_example_losses
+        trainer: Any = self
+        random = RandomState.now()
+        model.eval()
+        try:
+            with torch.no_grad(), trainer.compute_loss_context_manager():
+                return (self._check_own_loss if ours else self._check_kept_apart)(model, inputs)
+        finally:
+            random.restore()
+
+    def _check_kept_apart(self, model: nn.Module, inputs: Any) -> bool:
+        """Compare the losses of some examples with those of half of them alone, where these repeat themselves.
+
+        Returns:
+            Whether there were enough.
+
+        Raises:
+            UnsupportedError: an example's loss is another one beside others.
+        """
+        trainer: Any = self
+        base = trainer.accelerator.unwrap_model(model)
+        rows = min(batch_length(inputs), COMPARED)
+        half = rows // 2
+        if not half:
+            return False
+
+        def losses(count: int) -> Tensor:
+            some = cut(inputs, slice(0, count))
+            random.restore()
+            return self.per_example_losses(base, model(**_without_labels(base, some)), some.get("labels")).double()
+
+        random = RandomState.now()
+        beside, again, alone = losses(rows), losses(rows), losses(half)
+        if beside.shape != (rows,) or not torch.equal(beside, again):
+            return True  # which compute_loss refuses, or which draws random numbers in evaluation mode
+        tolerance = 5e-2 if trainer.args.bf16 or {p.dtype for p in model.parameters()} & {*HALF} else 1e-3
+        if bool(((beside[:half] - alone).abs() > tolerance * beside.abs().max()).any()):
+            raise UnsupportedError(
+                f"{type(self).__name__}.per_example_losses gives the first {half} examples the losses {alone.tolist()} "
+                f"by themselves, and {beside[:half].tolist()} beside {rows - half} others: it mixes the examples, and "
+                "no clipping would bound what one of them does. Return losses each of which is of one example's own "
+                "outputs and labels."
+            )
+        return True
+
+    def _check_own_loss(self, model: nn.Module, inputs: Any) -> bool:
+        """Compare the loss that training uses with the model's own, on some examples and without dropout.
+
+        A model's class may have the name of a task and a loss of its own: class weights in a subclass, a
+        ``loss_function`` that was set, labels that are not shifted. It would be replaced in silence.
+
+        Returns:
+            Whether it is known now; examples without labels tell nothing.
+
+        Raises:
+            UnsupportedError: the two differ.
+        """
+        trainer: Any = self
+        base = trainer.accelerator.unwrap_model(model)
+        kind = task_of(base)
+        if kind is None or "labels" not in inputs or not _takes_labels(_base(base)):
+            return True
+        some = cut(inputs, slice(0, COMPARED))
+        theirs = getattr(model(**some), "loss", None)
+        outputs = model(**_without_labels(base, some))
+        _check_auxiliary(base, outputs)
+        logits = outputs.logits
+        losses, counted = _losses_and_counts(base, kind, logits, some["labels"])
+        if not isinstance(theirs, Tensor):
+            return True
+        expected, found = float(theirs), float(losses.sum() / counted.sum())
+        tolerance = 2e-2 if logits.dtype in HALF or trainer.args.bf16 else 1e-4
+        if abs(expected - found) > tolerance * max(abs(expected), abs(found)):
+            raise UnsupportedError(
+                f"A {type(_base(base)).__name__} computes the loss {expected:.6g} of the first {len(losses)} examples, "
+                f"and private training would use {found:.6g}, the ordinary one of its task ({kind}), in its place: "
+                "override per_example_losses(model, outputs, labels) of the Trainer, to return one loss per example, "
+                "[B]."
+            )
+        return found == found
 
     # ---- checkpoints
 
@@ -214,19 +366,21 @@ class DPTrainerMixin:
             # The sampler is refused where Poisson sampling would draw what it leaves out.
             **logical_batches(_sampler(loader), loader.dataset, share, poisson, ranks),
             collate_fn=loader.collate_fn,
-            num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory,
+            **worker_options(loader),
             drop_last=trainer.args.dataloader_drop_last and not poisson,
         )
         make: Any = self.engine.make_private
         if "target_epsilon" in privacy:
             make = self.engine.make_private_with_epsilon
-            privacy.setdefault("epochs", self._epochs(len(whole)))
+            rate = privacy.get("sample_rate")
+            privacy.setdefault("epochs", self._epochs(len(whole) if rate is None else steps_per_epoch(rate)))
         self._hooks, self._private_optimizer, self._private_loader = make(
             module=trainer.model.train(), optimizer=trainer.optimizer, data_loader=whole, **privacy
         )
         assert self._private_optimizer is not None
         trainer.optimizer = self._private_optimizer
+        self._trained = trainer.model
+        self._knows_loss = False
         self._cutter = PiecewiseLoader(self._private_loader, self._piece, self._private_optimizer)
 
     def _epochs(self, steps: int) -> float:
@@ -277,12 +431,56 @@ def _base(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _classification_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """[B]: cross-entropies of classes, squared errors of one number, binary cross-entropies of several."""
-    if not labels.is_floating_point():
-        return F.cross_entropy(logits, labels, reduction="none")
-    if logits.shape[1:] in ((), (1,)):
-        return F.mse_loss(logits.reshape(len(logits)), labels.reshape(len(labels)), reduction="none")
+def _without_labels(model: Any, inputs: Any) -> dict[str, Any]:
+    """The model's arguments for outputs alone; a decoder reads what it would make of the labels.
+
+    Raises:
+        UnsupportedError: the model does not say what that is.
+    """
+    given = {name: value for name, value in inputs.items() if name != "labels"}
+    decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if decodes and "decoder_input_ids" not in given and "labels" in inputs:
+        if not hasattr(model, "prepare_decoder_input_ids_from_labels"):
+            raise UnsupportedError(
+                f"A {type(_base(model)).__name__} has no prepare_decoder_input_ids_from_labels, so it is not known "
+                "what its decoder reads for the labels: let the data collator return decoder_input_ids beside them."
+            )
+        given["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=inputs["labels"])
+    return given
+
+
+def _takes_labels(model: Any) -> bool:
+    parameters = inspect.signature(model.forward).parameters.values()
+    return any(p.name == "labels" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+
+def _losses_and_counts(model: Any, kind: str, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """[B] sums of losses, and [B]: of how many labels each is; the model's own loss divides the ones by the others."""
+    logits = logits.float() if logits.dtype in HALF else logits
+    if kind == "sequence classification":
+        losses = _classification_losses(logits, labels, getattr(getattr(model, "config", None), "problem_type", None))
+        ignored = labels.reshape(len(labels), -1)[:, 0] == IGNORED
+        return losses, (torch.zeros_like(ignored) if labels.is_floating_point() else ignored).logical_not().long()
+    # Virtual tokens of prompt tuning stand before those that have labels, and the last of them predicts the first.
+    labels = F.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=IGNORED)
+    if kind == "causal":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
+    return losses.sum(1), (labels != IGNORED).sum(1)
+
+
+def _classification_losses(logits: Tensor, labels: Tensor, problem: str | None) -> Tensor:
+    """[B]: cross-entropies of classes, squared errors of numbers, binary cross-entropies of several labels."""
+    if problem is None:
+        one = logits.shape[1:] in ((), (1,))
+        several = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+        problem = "regression" if one else several
+    rows = len(logits)
+    if problem == "single_label_classification":
+        return F.cross_entropy(logits, labels.reshape(rows), reduction="none")
+    logits, labels = logits.reshape(rows, -1), labels.reshape(rows, -1).to(logits.dtype)
+    if problem == "regression":
+        return F.mse_loss(logits, labels, reduction="none").mean(1)
     return F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(1)
 
 
@@ -325,6 +523,34 @@ def _check_loss(trainer: Any) -> None:
         raise UnsupportedError(
             f"loss_type={loss_type!r} would be trained as the ordinary cross-entropy (loss_type='nll'): leave it out, "
             "or override per_example_losses(model, outputs, labels), to return one loss per example, [B]."
+        )
+
+
+def _own_loss_function(trainer: Any) -> Any:
+    """The user's ``compute_loss_func``, given by name or by place; TRL's are told by ``loss_type``."""
+    function = getattr(trainer, "compute_loss_func", None)
+    return None if str(getattr(function, "__module__", "")).split(".")[0] == "trl" else function
+
+
+def _check_privacy(trainer: Any, privacy: Mapping[str, Any]) -> None:
+    """Refuse arguments of make_private that have no place in a Trainer.
+
+    Raises:
+        UnsupportedError: with the argument, the reason and the remedy.
+    """
+    if privacy.get("grad_sample_mode") == "ghost" or privacy.get("wrap_model", False):
+        raise UnsupportedError(
+            "A Trainer has no place for the criterion of grad_sample_mode='ghost' or the wrapper of wrap_model=True, "
+            "because it calls the model by itself: leave both out of privacy; the default mode takes norms without "
+            "gradients by example, too."
+        )
+    own = getattr(trainer.compute_loss, "__func__", None) is DPTrainerMixin.compute_loss
+    reduction = privacy.get("loss_reduction", "mean")
+    if own and reduction != "mean":
+        raise UnsupportedError(
+            f"loss_reduction={reduction!r}, but the loss of a DPTrainer is the mean of its examples' losses, and every "
+            "gradient would be divided by the length of its piece before it is clipped: leave loss_reduction out of "
+            "privacy, or override compute_loss."
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn import Parameter
 
-from dpcore.errors import warn_caller
+from dpcore.errors import UnsupportedError, warn_caller
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks, GradSampleHooksNoOp
 
 
@@ -20,13 +20,21 @@ class AbstractGradSampleModule(AbstractGradSampleHooks, nn.Module):
         return self._run(self._module, args, kwargs)
 
     def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
-        """The module's parameters; a warning where torch asks for them to clip ordinary gradients, which are None."""
-        asking = sys._getframe(1).f_code.co_name
+        """The module's parameters, which torch asks for to clip ordinary gradients; these are None.
+
+        A warning where that does nothing; UnsupportedError where torch would stop, as it does by value.
+        """
+        frame = sys._getframe(1)
+        comprehension = frame.f_code.co_name == "<listcomp>" and frame.f_back  # a frame of its own up to Python 3.11
+        asking = (comprehension or frame).f_code.co_name
         if asking in ("clip_grad_norm_", "clip_grad_value_") and self._iterations and not self.ordinary_grad:
-            warn_caller(
+            told = (
                 f"{asking} does nothing between backward() and the private optimizer's step(): there is no ordinary "
                 "gradient, and step() clips every example's own to max_grad_norm. Leave the call out."
             )
+            if asking == "clip_grad_value_":
+                raise UnsupportedError(told)
+            warn_caller(told)
         yield from super().parameters(recurse)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

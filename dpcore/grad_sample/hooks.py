@@ -22,7 +22,7 @@ from dpcore.example_isolation.check import IsolationCheck
 from dpcore.grad_sample import mean_loss
 from dpcore.grad_sample.backward_pass import Iteration, owner_of, set_owner
 from dpcore.grad_sample.empty_batches import EmptyBatches, newest_batch
-from dpcore.grad_sample.loss_reduction import reduction_of
+from dpcore.grad_sample.loss_reduction import divided_by, reduction_of
 from dpcore.microbatch import ragged
 from dpcore.microbatch.accumulator import weighted_sum
 from dpcore.microbatch.layout import Layout, is_mask, probe_sizes
@@ -56,6 +56,8 @@ class AbstractGradSampleHooks:
     max_grad_norm: float | None = None
     """The bound that the fast-clipping classes were given; the optimiser's must be the same."""
     _reduction_seen = False
+    loss_divided_by = 1
+    """By how much the first loss was divided beside its mean, as far as it is a cross-entropy."""
     """True once a loss was looked at."""
     _rounding_told = False
     """True once a warning said that a mean loss is rounded after its division."""
@@ -156,7 +158,10 @@ class AbstractGradSampleHooks:
         if self._reduction_seen or not outputs.dim() or len(outputs) < 2:
             return
         self._reduction_seen = True
-        reduction = reduction_of(outputs, gradient / started_with())
+        gradient = gradient / started_with()
+        reduction = reduction_of(outputs, gradient)
+        if reduction is None:
+            self.loss_divided_by = divided_by(outputs, gradient, self.loss_reduction)
         if reduction not in (None, self.loss_reduction):
             wrong = "large" if reduction == "sum" else "small"
             warn_caller(

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from dpcore.arguments import check_divisor, check_noise_multiplier
 from dpcore.clipping import clip_factors
 from dpcore.distributed import Ranks, fingerprint
-from dpcore.errors import PrivacyError, UnsupportedError, trainer_hint
+from dpcore.errors import PrivacyError, UnsupportedError, trainer_hint, warn_caller
 from dpcore.grad_sample.backward_pass import owner_of
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.loading.ledger import Ledger
@@ -110,6 +110,8 @@ class DPOptimizer(OptimizerWrapper):
         self.step_guards: list[StepHook] = []
         self.ledger: Ledger | None = None
         self.data_loader: Any = None
+        self.counted_by: weakref.ref[Any] | None = None
+        """The engine that counts the steps."""
         self.batches_seen = 0
         """How many batches ``data_loader`` had handed out at the last step."""
         self.plans_pieces = False
@@ -117,7 +119,7 @@ class DPOptimizer(OptimizerWrapper):
         self.piece_plan: MicroBatches | None = None
         self.logical_batch = LogicalBatch(self.accumulator)
         _claim(module, self)
-        refuse_foreign_steps(_privates)
+        refuse_foreign_steps(private_optimizers)
         self._guard_inner()
         follow(self, self.logical_batch)
         for param in self.accumulator.parameters.values():
@@ -455,6 +457,17 @@ class DPOptimizer(OptimizerWrapper):
         )
         self.weights_agree = True
 
+    def _see_division(self) -> None:
+        """Warn once where the loop divides its losses by the number of batches that it accumulates."""
+        k = self.accumulated_iterations
+        if k > 1 and self.module.loss_divided_by == k:
+            self.module.loss_divided_by = 1
+            warn_caller(
+                f"The loop accumulates {k} batches for a step and divides their losses by {k}, and step() divides by "
+                "their number, too: every gradient is that much too small before it is clipped. Leave the division of "
+                "the loss out."
+            )
+
     def scale_grad(self) -> None:
         """Divides ``p.grad`` by the public batch size, for a mean loss."""
         if self.loss_reduction == "mean":
@@ -469,6 +482,7 @@ class DPOptimizer(OptimizerWrapper):
         if self.logical_batch.goes_on:
             self.logical_batch.goes_on = False
             return False
+        self._see_division()
         try:
             if self.ranks is not None:
                 self._check_ranks(self.ranks)
@@ -571,7 +585,7 @@ def _claim(module: AbstractGradSampleHooks, optimizer: DPOptimizer) -> None:
     _CLAIMED[module] = weakref.ref(optimizer)
 
 
-def _privates() -> list[DPOptimizer]:
+def private_optimizers() -> list[DPOptimizer]:
     """Return all private optimisers that live."""
     found = (reference() for reference in list(_CLAIMED.values()))
     return [optimizer for optimizer in found if optimizer is not None]

@@ -19,6 +19,12 @@ class OptimizerWrapper(Optimizer):
         """The optimiser inside."""
         raise NotImplementedError
 
+    def __getattr__(self, name: str) -> Any:
+        # Of optimizers without a schedule, whose weights are others in evaluation: libraries ask whether there are any.
+        if name in ("train", "eval"):
+            return getattr(self.inner, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         # torch would make a copy without its parts, and replace step() of the class on the way.
         raise PrivacyError(

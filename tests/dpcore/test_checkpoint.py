@@ -1,5 +1,6 @@
 """Checkpoints: files of earlier versions still continue, and what is saved is what is loaded."""
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpcore import BudgetError, PrivacyEngine, PrivacyError
+from dpcore.grad_sample import GradSampleModule
 from dpcore.schedulers import ExponentialGradClip, ExponentialNoise
 from dpcore.utils.batch_memory_manager import BatchMemoryManager
 from tests.dpcore.private_setup import make, small_data, step
@@ -79,7 +81,7 @@ def test_a_file_has_the_entries_that_earlier_versions_wrote(tmp_path) -> None:
     before, now = (torch.load(path, weights_only=True) for path in (WRITTEN_BEFORE, tmp_path / "now.pt"))
     assert set(now) - {"cuda_rng"} == set(before) - {"weights_one_round_later", "epsilon_one_round_later"}
     assert set(now["privacy_state"]) == set(before["privacy_state"])
-    assert now["setting"] == before["setting"]
+    assert now["setting"] == before["setting"] | {"clipping": "flat"}
 
 
 def test_settings_of_another_run_are_refused_before_anything_is_changed() -> None:
@@ -171,3 +173,47 @@ def test_the_batch_that_comes_next_is_the_one_of_the_uninterrupted_run(tmp_path,
         assert torch.equal(a, b)
     for (x, _), (again, _) in zip(loader, batches, strict=True):
         assert torch.equal(x, again)
+
+
+@pytest.mark.parametrize("made_before", [True, False])
+def test_noise_and_batches_are_not_drawn_again_where_the_optimizer_is_not_loaded(tmp_path, made_before) -> None:
+    path = tmp_path / "saved.pt"
+    saved = Run(seed=7)
+    saved.round()
+    saved.save(path)
+    again = Run(seed=7) if made_before else None
+    engine = again.engine if again is not None else PrivacyEngine(accountant="rdp", seed=7)
+    module = GradSampleModule(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Dropout(0.25), nn.Linear(5, 3)).double())
+    with pytest.warns(UserWarning, match=r"repeat those of the checkpoint's steps.*Pass optimizer="):
+        engine.load_checkpoint(path=path, module=module if again is None else again.model)
+    if again is None:
+        again = Run.__new__(Run)
+        optimizer, loader = torch.optim.SGD(module.parameters(), lr=0.2), saved.loader.dataset
+        given = {"sample_rate": 0.2, "expected_batch_size": 12, "noise_multiplier": 1.1, "max_grad_norm": 0.8}
+        again.model, again.optimizer, again.loader = engine.make_private(
+            module=module, optimizer=optimizer, data_loader=DataLoader(loader, batch_size=10), **given
+        )
+    assert again.optimizer.noise.seed != saved.optimizer.noise.seed
+    assert again.loader.sampler_state.seed != saved.loader.sampler_state.seed
+    assert len(engine.accountant) == len(saved.engine.accountant) == 5
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        saved.engine.load_checkpoint(path=path, module=saved.model)  # the run that was saved repeats nothing
+
+
+@pytest.mark.parametrize("content", [{"0.weight": torch.zeros(2)}, [1, 2]])
+def test_a_file_that_is_no_checkpoint_is_one_sentence(tmp_path, content) -> None:
+    torch.save(content, tmp_path / "other.pt")
+    run = Run(seed=1)
+    with pytest.raises(ValueError, match=r"no checkpoint of a private run.*PrivacyEngine\.save_checkpoint"):
+        run.load(tmp_path / "other.pt")
+
+
+def test_another_way_of_clipping_is_another_setting(tmp_path) -> None:
+    given = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
+    engine, model, optimizer, loader = make(clipping="automatic", **given)
+    step(model, optimizer, *next(iter(loader)))
+    engine.save_checkpoint(path=tmp_path / "saved.pt", module=model, optimizer=optimizer)
+    engine, model, optimizer, _ = make(**given)
+    with pytest.raises(PrivacyError, match="saved with clipping=automatic, this run has flat"):
+        engine.load_checkpoint(path=tmp_path / "saved.pt", module=model, optimizer=optimizer)

@@ -121,6 +121,83 @@ def test_what_a_trainer_would_do_to_the_loss_or_the_loader_is_told_with_the_reci
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_batches_that_a_callback_accumulates_are_refused():
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+    from dpcore.lightning import DPLightningDataModule
+
+    class Later(lightning.Callback):
+        def on_train_batch_end(self, trainer, *given):
+            trainer.accumulate_grad_batches = 2
+
+    for callback, steps in ((GradientAccumulationScheduler({0: 1, 4: 3}), 0), (Later(), 1)):
+        engine = PrivacyEngine()
+        module = Module(small_model(), engine, noise_multiplier=1.0)
+        with pytest.raises(UnsupportedError, match=r"accumulate_grad_batches is [32]: .*GradientAccumulationScheduler"):
+            fit(module, DPLightningDataModule(Batches()), callbacks=[callback])
+        assert len(engine.accountant) == steps
+
+
+@pytest.mark.filterwarnings("ignore:Epsilon", "ignore:.*num_workers", "ignore:.*expected_batch_size")
+def test_a_trainers_own_clipping_is_told_to_do_nothing():
+    from dpcore.lightning import DPLightningDataModule
+
+    def clipped(algorithm):
+        module = Module(small_model(), PrivacyEngine(), noise_multiplier=1.0)
+        fit(module, DPLightningDataModule(Batches()), gradient_clip_val=0.5, gradient_clip_algorithm=algorithm)
+
+    with pytest.warns(UserWarning, match=r"gradient_clip_val is 0\.5: .*leave it out"):
+        clipped("norm")
+    with pytest.raises(UnsupportedError, match=r"gradient_clip_val is 0\.5: .*leave it out"):
+        clipped("value")
+
+
+class Several(Module):
+    """A private model, and beside it others that are not trained by the loader's examples."""
+
+    def __init__(self, *given, private: int = 1, **options) -> None:
+        super().__init__(*given, **options)
+        self.automatic_optimization = False
+        self.beside = nn.ModuleList([small_model() for _ in range(2)])
+        self.private = private
+
+    def configure_optimizers(self):
+        found = [torch.optim.SGD(self.beside[0].parameters(), lr=0.1), super().configure_optimizers()]
+        if self.private > 1:
+            self.model, kept = self.beside[1], self.model
+            found.append(super().configure_optimizers())
+            self.model = kept
+        return found
+
+    def training_step(self, batch, number):
+        optimizer = self.optimizers()[1]
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, number))
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_is_of_the_one_private_optimizer_among_others(tmp_path):
+    from dpcore.lightning import DPLightningDataModule, PrivacyCheckpoint
+
+    def run(private=1, checkpoint=None, **options):
+        engine = PrivacyEngine(seed=1)
+        module = Several(small_model(), engine, noise_multiplier=1.0, private=private)
+        data = DPLightningDataModule(Batches(), torch.Generator().manual_seed(2))
+        callbacks = [PrivacyCheckpoint(engine)]
+        return engine, module, fit(module, data, checkpoint, callbacks=callbacks, **options)
+
+    checkpoint = str(tmp_path / "saved.ckpt")
+    run()[2].save_checkpoint(checkpoint)
+    whole, expected, _ = run(max_epochs=2)
+    resumed, found, _ = run(max_epochs=2, checkpoint=checkpoint)
+    assert resumed.accountant.history == whole.accountant.history and len(whole.accountant) == 40
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
+    with pytest.raises(UnsupportedError, match=r"returned 2 private optimizers, and PrivacyCheckpoint keeps"):
+        run(private=2)[2].save_checkpoint(checkpoint)
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("written", [True, False])
 @pytest.mark.parametrize("read", [True, False])
 def test_a_resumed_run_knows_its_budget_or_is_refused(written, read, tmp_path):

@@ -109,12 +109,37 @@ def test_only_what_is_certain_counts_as_a_reduction(rows, scale):
                 assert found == reduction or (found is None and (scale > 1.0 or not known))
 
 
+@pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("divisor", [1, 2, 4])
+def test_losses_that_are_divided_by_the_accumulated_batches_are_warned_of(loss, divisor):
+    _, model, optimizer, loader = _private()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for k, (x, y) in enumerate(loader, 1):
+            outputs = model(x)
+            whole = F.cross_entropy(outputs, y)
+            if loss == "sigmoid":
+                whole = F.binary_cross_entropy_with_logits(outputs, F.one_hot(y, outputs.shape[1]).to(outputs.dtype))
+            (whole / divisor).backward()
+            if k % 4 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    told = [
+        str(w.message)
+        for w in found
+        if "accumulates 4 batches for a step and divides their losses by 4" in str(w.message)
+    ]
+    assert len(told) == (divisor == 4)
+
+
 def test_clipping_the_ordinary_gradient_is_warned_of():
     _, model, optimizer, loader = _private()
     x, y = next(iter(loader))
     F.cross_entropy(model(x), y).backward()
     with pytest.warns(UserWarning, match="clip_grad_norm_ does nothing"):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(UnsupportedError, match="clip_grad_value_ does nothing"):
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
     optimizer.step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -73,6 +73,21 @@ def with_a_fault_of_its_own():
     return Model(4, 3), F.cross_entropy, _batches(8)
 
 
+def that_ends_at_no_number():
+    class WithUnused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.unused = nn.Linear(2, 2)
+            self.used = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.used(x)
+
+    batches = _batches(4)
+    batches[0][0][1, 2] = float("nan")  # dpcore leaves that example out
+    return WithUnused(), F.cross_entropy, batches
+
+
 def nothing():
     return None
 
@@ -88,6 +103,11 @@ def test_runs_without_noise_and_clipping_are_the_same(setup, capsys):
 def test_a_run_that_clips_is_not_the_same(monkeypatch, capsys):
     monkeypatch.setattr(parity, "NO_CLIPPING", 1e-3)
     assert parity.main([]) == 1
+    assert "\nNOT the same" in capsys.readouterr().out
+
+
+def test_a_run_that_ends_at_no_number_is_not_the_same(capsys):
+    assert parity.main([f"{__name__}:that_ends_at_no_number"]) == 1
     assert "\nNOT the same" in capsys.readouterr().out
 
 

@@ -247,9 +247,10 @@ def test_a_loss_that_training_would_not_use_is_refused(tmp_path):
         trainer(type("Private", (DPTrainerMixin, Hidden), {}))
     inherited = type("Private", (DPTrainerMixin, transformers.Seq2SeqTrainer), {})
     trainer(inherited, transformers.Seq2SeqTrainingArguments).train()
-    for kind in (Supplied, InFront):
+    # The first examples' losses are looked at in three passes, if they are told apart.
+    for kind, looked in ((Supplied, 3), (InFront, 0)):
         trainer(kind).train()
-        assert kind.used == 2 * PIECES
+        assert kind.used == 2 * PIECES + looked
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -294,6 +295,317 @@ def test_a_trainers_batches_are_cut_as_asked(size, tmp_path):
     assert difference(state(language_model("gpt2")), *ends) < 1e-6
     with pytest.raises(ValueError, match="max_physical_batch_size is 0"):
         DPTrainer(model=ends[0], **given | {"privacy": privacy | {"max_physical_batch_size": 0}})
+
+
+class Labelled(Texts):
+    def __init__(self, label) -> None:
+        super().__init__()
+        self.label = label
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[i], "labels": self.label(i)}
+
+
+def classifier(**options) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(vocab_size=WORDS, max_position_embeddings=8, **sizes, **rates, **options)
+    return transformers.BertForSequenceClassification(config).double()
+
+
+SIGNED = torch.randn(EXAMPLES, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+PROBLEMS = {
+    "numbers": ({"num_labels": 2, "problem_type": "regression"}, lambda i: SIGNED[i]),
+    "a whole number": ({"num_labels": 1}, lambda i: torch.tensor(i % 3)),
+    "one label of several": (
+        {"num_labels": 1, "problem_type": "multi_label_classification"},
+        lambda i: SIGNED[i, :1] > 0,
+    ),
+    "a column of classes": ({"num_labels": 3}, lambda i: torch.tensor([i % 3])),
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_classifiers_problem_type_chooses_the_loss(problem, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from dpcore.transformers import DPTrainer
+
+    options, label = PROBLEMS[problem]
+    integer = problem in ("a whole number", "a column of classes")
+    data = Labelled(label if integer else lambda i: label(i).double())
+    model = classifier(**options)
+    start, reference = state(model), copy.deepcopy(model)
+    ordinary = type("Ordinary", (InOrder, transformers.Trainer), {"loss_is_scaled_for_ga": False})
+    private = type("Private", (InOrder, DPTrainer), {})
+    given = {"args": arguments(tmp_path, optim="sgd", max_steps=3), "train_dataset": data}
+    ordinary(model=model, **given).train()
+    private(model=reference, **given, engine=PrivacyEngine(), privacy=WITHOUT).train()
+    assert difference(start, model, reference) < 1e-12
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_models_own_loss_is_not_replaced_in_silence(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from dpcore.transformers import DPTrainer
+
+    class WeightedForSequenceClassification(transformers.BertForSequenceClassification):
+        def forward(self, input_ids=None, labels=None, **given):
+            outputs = super().forward(input_ids=input_ids, **given)
+            weight = torch.tensor([1.0, 5.0, 1.0], dtype=torch.float64)
+            outputs["loss"] = None if labels is None else F.cross_entropy(outputs.logits, labels, weight)
+            return outputs
+
+    class Supplied(DPTrainer):
+        def per_example_losses(self, model, outputs, labels):
+            return F.cross_entropy(outputs.logits, labels, reduction="none")
+
+    def trainer(model, data, kind=DPTrainer):
+        options = {"args": arguments(tmp_path, max_steps=1), "train_dataset": data}
+        return kind(model=model, **options, engine=PrivacyEngine(seed=1), privacy={**WITHOUT, "poisson_sampling": True})
+
+    def weighted():
+        return WeightedForSequenceClassification(classifier(num_labels=3).config).double()
+
+    with pytest.raises(UnsupportedError, match=r"WeightedForS\w+ computes the loss .* override per_example_losses"):
+        trainer(weighted(), Texts(3)).train()
+    trainer(weighted(), Texts(3), Supplied).train()
+    changed = language_model("llama")
+    ordinary = changed.loss_function
+    changed.loss_function = lambda *given, **named: 2.0 * ordinary(*given, **named)
+    refused = trainer(changed, Texts())
+    with pytest.raises(UnsupportedError, match=r"LlamaForCausalLM computes the loss .*\(causal\)"):
+        refused.train()
+    assert not len(refused.engine.accountant)
+    common = {"vocab_size": WORDS, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "pad_token_id": 0}
+    unshifted = transformers.BartConfig(**common, decoder_attention_heads=2, decoder_ffn_dim=16)
+    with pytest.raises(UnsupportedError, match="BartForCausalLM computes the loss"):
+        trainer(transformers.BartForCausalLM(unshifted).double(), Texts()).train()
+    translator = transformers.M2M100Config(**common, decoder_attention_heads=2, encoder_attention_heads=2)
+    with pytest.raises(UnsupportedError, match=r"M2M100\w+ has no prepare_decoder_input_ids_from_labels.*collator"):
+        trainer(transformers.M2M100ForConditionalGeneration(translator).double(), Texts()).train()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_losses_of_ones_own_are_of_one_example_each(tmp_path):
+    pytest.importorskip("transformers")
+    from dpcore.transformers import DPTrainer
+
+    def by_token(outputs, labels):
+        return F.cross_entropy(outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+
+    def trainer(change):
+        class Own(DPTrainer):
+            def per_example_losses(self, model, outputs, labels):
+                return change(by_token(outputs, labels))
+
+        given = {"args": arguments(tmp_path, max_steps=1), "train_dataset": Texts(), "engine": PrivacyEngine(seed=1)}
+        return Own(model=language_model("lora"), **given, privacy={"noise_multiplier": 1.0, "max_grad_norm": 1.0})
+
+    for change in (lambda losses: losses, lambda losses: losses.flatten(), lambda losses: losses.mean()):
+        with pytest.raises(
+            UnsupportedError, match=r"losses of the shape \(.*\) for \d+ examples.*one loss per example"
+        ):
+            trainer(change).train()
+    for change in (lambda losses: (losses - losses.mean()).sum(1), lambda losses: losses.sum(1) / losses.sum()):
+        refused = trainer(change)
+        start = state(refused.model)
+        with pytest.raises(UnsupportedError, match=r"Own\.per_example_losses gives the first 2 examples.*mixes"):
+            refused.train()
+        assert all(torch.equal(start[name], value) for name, value in state(refused.model).items())
+    for change in (lambda losses: losses.sum(1), lambda losses: losses.sum(1) * torch.rand(len(losses))):
+        trained = trainer(change)
+        trained.train()
+        assert len(trained.engine.accountant) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_virtual_tokens_of_prompt_tuning_have_no_labels(tmp_path):
+    pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    from dpcore.transformers import DPTrainer
+
+    torch.manual_seed(0)
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    model = peft.get_peft_model(language_model("llama"), prompts).double()
+    options = {"args": arguments(tmp_path, max_steps=1), "train_dataset": Texts(), "engine": PrivacyEngine()}
+    trainer = DPTrainer(model=model, **options, privacy={"noise_multiplier": 1.0, "max_grad_norm": 1.0})
+    trainer.train()
+    ids = Texts().ids[:3]
+    with torch.no_grad():
+        mine = trainer.per_example_losses(model.train(), model(input_ids=ids), ids)
+        theirs = [model(input_ids=row[None], labels=row[None]).loss for row in ids]
+    torch.testing.assert_close(mine.float(), torch.stack(theirs).float())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_trains_a_module_without_a_config(tmp_path):
+    pytest.importorskip("transformers")
+    from dpcore.transformers import DPTrainer
+
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(WORDS, 3)
+
+        def forward(self, input_ids, labels=None):
+            return {"logits": self.table(input_ids).mean(1)}
+
+    class Supplied(DPTrainer):
+        def per_example_losses(self, model, outputs, labels):
+            return F.cross_entropy(outputs["logits"], labels, reduction="none")
+
+    options = {"args": arguments(tmp_path, max_steps=2), "train_dataset": Texts(3), "engine": PrivacyEngine()}
+    privacy = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
+    Supplied(model=Plain(), **options, privacy=privacy).train()
+    assert len(options["engine"].accountant) == 2
+
+
+# ---- a Trainer's optimizer
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_second_model_of_a_trainer_is_private_too(tmp_path):
+    """``model_init`` makes another model at every ``train()``, with an optimizer of the Trainer's own."""
+    pytest.importorskip("transformers")
+    from dpcore.transformers import DPTrainer
+
+    engine = PrivacyEngine(seed=1)
+    # Batches in one piece: the private optimizer was never asked for, and raw gradients were applied.
+    privacy = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "max_physical_batch_size": EXAMPLES}
+    options = {"args": arguments(tmp_path, max_steps=3, optim="sgd"), "train_dataset": Texts(), "engine": engine}
+    trainer = DPTrainer(model_init=lambda: language_model("gpt2"), **options, privacy=privacy)
+    ends = []
+    for _ in range(2):
+        trainer.train()
+        ends.append(trainer.model)
+    assert len(engine.accountant) == 6
+    assert ends[0] is not ends[1] and difference(state(language_model("gpt2")), *ends) > 0.1  # noise of its own
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_refuses_steps_of_another_optimizer(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from dpcore.transformers import DPTrainer
+
+    class OfItsOwn(DPTrainer):
+        def get_train_dataloader(self):
+            return DataLoader(self.train_dataset, batch_size=ROWS)
+
+    class Replaces(transformers.TrainerCallback):
+        def __init__(self, what):
+            self.what = what
+
+        def on_train_begin(self, args, state, control, **given):
+            self.what()
+
+    def trainer(kind=DPTrainer):
+        privacy = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "max_physical_batch_size": EXAMPLES}
+        options = {"args": arguments(tmp_path, max_steps=2), "train_dataset": Texts(), "engine": PrivacyEngine()}
+        return kind(model=language_model("gpt2"), **options, privacy=privacy)
+
+    with pytest.raises(PrivacyError, match=r"OfItsOwn has made no private optimizer.*super\(\)\.get_train_dataloader"):
+        trainer(OfItsOwn).train()
+    other = trainer()
+    plain = torch.optim.SGD(other.model.parameters(), lr=0.1)
+    other.add_callback(Replaces(lambda: setattr(other, "optimizer", plain)))
+    start = state(other.model)
+    with pytest.raises(PrivacyError, match=r"optimizer is SGD and not the private one"):
+        other.train()
+    assert all(torch.equal(start[name], value) for name, value in state(other.model).items())
+
+
+class WithoutSchedule(torch.optim.SGD):
+    """As those of the package schedulefree, whose weights are others in evaluation, and which are told of it."""
+
+    trains = False
+    changes = 0
+
+    def train(self) -> None:
+        self.changes += not self.trains
+        self.trains = True
+
+    def eval(self) -> None:
+        self.changes += self.trains
+        self.trains = False
+
+    def step(self, closure=None):
+        assert self.trains
+        return super().step(closure)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_optimizer_without_a_schedule_is_told_of_training_and_evaluation(tmp_path):
+    pytest.importorskip("transformers")
+    from dpcore.transformers import DPTrainer
+
+    model = language_model("lora")
+    optimizer = WithoutSchedule([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    options = {"args": arguments(tmp_path, max_steps=4, eval_strategy="steps", eval_steps=2), "train_dataset": Texts()}
+    options |= {"eval_dataset": torch.utils.data.Subset(Texts(), range(4)), "optimizers": (optimizer, None)}
+    engine, privacy = PrivacyEngine(), {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
+    DPTrainer(model=model, **options, engine=engine, privacy=privacy).train()
+    assert len(engine.accountant) == 4 and optimizer.changes == 4 and not optimizer.trains
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_that_was_interrupted_within_a_batch_goes_on(tmp_path):
+    pytest.importorskip("transformers")
+    from dpcore.transformers import DPTrainer
+
+    class Interrupted(DPTrainer):
+        passes = 0
+
+        def compute_loss(self, *given, **named):
+            self.passes += 1
+            if self.passes == 2:
+                raise KeyboardInterrupt
+            return super().compute_loss(*given, **named)
+
+    options = {"args": arguments(tmp_path, max_steps=2), "train_dataset": Texts(), "engine": PrivacyEngine(seed=1)}
+    privacy = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
+    trainer = Interrupted(model=language_model("gpt2"), **options, privacy=privacy)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train()
+    assert len(options["engine"].accountant) == 2
+
+
+@pytest.mark.parametrize("rate", [0.2, 0.01])
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainers_noise_is_for_as_many_steps_as_it_takes(rate, tmp_path):
+    """A round at a sample rate of the user's own has other steps than one of the data's batches."""
+    pytest.importorskip("transformers")
+    from dpcore.transformers import DPTrainer
+
+    engine, steps = PrivacyEngine(seed=1), 6
+    budget = {"target_epsilon": 3.0, "target_delta": 1e-3, "max_grad_norm": 1.0}
+    privacy = budget | {"sample_rate": rate, "expected_batch_size": rate * EXAMPLES}
+    options = {"args": arguments(tmp_path, max_steps=steps), "train_dataset": Texts(), "engine": engine}
+    DPTrainer(model=language_model("lora"), **options, privacy=privacy).train()
+    assert len(engine.accountant) == steps and 2.9 < engine.get_epsilon(1e-3) <= 3.0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_refuses_options_that_it_would_not_follow(tmp_path):
+    pytest.importorskip("transformers")
+    from dpcore.transformers import DPTrainer
+
+    def trainer(*given, **options):
+        privacy = {"noise_multiplier": 1.0, "max_grad_norm": 1.0} | options
+        return DPTrainer(
+            language_model("gpt2"), arguments(tmp_path), None, Texts(), *given, engine=PrivacyEngine(), privacy=privacy
+        )
+
+    for options in ({"grad_sample_mode": "ghost"}, {"wrap_model": True}):
+        with pytest.raises(UnsupportedError, match=r"grad_sample_mode='ghost' or the wrapper of wrap_model=True"):
+            trainer(**options)
+    with pytest.raises(UnsupportedError, match=r"loss_reduction='sum', but the loss of a DPTrainer is the mean"):
+        trainer(loss_reduction="sum")
+    with pytest.raises(UnsupportedError, match="compute_loss_func average"):
+        trainer(None, None, None, lambda outputs, labels, **given: outputs.logits.sum())
 
 
 # ---- TRL
@@ -616,3 +928,57 @@ def test_accelerates_own_prepare_is_told_the_recipe(first):
             loop(accelerator, *accelerator.prepare(*make_private(*given)))
         else:
             make_private(*accelerator.prepare(*given))
+
+
+class Opened(Dataset):
+    """Examples that a worker process can read after it has opened its file."""
+
+    def __init__(self, examples) -> None:
+        self.examples, self.file = examples, None
+
+    def __len__(self) -> int:
+        return EXAMPLES
+
+    def __getitem__(self, i: int):
+        return self.file[i]
+
+
+def open_file(number: int) -> None:
+    data = torch.utils.data.get_worker_info().dataset
+    data.file = data.examples
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("library", ["accelerate", "transformers"])
+def test_worker_processes_are_started_as_the_loader_says(library, tmp_path):
+    pytest.importorskip("transformers")
+    import accelerate
+
+    from dpcore.accelerate import prepare
+    from dpcore.transformers import DPTrainer
+
+    class Reading(DPTrainer):
+        def _make_private(self, loader):
+            loader.worker_init_fn = open_file
+            super()._make_private(loader)
+
+    engine, workers = PrivacyEngine(), {"num_workers": 1, "worker_init_fn": open_file, "persistent_workers": True}
+    privacy = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
+    if library == "transformers":
+        options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "max_steps": 2}
+        given = {"args": arguments(tmp_path, **options), "train_dataset": Opened(Texts()), "engine": engine}
+        trainer = Reading(model=language_model("lora"), **given, privacy=privacy)
+        trainer.train()
+        loader, steps = trainer.get_train_dataloader(), 2
+    else:
+        accelerator = accelerate.Accelerator(gradient_accumulation_steps=PIECES, cpu=True)
+        module, optimizer, _ = parts(network())
+        given = {
+            "module": module,
+            "optimizer": optimizer,
+            "data_loader": DataLoader(Opened(numbers()), ROWS, **workers),
+        }
+        run = prepare(accelerator, engine, **given, **privacy)
+        loop(accelerator, *run)
+        loader, steps = run[2], STEPS
+    assert len(engine.accountant) == steps and loader.persistent_workers
