@@ -56,9 +56,9 @@ class AbstractGradSampleHooks:
     max_grad_norm: float | None = None
     """The bound that the fast-clipping classes were given; the optimiser's must be the same."""
     _reduction_seen = False
+    """True once a loss was looked at."""
     loss_divided_by = 1
     """By how much the first loss was divided beside its mean, as far as it is a cross-entropy."""
-    """True once a loss was looked at."""
     _rounding_told = False
     """True once a warning said that a mean loss is rounded after its division."""
     _passes = 0
