@@ -333,3 +333,12 @@ def test_gdp_of_fixed_batches_and_of_hardly_any_noise():
         accountant = GaussianAccountant()
         accountant.step(noise_multiplier=sigma, sample_rate=0.01)
         assert accountant.get_epsilon(1e-5) == accountant.get_epsilon(1e-5, poisson=False) == math.inf
+
+
+def test_a_tolerance_that_no_search_could_meet():
+    budget = {"target_epsilon": 3.0, "target_delta": 1e-5, "sample_rate": 0.01, "steps": 100, "accountant": "rdp"}
+    for tolerance in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="sigma_tolerance is"):
+            get_noise_multiplier(**budget, sigma_tolerance=tolerance)
+    finest = get_noise_multiplier(**budget, sigma_tolerance=1e-300)
+    assert finest <= get_noise_multiplier(**budget) <= finest + 2e-6

@@ -19,6 +19,8 @@ from dpcore.schedulers import (
     LambdaNoise,
     StepGradClip,
     StepNoise,
+    _GradClipScheduler,
+    _NoiseScheduler,
 )
 from dpcore.validators import ModuleValidator, check_isolation, register_module_fixer, register_module_validator
 from dpcore.validators.errors import IllegalModuleConfigurationError
@@ -101,6 +103,46 @@ def test_schedules(make, attribute, values):
     resumed = make(other)
     resumed.load_state_dict(scheduler.state_dict())
     assert getattr(other, attribute) == getattr(optimizer, attribute)
+
+
+class _Halving(_NoiseScheduler):
+    """Computes its value from the one before, as a schedule written for Opacus does."""
+
+    def __init__(self, optimizer, last_epoch=-1):
+        self.calls = 0
+        super().__init__(optimizer, last_epoch=last_epoch)
+
+    def get_noise_multiplier(self):
+        self.calls += 1
+        return self.optimizer.noise_multiplier * (0.5 if self.last_epoch else 1.0)
+
+
+class _OwnClip(_GradClipScheduler):
+    def get_max_grad_norm(self):
+        return 1.0 / (1 + self.last_epoch)
+
+
+def test_a_rule_of_ones_own_goes_on_where_it_was():
+    scheduler = _Halving(_optimizer())
+    scheduler.step()
+    assert scheduler.optimizer.noise_multiplier == 2.0
+    resumed = _Halving(_optimizer())
+    resumed.optimizer.noise_multiplier = 2.0  # as load_checkpoint does
+    resumed.load_state_dict(scheduler.state_dict())
+    assert (resumed.optimizer.noise_multiplier, resumed.last_epoch, resumed.calls) == (2.0, 1, 2)
+    resumed.step()
+    assert resumed.optimizer.noise_multiplier == 1.0
+    assert _Halving(_optimizer(), last_epoch=3).optimizer.noise_multiplier == 2.0
+    assert _OwnClip(_optimizer(), last_epoch=3).optimizer.max_grad_norm == 0.2
+
+
+@pytest.mark.parametrize(
+    "make", [lambda o: ExponentialNoise(o, gamma=0.5), lambda o: StepNoise(o, step_size=1, gamma=0.5)]
+)
+def test_the_state_of_opacus_schedules_holds_no_initial_value(make):
+    scheduler = make(_optimizer())
+    scheduler.load_state_dict({"gamma": 0.5, "last_epoch": 2})
+    assert scheduler.optimizer.noise_multiplier == 1.0
 
 
 def test_the_accountant_and_the_clipping_follow_the_schedule():
