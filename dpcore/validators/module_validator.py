@@ -150,11 +150,11 @@ class ModuleValidator:
 
 def _instead_of(norm: Any, options: dict[str, Any]) -> nn.Module:
     """Return the norm that keeps examples apart in place of a batch norm, by the options of ``fix``."""
-    channels = norm.num_features
+    channels, eps = norm.num_features, norm.eps
     if options.get("replace_bn_with_in"):
         for batch_norm, instance_norm in zip(_BATCH_NORMS, _INSTANCE_NORMS, strict=False):
             if isinstance(norm, batch_norm):
-                return instance_norm(channels, eps=norm.eps)
+                return instance_norm(channels, eps=eps)
         raise UnsupportedError(
             f"There is no InstanceNorm for {type(norm).__name__}, which takes inputs of any dimensions; leave "
             "replace_bn_with_in out, and a GroupNorm takes its place."
@@ -166,7 +166,7 @@ def _instead_of(norm: Any, options: dict[str, Any]) -> nn.Module:
             f"num_groups is {groups!r}, and a {type(norm).__name__} has {channels} channels; it must be a whole number "
             "that divides them. Leave it out, and each layer gets gcd(32, channels) groups."
         )
-    return nn.GroupNorm(groups, channels, eps=norm.eps, affine=norm.affine)
+    return nn.GroupNorm(groups, channels, eps=eps, affine=norm.affine)
 
 
 def _copy(module: nn.Module) -> nn.Module:
