@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from dpcore import GradSampleModule, PrivacyEngine, PrivacyError, UnsupportedError, reference
 from dpcore.grad_sample import (
+    GradSampleHooksFastGradientClipping,
     GradSampleModuleFastGradientClipping,
     register_grad_sampler,
     register_norm_sampler,
@@ -197,12 +198,14 @@ def test_the_criterion_divides_no_example_by_what_depends_on_others():
     assert criterion(outputs[:0], y[:0]).item() == 0.0
 
 
-def test_norms_and_coefficients_of_the_fast_clipping_module():
+@pytest.mark.parametrize("wrap_model", [True, False])
+def test_norms_and_coefficients_of_the_fast_clipping_module(wrap_model):
     model = small_model()
     x, y = small_data()[:5]
     norms = reference.clipped_sum(copy.deepcopy(model), losses, x, y, 1.0).norms
-    wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=float(norms.median()))
-    F.cross_entropy(wrapped(x), y).backward()
+    kind = GradSampleModuleFastGradientClipping if wrap_model else GradSampleHooksFastGradientClipping
+    wrapped = kind(model, max_grad_norm=float(norms.median()))
+    F.cross_entropy((wrapped if wrap_model else model)(x), y).backward()
     torch.testing.assert_close(wrapped.get_norm_sample(), norms)
     torch.testing.assert_close(wrapped.per_sample_gradient_norms, norms)
     torch.testing.assert_close(wrapped.get_clipping_coef(), (float(norms.median()) / norms).clamp(max=1))
