@@ -11,7 +11,7 @@ from scipy import stats
 from torch import nn
 from torch.nn import functional as F
 
-from dpcore import GradSampleModule, PrivacyEngine, PrivacyError, UnsupportedError, reference
+from dpcore import GaussianNoise, GradSampleModule, PrivacyEngine, PrivacyError, UnsupportedError, reference
 from dpcore.grad_sample import (
     GradSampleHooksFastGradientClipping,
     GradSampleModuleFastGradientClipping,
@@ -322,6 +322,37 @@ def test_adaptive_clipping_accounts_for_its_count():
     optimizer.noise_multiplier = 2.5
     with pytest.raises(PrivacyError, match="must stay below 2"):
         step(wrapped, optimizer, *small_data()[:3])
+
+
+class _FromElsewhere(GaussianNoise):
+    """Noise of a generator of its own, with a seed that everybody knows and that nothing follows from."""
+
+    def __init__(self):
+        super().__init__(seed=0)
+        self.own = torch.Generator()
+        self.own.seed()
+
+    def generator(self, step, device="cpu"):
+        return self.own
+
+
+def test_the_count_of_adaptive_clipping_has_secret_noise_where_the_seed_is_none():
+    bounds = set()
+    x, y = small_data()[:5]
+    for _ in range(3):
+        module = GradSampleModule(small_model())
+        optimizer = AdaClipDPOptimizer(
+            torch.optim.SGD(module.parameters(), lr=0.1),
+            noise_multiplier=1.0,
+            max_grad_norm=0.5,
+            expected_batch_size=5,
+            unclipped_num_std=2.0,
+            noise=_FromElsewhere(),
+        )
+        F.cross_entropy(module(x), y).backward()
+        optimizer.step()
+        bounds.add(optimizer.max_grad_norm)
+    assert len(bounds) == 3
 
 
 def test_adaptive_clipping_counts_all_pieces_of_a_batch():
