@@ -198,6 +198,17 @@ def test_the_criterion_divides_no_example_by_what_depends_on_others():
     assert criterion(outputs[:0], y[:0]).item() == 0.0
 
 
+def test_the_criterion_of_a_divergence_is_a_mean_over_the_batch_alone():
+    model = GradSampleModule(nn.Linear(3, 4))
+    inputs, targets = torch.randn(5, 4).log_softmax(1), torch.randn(5, 4).softmax(1)
+    divergence = nn.KLDivLoss(reduction="batchmean")
+    criterion = DPLossFastGradientClipping(model, None, divergence)
+    assert criterion(inputs, targets).item() == pytest.approx(divergence(inputs, targets).item())
+    assert criterion(inputs[:0], targets[:0]).item() == 0.0
+    with pytest.raises(ValueError, match="reduction is 'batchmean' and loss_reduction is 'sum'"):
+        DPLossFastGradientClipping(model, None, divergence, loss_reduction="sum")
+
+
 @pytest.mark.parametrize("wrap_model", [True, False])
 def test_norms_and_coefficients_of_the_fast_clipping_module(wrap_model):
     model = small_model()
