@@ -58,7 +58,11 @@ class Scheduler:
 
     def _move_on(self) -> None:
         self.last_epoch += 1
-        self.apply()
+        try:
+            self.apply()
+        except Exception:
+            self.last_epoch -= 1
+            raise
 
     def apply(self) -> None:
         """Sets the value on the optimiser."""

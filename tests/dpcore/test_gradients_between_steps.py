@@ -381,6 +381,20 @@ def test_adaptive_clipping_counts_all_pieces_of_a_batch():
 # ---- schedules of the batch size
 
 
+@pytest.mark.parametrize("check_batches", [True, False])
+def test_a_batch_is_counted_at_the_rate_at_which_it_was_drawn(check_batches):
+    engine, model, optimizer, loader = make(noise_multiplier=1.0, check_batches=check_batches)
+    schedule = ExponentialBatchSize(optimizer, gamma=0.5)
+    for x, y in loader:
+        F.cross_entropy(model(x), y).backward()
+    with pytest.raises(PrivacyError, match="from 10 to 5 between a batch's backward pass and its step"):
+        schedule.step()
+    optimizer.step()
+    assert [rate for _, rate, _ in engine.accountant.history] == [1 / 6]
+    schedule.step()
+    assert optimizer.expected_batch_size == 5.0
+
+
 def test_rate_divisor_and_accountant_follow_the_batch_size():
     engine, model, optimizer, loader = make(noise_multiplier=1.0)
     schedule = ExponentialBatchSize(optimizer, gamma=2.0)
