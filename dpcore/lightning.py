@@ -21,6 +21,7 @@ from dpcore.checkpoint import RandomState
 from dpcore.data_loader import DPDataLoader
 from dpcore.distributed import Ranks, replicate
 from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
+from dpcore.loading.uniform_sampler import drawn_seed
 from dpcore.optimizers import DPOptimizer
 from dpcore.privacy_engine import PrivacyEngine
 from dpcore.utils.batch_memory_manager import iterate_whole
@@ -103,7 +104,7 @@ class DPLightningDataModule(lightning.LightningDataModule):
         self.poisson_sampling = poisson_sampling
         self.datamodule = datamodule
         self.sample_rate = sample_rate
-        self.seed = None if generator is None else int(torch.randint(2**62, (), generator=generator))
+        self.seed = None if generator is None else drawn_seed(generator)
         self._train: Any = None
 
     def prepare_data(self) -> None:

@@ -134,6 +134,11 @@ class GaussianNoise:
             return target
         return target.normal_(0.0, std, generator=self.generator(step, target.device))
 
+    @property
+    def is_by_seed(self) -> bool:
+        """True if noise follows from the seed and from nothing else, as a subclass's need not."""
+        return self._is_own and self.may_come_first
+
     def _native_serves(self, target: Tensor) -> bool:
         """Return whether the kernel may draw.
 

@@ -37,10 +37,10 @@ from dpcore.loading.checks import check_data_set, check_once_a_round, check_ordi
 from dpcore.loading.counting_loader import CountingDataLoader, counted
 from dpcore.loading.ledger import Ledger
 from dpcore.loading.same_data import check_same_data
-from dpcore.loading.uniform_sampler import steps_per_epoch
+from dpcore.loading.uniform_sampler import drawn_seed, steps_per_epoch
 from dpcore.noise import GaussianNoise, SecureNoise
 from dpcore.optimizers import DPOptimizer, get_optimizer_class
-from dpcore.optimizers.optimizer import NOISE_HINT, private_optimizers
+from dpcore.optimizers.optimizer import NOISE_HINT, check_takes_one_gradient, private_optimizers
 from dpcore.utils.batch_memory_manager import PiecewiseLoader, check_iterated, check_pieces, whole_batches
 from dpcore.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping, check_criterion
 from dpcore.validators import ModuleValidator
@@ -622,6 +622,11 @@ class PrivacyEngine:
                 "rand_on_empty is not needed and is ignored: an empty batch keeps its structure and has length 0. A "
                 "random example in its place would let one example move the sum by twice max_grad_norm.",
             )
+        if self.secure_mode and settings.noise_generator is not None:
+            raise ValueError(
+                "secure_mode draws the noise from the operating system, and noise_generator would be ignored; leave it "
+                "out, or build the engine without secure_mode."
+            )
         if self.secure_mode and not settings.poisson_sampling:
             raise ValueError("secure_mode also draws the batches; it needs poisson_sampling=True.")
 
@@ -650,7 +655,7 @@ class PrivacyEngine:
 
     def _noise_seed(self, generator: torch.Generator | None, ranks: Ranks | None) -> int | None:
         """The seed of the noise; the same on all ranks."""
-        seed = self._run_seed() if generator is None else int(torch.randint(2**62, (), generator=generator))
+        seed = self._run_seed() if generator is None else drawn_seed(generator)
         return seed if ranks is None else ranks.share_seed(seed)
 
     def _agree_between_ranks(
@@ -910,11 +915,7 @@ def _check_types(module: Any, optimizer: Any) -> None:
             f"optimizer is of type {type(optimizer).__name__}; pass one torch.optim.Optimizer, with "
             "parameter groups where layers need settings of their own."
         )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UnsupportedError(
-            "LBFGS evaluates the same batch several times in a step, each of which would be a release; use SGD, "
-            "Adam or another optimizer that takes one gradient per step."
-        )
+    check_takes_one_gradient(optimizer)
 
 
 def _check_unprepared(*given: Any) -> None:

@@ -6,6 +6,7 @@ import math
 import warnings
 from typing import Any
 
+import numpy as np
 import scipy
 
 from dpcore.accountants.accountant import History, IAccountant
@@ -40,6 +41,9 @@ def gaussian_epsilon(delta: float, mu: float) -> float:
 class GaussianAccountant(IAccountant):
     """Central-limit approximation, μ² = Σ T q² (e^{1/σ²} - 1).
 
+    With ``get_epsilon(delta, poisson=False)`` that of batches of fixed size, drawn without replacement (Dong, Roth and
+    Su 2022): μ² = Σ 2 T q² (e^{1/σ²} Φ(3/(2σ)) + 3 Φ(-1/(2σ)) - 2), which is more.
+
     It under-reports where few steps dominate (0.85 instead of 3.24 at q = 0.001, σ = 0.5, 1000 steps): use it to
     compare with papers that do, not to promise anything. Every reading warns of that.
     """
@@ -50,8 +54,22 @@ class GaussianAccountant(IAccountant):
             'guarantee. Report the accountants "prv" or "rdp", which are bounds.',
             stacklevel=3,
         )
-        return gaussian_epsilon(delta, math.sqrt(sum(t * q * q * math.expm1(s**-2) for s, q, t in history)))
+        squared = _of_poisson_batches if options.get("poisson", True) else _of_fixed_batches
+        with np.errstate(over="ignore", divide="ignore"):  # noise so small that epsilon is infinite
+            mu_sq = sum(t * q * q * squared(s) for s, q, t in history)
+        return gaussian_epsilon(delta, math.sqrt(mu_sq)) if mu_sq < math.inf else math.inf
 
     @classmethod
     def mechanism(cls) -> str:
         return "gdp"
+
+
+def _of_poisson_batches(sigma: float) -> float:
+    """Return μ² / q² of one step on a Poisson batch."""
+    return float(np.expm1(np.float64(sigma) ** -2))
+
+
+def _of_fixed_batches(sigma: float) -> float:
+    """Return μ² / q² of one step on a batch of fixed size."""
+    far, near = scipy.special.ndtr(1.5 / sigma), scipy.special.ndtr(-0.5 / sigma)
+    return float(2.0 * (np.exp(np.float64(sigma) ** -2) * far + 3.0 * near - 2.0))

@@ -10,8 +10,10 @@ import numpy as np
 import scipy
 
 from dpcore.accountants.accountant import History, IAccountant
+from dpcore.arguments import check_number
 
 DEFAULT_ALPHAS = tuple([1 + x / 10.0 for x in range(1, 100)] + list(range(12, 64)))
+ORDER_RULE = "it must hold orders of Rényi divergences, finite and above 1, for instance [2, 4, 8, 16, 32]"
 
 
 def renyi_divergence(sample_rate: float, noise_multiplier: float, alpha: float) -> float:
@@ -49,17 +51,38 @@ class RDPAccountant(IAccountant):
     DEFAULT_ALPHAS = DEFAULT_ALPHAS
 
     def get_privacy_spent(self, *, delta: float, alphas: Sequence[float] | None = None) -> tuple[float, float]:
-        """(epsilon, the order alpha that gave it); (0, 0) without steps."""
+        """(epsilon, the order alpha that gave it); (0, 0) without steps.
+
+        Args:
+            delta: δ, in (0, 1).
+            alphas: The orders to choose from, each above 1; None: ``DEFAULT_ALPHAS``.
+
+        Raises:
+            ValueError: delta is not in (0, 1), or an order is not above 1.
+        """
+        epsilon = self.get_epsilon(delta, alphas=alphas)
         released = [entry for entry in self.history if entry[1] > 0.0 and entry[2] > 0]
         if not released:
             return 0.0, 0.0
-        if any(noise == 0.0 for noise, _, _ in released):
+        if epsilon == math.inf:
             return math.inf, math.inf
-        return renyi_epsilon(released, delta, alphas or DEFAULT_ALPHAS)
+        # Where steps may fail, epsilon holds at a smaller delta: that which the failures leave.
+        left = delta - math.exp(epsilon) * self.failure_probability if self.failure_probability else delta
+        return epsilon, renyi_epsilon(released, left, _orders(alphas))[1]
 
     def _epsilon(self, history: History, delta: float, **options: Any) -> float:
-        return self.get_privacy_spent(delta=delta, alphas=options.get("alphas"))[0]
+        return renyi_epsilon(history, delta, _orders(options.get("alphas")))[0]
 
     @classmethod
     def mechanism(cls) -> str:
         return "rdp"
+
+
+def _orders(alphas: Sequence[float] | None) -> Sequence[float]:
+    """Return the orders to choose from; ValueError where one is no order of a Rényi divergence above 1."""
+    if alphas is None:
+        return DEFAULT_ALPHAS
+    orders = [check_number("alphas", alpha, lambda a: 1.0 < a < math.inf, ORDER_RULE) for alpha in alphas]
+    if not orders:
+        raise ValueError(f"alphas is empty; {ORDER_RULE}.")
+    return orders

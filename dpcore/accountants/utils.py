@@ -46,6 +46,7 @@ def get_noise_multiplier(
     """
     check_number("target_epsilon", target_epsilon, lambda e: e > 0.0, "it must be above 0")
     check_number("target_delta", target_delta, lambda d: 0.0 < d < 1.0, DELTA_RULE)
+    check_number("sigma_tolerance", sigma_tolerance, lambda t: t > 0.0, "it must be above 0, for instance 1e-6")
     steps = count_steps(sample_rate, epochs, steps)
 
     def epsilon(sigma: float) -> float:
@@ -106,6 +107,10 @@ def _smallest(epsilon: Callable[[float], float], target_epsilon: float, toleranc
         if math.isfinite(low_value) and side < 2:
             secant = high - high_value * (high - low) / (high_value - low_value)
             middle = min(max(secant, low + tolerance / 2), high - tolerance / 2)
+        if not low < middle < high:
+            middle = (low + high) / 2
+            if not low < middle < high:
+                break  # no float lies between them
         value = epsilon(middle) - target_epsilon
         if value > 0.0:
             side = 0 if side < 0 else side + 1

@@ -7,11 +7,38 @@ from torch import Tensor, nn
 
 from dpcore.errors import PrivacyError
 from dpcore.grad_sample.grad_sample_module import GradSampleModule
-from dpcore.grad_sample.hooks import GradSampleHooks
+from dpcore.grad_sample.hooks import AbstractGradSampleHooks, GradSampleHooks
 from dpcore.microbatch.accumulator import Accumulator
 
 
-class GradSampleHooksFastGradientClipping(GradSampleHooks):
+class _Measured(AbstractGradSampleHooks):
+    """A recorder that tells norms and clip factors of the last backward pass, until the step."""
+
+    @torch.no_grad()
+    def get_norm_sample(self) -> Tensor:
+        """[B] norms of the per-sample gradients of the last backward pass. PrivacyError where there was none."""
+        return self._measure()[0]
+
+    @torch.no_grad()
+    def get_clipping_coef(self) -> Tensor:
+        """[B] clip factors of the last backward pass at ``max_grad_norm``."""
+        return self._measure()[1]
+
+    @property
+    def per_sample_gradient_norms(self) -> Tensor:
+        """[B] what :meth:`get_norm_sample` returns."""
+        return self.get_norm_sample()
+
+    def _measure(self) -> tuple[Tensor, Tensor]:
+        if not self._iterations:
+            raise PrivacyError("There was no backward pass since the last step, so there are no gradients to measure.")
+        bound = 1.0 if self.max_grad_norm is None else self.max_grad_norm
+        iteration = self._iterations[-1]
+        norms, factors = Accumulator(self.trained, bound).add(iteration.remaining(), iteration.batch_size)
+        return norms[0], factors[0]
+
+
+class GradSampleHooksFastGradientClipping(_Measured, GradSampleHooks):
     """:class:`GradSampleHooks` without ordinary gradients, under the name of the fast-clipping mode."""
 
     def __init__(
@@ -37,7 +64,7 @@ class GradSampleModuleExpandedWeights(GradSampleModule):
         super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction)
 
 
-class GradSampleModuleFastGradientClipping(GradSampleModule):
+class GradSampleModuleFastGradientClipping(_Measured, GradSampleModule):
     """:class:`GradSampleModule` without ordinary gradients, under the name of the fast-clipping mode."""
 
     def __init__(
@@ -57,25 +84,3 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         """
         super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction, strict=strict, ordinary_grad=False)
         self.max_grad_norm = max_grad_norm
-
-    @torch.no_grad()
-    def get_norm_sample(self) -> Tensor:
-        """[B] norms of the per-sample gradients of the last backward pass. PrivacyError where there was none."""
-        return self._measure()[0]
-
-    @torch.no_grad()
-    def get_clipping_coef(self) -> Tensor:
-        """[B] clip factors of the last backward pass at ``max_grad_norm``."""
-        return self._measure()[1]
-
-    @property
-    def per_sample_gradient_norms(self) -> Tensor:
-        return self.get_norm_sample()
-
-    def _measure(self) -> tuple[Tensor, Tensor]:
-        if not self._iterations:
-            raise PrivacyError("There was no backward pass since the last step, so there are no gradients to measure.")
-        bound = 1.0 if self.max_grad_norm is None else self.max_grad_norm
-        iteration = self._iterations[-1]
-        norms, factors = Accumulator(self.trained, bound).add(iteration.remaining(), iteration.batch_size)
-        return norms[0], factors[0]

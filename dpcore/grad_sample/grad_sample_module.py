@@ -10,7 +10,9 @@ from torch import nn
 from torch.nn import Parameter
 
 from dpcore.errors import UnsupportedError, warn_caller
-from dpcore.grad_sample.hooks import AbstractGradSampleHooks, GradSampleHooksNoOp
+from dpcore.grad_sample.hooks import AbstractGradSampleHooks, GradSampleHooks, GradSampleHooksNoOp
+
+__all__ = ["AbstractGradSampleModule", "GradSampleHooks", "GradSampleModule", "GradSampleModuleNoOp"]
 
 
 class AbstractGradSampleModule(AbstractGradSampleHooks, nn.Module):

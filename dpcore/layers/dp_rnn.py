@@ -18,11 +18,16 @@ def _check_no_projection(kind: str, proj_size: int) -> None:
 
 
 class _OpacusNames(nn.Module):
-    """A layer that loads what Opacus' layers save within a model.
+    """A layer that loads what Opacus' layers save within a model, and takes Opacus' name of the first state.
 
     There every weight stands under torch's name, and again under that of its cell, ``l0.ih.weight`` beside
     ``weight_ih_l0``.
     """
+
+    def forward(self, input: Any, hx: Any = None, state_init: Any = None) -> Any:
+        if hx is not None and state_init is not None:
+            raise ValueError("hx and state_init are two names of the first state; give one of the two.")
+        return super().forward(input, state_init if hx is None else hx)  # type: ignore[misc]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         for key in list(state_dict):

@@ -70,6 +70,7 @@ class AdaClipDPOptimizer(DPOptimizer):
         self.min_clipbound = min_clipbound
         self.unclipped_num_std = unclipped_num_std
         self._centred = 0.0
+        self._secret_noise: GaussianNoise | None = None
         super().__init__(
             optimizer,
             noise_multiplier=noise_multiplier,
@@ -109,9 +110,16 @@ class AdaClipDPOptimizer(DPOptimizer):
         self.update_max_grad_norm(float(count))
 
     def _count_noise(self) -> GaussianNoise:
-        """A stream of its own: the count must not share the gradient's noise."""
+        """A stream of its own: the count must not share the gradient's noise.
+
+        A subclass of :class:`GaussianNoise` may draw from elsewhere, and have a seed that everybody knows. Then the
+        count's noise has a secret seed.
+        """
         if isinstance(self.noise, SecureNoise):
             return self.noise
+        if not self.noise.is_by_seed:
+            self._secret_noise = self._secret_noise or GaussianNoise()
+            return self._secret_noise
         digest = hashlib.sha256(f"dpcore unclipped count {self.noise.seed}".encode()).digest()
         return GaussianNoise(int.from_bytes(digest[:16], "little"), self.noise.rank)
 

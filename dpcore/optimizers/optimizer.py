@@ -18,6 +18,7 @@ from dpcore.errors import PrivacyError, UnsupportedError, trainer_hint, warn_cal
 from dpcore.grad_sample.backward_pass import owner_of
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.loading.ledger import Ledger
+from dpcore.loading.uniform_sampler import drawn_seed
 from dpcore.microbatch.accumulator import Accumulator, Factors
 from dpcore.microbatch.planner import MicroBatches, choose, micro_batches, trains_all
 from dpcore.noise import GaussianNoise, SecureNoise
@@ -79,6 +80,12 @@ class DPOptimizer(OptimizerWrapper):
         sigma = check_noise_multiplier(noise_multiplier, NOISE_HINT)
         if isinstance(optimizer, DPOptimizer):
             raise PrivacyError("The optimizer is private already; a second one around it would add its noise twice.")
+        check_takes_one_gradient(optimizer)
+        if secure_mode and generator is not None:
+            raise ValueError(
+                "secure_mode draws the noise from the operating system, and a generator would be ignored; pass one of "
+                "the two."
+            )
         module = _recorder(optimizer) if module is None else module
         if loss_reduction not in (None, module.loss_reduction):
             raise ValueError(
@@ -553,6 +560,20 @@ class DPOptimizer(OptimizerWrapper):
             self._forget_sums()
 
 
+def check_takes_one_gradient(optimizer: Any) -> None:
+    """UnsupportedError where an optimiser cannot make one update of one dense gradient, which is what a step has."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedError(
+            "LBFGS evaluates the same batch several times in a step, each of which would be a release; use SGD, "
+            "Adam or another optimizer that takes one gradient per step."
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UnsupportedError(
+            "SparseAdam takes sparse gradients alone, and a private gradient is dense: noise on the rows of a batch's "
+            "tokens only would tell which these are. Use Adam."
+        )
+
+
 def _recorder(optimizer: Optimizer) -> AbstractGradSampleHooks:
     """Return the object that records the trained parameters of ``optimizer``."""
     owners = []
@@ -594,4 +615,4 @@ def private_optimizers() -> list[DPOptimizer]:
 def _noise(generator: torch.Generator | None, secure_mode: bool) -> GaussianNoise:
     if secure_mode:
         return SecureNoise()
-    return GaussianNoise(None if generator is None else int(torch.randint(2**62, (), generator=generator)))
+    return GaussianNoise(None if generator is None else drawn_seed(generator))

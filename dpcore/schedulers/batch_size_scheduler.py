@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dpcore.data_loader import DPDataLoader
+from dpcore.errors import PrivacyError
 from dpcore.schedulers.scheduler import Exponential, Scheduler, Stepwise
 
 
@@ -31,6 +32,13 @@ class _BatchSizeScheduler(Scheduler):
 
     def apply(self) -> None:
         value = self.value()
+        if value != self.optimizer.expected_batch_size and self.optimizer.has_batch:
+            raise PrivacyError(
+                f"expected_batch_size would be changed from {self.optimizer.expected_batch_size:g} to {value:g} "
+                "between a batch's backward pass and its step: the batch was drawn at the rate of the former and "
+                "would be counted at that of the latter. Step the schedule after optimizer.step(), or give the batch "
+                "up by optimizer.zero_grad() first."
+            )
         self.data_loader.set_sample_rate(value * self._rate_per_example)
         self.optimizer.expected_batch_size = value
 

@@ -13,6 +13,10 @@ class _GradClipScheduler(Scheduler):
 
     attribute = "max_grad_norm"
 
+    @property
+    def has_own_rule(self) -> bool:
+        return type(self).get_max_grad_norm is not _GradClipScheduler.get_max_grad_norm
+
     def get_max_grad_norm(self) -> Any:
         """The clip norm at ``last_epoch``."""
         return super().value()

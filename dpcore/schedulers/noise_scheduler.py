@@ -13,6 +13,10 @@ class _NoiseScheduler(Scheduler):
 
     attribute = "noise_multiplier"
 
+    @property
+    def has_own_rule(self) -> bool:
+        return type(self).get_noise_multiplier is not _NoiseScheduler.get_noise_multiplier
+
     def get_noise_multiplier(self) -> float:
         """The noise multiplier at ``last_epoch``."""
         return super().value()

@@ -27,9 +27,14 @@ class Scheduler:
         self.optimizer = optimizer
         self.last_epoch = last_epoch
         self.initial = getattr(optimizer, self.attribute)
-        if last_epoch >= 0:
+        if last_epoch >= 0 and not self.has_own_rule:
             self.initial = scaled(self.initial, 1.0 / self.past_factor(last_epoch))
         self._move_on()
+
+    @property
+    def has_own_rule(self) -> bool:
+        """Whether a user's subclass computes its values by itself, possibly each from the one before."""
+        return False
 
     def factor(self, epoch: int) -> float:
         """Return what multiplies the initial value at ``epoch``."""
@@ -53,18 +58,46 @@ class Scheduler:
 
     def _move_on(self) -> None:
         self.last_epoch += 1
-        self.apply()
+        try:
+            self.apply()
+        except Exception:
+            self.last_epoch -= 1
+            raise
 
     def apply(self) -> None:
         """Sets the value on the optimiser."""
         setattr(self.optimizer, self.attribute, self.value())
 
     def state_dict(self) -> dict[str, Any]:
-        return {"initial": self.initial, "last_epoch": self.last_epoch}
+        """Return the initial value and the number of the epoch; of a subclass with a rule of its own, all that it has.
+
+        (But for objects, such as the optimiser and functions, which no checkpoint holds.)
+        """
+        if not self.has_own_rule:
+            return {"initial": self.initial, "last_epoch": self.last_epoch}
+        return {name: value for name, value in vars(self).items() if _is_plain(value)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.initial, self.last_epoch = state_dict["initial"], state_dict["last_epoch"]
+        """Go on from a :meth:`state_dict`, also of Opacus' schedule of the same kind, which holds no initial value.
+
+        A rule of a subclass' own is not asked: if its value came from the one before, it would move on once more. The
+        value in force is the optimiser's, which a checkpoint restores.
+        """
+        if self.has_own_rule:
+            vars(self).update(state_dict)
+            return
+        self.initial = state_dict.get("initial", self.initial)
+        self.last_epoch = state_dict["last_epoch"]
         self.apply()
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value consists of numbers and texts alone."""
+    if isinstance(value, dict):
+        return all(_is_plain(part) for pair in value.items() for part in pair)
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def scaled(value: Any, factor: float) -> Any:

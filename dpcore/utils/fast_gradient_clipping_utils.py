@@ -23,7 +23,8 @@ class DPLossFastGradientClipping:
     A mean is Σ losses / number of losses, also where the criterion itself would divide by a sum of class weights or by
     the number of targets that are not ignored: those depend on the other examples. ``shape`` [B, T, ...] says that the
     losses are of B sequences with T positions each; every sequence's loss is then the mean (or sum) over its own
-    positions. An empty batch has loss 0.
+    positions. With ``reduction="batchmean"`` (:class:`torch.nn.KLDivLoss`) the losses of a row are one example's and
+    are added up. An empty batch has loss 0.
     """
 
     def __init__(
@@ -61,6 +62,8 @@ class DPLossFastGradientClipping:
             self.criterion.reduction = reduction
         if shape is not None and losses.shape[:1] == (shape[0] * shape[1],):
             losses = self._by_sequence(losses.view(shape[0], shape[1]), args, kwargs)
+        if reduction == "batchmean" and losses.dim() > 1:
+            losses = losses.flatten(1).sum(1)
         if self.loss_reduction == "sum":
             return losses.sum()
         return losses.mean() if losses.numel() else losses.sum()
@@ -79,9 +82,10 @@ class DPLossFastGradientClipping:
 
 def check_criterion(criterion: Any, loss_reduction: str) -> None:
     """ValueError where the criterion says that it reduces otherwise than declared."""
-    reduction = getattr(criterion, "reduction", None)
+    found = getattr(criterion, "reduction", None)
+    reduction = "mean" if found == "batchmean" else found
     if reduction in ("mean", "sum") and reduction != loss_reduction:
         raise ValueError(
-            f"The criterion's reduction is {reduction!r} and loss_reduction is {loss_reduction!r}: every gradient "
+            f"The criterion's reduction is {found!r} and loss_reduction is {loss_reduction!r}: every gradient "
             "would be too large or too small by the batch's length before it is clipped. Give both the same."
         )

@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from dpcore.errors import UnsupportedError
 from dpcore.validators.errors import IllegalModuleConfigurationError, ShouldReplaceModuleError
@@ -101,15 +102,23 @@ class ModuleValidator:
 
         Args:
             module: Left as it is.
-            **kwargs: For the registered fixers.
+            **kwargs: ``num_groups``: of the GroupNorms; ``replace_bn_with_in=True``: InstanceNorm without parameters
+                in place of GroupNorm. These and all others are handed to the registered fixers, too.
 
         Returns:
             The copy.
 
         Raises:
             TypeError: a registered fixer returned something other than a module.
+            UnsupportedError: a layer is lazy, or a batch norm has no InstanceNorm of its kind.
+            ValueError: both options are given, or ``num_groups`` does not divide a batch norm's channels.
         """
-        return cls._fixed(copy.deepcopy(module), kwargs, {})
+        if kwargs.get("replace_bn_with_in") and kwargs.get("num_groups") is not None:
+            raise ValueError(
+                f"num_groups is {kwargs['num_groups']} and replace_bn_with_in is True; an InstanceNorm has no groups, "
+                "so give one of the two."
+            )
+        return cls._fixed(_copy(module), kwargs, {})
 
     @classmethod
     def _fixed(cls, module: nn.Module, options: dict[str, Any], known: dict[nn.Module, nn.Module]) -> nn.Module:
@@ -127,9 +136,7 @@ class ModuleValidator:
             known[module] = _placed_as(fixed, module)
             return known[module]
         if isinstance(module, _BATCH_NORMS):
-            channels = module.num_features
-            norm = nn.GroupNorm(math.gcd(32, channels), channels, eps=module.eps, affine=module.affine)
-            known[module] = _placed_as(norm, module)
+            known[module] = _placed_as(_instead_of(module, options), module)
             return known[module]
         if isinstance(module, _INSTANCE_NORMS) and module.track_running_stats:
             module.track_running_stats = False
@@ -139,6 +146,46 @@ class ModuleValidator:
             if child is not None:
                 module._modules[name] = cls._fixed(child, options, known)
         return module
+
+
+def _instead_of(norm: Any, options: dict[str, Any]) -> nn.Module:
+    """Return the norm that keeps examples apart in place of a batch norm, by the options of ``fix``."""
+    channels, eps = norm.num_features, norm.eps
+    if options.get("replace_bn_with_in"):
+        for batch_norm, instance_norm in zip(_BATCH_NORMS, _INSTANCE_NORMS, strict=False):
+            if isinstance(norm, batch_norm):
+                return instance_norm(channels, eps=eps)
+        raise UnsupportedError(
+            f"There is no InstanceNorm for {type(norm).__name__}, which takes inputs of any dimensions; leave "
+            "replace_bn_with_in out, and a GroupNorm takes its place."
+        )
+    groups = options.get("num_groups")
+    groups = math.gcd(32, channels) if groups is None else groups
+    if not isinstance(groups, int) or groups < 1 or channels % groups:
+        raise ValueError(
+            f"num_groups is {groups!r}, and a {type(norm).__name__} has {channels} channels; it must be a whole number "
+            "that divides them. Leave it out, and each layer gets gcd(32, channels) groups."
+        )
+    return nn.GroupNorm(groups, channels, eps=eps, affine=norm.affine)
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    """Return a deep copy of a module, also of one that has kept what it computed from its parameters.
+
+    (As torch.nn.utils.weight_norm and prune do, until the next forward pass. torch does not copy a tensor with a
+    graph.)
+
+    Raises:
+        UnsupportedError: a layer is lazy, so that there is nothing to copy yet.
+    """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise UnsupportedError(
+                f"{name} belongs to a lazy layer and has no shape yet; run the module once on a batch of public (or "
+                "made-up) data first."
+            )
+    computed = [v for part in module.modules() for v in vars(part).values() if isinstance(v, Tensor) and v.grad_fn]
+    return copy.deepcopy(module, {id(tensor): tensor.detach().clone() for tensor in computed})
 
 
 def _found(validator: Validator, module: nn.Module, where: str) -> list[UnsupportedError]:
@@ -153,6 +200,9 @@ def _found(validator: Validator, module: nn.Module, where: str) -> list[Unsuppor
 
 
 def _placed_as(replacement: nn.Module, module: nn.Module) -> nn.Module:
-    """The replacement on the device and in the mode of what it replaces."""
+    """The replacement on the device and in the mode of what it replaces; norms in its precision, too."""
     param = next(module.parameters(), None)
-    return replacement.train(module.training).to(None if param is None else param.device)
+    replacement.train(module.training)
+    if param is None:
+        return replacement
+    return replacement.to(param.device, param.dtype if isinstance(module, _BATCH_NORMS) else None)

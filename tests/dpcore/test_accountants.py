@@ -298,3 +298,47 @@ def test_names_and_options_of_opacus():
     assert renyi.get_epsilon(1e-5) == epsilon
     assert renyi.get_privacy_spent(delta=1e-5, alphas=[alpha]) == (epsilon, alpha)
     assert renyi.get_epsilon(1e-5, alphas=[2.0]) > epsilon
+
+
+def test_orders_are_checked_and_may_be_an_array():
+    accountant = RDPAccountant()
+    accountant.step(noise_multiplier=1.1, sample_rate=0.01, steps=100)
+    expected = accountant.get_privacy_spent(delta=1e-5, alphas=[2, 8, 32])
+    assert accountant.get_privacy_spent(delta=1e-5, alphas=np.array([2, 8, 32])) == expected
+    for orders in ([0.5], [1, 2, 4], [math.nan], []):
+        with pytest.raises(ValueError, match=r"alphas is .*above 1"):
+            accountant.get_privacy_spent(delta=1e-5, alphas=orders)
+    with pytest.raises(ValueError, match=r"delta is 2\.0"):
+        accountant.get_privacy_spent(delta=2.0)
+
+
+def test_the_spent_epsilon_charges_steps_that_may_fail():
+    accountant = RDPAccountant()
+    accountant.step(noise_multiplier=1.1, sample_rate=0.01, steps=100)
+    without, _ = accountant.get_privacy_spent(delta=1e-5)
+    accountant.add_failure_probability(1e-6)
+    epsilon, alpha = accountant.get_privacy_spent(delta=1e-5)
+    assert epsilon == accountant.get_epsilon(1e-5) > without and alpha in RDPAccountant.DEFAULT_ALPHAS
+    accountant.add_failure_probability(1e-5)
+    assert accountant.get_privacy_spent(delta=1e-5) == (math.inf, math.inf)
+
+
+@pytest.mark.filterwarnings("ignore:This epsilon is the central-limit approximation")
+def test_gdp_of_fixed_batches_and_of_hardly_any_noise():
+    accountant = GaussianAccountant()
+    accountant.step(noise_multiplier=1.0, sample_rate=0.01, steps=100)
+    # Opacus' value; that of Poisson batches is 0.4575.
+    assert accountant.get_epsilon(1e-5, poisson=False) == pytest.approx(0.6114472143570985, rel=1e-6)
+    for sigma in (0.03, 1e-200):
+        accountant = GaussianAccountant()
+        accountant.step(noise_multiplier=sigma, sample_rate=0.01)
+        assert accountant.get_epsilon(1e-5) == accountant.get_epsilon(1e-5, poisson=False) == math.inf
+
+
+def test_a_tolerance_that_no_search_could_meet():
+    budget = {"target_epsilon": 3.0, "target_delta": 1e-5, "sample_rate": 0.01, "steps": 100, "accountant": "rdp"}
+    for tolerance in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="sigma_tolerance is"):
+            get_noise_multiplier(**budget, sigma_tolerance=tolerance)
+    finest = get_noise_multiplier(**budget, sigma_tolerance=1e-300)
+    assert finest <= get_noise_multiplier(**budget) <= finest + 2e-6

@@ -322,3 +322,13 @@ def test_weights_go_to_opacus_layers_and_come_back(name):
     fresh = getattr(theirs_of, name)(*arguments, **options)
     fresh.load_state_dict(dict(ours["layer"].state_dict()))
     torch.testing.assert_close(fresh(*inputs)[0], theirs["layer"](*inputs)[0])
+
+
+@pytest.mark.parametrize("kind", [DPLSTM, DPGRU, DPRNN])
+def test_the_first_state_has_opacus_name_too(kind):
+    layer, x = kind(3, 4, batch_first=True), torch.randn(5, 2, 3)
+    h = torch.randn(1, 5, 4)
+    state = (h, torch.randn(1, 5, 4)) if kind is DPLSTM else h
+    torch.testing.assert_close(layer(x, state_init=state)[0], layer(x, state)[0])
+    with pytest.raises(ValueError, match="two names of the first state"):
+        layer(x, state, state_init=state)

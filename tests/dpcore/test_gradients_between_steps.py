@@ -11,8 +11,9 @@ from scipy import stats
 from torch import nn
 from torch.nn import functional as F
 
-from dpcore import GradSampleModule, PrivacyEngine, PrivacyError, UnsupportedError, reference
+from dpcore import GaussianNoise, GradSampleModule, PrivacyEngine, PrivacyError, UnsupportedError, reference
 from dpcore.grad_sample import (
+    GradSampleHooksFastGradientClipping,
     GradSampleModuleFastGradientClipping,
     register_grad_sampler,
     register_norm_sampler,
@@ -197,12 +198,25 @@ def test_the_criterion_divides_no_example_by_what_depends_on_others():
     assert criterion(outputs[:0], y[:0]).item() == 0.0
 
 
-def test_norms_and_coefficients_of_the_fast_clipping_module():
+def test_the_criterion_of_a_divergence_is_a_mean_over_the_batch_alone():
+    model = GradSampleModule(nn.Linear(3, 4))
+    inputs, targets = torch.randn(5, 4).log_softmax(1), torch.randn(5, 4).softmax(1)
+    divergence = nn.KLDivLoss(reduction="batchmean")
+    criterion = DPLossFastGradientClipping(model, None, divergence)
+    assert criterion(inputs, targets).item() == pytest.approx(divergence(inputs, targets).item())
+    assert criterion(inputs[:0], targets[:0]).item() == 0.0
+    with pytest.raises(ValueError, match="reduction is 'batchmean' and loss_reduction is 'sum'"):
+        DPLossFastGradientClipping(model, None, divergence, loss_reduction="sum")
+
+
+@pytest.mark.parametrize("wrap_model", [True, False])
+def test_norms_and_coefficients_of_the_fast_clipping_module(wrap_model):
     model = small_model()
     x, y = small_data()[:5]
     norms = reference.clipped_sum(copy.deepcopy(model), losses, x, y, 1.0).norms
-    wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=float(norms.median()))
-    F.cross_entropy(wrapped(x), y).backward()
+    kind = GradSampleModuleFastGradientClipping if wrap_model else GradSampleHooksFastGradientClipping
+    wrapped = kind(model, max_grad_norm=float(norms.median()))
+    F.cross_entropy((wrapped if wrap_model else model)(x), y).backward()
     torch.testing.assert_close(wrapped.get_norm_sample(), norms)
     torch.testing.assert_close(wrapped.per_sample_gradient_norms, norms)
     torch.testing.assert_close(wrapped.get_clipping_coef(), (float(norms.median()) / norms).clamp(max=1))
@@ -321,6 +335,37 @@ def test_adaptive_clipping_accounts_for_its_count():
         step(wrapped, optimizer, *small_data()[:3])
 
 
+class _FromElsewhere(GaussianNoise):
+    """Noise of a generator of its own, with a seed that everybody knows and that nothing follows from."""
+
+    def __init__(self):
+        super().__init__(seed=0)
+        self.own = torch.Generator()
+        self.own.seed()
+
+    def generator(self, step, device="cpu"):
+        return self.own
+
+
+def test_the_count_of_adaptive_clipping_has_secret_noise_where_the_seed_is_none():
+    bounds = set()
+    x, y = small_data()[:5]
+    for _ in range(3):
+        module = GradSampleModule(small_model())
+        optimizer = AdaClipDPOptimizer(
+            torch.optim.SGD(module.parameters(), lr=0.1),
+            noise_multiplier=1.0,
+            max_grad_norm=0.5,
+            expected_batch_size=5,
+            unclipped_num_std=2.0,
+            noise=_FromElsewhere(),
+        )
+        F.cross_entropy(module(x), y).backward()
+        optimizer.step()
+        bounds.add(optimizer.max_grad_norm)
+    assert len(bounds) == 3
+
+
 def test_adaptive_clipping_counts_all_pieces_of_a_batch():
     bounds = []
     for pieces in (1, 3):
@@ -334,6 +379,20 @@ def test_adaptive_clipping_counts_all_pieces_of_a_batch():
 
 
 # ---- schedules of the batch size
+
+
+@pytest.mark.parametrize("check_batches", [True, False])
+def test_a_batch_is_counted_at_the_rate_at_which_it_was_drawn(check_batches):
+    engine, model, optimizer, loader = make(noise_multiplier=1.0, check_batches=check_batches)
+    schedule = ExponentialBatchSize(optimizer, gamma=0.5)
+    for x, y in loader:
+        F.cross_entropy(model(x), y).backward()
+    with pytest.raises(PrivacyError, match="from 10 to 5 between a batch's backward pass and its step"):
+        schedule.step()
+    optimizer.step()
+    assert [rate for _, rate, _ in engine.accountant.history] == [1 / 6]
+    schedule.step()
+    assert optimizer.expected_batch_size == 5.0
 
 
 def test_rate_divisor_and_accountant_follow_the_batch_size():

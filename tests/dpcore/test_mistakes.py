@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import DataLoader, IterableDataset
 
-from dpcore import Engine, PrivacyEngine, PrivacyError, UnsupportedError
+from dpcore import Engine, GradSampleModule, PrivacyEngine, PrivacyError, UnsupportedError
+from dpcore.optimizers import DPOptimizer
 from dpcore.utils.batch_memory_manager import BatchMemoryManager
 from tests.dpcore.private_setup import losses, make, small_data, small_model, step, truth
 
@@ -83,9 +84,44 @@ def test_what_is_no_module_and_no_optimizer():
         make(model, optimizer=[sgd])
     with pytest.raises(UnsupportedError, match="LBFGS evaluates the same batch several times"):
         make(model, optimizer=torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(UnsupportedError, match="SparseAdam takes sparse gradients alone"):
+        make(model, optimizer=torch.optim.SparseAdam(model.parameters()))
+    with pytest.raises(UnsupportedError, match="LBFGS evaluates the same batch several times"):
+        DPOptimizer(
+            torch.optim.LBFGS(model.parameters()), noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=10
+        )
     _, _, _, loader = make(model, optimizer=sgd)
     with pytest.raises(TypeError, match="which would step on every piece"):
         BatchMemoryManager(data_loader=loader, max_physical_batch_size=5, optimizer=sgd)
+
+
+def test_a_seed_of_the_noise_in_secure_mode():
+    """It was ignored, and the run could not be repeated although its script said so."""
+    model, generator = small_model(), torch.Generator().manual_seed(1)
+    with pytest.raises(ValueError, match="noise_generator would be ignored"):
+        make(model, engine=PrivacyEngine(secure_mode=True), noise_generator=generator)
+    settings = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "expected_batch_size": 10}
+    with pytest.raises(ValueError, match="a generator would be ignored"):
+        DPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), generator=generator, secure_mode=True, **settings)
+
+
+def test_the_seed_of_the_noise_is_drawn_where_its_generator_is(monkeypatch):
+    """A generator on a GPU failed with torch's message; here torch's random numbers only tell what they were asked."""
+    asked = []
+
+    def randint(*args, generator=None, device=None, **kwargs):
+        if generator is not None:
+            asked.append(device)
+        return original(*args, generator=generator, device=device, **kwargs)
+
+    original = torch.randint
+    monkeypatch.setattr(torch, "randint", randint)
+    generator = torch.Generator().manual_seed(1)
+    make(small_model(), noise_generator=generator)
+    module = GradSampleModule(small_model())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    DPOptimizer(optimizer, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=10, generator=generator)
+    assert asked == [generator.device] * 2
 
 
 def test_training_in_evaluation_mode():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import builtins
 import importlib
+import importlib.util
 import inspect
+import pkgutil
 import warnings
 
 import pytest
@@ -181,6 +183,98 @@ def test_public_methods_and_their_arguments(module, name, exceptions):
             assert takes_any or wanted - {"closure"} <= found, f"{name}.{method} does not take {wanted - found}"
 
 
+NO_SUCH_MODULE = {
+    **dict.fromkeys(
+        [
+            "accountants.analysis",
+            "accountants.analysis.gdp",
+            "accountants.analysis.prv",
+            "accountants.analysis.prv.compose",
+            "accountants.analysis.prv.domain",
+            "accountants.analysis.prv.prvs",
+            "accountants.analysis.rdp",
+        ],
+        "an accountant's step and get_epsilon, or get_privacy_spent of the one by Renyi divergences, tell the same",
+    ),
+    **dict.fromkeys(
+        [
+            f"grad_sample.{rule}"
+            for rule in (
+                "conv",
+                "dp_multihead_attention",
+                "dp_rnn",
+                "embedding",
+                "embedding_norm_sample",
+                "functorch",
+                "group_norm",
+                "instance_norm",
+                "layer_norm",
+                "linear",
+                "rms_norm",
+            )
+        ],
+        RULES,
+    ),
+    **dict.fromkeys(
+        [
+            "grad_sample.grad_sample_module_fast_gradient_clipping_fsdp",
+            "grad_sample.grad_sample_module_fast_gradient_clipping_tp",
+            "optimizers.fsdpoptimizer_fast_gradient_clipping",
+            "utils.fsdp_utils",
+        ],
+        SHARDED,
+    ),
+    **dict.fromkeys(
+        [
+            "optimizers.ddp_perlayeroptimizer",
+            "optimizers.ddpoptimizer",
+            "optimizers.ddpoptimizer_fast_gradient_clipping",
+        ],
+        "every optimiser takes ranks",
+    ),
+    **dict.fromkeys(
+        ["utils.adaptive_clipping", "utils.adaptive_clipping.adaptive_clipping_utils"],
+        'clipping="adaptive" serves every mode',
+    ),
+    **dict.fromkeys(
+        [f"validators.{kind}" for kind in ("batch_norm", "gru", "instance_norm", "lstm", "multihead_attention")],
+        "ModuleValidator.validate and fix do it all",
+    ),
+    **dict.fromkeys(
+        [
+            "layers.param_rename",
+            "optimizers.utils",
+            "utils.module_utils",
+            "utils.packed_sequences",
+            "utils.tensor_utils",
+            "version",
+        ],
+        INTERNAL,
+    ),
+}
+"""Modules of Opacus without one of the same path, and why."""
+
+
+def test_every_module_has_opacus_path_or_a_reason():
+    opacus = _import("opacus", "")
+    found = [module.name.removeprefix("opacus.") for module in pkgutil.walk_packages(opacus.__path__, "opacus.")]
+    for module in (module for module in found if not module.startswith("tests")):
+        if not _exists(f"dpcore.{module}"):
+            assert module in NO_SUCH_MODULE, f"there is no dpcore.{module}"
+        elif module.startswith(("accountants.", "grad_sample.gsm", "grad_sample.grad", "optimizers.", "validators.u")):
+            theirs, ours = _import("opacus", module), _import("dpcore", module)
+            classes = [n for n, v in vars(theirs).items() if inspect.isclass(v) and v.__module__ == theirs.__name__]
+            missing = {n for n in classes if not hasattr(ours, n)}
+            assert not missing, f"dpcore.{module} has no {missing}"
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its package is none of ours either
+        return False
+
+
 def test_every_exception_has_a_reason():
     assert all(reason for names in EXCEPTIONS.values() for reason in names.values())
-    assert all(ARGUMENTS.values())
+    assert all(ARGUMENTS.values()) and all(NO_SUCH_MODULE.values())

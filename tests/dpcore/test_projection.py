@@ -67,6 +67,24 @@ def test_hostile_and_empty_batches():
         projected_clipped_sum(model, F.cross_entropy, x, y, 1.0, norms_as)
 
 
+def test_examples_that_mix_are_refused():
+    class Centred(nn.Module):
+        def forward(self, x):
+            return x - x.mean(0)
+
+    (x, y), norms_as = _batch(6), JohnsonLindenstrauss(dimensions=2, failure_probability=1e-3)
+    with pytest.raises(PrivacyError, match="changes the losses of others"):
+        projected_clipped_sum(nn.Sequential(Centred(), _model()), odd_loss, x, y, 0.3, norms_as)
+
+    def contrasted(outputs, y):
+        each = F.cross_entropy(outputs, y, reduction="none")
+        return each / each.sum()
+
+    with pytest.raises(PrivacyError, match="changes the losses of others"):
+        projected_clipped_sum(_model(), contrasted, x, y, 0.3, norms_as)
+    assert len(projected_clipped_sum(_model(), odd_loss, x[:1], y[:1], 0.3, norms_as).norms) == 1
+
+
 def test_dropout_is_the_same_in_every_pass():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 40), nn.Dropout(0.5), nn.Linear(40, 3))

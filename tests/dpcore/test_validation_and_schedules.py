@@ -19,6 +19,8 @@ from dpcore.schedulers import (
     LambdaNoise,
     StepGradClip,
     StepNoise,
+    _GradClipScheduler,
+    _NoiseScheduler,
 )
 from dpcore.validators import ModuleValidator, check_isolation, register_module_fixer, register_module_validator
 from dpcore.validators.errors import IllegalModuleConfigurationError
@@ -101,6 +103,46 @@ def test_schedules(make, attribute, values):
     resumed = make(other)
     resumed.load_state_dict(scheduler.state_dict())
     assert getattr(other, attribute) == getattr(optimizer, attribute)
+
+
+class _Halving(_NoiseScheduler):
+    """Computes its value from the one before, as a schedule written for Opacus does."""
+
+    def __init__(self, optimizer, last_epoch=-1):
+        self.calls = 0
+        super().__init__(optimizer, last_epoch=last_epoch)
+
+    def get_noise_multiplier(self):
+        self.calls += 1
+        return self.optimizer.noise_multiplier * (0.5 if self.last_epoch else 1.0)
+
+
+class _OwnClip(_GradClipScheduler):
+    def get_max_grad_norm(self):
+        return 1.0 / (1 + self.last_epoch)
+
+
+def test_a_rule_of_ones_own_goes_on_where_it_was():
+    scheduler = _Halving(_optimizer())
+    scheduler.step()
+    assert scheduler.optimizer.noise_multiplier == 2.0
+    resumed = _Halving(_optimizer())
+    resumed.optimizer.noise_multiplier = 2.0  # as load_checkpoint does
+    resumed.load_state_dict(scheduler.state_dict())
+    assert (resumed.optimizer.noise_multiplier, resumed.last_epoch, resumed.calls) == (2.0, 1, 2)
+    resumed.step()
+    assert resumed.optimizer.noise_multiplier == 1.0
+    assert _Halving(_optimizer(), last_epoch=3).optimizer.noise_multiplier == 2.0
+    assert _OwnClip(_optimizer(), last_epoch=3).optimizer.max_grad_norm == 0.2
+
+
+@pytest.mark.parametrize(
+    "make", [lambda o: ExponentialNoise(o, gamma=0.5), lambda o: StepNoise(o, step_size=1, gamma=0.5)]
+)
+def test_the_state_of_opacus_schedules_holds_no_initial_value(make):
+    scheduler = make(_optimizer())
+    scheduler.load_state_dict({"gamma": 0.5, "last_epoch": 2})
+    assert scheduler.optimizer.noise_multiplier == 1.0
 
 
 def test_the_accountant_and_the_clipping_follow_the_schedule():
@@ -196,6 +238,42 @@ def test_a_registry_of_one_s_own(registered):
 
     register_module_validator(nn.Linear, Strict)(lambda module: [UnsupportedError("no linear layers")])
     assert not Strict.is_valid(nn.Linear(1, 1)) and ModuleValidator.is_valid(nn.Linear(1, 1))
+
+
+def test_opacus_options_of_the_fixer_of_batch_norms():
+    module = nn.Sequential(nn.Conv2d(3, 16, 1), nn.BatchNorm2d(16), nn.Flatten(2), nn.BatchNorm1d(16))
+    fixed = ModuleValidator.fix(module, replace_bn_with_in=True)
+    assert [type(fixed[i]) for i in (1, 3)] == [nn.InstanceNorm2d, nn.InstanceNorm1d]
+    assert ModuleValidator.is_valid(fixed) and fixed(torch.randn(2, 3, 4, 4)).shape == (2, 16, 16)
+    assert [ModuleValidator.fix(module, num_groups=4)[i].num_groups for i in (1, 3)] == [4, 4]
+    assert ModuleValidator.fix(module)[1].num_groups == 16
+    with pytest.raises(ValueError, match="give one of the two"):
+        ModuleValidator.fix(module, replace_bn_with_in=True, num_groups=4)
+    with pytest.raises(ValueError, match="num_groups is 5, and a BatchNorm2d has 16 channels"):
+        ModuleValidator.fix(module, num_groups=5)
+    with pytest.raises(UnsupportedError, match="no InstanceNorm for SyncBatchNorm"):
+        ModuleValidator.fix(nn.SyncBatchNorm(4), replace_bn_with_in=True)
+
+
+def test_what_takes_a_batch_norms_place_has_its_precision():
+    fixed = ModuleValidator.fix(nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4)).double())
+    assert fixed(torch.randn(2, 2, 8, dtype=torch.float64)).dtype == torch.float64
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+def test_a_module_that_has_kept_what_it_computed_is_fixed():
+    module = nn.Sequential(nn.utils.weight_norm(nn.Conv1d(2, 4, 3)), nn.BatchNorm1d(4))
+    x = torch.randn(3, 2, 8)
+    module(x)
+    fixed = ModuleValidator.fix(module)
+    assert torch.equal(fixed[0](x), module[0](x)) and isinstance(fixed[1], nn.GroupNorm)
+    fixed(x).sum().backward()
+    assert fixed[0].weight_g.grad is not None and module[0].weight_g.grad is None
+
+
+def test_a_lazy_layer_cannot_be_fixed():
+    with pytest.raises(UnsupportedError, match="lazy layer and has no shape yet; run the module once"):
+        ModuleValidator.fix(nn.Sequential(nn.LazyBatchNorm2d()))
 
 
 def test_what_is_registered_wrongly_is_said(registered):
