@@ -36,6 +36,17 @@ def empty_like(batch: Any) -> Any:
     return []
 
 
+def _batches(loader: DataLoader[Any]) -> int:
+    """Return the number of batches of a loader, one of which a step takes; ValueError where there are none."""
+    examples = len(loader.dataset)  # type: ignore[arg-type]
+    if not len(loader) and examples:
+        raise ValueError(
+            f"The loader has no batch: batch_size is {loader.batch_size} for {examples} examples, and drop_last=True "
+            f"drops them. Choose a batch_size of at most {examples}, or pass sample_rate and expected_batch_size."
+        )
+    return len(loader)
+
+
 def worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return the arguments of a loader that say who reads the examples, for another loader over the same data."""
     names = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
@@ -166,7 +177,7 @@ class DPDataLoader(CountingDataLoader):
             )
         check_whole(loader, distributed)
         if sample_rate is None:
-            sample_rate = 1 / len(loader)
+            sample_rate = 1 / max(_batches(loader), 1)
         if generator is None and seed is None and not secure:
             generator = loader.generator
         return cls(

@@ -418,6 +418,11 @@ class PrivacyEngine:
                 infinity where a step had no noise.
         """
         self._check_delta(delta)
+        if self._dataset is not None and not getattr(self.accountant, "history", True):
+            warn_caller(
+                "No private step was taken, so epsilon is 0. If you have trained already, it was without privacy: "
+                "train with the model, optimizer and loader that make_private returned."
+            )
         return self.accountant.get_epsilon(delta)
 
     def _check_delta(self, delta: float) -> None:
@@ -442,8 +447,8 @@ class PrivacyEngine:
         if self.budget:
             parts.append(f"budget={self.budget.epsilon:g}")
         parts += ["secure_mode=True"] if self.secure_mode else []
-        # Told here and not by a warning: nothing is wrong, only slower.
-        parts += [] if native.available() else [f"kernels={native.description()}"]
+        # Told here and not by a warning: where there are none nothing is wrong, only slower.
+        parts.append(f"kernels={native.description()}")
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def save_checkpoint(
@@ -842,7 +847,10 @@ def _trainable(
 def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
     """PrivacyError where the optimiser would update what is not clipped and noised once."""
     if isinstance(optimizer, DPOptimizer):
-        raise PrivacyError("The optimizer is private already; a second make_private would add its noise twice.")
+        raise PrivacyError(
+            "The optimizer is private already; a second make_private would add its noise twice. Go on with the objects "
+            "that the first call returned, or build model, optimizer and loader anew (run those cells again, too)."
+        )
     known = {id(p) for p in module.parameters()}
     in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not in_optimizer <= known:

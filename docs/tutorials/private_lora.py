@@ -1,4 +1,4 @@
-"""Tutorial 6: private LoRA in fifteen lines, with transformers and PEFT (tests/requirements-models.txt).
+"""Tutorial 6: private LoRA in fifteen lines, with transformers and PEFT (pip install "./dpcore[transformers]" peft).
 
     python docs/tutorials/private_lora.py             # seconds, synthetic; or cell by cell, as a notebook
 
@@ -79,6 +79,7 @@ with tempfile.TemporaryDirectory() as folder:
             gradient_accumulation_steps=4,
             num_train_epochs=options.epochs,
             learning_rate=1e-2,
+            lr_scheduler_type="constant",  # as the loop above; by default the rate falls to zero
             save_strategy="no",
             report_to=[],
         ),

@@ -32,12 +32,19 @@ def _check(optimizer: Any, privates: Iterable[Any]) -> None:
         if any(value is private for value in vars(optimizer).values()):
             # A wrapper of the user's (Lookahead, say) asks it to step, but may apply what it finds before or instead.
             private.withhold_ordinary_gradients()
+        idle = private.module.has_passes and not private.logical_batch.is_stepping
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if private.logical_batch.is_stepping and param in private.accumulator.names:
                     continue  # released, and possibly changed since by the user's own optimizer, which holds this one
                 if private.module.records(param) and not private.module.is_released(param):
                     _refuse(optimizer, param)
+                idle = idle and param.grad is None and private.module.records(param)
+        if idle:
+            raise PrivacyError(
+                f"{type(optimizer).__name__}.step() would do nothing: its parameters are a private module's, whose "
+                "gradients only the optimizer that make_private returned can apply. Call that one's step()."
+            )
 
 
 def _refuse(optimizer: Any, param: Any) -> NoReturn:

@@ -208,7 +208,7 @@ def test_objects_say_what_they_are():
     assert exact <= float(said) < 1.01 * exact, "three digits, and never less than was spent"
     shown = f"{start}{said} at delta=0.01 (below 1 / 60 examples)"
     if native.available():
-        assert repr(engine) == shown + ")"
+        assert repr(engine) == f"{shown}, kernels={native.description()})" and "in use" in native.description()
     with native.disabled():
         assert repr(engine) == f"{shown}, kernels={native.REMEDY})" and "python -m dpcore.native" in native.REMEDY
     engine.set_budget(9.0, 1e-3)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from dpcore import Engine, GradSampleModule, PrivacyEngine, PrivacyError, UnsupportedError
 from dpcore.optimizers import DPOptimizer
@@ -346,3 +346,47 @@ def test_one_target_for_all_examples_of_an_engine():
     engine.clipped_sum(x, y)
     with pytest.raises(UnsupportedError, match=r"y has the shape \(1, 3\) and x 5 examples"):
         engine.clipped_sum(x, y[:1])
+
+
+def test_a_new_optimizer_on_the_private_module_is_refused_where_it_would_do_nothing():
+    model = nn.Linear(5, 3)
+    private, _kept, loader = PrivacyEngine(seed=1).make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(torch.randn(40, 5), torch.arange(40) % 3), batch_size=20),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    other = torch.optim.SGD(private.parameters(), lr=0.1)
+    x, y = next(iter(loader))
+    F.cross_entropy(private(x), y).backward()
+    with pytest.raises(PrivacyError, match=r"SGD.step\(\) would do nothing.*make_private returned"):
+        other.step()
+
+
+def test_training_with_the_old_objects_shows_when_epsilon_is_read():
+    model = nn.Linear(5, 3)
+    engine = PrivacyEngine(seed=1)
+    engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(torch.randn(40, 5), torch.arange(40) % 3), batch_size=20),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    with pytest.warns(UserWarning, match="No private step was taken"):
+        assert engine.get_epsilon(1e-3) == 0.0
+
+
+def test_a_loader_without_batches_is_a_sentence():
+    model = nn.Linear(5, 3)
+    with pytest.raises(ValueError, match=r"batch_size is 50 for 40 examples.*at most 40"):
+        PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(
+                TensorDataset(torch.randn(40, 5), torch.arange(40) % 3), batch_size=50, drop_last=True
+            ),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
