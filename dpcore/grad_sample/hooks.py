@@ -58,7 +58,7 @@ class AbstractGradSampleHooks:
     _reduction_seen = False
     """True once a loss was looked at."""
     loss_divided_by = 1
-    """By how much the first loss was divided beside its mean, as far as it is a cross-entropy."""
+    """Divisor of the first loss beside its mean, as far as it is a cross-entropy."""
     _rounding_told = False
     """True once a warning said that a mean loss is rounded after its division."""
     _passes = 0

@@ -129,7 +129,7 @@ class Layout:
         self.learnt = 0
         """Kinds of batches that were learnt about."""
         self.example_bytes = 0.0
-        """What the graph of one example holds, about; of the largest kind."""
+        """Bytes that the graph of one example holds, about; of the largest kind."""
         self._probing = False
         self._busy: dict[str, int] = {}
 

@@ -518,7 +518,7 @@ def test_a_trainer_refuses_steps_of_another_optimizer(tmp_path):
 
 
 class WithoutSchedule(torch.optim.SGD):
-    """As those of the package schedulefree, whose weights are others in evaluation, and which are told of it."""
+    """Like those of the package schedulefree, whose weights are others in evaluation, and which are told of it."""
 
     trains = False
     changes = 0

@@ -82,7 +82,7 @@ def _of_pyenv(version: str) -> list[str]:
 
 
 def packages(torch: str) -> list[str]:
-    """What an environment gets: that torch, and the pins of the tests beside it.
+    """Return what an environment gets: that torch, and the pins of the tests beside it.
 
     Of setuptools it gets what that torch allows, which may be older than the pin.
     """
