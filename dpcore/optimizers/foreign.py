@@ -32,7 +32,9 @@ def _check(optimizer: Any, privates: Iterable[Any]) -> None:
         if any(value is private for value in vars(optimizer).values()):
             # A wrapper of the user's (Lookahead, say) asks it to step, but may apply what it finds before or instead.
             private.withhold_ordinary_gradients()
-        idle = private.module.has_passes and not private.logical_batch.is_stepping
+        # One of the user's own class may hold the private one, and ask it to step.
+        torchs = type(optimizer).__module__.startswith("torch.optim.")
+        idle = torchs and private.module.has_passes and not private.logical_batch.is_stepping
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if private.logical_batch.is_stepping and param in private.accumulator.names:
