@@ -418,12 +418,13 @@ class PrivacyEngine:
                 infinity where a step had no noise.
         """
         self._check_delta(delta)
-        if self._dataset is not None and not getattr(self.accountant, "history", True):
+        epsilon = self.accountant.get_epsilon(delta)
+        if epsilon == 0 and self._dataset is not None and not getattr(self.accountant, "history", True):
             warn_caller(
                 "No private step was taken, so epsilon is 0. If you have trained already, it was without privacy: "
                 "train with the model, optimizer and loader that make_private returned."
             )
-        return self.accountant.get_epsilon(delta)
+        return epsilon
 
     def _check_delta(self, delta: float) -> None:
         """Warn where a promise at ``delta`` allows to publish a person."""

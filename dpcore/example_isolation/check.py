@@ -36,7 +36,7 @@ from dpcore.example_isolation.rows import enlarged, half_of_rows, has_rows, repl
 from dpcore.microbatch import ragged
 from dpcore.microbatch.accumulator import weighted_sum
 from dpcore.microbatch.in_turn import example_gradient
-from dpcore.microbatch.layout import Layout
+from dpcore.microbatch.layout import FEWEST_AT_FIRST, Layout
 from dpcore.microbatch.memory import give_back_everything, ran_out
 from dpcore.microbatch.planner import Choice, choose
 from dpcore.rerun.heap import give_back
@@ -173,7 +173,10 @@ class IsolationCheck:
             return batch, batch_size
         leaves, structure = flatten(batch)
         taken = {n for leaf in leaves if isinstance(leaf, Tensor) for n in leaf.shape[1:]}
-        count = next((n for n in range(most, 1, -1) if n not in taken), most)
+        # Rather more than so few that an experiment sees too little.
+        fewest, at_most = min(most, FEWEST_AT_FIRST), min(self._most, batch_size)
+        numbers = (*range(most, fewest - 1, -1), *range(most + 1, at_most + 1), *range(fewest - 1, 1, -1))
+        count = next((n for n in numbers if n not in taken), most)
         index = torch.tensor(sorted(self._random.sample(range(batch_size), count)))
         return unflatten(
             structure, [leaf[index.to(leaf.device)] if has_rows(leaf, batch_size) else leaf for leaf in leaves]
