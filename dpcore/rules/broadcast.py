@@ -115,7 +115,13 @@ def broadcast(tape: Tape, tensor: Tensor, shape: Sequence[int], batch_dim: int) 
             (tape.root(tensor),),
         )
     output = tape.constant(tensor).expand(*shape)
-    return _record(tape, BroadcastUse(tensor), tensor, output, batch_dim) if tape.trains(tensor) else output
+    return _record(tape, _use(tape, tensor), tensor, output, batch_dim) if tape.trains(tensor) else output
+
+
+def _use(tape: Tape, param: Parameter) -> Use:
+    """The use of copies of ``param``, or of what a layer made of ids without a batch."""
+    derivation = tape.stands.get(param)
+    return BroadcastUse(param) if derivation is None or derivation.added is None else derivation.added()
 
 
 def _batch_of(tape: Tape, x: Tensor, output: Tensor, param: Parameter, kind: str) -> int | None:
@@ -137,25 +143,33 @@ def _with_parameter(tape: Tape, args: tuple[Any, ...]) -> tuple[Tensor, Paramete
 def _add(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A batch plus a parameter, or plus what a layer made of ids without a batch."""
     found = None if kwargs else _with_parameter(tape, args)
-    if found is None or (func in (Tensor.__iadd__, Tensor.add_) and found[1] is args[0]):
+    if found is None:
         return func(*args, **kwargs)
+    if func in (Tensor.__iadd__, Tensor.add_):
+        return _in_place(tape, func, args, "sum")
     x, param = found
     output = func(*(a.detach() if a is param else a for a in args))
     batch_dim = _batch_of(tape, x, output, param, "sum")
     if batch_dim is None:
-        return func(*args) if output is not x else _in_place(tape, param)
-    derivation = tape.stands.get(param)
-    use = BroadcastUse(param)
-    if derivation is not None and derivation.added is not None:
-        return _record(tape, derivation.added(), param, output, batch_dim)
-    return _record(tape, use, param, output, batch_dim)
+        return func(*args)
+    return _record(tape, _use(tape, param), param, output, batch_dim)
 
 
-def _in_place(tape: Tape, param: Parameter) -> Any:
-    raise UnsupportedError(
-        f"{tape.parameters[tape.root(param)]} changes in place something whose batch is not its first dimension; "
-        "make that operation out-of-place."
-    )
+def _in_place(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kind: str) -> Any:
+    """A batch that a parameter changes in place: every example has its own copy of the parameter.
+
+    What is changed may be a view of what the model goes on with, so that its result is no place to wait at.
+    """
+    x, param = args
+    if not tape.trains(param):
+        return func(x, param)
+    batch_dim = _batch_of(tape, x, x, param, kind)
+    if batch_dim is None:
+        raise UnsupportedError(
+            f"{tape.parameters[tape.root(param)]} changes in place something whose batch is not its first dimension; "
+            "make that operation out-of-place."
+        )
+    return func(x, broadcast(tape, param, x.shape, batch_dim))
 
 
 _IN_PLACE = (Tensor.__imul__, Tensor.mul_, Tensor.multiply_)
@@ -166,16 +180,16 @@ _IN_PLACE = (Tensor.__imul__, Tensor.mul_, Tensor.multiply_)
 def _multiply(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A batch times a parameter: a scale."""
     found = None if kwargs else _with_parameter(tape, args)
-    if found is None or (func in _IN_PLACE and found[1] is args[0]):
+    if found is None:
         return func(*args, **kwargs)
+    if func in _IN_PLACE:
+        return _in_place(tape, func, args, "product")
     x, param = found
-    # What is changed in place is kept as it was.
-    kept = x.detach().clone() if func in _IN_PLACE else x
     output = func(*(a.detach() if a is param else a for a in args))
     batch_dim = _batch_of(tape, x, output, param, "product")
     if batch_dim is None:
-        return func(*args) if output is not x else _in_place(tape, param)
-    rows = batch_first(kept.expand(output.shape), batch_dim, tape.batch_size)
+        return func(*args)
+    rows = batch_first(x.expand(output.shape), batch_dim, tape.batch_size)
     use = FactorUse(tape.name((param,)), rows, param, _summed(param, output.shape, batch_dim))
     return tape.record(use, output, batch_dim)
 

@@ -500,7 +500,7 @@ class _RecordedCall:
             if not result.dim() or len(result) != size:
                 tape.forbid(result, self.params)
                 continue
-            tape.attach(result, functools.partial(use.set_grad, k))
+            released[k] = result = tape.attach(result, functools.partial(use.set_grad, k))
             use.places[k] = place
             # An activation behind it may work in place; the probe compares in any case.
             use.results[k] = Saved(result.clone() if tape.probing else result)

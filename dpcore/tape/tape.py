@@ -349,9 +349,8 @@ class Tape(TorchFunctionMode):
         check_first_order()
         self.attached += 1
         self.rounds = self.rounds or output.dtype in HALF
+        output = _no_view(output)
         if not output.requires_grad:
-            if output._is_view():
-                output = output.clone()
             output = _Attach.apply(output, self.anchor)
         if self.scale is not None:
             _last(output, self._hook(target))
@@ -420,10 +419,8 @@ class Tape(TorchFunctionMode):
         self.rounds = self.rounds or output.dtype in HALF
         # Where the graph's edges are held, this tape must not be: see place().
         factor = None if self.scale is None else self._arrive
-        if output._is_view():
-            output = output.clone()
         return Arrival.apply(  # type: ignore[no-any-return]
-            output,
+            _no_view(output),
             self.anchor,
             lambda grad: arrive(scaled(grad.detach(), 1.0 if factor is None else factor(grad))),
         )
@@ -651,6 +648,18 @@ class Tape(TorchFunctionMode):
         dim = self.batch_dim(x, params, features)
         self.check_batch(x, params, max(dim, 0))
         return dim
+
+
+def _no_view(output: Tensor) -> Tensor:
+    """Return ``output`` with a place in the graph of its own.
+
+    An operation in place gives a view another place, and the gradient no longer comes to the first one: a layer whose
+    output is changed in place would lose it.
+    """
+    if not output._is_view():
+        return output
+    # Of what has no gradient the memory may be a parameter's or the data's.
+    return torch.ops.aten._unsafe_view(output, output.shape) if output.requires_grad else output.clone()
 
 
 def _last(output: Tensor, hook: Callable[[Tensor | None], None]) -> None:
