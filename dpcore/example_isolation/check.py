@@ -13,6 +13,8 @@ rare random ones later, go through the model a few times more, and the real pass
 4. *State.* Buffers must end up the same in 1, 2 and 5, and no parameter may be written.
 5. *Fewer.* The first examples are left out; the gradients of the others may not change. This sees what depends on an
    example's place in the batch, or on the number of examples. (Not where random numbers but dropout's are drawn.)
+6. *The sum.* The gradients of all examples add up to the ordinary gradient (:mod:`dpcore.example_isolation.sums`). It
+   is the one experiment that a batch of one example goes through, too.
 
 Outputs are all tensors with a gradient in what the forward pass returns, also within objects of unknown classes, and
 those that it leaves in attributes of modules.
@@ -23,7 +25,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +33,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
+from dpcore.errors import NoRuleError, PrivacyError, UnsupportedError, warn_caller
+from dpcore.example_isolation import sums
 from dpcore.example_isolation.rows import enlarged, half_of_rows, has_rows, replace_rows, without_graph
 from dpcore.microbatch import ragged
 from dpcore.microbatch.accumulator import weighted_sum
@@ -77,6 +80,10 @@ REMEDY = (
     "attribute of a module counts as an output, so detach() what is only logged), or pass "
     "check_isolation=False if you can prove that each example's gradient depends on that example alone."
 )
+UNREPEATABLE = (
+    "Two passes over the same batch with the same random numbers gave different gradients, so it cannot be checked by "
+    "experiment {what}."
+)
 SWITCHED_OFF = (
     "check_isolation=False: whether the model mixes the examples of a batch is not checked. If it does, one example "
     "moves the sum by more than max_grad_norm and epsilon is too small."
@@ -114,12 +121,13 @@ class IsolationCheck:
     def due(self, kind: Any, batch_size: int) -> bool:
         """Return whether this batch is to be checked.
 
-        Those are the first batches of each kind that have two examples, and rare random ones later.
+        Those are the first batches of each kind, and rare random ones later. Those of one example are a kind of their
+        own, for they say nothing about mixing.
         """
-        if not self.enabled or batch_size < 2:
+        if not self.enabled or not batch_size:
             return False
         self._passes += 1
-        new = self._kinds[kind] < BATCHES and self._checks < ALWAYS + RATE * self._passes
+        new = self._kinds[kind, batch_size > 1] < BATCHES and self._checks < ALWAYS + RATE * self._passes
         return new or self._random.random() < RATE
 
     def check(self, kind: Any, run: Run, batch: Any, batch_size: int, losses: bool = False) -> None:
@@ -136,7 +144,7 @@ class IsolationCheck:
         while not self._checked(run, batch, batch_size, losses):
             # Here, where the error and all that its traceback held are gone.
             give_back_everything(next(iter(self.names)).device)
-        self._kinds[kind] += 1
+        self._kinds[kind, batch_size > 1] += 1
         give_back()
 
     def _checked(self, run: Run, batch: Any, batch_size: int, losses: bool) -> bool:
@@ -149,10 +157,11 @@ class IsolationCheck:
                 state.watch_parameters()
                 trial = _Trial(self, state, run, batch_size, losses)
                 row = self._random.randrange(batch_size)
-                if whole:
+                if whole or batch_size < FEWEST:
                     trial.measure(batch, torch.arange(0), alone=row)
                 else:
                     self._exchange(trial, batch, row)
+                self._compare_sums(trial, batch)
         except Exception as error:
             if not ran_out(error):
                 raise
@@ -288,14 +297,33 @@ class IsolationCheck:
         if moved is None:
             return
         if _moved(before, again, self._rounding() / 4) is not None:
-            warn_caller(
-                "Two passes over the same batch with the same random numbers gave different gradients, so it cannot be "
-                "checked by experiment whether the model mixes examples."
-            )
+            warn_caller(UNREPEATABLE.format(what="whether the model mixes examples"))
             return
         raise PrivacyError(
             f"The {self._what(moved)} for an example depends on the other examples in the batch: it "
             f"changed when those were replaced. {REMEDY}"
+        )
+
+    def _compare_sums(self, trial: _Trial, batch: Any) -> None:
+        """Experiment 6: NoRuleError where what the first pass recorded of a parameter is not all of its gradient."""
+        half = self._rounding() == HALF_ROUNDING
+        found = trial.ordinary(batch)
+        if found is None or sums.differs(trial.recorded, found, half) is None:
+            return
+        with without_dropout(self.model):  # which recurrent layers draw in another order
+            trial.measure(batch, torch.arange(0), alone=0)
+            found, again = trial.ordinary(batch), trial.ordinary(batch)
+        param = None if found is None else sums.differs(trial.recorded, found, half)
+        if found is None or again is None or param is None:
+            return
+        if abs(found.get(param, 0.0) - again.get(param, 0.0)) > 1e-4 * abs(found.get(param, 0.0)) or trial.drew:
+            warn_caller(UNREPEATABLE.format(what="whether all of each gradient is recorded"))
+            return
+        raise NoRuleError(
+            f"The gradients by example of {self.names[param]} do not add up to its ordinary gradient: the model uses "
+            "it, or changes what it gave, in a way that dpcore does not see. Make operations in place behind that "
+            "layer out-of-place, or freeze it with requires_grad_(False); and please report the model.",
+            (param,),
         )
 
     def _what(self, moved: Parameter | int) -> str:
@@ -342,6 +370,8 @@ class _Trial:
         """True where the last pass drew random numbers."""
         self.written: dict[str, Tensor] = {}
         """The buffers that the last pass wrote; they are restored after each."""
+        self.recorded: dict[Parameter, sums.Recorded] = {}
+        """What the last pass with an example ``alone`` has recorded of all examples."""
 
     def measure(
         self, batch: Any, excluded: Tensor, alone: int | None = None, changed: bool = False, dropped: int = 0
@@ -369,8 +399,10 @@ class _Trial:
         def look_at_all(tape: Tape, outputs: list[Tensor]) -> None:
             weights = self._all_weights(outputs, excluded if changed else None, dropped)
             if weights is not None:
-                tape.pull(outputs, weights, keep=False)
+                raw = tape.pull(outputs, weights, keep=False)
                 found.update(self._found(tape, outputs, weights, excluded, dropped))
+                if alone is not None:
+                    self._record(tape, raw)
 
         def look_both_ways(tape: Tape, outputs: list[Tensor]) -> None:
             look_alone(tape, outputs)
@@ -407,6 +439,27 @@ class _Trial:
                     found[k] = self._values(rows, theirs, excluded, dropped)
         return found
 
+    def _record(self, tape: Tape, raw: dict[Parameter, Tensor]) -> None:
+        """Note the sums of all examples' gradients; ``raw``: gradients that came to parameters themselves."""
+        self.recorded = {p: sums.Recorded(sums.projection(p, g), float(g.square().sum()), 0.0) for p, g in raw.items()}
+        with _without_autocast(self.check.names):
+            for choice in choose(tape.uses):
+                param, (norms_sq, scale) = choice.param, _norms_sq(choice)
+                total = torch.zeros_like(param, dtype=torch.promote_types(param.dtype, torch.float32))
+                weighted_sum(choice, total.new_ones(self.batch_size), total)
+                before = self.recorded.get(param, sums.Recorded(0.0, 0.0, 0.0))
+                self.recorded[param] = sums.Recorded(
+                    before.projection + sums.projection(param, total),
+                    before.norm_sq + float(norms_sq.clamp(min=0.0).sum()),
+                    float(scale.clamp(min=0.0).sum()),
+                )
+
+    def ordinary(self, batch: Any) -> dict[Parameter, float] | None:
+        """Return the projections of the ordinary gradients; None where the outputs are others than before."""
+        outputs = self._outputs(batch, nullcontext())
+        weights = self._all_weights(outputs, None, 0)
+        return sums.ordinary(outputs, weights, list(self.check.names)) if weights and outputs else None
+
     def _all_weights(self, outputs: list[Tensor], larger: Tensor | None, dropped: int) -> list[Tensor] | None:
         """Gradients at the outputs: the same for the same example whatever is ``dropped``; None where the shapes are
         not those of the first pass.
@@ -433,20 +486,13 @@ class _Trial:
     def _pass(self, batch: Any, dropped: int, *looks: Callable[[Tape, list[Tensor]], None]) -> None:
         """Every ``look(tape, outputs that need a gradient)`` after one forward pass."""
         while True:
-            self.random.restore()
             tape = self.check.layout.tape(self.check.names, self.batch_size - dropped)
-            before = {id(tensor) for tensor in left_behind(self.check.model)}
-            with self.check.layout.recording(tape):
-                returned = self._run(without_graph(batch))
-            self.drew = not RandomNumbers(self.check.model).same(self.random)
-            self.written = self.state.written()
-            left = [tensor for tensor in left_behind(self.check.model) if id(tensor) not in before]
-            outputs = list({id(t): t for t in (*tensors_in(returned), *left) if t.requires_grad}.values())
+            outputs = self._outputs(batch, self.check.layout.recording(tape))
             if not outputs and tape.attached and not self.losses:
                 raise UnsupportedError(
-                    f"The forward pass returned a {type(returned).__name__} in which no tensor with a gradient was "
-                    "found, nor in the attributes of its modules, so it cannot be checked whether the model mixes the "
-                    "examples of a batch. Return the tensors that the loss needs."
+                    "In what the forward pass returned no tensor with a gradient was found, nor in the attributes of "
+                    "its modules, so it cannot be checked whether the model mixes the examples of a batch. Return the "
+                    "tensors that the loss needs."
                 )
             try:
                 for look in looks if outputs else ():
@@ -454,6 +500,17 @@ class _Trial:
                 return
             except SeenOtherwise:
                 continue  # which does without one more deferred lookup
+
+    def _outputs(self, batch: Any, recording: AbstractContextManager[None]) -> list[Tensor]:
+        """The outputs that need a gradient, of a forward pass under ``recording``."""
+        self.random.restore()
+        before = {id(tensor) for tensor in left_behind(self.check.model)}
+        with recording:
+            returned = self._run(without_graph(batch))
+        self.drew = not RandomNumbers(self.check.model).same(self.random)
+        self.written = self.state.written()
+        left = [tensor for tensor in left_behind(self.check.model) if id(tensor) not in before]
+        return list({id(t): t for t in (*tensors_in(returned), *left) if t.requires_grad}.values())
 
     def _batch_dims(self, shape: torch.Size) -> list[int]:
         return [d for d in (0, 1) if shape[d : d + 1] == (self.batch_size,)]

@@ -551,18 +551,23 @@ class Tape(TorchFunctionMode):
         for target, grad in zip(self._targets, grads, strict=False):
             target(grad)
 
-    def pull(self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep: bool) -> None:
-        """Fills in every use's gradient from any ``outputs`` with ``weights`` of their shapes; ``keep``: the graph."""
+    def pull(self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep: bool) -> dict[Parameter, Tensor]:
+        """Fills in every use's gradient from any ``outputs`` with ``weights`` of their shapes; ``keep``: the graph.
+
+        Returns the gradients that came to parameters themselves, by operations that no rule has seen.
+        """
         if not outputs or not self.attached:
-            return
+            return {}
         for target in self._targets:
             target(None)  # what an earlier call left need not wait for its successor
         self._forget()
-        wanted: list[Any] = [*self._edges, self.anchor]
+        wanted: list[Any] = [*self._edges, *self.parameters, self.anchor]
         with self._no_gradients_left():
             grads = torch.autograd.grad(outputs, wanted, weights, retain_graph=keep, allow_unused=True)
         for target, grad in zip(self._targets, grads, strict=False):
             target(grad)
+        raw = zip(self.parameters, grads[len(self._edges) :], strict=False)
+        return {param: grad for param, grad in raw if grad is not None}
 
     @contextmanager
     def _no_gradients_left(self) -> Iterator[None]:
