@@ -25,7 +25,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,7 @@ from dpcore.rerun.heap import give_back
 from dpcore.rerun.side_effects import left_behind, tensors_in
 from dpcore.rerun.snapshot import ModelState, RandomNumbers, preserved, same_values, without_dropout
 from dpcore.rules.linear import wide
+from dpcore.tape.checkpointing import unrecorded
 from dpcore.tape.deferred_lookups import SeenOtherwise
 from dpcore.tape.tape import Tape
 from dpcore.tree import flatten, unflatten
@@ -165,6 +166,8 @@ class IsolationCheck:
         except Exception as error:
             if not ran_out(error):
                 raise
+            if batch_size < FEWEST:
+                return True  # of one example the pass itself will tell
             if whole or batch_size <= FEWEST:
                 error.add_note(
                     f"dpcore had {batch_size} examples in work, to see whether the model keeps examples apart, which "
@@ -306,7 +309,7 @@ class IsolationCheck:
 
     def _compare_sums(self, trial: _Trial, batch: Any) -> None:
         """Experiment 6: NoRuleError where what the first pass recorded of a parameter is not all of its gradient."""
-        half = self._rounding() == HALF_ROUNDING
+        half = self._rounding() == HALF_ROUNDING or trial.rounds
         found = trial.ordinary(batch)
         if found is None or sums.differs(trial.recorded, found, half) is None:
             return
@@ -372,6 +375,8 @@ class _Trial:
         """The buffers that the last pass wrote; they are restored after each."""
         self.recorded: dict[Parameter, sums.Recorded] = {}
         """What the last pass with an example ``alone`` has recorded of all examples."""
+        self.rounds = False
+        """Whether something was computed in half precision there."""
 
     def measure(
         self, batch: Any, excluded: Tensor, alone: int | None = None, changed: bool = False, dropped: int = 0
@@ -441,6 +446,7 @@ class _Trial:
 
     def _record(self, tape: Tape, raw: dict[Parameter, Tensor]) -> None:
         """Note the sums of all examples' gradients; ``raw``: gradients that came to parameters themselves."""
+        self.rounds = tape.rounds
         self.recorded = {p: sums.Recorded(sums.projection(p, g), float(g.square().sum()), 0.0) for p, g in raw.items()}
         with _without_autocast(self.check.names):
             for choice in choose(tape.uses):
@@ -456,7 +462,7 @@ class _Trial:
 
     def ordinary(self, batch: Any) -> dict[Parameter, float] | None:
         """Return the projections of the ordinary gradients; None where the outputs are others than before."""
-        outputs = self._outputs(batch, nullcontext())
+        outputs = self._outputs(batch, unrecorded())
         weights = self._all_weights(outputs, None, 0)
         return sums.ordinary(outputs, weights, list(self.check.names)) if weights and outputs else None
 

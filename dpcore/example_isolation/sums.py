@@ -7,8 +7,7 @@ else. Of both sums only the product with a fixed random direction is kept, so th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +50,9 @@ def projection(param: Parameter, gradient: Tensor) -> float:
     return float((wide * direction(param, wide.dtype)).sum())
 
 
-def ordinary(outputs: Sequence[Tensor], weights: Sequence[Tensor], params: Sequence[Parameter]) -> dict[Parameter, float]:
+def ordinary(
+    outputs: Sequence[Tensor], weights: Sequence[Tensor], params: Sequence[Parameter]
+) -> dict[Parameter, float]:
     """Return the projections of the ordinary gradients of ``params`` from outputs weighted by ``weights``."""
     found: dict[Parameter, float] = {}
 

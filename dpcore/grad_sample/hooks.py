@@ -19,6 +19,7 @@ from dpcore.distributed import Ranks
 from dpcore.engine.uncompiled import refuse_compiled
 from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
 from dpcore.example_isolation.check import IsolationCheck
+from dpcore.example_isolation.loss import LossCheck
 from dpcore.grad_sample import mean_loss
 from dpcore.grad_sample.backward_pass import Iteration, owner_of, set_owner
 from dpcore.grad_sample.empty_batches import EmptyBatches, newest_batch
@@ -96,6 +97,7 @@ class AbstractGradSampleHooks:
         self._layout = Layout(m, custom_fallbacks(m))
         self._kinds: set[tuple[Any, ...]] = set()
         self.isolation = IsolationCheck(m, self._names, self._layout)
+        self.losses = LossCheck()
         # Gradients that were formed here or released by the optimiser, and their versions: any other in p.grad is
         # an ordinary one, of an operation that no rule has seen.
         self._own: dict[Parameter, tuple[Tensor, int]] = {}
@@ -129,7 +131,7 @@ class AbstractGradSampleHooks:
         ranks = getattr(self._module, "ranks", None)
         if not batch_size and not (isinstance(ranks, Ranks) and ranks.sharded):
             return self._run_empty(call, args, kwargs)
-        self._prepare(call, args, kwargs, batch_size)
+        kind = self._prepare(call, args, kwargs, batch_size)
         scale = float(batch_size) if self.loss_reduction == "mean" else 1.0
         self._passes += 1
         tape = self._layout.tape(self._names, batch_size, scale)
@@ -144,6 +146,11 @@ class AbstractGradSampleHooks:
         if batch_size == 0:
             # Nothing may flow back from an empty batch, yet it is a step.
             self._note_empty()
+        if kind is None:
+            self.losses.give_up()
+        else:
+            mean_loss.install()
+            self.losses.expect(kind, flatten(output)[0], batch_size)
         if self.loss_reduction == "mean" and tape.rounds:
             mean_loss.install()
             given = flatten((args, kwargs))[0]  # whose gradients would be too large
@@ -295,10 +302,11 @@ class AbstractGradSampleHooks:
             self._ordinary.add(param)
             self.own(param)
 
-    def _prepare(
-        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int
-    ) -> None:
-        """Before a batch: finds what has no rule, and whether examples are kept apart, where either is due."""
+    def _prepare(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int) -> Any:
+        """Before a batch: finds what has no rule, and whether examples are kept apart, where either is due.
+
+        Returns the kind of a batch that was checked, or None.
+        """
         kind = tuple(
             (leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else leaf
             for leaf in flatten((args, kwargs))[0]
@@ -307,8 +315,10 @@ class AbstractGradSampleHooks:
         self._learn(kind, call, args, kwargs, batch_size)
         sharded = isinstance(ranks := getattr(self._module, "ranks", None), Ranks) and ranks.sharded
         # The passes of a sharded module exchange parameters: all ranks would have to make the same experiments.
-        if not sharded and self.isolation.due(kind, batch_size):
-            self.isolation.check(kind, lambda batch: call(*batch[0], **batch[1]), (args, kwargs), batch_size)
+        if sharded or not self.isolation.due(kind, batch_size):
+            return None
+        self.isolation.check(kind, lambda batch: call(*batch[0], **batch[1]), (args, kwargs), batch_size)
+        return kind
 
     def _learn(
         self, kind: tuple[Any, ...], call: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, batch_size: int

@@ -1,4 +1,7 @@
-"""Backward passes of mean losses in half precision: their rounding must not depend on the batch's length.
+"""Backward passes of losses of recorded passes: what they look at, and what they start with.
+
+The loss of a user's own loop may mix examples, which :mod:`dpcore.example_isolation.loss` looks for. And the rounding
+of a mean loss in half precision must not depend on the batch's length.
 
 A mean loss divides every example's gradient by the batch's length, and half precision rounds what comes out: one
 example more, and the gradients of all others are rounded otherwise, by up to 2^-8 of each in bfloat16. Of 2,048 equal
@@ -17,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpcore.example_isolation.loss import WAITING, judge
 from dpcore.tape.tape import PASS_OF, STARTED_WITH
 from dpcore.tape.uses import HANDLERS
 
@@ -51,8 +55,10 @@ def lengths_behind(loss: Tensor) -> set[int] | None:
 
 
 def _backward(original: Callable[..., None], tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-    """``torch.autograd.backward``, which starts a mean loss of recorded passes with the length of their batch."""
+    """``torch.autograd.backward`` that looks at a loss first, and starts a mean loss with the length of its batch."""
     loss = tensors
+    if WAITING:
+        judge(loss)
     if (
         not isinstance(loss, Tensor)
         or loss.grad_fn is None

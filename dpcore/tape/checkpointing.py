@@ -80,8 +80,10 @@ class _Checkpointing:
         self._reentrant: Any = None
         self._generator: Any = None
 
-    def open(self, tape: Recording) -> None:
-        """Note that ``tape`` records on this thread."""
+    def open(self, tape: Recording | None) -> None:
+        """Note that ``tape`` records on this thread; None: a pass that nothing records, but in which no checkpoint is
+        reentrant, because it is asked for its gradients by torch.autograd.grad.
+        """
         module: Any = torch.utils.checkpoint
         self._tapes.append(tape)
         with self._lock:
@@ -103,7 +105,7 @@ class _Checkpointing:
                 setattr(module, GENERATOR, self._generator)
 
     @property
-    def _tapes(self) -> list[Recording]:
+    def _tapes(self) -> list[Recording | None]:
         """The tapes that are open on this thread."""
         if not hasattr(self._here, "tapes"):
             self._here.tapes = []
@@ -114,8 +116,23 @@ class _Checkpointing:
         """The tape that records on this thread."""
         return self._tapes[-1] if self._tapes else None
 
+    @property
+    def is_open(self) -> bool:
+        """Return whether :meth:`open` was called on this thread."""
+        return bool(self._tapes)
+
 
 CHECKPOINTING = _Checkpointing()
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """No checkpoint within is reentrant, though nothing is recorded."""
+    CHECKPOINTING.open(None)
+    try:
+        yield
+    finally:
+        CHECKPOINTING.close()
 
 
 class _Reentrant:
@@ -125,7 +142,7 @@ class _Reentrant:
         self._original = original
 
     def apply(self, function: Callable[..., Any], preserve_random_state: bool, *args: Any) -> Any:
-        if CHECKPOINTING.tape is not None:
+        if CHECKPOINTING.is_open:
             return torch.utils.checkpoint.checkpoint(
                 function, *args, use_reentrant=False, preserve_rng_state=preserve_random_state
             )

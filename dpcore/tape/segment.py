@@ -50,7 +50,7 @@ class Again(Protocol):
 
     def __exit__(self, *exception: Any) -> None: ...
 
-    def pull(self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep: bool) -> None:
+    def pull(self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep: bool) -> Any:
         """Fill in every use's gradient."""
         ...
 

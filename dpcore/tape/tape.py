@@ -562,6 +562,7 @@ class Tape(TorchFunctionMode):
             target(None)  # what an earlier call left need not wait for its successor
         self._forget()
         wanted: list[Any] = [*self._edges, *self.parameters, self.anchor]
+        keep = keep or bool(self.stands)  # which go through what was computed from parameters once more
         with self._no_gradients_left():
             grads = torch.autograd.grad(outputs, wanted, weights, retain_graph=keep, allow_unused=True)
         for target, grad in zip(self._targets, grads, strict=False):
