@@ -125,6 +125,8 @@ class AbstractGradSampleHooks:
                 "torch.compile cannot see through the recording of gradients by example; leave the private module "
                 "uncompiled."
             )
+        if self.trained and owner_of(next(iter(self.trained.values()))) is not self:
+            self._record_as_copy()
         if not self.batch_first:
             call, args, kwargs = _batch_brought_first(call, args, kwargs)
         batch_size = ragged.batch_size(self._module, (args, kwargs))
@@ -159,6 +161,21 @@ class AbstractGradSampleHooks:
         if not self._reduction_seen and isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(functools.partial(self._see_reduction, output.detach()))
         return output
+
+    def _record_as_copy(self) -> None:
+        """Make this copy (by copy.deepcopy or pickle) the recorder of its own parameters.
+
+        PrivacyError where it forms no ordinary gradients: whatever trained it would do nothing.
+        """
+        if not self.ordinary_grad:
+            raise PrivacyError(
+                "This is a copy of a private module, and no private optimizer takes its gradients: training it would "
+                "do nothing. Call to_standard_module() on the copy and make that one private, or train it without "
+                "privacy; for evaluation call eval()."
+            )
+        self.forget()  # passes of the original's
+        for param in self.trained.values():
+            set_owner(param, self)
 
     def _see_reduction(self, outputs: Tensor, gradient: Tensor) -> None:
         """Warn once where the first loss shows that it is reduced otherwise than ``loss_reduction`` says."""
@@ -359,6 +376,11 @@ class AbstractGradSampleHooks:
     def record_empty_batch(self) -> None:
         """Make an empty batch a step without running the module, which may not take one."""
         self._empty.note(object())
+
+    @property
+    def has_recorded(self) -> bool:
+        """Return whether there was a training pass."""
+        return self._passes > 0
 
     @property
     def has_passes(self) -> bool:

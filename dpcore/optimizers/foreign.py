@@ -34,7 +34,7 @@ def _check(optimizer: Any, privates: Iterable[Any]) -> None:
             private.withhold_ordinary_gradients()
         # One of the user's own class may hold the private one, and ask it to step.
         torchs = type(optimizer).__module__.startswith("torch.optim.")
-        idle = torchs and private.module.has_passes and not private.logical_batch.is_stepping
+        idle = torchs and private.module.has_recorded and not private.logical_batch.is_stepping
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if private.logical_batch.is_stepping and param in private.accumulator.names:
@@ -45,7 +45,8 @@ def _check(optimizer: Any, privates: Iterable[Any]) -> None:
         if idle:
             raise PrivacyError(
                 f"{type(optimizer).__name__}.step() would do nothing: its parameters are a private module's, whose "
-                "gradients only the optimizer that make_private returned can apply. Call that one's step()."
+                "gradients only the optimizer that make_private returned can apply. Call that one's step(), and give it "
+                "all parameters of the module, in groups with settings of their own."
             )
 
 

@@ -263,3 +263,39 @@ def test_a_lazy_layer_that_was_run_once_is_private():
     x, y = next(iter(loader))
     step(private, optimizer, x, y)
     assert optimizer.steps == 1
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_private_wrapper_says_that_training_it_does_nothing(copied):
+    _, model, _, _ = make()
+    x, y = small_data()[:4]
+    other = copied(model)
+    torch.testing.assert_close(other.eval()(x), model.eval()(x))
+    with pytest.raises(dpcore.PrivacyError, match="copy of a private module"):
+        other.train()(x)
+    standard = other.to_standard_module()
+    F.cross_entropy(standard(x), y).backward()
+    assert all(p.grad is not None for p in standard.parameters())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_wrapper_records_for_itself(copied):
+    x, y = small_data()[:4]
+    model = dpcore.GradSampleModule(small_model())
+    other = copied(model)
+    for one in (model, other):
+        F.cross_entropy(one(x), y).backward()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(q.grad_sample, p.grad_sample)
+
+
+def test_an_optimizer_of_a_part_of_the_module_that_does_nothing_is_refused():
+    model = small_model()
+    parameters = list(model.parameters())
+    head = torch.optim.Adam(parameters[-2:], lr=0.1)
+    _, private, optimizer, loader = make(model, optimizer=torch.optim.SGD(parameters[:-2], lr=0.1))
+    head.step()  # before any pass: as warm-ups of schedules do
+    x, y = next(iter(loader))
+    step(private, optimizer, x, y)
+    with pytest.raises(dpcore.PrivacyError, match="would do nothing"):
+        head.step()
