@@ -37,7 +37,7 @@ from dpcore.errors import NoRuleError, PrivacyError, UnsupportedError, warn_call
 from dpcore.example_isolation import sums
 from dpcore.example_isolation.rows import enlarged, half_of_rows, has_rows, replace_rows, without_graph
 from dpcore.microbatch import ragged
-from dpcore.microbatch.accumulator import weighted_sum
+from dpcore.microbatch.accumulator import kept_gradient, weighted_sum
 from dpcore.microbatch.in_turn import example_gradient
 from dpcore.microbatch.layout import FEWEST_AT_FIRST, Layout
 from dpcore.microbatch.memory import give_back_everything, ran_out
@@ -405,9 +405,10 @@ class _Trial:
             weights = self._all_weights(outputs, excluded if changed else None, dropped)
             if weights is not None:
                 raw = tape.pull(outputs, weights, keep=False)
-                found.update(self._found(tape, outputs, weights, excluded, dropped))
                 if alone is not None:
-                    self._record(tape, raw)
+                    self.rounds = tape.rounds
+                    self.recorded = {param: sums.Recorded.of(param, grad) for param, grad in raw.items()}
+                found.update(self._found(tape, outputs, weights, excluded, dropped, record=alone is not None))
 
         def look_both_ways(tape: Tape, outputs: list[Tensor]) -> None:
             look_alone(tape, outputs)
@@ -429,36 +430,20 @@ class _Trial:
         return found
 
     def _found(
-        self, tape: Tape, outputs: list[Tensor], weights: list[Tensor], excluded: Tensor, dropped: int
+        self, tape: Tape, outputs: list[Tensor], weights: list[Tensor], excluded: Tensor, dropped: int, record: bool
     ) -> Measurements:
-        """The measurements of a pass whose gradients are there."""
+        """The measurements of a pass whose gradients are there; ``record``: whether the sums are to be noted."""
         found: Measurements = {}
         assert self.shapes is not None
         with _without_autocast(self.check.names):
             for choice in choose(tape.uses):
-                found[choice.param] = self._measured(choice, excluded, dropped)
+                found[choice.param] = self._measured(choice, excluded, dropped, record)
             for k, (output, weight) in enumerate(zip(outputs, weights, strict=True)):
                 dims = self._batch_dims(self.shapes[k])
                 if len(dims) == 1:
                     rows, theirs = (t.movedim(dims[0], 0) for t in (output, weight))
                     found[k] = self._values(rows, theirs, excluded, dropped)
         return found
-
-    def _record(self, tape: Tape, raw: dict[Parameter, Tensor]) -> None:
-        """Note the sums of all examples' gradients; ``raw``: gradients that came to parameters themselves."""
-        self.rounds = tape.rounds
-        self.recorded = {p: sums.Recorded(sums.projection(p, g), float(g.square().sum()), 0.0) for p, g in raw.items()}
-        with _without_autocast(self.check.names):
-            for choice in choose(tape.uses):
-                param, (norms_sq, scale) = choice.param, _norms_sq(choice)
-                total = torch.zeros_like(param, dtype=torch.promote_types(param.dtype, torch.float32))
-                weighted_sum(choice, total.new_ones(self.batch_size), total)
-                before = self.recorded.get(param, sums.Recorded(0.0, 0.0, 0.0))
-                self.recorded[param] = sums.Recorded(
-                    before.projection + sums.projection(param, total),
-                    before.norm_sq + float(norms_sq.clamp(min=0.0).sum()),
-                    float(scale.clamp(min=0.0).sum()),
-                )
 
     def ordinary(self, batch: Any) -> dict[Parameter, float] | None:
         """Return the projections of the ordinary gradients; None where the outputs are others than before."""
@@ -538,16 +523,27 @@ class _Trial:
         numbers = output[:1].numel()
         return _Measured(norms_sq[kept], norms_sq[kept], projection, numbers)
 
-    def _measured(self, choice: Choice, excluded: Tensor, dropped: int) -> _Measured:
-        norms_sq, scale = _norms_sq(choice)
+    def _measured(self, choice: Choice, excluded: Tensor, dropped: int, record: bool) -> _Measured:
+        # Of gradients that are kept the squares and the sums are taken of what was formed once.
+        formed = kept_gradient(choice) if choice.method == "keep" else None
+        norms_sq, scale = _norms_sq(choice, formed)
         kept = self._kept(excluded, dropped, norms_sq.device)
         dtype = torch.promote_types(choice.param.dtype, torch.float32)
         numbers = torch.Generator().manual_seed(choice.param.numel())
         rows = torch.randn(self.batch_size, generator=numbers)[dropped:].to(kept.device, dtype) * kept
-        total = torch.zeros(choice.param.shape, dtype=dtype, device=choice.param.device)
-        weighted_sum(choice, rows, total)
-        direction = torch.randn(total.shape, generator=numbers).to(total.device, dtype)
-        return _Measured(norms_sq[kept], scale[kept], float(total.mul_(direction).sum()))
+
+        def total(weights: Tensor) -> Tensor:
+            if formed is not None:
+                return torch.tensordot(weights, formed.to(dtype), dims=1)
+            out = torch.zeros(choice.param.shape, dtype=dtype, device=choice.param.device)
+            weighted_sum(choice, weights, out)
+            return out
+
+        if record:
+            more = sums.Recorded.of(choice.param, total(torch.ones_like(rows)), norms_sq, scale)
+            self.recorded[choice.param] = self.recorded.get(choice.param, sums.Recorded()).with_more(more)
+        direction = torch.randn(choice.param.shape, generator=numbers).to(choice.param.device, dtype)
+        return _Measured(norms_sq[kept], scale[kept], float((total(rows) * direction).sum()))
 
     def _check_alone(self, tape: Tape, outputs: list[Tensor], row: int) -> bool:
         """Experiment 1; return whether the graph is spent, which is not kept for another look where it is large.
@@ -591,8 +587,10 @@ class _Trial:
         return None
 
 
-def _norms_sq(choice: Choice) -> tuple[Tensor, Tensor]:
-    """[B] squared norms of a parameter's per-sample gradients, and [B] scale of their rounding errors."""
+def _norms_sq(choice: Choice, formed: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """[B] squared norms of a parameter's per-sample gradients (which may be ``formed``), and [B] scale of their
+    rounding errors.
+    """
     if choice.method == "ghost":
         found = choice.uses[0].norm_sq(choice.param)
         return found.value.detach().clone(), found.value if found.scale is None else found.scale
@@ -603,8 +601,8 @@ def _norms_sq(choice: Choice) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(choice.param.dtype, torch.float32)
         norms_sq = torch.stack([example_gradient(choice, i, dtype).square().sum() for i in examples])
         return norms_sq, norms_sq
-    first, *more = (use.grad_sample(choice.param) for use in choice.uses)
-    norms_sq = wide(sum(more, first)).unsqueeze(-1).flatten(1).square().sum(1)
+    formed = kept_gradient(choice) if formed is None else formed
+    norms_sq = formed.unsqueeze(-1).flatten(1).square().sum(1)
     return norms_sq, norms_sq
 
 

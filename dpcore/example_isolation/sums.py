@@ -33,9 +33,23 @@ class Recorded:
     norms. ``scale``: of the squares that cancelled there.
     """
 
-    projection: float
-    norm_sq: float
-    scale: float
+    projection: float = 0.0
+    norm_sq: float = 0.0
+    scale: float = 0.0
+
+    @classmethod
+    def of(
+        cls, param: Parameter, total: Tensor, norms_sq: Tensor | None = None, scale: Tensor | None = None
+    ) -> Recorded:
+        """Return it for the sum ``total`` of gradients whose squared norms and their scale [B] may be known."""
+        norm_sq = total.square().sum() if norms_sq is None else norms_sq.clamp(min=0.0).sum()
+        return cls(
+            projection(param, total), float(norm_sq), 0.0 if scale is None else float(scale.clamp(min=0.0).sum())
+        )
+
+    def with_more(self, other: Recorded) -> Recorded:
+        """Return it for the gradients of both."""
+        return Recorded(self.projection + other.projection, self.norm_sq + other.norm_sq, max(self.scale, other.scale))
 
 
 def direction(param: Parameter, dtype: torch.dtype) -> Tensor:
@@ -81,7 +95,7 @@ def differs(recorded: Mapping[Parameter, Recorded], found: Mapping[Parameter, fl
     total = sum(r.norm_sq for r in recorded.values()) ** 0.5
     worst, name = 1.0, None
     for param in recorded.keys() | found.keys():
-        of, ordinary = recorded.get(param, Recorded(0.0, 0.0, 0.0)), found.get(param, 0.0)
+        of, ordinary = recorded.get(param, Recorded()), found.get(param, 0.0)
         floor = NOTHING if of.norm_sq == 0.0 and not half else of_all
         allowed = share * of.norm_sq**0.5 + CANCELLED * of.scale**0.5 + floor * max(total, abs(ordinary)) + 1e-30
         if (off := abs(ordinary - of.projection) / allowed) > worst:

@@ -558,7 +558,7 @@ class Accumulator:
         for choice in choices:
             if choice.method == "keep":
                 order = [0, *(d + 1 for d in self._order[choice.param])]
-                kept = _Kept((choice.param,), _kept(choice).permute(order).reshape(batch_size, -1))
+                kept = _Kept((choice.param,), kept_gradient(choice).permute(order).reshape(batch_size, -1))
                 (small if together and choice.param.numel() <= MOST_TOGETHER else formed).append(kept)
         if len(small) < 2:
             return formed + small
@@ -698,11 +698,11 @@ def weighted_sum(choice: Choice, weights: Tensor, out: Tensor) -> None:
         for use in choice.uses:
             use.add_clipped_sum(choice.param, weights, out)
     else:
-        out += torch.tensordot(weights, _kept(choice).to(weights.dtype), dims=1)
+        out += torch.tensordot(weights, kept_gradient(choice).to(weights.dtype), dims=1)
 
 
-def _kept(choice: Choice) -> Tensor:
-    """[m, ...] per-sample gradient of a parameter over all its uses."""
+def kept_gradient(choice: Choice) -> Tensor:
+    """Return the [m, ...] per-sample gradient of a parameter over all its uses."""
     total = wide(choice.uses[0].grad_sample(choice.param))
     for use in choice.uses[1:]:
         total = total + use.grad_sample(choice.param)

@@ -45,8 +45,8 @@ def _check(optimizer: Any, privates: Iterable[Any]) -> None:
         if idle:
             raise PrivacyError(
                 f"{type(optimizer).__name__}.step() would do nothing: its parameters are a private module's, whose "
-                "gradients only the optimizer that make_private returned can apply. Call that one's step(), and give it "
-                "all parameters of the module, in groups with settings of their own."
+                "gradients only the optimizer that make_private returned can apply. Call that one's step(), and give "
+                "it all parameters of the module, in groups with settings of their own."
             )
 
 

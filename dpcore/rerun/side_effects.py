@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dpcore.tree import flatten
 
 _CONTAINERS = (list, dict, set, deque)
+_SETTINGS = (bool, int, float, str, type(None))
 
 
 class SideEffects:
@@ -137,8 +138,15 @@ def tensors_in(value: Any, depth: int = 6) -> Iterator[Tensor]:
 def left_behind(module: nn.Module) -> Iterator[Tensor]:
     """Tensors in attributes of a module's parts that have a place in a graph: an auxiliary loss, say."""
     for part in module.modules():
-        attributes = [v for n, v in vars(part).items() if not (n.startswith("_") and isinstance(v, dict))]
+        attributes = [v for n, v in vars(part).items() if not (_is_plain(v) or (n[0] == "_" and isinstance(v, dict)))]
         yield from (tensor for tensor in tensors_in(attributes) if tensor.grad_fn is not None)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether this is a setting, such as layers have many of: a number, a name, or a tuple or list of them."""
+    if isinstance(value, tuple | list):
+        return all(isinstance(part, _SETTINGS) for part in value)
+    return isinstance(value, _SETTINGS)
 
 
 @contextmanager
