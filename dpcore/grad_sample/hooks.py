@@ -278,7 +278,8 @@ class AbstractGradSampleHooks:
             _spend(tapes)
             raise PrivacyError(
                 f"One loss went through batches of {sorted(sizes)} examples, so their gradients cannot be told "
-                "apart by example; call backward() for each of them."
+                "apart by example: rows of the same number are one example. Give every call as many rows (as many "
+                "made-up examples as real ones, torch.randn(len(x), ...), say), and one loss to all of them."
             )
         size = sizes.pop()
         iteration = Iteration([use for tape in new for use in tape.uses], size)
@@ -443,6 +444,10 @@ class AbstractGradSampleHooks:
         """Return whether ``param.grad`` is none, or as it was when :meth:`own` was called."""
         grad, version = self._own.get(param, (None, 0))
         return param.grad is None or (param.grad is grad and grad._version == version)
+
+    def formed(self, param: Parameter) -> bool:
+        """Return whether ``param.grad`` was formed or released here, whatever has become of it since."""
+        return param.grad is not None and self._own.get(param, (None, 0))[0] is param.grad
 
     def check_unchanged(self) -> None:
         """PrivacyError where the module is no longer the one that was made private."""

@@ -397,14 +397,26 @@ class DPOptimizer(OptimizerWrapper):
                     f"Parameter {name} has an ordinary, unclipped gradient: the module is in evaluation mode, in which "
                     "gradients are not recorded by example. Call model.train() before the training loop."
                 )
-            raise PrivacyError(
-                f"Parameter {name} has an ordinary, unclipped gradient: it is used by an operation that dpcore has no "
-                "rule for, or outside of the private module's forward in training mode (by a call of the module that "
-                "make_private was given, say, or by a penalty on the weights), or p.grad was changed by hand (by "
-                "clip_grad_norm_, say), which the step would undo. Call the module that make_private returned, put "
-                "penalties into the optimizer's weight_decay, leave clipping to step(), wrap that operation in a "
-                f"module of its own, or freeze the parameter with requires_grad_(False).{trainer_hint()}"
+            raise PrivacyError(f"Parameter {name} has an ordinary, unclipped gradient: {self._whence(param)}")
+
+    def _whence(self, param: Parameter) -> str:
+        """Say where an ordinary gradient may come from, and what to write instead."""
+        if self.module.formed(param):
+            return (
+                "p.grad was changed by hand since backward() (by clip_grad_norm_, say), which the step would undo. "
+                f"Leave clipping to step(), or change p.grad in optimizer.register_step_pre_hook.{trainer_hint()}"
             )
+        if not self.module.has_passes:
+            return (
+                "the loss did not come through the private module in training mode. Call the module that make_private "
+                f"returned, not the one that it was given.{trainer_hint()}"
+            )
+        return (
+            "the loss uses it beside the private module (a penalty, a distance to other weights, a learned variance), "
+            "where its gradient has no examples. Put a penalty on the weights' squares into the optimizer's "
+            "weight_decay; anything else into the module: let forward() return the parameter expanded to one row for "
+            f"every example, param.expand(len(x), *param.shape), or the loss itself by example.{trainer_hint()}"
+        )
 
     def withhold_ordinary_gradients(self) -> None:
         """Set ``p.grad`` to None where it was formed here and not released: :meth:`step` does without it.

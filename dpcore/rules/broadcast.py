@@ -253,6 +253,8 @@ def _choose(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     params = [a for a in args if tape.trains(a)]
     if not params:
         return func(*args, **kwargs)
+    if func in (torch.masked_fill, Tensor.masked_fill):  # which take one number alone
+        return _choose(tape, torch.where, (args[1], args[2], args[0]), kwargs)
     shape = torch.broadcast_shapes(*(a.shape for a in args if isinstance(a, Tensor)))
     others = [a for a in args if isinstance(a, Tensor) and not tape.trains(a)]
     result = torch.empty((), device=params[0].device).expand(shape)

@@ -624,7 +624,8 @@ class Tape(TorchFunctionMode):
         if not x.dim():
             return NoRuleError(
                 f"The model computes a single number from {self.name(params)}, a penalty on its weights, say. It has "
-                "no gradient by example, so it cannot be clipped; put penalties into the optimizer's weight_decay.",
+                "no gradient by example, so it cannot be clipped; put a penalty on squares into the optimizer's "
+                "weight_decay, and compute another one for every example, from param.expand(len(x), *param.shape).",
                 params,
             )
         return NoRuleError(

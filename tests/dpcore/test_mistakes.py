@@ -134,8 +134,14 @@ def test_training_in_evaluation_mode():
     step(model, optimizer, *next(iter(loader)))
 
 
-@pytest.mark.parametrize("mistake", ["the original module", "a penalty"])
-def test_gradients_past_the_private_module(mistake):
+@pytest.mark.parametrize(
+    ("mistake", "told"),
+    [
+        ("the original module", "that make_private returned, not the one that it was given"),
+        ("a penalty", r"weight_decay.*param\.expand\(len\(x\)"),
+    ],
+)
+def test_gradients_past_the_private_module(mistake, told):
     original = small_model()
     _, model, optimizer, loader = make(original)
     x, y = next(iter(loader))
@@ -143,7 +149,7 @@ def test_gradients_past_the_private_module(mistake):
     if mistake == "a penalty":
         loss = loss + sum(p.square().sum() for p in model.parameters())
     loss.backward()
-    with pytest.raises(PrivacyError, match=r"that make_private returned, put penalties into .* weight_decay"):
+    with pytest.raises(PrivacyError, match=told):
         optimizer.step()
 
 
@@ -390,3 +396,26 @@ def test_a_loader_without_batches_is_a_sentence():
             noise_multiplier=1.0,
             max_grad_norm=1.0,
         )
+
+
+def test_the_remedy_for_a_parameter_in_the_loss_works():
+    """A distance to other weights, as FedProx has it: refused beside the module, exact by example within it."""
+
+    class Near(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.layer(x), self.layer.weight.expand(len(x), 3, 4)
+
+    torch.manual_seed(0)
+    x, y, anchor = torch.randn(8, 4), torch.arange(8) % 3, torch.randn(3, 4)
+    model = GradSampleModule(Near(), loss_reduction="sum")
+    outputs, weights = model(x)
+    (F.cross_entropy(outputs, y, reduction="sum") + (weights - anchor).square().sum()).backward()
+    plain = model._module.layer
+    for i in range(8):
+        alone = F.cross_entropy(plain(x[i]), y[i]) + (plain.weight - anchor).square().sum()
+        for p, g in zip(plain.parameters(), torch.autograd.grad(alone, list(plain.parameters())), strict=True):
+            torch.testing.assert_close(p.grad_sample[i], g, rtol=1e-4, atol=1e-6)
