@@ -27,16 +27,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
-from dpcore.example_isolation.rows import enlarged, half_of_rows, has_rows, replace_rows, without_graph
+from dpcore.example_isolation.rows import enlarged, half_of_rows, replace_rows, selected, without_graph
 from dpcore.microbatch import ragged
 from dpcore.microbatch.accumulator import weighted_sum
 from dpcore.microbatch.in_turn import example_gradient
-from dpcore.microbatch.layout import FEWEST_AT_FIRST, Layout
+from dpcore.microbatch.layout import FEWEST_AT_FIRST, TRIES, Layout
 from dpcore.microbatch.memory import give_back_everything, ran_out
 from dpcore.microbatch.planner import Choice, choose
 from dpcore.rerun.heap import give_back
@@ -45,7 +46,7 @@ from dpcore.rerun.snapshot import ModelState, RandomNumbers, preserved, same_val
 from dpcore.rules.linear import wide
 from dpcore.tape.deferred_lookups import SeenOtherwise
 from dpcore.tape.tape import Tape
-from dpcore.tree import flatten, unflatten
+from dpcore.tree import flatten, has_rows
 
 Run = Callable[[Any], Any]
 """A batch -> the model's outputs, or [B] losses."""
@@ -119,8 +120,14 @@ class IsolationCheck:
         if not self.enabled or batch_size < 2:
             return False
         self._passes += 1
-        new = self._kinds[kind] < BATCHES and self._checks < ALWAYS + RATE * self._passes
+        new = self._kinds[kind] < BATCHES or bool(self.layout.unchecked)
+        new = new and self._checks < ALWAYS + RATE * self._passes
         return new or self._random.random() < RATE
+
+    def begin_anew(self) -> None:
+        """Take all kinds of batches for new: they have come to a part of the model that did not run before."""
+        self._kinds.clear()
+        self._checks = min(self._checks, ALWAYS - BATCHES)
 
     def check(self, kind: Any, run: Run, batch: Any, batch_size: int, losses: bool = False) -> None:
         """Raise PrivacyError where ``run(batch)`` mixes the examples of ``batch`` or writes what depends on them.
@@ -133,13 +140,16 @@ class IsolationCheck:
             losses: Whether ``run`` returns one loss per example.
         """
         self._checks += 1
-        while not self._checked(run, batch, batch_size, losses):
-            # Here, where the error and all that its traceback held are gone.
-            give_back_everything(next(iter(self.names)).device)
+        for way in range(TRIES):
+            while not self._checked(run, batch, batch_size, losses, way):
+                # Here, where the error and all that its traceback held are gone.
+                give_back_everything(next(iter(self.names)).device)
+            if not self.layout.unchecked:  # it has gone where only another look has been
+                break
         self._kinds[kind] += 1
         give_back()
 
-    def _checked(self, run: Run, batch: Any, batch_size: int, losses: bool) -> bool:
+    def _checked(self, run: Run, batch: Any, batch_size: int, losses: bool, way: int) -> bool:
         """Make all experiments; False where memory ran out, and fewer examples are to be tried."""
         whole = ragged.is_ragged(self.model, batch)
         if not whole:
@@ -147,6 +157,8 @@ class IsolationCheck:
         try:
             with preserved(self.model) as state, torch.enable_grad():
                 state.watch_parameters()
+                for _ in range(way):  # other random numbers may lead the model another way
+                    random.random(), torch.rand(()), np.random.random()
                 trial = _Trial(self, state, run, batch_size, losses)
                 row = self._random.randrange(batch_size)
                 if whole:
@@ -171,16 +183,13 @@ class IsolationCheck:
         most = self.layout.at_first(self._most)
         if batch_size <= most:
             return batch, batch_size
-        leaves, structure = flatten(batch)
-        taken = {n for leaf in leaves if isinstance(leaf, Tensor) for n in leaf.shape[1:]}
+        taken = {n for leaf in flatten(batch)[0] if isinstance(leaf, Tensor) for n in leaf.shape[1:]}
         # Rather more than so few that an experiment sees too little.
         fewest, at_most = min(most, FEWEST_AT_FIRST), min(self._most, batch_size)
         numbers = (*range(most, fewest - 1, -1), *range(most + 1, at_most + 1), *range(fewest - 1, 1, -1))
         count = next((n for n in numbers if n not in taken), most)
         index = torch.tensor(sorted(self._random.sample(range(batch_size), count)))
-        return unflatten(
-            structure, [leaf[index.to(leaf.device)] if has_rows(leaf, batch_size) else leaf for leaf in leaves]
-        ), count
+        return selected(batch, batch_size, index), count
 
     def _exchange(self, trial: _Trial, batch: Any, alone: int) -> None:
         """All experiments; ``alone``: the example whose outputs may not reach others."""
@@ -189,7 +198,7 @@ class IsolationCheck:
         dropped = _dropped(batch, count)
         if dropped + len(rows) >= count:
             rows, beside = torch.arange(dropped), dropped
-        neighbours = replace_rows(batch, count, rows, lambda leaf: leaf[beside])
+        neighbours = replace_rows(batch, count, rows, lambda leaf: leaf[beside], beside)
         outliers = replace_rows(batch, count, rows, lambda leaf: enlarged(leaf[rows.to(leaf.device)]))
         # The same rows are compared in all experiments, so that one pass is the measure of them.
         excluded = torch.cat([torch.arange(dropped), rows]).unique()
@@ -211,7 +220,7 @@ class IsolationCheck:
                     "state_dict() and through what is computed from it. Keep such statistics out of the model, or "
                     "compute them from public data."
                 )
-        if any(has_rows(leaf, count) and leaf.is_floating_point() for leaf in flatten(batch)[0]):
+        if any(isinstance(v, Tensor) and has_rows(v, count) and v.is_floating_point() for v in flatten(batch)[0]):
             try:
                 self._compare(trial, before, batch, outliers, excluded)
             except PrivacyError:
@@ -228,7 +237,7 @@ class IsolationCheck:
         count = trial.batch_size
         # A batch of another length goes through other kernels, whose rounding cancellation may enlarge.
         rounding = HALF_ROUNDING
-        fewer = _without_first(batch, count, dropped)
+        fewer = selected(batch, count, torch.arange(dropped, count))
         try:
             after = trial.measure(fewer, excluded, dropped=dropped)
             if _moved(before, after, rounding) is None:
@@ -255,7 +264,7 @@ class IsolationCheck:
         """PrivacyError where the pass of fewer examples that was just made wrote something else than ``written``."""
         now = trial.written
         if trial.drew and now.keys() & written.keys():
-            fewer = _without_first(batch, trial.batch_size, dropped)
+            fewer = selected(batch, trial.batch_size, torch.arange(dropped, trial.batch_size))
             try:
                 with without_dropout(self.model):
                     trial.measure(batch, excluded)
@@ -440,6 +449,7 @@ class _Trial:
                 returned = self._run(without_graph(batch))
             self.drew = not RandomNumbers(self.check.model).same(self.random)
             self.written = self.state.written()
+            self.check.layout.unchecked -= tape.uses.counts.keys()
             left = [tensor for tensor in left_behind(self.check.model) if id(tensor) not in before]
             outputs = list({id(t): t for t in (*tensors_in(returned), *left) if t.requires_grad}.values())
             if not outputs and tape.attached and not self.losses:
@@ -553,12 +563,6 @@ def _dropped(batch: Any, count: int) -> int:
     """
     taken = {n for leaf in flatten(batch)[0] if isinstance(leaf, Tensor) for n in leaf.shape[1:]}
     return next((k for k in (1, 3, 2) if count - k >= 3 and count - k not in taken), 0)
-
-
-def _without_first(batch: Any, count: int, dropped: int) -> Any:
-    """The batch of ``count`` examples without the first ones."""
-    leaves, structure = flatten(batch)
-    return unflatten(structure, [leaf[dropped:] if has_rows(leaf, count) else leaf for leaf in leaves])
 
 
 @contextmanager

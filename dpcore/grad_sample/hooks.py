@@ -25,7 +25,8 @@ from dpcore.grad_sample.empty_batches import EmptyBatches, newest_batch
 from dpcore.grad_sample.loss_reduction import divided_by, reduction_of
 from dpcore.microbatch import ragged
 from dpcore.microbatch.accumulator import weighted_sum
-from dpcore.microbatch.layout import Layout, is_mask, probe_sizes
+from dpcore.microbatch.layout import Layout
+from dpcore.microbatch.looks import looks
 from dpcore.microbatch.planner import choose
 from dpcore.rules import cross_entropy
 from dpcore.rules.custom import custom_fallbacks
@@ -126,21 +127,12 @@ class AbstractGradSampleHooks:
         if not self.batch_first:
             call, args, kwargs = _batch_brought_first(call, args, kwargs)
         batch_size = ragged.batch_size(self._module, (args, kwargs))
-        ranks = getattr(self._module, "ranks", None)
-        if not batch_size and not (isinstance(ranks, Ranks) and ranks.sharded):
+        if not batch_size and not self._sharded:
             return self._run_empty(call, args, kwargs)
-        self._prepare(call, args, kwargs, batch_size)
-        scale = float(batch_size) if self.loss_reduction == "mean" else 1.0
-        self._passes += 1
-        tape = self._layout.tape(self._names, batch_size, scale)
-        tape.number, tape.on_fire, tape.on_again = self._passes, self._fired, self._check_latest
-        tape.drops_activations = self._layout.drops_activations
-        # Passes of sharded modules exchange parameters, and what is let go is not the same on all ranks. Where ordinary
-        # gradients are asked for, gradients by example can be read after the step.
-        sharded = isinstance(ranks, Ranks) and ranks.sharded
-        tape.runs_thrice = tape.drops_activations and not sharded and not self.ordinary_grad
-        with self._layout.recording(tape):
-            output = call(*args, **kwargs)
+        tape, output = self._layout.attempt(
+            lambda: self._pass(call, args, kwargs, batch_size),
+            None if self._sharded else lambda: self._look_again(call, args, kwargs, batch_size),
+        )
         if batch_size == 0:
             # Nothing may flow back from an empty batch, yet it is a step.
             self._note_empty()
@@ -152,6 +144,28 @@ class AbstractGradSampleHooks:
         if not self._reduction_seen and isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(functools.partial(self._see_reduction, output.detach()))
         return output
+
+    def _pass(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int
+    ) -> tuple[Tape, Any]:
+        """A recorded call of the module: the tape and what was returned."""
+        self._prepare(call, args, kwargs, batch_size)
+        scale = float(batch_size) if self.loss_reduction == "mean" else 1.0
+        self._passes += 1
+        tape = self._layout.tape(self._names, batch_size, scale)
+        tape.number, tape.on_fire, tape.on_again = self._passes, self._fired, self._check_latest
+        tape.drops_activations = self._layout.drops_activations
+        # Passes of sharded modules exchange parameters, and what is let go is not the same on all ranks. Where ordinary
+        # gradients are asked for, gradients by example can be read after the step.
+        tape.runs_thrice = tape.drops_activations and not self._sharded and not self.ordinary_grad
+        with self._layout.recording(tape):
+            return tape, call(*args, **kwargs)
+
+    @property
+    def _sharded(self) -> bool:
+        """Whether all ranks have to run the module together."""
+        ranks = getattr(self._module, "ranks", None)
+        return isinstance(ranks, Ranks) and ranks.sharded
 
     def _see_reduction(self, outputs: Tensor, gradient: Tensor) -> None:
         """Warn once where the first loss shows that it is reduced otherwise than ``loss_reduction`` says."""
@@ -305,31 +319,28 @@ class AbstractGradSampleHooks:
             if isinstance(leaf, bool | str) or (isinstance(leaf, Tensor) and leaf.dim())
         )
         self._learn(kind, call, args, kwargs, batch_size)
-        sharded = isinstance(ranks := getattr(self._module, "ranks", None), Ranks) and ranks.sharded
         # The passes of a sharded module exchange parameters: all ranks would have to make the same experiments.
-        if not sharded and self.isolation.due(kind, batch_size):
+        if not self._sharded and self.isolation.due(kind, batch_size):
             self.isolation.check(kind, lambda batch: call(*batch[0], **batch[1]), (args, kwargs), batch_size)
+
+    def _look_again(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int
+    ) -> None:
+        """Look at all examples of a batch that has led to a part of the model that is not known."""
+        self._look(call, args, kwargs, batch_size, again=True)
+        self.isolation.begin_anew()
 
     def _learn(
         self, kind: tuple[Any, ...], call: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, batch_size: int
     ) -> None:
         """Finds what has no rule, before the first batch of a kind."""
         new = batch_size > 0 and kind not in self._kinds
-        ranks = getattr(self._module, "ranks", None)
-        sharded = isinstance(ranks, Ranks) and ranks.sharded
-        if sharded:
+        if sharded := self._sharded:
             # The model can only be run by all ranks together, and none of them knows what the others have seen.
-            new = ranks.largest(int(new)) > 0  # type: ignore[union-attr]
+            new = self._module.ranks.largest(int(new)) > 0  # type: ignore[union-attr, operator]
         if not new:
             return
-
-        def run(count: int, padded: bool | None = None) -> Any:
-            few_args, few_kwargs = ragged.copies(self._module, (args, kwargs), batch_size, count, padded)
-            return call(*few_args, **few_kwargs)
-
-        masked = any(map(is_mask, flatten((args, kwargs))[0]))
-        variants = [functools.partial(run, padded=padded) for padded in ((True, False) if masked else ())]
-        self._layout.learn(self._names, run, probe_sizes((args, kwargs), batch_size, self._module), variants)
+        self._look(call, args, kwargs, batch_size)
         self._kinds.add(kind)
         if self._layout.derived and sharded:
             raise UnsupportedError(
@@ -343,6 +354,12 @@ class AbstractGradSampleHooks:
                 "its parameters are no longer whole; with fully_shard every trained layer must be of a kind with a "
                 "rule. Use DifferentiallyPrivateDistributedDataParallel instead."
             )
+
+    def _look(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, batch_size: int, again: bool = False
+    ) -> None:
+        of = looks(self._module, lambda batch: call(*batch[0], **batch[1]), (args, kwargs), batch_size, again)
+        self._layout.learn(self._names, *of, again=again)
 
     # ---- what the optimiser takes
 
