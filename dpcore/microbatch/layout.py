@@ -296,7 +296,9 @@ class Layout:
             with _nothing_saved():
                 outputs = self._outputs(tape, run, count)
             unseen = not self._may_be_reached(tape, names, outputs)
-        except _NotSaved:
+        except (UnsupportedError, PrivacyError):
+            raise
+        except Exception:  # a gradient within the forward pass asks for what is saved, say
             unseen = False
         if unseen:
             self._note(tape, names, count)
@@ -358,14 +360,10 @@ class Layout:
         return False
 
 
-class _NotSaved(Exception):
-    """A pass asks for a tensor that its graph has not kept."""
-
-
 def _nothing_saved() -> torch.autograd.graph.saved_tensors_hooks:
     """A context in which graphs keep no tensors: it is only looked at where their paths lead."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _refuse_saved)
 
-    def refuse(kept: None) -> Tensor:
-        raise _NotSaved
 
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, refuse)
+def _refuse_saved(kept: None) -> Tensor:
+    raise RuntimeError("A pass asks for a tensor that its graph has not kept.")

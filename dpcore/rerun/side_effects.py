@@ -19,10 +19,16 @@ from torch import Tensor, nn
 from dpcore.tree import flatten
 
 _CONTAINERS = (list, dict, set, deque)
+_OTHERS = (Tensor, nn.Module, types.ModuleType)
+_REGISTERED = (
+    *("_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
+)
+_NOTHING: dict[Any, Any] = {}
 
 
 class SideEffects:
-    """Attributes, lists, dicts and sets of a module's parts, and those that their forward hooks can reach in a step or
+    """Attributes, lists, dicts, sets and hooks of a module's parts, and what their forward hooks can reach in a step or
     two, as they are now. (Buffers' values are none of its business.)
     """
 
@@ -31,6 +37,7 @@ class SideEffects:
         self._seen: set[int] = set()
         for part in module.modules():
             self._keep_attributes(vars(part))
+            self._keep_registered(vars(part))
             for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
                 self._keep(hook, 4)
 
@@ -39,7 +46,22 @@ class SideEffects:
         for undo in self._undo:
             undo()
 
-    def _keep_attributes(self, attributes: dict[str, Any]) -> None:
+    def _keep_registered(self, attributes: dict[str, Any]) -> None:
+        """Models register hooks and buffers at their first call, and note in an attribute that they have done so."""
+        before = [(of, dict(of) if of else _NOTHING) for of in map(attributes.__getitem__, _REGISTERED)]
+
+        def undo() -> None:
+            for of, known in before:
+                if of.keys() != known.keys():
+                    # (True tells of what kind a hook is, and nothing where there is no such hook.)
+                    new = {n: v for n, v in of.items() if n not in known and (v is True or _is_hook_of_torch(v))}
+                    gone = {n for n, v in known.items() if n not in of and _is_hook_of_torch(v)}
+                    of.clear()
+                    of.update({n: v for n, v in known.items() if n not in gone} | new)
+
+        self._undo.append(undo)
+
+    def _keep_attributes(self, attributes: dict[str, Any], objects: bool = True) -> None:
         before = dict(attributes)
 
         def undo() -> None:
@@ -51,6 +73,10 @@ class SideEffects:
         for name, value in before.items():
             if not name.startswith("_") or isinstance(value, list | set | deque):
                 self._keep_contents(value)
+            if objects and hasattr(value, "__dict__") and not callable(value) and not isinstance(value, _OTHERS):
+                if id(value) not in self._seen and not _of_torch(value):  # a cache, a configuration
+                    self._seen.add(id(value))
+                    self._keep_attributes(vars(value), objects=False)
 
     def _keep_contents(self, container: Any) -> None:
         if not isinstance(container, _CONTAINERS) or id(container) in self._seen:
@@ -70,9 +96,8 @@ class SideEffects:
         """Keep what a hook, or an object that it uses, may write to."""
         if not depth or isinstance(value, Tensor | nn.Module | type | types.ModuleType) or id(value) in self._seen:
             return
-        owner = value if isinstance(value, types.FunctionType | types.MethodType) else type(value)
-        if str(owner.__module__).startswith(("torch.", "dpcore.")):
-            return  # what it keeps (parameters that are gathered, say) must go with what it does
+        if _of_torch(value):
+            return
         if isinstance(value, _CONTAINERS):
             self._keep_contents(value)
             return
@@ -111,6 +136,16 @@ class SideEffects:
         self._undo.append(functools.partial(function.__globals__.update, before))
         for value in before.values():
             self._keep(value, depth - 1)
+
+
+def _of_torch(value: Any) -> bool:
+    """Return whether a hook is torch's or ours: what it keeps (gathered parameters) must go with what it does."""
+    owner = value if isinstance(value, types.FunctionType | types.MethodType) else type(value)
+    return str(owner.__module__).startswith(("torch.", "dpcore."))
+
+
+def _is_hook_of_torch(value: Any) -> bool:
+    return _of_torch(value) and not isinstance(value, nn.Module | Tensor)
 
 
 def _names(code: types.CodeType) -> set[str]:
