@@ -24,7 +24,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,8 +44,10 @@ from dpcore.rerun.heap import give_back
 from dpcore.rerun.side_effects import left_behind, tensors_in
 from dpcore.rerun.snapshot import ModelState, RandomNumbers, preserved, same_values, without_dropout
 from dpcore.rules.linear import wide
+from dpcore.rules.vmap import ModuleUse
 from dpcore.tape.deferred_lookups import SeenOtherwise
 from dpcore.tape.tape import Tape
+from dpcore.tape.uses import FormedUse, Use
 from dpcore.tree import flatten, has_rows
 
 Run = Callable[[Any], Any]
@@ -346,6 +348,7 @@ class _Trial:
         self.batch_size = batch_size
         self.losses = losses
         self.random = RandomNumbers(check.model)
+        self.large = batch_size * check.layout.example_bytes > LARGE_BYTES
         self.shapes: list[torch.Size] | None = None
         self.drew = False
         """True where the last pass drew random numbers."""
@@ -486,15 +489,31 @@ class _Trial:
         return _Measured(norms_sq[kept], norms_sq[kept], projection, numbers)
 
     def _measured(self, choice: Choice, excluded: Tensor, dropped: int) -> _Measured:
-        norms_sq, scale = _norms_sq(choice)
-        kept = self._kept(excluded, dropped, norms_sq.device)
+        kept = self._kept(excluded, dropped, choice.param.device)
         dtype = torch.promote_types(choice.param.dtype, torch.float32)
         numbers = torch.Generator().manual_seed(choice.param.numel())
         rows = torch.randn(self.batch_size, generator=numbers)[dropped:].to(kept.device, dtype) * kept
         total = torch.zeros(choice.param.shape, dtype=dtype, device=choice.param.device)
-        weighted_sum(choice, rows, total)
+        if choice.method == "turn":  # each gradient is formed once
+            found = []
+            for i, weight in zip(kept.nonzero().flatten().tolist(), rows[kept].tolist(), strict=True):
+                gradient = example_gradient(choice, i, dtype)
+                found.append(gradient.square().sum())
+                total.add_(gradient, alpha=weight)
+            norms_sq = scale = torch.stack(found) if found else total.new_zeros(0)
+        elif choice.method == "keep":
+            if self.large:
+                index, rows = kept.nonzero().flatten(), rows[kept]
+                choice = replace(choice, uses=tuple(use.rows(index, dtype) for use in choice.uses))
+                kept = kept[kept]
+            gradients = _gradients(choice)
+            norms_sq = scale = _squares(gradients)[kept]
+            total = torch.tensordot(rows, gradients.to(dtype), dims=1)
+        else:
+            norms_sq, scale = (of[kept] for of in _norms_sq(choice))
+            weighted_sum(choice, rows, total)
         direction = torch.randn(total.shape, generator=numbers).to(total.device, dtype)
-        return _Measured(norms_sq[kept], scale[kept], float(total.mul_(direction).sum()))
+        return _Measured(norms_sq, scale, float(total.mul_(direction).sum()))
 
     def _check_alone(self, tape: Tape, outputs: list[Tensor], row: int) -> bool:
         """Experiment 1; return whether the graph is spent, which is not kept for another look where it is large.
@@ -505,7 +524,6 @@ class _Trial:
         by_row = [(output, fits) for output, fits in dims if fits]
         reached: Parameter | None = None
         possible = max((len(fits) for _, fits in by_row), default=0)
-        large = self.batch_size * self.check.layout.example_bytes > LARGE_BYTES
         for last in range(0 if self.check.compiled and possible > 1 else possible):
             weights = []
             for output, fits in by_row:
@@ -513,7 +531,7 @@ class _Trial:
                 weight = torch.zeros_like(output)
                 weight.select(dim, row).copy_(_weights(output).select(dim, row))
                 weights.append(weight)
-            spent = large and last + 1 == possible
+            spent = self.large and last + 1 == possible
             tape.pull([output for output, _ in by_row], weights, keep=not (spent or self.check.compiled))
             found = self._reaches_others(tape, row)
             if found is None:
@@ -530,12 +548,21 @@ class _Trial:
     def _reaches_others(self, tape: Tape, row: int) -> Parameter | None:
         with _without_autocast(self.check.names):
             for choice in choose(tape.uses):
+                if all(_is_zero_beside(use, row) for use in choice.uses):
+                    continue
                 others, _ = _norms_sq(choice)
                 others[row] = 0.0
                 # A derivative that is infinite gives 0 * inf in its own row: no sign of another example.
                 if bool((others.isfinite() & (others != 0.0)).any()):
                     return choice.param
         return None
+
+
+def _is_zero_beside(use: Use, row: int) -> bool:
+    """Return whether the gradient at a use's output is zero in all rows but one, so that those of parameters are."""
+    if use.grad is None or isinstance(use, FormedUse | ModuleUse):
+        return False
+    return not bool(use.grad[:row].any()) and not bool(use.grad[row + 1 :].any())
 
 
 def _norms_sq(choice: Choice) -> tuple[Tensor, Tensor]:
@@ -550,9 +577,19 @@ def _norms_sq(choice: Choice) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(choice.param.dtype, torch.float32)
         norms_sq = torch.stack([example_gradient(choice, i, dtype).square().sum() for i in examples])
         return norms_sq, norms_sq
-    first, *more = (use.grad_sample(choice.param) for use in choice.uses)
-    norms_sq = wide(sum(more, first)).unsqueeze(-1).flatten(1).square().sum(1)
+    norms_sq = _squares(_gradients(choice))
     return norms_sq, norms_sq
+
+
+def _squares(gradients: Tensor) -> Tensor:
+    """[B] squared norms of [B, ...]."""
+    return gradients.unsqueeze(-1).flatten(1).square().sum(1)
+
+
+def _gradients(choice: Choice) -> Tensor:
+    """[B, *param.shape] per-sample gradients over all uses of a parameter."""
+    first, *more = (use.grad_sample(choice.param) for use in choice.uses)
+    return wide(sum(more, first))
 
 
 def _dropped(batch: Any, count: int) -> int:
