@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
-from dpcore.example_isolation.rows import enlarged, half_of_rows, replace_rows, selected, without_graph
+from dpcore.example_isolation.rows import enlarged, half_of_rows, replace_rows, selected, shaken, without_graph
 from dpcore.microbatch import ragged
 from dpcore.microbatch.accumulator import weighted_sum
 from dpcore.microbatch.in_turn import example_gradient
@@ -245,7 +245,7 @@ class IsolationCheck:
             if _moved(before, after, rounding) is None:
                 return
             with without_dropout(self.model):
-                before, again = (trial.measure(batch, excluded) for _ in range(2))
+                before, again = (trial.measure(of, excluded) for of in (batch, shaken(batch)))
                 after = trial.measure(fewer, excluded, dropped=dropped)
         except Exception as error:  # a model may well be made for batches of one length
             if ran_out(error):
@@ -293,15 +293,15 @@ class IsolationCheck:
             return
         # Dropout of what is packed hits other elements as soon as a length changes: compared without it.
         with without_dropout(self.model):
-            before, again = (trial.measure(batch, rows) for _ in range(2))
+            before, again = (trial.measure(of, rows) for of in (batch, shaken(batch)))
             after = trial.measure(changed, rows, changed=True)
         moved = _moved(before, after, self._rounding())
         if moved is None:
             return
         if _moved(before, again, self._rounding() / 4) is not None:
             warn_caller(
-                "Two passes over the same batch with the same random numbers gave different gradients, so it cannot be "
-                "checked by experiment whether the model mixes examples."
+                "Two passes with the same random numbers over batches that differ by rounding at most gave different "
+                "gradients, so it cannot be checked by experiment whether the model mixes examples."
             )
             return
         raise PrivacyError(

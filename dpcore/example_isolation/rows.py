@@ -25,6 +25,18 @@ def enlarged(values: Tensor) -> Tensor:
     return 8.0 * values + 3.0 if values.is_floating_point() else values
 
 
+def shaken(batch: Any) -> Any:
+    """The batch with floating-point values that differ from its own as rounding would."""
+    leaves, structure = flatten(batch)
+    numbers = torch.Generator().manual_seed(0)
+    for k, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            signs = torch.randint(-1, 2, leaf.shape, generator=numbers).to(leaf.device, leaf.dtype)
+            new = torch.addcmul(leaf.detach(), leaf.detach(), signs, value=8 * torch.finfo(leaf.dtype).eps)
+            leaves[k] = new.requires_grad_(leaf.requires_grad)
+    return unflatten(structure, leaves)
+
+
 def replace_rows(
     batch: Any, batch_size: int, rows: Tensor, value: Callable[[Tensor], Tensor], beside: int | None = None
 ) -> Any:

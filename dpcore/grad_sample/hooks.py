@@ -292,22 +292,28 @@ class AbstractGradSampleHooks:
 
         Where an earlier backward pass went through the same graph, add what this one adds.
         """
-        size = iteration.batch_size
-        weight = 1.0 / max(size, 1) if self.loss_reduction == "mean" else 1.0
-        choices = {choice.param: choice for choice in choose(iteration.uses)}
-        for param in self.trained.values():
+        for param, total in self._ordinary_gradients(iteration):
             if param.grad is not None and not self.owns(param):
                 continue  # an ordinary gradient of the user's; the optimiser's step refuses it by name
-            dtype = torch.promote_types(param.dtype, torch.float32)
-            total = torch.zeros(param.shape, dtype=dtype, device=param.device)
-            if param in choices:
-                weighted_sum(choices[param], torch.full((size,), weight, dtype=dtype, device=param.device), total)
             before = iteration.ordinary.get(param)
             iteration.ordinary[param] = total
             added = (total if before is None else total - before).to(param.dtype)
             param.grad = added if param.grad is None else param.grad + added
             self._ordinary.add(param)
             self.own(param)
+
+    @torch.no_grad()
+    def _ordinary_gradients(self, iteration: Iteration) -> Iterator[tuple[Parameter, Tensor]]:
+        """Yield every parameter and Σ_i g_i, divided by the batch's length for a mean loss."""
+        size = iteration.batch_size
+        weight = 1.0 / max(size, 1) if self.loss_reduction == "mean" else 1.0
+        choices = {choice.param: choice for choice in choose(iteration.uses)}
+        for param in self.trained.values():
+            dtype = torch.promote_types(param.dtype, torch.float32)
+            total = torch.zeros(param.shape, dtype=dtype, device=param.device)
+            if param in choices:
+                weighted_sum(choices[param], torch.full((size,), weight, dtype=dtype, device=param.device), total)
+            yield param, total
 
     def _prepare(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int
@@ -425,9 +431,27 @@ class AbstractGradSampleHooks:
         return param.grad is None or (param not in self._ordinary and self.owns(param))
 
     def owns(self, param: Parameter) -> bool:
-        """Return whether ``param.grad`` is none, or as it was when :meth:`own` was called."""
+        """Return whether ``param.grad`` is none, or has the values that it had when :meth:`own` was called."""
         grad, version = self._own.get(param, (None, 0))
-        return param.grad is None or (param.grad is grad and grad._version == version)
+        if param.grad is None or (param.grad is grad and grad._version == version):
+            return True
+        if param.grad is grad and param in self._ordinary:
+            self._own_what_is_as_formed()
+        grad, version = self._own.get(param, (None, 0))
+        return param.grad is grad and grad._version == version
+
+    def _own_what_is_as_formed(self) -> None:
+        """Own ordinary gradients that were written in place and have the values that were formed.
+
+        clip_grad_norm_ that clips nothing multiplies by 1; who logs the norm calls it so.
+        """
+        formed: dict[Parameter, Tensor] = {}
+        for iteration in self._iterations:
+            for param, total in self._ordinary_gradients(iteration):
+                formed[param] = formed[param] + total.to(param.dtype) if param in formed else total.to(param.dtype)
+        for param in self._ordinary & formed.keys():
+            if param.grad is self._own[param][0] and torch.equal(param.grad, formed[param]):
+                self.own(param)
 
     def check_unchanged(self) -> None:
         """PrivacyError where the module is no longer the one that was made private."""
