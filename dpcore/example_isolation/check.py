@@ -131,7 +131,9 @@ class IsolationCheck:
         self._kinds.clear()
         self._checks = min(self._checks, ALWAYS - BATCHES)
 
-    def check(self, kind: Any, run: Run, batch: Any, batch_size: int, losses: bool = False) -> None:
+    def check(
+        self, kind: Any, run: Run, batch: Any, batch_size: int, losses: bool = False, outputs: bool = True
+    ) -> None:
         """Raise PrivacyError where ``run(batch)`` mixes the examples of ``batch`` or writes what depends on them.
 
         Args:
@@ -140,10 +142,11 @@ class IsolationCheck:
             batch: Any structure; tensors whose first dimension is ``batch_size`` have one row per example.
             batch_size: How many examples there are.
             losses: Whether ``run`` returns one loss per example.
+            outputs: Whether a pass without a tensor that has a gradient is a fault.
         """
         self._checks += 1
         for way in range(TRIES):
-            while not self._checked(run, batch, batch_size, losses, way):
+            while not self._checked(run, batch, batch_size, losses, outputs, way):
                 # Here, where the error and all that its traceback held are gone.
                 give_back_everything(next(iter(self.names)).device)
             if not self.layout.unchecked:  # it has gone where only another look has been
@@ -151,7 +154,7 @@ class IsolationCheck:
         self._kinds[kind] += 1
         give_back()
 
-    def _checked(self, run: Run, batch: Any, batch_size: int, losses: bool, way: int) -> bool:
+    def _checked(self, run: Run, batch: Any, batch_size: int, losses: bool, outputs: bool, way: int) -> bool:
         """Make all experiments; False where memory ran out, and fewer examples are to be tried."""
         whole = ragged.is_ragged(self.model, batch)
         if not whole:
@@ -161,7 +164,7 @@ class IsolationCheck:
                 state.watch_parameters()
                 for _ in range(way):  # other random numbers may lead the model another way
                     random.random(), torch.rand(()), np.random.random()
-                trial = _Trial(self, state, run, batch_size, losses)
+                trial = _Trial(self, state, run, batch_size, losses, outputs)
                 row = self._random.randrange(batch_size)
                 if whole:
                     trial.measure(batch, torch.arange(0), alone=row)
@@ -341,12 +344,15 @@ gradients that are the example's own even where its outputs were not."""
 class _Trial:
     """Passes over batches of one size, all with the same random numbers and the same weights of the outputs."""
 
-    def __init__(self, check: IsolationCheck, state: ModelState, run: Run, batch_size: int, losses: bool) -> None:
+    def __init__(
+        self, check: IsolationCheck, state: ModelState, run: Run, batch_size: int, losses: bool, outputs: bool
+    ) -> None:
         self.check = check
         self.state = state
         self._run = run
         self.batch_size = batch_size
         self.losses = losses
+        self._outputs = outputs
         self.random = RandomNumbers(check.model)
         self.large = batch_size * check.layout.example_bytes > LARGE_BYTES
         self.shapes: list[torch.Size] | None = None
@@ -455,7 +461,7 @@ class _Trial:
             self.check.layout.unchecked -= tape.uses.counts.keys()
             left = [tensor for tensor in left_behind(self.check.model) if id(tensor) not in before]
             outputs = list({id(t): t for t in (*tensors_in(returned), *left) if t.requires_grad}.values())
-            if not outputs and tape.attached and not self.losses:
+            if not outputs and tape.attached and self._outputs and not self.losses:
                 raise UnsupportedError(
                     f"The forward pass returned a {type(returned).__name__} in which no tensor with a gradient was "
                     "found, nor in the attributes of its modules, so it cannot be checked whether the model mixes the "

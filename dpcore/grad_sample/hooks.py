@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-import types
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +22,7 @@ from dpcore.example_isolation.check import IsolationCheck
 from dpcore.grad_sample import mean_loss
 from dpcore.grad_sample.backward_pass import Iteration, owner_of, set_owner
 from dpcore.grad_sample.empty_batches import EmptyBatches, newest_batch
+from dpcore.grad_sample.entrances import Enter, Entrance, methods_that_run_layers
 from dpcore.grad_sample.loss_reduction import divided_by, reduction_of
 from dpcore.microbatch import ragged
 from dpcore.microbatch.accumulator import weighted_sum
@@ -30,7 +31,6 @@ from dpcore.microbatch.looks import looks
 from dpcore.microbatch.planner import choose
 from dpcore.rules import cross_entropy
 from dpcore.rules.custom import custom_fallbacks
-from dpcore.rules.vmap import is_replayed
 from dpcore.tape.tape import Tape, started_with
 from dpcore.tape.uses import Use
 from dpcore.tree import flatten, unflatten
@@ -66,6 +66,8 @@ class AbstractGradSampleHooks:
     """How many forward passes were recorded."""
     _made = False
     """True once all attributes have their first values."""
+    _inside = 0
+    """The thread that is in the midst of a recorded call."""
 
     def _setup(
         self, m: nn.Module, *, batch_first: bool, loss_reduction: str, strict: bool, ordinary_grad: bool
@@ -110,8 +112,31 @@ class AbstractGradSampleHooks:
 
     # ---- recording
 
-    def _run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``call(*args, **kwargs)``, recorded where it is a training pass."""
+    def _open_entrances(self, hooks: Callable[[], AbstractGradSampleHooks | None]) -> None:
+        """From now on calls of the module as it is are recorded while ``hooks()`` is there."""
+
+        def enter() -> Enter | None:
+            return None if (alive := hooks()) is None else alive._enter
+
+        names = ("forward", *methods_that_run_layers(self._module))
+        for name in names:
+            Entrance(self._module, name, enter).put()
+
+    def _enter(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``call(*args, **kwargs)``, recorded as a pass of its own where it is none within another one."""
+        thread = threading.get_ident()
+        if self._inside == thread:
+            return call(*args, **kwargs)
+        before, self._inside = self._inside, thread
+        try:
+            return self._run(call, args, kwargs, name)
+        finally:
+            self._inside = before
+
+    def _run(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str = "forward"
+    ) -> Any:
+        """``call(*args, **kwargs)`` of the module's method ``name``, recorded where it is a training pass."""
         self._bring_back()
         for name, norm in self._batch_norms.items():
             # Without gradients, too: the pass would put the batch's statistics into buffers, without noise.
@@ -130,7 +155,7 @@ class AbstractGradSampleHooks:
         if not batch_size and not self._sharded:
             return self._run_empty(call, args, kwargs)
         tape, output = self._layout.attempt(
-            lambda: self._pass(call, args, kwargs, batch_size),
+            lambda: self._pass(call, args, kwargs, batch_size, name),
             None if self._sharded else lambda: self._look_again(call, args, kwargs, batch_size),
         )
         if batch_size == 0:
@@ -146,10 +171,10 @@ class AbstractGradSampleHooks:
         return output
 
     def _pass(
-        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int, name: str
     ) -> tuple[Tape, Any]:
-        """A recorded call of the module: the tape and what was returned."""
-        self._prepare(call, args, kwargs, batch_size)
+        """A recorded call of the module's method ``name``: the tape and what was returned."""
+        self._prepare(call, args, kwargs, batch_size, name)
         scale = float(batch_size) if self.loss_reduction == "mean" else 1.0
         self._passes += 1
         tape = self._layout.tape(self._names, batch_size, scale)
@@ -316,10 +341,10 @@ class AbstractGradSampleHooks:
             yield param, total
 
     def _prepare(
-        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int, name: str
     ) -> None:
         """Before a batch: finds what has no rule, and whether examples are kept apart, where either is due."""
-        kind = tuple(
+        kind = name, *(
             (leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else leaf
             for leaf in flatten((args, kwargs))[0]
             if isinstance(leaf, bool | str) or (isinstance(leaf, Tensor) and leaf.dim())
@@ -327,7 +352,8 @@ class AbstractGradSampleHooks:
         self._learn(kind, call, args, kwargs, batch_size)
         # The passes of a sharded module exchange parameters: all ranks would have to make the same experiments.
         if not self._sharded and self.isolation.due(kind, batch_size):
-            self.isolation.check(kind, lambda batch: call(*batch[0], **batch[1]), (args, kwargs), batch_size)
+            run = lambda batch: call(*batch[0], **batch[1])  # noqa: E731
+            self.isolation.check(kind, run, (args, kwargs), batch_size, outputs=name == "forward")
 
     def _look_again(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int
@@ -553,6 +579,8 @@ class AbstractGradSampleHooks:
     def remove_hooks(self) -> None:
         """Ends the recording for good."""
         self.disable_hooks()
+        for entrance in [value for value in vars(self._module).values() if isinstance(value, Entrance)]:
+            entrance.remove()
 
     def cleanup(self) -> None:
         """Ends the recording and removes every trace from the parameters."""
@@ -600,22 +628,7 @@ class GradSampleHooks(AbstractGradSampleHooks):
         self._setup(
             m, batch_first=batch_first, loss_reduction=loss_reduction, strict=strict, ordinary_grad=ordinary_grad
         )
-        self._inside = False
-        self._users_forward = vars(m).get("forward")
-        self._forward = m.forward
-        self._recorded = m.forward = _RecordedForward(self)  # type: ignore[method-assign, assignment]
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward, or the tape's where the module is recorded as a whole."""
-        current = vars(self._module).get("forward")
-        return (self._forward if current is self._recorded else current)(*args, **kwargs)  # type: ignore[misc]
-
-    def remove_hooks(self) -> None:
-        super().remove_hooks()
-        if vars(self._module).get("forward") is self._recorded:
-            del self._module.forward
-            if self._users_forward is not None:
-                self._module.forward = self._users_forward  # type: ignore[method-assign]
+        self._open_entrances(lambda: self)  # which keep it as long as the module
 
     # What loops ask of a wrapper works on the hooks too.
 
@@ -631,35 +644,6 @@ class GradSampleHooks(AbstractGradSampleHooks):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self._module.load_state_dict(*args, **kwargs)
-
-
-class _RecordedForward:
-    """In the place of a module's ``forward``.
-
-    A copy of the module, by copy.deepcopy or pickle, is an ordinary module that records nothing: it has its class's
-    forward, or a copy of what had been set in its place.
-    """
-
-    def __init__(self, hooks: GradSampleHooks) -> None:
-        self.hooks = hooks
-        functools.update_wrapper(self, hooks._forward, updated=())
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        hooks = self.hooks
-        if hooks._inside or is_replayed():
-            return hooks._forward(*args, **kwargs)
-        hooks._inside = True
-        try:
-            return hooks._run(hooks._call, args, kwargs)
-        finally:
-            hooks._inside = False
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _forward_of_copy, (self.hooks._module, self.hooks._users_forward)
-
-
-def _forward_of_copy(module: nn.Module, users: Any) -> Any:
-    return types.MethodType(type(module).forward, module) if users is None else users
 
 
 class GradSampleHooksNoOp(AbstractGradSampleHooks):
