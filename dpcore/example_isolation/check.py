@@ -27,7 +27,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -42,7 +41,7 @@ from dpcore.microbatch.memory import give_back_everything, ran_out
 from dpcore.microbatch.planner import Choice, choose
 from dpcore.rerun.heap import give_back
 from dpcore.rerun.side_effects import left_behind, tensors_in
-from dpcore.rerun.snapshot import ModelState, RandomNumbers, preserved, same_values, without_dropout
+from dpcore.rerun.snapshot import ModelState, RandomNumbers, draw_on, preserved, same_values, without_dropout
 from dpcore.rules.linear import wide
 from dpcore.rules.vmap import ModuleUse
 from dpcore.tape.deferred_lookups import SeenOtherwise
@@ -162,8 +161,7 @@ class IsolationCheck:
         try:
             with preserved(self.model) as state, torch.enable_grad():
                 state.watch_parameters()
-                for _ in range(way):  # other random numbers may lead the model another way
-                    random.random(), torch.rand(()), np.random.random()
+                draw_on(way)
                 trial = _Trial(self, state, run, batch_size, losses, outputs)
                 row = self._random.randrange(batch_size)
                 if whole:

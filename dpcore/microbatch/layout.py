@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from dpcore.errors import NoRuleError, NotLearnt, PrivacyError, UnsupportedError
 from dpcore.microbatch.looks import Look
 from dpcore.microbatch.memory import ran_out
-from dpcore.rerun.snapshot import Before, preserved
+from dpcore.rerun.snapshot import Before, RandomNumbers, draw_on, preserved
 from dpcore.rules.recurrent import packed_noted
 from dpcore.rules.vmap import Fallback, Interception, ModuleUse, owner
 from dpcore.tape.derived import ThroughUse
@@ -45,10 +45,10 @@ FEWEST_AT_FIRST = 6
 BYTES_AT_FIRST = 32 * 2**20
 """Beyond so many of a graph the first passes would need more memory than later ones, which go in pieces."""
 
-LOOKS = 3
+LOOKS = 8
 """How often a model is looked at again for one pass."""
-TRIES = 8
-"""How often it is run for one look, where random numbers decide which parts of it run."""
+TRIES = 16
+"""How often it is run for such a look, where random numbers decide which parts of it run."""
 
 _FIRST = {0}
 
@@ -96,6 +96,8 @@ class Layout:
         """With what shapes beside the batch."""
         self.derived: set[str] = set()
         """Parameters from which a tensor is computed before any example comes in."""
+        self.looks = 0
+        """How often the model was looked at."""
         self.learnt = 0
         """Kinds of batches that were learnt about."""
         self.unmet: dict[Parameter, str] = {p: n for n, p in model.named_parameters() if p.requires_grad}
@@ -184,19 +186,22 @@ class Layout:
         """
         if type(x) is Parameter and any(x is param for param in self.model.parameters()):
             return -1  # a frozen weight beside its trained bias, however many rows it has
-        known = self._dims.setdefault(key, set())
-        if known == _FIRST and not self._probing and not tape.rows and x.shape[:1] == (tape.batch_size,):
+        known, size = self._dims.setdefault(key, set()), (tape.batch_size,)
+        if known == _FIRST and not self._probing and not tape.rows and x.shape[:1] == size != x.shape[1:2]:
             return 0
         fits = [IN_ROWS] if tape.in_rows(x) else []
-        fits += [d for d in (0, 1) if (d == 0 or x.dim() > d + features) and x.shape[d : d + 1] == (tape.batch_size,)]
+        fits += [d for d in (0, 1) if (d == 0 or x.dim() > d + features) and x.shape[d : d + 1] == size]
         if self._probing:
             found = fits[0] if fits else -1
             known.add(found if fits else x.shape)
             self._shapes.add((*key, found, _shape_beside(x, found)))
             return found
         possible = [d for d in fits if d in known] + ([-1] if x.shape in known else [])
+        seen = [d for d in possible if (*key, d, _shape_beside(x, d)) in self._shapes]
+        if len(fits) > 1 and not seen and tape.batch_size > 1:  # at that length, a way that it has not gone
+            raise NotLearnt(f"Parameter {tape.parameters[key[0]]}", key[:1])
         if len(possible) > 1:
-            possible = [d for d in possible if (*key, d, _shape_beside(x, d)) in self._shapes] or possible
+            possible = seen or possible
         if len(possible) > 1 and tape.batch_size > 1:  # all of one example's gradient is its own, wherever it is
             raise NoRuleError(
                 f"{tape.name(key[:1])} is used on inputs that have the batch in different places, and shape "
@@ -231,7 +236,7 @@ class Layout:
         before = set(self.unmet)
         for look in looks:
             try:
-                self._learn(names, look)
+                self._learn(names, look, TRIES if again else 1)
                 break
             except Exception as error:
                 if isinstance(error, UnsupportedError | PrivacyError) or ran_out(error):
@@ -262,23 +267,30 @@ class Layout:
             "recorded. Pass tensors [B, ...], padded and with a mask."
         ) from error
 
-    def _learn(self, names: dict[Parameter, str], look: Look) -> None:
-        """One probe after the other, until every module without a rule is known."""
+    def _learn(self, names: dict[Parameter, str], look: Look, tries: int = 1) -> None:
+        """One probe after the other, until every module without a rule is known.
+
+        And ``tries`` of them in all while parts of the model have not run, if random numbers may be what decides.
+        """
         modules = dict(self.model.named_modules())
-        tries = 0
+        done = 0
         with preserved(self.model):
+            draw_on(self.looks)
+            self.looks += 1
             while True:
-                tries += 1
+                done += 1
                 try:
+                    numbers = RandomNumbers(self.model)
                     self._probing = True
                     self._check(look.run, names, look.counts[0])
                     self._probing = False
                     if any(dims - {0} for dims in self._dims.values()) and len(look.counts) > 1:
                         # A second length makes it certain where the batch was.
                         self._check(look.run, names, look.counts[1])
-                    return
+                    if done >= tries or not self.unmet or numbers.same(RandomNumbers(self.model)):
+                        return
                 except NotLearnt:
-                    if tries >= TRIES:  # each with other random numbers
+                    if done >= TRIES:  # each with other random numbers
                         raise
                 except NoRuleError as error:
                     name = owner(self.model, error.params, list(self.fallbacks))

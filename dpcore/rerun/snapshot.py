@@ -50,6 +50,12 @@ class RandomNumbers:
         np.random.set_state(self._numpy)
 
 
+def draw_on(count: int) -> None:
+    """Draw ``count`` random numbers of each kind, so that a model that goes by them may take another way."""
+    for _ in range(count):
+        torch.rand(()), random.random(), np.random.random()
+
+
 def _checksum(param: Tensor) -> Tensor:
     """The sum of a tensor's bits as integers: also a write through ``.data``, which leaves no version, changes it."""
     bits = param.detach().reshape(-1)
