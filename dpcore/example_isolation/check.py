@@ -153,9 +153,14 @@ class IsolationCheck:
         self._kinds[kind] += 1
         give_back()
 
-    def _checked(self, run: Run, batch: Any, batch_size: int, losses: bool, outputs: bool, way: int) -> bool:
-        """Make all experiments; False where memory ran out, and fewer examples are to be tried."""
-        whole = ragged.is_ragged(self.model, batch)
+    def _checked(
+        self, run: Run, batch: Any, batch_size: int, losses: bool, outputs: bool, way: int, whole: bool = False
+    ) -> bool:
+        """Make all experiments; False where memory ran out, and fewer examples are to be tried.
+
+        ``whole``: the first one alone, on the batch as it is.
+        """
+        whole, given = whole or ragged.is_ragged(self.model, batch), (batch, batch_size)
         if not whole:
             batch, batch_size = self._some(batch, batch_size)
         try:
@@ -170,7 +175,14 @@ class IsolationCheck:
                     self._exchange(trial, batch, row)
         except Exception as error:
             if not ran_out(error):
-                raise
+                if whole or isinstance(error, UnsupportedError | PrivacyError):
+                    raise
+                warn_caller(
+                    f"The model fails on some of a batch's examples, or where others are in their place "
+                    f"({type(error).__name__}: {error}). So only the gradients between rows show whether it mixes "
+                    "examples; give each input one row per example."
+                )
+                return self._checked(run, *given, losses, outputs, way, whole=True)
             if whole or batch_size <= FEWEST:
                 error.add_note(
                     f"dpcore had {batch_size} examples in work, to see whether the model keeps examples apart, which "
