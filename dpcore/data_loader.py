@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -32,29 +31,30 @@ def emptied(one: Any, two: Any) -> Any:
     Tensors and lists have length 0 where one batch is longer than the other, numbers are what they would be, and
     whatever is the same in both stays: constants, names of classes.
     """
-    if isinstance(one, Tensor):
-        if one.shape == two.shape:
-            counts = not one.is_floating_point() and not one.is_complex() and one.dtype != torch.bool
-            return (2 * one - two).clamp(min=0) if counts else one
-        return one.narrow(next(d for d in range(one.dim()) if one.shape[d] != two.shape[d]), 0, 0)
-    if isinstance(one, bool | str | bytes) or one is None:
-        return one
-    if isinstance(one, Number):
-        return 2 * one - two if isinstance(one, int) else one  # type: ignore[operator]
-    if isinstance(one, np.ndarray):
-        return one if one.shape == two.shape else one[:0]
-    if isinstance(one, tuple) and hasattr(one, "_fields"):
-        return type(one)(*map(emptied, one, two))
+    if isinstance(one, Tensor | np.ndarray):
+        return _shortened(one, two)
+    if isinstance(one, int) and not isinstance(one, bool):
+        return 2 * one - two
     if isinstance(one, list | tuple):
-        return type(one)(map(emptied, one, two)) if len(one) == len(two) else type(one)()
-    parts = opened(one)
-    if parts is None and hasattr(one, "__dict__") and has_tensor(list(vars(one).values())):
+        parts = map(emptied, one, two) if len(one) == len(two) else ()
+        return type(one)(*parts) if hasattr(one, "_fields") else type(one)(parts)  # type: ignore[arg-type]
+    shell, others = opened(one), opened(two)
+    if shell is not None and others is not None:
+        return shell[0].around([emptied(*pair) for pair in zip(shell[1], others[1], strict=True)])
+    if hasattr(one, "__dict__") and has_tensor(list(vars(one).values())):
         made = copy.copy(one)
         vars(made).update({name: emptied(value, vars(two)[name]) for name, value in vars(one).items()})
         return made
-    if parts is None:
-        return one
-    return parts[0].around([emptied(*pair) for pair in zip(parts[1], opened(two)[1], strict=True)])  # type: ignore[index]
+    return one
+
+
+def _shortened(one: Any, two: Any) -> Any:
+    """A tensor or an array of length 0 in the dimension in which they differ; of counts, what they would be."""
+    if one.shape != two.shape:
+        along = next(d for d in range(one.ndim) if one.shape[d] != two.shape[d])
+        return one[(slice(None),) * along + (slice(0),)]
+    counts = isinstance(one, Tensor) and not (one.is_floating_point() or one.is_complex() or one.dtype == torch.bool)
+    return (2 * one - two).clamp(min=0) if counts else one
 
 
 def _batches(loader: DataLoader[Any]) -> int:

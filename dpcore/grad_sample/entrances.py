@@ -39,7 +39,7 @@ class Entrance:
         self.name = name
         self._enter = enter
         set_before = vars(module).get(name)
-        self.users = set_before.users if isinstance(set_before, Entrance) else set_before
+        self.users: Any = set_before.users if isinstance(set_before, Entrance) else set_before
         functools.update_wrapper(self, self._original, updated=())
 
     @property
@@ -79,7 +79,7 @@ def _of_copy(module: nn.Module, name: str, users: Any) -> Any:
 
 def methods_that_run_layers(module: nn.Module) -> list[str]:
     """Names of the public methods, beside forward, that use layers or parameters of a module, or such a method."""
-    codes = {}
+    codes: dict[str, set[str]] = {}
     for kind in type(module).__mro__:
         if kind is nn.Module or kind.__module__.startswith(_LIBRARIES):
             break

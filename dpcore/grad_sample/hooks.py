@@ -344,10 +344,13 @@ class AbstractGradSampleHooks:
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int, name: str
     ) -> None:
         """Before a batch: finds what has no rule, and whether examples are kept apart, where either is due."""
-        kind = name, *(
-            (leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else leaf
-            for leaf in flatten((args, kwargs))[0]
-            if isinstance(leaf, bool | str) or (isinstance(leaf, Tensor) and leaf.dim())
+        kind = (
+            name,
+            *(
+                (leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else leaf
+                for leaf in flatten((args, kwargs))[0]
+                if isinstance(leaf, bool | str) or (isinstance(leaf, Tensor) and leaf.dim())
+            ),
         )
         self._learn(kind, call, args, kwargs, batch_size)
         # The passes of a sharded module exchange parameters: all ranks would have to make the same experiments.

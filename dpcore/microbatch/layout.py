@@ -263,8 +263,8 @@ class Layout:
         raise UnsupportedError(
             f"The model runs on this batch, and fails while dpcore looks at it ({type(error).__name__}: {error}): its "
             "inputs are not all of one row, or one entry of a list, per example, so that copies of an example are no "
-            "batch, and in the batch itself the number of examples is that of another dimension, or what runs cannot be "
-            "recorded. Pass tensors [B, ...], padded and with a mask."
+            "batch, and in the batch itself the number of examples is that of another dimension, or what runs cannot "
+            "be recorded. Pass tensors [B, ...], padded and with a mask."
         ) from error
 
     def _learn(self, names: dict[Parameter, str], look: Look, tries: int = 1) -> None:

@@ -6,6 +6,7 @@ lengths, edges of a graph), the batch as it is. Another look, for a part that no
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ def looks(
         return call(ragged.copies(model, batch, batch_size, count, padded))
 
     masked = any(map(ragged.is_mask, flatten(batch)[0]))
-    variants = [lambda count, padded=padded: run(count, padded) for padded in ((True, False) if masked else ())]
+    variants: list[Callable[[int], Any]] = [functools.partial(run, padded=p) for p in ((True, False) if masked else ())]
     fewest = FEWEST if batch_size >= FEWEST else FEWEST_OF_FEW
     primes = (n for n in itertools.count(fewest, 2) if all(n % k for k in range(3, n, 2)))
     free = (n for n in primes if n not in taken and n != batch_size)

@@ -399,10 +399,10 @@ class DPOptimizer(OptimizerWrapper):
                 )
             raise PrivacyError(
                 f"Parameter {name} has an ordinary, unclipped gradient: it is used by an operation that dpcore has no "
-                "rule for, or outside of the private module's forward in training mode (by a call of one of its layers, "
-                "say, or by a penalty on the weights), or p.grad was changed by hand (by clip_grad_norm_, say), which "
-                "the step would undo. Call the module that make_private returned, put "
-                "penalties into the optimizer's weight_decay, leave clipping to step(), wrap that operation in a "
+                "rule for, or outside of the private module's forward in training mode (by a call of a layer alone, say, "
+                "or by a penalty on the weights), or p.grad was changed by hand (by clip_grad_norm_, say), which the "
+                "step would undo. Call the module that make_private returned, put penalties into the optimizer's "
+                "weight_decay, leave clipping to step(), wrap that operation in a "
                 f"module of its own, or freeze the parameter with requires_grad_(False).{trainer_hint()}"
             )
 
@@ -583,8 +583,8 @@ def _recorder(optimizer: Optimizer) -> AbstractGradSampleHooks:
             raise PrivacyError(
                 f"A trained parameter of shape {tuple(param.shape)} is not recorded by any GradSampleModule: it would "
                 "be updated without clipping and noise. Wrap the module in GradSampleModule first and keep the "
-                "wrapper; or call dpcore.grad_sample.GradSampleHooks(module), which records the module as it is and needs not be "
-                "kept; or use PrivacyEngine.make_private."
+                "wrapper; or call dpcore.grad_sample.GradSampleHooks(module), which records the module as it is and "
+                "needs not be kept; or use PrivacyEngine.make_private."
             )
         if owner not in owners:
             owners.append(owner)

@@ -73,10 +73,9 @@ class SideEffects:
         for name, value in before.items():
             if not name.startswith("_") or isinstance(value, list | set | deque):
                 self._keep_contents(value)
-            if objects and hasattr(value, "__dict__") and not callable(value) and not isinstance(value, _OTHERS):
-                if id(value) not in self._seen and not _of_torch(value):  # a cache, a configuration
-                    self._seen.add(id(value))
-                    self._keep_attributes(vars(value), objects=False)
+            if objects and id(value) not in self._seen and _is_plain(value):  # a cache, a configuration
+                self._seen.add(id(value))
+                self._keep_attributes(vars(value), objects=False)
 
     def _keep_contents(self, container: Any) -> None:
         if not isinstance(container, _CONTAINERS) or id(container) in self._seen:
@@ -142,6 +141,12 @@ def _of_torch(value: Any) -> bool:
     """Return whether a hook is torch's or ours: what it keeps (gathered parameters) must go with what it does."""
     owner = value if isinstance(value, types.FunctionType | types.MethodType) else type(value)
     return str(owner.__module__).startswith(("torch.", "dpcore."))
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether this is an object of the user's own that holds attributes."""
+    whole = hasattr(value, "__dict__") and not callable(value) and not isinstance(value, _OTHERS)
+    return whole and not _of_torch(value)
 
 
 def _is_hook_of_torch(value: Any) -> bool:

@@ -253,13 +253,12 @@ def _choose(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
 @handles(Tensor.__setitem__)
 def _set_masked(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """``x[mask] = parameter``, with a mask of the first dimensions of a batch, as a choice."""
-    x, mask, value = args if len(args) == 3 else (None, None, None)
+    x, mask, value = args
     by_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and tape.is_source(value)
     if not by_mask or value.dim() > x.dim() - mask.dim():
         return func(*args, **kwargs)  # type: ignore[no-any-return]
     value = value if value.dtype == x.dtype else tape.call(Tensor.to, value, x.dtype)
-    chosen = tape.call(torch.where, mask.view(*mask.shape, *[1] * (x.dim() - mask.dim())), value, x)
-    func(x, ..., chosen)
+    func(x, ..., tape.call(torch.where, mask.view(*mask.shape, *[1] * (x.dim() - mask.dim())), value, x))
     return None
 
 

@@ -42,7 +42,11 @@ CUDA_ROOM = 0.125
 class Again(Protocol):
     """The tape of a third run, which is read once."""
 
-    uses: list[Use]
+    @property
+    def uses(self) -> list[Use]:
+        """The uses that were recorded."""
+        ...
+
     rows: Rows
     receive: Callable[[int, Use], None] | None
 

@@ -231,7 +231,9 @@ def test_a_wrapper_that_is_not_kept_is_told_of_hooks():
     model = nn.Linear(4, 2)
     GradSampleModule(model)
     with pytest.raises(PrivacyError, match=r"dpcore\.grad_sample\.GradSampleHooks\(module\)"):
-        DPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=6)
+        DPOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=6
+        )
 
 
 def test_a_frozen_batch_norm_in_evaluation_mode_stays():
