@@ -399,8 +399,8 @@ class DPOptimizer(OptimizerWrapper):
                 )
             raise PrivacyError(
                 f"Parameter {name} has an ordinary, unclipped gradient: it is used by an operation that dpcore has no "
-                "rule for, or outside of the private module's forward in training mode (by a call of a layer alone, say, "
-                "or by a penalty on the weights), or p.grad was changed by hand (by clip_grad_norm_, say), which the "
+                "rule for, or outside of the private module's forward in training mode (by a call of a layer alone or "
+                "by a penalty on the weights), or p.grad was changed by hand (by clip_grad_norm_, say), which the "
                 "step would undo. Call the module that make_private returned, put penalties into the optimizer's "
                 "weight_decay, leave clipping to step(), wrap that operation in a "
                 f"module of its own, or freeze the parameter with requires_grad_(False).{trainer_hint()}"

@@ -160,6 +160,9 @@ class Policy(nn.Module):
     def fit(self, x, y):
         self.evaluate(x, y).mean().backward()
 
+    def fit_by_layers(self, x, y):
+        F.cross_entropy(self.logits(torch.tanh(self.hidden(x))), y).backward()
+
 
 @pytest.mark.parametrize("called", ["the wrapper", "the module inside", "the module alone"])
 @pytest.mark.parametrize("method", ["forward", "evaluate", "twice"])
@@ -191,10 +194,15 @@ def test_other_methods_and_the_module_inside_are_recorded(method, called):
             torch.testing.assert_close((old - p.detach()) * 5 / rate, summed, rtol=1e-3, atol=1e-4)
 
 
-def test_a_method_that_makes_a_backward_pass_is_left_alone():
+def test_a_method_that_makes_a_backward_pass_is_no_pass_of_its_own():
     policy = Policy().double()
     _, _, optimizer, loader = make(policy)
-    policy.fit(*next(iter(loader)))
+    assert not {"fit", "fit_by_layers"} & vars(policy).keys()
+    before = policy.hidden.weight.detach().clone()
+    policy.fit(*next(iter(loader)))  # through a method that is one
+    optimizer.step()
+    assert (policy.hidden.weight != before).any()
+    policy.fit_by_layers(*next(iter(loader)))
     with pytest.raises(PrivacyError, match="ordinary, unclipped gradient"):
         optimizer.step()
 
