@@ -43,6 +43,11 @@ class Entrance:
         functools.update_wrapper(self, self._original, updated=())
 
     @property
+    def __self__(self) -> nn.Module:
+        """The module, as of a method."""
+        return self.module
+
+    @property
     def _original(self) -> Any:
         users = self.users
         return types.MethodType(getattr(type(self.module), self.name), self.module) if users is None else users

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,6 +30,7 @@ from dpcore.microbatch.looks import looks
 from dpcore.microbatch.planner import choose
 from dpcore.rules import cross_entropy
 from dpcore.rules.custom import custom_fallbacks
+from dpcore.tape.checkpointing import CHECKPOINTING
 from dpcore.tape.tape import Tape, started_with
 from dpcore.tape.uses import Use
 from dpcore.tree import flatten, unflatten
@@ -66,8 +66,6 @@ class AbstractGradSampleHooks:
     """How many forward passes were recorded."""
     _made = False
     """True once all attributes have their first values."""
-    _inside = 0
-    """The thread that is in the midst of a recorded call."""
 
     def _setup(
         self, m: nn.Module, *, batch_first: bool, loss_reduction: str, strict: bool, ordinary_grad: bool
@@ -124,14 +122,9 @@ class AbstractGradSampleHooks:
 
     def _enter(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``call(*args, **kwargs)``, recorded as a pass of its own where it is none within another one."""
-        thread = threading.get_ident()
-        if self._inside == thread:
-            return call(*args, **kwargs)
-        before, self._inside = self._inside, thread
-        try:
-            return self._run(call, args, kwargs, name)
-        finally:
-            self._inside = before
+        tape: Any = CHECKPOINTING.tape
+        within = tape is not None and tape.parameters is self._names
+        return call(*args, **kwargs) if within else self._run(call, args, kwargs, name)
 
     def _run(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str = "forward"
