@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
@@ -20,20 +22,39 @@ from dpcore.loading.uniform_sampler import (
     drawn_seed,
     steps_per_epoch,
 )
-from dpcore.tree import has_tensor
+from dpcore.tree import has_tensor, opened
 
 
-def empty_like(batch: Any) -> Any:
-    """The same structure with every tensor cut to length 0; other leaves of a batch become empty lists."""
-    if isinstance(batch, Tensor):
-        return batch[:0]
-    if isinstance(batch, Mapping):
-        return {key: empty_like(value) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(empty_like(value) for value in batch))
-    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)) and has_tensor(batch):
-        return type(batch)(empty_like(value) for value in batch)  # type: ignore[call-arg]
-    return []
+def emptied(one: Any, two: Any) -> Any:
+    """The batch without examples that belongs to batches of one example and of two equal ones.
+
+    Tensors and lists have length 0 where one batch is longer than the other, numbers are what they would be, and
+    whatever is the same in both stays: constants, names of classes.
+    """
+    if isinstance(one, Tensor | np.ndarray):
+        return _shortened(one, two)
+    if isinstance(one, int) and not isinstance(one, bool):
+        return 2 * one - two
+    if isinstance(one, list | tuple):
+        parts = map(emptied, one, two) if len(one) == len(two) else ()
+        return type(one)(*parts) if hasattr(one, "_fields") else type(one)(parts)  # type: ignore[arg-type]
+    shell, others = opened(one), opened(two)
+    if shell is not None and others is not None:
+        return shell[0].around([emptied(*pair) for pair in zip(shell[1], others[1], strict=True)])
+    if hasattr(one, "__dict__") and has_tensor(list(vars(one).values())):
+        made = copy.copy(one)
+        vars(made).update({name: emptied(value, vars(two)[name]) for name, value in vars(one).items()})
+        return made
+    return one
+
+
+def _shortened(one: Any, two: Any) -> Any:
+    """A tensor or an array of length 0 in the dimension in which they differ; of counts, what they would be."""
+    if one.shape != two.shape:
+        along = next(d for d in range(one.ndim) if one.shape[d] != two.shape[d])
+        return one[(slice(None),) * along + (slice(0),)]
+    counts = isinstance(one, Tensor) and not (one.is_floating_point() or one.is_complex() or one.dtype == torch.bool)
+    return (2 * one - two).clamp(min=0) if counts else one
 
 
 def _batches(loader: DataLoader[Any]) -> int:
@@ -54,14 +75,17 @@ def worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 class _Collate:
-    """``collate`` that also knows an empty batch: the structure of a batch of the first example, without examples."""
+    """``collate`` that also knows an empty batch: what batches of the first example, once and twice, tell of it."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], dataset: Dataset[Any]) -> None:
         self.collate = collate
         self.dataset = dataset
 
     def __call__(self, examples: list[Any]) -> Any:
-        return self.collate(examples) if examples else empty_like(self.collate([self.dataset[0]]))
+        if examples:
+            return self.collate(examples)
+        first = self.dataset[0]
+        return emptied(self.collate([first]), self.collate([first, first]))
 
 
 class DPDataLoader(CountingDataLoader):

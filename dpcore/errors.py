@@ -47,6 +47,18 @@ class NoRuleError(UnsupportedError):
         self.params = params
 
 
+class NotLearnt(NoRuleError):
+    """A pass uses ``params`` as no look at the model has seen them used; another look may learn of it."""
+
+    def __init__(self, name: str, params: Sequence[Any]) -> None:
+        super().__init__(
+            f"{name} is used as it was in no pass in which dpcore looked at the model, not even on this batch: by "
+            "chance, say, or for the values of a few examples. So it is not known where its input holds the batch; let "
+            "the model take the same way whatever its inputs and random numbers are.",
+            params,
+        )
+
+
 class PrivacyError(RuntimeError, ValueError):
     """Going on would release something that the accountant does not know of.
 

@@ -18,7 +18,8 @@ from dpcore.engine.uncompiled import refuse_compiled, uncompiled
 from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
 from dpcore.example_isolation.check import IsolationCheck
 from dpcore.microbatch.accumulator import Accumulator, Factors
-from dpcore.microbatch.layout import Layout, copies, is_mask, probe_sizes
+from dpcore.microbatch.layout import Layout
+from dpcore.microbatch.looks import looks
 from dpcore.microbatch.memory import give_back_everything, ran_out
 from dpcore.microbatch.pieces import cut
 from dpcore.microbatch.planner import MicroBatches, choose, micro_batches, trains_all
@@ -27,6 +28,7 @@ from dpcore.rerun.heap import give_back
 from dpcore.rules import bfloat16
 from dpcore.rules.custom import custom_fallbacks
 from dpcore.tape.deferred_lookups import SeenOtherwise
+from dpcore.tape.tape import Tape
 from dpcore.validators.parameters import check_hooks, check_recordable
 
 if TYPE_CHECKING:
@@ -266,21 +268,22 @@ class Engine:
         """Before a batch: finds what has no rule, and whether examples are kept apart, where either is due."""
         self._largest[kind] = max(batch_size, self._largest.get(kind, 0))
         if batch_size and kind not in self._planned:
-            masked = any(map(is_mask, _tensors(x)))
-            self._layout.learn(
-                self.accumulator.names,
-                functools.partial(self._probe, x, batch_size, None),
-                probe_sizes(x, batch_size, self.model),
-                [functools.partial(self._probe, x, batch_size, p) for p in (True, False)] if masked else [],
-            )
+            self._look(x, batch_size)
         if self._graphs is not None:
             self._layout.refuse_unrepeatable()
         if self.isolation.due(kind, batch_size):
             self.isolation.check(kind, self._losses, (x, y), batch_size, losses=True)
 
-    def _probe(self, x: Any, batch_size: int, padded: bool | None, count: int) -> Any:
-        """The outputs for copies of an example."""
-        return _call(self.model, copies(x, batch_size, count, padded))
+    def _look(self, x: Any, batch_size: int, again: bool = False) -> None:
+        ways, variants = looks(self.model, functools.partial(_call, self.model), x, batch_size, again)
+        self._layout.learn(self.accumulator.names, ways, variants, again)
+
+    def _look_again(self, kind: Kind, x: Any, y: Any) -> None:
+        """Look at all examples of a piece that has led to a part of the model that is not known."""
+        self._look(x, _length(x), again=True)
+        self.isolation.begin_anew()
+        if self.isolation.due(kind, _length(x)):
+            self.isolation.check(kind, self._losses, (x, y), _length(x), losses=True)
 
     def _pieces(self, kind: Kind, batch_size: int, filled: bool) -> Iterator[tuple[slice, int]]:
         """The schedule of a batch: (rows, length of the compiled graph that they go through, 0: eagerly).
@@ -377,16 +380,9 @@ class Engine:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """:meth:`_accumulate` by torch's own passes; the first of a kind is what its micro-batches are planned by."""
         batch_size = _length(x)
-        tape = self._layout.tape(self.accumulator.names, batch_size)
-        tape.drops_activations = tape.runs_thrice = self._layout.drops_activations
-        with torch.enable_grad():
-            with self._layout.recording(tape):
-                losses = self._losses((x, y))
-            weights = torch.ones_like(losses) if mask is None else mask.to(losses.dtype)
-            try:
-                tape.backward(losses, weights)
-            except SeenOtherwise:
-                return self._accumulate_eagerly(x, y, mask, scale, kind)
+        tape, losses = self._layout.attempt(
+            lambda: self._passes(x, y, mask), functools.partial(self._look_again, kind, x, y)
+        )
         with torch.no_grad():
             norms, factors = self.accumulator.add(tape.uses, batch_size, mask, scale)
         if kind not in self._planned:
@@ -398,6 +394,20 @@ class Engine:
             del tape
             give_back()
         return norms, factors, losses.detach()
+
+    def _passes(self, x: Any, y: Any, mask: Tensor | None) -> tuple[Tape, Tensor]:
+        """The tape of a forward and a backward pass, and [B] losses."""
+        tape = self._layout.tape(self.accumulator.names, _length(x))
+        tape.drops_activations = tape.runs_thrice = self._layout.drops_activations
+        with torch.enable_grad():
+            with self._layout.recording(tape):
+                losses = self._losses((x, y))
+            weights = torch.ones_like(losses) if mask is None else mask.to(losses.dtype)
+            try:
+                tape.backward(losses, weights)
+            except SeenOtherwise:
+                return self._passes(x, y, mask)
+        return tape, losses
 
     @property
     def sensitivity(self) -> float:

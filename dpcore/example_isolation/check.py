@@ -26,30 +26,32 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from dpcore.errors import NoRuleError, PrivacyError, UnsupportedError, warn_caller
+from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
 from dpcore.example_isolation import sums
-from dpcore.example_isolation.rows import enlarged, half_of_rows, has_rows, replace_rows, without_graph
+from dpcore.example_isolation.rows import enlarged, half_of_rows, replace_rows, selected, shaken, without_graph
 from dpcore.microbatch import ragged
 from dpcore.microbatch.accumulator import kept_gradient, weighted_sum
 from dpcore.microbatch.in_turn import example_gradient
-from dpcore.microbatch.layout import FEWEST_AT_FIRST, Layout
+from dpcore.microbatch.layout import FEWEST_AT_FIRST, TRIES, Layout
 from dpcore.microbatch.memory import give_back_everything, ran_out
 from dpcore.microbatch.planner import Choice, choose
 from dpcore.rerun.heap import give_back
 from dpcore.rerun.side_effects import left_behind, tensors_in
-from dpcore.rerun.snapshot import ModelState, RandomNumbers, preserved, same_values, without_dropout
+from dpcore.rerun.snapshot import ModelState, RandomNumbers, draw_on, preserved, same_values, without_dropout
 from dpcore.rules.linear import wide
+from dpcore.rules.vmap import ModuleUse
 from dpcore.tape.checkpointing import unrecorded
 from dpcore.tape.deferred_lookups import SeenOtherwise
 from dpcore.tape.tape import Tape
-from dpcore.tree import flatten, unflatten
+from dpcore.tape.uses import FormedUse, Use
+from dpcore.tree import flatten, has_rows
 
 Run = Callable[[Any], Any]
 """A batch -> the model's outputs, or [B] losses."""
@@ -67,6 +69,8 @@ RATE = 1.0 / 1024
 """How often a later batch is checked. A check is at most four passes over its examples, and what they leave behind."""
 LARGE_BYTES = 32 * 2**20
 """Bytes of a graph beyond which it is made anew rather than kept: one more forward pass."""
+LARGE_AT_ONCE = 8
+"""Gradients that are formed at once where examples are large."""
 ROUNDING, HALF_ROUNDING = 1e-3, 0.05
 """Relative change of a squared norm that is taken for rounding: another example's length may choose another kernel."""
 CANCELLATION = 1e-5
@@ -128,10 +132,18 @@ class IsolationCheck:
         if not self.enabled or not batch_size:
             return False
         self._passes += 1
-        new = self._kinds[kind, batch_size > 1] < BATCHES and self._checks < ALWAYS + RATE * self._passes
+        new = self._kinds[kind, batch_size > 1] < BATCHES or bool(self.layout.unchecked)
+        new = new and self._checks < ALWAYS + RATE * self._passes
         return new or self._random.random() < RATE
 
-    def check(self, kind: Any, run: Run, batch: Any, batch_size: int, losses: bool = False) -> None:
+    def begin_anew(self) -> None:
+        """Take all kinds of batches for new: they have come to a part of the model that did not run before."""
+        self._kinds.clear()
+        self._checks = min(self._checks, ALWAYS - BATCHES)
+
+    def check(
+        self, kind: Any, run: Run, batch: Any, batch_size: int, losses: bool = False, outputs: bool = True
+    ) -> None:
         """Raise PrivacyError where ``run(batch)`` mixes the examples of ``batch`` or writes what depends on them.
 
         Args:
@@ -140,23 +152,33 @@ class IsolationCheck:
             batch: Any structure; tensors whose first dimension is ``batch_size`` have one row per example.
             batch_size: How many examples there are.
             losses: Whether ``run`` returns one loss per example.
+            outputs: Whether a pass without a tensor that has a gradient is a fault.
         """
         self._checks += 1
-        while not self._checked(run, batch, batch_size, losses):
-            # Here, where the error and all that its traceback held are gone.
-            give_back_everything(next(iter(self.names)).device)
+        for way in range(TRIES):
+            while not self._checked(run, batch, batch_size, losses, outputs, way):
+                # Here, where the error and all that its traceback held are gone.
+                give_back_everything(next(iter(self.names)).device)
+            if not self.layout.unchecked:  # it has gone where only another look has been
+                break
         self._kinds[kind, batch_size > 1] += 1
         give_back()
 
-    def _checked(self, run: Run, batch: Any, batch_size: int, losses: bool) -> bool:
-        """Make all experiments; False where memory ran out, and fewer examples are to be tried."""
-        whole = ragged.is_ragged(self.model, batch)
+    def _checked(
+        self, run: Run, batch: Any, batch_size: int, losses: bool, outputs: bool, way: int, whole: bool = False
+    ) -> bool:
+        """Make all experiments; False where memory ran out, and fewer examples are to be tried.
+
+        ``whole``: the first one alone, on the batch as it is.
+        """
+        whole, given = whole or ragged.is_ragged(self.model, batch), (batch, batch_size)
         if not whole:
             batch, batch_size = self._some(batch, batch_size)
         try:
             with preserved(self.model) as state, torch.enable_grad():
                 state.watch_parameters()
-                trial = _Trial(self, state, run, batch_size, losses)
+                draw_on(way)
+                trial = _Trial(self, state, run, batch_size, losses, outputs)
                 row = self._random.randrange(batch_size)
                 if whole or batch_size < FEWEST:
                     trial.measure(batch, torch.arange(0), alone=row)
@@ -165,7 +187,14 @@ class IsolationCheck:
                 self._compare_sums(trial, batch)
         except Exception as error:
             if not ran_out(error):
-                raise
+                if whole or isinstance(error, UnsupportedError | PrivacyError):
+                    raise
+                warn_caller(
+                    f"The model fails on some of a batch's examples, or where others are in their place "
+                    f"({type(error).__name__}: {error}). So only the gradients between rows show whether it mixes "
+                    "examples; give each input one row per example."
+                )
+                return self._checked(run, *given, losses, outputs, way, whole=True)
             if batch_size < FEWEST:
                 return True  # of one example the pass itself will tell
             if whole or batch_size <= FEWEST:
@@ -183,16 +212,13 @@ class IsolationCheck:
         most = self.layout.at_first(self._most)
         if batch_size <= most:
             return batch, batch_size
-        leaves, structure = flatten(batch)
-        taken = {n for leaf in leaves if isinstance(leaf, Tensor) for n in leaf.shape[1:]}
+        taken = {n for leaf in flatten(batch)[0] if isinstance(leaf, Tensor) for n in leaf.shape[1:]}
         # Rather more than so few that an experiment sees too little.
         fewest, at_most = min(most, FEWEST_AT_FIRST), min(self._most, batch_size)
         numbers = (*range(most, fewest - 1, -1), *range(most + 1, at_most + 1), *range(fewest - 1, 1, -1))
         count = next((n for n in numbers if n not in taken), most)
         index = torch.tensor(sorted(self._random.sample(range(batch_size), count)))
-        return unflatten(
-            structure, [leaf[index.to(leaf.device)] if has_rows(leaf, batch_size) else leaf for leaf in leaves]
-        ), count
+        return selected(batch, batch_size, index), count
 
     def _exchange(self, trial: _Trial, batch: Any, alone: int) -> None:
         """All experiments; ``alone``: the example whose outputs may not reach others."""
@@ -201,7 +227,7 @@ class IsolationCheck:
         dropped = _dropped(batch, count)
         if dropped + len(rows) >= count:
             rows, beside = torch.arange(dropped), dropped
-        neighbours = replace_rows(batch, count, rows, lambda leaf: leaf[beside])
+        neighbours = replace_rows(batch, count, rows, lambda leaf: leaf[beside], beside)
         outliers = replace_rows(batch, count, rows, lambda leaf: enlarged(leaf[rows.to(leaf.device)]))
         # The same rows are compared in all experiments, so that one pass is the measure of them.
         excluded = torch.cat([torch.arange(dropped), rows]).unique()
@@ -223,7 +249,7 @@ class IsolationCheck:
                     "state_dict() and through what is computed from it. Keep such statistics out of the model, or "
                     "compute them from public data."
                 )
-        if any(has_rows(leaf, count) and leaf.is_floating_point() for leaf in flatten(batch)[0]):
+        if any(isinstance(v, Tensor) and has_rows(v, count) and v.is_floating_point() for v in flatten(batch)[0]):
             try:
                 self._compare(trial, before, batch, outliers, excluded)
             except PrivacyError:
@@ -240,13 +266,13 @@ class IsolationCheck:
         count = trial.batch_size
         # A batch of another length goes through other kernels, whose rounding cancellation may enlarge.
         rounding = HALF_ROUNDING
-        fewer = _without_first(batch, count, dropped)
+        fewer = selected(batch, count, torch.arange(dropped, count))
         try:
             after = trial.measure(fewer, excluded, dropped=dropped)
             if _moved(before, after, rounding) is None:
                 return
             with without_dropout(self.model):
-                before, again = (trial.measure(batch, excluded) for _ in range(2))
+                before, again = (trial.measure(of, excluded) for of in (batch, shaken(batch)))
                 after = trial.measure(fewer, excluded, dropped=dropped)
         except Exception as error:  # a model may well be made for batches of one length
             if ran_out(error):
@@ -267,7 +293,7 @@ class IsolationCheck:
         """PrivacyError where the pass of fewer examples that was just made wrote something else than ``written``."""
         now = trial.written
         if trial.drew and now.keys() & written.keys():
-            fewer = _without_first(batch, trial.batch_size, dropped)
+            fewer = selected(batch, trial.batch_size, torch.arange(dropped, trial.batch_size))
             try:
                 with without_dropout(self.model):
                     trial.measure(batch, excluded)
@@ -294,7 +320,7 @@ class IsolationCheck:
             return
         # Dropout of what is packed hits other elements as soon as a length changes: compared without it.
         with without_dropout(self.model):
-            before, again = (trial.measure(batch, rows) for _ in range(2))
+            before, again = (trial.measure(of, rows) for of in (batch, shaken(batch)))
             after = trial.measure(changed, rows, changed=True)
         moved = _moved(before, after, self._rounding())
         if moved is None:
@@ -308,7 +334,7 @@ class IsolationCheck:
         )
 
     def _compare_sums(self, trial: _Trial, batch: Any) -> None:
-        """Experiment 6: NoRuleError where what the first pass recorded of a parameter is not all of its gradient."""
+        """Experiment 6: UnsupportedError where the first pass has not recorded all of a parameter's gradient."""
         half = self._rounding() == HALF_ROUNDING or trial.rounds
         found = trial.ordinary(batch)
         if found is None or sums.differs(trial.recorded, found, half) is None:
@@ -322,11 +348,10 @@ class IsolationCheck:
         if abs(found.get(param, 0.0) - again.get(param, 0.0)) > 1e-4 * abs(found.get(param, 0.0)) or trial.drew:
             warn_caller(UNREPEATABLE.format(what="whether all of each gradient is recorded"))
             return
-        raise NoRuleError(
+        raise UnsupportedError(
             f"The gradients by example of {self.names[param]} do not add up to its ordinary gradient: the model uses "
             "it, or changes what it gave, in a way that dpcore does not see. Make operations in place behind that "
-            "layer out-of-place, or freeze it with requires_grad_(False); and please report the model.",
-            (param,),
+            "layer out-of-place, or freeze it with requires_grad_(False); and please report the model."
         )
 
     def _what(self, moved: Parameter | int) -> str:
@@ -361,13 +386,17 @@ gradients that are the example's own even where its outputs were not."""
 class _Trial:
     """Passes over batches of one size, all with the same random numbers and the same weights of the outputs."""
 
-    def __init__(self, check: IsolationCheck, state: ModelState, run: Run, batch_size: int, losses: bool) -> None:
+    def __init__(
+        self, check: IsolationCheck, state: ModelState, run: Run, batch_size: int, losses: bool, outputs: bool
+    ) -> None:
         self.check = check
         self.state = state
         self._run = run
         self.batch_size = batch_size
         self.losses = losses
+        self._needs_outputs = outputs
         self.random = RandomNumbers(check.model)
+        self.large = batch_size * check.layout.example_bytes > LARGE_BYTES
         self.shapes: list[torch.Size] | None = None
         self.drew = False
         """True where the last pass drew random numbers."""
@@ -479,7 +508,8 @@ class _Trial:
         while True:
             tape = self.check.layout.tape(self.check.names, self.batch_size - dropped)
             outputs = self._outputs(batch, self.check.layout.recording(tape))
-            if not outputs and tape.attached and not self.losses:
+            self.check.layout.unchecked -= tape.uses.counts.keys()
+            if not outputs and tape.attached and self._needs_outputs and not self.losses:
                 raise UnsupportedError(
                     "In what the forward pass returned no tensor with a gradient was found, nor in the attributes of "
                     "its modules, so it cannot be checked whether the model mixes the examples of a batch. Return the "
@@ -524,26 +554,44 @@ class _Trial:
         return _Measured(norms_sq[kept], norms_sq[kept], projection, numbers)
 
     def _measured(self, choice: Choice, excluded: Tensor, dropped: int, record: bool) -> _Measured:
-        # Of gradients that are kept the squares and the sums are taken of what was formed once.
-        formed = kept_gradient(choice) if choice.method == "keep" else None
-        norms_sq, scale = _norms_sq(choice, formed)
-        kept = self._kept(excluded, dropped, norms_sq.device)
+        kept = self._kept(excluded, dropped, choice.param.device)
         dtype = torch.promote_types(choice.param.dtype, torch.float32)
         numbers = torch.Generator().manual_seed(choice.param.numel())
         rows = torch.randn(self.batch_size, generator=numbers)[dropped:].to(kept.device, dtype) * kept
-
-        def total(weights: Tensor) -> Tensor:
-            if formed is not None:
-                return torch.tensordot(weights, formed.to(dtype), dims=1)
-            out = torch.zeros(choice.param.shape, dtype=dtype, device=choice.param.device)
-            weighted_sum(choice, weights, out)
-            return out
-
+        # The sum over the rows that are compared, each at a weight of its own, and the sum over all rows.
+        weights = [rows, torch.ones_like(rows)] if record else [rows]
+        totals = [torch.zeros(choice.param.shape, dtype=dtype, device=choice.param.device) for _ in weights]
+        if choice.method == "ghost":
+            norms_sq, scale = _norms_sq(choice)
+            for weight, total in zip(weights, totals, strict=True):
+                weighted_sum(choice, weight, total)
+        else:
+            norms_sq = scale = rows.new_zeros(len(rows))
+            for index, gradients in self._formed(choice, kept, record, dtype):
+                norms_sq[index] = _squares(gradients)
+                for weight, total in zip(weights, totals, strict=True):
+                    total += torch.tensordot(weight[index], gradients.to(dtype), dims=1)
         if record:
-            more = sums.Recorded.of(choice.param, total(torch.ones_like(rows)), norms_sq, scale)
+            more = sums.Recorded.of(choice.param, totals[1], norms_sq, scale)
             self.recorded[choice.param] = self.recorded.get(choice.param, sums.Recorded()).with_more(more)
-        direction = torch.randn(choice.param.shape, generator=numbers).to(choice.param.device, dtype)
-        return _Measured(norms_sq[kept], scale[kept], float((total(rows) * direction).sum()))
+        direction = torch.randn(totals[0].shape, generator=numbers).to(kept.device, dtype)
+        return _Measured(norms_sq[kept], scale[kept], float(totals[0].mul_(direction).sum()))
+
+    def _formed(
+        self, choice: Choice, kept: Tensor, record: bool, dtype: torch.dtype
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield rows' numbers and their gradients, each formed once: of the rows ``kept``, or of all of them; one after
+        the other where an example is large.
+        """
+        wanted = (kept | record).nonzero().flatten()
+        if choice.method == "turn":
+            for i in wanted:
+                yield i.unsqueeze(0), example_gradient(choice, int(i), dtype).unsqueeze(0)
+        elif self.large:
+            for index in wanted.split(LARGE_AT_ONCE):
+                yield index, kept_gradient(replace(choice, uses=tuple(use.rows(index, dtype) for use in choice.uses)))
+        else:
+            yield torch.arange(len(kept), device=kept.device), kept_gradient(choice)
 
     def _check_alone(self, tape: Tape, outputs: list[Tensor], row: int) -> bool:
         """Experiment 1; return whether the graph is spent, which is not kept for another look where it is large.
@@ -554,7 +602,6 @@ class _Trial:
         by_row = [(output, fits) for output, fits in dims if fits]
         reached: Parameter | None = None
         possible = max((len(fits) for _, fits in by_row), default=0)
-        large = self.batch_size * self.check.layout.example_bytes > LARGE_BYTES
         for last in range(0 if self.check.compiled and possible > 1 else possible):
             weights = []
             for output, fits in by_row:
@@ -562,7 +609,7 @@ class _Trial:
                 weight = torch.zeros_like(output)
                 weight.select(dim, row).copy_(_weights(output).select(dim, row))
                 weights.append(weight)
-            spent = large and last + 1 == possible
+            spent = self.large and last + 1 == possible
             tape.pull([output for output, _ in by_row], weights, keep=not (spent or self.check.compiled))
             found = self._reaches_others(tape, row)
             if found is None:
@@ -579,6 +626,8 @@ class _Trial:
     def _reaches_others(self, tape: Tape, row: int) -> Parameter | None:
         with _without_autocast(self.check.names):
             for choice in choose(tape.uses):
+                if all(_is_zero_beside(use, row) for use in choice.uses):
+                    continue
                 others, _ = _norms_sq(choice)
                 others[row] = 0.0
                 # A derivative that is infinite gives 0 * inf in its own row: no sign of another example.
@@ -587,10 +636,15 @@ class _Trial:
         return None
 
 
-def _norms_sq(choice: Choice, formed: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """[B] squared norms of a parameter's per-sample gradients (which may be ``formed``), and [B] scale of their
-    rounding errors.
-    """
+def _is_zero_beside(use: Use, row: int) -> bool:
+    """Return whether the gradient at a use's output is zero in all rows but one, so that those of parameters are."""
+    if use.grad is None or isinstance(use, FormedUse | ModuleUse):
+        return False
+    return not bool(use.grad[:row].any()) and not bool(use.grad[row + 1 :].any())
+
+
+def _norms_sq(choice: Choice) -> tuple[Tensor, Tensor]:
+    """[B] squared norms of a parameter's per-sample gradients, and [B] scale of their rounding errors."""
     if choice.method == "ghost":
         found = choice.uses[0].norm_sq(choice.param)
         return found.value.detach().clone(), found.value if found.scale is None else found.scale
@@ -601,9 +655,13 @@ def _norms_sq(choice: Choice, formed: Tensor | None = None) -> tuple[Tensor, Ten
         dtype = torch.promote_types(choice.param.dtype, torch.float32)
         norms_sq = torch.stack([example_gradient(choice, i, dtype).square().sum() for i in examples])
         return norms_sq, norms_sq
-    formed = kept_gradient(choice) if formed is None else formed
-    norms_sq = formed.unsqueeze(-1).flatten(1).square().sum(1)
+    norms_sq = _squares(kept_gradient(choice))
     return norms_sq, norms_sq
+
+
+def _squares(gradients: Tensor) -> Tensor:
+    """[B] squared norms of [B, ...]."""
+    return gradients.unsqueeze(-1).flatten(1).square().sum(1)
 
 
 def _dropped(batch: Any, count: int) -> int:
@@ -614,12 +672,6 @@ def _dropped(batch: Any, count: int) -> int:
     """
     taken = {n for leaf in flatten(batch)[0] if isinstance(leaf, Tensor) for n in leaf.shape[1:]}
     return next((k for k in (1, 3, 2) if count - k >= 3 and count - k not in taken), 0)
-
-
-def _without_first(batch: Any, count: int, dropped: int) -> Any:
-    """The batch of ``count`` examples without the first ones."""
-    leaves, structure = flatten(batch)
-    return unflatten(structure, [leaf[dropped:] if has_rows(leaf, count) else leaf for leaf in leaves])
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpcore.tree import flatten, unflatten
+from dpcore.tree import flatten, has_rows, take, unflatten
 
 
 def without_graph(batch: Any) -> Any:
@@ -20,27 +20,44 @@ def without_graph(batch: Any) -> Any:
     )
 
 
-def has_rows(leaf: Any, batch_size: int) -> bool:
-    """Return whether this is a tensor with one row per example."""
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == batch_size
-
-
 def enlarged(values: Tensor) -> Tensor:
     """Floating-point values as outliers; others as they are."""
     return 8.0 * values + 3.0 if values.is_floating_point() else values
 
 
-def replace_rows(batch: Any, batch_size: int, rows: Tensor, value: Callable[[Tensor], Tensor]) -> Any:
-    """The batch with ``value(leaf)`` at ``rows`` of every tensor by example."""
+def shaken(batch: Any) -> Any:
+    """The batch with floating-point values that differ from its own as rounding would."""
     leaves, structure = flatten(batch)
-    changed = []
+    numbers = torch.Generator().manual_seed(0)
+    for k, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            signs = torch.randint(-1, 2, leaf.shape, generator=numbers).to(leaf.device, leaf.dtype)
+            new = torch.addcmul(leaf.detach(), leaf.detach(), signs, value=8 * torch.finfo(leaf.dtype).eps)
+            leaves[k] = new.requires_grad_(leaf.requires_grad)
+    return unflatten(structure, leaves)
+
+
+def replace_rows(
+    batch: Any, batch_size: int, rows: Tensor, value: Callable[[Tensor], Tensor], beside: int | None = None
+) -> Any:
+    """The batch with ``value(leaf)`` at ``rows`` of every tensor by example, and in lists with the entry ``beside``."""
+    leaves, structure = flatten(batch, batch_size)
+    changed, at = [], set(rows.tolist())
     for leaf in leaves:
-        if has_rows(leaf, batch_size):
+        if isinstance(leaf, Tensor) and has_rows(leaf, batch_size):
             new = leaf.detach().clone()
             new[rows.to(new.device)] = value(leaf.detach())
             leaf = new.requires_grad_(leaf.requires_grad)
+        elif beside is not None and has_rows(leaf, batch_size):
+            leaf = [leaf[beside if i in at else i] for i in range(batch_size)]
         changed.append(leaf)
     return unflatten(structure, changed)
+
+
+def selected(batch: Any, batch_size: int, rows: Tensor) -> Any:
+    """The examples ``rows`` [k] of a batch; what has no row per example stays as it is."""
+    leaves, structure = flatten(batch, batch_size)
+    return unflatten(structure, [take(leaf, rows) if has_rows(leaf, batch_size) else leaf for leaf in leaves])
 
 
 def half_of_rows(count: int, generator: random.Random) -> tuple[Tensor, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ class AbstractGradSampleModule(AbstractGradSampleHooks, nn.Module):
     """A module around another one, ``_module``."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self._module, args, kwargs)
+        return self._enter("forward", self._module, args, kwargs)
 
     def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
         """The module's parameters, which torch asks for to clip ordinary gradients; these are None.
@@ -102,6 +103,7 @@ class GradSampleModule(AbstractGradSampleModule):
         self._setup(
             m, batch_first=batch_first, loss_reduction=loss_reduction, strict=strict, ordinary_grad=ordinary_grad
         )
+        self._open_entrances(weakref.ref(self))
 
 
 class GradSampleModuleNoOp(GradSampleHooksNoOp, AbstractGradSampleModule):

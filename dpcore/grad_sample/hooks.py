@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,14 +22,16 @@ from dpcore.example_isolation.loss import LossCheck
 from dpcore.grad_sample import mean_loss
 from dpcore.grad_sample.backward_pass import Iteration, owner_of, set_owner
 from dpcore.grad_sample.empty_batches import EmptyBatches, newest_batch
+from dpcore.grad_sample.entrances import Enter, Entrance, methods_that_run_layers
 from dpcore.grad_sample.loss_reduction import divided_by, reduction_of
 from dpcore.microbatch import ragged
 from dpcore.microbatch.accumulator import weighted_sum
-from dpcore.microbatch.layout import Layout, is_mask, probe_sizes
+from dpcore.microbatch.layout import Layout
+from dpcore.microbatch.looks import looks
 from dpcore.microbatch.planner import choose
 from dpcore.rules import cross_entropy
 from dpcore.rules.custom import custom_fallbacks
-from dpcore.rules.vmap import is_replayed
+from dpcore.tape.checkpointing import CHECKPOINTING
 from dpcore.tape.tape import Tape, started_with
 from dpcore.tape.uses import Use
 from dpcore.tree import flatten, unflatten
@@ -111,8 +112,26 @@ class AbstractGradSampleHooks:
 
     # ---- recording
 
-    def _run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``call(*args, **kwargs)``, recorded where it is a training pass."""
+    def _open_entrances(self, hooks: Callable[[], AbstractGradSampleHooks | None]) -> None:
+        """From now on calls of the module as it is are recorded while ``hooks()`` is there."""
+
+        def enter() -> Enter | None:
+            return None if (alive := hooks()) is None else alive._enter
+
+        names = ("forward", *methods_that_run_layers(self._module))
+        for name in names:
+            Entrance(self._module, name, enter).put()
+
+    def _enter(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``call(*args, **kwargs)``, recorded as a pass of its own where it is none within another one."""
+        tape: Any = CHECKPOINTING.tape
+        within = CHECKPOINTING.is_open and (tape is None or tape.parameters is self._names)
+        return call(*args, **kwargs) if within else self._run(call, args, kwargs, name)
+
+    def _run(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str = "forward"
+    ) -> Any:
+        """``call(*args, **kwargs)`` of the module's method ``name``, recorded where it is a training pass."""
         self._bring_back()
         for name, norm in self._batch_norms.items():
             # Without gradients, too: the pass would put the batch's statistics into buffers, without noise.
@@ -130,29 +149,15 @@ class AbstractGradSampleHooks:
         if not self.batch_first:
             call, args, kwargs = _batch_brought_first(call, args, kwargs)
         batch_size = ragged.batch_size(self._module, (args, kwargs))
-        ranks = getattr(self._module, "ranks", None)
-        if not batch_size and not (isinstance(ranks, Ranks) and ranks.sharded):
+        if not batch_size and not self._sharded:
             return self._run_empty(call, args, kwargs)
-        kind = self._prepare(call, args, kwargs, batch_size)
-        scale = float(batch_size) if self.loss_reduction == "mean" else 1.0
-        self._passes += 1
-        tape = self._layout.tape(self._names, batch_size, scale)
-        tape.number, tape.on_fire, tape.on_again = self._passes, self._fired, self._check_latest
-        tape.drops_activations = self._layout.drops_activations
-        # Passes of sharded modules exchange parameters, and what is let go is not the same on all ranks. Where ordinary
-        # gradients are asked for, gradients by example can be read after the step.
-        sharded = isinstance(ranks, Ranks) and ranks.sharded
-        tape.runs_thrice = tape.drops_activations and not sharded and not self.ordinary_grad
-        with self._layout.recording(tape):
-            output = call(*args, **kwargs)
+        tape, output = self._layout.attempt(
+            lambda: self._pass(call, args, kwargs, batch_size, name),
+            None if self._sharded else lambda: self._look_again(call, args, kwargs, batch_size),
+        )
         if batch_size == 0:
             # Nothing may flow back from an empty batch, yet it is a step.
             self._note_empty()
-        if kind is None:
-            self.losses.give_up()
-        else:
-            mean_loss.install()
-            self.losses.expect(kind, flatten(output)[0], batch_size)
         if self.loss_reduction == "mean" and tape.rounds:
             mean_loss.install()
             given = flatten((args, kwargs))[0]  # whose gradients would be too large
@@ -176,6 +181,34 @@ class AbstractGradSampleHooks:
         self.forget()  # passes of the original's
         for param in self.trained.values():
             set_owner(param, self)
+
+    def _pass(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int, name: str
+    ) -> tuple[Tape, Any]:
+        """A recorded call of the module's method ``name``: the tape and what was returned."""
+        kind = self._prepare(call, args, kwargs, batch_size, name)
+        scale = float(batch_size) if self.loss_reduction == "mean" else 1.0
+        self._passes += 1
+        tape = self._layout.tape(self._names, batch_size, scale)
+        tape.number, tape.on_fire, tape.on_again = self._passes, self._fired, self._check_latest
+        tape.drops_activations = self._layout.drops_activations
+        # Passes of sharded modules exchange parameters, and what is let go is not the same on all ranks. Where ordinary
+        # gradients are asked for, gradients by example can be read after the step.
+        tape.runs_thrice = tape.drops_activations and not self._sharded and not self.ordinary_grad
+        with self._layout.recording(tape):
+            output = call(*args, **kwargs)
+        if kind is None:
+            self.losses.give_up()
+        else:
+            mean_loss.install()
+            self.losses.expect(kind, flatten(output)[0], batch_size)
+        return tape, output
+
+    @property
+    def _sharded(self) -> bool:
+        """Whether all ranks have to run the module together."""
+        ranks = getattr(self._module, "ranks", None)
+        return isinstance(ranks, Ranks) and ranks.sharded
 
     def _see_reduction(self, outputs: Tensor, gradient: Tensor) -> None:
         """Warn once where the first loss shows that it is reduced otherwise than ``loss_reduction`` says."""
@@ -303,16 +336,9 @@ class AbstractGradSampleHooks:
 
         Where an earlier backward pass went through the same graph, add what this one adds.
         """
-        size = iteration.batch_size
-        weight = 1.0 / max(size, 1) if self.loss_reduction == "mean" else 1.0
-        choices = {choice.param: choice for choice in choose(iteration.uses)}
-        for param in self.trained.values():
+        for param, total in self._ordinary_gradients(iteration):
             if param.grad is not None and not self.owns(param):
                 continue  # an ordinary gradient of the user's; the optimiser's step refuses it by name
-            dtype = torch.promote_types(param.dtype, torch.float32)
-            total = torch.zeros(param.shape, dtype=dtype, device=param.device)
-            if param in choices:
-                weighted_sum(choices[param], torch.full((size,), weight, dtype=dtype, device=param.device), total)
             before = iteration.ordinary.get(param)
             iteration.ordinary[param] = total
             added = (total if before is None else total - before).to(param.dtype)
@@ -320,44 +346,60 @@ class AbstractGradSampleHooks:
             self._ordinary.add(param)
             self.own(param)
 
-    def _prepare(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int) -> Any:
+    @torch.no_grad()
+    def _ordinary_gradients(self, iteration: Iteration) -> Iterator[tuple[Parameter, Tensor]]:
+        """Yield every parameter and Σ_i g_i, divided by the batch's length for a mean loss."""
+        size = iteration.batch_size
+        weight = 1.0 / max(size, 1) if self.loss_reduction == "mean" else 1.0
+        choices = {choice.param: choice for choice in choose(iteration.uses)}
+        for param in self.trained.values():
+            dtype = torch.promote_types(param.dtype, torch.float32)
+            total = torch.zeros(param.shape, dtype=dtype, device=param.device)
+            if param in choices:
+                weighted_sum(choices[param], torch.full((size,), weight, dtype=dtype, device=param.device), total)
+            yield param, total
+
+    def _prepare(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int, name: str
+    ) -> Any:
         """Before a batch: finds what has no rule, and whether examples are kept apart, where either is due.
 
         Returns the kind of a batch that was checked, or None.
         """
-        kind = tuple(
-            (leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else leaf
-            for leaf in flatten((args, kwargs))[0]
-            if isinstance(leaf, bool | str) or (isinstance(leaf, Tensor) and leaf.dim())
+        kind = (
+            name,
+            *(
+                (leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else leaf
+                for leaf in flatten((args, kwargs))[0]
+                if isinstance(leaf, bool | str) or (isinstance(leaf, Tensor) and leaf.dim())
+            ),
         )
         self._learn(kind, call, args, kwargs, batch_size)
-        sharded = isinstance(ranks := getattr(self._module, "ranks", None), Ranks) and ranks.sharded
         # The passes of a sharded module exchange parameters: all ranks would have to make the same experiments.
-        if sharded or not self.isolation.due(kind, batch_size):
+        if self._sharded or not self.isolation.due(kind, batch_size):
             return None
-        self.isolation.check(kind, lambda batch: call(*batch[0], **batch[1]), (args, kwargs), batch_size)
+        run = lambda batch: call(*batch[0], **batch[1])  # noqa: E731
+        self.isolation.check(kind, run, (args, kwargs), batch_size, outputs=name == "forward")
         return kind
+
+    def _look_again(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int
+    ) -> None:
+        """Look at all examples of a batch that has led to a part of the model that is not known."""
+        self._look(call, args, kwargs, batch_size, again=True)
+        self.isolation.begin_anew()
 
     def _learn(
         self, kind: tuple[Any, ...], call: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, batch_size: int
     ) -> None:
         """Finds what has no rule, before the first batch of a kind."""
         new = batch_size > 0 and kind not in self._kinds
-        ranks = getattr(self._module, "ranks", None)
-        sharded = isinstance(ranks, Ranks) and ranks.sharded
-        if sharded:
+        if sharded := self._sharded:
             # The model can only be run by all ranks together, and none of them knows what the others have seen.
-            new = ranks.largest(int(new)) > 0  # type: ignore[union-attr]
+            new = self._module.ranks.largest(int(new)) > 0  # type: ignore[union-attr, operator]
         if not new:
             return
-
-        def run(count: int, padded: bool | None = None) -> Any:
-            few_args, few_kwargs = ragged.copies(self._module, (args, kwargs), batch_size, count, padded)
-            return call(*few_args, **few_kwargs)
-
-        masked = any(map(is_mask, flatten((args, kwargs))[0]))
-        variants = [functools.partial(run, padded=padded) for padded in ((True, False) if masked else ())]
-        self._layout.learn(self._names, run, probe_sizes((args, kwargs), batch_size, self._module), variants)
+        self._look(call, args, kwargs, batch_size)
         self._kinds.add(kind)
         if self._layout.derived and sharded:
             raise UnsupportedError(
@@ -371,6 +413,12 @@ class AbstractGradSampleHooks:
                 "its parameters are no longer whole; with fully_shard every trained layer must be of a kind with a "
                 "rule. Use DifferentiallyPrivateDistributedDataParallel instead."
             )
+
+    def _look(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, batch_size: int, again: bool = False
+    ) -> None:
+        of = looks(self._module, lambda batch: call(*batch[0], **batch[1]), (args, kwargs), batch_size, again)
+        self._layout.learn(self._names, *of, again=again)
 
     # ---- what the optimiser takes
 
@@ -441,9 +489,27 @@ class AbstractGradSampleHooks:
         return param.grad is None or (param not in self._ordinary and self.owns(param))
 
     def owns(self, param: Parameter) -> bool:
-        """Return whether ``param.grad`` is none, or as it was when :meth:`own` was called."""
+        """Return whether ``param.grad`` is none, or has the values that it had when :meth:`own` was called."""
         grad, version = self._own.get(param, (None, 0))
-        return param.grad is None or (param.grad is grad and grad._version == version)
+        if param.grad is None or (param.grad is grad and grad._version == version):
+            return True
+        if param.grad is grad and param in self._ordinary:
+            self._own_what_is_as_formed()
+        grad, version = self._own.get(param, (None, 0))
+        return param.grad is grad and grad._version == version
+
+    def _own_what_is_as_formed(self) -> None:
+        """Own ordinary gradients that were written in place and have the values that were formed.
+
+        clip_grad_norm_ that clips nothing multiplies by 1; who logs the norm calls it so.
+        """
+        formed: dict[Parameter, Tensor] = {}
+        for iteration in self._iterations:
+            for param, total in self._ordinary_gradients(iteration):
+                formed[param] = formed[param] + total.to(param.dtype) if param in formed else total.to(param.dtype)
+        for param in self._ordinary & formed.keys():
+            if param.grad is self._own[param][0] and torch.equal(param.grad, formed[param]):
+                self.own(param)
 
     def formed(self, param: Parameter) -> bool:
         """Return whether ``param.grad`` was formed or released here, whatever has become of it since."""
@@ -549,6 +615,8 @@ class AbstractGradSampleHooks:
     def remove_hooks(self) -> None:
         """Ends the recording for good."""
         self.disable_hooks()
+        for entrance in [value for value in vars(self._module).values() if isinstance(value, Entrance)]:
+            entrance.remove()
 
     def cleanup(self) -> None:
         """Ends the recording and removes every trace from the parameters."""
@@ -596,22 +664,7 @@ class GradSampleHooks(AbstractGradSampleHooks):
         self._setup(
             m, batch_first=batch_first, loss_reduction=loss_reduction, strict=strict, ordinary_grad=ordinary_grad
         )
-        self._inside = False
-        self._users_forward = vars(m).get("forward")
-        self._forward = m.forward
-        self._recorded = m.forward = _RecordedForward(self)  # type: ignore[method-assign, assignment]
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward, or the tape's where the module is recorded as a whole."""
-        current = vars(self._module).get("forward")
-        return (self._forward if current is self._recorded else current)(*args, **kwargs)  # type: ignore[misc]
-
-    def remove_hooks(self) -> None:
-        super().remove_hooks()
-        if vars(self._module).get("forward") is self._recorded:
-            del self._module.forward
-            if self._users_forward is not None:
-                self._module.forward = self._users_forward  # type: ignore[method-assign]
+        self._open_entrances(lambda: self)  # which keep it as long as the module
 
     # What loops ask of a wrapper works on the hooks too.
 
@@ -627,35 +680,6 @@ class GradSampleHooks(AbstractGradSampleHooks):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self._module.load_state_dict(*args, **kwargs)
-
-
-class _RecordedForward:
-    """In the place of a module's ``forward``.
-
-    A copy of the module, by copy.deepcopy or pickle, is an ordinary module that records nothing: it has its class's
-    forward, or a copy of what had been set in its place.
-    """
-
-    def __init__(self, hooks: GradSampleHooks) -> None:
-        self.hooks = hooks
-        functools.update_wrapper(self, hooks._forward, updated=())
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        hooks = self.hooks
-        if hooks._inside or is_replayed():
-            return hooks._forward(*args, **kwargs)
-        hooks._inside = True
-        try:
-            return hooks._run(hooks._call, args, kwargs)
-        finally:
-            hooks._inside = False
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _forward_of_copy, (self.hooks._module, self.hooks._users_forward)
-
-
-def _forward_of_copy(module: nn.Module, users: Any) -> Any:
-    return types.MethodType(type(module).forward, module) if users is None else users
 
 
 class GradSampleHooksNoOp(AbstractGradSampleHooks):

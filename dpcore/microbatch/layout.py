@@ -7,61 +7,26 @@ without a rule. Either way the module around it is recorded as a whole, and the 
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from dpcore.errors import NoRuleError, UnsupportedError
+from dpcore.errors import NoRuleError, NotLearnt, PrivacyError, UnsupportedError
+from dpcore.microbatch.looks import Look
 from dpcore.microbatch.memory import ran_out
-from dpcore.rerun.snapshot import preserved
+from dpcore.rerun.snapshot import Before, RandomNumbers, draw_on, preserved
 from dpcore.rules.recurrent import packed_noted
 from dpcore.rules.vmap import Fallback, Interception, ModuleUse, owner
 from dpcore.tape.derived import ThroughUse
-from dpcore.tape.tape import BESIDE, IN_ROWS, Tape
-from dpcore.tree import flatten, unflatten
+from dpcore.tape.tape import IN_ROWS, Tape
+from dpcore.tree import flatten
 
-
-def copies(value: Any, batch_size: int, count: int, padded: bool | None = None) -> Any:
-    """``count`` copies of the first example of a batch: of every tensor whose first dimension is ``batch_size``; zeros
-    where the batch is empty.
-
-    ``padded``: whether masks (integers or booleans [B, T] that are 0 or 1) are to hide the last position or none.
-    Models take another way where nothing is padded.
-    """
-    leaves, structure = flatten(value)
-    copied = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == batch_size:
-            one = leaf[:1] if batch_size else leaf.new_zeros(1, *leaf.shape[1:])
-            if padded is not None and is_mask(leaf):
-                one = torch.ones_like(one)
-                one[:, -1] = int(not padded)
-            leaf = one.expand(count, *leaf.shape[1:]).contiguous()
-        copied.append(leaf)
-    return unflatten(structure, copied)
-
-
-def is_mask(leaf: Any) -> bool:
-    """Return whether this is a mask of positions: [B, T], T > 1, of zeros and ones."""
-    whole = isinstance(leaf, Tensor) and leaf.dim() == 2 and leaf.shape[1] > 1 and not leaf.is_floating_point()
-    return whole and not leaf.is_complex() and bool(((leaf == 0) | (leaf == 1)).all())
-
-
-def probe_sizes(value: Any, batch_size: int, model: nn.Module) -> tuple[int, int]:
-    """Two numbers of examples that are neither the batch's nor any other dimension of the inputs, of the parameters or
-    of the buffers, and hardly both of them another one of the model's: should they be, the real batch is refused with
-    an error.
-    """
-    known = [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
-    taken = {batch_size}.union(*(tensor.shape for tensor in (*known, *model.parameters(), *model.buffers())))
-    free = (n for n in itertools.count(7, 2) if n not in taken and all(n % k for k in range(3, n, 2)))
-    return next(free), next(free)
+T = TypeVar("T")
 
 
 def _shape_beside(x: Tensor, dim: int) -> torch.Size:
@@ -79,6 +44,11 @@ FEWEST_AT_FIRST = 6
 """Examples that the first passes take in any case: with fewer an experiment on mixing sees too little."""
 BYTES_AT_FIRST = 32 * 2**20
 """Beyond so many of a graph the first passes would need more memory than later ones, which go in pieces."""
+
+LOOKS = 8
+"""How often a model is looked at again for one pass."""
+TRIES = 16
+"""How often it is run for such a look, where random numbers decide which parts of it run."""
 
 _FIRST = {0}
 
@@ -126,8 +96,14 @@ class Layout:
         """With what shapes beside the batch."""
         self.derived: set[str] = set()
         """Parameters from which a tensor is computed before any example comes in."""
+        self.looks = 0
+        """How often the model was looked at."""
         self.learnt = 0
         """Kinds of batches that were learnt about."""
+        self.unmet: dict[Parameter, str] = {p: n for n, p in model.named_parameters() if p.requires_grad}
+        """Trained parameters, by name, that no look has met: one of them at work is a reason for another look."""
+        self.unchecked: set[Parameter] = set()
+        """Those that only another look has met, and no experiment yet."""
         self.example_bytes = 0.0
         """Bytes that the graph of one example holds, about; of the largest kind."""
         self._probing = False
@@ -135,7 +111,25 @@ class Layout:
 
     def tape(self, names: dict[Parameter, str], batch_size: int, scale: float | None = None) -> Tape:
         """Return a tape for a pass of ``batch_size`` examples through the model; open it by :meth:`recording`."""
-        return Tape(names, batch_size, scale, self.dim, self.averaged)
+        tape = Tape(names, batch_size, scale, self.dim, self.averaged)
+        tape.uses.unmet = self.unmet
+        return tape
+
+    def attempt(self, run: Callable[[], T], look_again: Callable[[], object] | None) -> T:
+        """Return ``run()``, a pass; where it uses a part of the model as no look has seen it, after another look.
+
+        It then runs anew, and finds everything as it was. (What a pass leaves in attributes and buffers is kept where a
+        part of the model is known not to have run yet.)
+        """
+        for _ in range(LOOKS if look_again is not None else 0):
+            before = Before(self.model) if self.unmet else None
+            try:
+                return run()
+            except NoRuleError:
+                if before is not None:
+                    before.restore()
+            look_again()  # type: ignore[misc]
+        return run()
 
     @property
     def drops_activations(self) -> bool:
@@ -192,68 +186,112 @@ class Layout:
         """
         if type(x) is Parameter and any(x is param for param in self.model.parameters()):
             return -1  # a frozen weight beside its trained bias, however many rows it has
-        known = self._dims.setdefault(key, set())
-        if known == _FIRST and not self._probing and not tape.rows:
-            return 0 if x.shape[:1] == (tape.batch_size,) else -1
+        known, size = self._dims.setdefault(key, set()), (tape.batch_size,)
+        if known == _FIRST and not self._probing and not tape.rows and x.shape[:1] == size != x.shape[1:2]:
+            return 0
         fits = [IN_ROWS] if tape.in_rows(x) else []
-        fits += [d for d in (0, 1) if (d == 0 or x.dim() > d + features) and x.shape[d : d + 1] == (tape.batch_size,)]
+        fits += [d for d in (0, 1) if (d == 0 or x.dim() > d + features) and x.shape[d : d + 1] == size]
         if self._probing:
             found = fits[0] if fits else -1
             known.add(found if fits else x.shape)
             self._shapes.add((*key, found, _shape_beside(x, found)))
             return found
-        if not known and key[1].startswith(BESIDE) and tape.batch_size in x.shape:
-            raise NoRuleError(
-                f"{tape.parameters[key[0]]} met a tensor of shape {tuple(x.shape)} in a part of the model that did not "
-                "run when the model was first looked at, so it is not known whether that tensor holds a batch; let the "
-                "model take the same way whatever its inputs hold.",
-                key[:1],
-            )
         possible = [d for d in fits if d in known] + ([-1] if x.shape in known else [])
+        seen = [d for d in possible if (*key, d, _shape_beside(x, d)) in self._shapes]
+        if len(fits) > 1 and not seen and tape.batch_size > 1:  # at that length, a way that it has not gone
+            raise NotLearnt(f"Parameter {tape.parameters[key[0]]}", key[:1])
         if len(possible) > 1:
-            possible = [d for d in possible if (*key, d, _shape_beside(x, d)) in self._shapes] or possible
-        if len(possible) > 1:
+            possible = seen or possible
+        if len(possible) > 1 and tape.batch_size > 1:  # all of one example's gradient is its own, wherever it is
             raise NoRuleError(
                 f"{tape.name(key[:1])} is used on inputs that have the batch in different places, and shape "
                 f"{tuple(x.shape)} fits more than one of them for {tape.batch_size} examples; keep the batch first.",
                 key[:1],
             )
+        constant = not fits and any(isinstance(place, torch.Size) for place in known)  # of another length
+        if not possible and not constant:
+            raise NotLearnt(f"Parameter {tape.parameters[key[0]]}", key[:1])
         return possible[0] if possible else -1
 
     def learn(
         self,
         names: dict[Parameter, str],
-        run: Callable[[int], Any],
-        counts: Sequence[int],
+        looks: Sequence[Look],
         variants: Sequence[Callable[[int], Any]] = (),
+        again: bool = False,
     ) -> None:
-        """Finds out about one kind of batch; ``run(count)`` calls the model on that many examples, and so does each of
-        ``variants`` on examples that may lead it another way.
+        """Finds out about one kind of batch by the first of ``looks`` that the model does not fail on; the last of them
+        has the batch as it is.
 
-        UnsupportedError where even the whole model does not keep its batch first. Random state is left as it was.
+        Args:
+            names: The trained parameters.
+            looks: See :func:`dpcore.microbatch.looks.looks`.
+            variants: Calls the model on examples that may lead it another way than the first look's.
+            again: Whether this is another look at a kind that was learnt about.
+
+        Raises:
+            UnsupportedError: even the whole model does not keep its batch first, or cannot be looked at. Random state
+                is left as it was.
         """
-        self._learn(names, run, counts)
-        self.learnt += 1
-        for variant in variants if self.learnt <= VARIED_KINDS else ():
+        before = set(self.unmet)
+        for look in looks:
             try:
-                self._learn(names, variant, counts)
+                self._learn(names, look, TRIES if again else 1)
+                break
+            except Exception as error:
+                if isinstance(error, UnsupportedError | PrivacyError) or ran_out(error):
+                    raise
+                if look is looks[-1]:
+                    self._refuse(look, error)
+                if not looks[-1].counts:
+                    self._refuse(looks[-1], error)
+        if again:
+            self.unchecked |= before - self.unmet.keys()
+            return
+        self.learnt += 1
+        for variant in variants if self.learnt <= VARIED_KINDS and look is looks[0] else ():
+            try:
+                self._learn(names, Look(variant, look.counts))
             except Exception as error:  # of ours, which the model may well refuse; the user's inputs were accepted
                 if ran_out(error):
                     raise
 
-    def _learn(self, names: dict[Parameter, str], run: Callable[[int], Any], counts: Sequence[int]) -> None:
-        """One probe after the other, until every module without a rule is known."""
+    def _refuse(self, look: Look, error: Exception) -> None:
+        """UnsupportedError about a model that fails on every look; its own error where it fails on the batch, too."""
+        with preserved(self.model), torch.no_grad():
+            look.run(0)
+        raise UnsupportedError(
+            f"The model runs on this batch, and fails while dpcore looks at it ({type(error).__name__}: {error}): its "
+            "inputs are not all of one row, or one entry of a list, per example, so that copies of an example are no "
+            "batch, and in the batch itself the number of examples is that of another dimension, or what runs cannot "
+            "be recorded. Pass tensors [B, ...], padded and with a mask."
+        ) from error
+
+    def _learn(self, names: dict[Parameter, str], look: Look, tries: int = 1) -> None:
+        """One probe after the other, until every module without a rule is known.
+
+        And ``tries`` of them in all while parts of the model have not run, if random numbers may be what decides.
+        """
         modules = dict(self.model.named_modules())
+        done = 0
         with preserved(self.model):
+            draw_on(self.looks)
+            self.looks += 1
             while True:
+                done += 1
                 try:
+                    numbers = RandomNumbers(self.model)
                     self._probing = True
-                    self._check(run, names, counts[0])
+                    self._check(look.run, names, look.counts[0])
                     self._probing = False
-                    if any(dims - {0} for dims in self._dims.values()):
+                    if any(dims - {0} for dims in self._dims.values()) and len(look.counts) > 1:
                         # A second length makes it certain where the batch was.
-                        self._check(run, names, counts[1])
-                    return
+                        self._check(look.run, names, look.counts[1])
+                    if done >= tries or not self.unmet or numbers.same(RandomNumbers(self.model)):
+                        return
+                except NotLearnt:
+                    if done >= TRIES:  # each with other random numbers
+                        raise
                 except NoRuleError as error:
                     name = owner(self.model, error.params, list(self.fallbacks))
                     if name is None:
@@ -265,9 +303,40 @@ class Layout:
 
     def _check(self, run: Callable[[int], Any], names: dict[Parameter, str], count: int) -> None:
         tape = self.tape(names, count)
-        tape.probing = True
+        tape.probing, tape.uses.unmet = True, {}
+        try:
+            with _nothing_saved():
+                outputs = self._outputs(tape, run, count)
+            unseen = not self._may_be_reached(tape, names, outputs)
+        except (UnsupportedError, PrivacyError):
+            raise
+        except Exception:  # a gradient within the forward pass asks for what is saved, say
+            unseen = False
+        if unseen:
+            self._note(tape, names, count)
+            return
+        tape = self.tape(names, count)
+        tape.probing, tape.uses.unmet = True, {}
+        outputs = self._outputs(tape, run, count)
+        self._note(tape, names, count)
+        params = [p for p in names if p.requires_grad]
+        wanted: list[Any] = [*params, *(edge for edge, _ in tape.forbidden), *tape.guards]
+        ones = [torch.ones_like(o) for o in outputs]
+        grads = torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
+        for (_, refuse), grad in zip(tape.forbidden, grads[len(params) :], strict=False):
+            refuse(grad)
+        raw = [p for p, g in zip(params, grads, strict=False) if g is not None]
+        if raw:
+            tape.refuse_raw(raw[0])
+
+    def _outputs(self, tape: Tape, run: Callable[[int], Any], count: int) -> list[Tensor]:
+        """The outputs with a gradient of a pass on ``tape``."""
         with torch.enable_grad(), self.recording(tape):
             output = run(count)
+        return [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+    def _note(self, tape: Tape, names: dict[Parameter, str], count: int) -> None:
+        """Notes what a probe's pass has shown."""
         held = tape.made_bytes + sum(use.stash_bytes() for use in tape.uses)
         self.example_bytes = max(self.example_bytes, held / count)
         for use in tape.uses:
@@ -280,15 +349,33 @@ class Layout:
                 fallback.batched = batched if fallback.batched is None else fallback.batched & batched
                 if type(use) is ModuleUse:
                     use.check_alone(fallback)
-        outputs = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not outputs:
-            return
-        params = [p for p in names if p.requires_grad]
-        wanted: list[Any] = [*params, *(edge for edge, _ in tape.forbidden), *tape.guards]
-        ones = [torch.ones_like(o) for o in outputs]
-        grads = torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
-        for (_, refuse), grad in zip(tape.forbidden, grads[len(params) :], strict=False):
-            refuse(grad)
-        raw = [p for p, g in zip(params, grads, strict=False) if g is not None]
-        if raw:
-            tape.refuse_raw(raw[0])
+        for param in tape.uses.counts:
+            self.unmet.pop(param, None)
+
+    @staticmethod
+    def _may_be_reached(tape: Tape, names: dict[Parameter, str], outputs: list[Tensor]) -> bool:
+        """Return whether a path leads from the outputs to what no gradient may reach, or to a parameter itself."""
+        ends = {id(end) for end in (*names, *tape.guards)}
+        forbidden = {edge.node for edge, _ in tape.forbidden}
+        seen = {output.grad_fn for output in outputs if output.grad_fn is not None}
+        if any(id(output) in ends for output in outputs):
+            return True
+        waiting: list[Any] = list(seen)
+        while waiting:
+            node = waiting.pop()
+            if node in forbidden or id(getattr(node, "variable", None)) in ends:
+                return True
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    waiting.append(following)
+        return False
+
+
+def _nothing_saved() -> torch.autograd.graph.saved_tensors_hooks:
+    """A context in which graphs keep no tensors: it is only looked at where their paths lead."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _refuse_saved)
+
+
+def _refuse_saved(kept: None) -> Tensor:
+    raise RuntimeError("A pass asks for a tensor that its graph has not kept.")

@@ -10,12 +10,11 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from dpcore.errors import UnsupportedError
-from dpcore.microbatch import layout
-from dpcore.tree import batch_length
+from dpcore.tree import batch_length, flatten, has_rows, is_list_of, unflatten
 
 
-def _leaves(value: Any) -> tuple[list[Any], Any]:
-    return pytree.tree_flatten(value, is_leaf=lambda v: isinstance(v, PackedSequence))
+def _leaves(value: Any, length: int = 0) -> tuple[list[Any], Any]:
+    return pytree.tree_flatten(value, is_leaf=lambda v: isinstance(v, PackedSequence) or is_list_of(v, length))
 
 
 def is_ragged(model: nn.Module, value: Any) -> bool:
@@ -38,8 +37,13 @@ def batch_size(model: nn.Module, value: Any) -> int:
 
 
 def copies(model: nn.Module, value: Any, batch_size: int, count: int, padded: bool | None = None) -> Any:
-    """``count`` copies of one example of the batch, as :func:`dpcore.microbatch.layout.copies`."""
-    leaves, structure = _leaves(value)
+    """``count`` copies of one example of a batch: the first row of every tensor, and the first entry of every list,
+    that has one per example; the longest packed sequence, a bag that is not empty. Zeros where the batch is empty.
+
+    ``padded``: whether masks (integers or booleans [B, T] that are 0 or 1) are to hide the last position or none.
+    Models take another way where nothing is padded.
+    """
+    leaves, structure = _leaves(value, batch_size)
     bags = _bags(model, leaves)
     copied: list[Any] = []
     for leaf in leaves:
@@ -48,12 +52,31 @@ def copies(model: nn.Module, value: Any, batch_size: int, count: int, padded: bo
         elif bags and isinstance(leaf, Tensor) and leaf.dim() == 1 and len(leaf) == len(leaves[bags[0]]):
             copied.append(leaf[: _first_length(leaves, bags)].repeat(count))
         else:
-            copied.append(layout.copies(leaf, batch_size, count, padded))
+            inner, around = flatten(leaf, batch_size)
+            copied.append(unflatten(around, [_copies(v, batch_size, count, padded) for v in inner]))
     if bags:
         offsets = leaves[bags[1]]
         step = len(copied[bags[0]]) // count
         copied[bags[1]] = step * torch.arange(count + bags[2], dtype=offsets.dtype, device=offsets.device)
     return pytree.tree_unflatten(copied, structure)
+
+
+def _copies(leaf: Any, batch_size: int, count: int, padded: bool | None) -> Any:
+    if not has_rows(leaf, batch_size):
+        return leaf
+    if not isinstance(leaf, Tensor):
+        return leaf[:1] * count
+    one = leaf[:1] if batch_size else leaf.new_zeros(1, *leaf.shape[1:])
+    if padded is not None and is_mask(leaf):
+        one = torch.ones_like(one)
+        one[:, -1] = int(not padded)
+    return one.expand(count, *leaf.shape[1:]).contiguous()
+
+
+def is_mask(leaf: Any) -> bool:
+    """Return whether this is a mask of positions: [B, T], T > 1, of zeros and ones."""
+    whole = isinstance(leaf, Tensor) and leaf.dim() == 2 and leaf.shape[1] > 1 and not leaf.is_floating_point()
+    return whole and not leaf.is_complex() and bool(((leaf == 0) | (leaf == 1)).all())
 
 
 def _bags(model: nn.Module, leaves: list[Any]) -> tuple[int, int, int] | None:

@@ -595,7 +595,8 @@ def _recorder(optimizer: Optimizer) -> AbstractGradSampleHooks:
             raise PrivacyError(
                 f"A trained parameter of shape {tuple(param.shape)} is not recorded by any GradSampleModule: it would "
                 "be updated without clipping and noise. Wrap the module in GradSampleModule first and keep the "
-                "wrapper, or use PrivacyEngine.make_private."
+                "wrapper; or call dpcore.grad_sample.GradSampleHooks(module), which records the module as it is and "
+                "needs not be kept; or use PrivacyEngine.make_private."
             )
         if owner not in owners:
             owners.append(owner)

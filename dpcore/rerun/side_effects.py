@@ -20,10 +20,16 @@ from dpcore.tree import flatten
 
 _CONTAINERS = (list, dict, set, deque)
 _SETTINGS = (bool, int, float, str, type(None))
+_OTHERS = (Tensor, nn.Module, types.ModuleType)
+_REGISTERED = (
+    *("_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
+)
+_NOTHING: dict[Any, Any] = {}
 
 
 class SideEffects:
-    """Attributes, lists, dicts and sets of a module's parts, and those that their forward hooks can reach in a step or
+    """Attributes, lists, dicts, sets and hooks of a module's parts, and what their forward hooks can reach in a step or
     two, as they are now. (Buffers' values are none of its business.)
     """
 
@@ -32,6 +38,7 @@ class SideEffects:
         self._seen: set[int] = set()
         for part in module.modules():
             self._keep_attributes(vars(part))
+            self._keep_registered(vars(part))
             for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
                 self._keep(hook, 4)
 
@@ -40,7 +47,22 @@ class SideEffects:
         for undo in self._undo:
             undo()
 
-    def _keep_attributes(self, attributes: dict[str, Any]) -> None:
+    def _keep_registered(self, attributes: dict[str, Any]) -> None:
+        """Models register hooks and buffers at their first call, and note in an attribute that they have done so."""
+        before = [(of, dict(of) if of else _NOTHING) for of in map(attributes.__getitem__, _REGISTERED)]
+
+        def undo() -> None:
+            for of, known in before:
+                if of.keys() != known.keys():
+                    # (True tells of what kind a hook is, and nothing where there is no such hook.)
+                    new = {n: v for n, v in of.items() if n not in known and (v is True or _is_hook_of_torch(v))}
+                    gone = {n for n, v in known.items() if n not in of and _is_hook_of_torch(v)}
+                    of.clear()
+                    of.update({n: v for n, v in known.items() if n not in gone} | new)
+
+        self._undo.append(undo)
+
+    def _keep_attributes(self, attributes: dict[str, Any], objects: bool = True) -> None:
         before = dict(attributes)
 
         def undo() -> None:
@@ -52,6 +74,9 @@ class SideEffects:
         for name, value in before.items():
             if not name.startswith("_") or isinstance(value, list | set | deque):
                 self._keep_contents(value)
+            if objects and id(value) not in self._seen and _is_plain(value):  # a cache, a configuration
+                self._seen.add(id(value))
+                self._keep_attributes(vars(value), objects=False)
 
     def _keep_contents(self, container: Any) -> None:
         if not isinstance(container, _CONTAINERS) or id(container) in self._seen:
@@ -71,9 +96,8 @@ class SideEffects:
         """Keep what a hook, or an object that it uses, may write to."""
         if not depth or isinstance(value, Tensor | nn.Module | type | types.ModuleType) or id(value) in self._seen:
             return
-        owner = value if isinstance(value, types.FunctionType | types.MethodType) else type(value)
-        if str(owner.__module__).startswith(("torch.", "dpcore.")):
-            return  # what it keeps (parameters that are gathered, say) must go with what it does
+        if _of_torch(value):
+            return
         if isinstance(value, _CONTAINERS):
             self._keep_contents(value)
             return
@@ -114,6 +138,22 @@ class SideEffects:
             self._keep(value, depth - 1)
 
 
+def _of_torch(value: Any) -> bool:
+    """Return whether a hook is torch's or ours: what it keeps (gathered parameters) must go with what it does."""
+    owner = value if isinstance(value, types.FunctionType | types.MethodType) else type(value)
+    return str(owner.__module__).startswith(("torch.", "dpcore."))
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether this is an object of the user's own that holds attributes."""
+    whole = hasattr(value, "__dict__") and not callable(value) and not isinstance(value, _OTHERS)
+    return whole and not _of_torch(value)
+
+
+def _is_hook_of_torch(value: Any) -> bool:
+    return _of_torch(value) and not isinstance(value, nn.Module | Tensor)
+
+
 def _names(code: types.CodeType) -> set[str]:
     inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
     return set(code.co_names).union(*map(_names, inner))
@@ -138,11 +178,11 @@ def tensors_in(value: Any, depth: int = 6) -> Iterator[Tensor]:
 def left_behind(module: nn.Module) -> Iterator[Tensor]:
     """Tensors in attributes of a module's parts that have a place in a graph: an auxiliary loss, say."""
     for part in module.modules():
-        attributes = [v for n, v in vars(part).items() if not (_is_plain(v) or (n[0] == "_" and isinstance(v, dict)))]
+        attributes = [v for n, v in vars(part).items() if not (_is_setting(v) or (n[0] == "_" and isinstance(v, dict)))]
         yield from (tensor for tensor in tensors_in(attributes) if tensor.grad_fn is not None)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_setting(value: Any) -> bool:
     """Return whether this is a setting, such as layers have many of: a number, a name, or a tuple or list of them."""
     if isinstance(value, tuple | list):
         return all(isinstance(part, _SETTINGS) for part in value)

@@ -50,6 +50,12 @@ class RandomNumbers:
         np.random.set_state(self._numpy)
 
 
+def draw_on(count: int) -> None:
+    """Draw ``count`` random numbers of each kind, so that a model that goes by them may take another way."""
+    for _ in range(count):
+        torch.rand(()), random.random(), np.random.random()
+
+
 def _checksum(param: Tensor) -> Tensor:
     """The sum of a tensor's bits as integers: also a write through ``.data``, which leaves no version, changes it."""
     bits = param.detach().reshape(-1)
@@ -106,18 +112,27 @@ class ModelState:
             module._buffers[name] = buffer
 
 
+class Before:
+    """A model's buffers and attributes, what its forward hooks write to, and all random numbers, as they are now."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.state, self._numbers, self._effects = ModelState(model), RandomNumbers(model), SideEffects(model)
+
+    def restore(self) -> None:
+        """Gives all of them back."""
+        self._effects.restore()
+        self.state.restore()
+        self._numbers.restore()
+
+
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[ModelState]:
-    """Whatever runs within leaves the model's buffers and attributes, what its forward hooks write to, and all random
-    numbers as they were.
-    """
-    state, numbers, effects = ModelState(model), RandomNumbers(model), SideEffects(model)
+    """Whatever runs within leaves all that :class:`Before` keeps as it was."""
+    before = Before(model)
     try:
-        yield state
+        yield before.state
     finally:
-        effects.restore()
-        state.restore()
-        numbers.restore()
+        before.restore()
 
 
 class _NoDropout(TorchFunctionMode):

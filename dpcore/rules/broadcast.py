@@ -266,6 +266,18 @@ def _choose(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     return func(*(broadcast(tape, a, shape, batch_dim) if tape.trains(a) else a for a in args), **kwargs)
 
 
+@handles(Tensor.__setitem__)
+def _set_masked(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """``x[mask] = parameter``, with a mask of the first dimensions of a batch, as a choice."""
+    x, mask, value = args
+    by_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and tape.is_source(value)
+    if not by_mask or value.dim() > x.dim() - mask.dim():
+        return func(*args, **kwargs)  # type: ignore[no-any-return]
+    value = value if value.dtype == x.dtype else tape.call(Tensor.to, value, x.dtype)
+    func(x, ..., tape.call(torch.where, mask.view(*mask.shape, *[1] * (x.dim() - mask.dim())), value, x))
+    return None
+
+
 @handles(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, derives=True)
 def _product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Matrices of a parameter of three or more dimensions times those of a batch: every example has its own copy."""

@@ -96,21 +96,21 @@ class _Dense:
 
 
 class Projection(torch.autograd.Function):
-    """(x [..., p], W [d, p], bias [d] or None) -> x Wᵀ + bias; only x gets a gradient."""
+    """(x [m, p], W [d, p], bias [d] or None) -> x Wᵀ + bias; only x gets a gradient.
+
+    The result is no view: torch forbids to change one in place that a function of one's own has made.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(weight)
-        z = product(x.reshape(-1, x.shape[-1]), weight, bias)
-        return z.view(*x.shape[:-1], len(weight))
+        return product(x, weight, bias)
 
     @staticmethod
     @once_differentiable  # a second derivative would be wrong without a word
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         (weight,) = ctx.saved_tensors
-        if not ctx.needs_input_grad[0]:
-            return None, None, None
-        return product(grad.reshape(-1, grad.shape[-1]), weight.t()).view(*grad.shape[:-1], weight.shape[1]), None, None
+        return product(grad, weight.t()) if ctx.needs_input_grad[0] else None, None, None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -128,5 +128,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         and not torch.is_autocast_enabled("cpu")
         and torch._C._functorch.maybe_current_level() is None
     ):
-        return Projection.apply(x, weight, bias)  # type: ignore[no-any-return]
+        if x.dim() == 2:
+            return Projection.apply(x, weight, bias)  # type: ignore[no-any-return]
+        z = Projection.apply(x.reshape(-1, x.shape[-1]), weight, bias)
+        return z.view(*x.shape[:-1], len(weight))  # type: ignore[no-any-return]
     return torch.nn.functional.linear(x, weight, bias)

@@ -45,8 +45,12 @@ class Recording(Protocol):
 
     dropped: list[tuple[Tensor, int]] | None
     segment: Segment | None
-    uses: list[Use]
     rows: Any
+
+    @property
+    def uses(self) -> list[Use]:
+        """The uses that were recorded."""
+        ...
 
     def begin_segment(self, args: Any, kwargs: Any) -> Segment:
         """Return what is kept of a function that is about to run with these arguments."""

@@ -42,7 +42,11 @@ CUDA_ROOM = 0.125
 class Again(Protocol):
     """The tape of a third run, which is read once."""
 
-    uses: list[Use]
+    @property
+    def uses(self) -> list[Use]:
+        """The uses that were recorded."""
+        ...
+
     rows: Rows
     receive: Callable[[int, Use], None] | None
 
@@ -331,7 +335,7 @@ def _may_hold_graph(function: Any) -> bool:
         function = function.func
     if isinstance(function, nn.Module | types.BuiltinFunctionType | type):
         return False
-    if isinstance(function, types.MethodType):
+    if hasattr(function, "__self__"):  # a method, or what stands for one
         return not isinstance(function.__self__, nn.Module)
     if not isinstance(function, types.FunctionType):
         return True

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeGuard, TypeVar
 
@@ -25,12 +25,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dpcore.errors import NoRuleError, UnsupportedError
+from dpcore.errors import NoRuleError, NotLearnt, UnsupportedError
 from dpcore.tape.checkpointing import CHECKPOINTING, kept_by_graph
 from dpcore.tape.compiled_functions import COMPILED_FUNCTIONS
 from dpcore.tape.deferred_lookups import Lookups
 from dpcore.tape.derived import Derivation, ThroughUse
 from dpcore.tape.dropped_use import Arrival, DroppedUse
+from dpcore.tape.fingerprint import saved_in
 from dpcore.tape.rows import Rows
 from dpcore.tape.segment import Room, Segment, scaled
 from dpcore.tape.uses import DERIVING, HANDLERS, REWRITES, FormedUse, Use, handles
@@ -153,7 +154,7 @@ class Tape(TorchFunctionMode):
         self.parameters = parameters
         self._trained = set(map(id, parameters))
         self.batch_size = batch_size
-        self.uses: list[Use] = _Uses(self.stands)
+        self.uses = Uses(self.stands)
         self._edges: list[GradientEdge] = []
         self._owners: list[Any] = []
         """Nodes that own places of the graph, where torch's edges do not."""
@@ -227,6 +228,7 @@ class Tape(TorchFunctionMode):
             if rewritten is not None:
                 return rewritten
         if handler is None:
+            self.uses.meet([root for s in sources for root in (s.roots if isinstance(s, Derivation) else (s,))])
             return func(*args, **kwargs)
         _refuse_complex(func, args, kwargs, sources)
         if any(isinstance(source, Derivation) for source in sources):
@@ -398,6 +400,8 @@ class Tape(TorchFunctionMode):
             nodes = late.drop(self.anchor, self.dropped)
             return self._attach_arrival(output, lambda grad: late.arrive(batch_first(grad, batch_dim, size), nodes))
         self.uses.append(use)
+        for saved in saved_in(use) if self.probing else ():
+            saved.drop()  # nobody asks for a gradient
         if self.receive is not None:
             receive, number = self.receive, len(self.uses) - 1
 
@@ -429,13 +433,11 @@ class Tape(TorchFunctionMode):
         """Return what is kept of a function under torch.utils.checkpoint that is about to run with these arguments."""
         if self._room is None:
             self._room = Room.beside(self.parameters)
-        uses = self.uses
-        assert isinstance(uses, _Uses)
         leaves = tree_flatten((args, kwargs))[0]
         # A tape of its own does not know what was computed from parameters alone.
         again = None if not self.runs_thrice or any(map(self._is_derived, leaves)) else self._third
         self._derivations = 0
-        return Segment(again, self._room, uses.counts, [self.rows.of(leaf) for leaf in leaves])
+        return Segment(again, self._room, self.uses.counts, [self.rows.of(leaf) for leaf in leaves])
 
     @property
     def _third(self) -> Callable[[], Tape]:
@@ -692,22 +694,32 @@ def _state_of(grad: Tensor | None) -> tuple[int, int]:
     return (0, 0) if grad is None else (id(grad), grad._version)
 
 
-class _Uses(list[Use]):
+class Uses(list[Use]):
     """The uses of a pass, ``counts`` of them by parameter; those of stand-ins become uses of the parameters behind
-    them.
+    them. ``unmet``: names of parameters that no look at the model has met.
     """
 
     def __init__(self, stands: dict[Parameter, Derivation]) -> None:
         super().__init__()
         self._stands = stands
         self.counts: Counter[Parameter] = Counter()
+        self.unmet: Mapping[Parameter, str] = {}
 
     def append(self, use: Use) -> None:
         through = bool(self._stands) and any(p in self._stands for p in use.params)
         use = ThroughUse(use, self._stands) if through else use
+        if self.unmet:
+            self.meet(use.params)
         super().append(use)
         for param in use.params:
             self.counts[param] += 1
+
+    def meet(self, params: Sequence[Parameter]) -> None:
+        """Note parameters at work; NotLearnt where a look at the model has to come first."""
+        for param in params:
+            if param in self.unmet:
+                raise NotLearnt(f"Parameter {self.unmet[param]}", (param,))
+            self.counts.setdefault(param, 0)
 
 
 def batch_first(tensor: Tensor, dim: int, batch_size: int) -> Tensor:

@@ -97,8 +97,8 @@ class ModuleValidator:
     def fix(cls, module: nn.Module, **kwargs: Any) -> nn.Module:
         """Copy a module with replacements for what :meth:`validate` finds.
 
-        BatchNorm becomes GroupNorm of gcd(32, channels) groups, and running statistics are off; registered fixers come
-        first, and what they return is not looked into.
+        BatchNorm becomes GroupNorm of gcd(32, channels) groups (that of vectors of at least two channels each), and
+        running statistics are off; registered fixers come first, and what they return is not looked into.
 
         Args:
             module: Left as it is.
@@ -160,7 +160,10 @@ def _instead_of(norm: Any, options: dict[str, Any]) -> nn.Module:
             "replace_bn_with_in out, and a GroupNorm takes its place."
         )
     groups = options.get("num_groups")
-    groups = math.gcd(32, channels) if groups is None else groups
+    if groups is None:
+        groups = math.gcd(32, channels)
+        if groups == channels > 1 and isinstance(norm, nn.BatchNorm1d):
+            groups //= 2  # on [B, C] a number that is normalised by itself is 0, whatever it was
     if not isinstance(groups, int) or groups < 1 or channels % groups:
         raise ValueError(
             f"num_groups is {groups!r}, and a {type(norm).__name__} has {channels} channels; it must be a whole number "

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+from collections import UserDict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from dpcore import PrivacyEngine
+from dpcore.data_loader import DPDataLoader
 from tests.dpcore.private_setup import make, small_data
 
 
@@ -137,3 +141,69 @@ def test_copies_of_the_model_do_not_copy_the_data():
     _, model, _, loader = _private()
     loader.dataset.__class__ = type("Once", (type(loader.dataset),), {"__deepcopy__": None})
     assert type(copy.deepcopy(model)) is type(model)
+
+
+@dataclasses.dataclass
+class Pack:
+    x: torch.Tensor
+    count: int
+
+
+CONSTANT = torch.ones(1, 2, 6)
+
+
+@pytest.mark.parametrize(
+    ("collate", "check"),
+    [
+        (lambda rows: UserDict(x=torch.stack(rows), n=len(rows)), lambda b: (len(b["x"]), b["n"]) == (0, 0)),
+        (lambda rows: Pack(torch.stack(rows), len(rows)), lambda b: (b.x.shape, b.count) == ((0, 6), 0)),
+        (lambda rows: SimpleNamespace(x=torch.stack(rows), scale=2.0), lambda b: (len(b.x), b.scale) == (0, 2.0)),
+        (lambda rows: (torch.stack(rows), CONSTANT), lambda b: (len(b[0]), b[1].shape) == (0, (1, 2, 6))),
+        (lambda rows: (torch.stack(rows, 1), [{"w": r} for r in rows]), lambda b: (b[0].shape, b[1]) == ((6, 0), [])),
+        (lambda rows: {"x": torch.stack(rows), "task": "a"}, lambda b: (len(b["x"]), b["task"]) == (0, "a")),
+    ],
+)
+def test_an_empty_batch_has_the_structure_of_the_others(collate, check):
+    rows = list(torch.randn(20, 6))
+    batches = list(DPDataLoader(rows, sample_rate=0.05, collate_fn=collate, seed=0))
+    full = type(collate(rows[:2]))
+    assert all(type(batch) is full for batch in batches)
+    assert any(check(batch) for batch in batches)
+
+
+class Beside(nn.Module):
+    """A layer for the examples [B, T, 6] and for a constant [1, T, 6]."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x, constant):
+        return self.head(torch.tanh(self.body(x) + self.body(constant)).mean(1))
+
+
+def test_a_batch_of_one_beside_a_constant_of_one():
+    generator = torch.Generator().manual_seed(0)
+    constant, data = torch.randn(1, 2, 6, generator=generator), torch.randn(20, 2, 6, generator=generator)
+    torch.manual_seed(0)
+    model = Beside()
+    private, optimizer, loader = PrivacyEngine(seed=1).make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(data, 2, collate_fn=lambda rows: (torch.stack(rows), constant)),
+        noise_multiplier=0.0,
+        max_grad_norm=0.01,
+    )
+    sizes = set()
+    for _ in range(3):
+        for x, fixed in loader:
+            before = [p.detach().clone() for p in model.parameters()]
+            optimizer.zero_grad()
+            private(x, fixed).square().sum(1).mean().backward()
+            optimizer.step()
+            moved = sum((p.detach() - q).square().sum() for p, q in zip(model.parameters(), before, strict=True)) ** 0.5
+            assert float(moved) <= 0.01 * len(x) / 2 + 1e-6 and (len(x) or not moved)
+            if len(x) == 1:
+                assert float(moved) == pytest.approx(0.005, rel=1e-3)  # all of its gradient, clipped
+            sizes.add(len(x))
+    assert {0, 1, 2} <= sizes

@@ -133,6 +133,7 @@ HONEST = {
     "dropout": nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)),
     "layer norm": nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)),
     "square root at zero": Between(lambda x: x.relu().sqrt()),
+    "group norm of one number": nn.Sequential(nn.Linear(6, 8), nn.GroupNorm(8, 8), nn.ReLU(), nn.Linear(8, 3)),
     "counter": Remembers(lambda m, x: m.mean.add_(1.0)),
     "own noise": Between(lambda x: x + torch.randn_like(x)),
     "python's and numpy's noise": Between(lambda x: x * random.random() + float(np.random.rand())),

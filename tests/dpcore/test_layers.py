@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import dpcore
 from dpcore import Engine, clipped_sum, reference
+from dpcore.rules import products
 from tests.dpcore.comparison import (
     check,
     check_by_autograd,
@@ -389,3 +390,22 @@ def test_a_batch_norm_of_examples_that_lie_beside_a_frozen_weight_is_refused():
         Engine(Mixes(True), lambda outputs, y: outputs.sum(1), max_grad_norm=1.0).clipped_sum(
             torch.randn(5, 2, 8), torch.zeros(5)
         )
+
+
+class Plus(nn.Linear):
+    def forward(self, x):
+        out = super().forward(x)
+        out += x
+        return out
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="the products are oneDNN's")
+@pytest.mark.parametrize("middle", [lambda: (nn.Linear(256, 256), nn.ReLU(inplace=True)), lambda: (Plus(256, 256),)])
+def test_a_large_product_is_changed_in_place(middle, monkeypatch):
+    """On whatever processor: elsewhere than on AMD's with AVX-512 these products are torch's own."""
+    monkeypatch.setattr(products, "_AVAILABLE", True)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 256), nn.Tanh(), *middle(), nn.Linear(256, 3))
+    x, y = torch.randn(64, 6), labels(64)
+    check(model, x, y, clipped_sum)
+    check_private(model, x, y)

@@ -181,7 +181,7 @@ class _Stateful(_Net):
         return super().forward(x)
 
 
-@pytest.mark.filterwarnings("ignore:Two passes over the same batch")
+@pytest.mark.filterwarnings("ignore:Two passes with the same random numbers")
 @pytest.mark.parametrize("by_argument", [True, False])
 def test_a_pass_that_only_a_later_one_leads_to_has_the_same_scale(by_argument: bool) -> None:
     torch.manual_seed(7)

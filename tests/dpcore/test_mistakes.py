@@ -134,23 +134,114 @@ def test_training_in_evaluation_mode():
     step(model, optimizer, *next(iter(loader)))
 
 
-@pytest.mark.parametrize(
-    ("mistake", "told"),
-    [
-        ("the original module", "that make_private returned, not the one that it was given"),
-        ("a penalty", r"weight_decay.*param\.expand\(len\(x\)"),
-    ],
-)
-def test_gradients_past_the_private_module(mistake, told):
-    original = small_model()
-    _, model, optimizer, loader = make(original)
+def test_gradients_past_the_private_module():
+    _, model, optimizer, loader = make()
     x, y = next(iter(loader))
-    loss = F.cross_entropy(original(x) if mistake == "the original module" else model(x), y)
-    if mistake == "a penalty":
-        loss = loss + sum(p.square().sum() for p in model.parameters())
-    loss.backward()
-    with pytest.raises(PrivacyError, match=told):
+    (F.cross_entropy(model(x), y) + sum(p.square().sum() for p in model.parameters())).backward()
+    with pytest.raises(PrivacyError, match=r"weight_decay.*param\.expand\(len\(x\)"):
         optimizer.step()
+
+
+class Policy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.logits, self.value = nn.Linear(6, 5), nn.Linear(5, 3), nn.Linear(5, 1)
+
+    def forward(self, x):
+        return self.logits(torch.tanh(self.hidden(x)))
+
+    def evaluate(self, x, y):
+        h = torch.tanh(self.hidden(x))
+        return F.cross_entropy(self.logits(h), y, reduction="none") + self.value(h).squeeze(1).square()
+
+    def twice(self, x, y):
+        return self.evaluate(x, y) + self.evaluate(-x, y)
+
+    def fit(self, x, y):
+        self.evaluate(x, y).mean().backward()
+
+    def fit_by_layers(self, x, y):
+        F.cross_entropy(self.logits(torch.tanh(self.hidden(x))), y).backward()
+
+
+@pytest.mark.parametrize("called", ["the wrapper", "the module inside", "the module alone"])
+@pytest.mark.parametrize("method", ["forward", "evaluate", "twice"])
+def test_other_methods_and_the_module_inside_are_recorded(method, called):
+    torch.manual_seed(0)
+    policy, rate = Policy(), 0.5
+    options = {"poisson_sampling": False, "noise_multiplier": 0.0, "max_grad_norm": 0.5}
+    private, optimizer, loader = PrivacyEngine().make_private(
+        module=policy,
+        optimizer=torch.optim.SGD(policy.parameters(), lr=rate),
+        data_loader=DataLoader(TensorDataset(torch.randn(20, 6), torch.randint(0, 3, (20,))), batch_size=5),
+        wrap_model=called != "the module alone",
+        **options,
+    )
+    at_hand = private if called == "the wrapper" else policy
+    for x, y in loader:
+        true, before = copy.deepcopy(policy).double(), [p.detach().double().clone() for p in policy.parameters()]
+        optimizer.zero_grad()
+        (F.cross_entropy(at_hand(x), y) if method == "forward" else getattr(at_hand, method)(x, y).mean()).backward()
+        optimizer.step()
+        total = [torch.zeros_like(p) for p in before]
+        for i in range(5):
+            one, label = x[i : i + 1].double(), y[i : i + 1]
+            loss = F.cross_entropy(true(one), label) if method == "forward" else getattr(true, method)(one, label).sum()
+            grads = torch.autograd.grad(loss, list(true.parameters()), allow_unused=True, materialize_grads=True)
+            factor = min(1.0, 0.5 / float(sum(g.square().sum() for g in grads)) ** 0.5)
+            total = [t + factor * g for t, g in zip(total, grads, strict=True)]
+        for p, old, summed in zip(policy.parameters(), before, total, strict=True):
+            torch.testing.assert_close((old - p.detach()) * 5 / rate, summed, rtol=1e-3, atol=1e-4)
+
+
+def test_a_method_that_makes_a_backward_pass_is_no_pass_of_its_own():
+    policy = Policy().double()
+    _, _, optimizer, loader = make(policy)
+    assert not {"fit", "fit_by_layers"} & vars(policy).keys()
+    before = policy.hidden.weight.detach().clone()
+    policy.fit(*next(iter(loader)))  # through a method that is one
+    optimizer.step()
+    assert (policy.hidden.weight != before).any()
+    policy.fit_by_layers(*next(iter(loader)))
+    with pytest.raises(PrivacyError, match="ordinary, unclipped gradient"):
+        optimizer.step()
+
+
+def test_copies_and_the_standard_module_have_their_own_methods():
+    policy = Policy()
+    _, model, _, _ = make(policy)
+    twin = copy.deepcopy(policy)
+    assert "evaluate" in vars(policy)
+    x, y = torch.randn(4, 6), torch.tensor([0, 1, 2, 0])
+    twin.evaluate(x, y).sum().backward()
+    assert twin.hidden.weight.grad is not None and policy.hidden.weight.grad is None
+    model.to_standard_module()
+    assert not {"forward", "evaluate", "twice"} & vars(policy).keys()
+
+
+def test_a_gradient_that_was_only_looked_at_is_no_fault_and_one_that_was_changed_is():
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 6), torch.randint(0, 3, (6,))
+    for most, fine in ((float("inf"), True), (1e-3, False)):
+        model = GradSampleModule(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DPOptimizer(optimizer, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=6)
+        F.cross_entropy(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), most)
+        if fine:
+            optimizer.step()
+        else:
+            with pytest.raises(PrivacyError, match="changed by hand"):
+                optimizer.step()
+
+
+def test_a_wrapper_that_is_not_kept_is_told_of_hooks():
+    model = nn.Linear(4, 2)
+    GradSampleModule(model)
+    with pytest.raises(PrivacyError, match=r"dpcore\.grad_sample\.GradSampleHooks\(module\)"):
+        DPOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=6
+        )
 
 
 def test_a_frozen_batch_norm_in_evaluation_mode_stays():

@@ -376,6 +376,8 @@ def test_the_validator_finds_and_fixes():
     assert ModuleValidator.is_valid(fixed)
     assert isinstance(fixed[1], nn.GroupNorm) and fixed[1].num_groups == 8
     assert fixed(torch.randn(2, 3, 5, 5)).shape == (2, 24, 3, 3)
+    for channels, groups in ((8, 4), (24, 8), (64, 32), (5, 1), (1, 1)):  # alone, a number of a vector would be zero
+        assert ModuleValidator.fix(nn.BatchNorm1d(channels)).num_groups == groups
 
 
 def test_secure_noise_is_normal_and_fresh():

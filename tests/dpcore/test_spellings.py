@@ -70,7 +70,14 @@ def masked_biases(m: Any, h: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(*[h.unsqueeze(1)] * 3, attn_mask=mask).squeeze(1)
 
 
+def masked(m: Any, h: Tensor) -> Tensor:
+    h = m.inner(h) + 0.0
+    h[h[..., 0] > 0] = m.s  # as speech models hide spans of their input
+    return torch.tanh(h)
+
+
 SPELLINGS: dict[str, Any] = {
+    "a parameter where a mask is": masked,
     "x @ W": lambda m, h: h @ m.w,
     "matmul": lambda m, h: torch.matmul(h, m.w.t()),
     "W @ x": lambda m, h: (m.w @ h.transpose(1, 2)).transpose(1, 2),
