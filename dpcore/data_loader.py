@@ -106,9 +106,7 @@ class DPDataLoader(CountingDataLoader):
         if generator is not None:
             seed = drawn_seed(generator)
         self._rounds = 0
-        self.handed_out = 0
-        """Number of batches so far."""
-        self._open: tuple[int, int] | None = None
+        self._open: list[int] | None = None
         """The number of the first batch of the newest round, and how many of it were handed out; None: not known."""
         self.distributed = distributed
         size = len(dataset)
@@ -200,17 +198,23 @@ class DPDataLoader(CountingDataLoader):
 
     def __iter__(self) -> Any:
         self._rounds += 1
-        first, taken = self.sampler_state.drawn, 0
-        self._open = None
         try:
-            for batch in super().__iter__():
-                self.handed_out += 1
-                taken += 1
-                if self._open is not None or taken == 1:
-                    self._open = first, taken
-                yield batch
+            yield from super().__iter__()
         finally:
             self._rounds -= 1
+
+    def _begin(self) -> list[int]:
+        self._open = [self.sampler_state.drawn, 0]
+        return self._open
+
+    def _take(self, begun: list[int]) -> int | None:
+        super()._take(begun)
+        begun[1] += 1
+        if not self.num_workers:
+            return self.sampler_state.drawn - 1
+        # Workers draw ahead, and rounds that are open at once draw in turn.
+        known = begun is self._open and self._rounds == 1 and getattr(self, "in_order", True)
+        return begun[0] + begun[1] - 1 if known else None
 
     @property
     def source(self) -> Source:
@@ -244,24 +248,34 @@ class DPDataLoader(CountingDataLoader):
     def position(self, unused: int = 0) -> dict[str, str]:
         """Return where a run goes on that is resumed now: the sampler's state without what was drawn and not used.
 
-        The noise of the next step belongs to the batch that this run uses for it, and to no other.
+        Beside it stands what else decides the batches, in :attr:`among`.
 
         Args:
             unused: How many of the batches handed out last were not used. Those that workers have drawn ahead of the
                 loop come on top.
         """
         sampler = self.sampler_state
-        state = sampler.state_dict()
+        state = sampler.state_dict() | self.among
         if self._open is None or self._rounds != 1 or not getattr(self, "in_order", True):
             return state
         first, taken = self._open
-        back = max(0, sampler.drawn - first - taken + min(unused, taken))
+        ahead = sampler.drawn - first - taken if self.num_workers else 0
+        back = max(0, ahead + min(unused, taken))
         return {**state, "drawn": str(sampler.drawn - back), "left": str(int(state["left"]) + back)}
 
     def go_on(self, position: dict[str, str]) -> None:
         """Draw on from a :meth:`position`."""
         self._open = None  # a round that is open has drawn at another place
         self.sampler_state.load_state_dict(position)
+
+    @property
+    def among(self) -> dict[str, str]:
+        """Among how many examples a batch is drawn, and by how many ranks, each its share (0: by one process, whole).
+
+        With seed, rate and number of the draw this decides a batch.
+        """
+        sampler = self.sampler_state
+        return {"examples": str(sampler.num_samples), "ranks": str(getattr(sampler, "num_replicas", 0))}
 
     @property
     def sampler_state(self) -> UniformWithReplacementSampler:
