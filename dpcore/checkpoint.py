@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from dpcore.accountants import IAccountant
 from dpcore.accountants.accountant import History
 from dpcore.data_loader import DPDataLoader
 from dpcore.distributed import Ranks
@@ -22,7 +21,8 @@ from dpcore.errors import PrivacyError, warn_caller
 from dpcore.loading.ledger import name_of
 from dpcore.noise import SecureNoise
 from dpcore.optimizers import DPOptimizer
-from dpcore.optimizers.optimizer import SPENT, UNKNOWN, NextBatch
+from dpcore.optimizers.course import UNKNOWN, NextBatch
+from dpcore.optimizers.optimizer import SPENT
 
 Json = dict[str, Any]
 Runs = dict[str, History]
@@ -61,8 +61,8 @@ class PrivateState:
         """Continue the noise and the settings where they were saved."""
         optimizer.noise.load_state_dict(self.noise)
         optimizer.steps = self.steps
-        optimizer.batches_seen = getattr(data_loader, "handed_out", 0)
-        optimizer.next_batch = UNKNOWN
+        optimizer.course.batches_seen = getattr(data_loader, "handed_out", 0)
+        optimizer.course.next_batch = UNKNOWN
         optimizer.noise_multiplier = self.noise_multiplier
         optimizer.max_grad_norm = self.max_grad_norm
         optimizer.expected_batch_size = self.expected_batch_size
@@ -286,8 +286,8 @@ class Checkpoint:
             return
         if any(self.sampler.get(name, value) != value for name, value in data_loader.among.items()):
             optimizer.noise.branch(optimizer.steps, data_loader.among, known=True)
-        optimizer.batches_a_step = int(self.sampler.get("batches", 1))
-        optimizer.next_batch = next_batch(optimizer, data_loader, self.sampler)
+        optimizer.course.batches_a_step = int(self.sampler.get("batches", 1))
+        optimizer.course.next_batch = next_batch(optimizer, data_loader, self.sampler)
 
     def restore_schedulers(self, schedulers: Mapping[str, Any]) -> None:
         """Continue the schedulers, by the names of their entries, as far as they were saved."""
@@ -298,7 +298,7 @@ class Checkpoint:
 
 def next_batch(optimizer: DPOptimizer, data_loader: DPDataLoader, position: Json) -> NextBatch:
     """Return the batches of the next step of a run that goes on from ``position``."""
-    return NextBatch(name_of(data_loader), int(position["drawn"]), optimizer.batches_a_step)
+    return NextBatch(name_of(data_loader), int(position["drawn"]), optimizer.course.batches_a_step)
 
 
 def without_seeds(entries: Json) -> Json:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from dpcore.arguments import check_number
-from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
 from dpcore.loading.checks import check_whole
 from dpcore.loading.counting_loader import CountingDataLoader
 from dpcore.loading.ledger import Source
@@ -21,6 +21,11 @@ from dpcore.loading.uniform_sampler import (
     steps_per_epoch,
 )
 from dpcore.tree import has_tensor
+
+RAND_ON_EMPTY = (
+    "rand_on_empty is not needed and is ignored: an empty batch keeps its structure and has length 0. A random example "
+    "in its place would let one example move the sum by twice max_grad_norm."
+)
 
 
 def empty_like(batch: Any) -> Any:
@@ -136,6 +141,7 @@ class DPDataLoader(CountingDataLoader):
         secure: bool = False,
         distributed: bool = False,
         generator: torch.Generator | None = None,
+        rand_on_empty: bool = False,
     ) -> DPDataLoader:
         """Return the Poisson counterpart of an ordinary loader.
 
@@ -148,11 +154,17 @@ class DPDataLoader(CountingDataLoader):
             distributed: Whether every rank draws its own part of each batch.
             generator: Draws the seed, in place of ``seed``; None: that of ``loader``, where it has one and neither
                 ``seed`` nor ``secure`` says otherwise.
+            rand_on_empty: Accepted for compatibility and ignored, with a warning: an empty batch stays one.
 
         Raises:
             UnsupportedError: the loader's sampler chooses examples, which would be lost, or its data set is iterable.
             PrivacyError: a DPDataLoader was built for another number of ranks, or with a seed in secure mode.
         """
+        if rand_on_empty:
+            warn_caller(RAND_ON_EMPTY)
+        drawn = loader.batch_sampler
+        if not isinstance(loader, DPDataLoader) and type(drawn) is UniformWithReplacementSampler:
+            return cls._drawn_by(loader, drawn, sample_rate, distributed, secure)
         if isinstance(loader, DPDataLoader):
             if loader.distributed != distributed:
                 raise PrivacyError(
@@ -188,6 +200,29 @@ class DPDataLoader(CountingDataLoader):
             generator=generator,
             **worker_options(loader),
         )
+
+    @classmethod
+    def _drawn_by(
+        cls,
+        loader: DataLoader[Any],
+        sampler: UniformWithReplacementSampler,
+        sample_rate: float | None,
+        distributed: bool,
+        secure: bool,
+    ) -> DPDataLoader:
+        """Return the private loader of one whose batches are Poisson samples already: the same batches."""
+        size = len(loader.dataset)  # type: ignore[arg-type]
+        rate = sampler.sample_rate
+        if distributed or sampler.num_samples != size or sample_rate not in (None, rate) or secure > sampler.secure:
+            raise UnsupportedError(
+                f"The loader's {type(sampler).__name__} draws from {sampler.num_samples} of {size} examples at the "
+                f"rate {rate:.6g} in one process, {'securely' if sampler.secure else 'by a seed'}, and this run is to draw "
+                "otherwise. Pass a loader with a batch size and no batch_sampler, and the rate as sample_rate=."
+            )
+        options: dict[str, Any] = worker_options(loader)
+        made = cls(loader.dataset, sample_rate=rate, collate_fn=loader.collate_fn, seed=sampler.seed, **options)
+        vars(made)["batch_sampler"] = sampler
+        return made
 
     def __repr__(self) -> str:
         size = len(self.dataset)  # type: ignore[arg-type]

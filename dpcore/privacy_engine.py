@@ -38,7 +38,7 @@ from dpcore.checkpoint import (
     without_seeds,
 )
 from dpcore.clipping import automatic_factors, check_max_grad_norm, check_noise
-from dpcore.data_loader import DPDataLoader
+from dpcore.data_loader import RAND_ON_EMPTY, DPDataLoader
 from dpcore.distributed import Ranks, check_shares, ranks_of
 from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
 from dpcore.grad_sample.empty_batches import number_batches
@@ -328,6 +328,7 @@ class PrivacyEngine:
                 "This accountant has already counted steps; the noise is chosen as if it had not, and get_epsilon will "
                 "report the sum.",
             )
+        _check_unprepared(module, optimizer, data_loader)
         if isinstance(data_loader, DPDataLoader):
             sample_rate = data_loader.sample_rate
         _check_length(data_loader, sample_rate)
@@ -361,7 +362,7 @@ class PrivacyEngine:
             assert self.budget is not None
             # Calibration found that these steps fit; only beyond them need epsilon be computed at every step.
             planned = noise_multiplier, rate, math.ceil(epochs * steps_per_epoch(rate) * (1 - 1e-12))
-            self.budget = replace(self.budget, planned=planned)
+            self.budget = replace(self.budget, fits=[planned])
         else:
             self._check_delta(target_delta)
         return private
@@ -418,23 +419,46 @@ class PrivacyEngine:
             return None
         after = copy.deepcopy(self.accountant)
         count(after, noise_multiplier, sample_rate, steps)
-        if not after.failure_probability and self.budget.covers(after.history):
+        if after.failure_probability:
+            spent = after.get_epsilon(self.budget.delta)
+            return spent if spent > self.budget.epsilon else None
+        if self.budget.covers(after.history):
             return None
-        spent = after.get_epsilon(self.budget.delta)
-        return spent if spent > self.budget.epsilon else None
+        ahead = self.budget.ahead
+        while True:
+            more = copy.deepcopy(after)
+            if ahead:
+                count(more, noise_multiplier, sample_rate, ahead)
+            spent = more.get_epsilon(self.budget.delta)
+            if spent <= self.budget.epsilon:
+                self.budget = replace(self.budget, fits=list(more.history), ahead=2 * ahead)
+                return None
+            if not ahead:
+                return spent
+            ahead //= 2
+            self.budget = replace(self.budget, ahead=ahead)
 
     # ---- what was spent, and checkpoints
 
-    def get_epsilon(self, delta: float) -> float:
+    def get_epsilon(self, delta: float | None = None) -> float:
         """Return the epsilon that was spent so far.
 
         Args:
-            delta: The δ at which it is read, in (0, 1) and well below 1 / (number of examples).
+            delta: The δ at which it is read, in (0, 1) and well below 1 / (number of examples). It has to be given.
 
         Returns:
             Epsilon for neighbouring data sets that differ by one example added or removed. 0 before the first step;
                 infinity where a step had no noise.
+
+        Raises:
+            ValueError: delta is not in (0, 1).
+            TypeError: it was not given.
         """
+        if delta is None:
+            raise TypeError(
+                "get_epsilon() was called without delta, and there is no epsilon without one. Choose it well below "
+                f"1 / (number of examples): get_epsilon(delta={customary_delta(self._examples() or 10**5 - 1):g})."
+            )
         self._check_delta(delta)
         epsilon = self.accountant.get_epsilon(delta)
         if epsilon == 0 and self._dataset is not None and not getattr(self.accountant, "history", True):
@@ -518,12 +542,14 @@ class PrivacyEngine:
             data_loader = optimizer.data_loader if data_loader is None else data_loader
         data_loader = whole_batches(data_loader)
         if optimizer is not None and data_loader is optimizer.data_loader:
-            unused = getattr(data_loader, "handed_out", 0) - optimizer.batches_seen
+            unused = getattr(data_loader, "handed_out", 0) - optimizer.course.batches_seen
         schedulers = named_schedulers(noise_scheduler, grad_clip_scheduler)
-        position = data_loader.position(unused) if isinstance(data_loader, DPDataLoader) else None
-        if position is not None and optimizer is not None:
-            position["batches"] = str(optimizer.batches_a_step)
-            optimizer.expect(next_batch(optimizer, data_loader, position))
+        position = None
+        if isinstance(data_loader, DPDataLoader):
+            position = data_loader.position(unused)
+            if optimizer is not None:
+                position["batches"] = str(optimizer.course.batches_a_step)
+                optimizer.course.expect(optimizer.noise, optimizer.steps, next_batch(optimizer, data_loader, position))
         checkpoint = Checkpoint(
             module=module.state_dict(**(module_state_dict_kwargs or {})),
             accountant=self.accountant.state_dict(),
@@ -589,10 +615,7 @@ class PrivacyEngine:
             count(self.accountant, noise, rate, steps)
         self._runs, self._taken_over = copy.deepcopy(dict(checkpoint.runs)) | others, set()
         for private in self._optimizers():
-            # Another run that goes on from this file has the same name before, and others behind it.
-            name, _, loads = private.run.partition(".")
-            private.run = f"{name}.{int(loads or 0) + 1}"
-            self._ancestors[private.run] = set(checkpoint.runs)
+            self._ancestors[private.course.rename()] = set(checkpoint.runs)
         if optimizer is not None:
             checkpoint.restore_optimizer(optimizer, data_loader)
         else:
@@ -658,10 +681,7 @@ class PrivacyEngine:
         if criterion is not None:
             check_criterion(criterion, settings.loss_reduction)
         if rand_on_empty:
-            warn_caller(
-                "rand_on_empty is not needed and is ignored: an empty batch keeps its structure and has length 0. A "
-                "random example in its place would let one example move the sum by twice max_grad_norm.",
-            )
+            warn_caller(RAND_ON_EMPTY)
         if self.secure_mode and settings.noise_generator is not None:
             raise ValueError(
                 "secure_mode draws the noise from the operating system, and noise_generator would be ignored; leave it "
@@ -759,10 +779,10 @@ class PrivacyEngine:
     ) -> None:
         """From now on every step is checked against the budget and the ledger, and counted."""
         private.data_loader = data_loader
-        private.batches_seen = getattr(data_loader, "handed_out", 0)
+        private.course.batches_seen = getattr(data_loader, "handed_out", 0)
         private.counted_by = weakref.ref(self)
         if private.ranks is not None:
-            private.run = f"{private.ranks.share_seed(None):x}"
+            private.course.run = f"{private.ranks.share_seed(None):x}"
         private.setting["clipping"] = settings.clipping
         private.setting["sample_rate"] = fixed_rate if settings.poisson_sampling else None
 
@@ -785,7 +805,7 @@ class PrivacyEngine:
         """Count a step, and under which name."""
         self.accountant.get_optimizer_hook_fn(rate)(optimizer)
         k = optimizer.accumulated_iterations
-        _add(self._runs.setdefault(optimizer.run, []), (optimizer.noise_multiplier / k**0.5, rate, k))
+        _add(self._runs.setdefault(optimizer.course.run, []), (optimizer.noise_multiplier / k**0.5, rate, k))
 
     def spent(self) -> dict[str, Any]:
         """Return what was spent, run by run, for the states of optimizers: whoever goes on with them has spent it."""
@@ -798,7 +818,7 @@ class PrivacyEngine:
             for step in rest:
                 _add(self._runs.setdefault(self._name, []), step)
         for optimizer in self._optimizers():
-            self._runs.setdefault(optimizer.run, [])
+            self._runs.setdefault(optimizer.course.run, [])
         return self._runs
 
     def take_over(self, spent: Mapping[str, Any], optimizer: DPOptimizer) -> None:
@@ -822,8 +842,8 @@ class PrivacyEngine:
         others = self._taken_over & runs.keys()
         if self._taken_over and spent.get("failure_probability", 0.0) > self.accountant.failure_probability:
             self.accountant.failure_probability = spent["failure_probability"]
-        if others - optimizer.resumed:
-            optimizer.resumed |= others
+        if others - optimizer.course.resumed:
+            optimizer.course.resumed |= others
             steps = sum(map(steps_of, runs.values()))
             optimizer.noise.branch("resumed", steps, known=True)
             if isinstance(optimizer.data_loader, DPDataLoader):
@@ -1024,7 +1044,12 @@ def _check_types(module: Any, optimizer: Any) -> None:
 
 
 def _check_unprepared(*given: Any) -> None:
-    """Refuse what accelerate has wrapped already."""
+    """Refuse what accelerate has wrapped already, and what is no loader."""
+    if not hasattr(loader := given[-1], "dataset"):
+        raise TypeError(
+            f"data_loader is of type {type(loader).__name__}; pass a torch.utils.data.DataLoader over the data set: "
+            "DataLoader(data, batch_size=...)."
+        )
     for value in given:
         if type(value).__module__.startswith("accelerate."):
             raise UnsupportedError(

@@ -397,7 +397,9 @@ def epsilon_upper(history: History, delta: float, error: float = ERROR) -> float
     exact = _exact(history, delta)
     if exact is not None:
         return exact
-    tight = max(_direction(history, delta, removal, False, error)[1] for removal in (True, False))
+    tight, largest = _direction(history, delta, True, False, error)[1], _largest_loss_of_addition(history)
+    if largest > tight:
+        tight = max(tight, min(largest, _direction(history, delta, False, False, error)[1]))
     # Both are bounds, and where the FFT cannot resolve delta this one remains.
     return min(tight, renyi_epsilon(history, delta)[0])
 
@@ -407,9 +409,20 @@ def epsilon_bounds(history: History, delta: float, error: float = ERROR) -> tupl
     exact = _exact(history, delta)
     if exact is not None:
         return exact, exact
-    bounds = [_direction(history, delta, removal, True, error) for removal in (True, False)]
+    bounds, largest = [_direction(history, delta, True, True, error)], _largest_loss_of_addition(history)
+    if largest > bounds[0][0]:
+        low, high = _direction(history, delta, False, True, error)
+        bounds.append((low, min(high, largest)))
     upper = min(max(high for _, high in bounds), renyi_epsilon(history, delta)[0])
     return max(low for low, _ in bounds), upper
+
+
+def _largest_loss_of_addition(history: History) -> float:
+    """An ε that always suffices where an example is added: a step's loss is -log(1 - q + q e^...), at most -log(1 - q).
+
+    After few steps that is where the losses end, and the FFT's rounding may exceed what δ leaves there.
+    """
+    return sum(t * -math.log1p(-min(q, 1.0 - 1e-16)) for _, q, t in history)
 
 
 def _exact(history: History, delta: float) -> float | None:

@@ -161,7 +161,7 @@ class Ledger:
 
 
 def _same_runs(unused: Sequence[int], sizes: Sequence[int]) -> Iterator[range]:
-    """Consecutive batches of these sizes, in any order; the newest first: passes that were left out are counted last."""
+    """Consecutive batches of these sizes, in any order, the newest first: passes left out are counted last."""
     wanted, count = sorted(sizes), len(sizes)
     for start in range(len(unused) - count, -1, -1):
         if sorted(unused[start : start + count]) == wanted:

@@ -114,6 +114,10 @@ class LogicalBatch:
         self._waiting.append(Piece(self._signalled, None, self._begins, goes_on))
         self._end_signals(not goes_on)
 
+    def leave_out(self) -> None:
+        """Note that the gradients of a piece were dropped: the signal that is next may be that of its step."""
+        self._overtaken |= len(self._waiting) > 0 and self._waiting[0].rows is None
+
     def _end_signals(self, last: bool) -> None:
         self._begins = last
         self._signalled += last
@@ -183,8 +187,8 @@ class LogicalBatch:
             passes: how many passes the module has made.
 
         Raises:
-            PrivacyError: there was no backward pass; pieces of several batches would be one batch, or one piece would be
-                in it twice; or the batch is none of the ledger's.
+            PrivacyError: there was no backward pass; pieces of several batches would be one batch, or one piece would
+                be in it twice; or the batch is none of the ledger's.
         """
         if not sizes:
             raise PrivacyError(

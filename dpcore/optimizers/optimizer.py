@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import secrets
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from dpcore.loading.uniform_sampler import drawn_seed
 from dpcore.microbatch.accumulator import Accumulator, Factors
 from dpcore.microbatch.planner import MicroBatches, choose, micro_batches, trains_all
 from dpcore.noise import GaussianNoise, SecureNoise
+from dpcore.optimizers.course import Course
 from dpcore.optimizers.foreign import refuse_foreign_steps
 from dpcore.optimizers.logical_batch import LogicalBatch, Piece
 from dpcore.optimizers.schedules import follow, watch_torch
@@ -38,30 +38,6 @@ SPENT = "privacy"
 """The entry of an optimiser's state that says what its steps have spent."""
 _CLAIMED: weakref.WeakKeyDictionary[AbstractGradSampleHooks, weakref.ref[DPOptimizer]] = weakref.WeakKeyDictionary()
 """Recorder of gradients -> the optimiser that takes them."""
-
-
-class NextBatch(NamedTuple):
-    """The batches of a step: ``count`` draws, from ``draw`` on, of a loader of this process."""
-
-    loader: int
-    draw: int
-    count: int
-
-    @classmethod
-    def of(cls, used: Sequence[Batch]) -> NextBatch | None:
-        """Return the batches that a step has used, None where they are not known or do not follow each other."""
-        draws = [batch.draw for batch in used if batch.draw is not None and batch.loader == used[0].loader]
-        if not used or len(draws) < len(used) or draws != [*range(draws[0], draws[0] + len(draws))]:
-            return None
-        return cls(used[0].loader, draws[0], len(draws))
-
-    def following(self) -> NextBatch:
-        """Return those of the next step, where nothing changes."""
-        return self._replace(draw=self.draw + self.count)
-
-
-UNKNOWN = NextBatch(-1, -1, 0)
-"""No batch of this process."""
 
 
 class DPOptimizer(OptimizerWrapper):
@@ -148,16 +124,7 @@ class DPOptimizer(OptimizerWrapper):
         self.data_loader: Any = None
         self.counted_by: weakref.ref[Any] | None = None
         """The engine that counts the steps."""
-        self.run = secrets.token_hex(16)
-        """The name under which the steps are counted; another one after a checkpoint was loaded."""
-        self.resumed: set[str] = set()
-        """Runs whose noise and batches this one leaves to them, though it goes on from their state."""
-        self.batches_a_step = 1
-        """Batches of the last step."""
-        self.next_batch: NextBatch | None = None
-        """The batch that another run would use for the noise of the next step; None: there is no such run."""
-        self.batches_seen = 0
-        """How many batches ``data_loader`` had handed out with that of the last step."""
+        self.course = Course()
         self.plans_pieces = False
         """Whether every piece of a batch leaves a plan of how to cut more of its kind."""
         self.piece_plan: MicroBatches | None = None
@@ -674,7 +641,7 @@ class DPOptimizer(OptimizerWrapper):
             for guard in self.step_guards:
                 guard(self)
             self.logical_batch.check_noise(self.noise_multiplier)  # the budget's guard has looked at it
-            self._name_noise()
+            self.course.name_noise(self.noise, self.steps, self._used, self._other_rate)
             for param in self.accumulator.names:
                 param.grad = None  # an ordinary one is none that a subclass's add_noise() may leave there
             self.add_noise()
@@ -691,24 +658,16 @@ class DPOptimizer(OptimizerWrapper):
         self._is_ready = True
         return True
 
-    def _name_noise(self) -> None:
-        """Name this step's noise by what decides its batch, as far as another run may use it for another one."""
-        used = () if self.ledger is None else self.ledger.used
-        rate = used[0].source if used else getattr(self.data_loader, "source", None)
-        # A run that goes on without this one's schedule of the rate would draw other batches.
-        self.noise.also = "" if rate in (None, self.setting.get("sample_rate")) else f" {rate!r}"
-        if self.next_batch is None:
-            return
-        found = NextBatch.of(used)
-        if found != self.next_batch:
-            self.noise.branch(self.steps, [b.draw for b in used], known=found is not None)
-        self.next_batch = None if found is None else found.following()
+    @property
+    def _used(self) -> tuple[Batch, ...]:
+        """The batches of the step at hand, as far as they are known."""
+        return () if self.ledger is None else self.ledger.used
 
-    def expect(self, following: NextBatch) -> None:
-        """Let the noise go on with a batch that another run may use for it, too."""
-        if self.next_batch not in (None, following):
-            self.noise.branch(self.steps, following[1:], known=True)
-        self.next_batch = following
+    @property
+    def _other_rate(self) -> float | None:
+        """The rate at which they were drawn, None where it is that of the settings."""
+        rate = self._used[0].source if self._used else getattr(self.data_loader, "source", None)
+        return None if rate == self.setting.get("sample_rate") else rate
 
     def _conclude(self) -> None:
         """Make ready for the next batch, after an update."""
@@ -718,10 +677,10 @@ class DPOptimizer(OptimizerWrapper):
         for param in self.accumulator.names:
             if param.grad is not None:
                 self.module.own(param)
-        used = () if self.ledger is None else self.ledger.used
+        used = self._used
         mine = used and used[-1].loader == name_of(self.data_loader)
-        self.batches_seen = used[-1].number if mine else self._handed_out
-        self.batches_a_step = self.accumulated_iterations
+        self.course.batches_seen = used[-1].number if mine else self._handed_out
+        self.course.batches_a_step = self.accumulated_iterations
         self._clear()
         if not self.module.ordinary_grad or type(self).clip_and_accumulate is not DPOptimizer.clip_and_accumulate:
             self._forget_sums()
@@ -778,6 +737,8 @@ class DPOptimizer(OptimizerWrapper):
             set_to_none: Accepted for compatibility; gradients always become None.
         """
         self._conclude()
+        if self.module.has_passes:
+            self.logical_batch.leave_out()
         self.original_optimizer.zero_grad(set_to_none=True)
         self.module.drop_gradients()
         if not self.logical_batch.unfinished:
