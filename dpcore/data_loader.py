@@ -214,10 +214,11 @@ class DPDataLoader(CountingDataLoader):
         size = len(loader.dataset)  # type: ignore[arg-type]
         rate = sampler.sample_rate
         if distributed or sampler.num_samples != size or sample_rate not in (None, rate) or secure > sampler.secure:
+            how = "securely" if sampler.secure else "by a seed"
             raise UnsupportedError(
                 f"The loader's {type(sampler).__name__} draws from {sampler.num_samples} of {size} examples at the "
-                f"rate {rate:.6g} in one process, {'securely' if sampler.secure else 'by a seed'}, and this run is to draw "
-                "otherwise. Pass a loader with a batch size and no batch_sampler, and the rate as sample_rate=."
+                f"rate {rate:.6g} in one process, {how}, and this run is to draw otherwise. Pass a loader with a batch "
+                "size and no batch_sampler, and the rate as sample_rate=."
             )
         options: dict[str, Any] = worker_options(loader)
         made = cls(loader.dataset, sample_rate=rate, collate_fn=loader.collate_fn, seed=sampler.seed, **options)

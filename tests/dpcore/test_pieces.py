@@ -5,6 +5,7 @@ Example i is the i-th unit vector, so that column i of a released gradient is it
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import warnings
@@ -84,7 +85,7 @@ def _random_batches(chance):
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
 def test_signals_given_ahead_end_in_their_groups(depth) -> None:
     """They were one flag: pieces of two batches were added, 2 C."""
-    for seed in range(100):
+    for seed in range(25):
         chance = random.Random(seed)
         pieces = list(_random_batches(chance))
         loop = _Loop(by_hand=True)
@@ -103,7 +104,7 @@ def test_signals_given_ahead_end_in_their_groups(depth) -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_random_loops_over_signals_that_go_wrong(depth) -> None:
     """Pieces without a step, steps that fail, rounds that are left and begun anew: refused, or at most C."""
-    for seed in range(250):
+    for seed in range(60):
         chance = random.Random(seed)
         loop = _Loop(by_hand=True)
         try:
@@ -199,7 +200,7 @@ def _goes_on_after_errors(loop, pieces, chance):
 )
 def test_no_release_holds_an_example_twice(body, how, check_batches) -> None:
     """next(iter(loader)) within a loop, and two updates on a piece, made 2 C."""
-    for seed in range(6):
+    for seed in range(3):
         options = {"max_physical_batch_size": {"make_private": 2, "auto": "auto"}.get(how)}
         loop = _Loop(by_hand=False, seed=seed, check_batches=check_batches, **options)
         pieces = loop.loader
@@ -210,10 +211,8 @@ def test_no_release_holds_an_example_twice(body, how, check_batches) -> None:
             pieces = wrap_data_loader(data_loader=pieces, max_batch_size=2, optimizer=loop.optimizer)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            try:
+            with contextlib.suppress(PrivacyError):
                 body(loop, pieces, random.Random(seed))
-            except PrivacyError:
-                pass
         assert loop.most <= 1 + 1e-6
         assert sum(steps for *_, steps in loop.engine.accountant.history) == len(loop.updates)
 
@@ -238,7 +237,6 @@ def test_the_remedy_for_nested_loops_works() -> None:
 
 def test_a_second_update_on_a_piece_is_one_sentence() -> None:
     loop = _Loop(by_hand=False, max_physical_batch_size=2)
-    piece = next(iter(loop.loader))
     it = iter(loop.loader)
     piece = next(it)
     loop.train(*piece)
