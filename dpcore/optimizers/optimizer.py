@@ -679,7 +679,8 @@ class DPOptimizer(OptimizerWrapper):
                 self.module.own(param)
         used = self._used
         mine = used and used[-1].loader == name_of(self.data_loader)
-        self.course.batches_seen = used[-1].number if mine else self._handed_out
+        seen = used[-1].number if mine else self._handed_out
+        self.course.batches_seen = max(seen, self.course.batches_seen)
         self.course.batches_a_step = self.accumulated_iterations
         self._clear()
         if not self.module.ordinary_grad or type(self).clip_and_accumulate is not DPOptimizer.clip_and_accumulate:
