@@ -63,8 +63,13 @@ class _PrivateOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     def step(self, closure: Any = None) -> None:
         before = self.optimizer.steps
-        super().step(closure)
+        self.optimizer.step(closure)
         self._is_overflow = self.optimizer.steps == before
+        # Loops count their steps, and average weights, where accelerate says that gradients were exchanged.
+        self.gradient_state._set_sync_gradients(not self._is_overflow)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        self.optimizer.zero_grad()
 
 
 class _Pieces(PiecewiseLoader):
@@ -213,6 +218,7 @@ def prepare(
     make: Any = engine.make_private_with_epsilon if "target_epsilon" in privacy else engine.make_private
     module, private, loader = make(module=module, optimizer=optimizer, data_loader=logical, **privacy)
     accelerator.gradient_accumulation_steps = 1
+    accelerator.gradient_state.plugin_kwargs["adjust_scheduler"] = False  # which would count the pieces
     # As for evaluation: without torch's DistributedDataParallel around it.
     module = accelerator.prepare_model(module, evaluation_mode=ranks is not None)
     if isinstance(module, DistributedDataParallel):

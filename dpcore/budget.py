@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from dpcore.accountants.accountant import History
 from dpcore.errors import PrivacyError
 
 
@@ -14,21 +14,28 @@ class BudgetError(PrivacyError):
 
 @dataclass(frozen=True)
 class Budget:
-    """A bound of epsilon at delta. ``planned``: (noise multiplier, sample rate, steps) that are known to fit.
+    """A bound of epsilon at delta. ``fits``: (noise multiplier, sample rate, steps) that are known to fit, together.
 
-    Frozen, because what was planned for one epsilon says nothing about another: :meth:`PrivacyEngine.set_budget`.
+    Frozen, because what fits one epsilon says nothing about another: :meth:`PrivacyEngine.set_budget`. ``ahead``: so
+    many steps more than are asked about may be tried, so that epsilon need not be computed at every step.
     """
 
     epsilon: float
     delta: float
-    planned: tuple[float, float, int] | None = None
+    fits: History = field(default_factory=list)
+    ahead: int = 64
 
-    def covers(self, history: Sequence[tuple[float, float, int]]) -> bool:
-        """Return whether a history is no more than was planned.
+    def covers(self, history: History) -> bool:
+        """Return whether a history is no more than what is known to fit.
 
-        It then has no more steps, each with as much noise and as few examples. (The plan has no step that may fail.)
+        Each of its steps has a place there, of as little noise and as many examples. (None of those may fail.)
         """
-        if self.planned is None:
-            return False
-        noise, rate, steps = self.planned
-        return sum(n for _, _, n in history) <= steps and all(s >= noise and q <= rate for s, q, _ in history)
+        left = [steps for _, _, steps in self.fits]
+        for noise, rate, wanted in history:
+            for i, (least, most, _) in enumerate(self.fits):
+                if noise >= least and rate <= most:
+                    taken = min(wanted, left[i])
+                    left[i], wanted = left[i] - taken, wanted - taken
+            if wanted:
+                return False
+        return True

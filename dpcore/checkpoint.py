@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from dpcore.accountants import IAccountant
 from dpcore.accountants.accountant import History
 from dpcore.data_loader import DPDataLoader
 from dpcore.distributed import Ranks
 from dpcore.errors import PrivacyError, warn_caller
+from dpcore.loading.ledger import name_of
 from dpcore.noise import SecureNoise
 from dpcore.optimizers import DPOptimizer
+from dpcore.optimizers.course import UNKNOWN, NextBatch
+from dpcore.optimizers.optimizer import SPENT
 
 Json = dict[str, Any]
+Runs = dict[str, History]
+"""Histories, by the names of the runs."""
 ACCOUNTANT = "privacy_accountant_state_dict"
 MODULE = "module_state_dict"
 
@@ -56,7 +61,8 @@ class PrivateState:
         """Continue the noise and the settings where they were saved."""
         optimizer.noise.load_state_dict(self.noise)
         optimizer.steps = self.steps
-        optimizer.batches_seen = getattr(data_loader, "handed_out", 0)
+        optimizer.course.batches_seen = getattr(data_loader, "handed_out", 0)
+        optimizer.course.next_batch = UNKNOWN
         optimizer.noise_multiplier = self.noise_multiplier
         optimizer.max_grad_norm = self.max_grad_norm
         optimizer.expected_batch_size = self.expected_batch_size
@@ -91,13 +97,15 @@ class RandomState:
 class Checkpoint:
     """The content of a file; None or empty where it was saved without that part.
 
-    ``settings``: what must be the same in the run that continues. ``schedulers``: states by the entry's name.
-    ``callers_own``: entries that dpcore knows nothing of.
+    ``runs``: the history of every run whose steps are counted, by its name. ``settings``: what must be the same in the
+    run that continues. ``schedulers``: states by the entry's name. ``callers_own``: entries that dpcore knows nothing
+    of.
     """
 
     module: Json
     accountant: Json
     random: RandomState
+    runs: Runs = field(default_factory=dict)
     optimizer: Json | None = None
     settings: Json = field(default_factory=dict)
     private: PrivateState | None = None
@@ -112,6 +120,7 @@ class Checkpoint:
         optional = {
             "optimizer_state_dict": self.optimizer,
             "setting": self.settings or None,
+            "runs": dict(self.runs),
             "privacy_state": None if self.private is None else asdict(self.private),
             "sampler": self.sampler,
             "torch_rng": self.random.cpu,
@@ -136,9 +145,13 @@ class Checkpoint:
             )
         left = dict(entries)
         private = left.pop("privacy_state", None)
+        accountant = left.pop(ACCOUNTANT)
+        # Earlier versions named no runs, and Opacus does not: then the file's steps are those of a run of its own.
+        unnamed = {f"unnamed {hashlib.sha256(repr((accountant, private)).encode()).hexdigest()}": accountant["history"]}
         return cls(
             module=left.pop(MODULE),
-            accountant=left.pop(ACCOUNTANT),
+            accountant=accountant,
+            runs=left.pop("runs", unnamed),
             optimizer=left.pop("optimizer_state_dict", None),
             settings=left.pop("setting", {}),
             private=None if private is None else PrivateState(**private),
@@ -175,13 +188,21 @@ class Checkpoint:
 
     # ---- may this run continue it?
 
-    def check_continues(self, accountant: IAccountant) -> None:
-        """Refuse a checkpoint that does not know of all steps that ``accountant`` has counted.
+    def check_continues(self, runs: Runs, ancestors: Mapping[str, set[str]]) -> None:
+        """Refuse a checkpoint behind which this process has made steps, with noise that would be drawn again.
+
+        Args:
+            runs: What this process has counted. Steps of runs that the file has nothing to do with may stay counted.
+            ancestors: Of each run, those of the file that it went on from.
 
         Raises:
-            PrivacyError: epsilon would forget steps, and their noise would be drawn again.
+            PrivacyError: steps of one of the file's runs, or of one that went on from them, are not in the file.
         """
-        forgotten = forgotten_steps(accountant.history, self.accountant["history"])
+        forgotten = sum(
+            max(0, steps_of(history) - steps_of(self.runs.get(run, [])))
+            for run, history in runs.items()
+            if {run, *ancestors.get(run, ())} & self.runs.keys()
+        )
         if forgotten:
             raise PrivacyError(
                 f"This engine has counted {forgotten} steps that are not in the checkpoint: epsilon would forget them, "
@@ -202,6 +223,8 @@ class Checkpoint:
                 "The checkpoint was saved in secure mode, this run has an ordinary generator: its noise would be "
                 "open to attacks on floating point. Build the engine with secure_mode=True."
             )
+        if self.optimizer is not None:
+            optimizer.check_state(self.optimizer)
         for name, value in self.settings.items():
             if optimizer.setting.get(name) != value:
                 raise PrivacyError(
@@ -217,7 +240,8 @@ class Checkpoint:
         A file without dpcore's own entries (Opacus' checkpoint, say) restores the optimiser alone, with a warning.
         """
         if self.optimizer is not None:
-            optimizer.load_state_dict(self.optimizer)
+            # Without what it says of its engine, which the accountant has read.
+            optimizer.original_optimizer.load_state_dict({k: v for k, v in self.optimizer.items() if k != SPENT})
         if self.private is not None:
             self.private.restore(optimizer, data_loader)
             return
@@ -253,10 +277,17 @@ class Checkpoint:
         """The seed of the noise of the file's steps; None where there is none, as in secure mode."""
         return None if self.private is None or not self.private.steps else self.private.noise.get("seed")
 
-    def restore_batches(self, data_loader: DataLoader[Any] | None) -> None:
-        """Continue the Poisson batches where they were."""
-        if isinstance(data_loader, DPDataLoader) and self.sampler is not None:
-            data_loader.go_on(self.sampler)
+    def restore_batches(self, data_loader: DataLoader[Any] | None, optimizer: DPOptimizer | None) -> None:
+        """Continue the Poisson batches where they were, under other noise where they are not those of the saved run."""
+        if not isinstance(data_loader, DPDataLoader) or self.sampler is None:
+            return
+        data_loader.go_on(self.sampler)
+        if optimizer is None or self.private is None:
+            return
+        if any(self.sampler.get(name, value) != value for name, value in data_loader.among.items()):
+            optimizer.noise.branch(optimizer.steps, data_loader.among, known=True)
+        optimizer.course.batches_a_step = int(self.sampler.get("batches", 1))
+        optimizer.course.next_batch = next_batch(optimizer, data_loader, self.sampler)
 
     def restore_schedulers(self, schedulers: Mapping[str, Any]) -> None:
         """Continue the schedulers, by the names of their entries, as far as they were saved."""
@@ -265,14 +296,39 @@ class Checkpoint:
                 scheduler.load_state_dict(self.schedulers[name])
 
 
+def next_batch(optimizer: DPOptimizer, data_loader: DPDataLoader, position: Json) -> NextBatch:
+    """Return the batches of the next step of a run that goes on from ``position``."""
+    return NextBatch(name_of(data_loader), int(position["drawn"]), optimizer.course.batches_a_step)
+
+
+def without_seeds(entries: Json) -> Json:
+    """Return a file's entries as they may be printed: without the seeds of noise and batches."""
+    shown = dict(entries)
+    if "privacy_state" in shown:
+        shown["privacy_state"] = {**shown["privacy_state"], "noise": {}}
+    if "sampler" in shown:
+        shown["sampler"] = {name: value for name, value in shown["sampler"].items() if name != "seed"}
+    return shown
+
+
+def steps_of(history: Sequence[Sequence[float]]) -> int:
+    """Return the number of steps."""
+    return int(sum(steps for _, _, steps in history))
+
+
 def forgotten_steps(counted: History, known: History) -> int:
     """Return how many of the steps ``counted`` are not in the history ``known``."""
+    return steps_of(unknown_steps(counted, known))
+
+
+def unknown_steps(counted: History, known: History) -> History:
+    """Return those of the steps ``counted`` that are not in the history ``known``."""
     left: Counter[tuple[float, float]] = Counter()
     for noise, rate, steps in counted:
         left[noise, rate] += steps
     for noise, rate, steps in known:
         left[noise, rate] -= steps
-    return sum(steps for steps in left.values() if steps > 0)
+    return [(noise, rate, steps) for (noise, rate), steps in left.items() if steps > 0]
 
 
 def named_schedulers(noise: Any, grad_clip: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from dpcore.arguments import check_number
-from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
 from dpcore.loading.checks import check_whole
 from dpcore.loading.counting_loader import CountingDataLoader
 from dpcore.loading.ledger import Source
@@ -23,6 +23,11 @@ from dpcore.loading.uniform_sampler import (
     steps_per_epoch,
 )
 from dpcore.tree import has_tensor, opened
+
+RAND_ON_EMPTY = (
+    "rand_on_empty is not needed and is ignored: an empty batch keeps its structure and has length 0. A random example "
+    "in its place would let one example move the sum by twice max_grad_norm."
+)
 
 
 def emptied(one: Any, two: Any) -> Any:
@@ -130,9 +135,7 @@ class DPDataLoader(CountingDataLoader):
         if generator is not None:
             seed = drawn_seed(generator)
         self._rounds = 0
-        self.handed_out = 0
-        """Number of batches so far."""
-        self._open: tuple[int, int] | None = None
+        self._open: list[int] | None = None
         """The number of the first batch of the newest round, and how many of it were handed out; None: not known."""
         self.distributed = distributed
         size = len(dataset)
@@ -162,6 +165,7 @@ class DPDataLoader(CountingDataLoader):
         secure: bool = False,
         distributed: bool = False,
         generator: torch.Generator | None = None,
+        rand_on_empty: bool = False,
     ) -> DPDataLoader:
         """Return the Poisson counterpart of an ordinary loader.
 
@@ -174,11 +178,17 @@ class DPDataLoader(CountingDataLoader):
             distributed: Whether every rank draws its own part of each batch.
             generator: Draws the seed, in place of ``seed``; None: that of ``loader``, where it has one and neither
                 ``seed`` nor ``secure`` says otherwise.
+            rand_on_empty: Accepted for compatibility and ignored, with a warning: an empty batch stays one.
 
         Raises:
             UnsupportedError: the loader's sampler chooses examples, which would be lost, or its data set is iterable.
             PrivacyError: a DPDataLoader was built for another number of ranks, or with a seed in secure mode.
         """
+        if rand_on_empty:
+            warn_caller(RAND_ON_EMPTY)
+        drawn = loader.batch_sampler
+        if not isinstance(loader, DPDataLoader) and type(drawn) is UniformWithReplacementSampler:
+            return cls._drawn_by(loader, drawn, sample_rate, distributed, secure)
         if isinstance(loader, DPDataLoader):
             if loader.distributed != distributed:
                 raise PrivacyError(
@@ -215,6 +225,30 @@ class DPDataLoader(CountingDataLoader):
             **worker_options(loader),
         )
 
+    @classmethod
+    def _drawn_by(
+        cls,
+        loader: DataLoader[Any],
+        sampler: UniformWithReplacementSampler,
+        sample_rate: float | None,
+        distributed: bool,
+        secure: bool,
+    ) -> DPDataLoader:
+        """Return the private loader of one whose batches are Poisson samples already: the same batches."""
+        size = len(loader.dataset)  # type: ignore[arg-type]
+        rate = sampler.sample_rate
+        if distributed or sampler.num_samples != size or sample_rate not in (None, rate) or secure > sampler.secure:
+            how = "securely" if sampler.secure else "by a seed"
+            raise UnsupportedError(
+                f"The loader's {type(sampler).__name__} draws from {sampler.num_samples} of {size} examples at the "
+                f"rate {rate:.6g} in one process, {how}, and this run is to draw otherwise. Pass a loader with a batch "
+                "size and no batch_sampler, and the rate as sample_rate=."
+            )
+        options: dict[str, Any] = worker_options(loader)
+        made = cls(loader.dataset, sample_rate=rate, collate_fn=loader.collate_fn, seed=sampler.seed, **options)
+        vars(made)["batch_sampler"] = sampler
+        return made
+
     def __repr__(self) -> str:
         size = len(self.dataset)  # type: ignore[arg-type]
         return (
@@ -224,17 +258,23 @@ class DPDataLoader(CountingDataLoader):
 
     def __iter__(self) -> Any:
         self._rounds += 1
-        first, taken = self.sampler_state.drawn, 0
-        self._open = None
         try:
-            for batch in super().__iter__():
-                self.handed_out += 1
-                taken += 1
-                if self._open is not None or taken == 1:
-                    self._open = first, taken
-                yield batch
+            yield from super().__iter__()
         finally:
             self._rounds -= 1
+
+    def _begin(self) -> list[int]:
+        self._open = [self.sampler_state.drawn, 0]
+        return self._open
+
+    def _take(self, begun: list[int]) -> int | None:
+        super()._take(begun)
+        begun[1] += 1
+        if not self.num_workers:
+            return self.sampler_state.drawn - 1
+        # Workers draw ahead, and rounds that are open at once draw in turn.
+        known = begun is self._open and self._rounds == 1 and getattr(self, "in_order", True)
+        return begun[0] + begun[1] - 1 if known else None
 
     @property
     def source(self) -> Source:
@@ -268,24 +308,34 @@ class DPDataLoader(CountingDataLoader):
     def position(self, unused: int = 0) -> dict[str, str]:
         """Return where a run goes on that is resumed now: the sampler's state without what was drawn and not used.
 
-        The noise of the next step belongs to the batch that this run uses for it, and to no other.
+        Beside it stands what else decides the batches, in :attr:`among`.
 
         Args:
             unused: How many of the batches handed out last were not used. Those that workers have drawn ahead of the
                 loop come on top.
         """
         sampler = self.sampler_state
-        state = sampler.state_dict()
+        state = sampler.state_dict() | self.among
         if self._open is None or self._rounds != 1 or not getattr(self, "in_order", True):
             return state
         first, taken = self._open
-        back = max(0, sampler.drawn - first - taken + min(unused, taken))
+        ahead = sampler.drawn - first - taken if self.num_workers else 0
+        back = max(0, ahead + min(unused, taken))
         return {**state, "drawn": str(sampler.drawn - back), "left": str(int(state["left"]) + back)}
 
     def go_on(self, position: dict[str, str]) -> None:
         """Draw on from a :meth:`position`."""
         self._open = None  # a round that is open has drawn at another place
         self.sampler_state.load_state_dict(position)
+
+    @property
+    def among(self) -> dict[str, str]:
+        """Among how many examples a batch is drawn, and by how many ranks, each its share (0: by one process, whole).
+
+        With seed, rate and number of the draw this decides a batch.
+        """
+        sampler = self.sampler_state
+        return {"examples": str(sampler.num_samples), "ranks": str(getattr(sampler, "num_replicas", 0))}
 
     @property
     def sampler_state(self) -> UniformWithReplacementSampler:

@@ -25,7 +25,7 @@ from torch import Tensor
 from dpcore import gpu, native
 from dpcore.errors import PrivacyError
 from dpcore.gpu.normals import NAME_BYTES
-from dpcore.secret_seeds import draw_seed
+from dpcore.secret_seeds import derived_seed, draw_seed
 
 _TWISTER_WORDS = 624
 _FEWEST = 16
@@ -45,6 +45,8 @@ class GaussianNoise:
     """
 
     seed: int
+    also: str = ""
+    """What names the streams beside seed, step and rank."""
     _user: weakref.ref[Any] | None = None
     """Whose steps have drawn."""
 
@@ -53,6 +55,8 @@ class GaussianNoise:
             draw_seed(self)
         else:
             self.seed = int(seed)
+        self.is_chosen = seed is not None
+        """Whether the seed is one of the user's, whose noise is to be repeated and protects nothing."""
         self.rank = int(rank)
         self._generators: dict[str, torch.Generator] = {}
         self._template: Tensor | None = None
@@ -62,7 +66,7 @@ class GaussianNoise:
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _generators={}, _template=None)
+        self.__dict__.update(state, _generators={}, _template=None, is_chosen=False)
         draw_seed(self)
 
     def serve(self, user: Any) -> None:
@@ -80,6 +84,18 @@ class GaussianNoise:
                 "own, GaussianNoise()."
             )
 
+    def branch(self, *names: Any, known: bool) -> None:
+        """Go on with other noise than that of a run which has the same seed and another history.
+
+        Args:
+            *names: What has become of the runs: those of which it is the same have the same noise.
+            known: Whether that is all that decides the batches to come. If not, a secret seed is drawn anew.
+        """
+        if not known and not self.is_chosen:
+            draw_seed(self)
+        else:
+            self.seed = derived_seed(self.seed, *names)
+
     def generator(self, step: int, device: torch.device | str = "cpu") -> torch.Generator:
         """A torch generator positioned at the start of the stream of ``step``; valid until the next call."""
         device = torch.device(device)
@@ -93,7 +109,7 @@ class GaussianNoise:
         return generator
 
     def _digest(self, step: int, length: int, of: str = "noise") -> bytes:
-        return hashlib.shake_256(f"dpcore {of} {self.seed} {int(step)} {self.rank}".encode()).digest(length)
+        return hashlib.shake_256(f"dpcore {of} {self.seed} {int(step)} {self.rank}{self.also}".encode()).digest(length)
 
     def _name(self, step: int) -> bytes:
         """Return the name of the step's stream of the kernel for CUDA.
@@ -203,6 +219,9 @@ class SecureNoise(GaussianNoise):
 
     def serve(self, user: Any) -> None:
         """Let anyone draw: nothing is drawn twice."""
+
+    def branch(self, *names: Any, known: bool) -> None:
+        """Do nothing: there is no seed."""
 
     def state_dict(self) -> dict[str, str]:
         """There is no state: noise that is never repeated needs none to be resumed."""

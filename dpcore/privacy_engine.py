@@ -21,13 +21,24 @@ from torch.utils.data import DataLoader
 
 from dpcore import native
 from dpcore.accountants import IAccountant, create_accountant, get_noise_multiplier
-from dpcore.accountants.accountant import count
+from dpcore.accountants.accountant import History, count
 from dpcore.accountants.utils import customary_delta, rounded_up
 from dpcore.arguments import check_divisor, check_noise_multiplier, check_number, did_you_mean
 from dpcore.budget import Budget, BudgetError
-from dpcore.checkpoint import Checkpoint, PrivateState, RandomState, forgotten_steps, named_schedulers
+from dpcore.checkpoint import (
+    Checkpoint,
+    PrivateState,
+    RandomState,
+    Runs,
+    forgotten_steps,
+    named_schedulers,
+    next_batch,
+    steps_of,
+    unknown_steps,
+    without_seeds,
+)
 from dpcore.clipping import automatic_factors, check_max_grad_norm, check_noise
-from dpcore.data_loader import DPDataLoader
+from dpcore.data_loader import RAND_ON_EMPTY, DPDataLoader
 from dpcore.distributed import Ranks, check_shares, ranks_of
 from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
 from dpcore.grad_sample.empty_batches import number_batches
@@ -35,12 +46,13 @@ from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.grad_sample.utils import DEFAULT_MODE, prepare_module
 from dpcore.loading.checks import check_data_set, check_once_a_round, check_ordinary
 from dpcore.loading.counting_loader import CountingDataLoader, counted
-from dpcore.loading.ledger import Ledger
+from dpcore.loading.ledger import Ledger, Unused, give
 from dpcore.loading.same_data import check_same_data
 from dpcore.loading.uniform_sampler import drawn_seed, steps_per_epoch
 from dpcore.noise import GaussianNoise, SecureNoise
 from dpcore.optimizers import DPOptimizer, get_optimizer_class
 from dpcore.optimizers.optimizer import NOISE_HINT, check_takes_one_gradient, private_optimizers
+from dpcore.secret_seeds import derived_seed
 from dpcore.utils.batch_memory_manager import PiecewiseLoader, check_iterated, check_pieces, whole_batches
 from dpcore.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping, check_criterion
 from dpcore.validators import ModuleValidator
@@ -81,7 +93,13 @@ class PrivacyEngine:
         self.budget: Budget | None = None
         self._dataset: Any = None
         self._made = 0
-        self._ledger: Ledger | None = None
+        self._unused = Unused()
+        self._name = secrets.token_hex(16)
+        self._runs: Runs = {}
+        self._ancestors: dict[str, set[str]] = {}
+        """Of runs, those that were in the file which they went on from."""
+        self._taken_over: set[str] = set()
+        """Runs that an optimizer's state has told of."""
 
     @property
     def accountant(self) -> IAccountant:
@@ -310,6 +328,7 @@ class PrivacyEngine:
                 "This accountant has already counted steps; the noise is chosen as if it had not, and get_epsilon will "
                 "report the sum.",
             )
+        _check_unprepared(module, optimizer, data_loader)
         if isinstance(data_loader, DPDataLoader):
             sample_rate = data_loader.sample_rate
         _check_length(data_loader, sample_rate)
@@ -343,7 +362,7 @@ class PrivacyEngine:
             assert self.budget is not None
             # Calibration found that these steps fit; only beyond them need epsilon be computed at every step.
             planned = noise_multiplier, rate, math.ceil(epochs * steps_per_epoch(rate) * (1 - 1e-12))
-            self.budget = replace(self.budget, planned=planned)
+            self.budget = replace(self.budget, fits=[planned])
         else:
             self._check_delta(target_delta)
         return private
@@ -400,23 +419,46 @@ class PrivacyEngine:
             return None
         after = copy.deepcopy(self.accountant)
         count(after, noise_multiplier, sample_rate, steps)
-        if not after.failure_probability and self.budget.covers(after.history):
+        if after.failure_probability:
+            spent = after.get_epsilon(self.budget.delta)
+            return spent if spent > self.budget.epsilon else None
+        if self.budget.covers(after.history):
             return None
-        spent = after.get_epsilon(self.budget.delta)
-        return spent if spent > self.budget.epsilon else None
+        ahead = self.budget.ahead
+        while True:
+            more = copy.deepcopy(after)
+            if ahead:
+                count(more, noise_multiplier, sample_rate, ahead)
+            spent = more.get_epsilon(self.budget.delta)
+            if spent <= self.budget.epsilon:
+                self.budget = replace(self.budget, fits=list(more.history), ahead=2 * ahead)
+                return None
+            if not ahead:
+                return spent
+            ahead //= 2
+            self.budget = replace(self.budget, ahead=ahead)
 
     # ---- what was spent, and checkpoints
 
-    def get_epsilon(self, delta: float) -> float:
+    def get_epsilon(self, delta: float | None = None) -> float:
         """Return the epsilon that was spent so far.
 
         Args:
-            delta: The δ at which it is read, in (0, 1) and well below 1 / (number of examples).
+            delta: The δ at which it is read, in (0, 1) and well below 1 / (number of examples). It has to be given.
 
         Returns:
             Epsilon for neighbouring data sets that differ by one example added or removed. 0 before the first step;
                 infinity where a step had no noise.
+
+        Raises:
+            ValueError: delta is not in (0, 1).
+            TypeError: it was not given.
         """
+        if delta is None:
+            raise TypeError(
+                "get_epsilon() was called without delta, and there is no epsilon without one. Choose it well below "
+                f"1 / (number of examples): get_epsilon(delta={customary_delta(self._examples() or 10**5 - 1):g})."
+            )
         self._check_delta(delta)
         epsilon = self.accountant.get_epsilon(delta)
         if epsilon == 0 and self._dataset is not None and not getattr(self.accountant, "history", True):
@@ -500,16 +542,23 @@ class PrivacyEngine:
             data_loader = optimizer.data_loader if data_loader is None else data_loader
         data_loader = whole_batches(data_loader)
         if optimizer is not None and data_loader is optimizer.data_loader:
-            unused = getattr(data_loader, "handed_out", 0) - optimizer.batches_seen
+            unused = getattr(data_loader, "handed_out", 0) - optimizer.course.batches_seen
         schedulers = named_schedulers(noise_scheduler, grad_clip_scheduler)
+        position = None
+        if isinstance(data_loader, DPDataLoader):
+            position = data_loader.position(unused)
+            if optimizer is not None:
+                position["batches"] = str(optimizer.course.batches_a_step)
+                optimizer.course.expect(optimizer.noise, optimizer.steps, next_batch(optimizer, data_loader, position))
         checkpoint = Checkpoint(
             module=module.state_dict(**(module_state_dict_kwargs or {})),
             accountant=self.accountant.state_dict(),
+            runs=copy.deepcopy(self._named()),
             random=RandomState.now(),
             optimizer=None if optimizer is None else optimizer.state_dict(),
             settings={} if optimizer is None else optimizer.setting,
             private=None if optimizer is None else PrivateState.from_run(optimizer, data_loader),
-            sampler=data_loader.position(unused) if isinstance(data_loader, DPDataLoader) else None,
+            sampler=position,
             schedulers={name: scheduler.state_dict() for name, scheduler in schedulers.items()},
             callers_own=checkpoint_dict or {},
         )
@@ -544,16 +593,17 @@ class PrivacyEngine:
             data_loader: The private loader; the optimiser's where not given.
 
         Returns:
-            The file's entries, your own among them.
+            The file's entries, your own among them, but for the seeds of noise and batches.
 
         Raises:
-            PrivacyError: the run was saved under other settings, or this engine has counted steps that the file does
-                not know of.
+            PrivacyError: the run was saved under other settings, or it has gone on from the file in this process and
+                made steps that the file does not know of. (Steps of other runs stay counted.)
         """
         data_loader = whole_batches(data_loader)
         ranks = None if optimizer is None else optimizer.ranks
         checkpoint = Checkpoint.load(path, ranks, {"weights_only": True} | (torch_load_kwargs or {}))
-        checkpoint.check_continues(self.accountant)
+        others = {run: steps for run, steps in self._named().items() if run not in checkpoint.runs}
+        checkpoint.check_continues(self._runs, self._ancestors)
         if optimizer is not None:
             data_loader = optimizer.data_loader if data_loader is None else data_loader
             checkpoint.check_settings(optimizer)
@@ -561,20 +611,27 @@ class PrivacyEngine:
             optimizer.discard()
         module.load_state_dict(checkpoint.module, **(module_load_dict_kwargs or {}))
         self.accountant.load_state_dict(checkpoint.accountant)
+        for noise, rate, steps in (step for run in others.values() for step in run):
+            count(self.accountant, noise, rate, steps)
+        self._runs, self._taken_over = copy.deepcopy(dict(checkpoint.runs)) | others, set()
+        for private in self._optimizers():
+            self._ancestors[private.course.rename()] = set(checkpoint.runs)
         if optimizer is not None:
             checkpoint.restore_optimizer(optimizer, data_loader)
         else:
             self._draw_anew(checkpoint)
         checkpoint.random.restore()
         checkpoint.restore_schedulers(named_schedulers(noise_scheduler, grad_clip_scheduler))
-        checkpoint.restore_batches(data_loader)
-        return checkpoint.entries()
+        checkpoint.restore_batches(data_loader, optimizer)
+        return without_seeds(checkpoint.entries())
+
+    def _optimizers(self) -> list[DPOptimizer]:
+        """Return the optimizers whose steps this engine counts."""
+        return [optimizer for optimizer in private_optimizers() if optimizer.engine is self]
 
     def _draw_anew(self, checkpoint: Checkpoint) -> None:
         """Go on with other noise and batches than those of a checkpoint that was loaded without its optimizer."""
-        anew = checkpoint.draw_anew(
-            o for o in private_optimizers() if o.counted_by is not None and o.counted_by() is self
-        )
+        anew = checkpoint.draw_anew(self._optimizers())
         if self.seed is not None and checkpoint.noise_seed == str(self._run_seed()):
             self.seed, anew = secrets.randbits(128), True
         if anew:
@@ -624,10 +681,7 @@ class PrivacyEngine:
         if criterion is not None:
             check_criterion(criterion, settings.loss_reduction)
         if rand_on_empty:
-            warn_caller(
-                "rand_on_empty is not needed and is ignored: an empty batch keeps its structure and has length 0. A "
-                "random example in its place would let one example move the sum by twice max_grad_norm.",
-            )
+            warn_caller(RAND_ON_EMPTY)
         if self.secure_mode and settings.noise_generator is not None:
             raise ValueError(
                 "secure_mode draws the noise from the operating system, and noise_generator would be ignored; leave it "
@@ -706,6 +760,8 @@ class PrivacyEngine:
         options = dict(settings.options)
         if settings.clipping in FACTORS:
             options["factors"] = FACTORS[settings.clipping]
+        noise = SecureNoise() if self.secure_mode else GaussianNoise(seed, rank=ranks.rank if ranks else 0)
+        noise.is_chosen = self.seed is not None or settings.noise_generator is not None
         kind = get_optimizer_class(settings.clipping, ranks is not None, settings.grad_sample_mode)
         return kind(
             optimizer,
@@ -713,7 +769,7 @@ class PrivacyEngine:
             noise_multiplier=settings.noise_multiplier,
             max_grad_norm=settings.max_grad_norm,  # type: ignore[arg-type]
             expected_batch_size=divisor,
-            noise=SecureNoise() if self.secure_mode else GaussianNoise(seed, rank=ranks.rank if ranks else 0),
+            noise=noise,
             ranks=ranks,
             **options,
         )
@@ -723,8 +779,10 @@ class PrivacyEngine:
     ) -> None:
         """From now on every step is checked against the budget and the ledger, and counted."""
         private.data_loader = data_loader
-        private.batches_seen = getattr(data_loader, "handed_out", 0)
+        private.course.batches_seen = getattr(data_loader, "handed_out", 0)
         private.counted_by = weakref.ref(self)
+        if private.ranks is not None:
+            private.course.run = f"{private.ranks.share_seed(None):x}"
         private.setting["clipping"] = settings.clipping
         private.setting["sample_rate"] = fixed_rate if settings.poisson_sampling else None
 
@@ -734,12 +792,63 @@ class PrivacyEngine:
 
         if isinstance(data_loader, DPDataLoader):
             number_batches(private.module, functools.partial(getattr, data_loader, "handed_out"))
-        private.attach_step_hook(lambda of: self.accountant.get_optimizer_hook_fn(rate())(of))
+        private.attach_step_hook(lambda of: self._count(of, rate()))
         private.attach_step_guard(lambda of: self._check_budget(of, rate()))
-        if isinstance(data_loader, CountingDataLoader) and settings.check_batches:
-            private.ledger = self._ledger = Ledger(functools.partial(getattr, data_loader, "source"), self._ledger)
+        if isinstance(data_loader, CountingDataLoader):
+            give(data_loader, self._unused)
+            source = functools.partial(getattr, data_loader, "source")
+            private.ledger = Ledger(source, self._unused, settings.check_batches)
         if not settings.check_isolation:
             private.module.isolation.switch_off()
+
+    def _count(self, optimizer: DPOptimizer, rate: float) -> None:
+        """Count a step, and under which name."""
+        self.accountant.get_optimizer_hook_fn(rate)(optimizer)
+        k = optimizer.accumulated_iterations
+        _add(self._runs.setdefault(optimizer.course.run, []), (optimizer.noise_multiplier / k**0.5, rate, k))
+
+    def spent(self) -> dict[str, Any]:
+        """Return what was spent, run by run, for the states of optimizers: whoever goes on with them has spent it."""
+        return {"runs": copy.deepcopy(self._named()), "failure_probability": self.accountant.failure_probability}
+
+    def _named(self) -> Runs:
+        """Return all steps that were counted by the names of their runs; those counted by hand have the engine's."""
+        rest = unknown_steps(self.accountant.history, [step for run in self._runs.values() for step in run])
+        if rest:
+            for step in rest:
+                _add(self._runs.setdefault(self._name, []), step)
+        for optimizer in self._optimizers():
+            self._runs.setdefault(optimizer.course.run, [])
+        return self._runs
+
+    def take_over(self, spent: Mapping[str, Any], optimizer: DPOptimizer) -> None:
+        """Count what :meth:`spent` told, as far as it is not counted yet, before ``optimizer`` goes on.
+
+        A seed of the user's would begin anew, so that its noise and its batches would be those of that run's steps.
+
+        Args:
+            spent: What was spent where the optimizer's new state was saved.
+            optimizer: One of this engine's.
+        """
+        runs: Runs = spent["runs"]
+        for run, history in runs.items():
+            known = steps_of(self._named().get(run, []))
+            for noise, rate, steps in history:
+                new, known = max(0, steps - known), max(0, known - steps)
+                if new:
+                    count(self.accountant, noise, rate, new)
+                    _add(self._runs.setdefault(run, []), (noise, rate, new))
+                    self._taken_over.add(run)
+        others = self._taken_over & runs.keys()
+        if self._taken_over and spent.get("failure_probability", 0.0) > self.accountant.failure_probability:
+            self.accountant.failure_probability = spent["failure_probability"]
+        if others - optimizer.course.resumed:
+            optimizer.course.resumed |= others
+            steps = sum(map(steps_of, runs.values()))
+            optimizer.noise.branch("resumed", steps, known=True)
+            if isinstance(optimizer.data_loader, DPDataLoader):
+                sampler = optimizer.data_loader.sampler_state
+                sampler.seed = derived_seed(sampler.seed, "resumed", steps)
 
     def _run_seed(self) -> int | None:
         """Return the seed of this call of make_private.
@@ -758,6 +867,13 @@ class PrivacyEngine:
                 "is the epsilon of their union. Use one PrivacyEngine per data set.",
             )
         self._dataset = data_loader.dataset
+
+
+def _add(history: History, step: tuple[float, float, int]) -> None:
+    """Add steps to a history, in which equal neighbours are counted together."""
+    if history and tuple(history[-1][:2]) == step[:2]:
+        step = (*step[:2], step[2] + history.pop()[2])
+    history.append(step)
 
 
 @dataclass(frozen=True)
@@ -928,7 +1044,12 @@ def _check_types(module: Any, optimizer: Any) -> None:
 
 
 def _check_unprepared(*given: Any) -> None:
-    """Refuse what accelerate has wrapped already."""
+    """Refuse what accelerate has wrapped already, and what is no loader."""
+    if not hasattr(loader := given[-1], "dataset"):
+        raise TypeError(
+            f"data_loader is of type {type(loader).__name__}; pass a torch.utils.data.DataLoader over the data set: "
+            "DataLoader(data, batch_size=...)."
+        )
     for value in given:
         if type(value).__module__.startswith("accelerate."):
             raise UnsupportedError(

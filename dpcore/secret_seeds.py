@@ -6,10 +6,11 @@ gradients whose difference has no noise. So the child draws its own. Seeds that 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import weakref
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Seeded(Protocol):
@@ -25,6 +26,11 @@ def draw_seed(for_whom: Seeded) -> None:
     """Set the seed of ``for_whom`` to 128 secret bits, and to others in every process that is forked."""
     for_whom.seed = secrets.randbits(128)
     _DRAWN.add(for_whom)
+
+
+def derived_seed(seed: int, *names: Any) -> int:
+    """Return 128 bits that follow from ``seed`` and the texts of ``names``, and tell nothing of other such seeds."""
+    return int.from_bytes(hashlib.sha256(f"dpcore branch {seed} {names!r}".encode()).digest()[:16], "little")
 
 
 def _draw_anew() -> None:

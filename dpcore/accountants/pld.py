@@ -134,8 +134,11 @@ def _quadrature(step: Step, mass: float) -> tuple[np.ndarray, np.ndarray]:
     return step.loss(x), log_p - scipy.special.logsumexp(log_p)
 
 
-def _choose_tilt(steps: list[Step], delta: float, mass: float) -> Tilt:
-    """λ nearly minimises (K(λ) - log δ) / λ, the Chernoff bound on ε; K is the sum of the steps' log moments."""
+def _choose_tilt(steps: list[Step], delta: float, mass: float, least: bool = False) -> Tilt:
+    """λ nearly minimises (K(λ) - log δ) / λ, the Chernoff bound on ε; K is the sum of the steps' log moments.
+
+    ``least``: hardly any, for a δ that is no tail's, of which rounding far from the tilted mean would leave nothing.
+    """
     tables = [(*_quadrature(step, mass), step.count) for step in steps]
 
     def moments(rate: float) -> tuple[float, float, float, float]:
@@ -157,6 +160,8 @@ def _choose_tilt(steps: list[Step], delta: float, mass: float) -> Tilt:
     # Twenty to a decade. The deviation of a loss whose large values are very rare says little of them: hence 1.
     first = min(1e-3 / unit, 1.0)
     rates = np.geomspace(first, 1e5 / unit, math.ceil(20 * math.log10(1e5 / unit / first)) + 1)
+    if least:
+        rates = rates[:1]
     chernoff = [(moments(rate)[0] - math.log(delta)) / rate for rate in rates]
     # Where the losses end at a largest one the bound falls for ever: the smallest λ that is about as good will do.
     enough = min(chernoff) + 0.01 * abs(min(chernoff)) + ERROR
@@ -397,7 +402,9 @@ def epsilon_upper(history: History, delta: float, error: float = ERROR) -> float
     exact = _exact(history, delta)
     if exact is not None:
         return exact
-    tight = max(_direction(history, delta, removal, False, error)[1] for removal in (True, False))
+    tight, largest = _direction(history, delta, True, False, error)[1], _largest_loss_of_addition(history)
+    if largest > tight:
+        tight = max(tight, min(largest, _direction(history, delta, False, False, error)[1]))
     # Both are bounds, and where the FFT cannot resolve delta this one remains.
     return min(tight, renyi_epsilon(history, delta)[0])
 
@@ -407,9 +414,20 @@ def epsilon_bounds(history: History, delta: float, error: float = ERROR) -> tupl
     exact = _exact(history, delta)
     if exact is not None:
         return exact, exact
-    bounds = [_direction(history, delta, removal, True, error) for removal in (True, False)]
+    bounds, largest = [_direction(history, delta, True, True, error)], _largest_loss_of_addition(history)
+    if largest > bounds[0][0]:
+        low, high = _direction(history, delta, False, True, error)
+        bounds.append((low, min(high, largest)))
     upper = min(max(high for _, high in bounds), renyi_epsilon(history, delta)[0])
     return max(low for low, _ in bounds), upper
+
+
+def _largest_loss_of_addition(history: History) -> float:
+    """An ε that always suffices where an example is added: a step's loss is -log(1 - q + q e^...), at most -log(1 - q).
+
+    After few steps that is where the losses end, and the FFT's rounding may exceed what δ leaves there.
+    """
+    return sum(t * -math.log1p(-min(q, 1.0 - 1e-16)) for _, q, t in history)
 
 
 def _exact(history: History, delta: float) -> float | None:
@@ -424,17 +442,23 @@ def _exact(history: History, delta: float) -> float | None:
     return gaussian_epsilon(delta, math.sqrt(sum(t / s**2 for s, _, t in history)))
 
 
-def _direction(history: History, delta: float, removal: bool, both: bool, error: float) -> tuple[float, float]:
+def _direction(
+    history: History, delta: float, removal: bool, both: bool, error: float, least: bool = False
+) -> tuple[float, float]:
     """(lower, upper) for removing or for adding an example; the lower one is 0 unless ``both``."""
     steps = [Step(s, min(q, 1.0 - 1e-16), t, removal) for s, q, t in _merged(history)]
     total = sum(step.count for step in steps)
     mass = TAIL_SHARE * delta / total
-    tilt = _choose_tilt(steps, delta, mass)
+    tilt = _choose_tilt(steps, delta, mass, least)
     finest = max(32 * tilt.deviation, *(float(np.ptp(step.loss(step.span(mass)))) for step in steps)) / LARGEST_WINDOW
     # Moving every step's loss by at most h moves their sum by at most their number times h.
     h = max(tilt.step_deviation / 16, error / 4 / total, finest)
     high = _upper(_compose(steps, tilt, h, mass, delta), delta)
-    while h / 2 >= finest:
+    if high == math.inf and not least:
+        found = _direction(history, delta, removal, both, error, least=True)
+        if found[1] < math.inf:
+            return found
+    while h / 2 >= finest and not (least and high == math.inf):
         h /= 2
         coarser, high = high, min(high, _upper(_compose(steps, tilt, h, mass, delta), delta))
         # The error falls with h²: what is left is a third of the last improvement. None at all proves nothing: both

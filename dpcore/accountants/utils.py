@@ -44,7 +44,8 @@ def get_noise_multiplier(
     Raises:
         ValueError: a number is out of its range, or the budget cannot be met.
     """
-    check_number("target_epsilon", target_epsilon, lambda e: e > 0.0, "it must be above 0")
+    rule = "it must be above 0 and finite (training without noise is noise_multiplier=0.0 of make_private)"
+    check_number("target_epsilon", target_epsilon, lambda e: 0.0 < e < math.inf, rule)
     check_number("target_delta", target_delta, lambda d: 0.0 < d < 1.0, DELTA_RULE)
     check_number("sigma_tolerance", sigma_tolerance, lambda t: t > 0.0, "it must be above 0, for instance 1e-6")
     steps = count_steps(sample_rate, epochs, steps)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 from torch.utils.data import DataLoader, IterableDataset
 
 from dpcore.errors import PrivacyError
-from dpcore.loading.ledger import Source, count_drawn
+from dpcore.loading.ledger import Source, hand_out
 from dpcore.tree import batch_length
 
 
@@ -66,13 +66,24 @@ class _Distinct:
 class CountingDataLoader(DataLoader[Any]):
     """A loader that tells the ledger of how many examples every batch is that it hands out."""
 
+    handed_out = 0
+    """Number of batches so far."""
+
     @property
     def source(self) -> Source:
         """Under which number batches are counted."""
         return None
 
+    def _begin(self) -> Any:
+        """Return what :meth:`_take` is given in the round that begins."""
+
+    def _take(self, begun: Any) -> int | None:
+        """Count a batch of a round; return its number among the sampler's draws, None where that is not known."""
+        self.handed_out += 1
+        return None
+
     def __iter__(self) -> Any:
-        collate, sampler = self.collate_fn, self.batch_sampler
+        collate, sampler, begun = self.collate_fn, self.batch_sampler, self._begin()
         make = super().__iter__
         # An iterator takes both when it is made. Neither may be seen by those who build a loader of their own of them,
         # nor by a class that changes batches in an __iter__ of its own.
@@ -92,7 +103,9 @@ class CountingDataLoader(DataLoader[Any]):
                 batch, examples = batch
             if isinstance(drawn, _Distinct) and getattr(self, "in_order", True):
                 _check_data_set(drawn.sizes.popleft(), examples)
-            count_drawn(self.source, batch_length(batch) if examples is None else examples)
+            draw = self._take(begun)
+            examples = batch_length(batch) if examples is None else examples
+            hand_out(self, self.handed_out, self.source, draw, examples)
             yield batch
 
 

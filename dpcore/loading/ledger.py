@@ -1,4 +1,4 @@
-"""The ledger: how many examples each batch of this process's private loaders has, and which batches were used.
+"""The ledger: which batches this process's private loaders have handed out, by name, and which of them were used.
 
 The accountant assumes that every step uses one batch of its loader, each example in one row. Whatever else a step used
 shows in its number of rows: data from elsewhere, copies of an example, a part of a batch, a batch for the second time.
@@ -6,95 +6,147 @@ shows in its number of rows: data from elsewhere, copies of an example, a part o
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 from dpcore.errors import PrivacyError, trainer_hint
 
 Source = float | None
 """A Poisson loader's sample rate; None for loaders without Poisson sampling."""
 
-# By sample rate and not by loader: a trainer may build its own private loader over the same data at the same rate.
-_HANDED_OUT: defaultdict[Source, list[int]] = defaultdict(list)
-
 LOOKED_AT = 1024
 """Only so many of the newest unused batches may still be used, which bounds the search."""
 
 
-def count_drawn(source: Source, examples: int) -> None:
-    """Notes that a loader has handed out a batch made of ``examples`` examples of its data set."""
-    _HANDED_OUT[source].append(examples)
+@dataclass(frozen=True)
+class Batch:
+    """The name of a batch: two are the same one where all of this is equal.
+
+    ``loader``: its loader's name in this process. ``number``: how many batches the loader has handed out with it.
+    ``source``: the rate at which it was drawn. ``draw``: its number among the draws of the loader's sampler, None where
+    that is not known. ``examples``: how many it is made of.
+    """
+
+    loader: int
+    number: int
+    source: Source
+    draw: int | None
+    examples: int
+
+
+class Unused:
+    """The batches that the steps of one accountant may still use, by their source, the newest last."""
+
+    def __init__(self) -> None:
+        self.of: defaultdict[Source, deque[Batch]] = defaultdict(lambda: deque(maxlen=LOOKED_AT))
+        _ALL.add(self)
+
+
+_ALL: WeakSet[Unused] = WeakSet()
+_OWNERS: WeakKeyDictionary[Any, WeakSet[Unused]] = WeakKeyDictionary()
+"""Loaders that were made private -> for whom. Any other one (a trainer may build its own over the same data) tells all,
+and is told from others by its rate."""
+_NAMES: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_NEXT_NAME = itertools.count()
+
+
+def name_of(loader: Any) -> int:
+    """Return the name of a loader, which no other one of this process has or had."""
+    if loader not in _NAMES:
+        _NAMES[loader] = next(_NEXT_NAME)
+    return _NAMES[loader]
+
+
+def give(loader: Any, owner: Unused) -> None:
+    """Let the batches of ``loader`` be those of ``owner``, and of nobody to whom it was not given."""
+    _OWNERS.setdefault(loader, WeakSet()).add(owner)
+
+
+def hand_out(loader: Any, number: int, source: Source, draw: int | None, examples: int) -> None:
+    """Note that ``loader`` has handed out a batch made of ``examples`` examples of its data set."""
+    batch = Batch(name_of(loader), number, source, draw, examples)
+    for unused in list(_OWNERS.get(loader, _ALL)):
+        unused.of[source].append(batch)
 
 
 class Ledger:
-    """The batches of ``source()`` that were handed out since the ledger was opened, and not used yet.
+    """What an optimiser has used of the batches of ``source()`` that were handed out and are not used yet.
 
-    They are used by one optimiser or, with ``shared``, by it and those of that ledger: two models of one accountant
-    must not be trained on the same batch.
+    Optimisers of one accountant share ``unused``: two models must not be trained on the same batch. ``checks`` False:
+    the user's own batches are used, and none is refused.
     """
 
-    def __init__(self, source: Callable[[], Source], shared: Ledger | None = None) -> None:
+    def __init__(self, source: Callable[[], Source], unused: Unused, checks: bool = True) -> None:
         self.source = source
-        opened = {key: len(sizes) for key, sizes in _HANDED_OUT.items()}
-        self._read: defaultdict[Source, int] = defaultdict(int, opened) if shared is None else shared._read
-        self._unused: defaultdict[Source, list[int]] = defaultdict(list) if shared is None else shared._unused
+        self.unused = unused
+        self.checks = checks
+        self.used: tuple[Batch, ...] = ()
+        """The batches of the last step; none where it is not certain which they are."""
         self._steps = 0
         self._pieces: float | None = None  # passes for each batch, at all steps so far
 
     def use(self, sizes: Sequence[int]) -> None:
-        """Takes the batches of one step from the unused ones.
+        """Take the batches of one step from the unused ones.
 
         Args:
-            sizes: the number of rows of every backward pass; one number for the pieces of one batch together.
+            sizes: The number of rows of every backward pass; one number for the pieces of one batch together.
 
         Raises:
-            PrivacyError: where no unused batches, one to a pass or one in all, have just as many examples; or where
-                Poisson batches go through several passes each, and not through as many at every step.
+            PrivacyError: no unused batches, one to a pass or one in all, have just as many examples; or Poisson batches
+                go through several passes each, and not through as many at every step.
         """
         key = self.source()
-        unused, handed_out = self._unused[key], _HANDED_OUT[key]
-        unused.extend(handed_out[self._read[key] :])
-        self._read[key] = len(handed_out)
-        del unused[:-LOOKED_AT]
+        unused = self.unused.of[key]
         self._steps += 1
+        found = self._batches_of(unused, sizes)
+        self.used = ()
+        if not found:
+            if self.checks:
+                self._refuse(unused, sizes)
+            return
+        chosen = found[0]
+        if key is not None and self.checks:
+            self._check_pieces(len(sizes) / len(chosen))
+        if len(found) == 1:
+            self.used = tuple(unused[i] for i in chosen)
+        for i in reversed(chosen):
+            del unused[i]
+
+    def _refuse(self, unused: Sequence[Batch], sizes: Sequence[int]) -> None:
         if not unused:
             raise PrivacyError(
                 f"This is step {self._steps} of this optimizer, and no batch of the private data loader is left that "
-                "was not used: the data came from elsewhere, or a batch was used twice (by two optimizers of one "
-                "engine, say). The accountant counts on a fresh batch at every step and would understate what leaks. "
-                "Iterate over the loader that make_private returned, one batch per step, or pass check_batches=False "
-                f"if your own batches are drawn at the accounted rate.{trainer_hint()}"
+                "was not used: the data came from elsewhere (from another engine's loader, say), or a batch was used "
+                "twice (by two optimizers of one engine, say). The accountant counts on a fresh batch at every step "
+                "and would understate what leaks. Iterate over the loader that make_private returned, one batch per "
+                "step, or pass check_batches=False if your own batches are drawn at the accounted "
+                f"rate.{trainer_hint()}"
             )
-        found = self._batches_of(unused, sizes)
-        if found is None:
-            raise PrivacyError(
-                f"{sum(sizes)} rows went through the backward passes of this step, but the private data loader has "
-                f"handed out {_list(unused)} examples for it: an example in several rows is clipped in each, so that "
-                "it could move the sum by several times max_grad_norm, and rows that stand for several examples are "
-                "clipped as one. Give every example one row (its copies inside of that row, its loss set to 0 to leave "
-                "it out), and call backward() once for every batch. torch.autograd.grad through the private module is "
-                "a backward pass, too: take gradients at the inputs (for adversarial training, say) in evaluation "
-                "mode, between model.eval() and model.train(). Or pass check_batches=False if every example is in one "
-                "row only."
-            )
-        if key is not None:
-            self._check_pieces(len(sizes) / (found.stop - found.start))
-        del unused[found]
+        raise PrivacyError(
+            f"{sum(sizes)} rows went through the backward passes of this step, but the private data loader has "
+            f"handed out {_list([b.examples for b in unused])} examples for it: an example in several rows is clipped "
+            "in each, so that it could move the sum by several times max_grad_norm, and rows that stand for several "
+            "examples are clipped as one. Give every example one row (its copies inside of that row, its loss set to 0 "
+            "to leave it out), and call backward() once for every batch. torch.autograd.grad through the private "
+            "module is a backward pass, too: take gradients at the inputs (for adversarial training, say) in "
+            "evaluation mode, between model.eval() and model.train(). Or pass check_batches=False if every example is "
+            "in one row only."
+        )
 
-    def _batches_of(self, unused: Sequence[int], sizes: Sequence[int]) -> slice | None:
-        """The batches of a step: one for each pass, or else, if there are such, as many pieces each as at steps before.
+    def _batches_of(self, unused: Sequence[Batch], sizes: Sequence[int]) -> list[range]:
+        """What may be the batches of a step, the likeliest first: one for each pass, else as many as at steps before.
 
         Empty batches beside others make both the shorter and the longer run have as many rows.
         """
-        found = _same_run(unused, sizes)
-        if found is not None:
-            return found
-        first = None
-        for run in _runs_of(unused, sum(sizes), len(sizes)):
-            if self._pieces in (None, len(sizes) / (run.stop - run.start)):
-                return run
-            first = run if first is None else first
-        return first
+        counts = [batch.examples for batch in unused]
+        same = [*_same_runs(counts, sizes)]
+        others = [run for run in _runs_of(counts, sum(sizes), len(sizes)) if run not in same] if len(sizes) > 1 else []
+        usual = [run for run in others if self._pieces in (None, len(sizes) / len(run))]
+        return same + usual + [run for run in others if run not in usual]
 
     def _check_pieces(self, pieces: float) -> None:
         """Refuse batches that a loop cuts by their length: update and noise are divided by the number of passes."""
@@ -108,23 +160,22 @@ class Ledger:
         self._pieces = pieces
 
 
-def _same_run(unused: Sequence[int], sizes: Sequence[int]) -> slice | None:
-    """The newest consecutive batches of these sizes, in any order: passes that were left out are counted last."""
+def _same_runs(unused: Sequence[int], sizes: Sequence[int]) -> Iterator[range]:
+    """Consecutive batches of these sizes, in any order, the newest first: passes left out are counted last."""
     wanted, count = sorted(sizes), len(sizes)
     for start in range(len(unused) - count, -1, -1):
         if sorted(unused[start : start + count]) == wanted:
-            return slice(start, start + count)
-    return None
+            yield range(start, start + count)
 
 
-def _runs_of(unused: Sequence[int], rows: int, passes: int) -> Iterator[slice]:
+def _runs_of(unused: Sequence[int], rows: int, passes: int) -> Iterator[range]:
     """Consecutive batches with ``rows`` examples in all, at most ``passes`` of them; the newest come first."""
     for stop in range(len(unused), 0, -1):
         total = 0
         for start in range(stop - 1, max(stop - passes, 0) - 1, -1):
             total += unused[start]
             if total == rows:
-                yield slice(start, stop)
+                yield range(start, stop)
 
 
 def _list(sizes: Sequence[int]) -> str:

@@ -73,14 +73,22 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
             self.seed = int(seed)
         self.secure = secure
         self.drawn = 0
+        self._generator: torch.Generator | None = generator
         self._left = 0
         self._resumed: int | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Draw a secret seed anew in a copy: two models on the same batches spend more than two on their own."""
-        self.__dict__.update(state)
+        self.__dict__.update(state, _generator=None)
         if not self._is_chosen:
             draw_seed(self)
+
+    @property
+    def generator(self) -> torch.Generator:
+        """A generator for a subclass that draws its batches by itself: of the seed at first, and then going on."""
+        if self._generator is None:
+            self._generator = torch.Generator().manual_seed(self.seed % 2**63)
+        return self._generator
 
     def __len__(self) -> int:
         return self.steps

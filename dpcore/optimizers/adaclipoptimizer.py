@@ -121,7 +121,9 @@ class AdaClipDPOptimizer(DPOptimizer):
             self._secret_noise = self._secret_noise or GaussianNoise()
             return self._secret_noise
         digest = hashlib.sha256(f"dpcore unclipped count {self.noise.seed}".encode()).digest()
-        return GaussianNoise(int.from_bytes(digest[:16], "little"), self.noise.rank)
+        noise = GaussianNoise(int.from_bytes(digest[:16], "little"), self.noise.rank)
+        noise.also = self.noise.also
+        return noise
 
     def update_max_grad_norm(self, noisy_count: float) -> None:
         """Moves the bound by the noisy centred count of this step."""

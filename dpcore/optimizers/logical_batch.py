@@ -6,21 +6,42 @@ each example in one piece, and all pieces must be clipped at the bound for which
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.loading.ledger import Ledger
 from dpcore.microbatch.accumulator import Accumulator
 
 
+@dataclass(frozen=True)
+class Piece:
+    """The name of a part of a batch: which batch (two are one where ``batch`` is equal), and which place in it.
+
+    ``rows``: how many examples a loader has put into it; None where a loop has announced it by a signal.
+    """
+
+    batch: Any
+    rows: int | None
+    first: bool
+    goes_on: bool
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of its batch."""
+        return self.first and not self.goes_on
+
+
 class LogicalBatch:
     """The batch that an optimiser is adding up: begin, add_piece (once or more), step, end.
 
-    :meth:`hand_out` and ``goes_on`` announce the next piece; they say whether it is its batch's last. :meth:`begin` and
-    :meth:`add_piece` stand around the addition of that piece. :meth:`stepping` is open while the sum's update is made.
-    :meth:`end` follows a step. :meth:`leave` says that a loop has ended. :meth:`discard` forgets everything, after an
-    error or before another loop.
+    :meth:`hand_out` and :meth:`signal` announce pieces, in the order of their steps. :meth:`begin` and
+    :meth:`add_piece` stand around the addition of the one that is next. :meth:`stepping` is open while the sum's update
+    is made. :meth:`end` follows a step. :meth:`leave` says that a loop has ended. :meth:`discard` forgets everything,
+    after an error or before another loop.
 
     Without pieces, every backward pass is a batch of its own, and a step may add up several (``batches``).
     """
@@ -29,34 +50,77 @@ class LogicalBatch:
         self.accumulator = accumulator
         self.is_stepping = False
         """True while the wrapped optimiser may step."""
-        self.goes_on = False
-        """True where more pieces of the same batch follow the next one."""
-        self._waiting = 0  # rows of a piece that was handed out and not added yet
-        self._overtaken = False  # whether a piece was handed out while another one was waiting
+        self.pieces = 0
+        """How many were added in all."""
+        self.taken = 0
+        """How many were announced, or without that understood, and begun to be added."""
+        self._signalled = 0  # batches whose pieces were announced by signals
+        self._passes = 0  # of the module, at the last piece or before the first signal since
+        self._forget_announced()
         self._reset()
+
+    def _forget_announced(self) -> None:
+        self._waiting: deque[Piece] = deque()  # announced, and not added yet
+        self._most_waiting = 0  # before any step, since fewer than two were waiting
+        self._overtaken = False  # whether an announced piece was left out, as far as this can be told
+        self._stale: int | None = None  # passes at a signal that came behind a piece's passes
+        self._handed_out = False  # whether a loop over a loader's pieces is under way
+        self._begins = True  # whether the next signal is of a batch's first piece
+        self._signalled += 1
 
     def _reset(self) -> None:
         self.batches = 0
         """Number of batches in the sum."""
         self.unfinished = False
         """True while the sum holds pieces of a batch that goes on."""
+        self._piece: Piece | None = None  # the newest of them
         self._left = False  # whether no more of its pieces can come
         self._rows = 0  # of its pieces so far
         self._bounds: tuple[float, ...] | None = None  # at which the sum was clipped
         self._noise_multiplier: float | None = None  # in force at its first piece
         self._drawn = 0  # how many batches the loader had handed out at the last piece
 
-    def hand_out(self, rows: int, goes_on: bool) -> None:
-        """Announce a piece of ``rows`` examples, which is on its way to the next :meth:`add_piece`.
+    @property
+    def goes_on(self) -> bool:
+        """True where more pieces of the same batch follow the next one."""
+        return bool(self._waiting) and self._waiting[0].goes_on
 
-        If the previous piece was not added yet, forget that it continues: otherwise pieces of different batches would
-        be added up as one batch. :meth:`add_piece` then refuses.
+    @property
+    def announced(self) -> list[Piece]:
+        """The pieces whose steps are to come, as far as they are known."""
+        return list(self._waiting)
+
+    def hand_out(self, piece: Piece) -> None:
+        """Announce a loader's piece, which is on its way to the next :meth:`add_piece`.
+
+        Whole batches may be fetched ahead or left out; which one a step uses is the ledger's matter.
         """
-        if self._waiting and (self.goes_on or goes_on):
+        if any(not (waiting.is_whole and piece.is_whole) for waiting in self._waiting):
             self._overtaken = True
-        self._waiting = rows
-        self._left = False
-        self.goes_on = goes_on
+        self._waiting = deque([piece])
+        self._handed_out, self._left = True, False
+
+    def signal(self, goes_on: bool, passes: int) -> None:
+        """Announce a piece of the loop's own, behind those that were announced before.
+
+        Args:
+            goes_on: Whether it is not its batch's last.
+            passes: How many passes the module has made.
+        """
+        if not self._waiting:
+            self._passes = passes
+        elif passes > self._passes:
+            self._stale = passes
+        self._waiting.append(Piece(self._signalled, None, self._begins, goes_on))
+        self._end_signals(not goes_on)
+
+    def leave_out(self) -> None:
+        """Note that the gradients of a piece were dropped: the signal that is next may be that of its step."""
+        self._overtaken |= len(self._waiting) > 0 and self._waiting[0].rows is None
+
+    def _end_signals(self, last: bool) -> None:
+        self._begins = last
+        self._signalled += last
 
     @property
     def schedules_wait(self) -> bool:
@@ -73,6 +137,7 @@ class LogicalBatch:
         The sum stays: the batch can still not be released, and the next loop forgets it.
         """
         self._left = self.unfinished
+        self._handed_out = False
 
     def begin(self, noise_multiplier: float) -> None:
         """Prepare the sum for a piece.
@@ -112,40 +177,81 @@ class LogicalBatch:
             )
         self._noise_multiplier = noise_multiplier
 
-    def add_piece(self, sizes: Sequence[int], ledger: Ledger | None, drawn: int) -> None:
+    def add_piece(self, sizes: Sequence[int], ledger: Ledger | None, drawn: int, passes: int) -> None:
         """Count a piece that was added to the sum.
 
         Args:
             sizes: examples of every backward pass since the last piece.
-            ledger: where the batch is taken from the loader's unused ones; None: batches are not checked.
+            ledger: where the batch is taken from the loader's unused ones; None: it is not known.
             drawn: how many batches the loader has handed out.
+            passes: how many passes the module has made.
 
         Raises:
-            PrivacyError: there was no backward pass; pieces of several batches would be one batch; or the batch is none
-                of the ledger's.
+            PrivacyError: there was no backward pass; pieces of several batches would be one batch, or one piece would
+                be in it twice; or the batch is none of the ledger's.
         """
         if not sizes:
             raise PrivacyError(
                 "optimizer.step() found no backward pass of the wrapped module since the last step; stepping now would "
                 "release noise for a batch that was never seen. Call loss.backward() on the module's output first."
             )
-        if self._overtaken or (self._waiting and not sum(sizes)):
+        checks = ledger is not None and ledger.checks
+        piece = self._next_piece(sum(sizes), checks, passes)
+        self._passes = passes
+        self.pieces += 1
+        if ledger is not None:
+            if checks and piece.rows is None:
+                self._check_one_batch(drawn)
+            self._rows += sum(sizes)
+            if not piece.goes_on:
+                ledger.use([self._rows] if self.unfinished else sizes)
+                self._rows = 0
+        # All pieces of a logical batch count as one batch; without pieces every backward pass is a batch of its own.
+        self.batches += len(sizes) if not (piece.goes_on or self.unfinished) else int(not self.unfinished)
+        self.unfinished, self._piece = piece.goes_on, piece
+
+    def _next_piece(self, rows: int, checks: bool, passes: int) -> Piece:
+        """Return the piece that was announced for this step, of ``rows`` rows; without one it is a batch's last."""
+        waiting = len(self._waiting)
+        if waiting > self._most_waiting > 0 or self._stale not in (None, passes):
+            self._overtaken = True
+        self._most_waiting = max(waiting, self._most_waiting) if waiting > 1 else 0
+        self._stale = None
+        if self._overtaken or (waiting and self._waiting[0].rows and not rows):
             raise PrivacyError(
                 "A piece of a batch was handed out before optimizer.step() was called for the one before it, so pieces "
                 "of different batches would be added up as one, and an example in two of them would move the sum by "
                 "twice max_grad_norm. Call step() for every piece before the next one is fetched: no prefetching of "
-                "BatchMemoryManager's pieces, and no piece left out."
+                "BatchMemoryManager's pieces, and no piece left out. (Of pieces that signal_skip_step() announces, "
+                "always the same number may be drawn ahead; optimizer.discard() forgets them.)"
             )
-        self._waiting = 0
-        if ledger is not None:
-            self._check_one_batch(drawn)
-            self._rows += sum(sizes)
-            if not self.goes_on:
-                ledger.use([self._rows] if self.unfinished else sizes)
-                self._rows = 0
-        # All pieces of a logical batch count as one batch; without pieces every backward pass is a batch of its own.
-        self.batches += len(sizes) if not (self.goes_on or self.unfinished) else int(not self.unfinished)
-        self.unfinished = self.goes_on
+        self.taken += 1
+        last = self._piece if self.unfinished else None
+        if not waiting and ((self._handed_out and checks) or (last is not None and last.rows is not None)):
+            raise PrivacyError(
+                "optimizer.step() was called again on a piece of a batch that a step has used: an example of it would "
+                "move the sum by twice max_grad_norm, or be released without being counted. Make one step for every "
+                "piece; for several updates on one batch (PPO's epochs, a GAN's critic) draw a fresh batch for each."
+            )
+        if not waiting:
+            self._end_signals(last=True)
+            return Piece(last.batch if last is not None else self._signalled, None, last is None, False)
+        piece = self._waiting.popleft()
+        if piece.first != (last is None) or (last is not None and piece.batch != last.batch):
+            raise PrivacyError(
+                "This piece does not go on with the batch at hand: its batch's first pieces were dropped, because "
+                "another loop over the loader was begun within it (next(iter(loader)), say) or a step has failed, and "
+                "they would be released without being counted or together with another batch, in which an example "
+                "could be, too. Begin another loop only where optimizer.batch_goes_on is False, or leave "
+                "max_physical_batch_size and BatchMemoryManager out, whose whole batches may be fetched within a loop."
+            )
+        if checks and piece.rows is not None and not piece.is_whole and piece.rows != rows:
+            raise PrivacyError(
+                f"{rows} rows went through the backward passes of this step, and the piece of a batch that it is for "
+                f"has {piece.rows} examples: an example in several rows is clipped in each. Call backward() once for "
+                "every piece, on its examples alone, or pass check_batches=False if every example is in one row only."
+            )
+        return piece
 
     def _check_one_batch(self, drawn: int) -> None:
         """The pieces of a logical batch must come from one batch of the loader: they are accounted for as one."""
@@ -172,8 +278,19 @@ class LogicalBatch:
         self._reset()
         self.accumulator.clear()
 
+    def fail(self, taken: int) -> None:
+        """Forget the sum after an error of a step, before which ``taken`` pieces were taken.
+
+        Pieces of the loop's own stay announced whose steps are to come.
+        """
+        if self._handed_out:
+            self._waiting.clear()
+            self._overtaken = False
+        elif self._waiting and self.taken == taken and not self._overtaken:
+            self._waiting.popleft()
+        self.end()
+
     def discard(self) -> None:
         """Forget the sum, and what was announced."""
-        self.goes_on = False
-        self._waiting, self._overtaken = 0, False
+        self._forget_announced()
         self.end()

@@ -17,13 +17,14 @@ from dpcore.distributed import Ranks, fingerprint
 from dpcore.errors import PrivacyError, UnsupportedError, trainer_hint, warn_caller
 from dpcore.grad_sample.backward_pass import owner_of
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
-from dpcore.loading.ledger import Ledger
+from dpcore.loading.ledger import Batch, Ledger, name_of
 from dpcore.loading.uniform_sampler import drawn_seed
 from dpcore.microbatch.accumulator import Accumulator, Factors
 from dpcore.microbatch.planner import MicroBatches, choose, micro_batches, trains_all
 from dpcore.noise import GaussianNoise, SecureNoise
+from dpcore.optimizers.course import Course
 from dpcore.optimizers.foreign import refuse_foreign_steps
-from dpcore.optimizers.logical_batch import LogicalBatch
+from dpcore.optimizers.logical_batch import LogicalBatch, Piece
 from dpcore.optimizers.schedules import follow, watch_torch
 from dpcore.optimizers.wrapper import OptimizerWrapper
 from dpcore.rerun.heap import give_back
@@ -31,6 +32,10 @@ from dpcore.rerun.heap import give_back
 NOISE_HINT = " (make_private_with_epsilon finds it for a budget)"
 MEAN_RULE = "with loss_reduction='mean' the update needs a positive, public divisor"
 StepHook = Callable[["DPOptimizer"], None]
+SCHEDULED = {"initial_lr", "base_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "param_names"}
+"""What schedules, and torch, put into groups of any optimiser."""
+SPENT = "privacy"
+"""The entry of an optimiser's state that says what its steps have spent."""
 _CLAIMED: weakref.WeakKeyDictionary[AbstractGradSampleHooks, weakref.ref[DPOptimizer]] = weakref.WeakKeyDictionary()
 """Recorder of gradients -> the optimiser that takes them."""
 
@@ -119,12 +124,16 @@ class DPOptimizer(OptimizerWrapper):
         self.data_loader: Any = None
         self.counted_by: weakref.ref[Any] | None = None
         """The engine that counts the steps."""
-        self.batches_seen = 0
-        """How many batches ``data_loader`` had handed out at the last step."""
+        self.course = Course()
         self.plans_pieces = False
         """Whether every piece of a batch leaves a plan of how to cut more of its kind."""
         self.piece_plan: MicroBatches | None = None
         self.logical_batch = LogicalBatch(self.accumulator)
+        self._is_ready = False
+        """Whether a gradient was released that the wrapped optimiser has not applied."""
+        self._shown: dict[Parameter, Tensor] = {}
+        """What was put into ``p.summed_grad`` here."""
+        self._told: set[str] = set()
         _claim(module, self)
         refuse_foreign_steps(private_optimizers)
         self._guard_inner()
@@ -163,6 +172,8 @@ class DPOptimizer(OptimizerWrapper):
             private = outer()
             if private is None or private.logical_batch.is_stepping:
                 return
+            if private._is_ready and all(map(private.module.is_released, private.accumulator.names)):
+                return  # by a subclass's step(), behind pre_step()
             if any(owner_of(p) is private.module for p in private.accumulator.names):
                 raise PrivacyError(
                     "step() was called on the optimizer inside the private one: it would apply gradients without "
@@ -170,7 +181,13 @@ class DPOptimizer(OptimizerWrapper):
                     "make_private returned; for training without privacy, call to_standard_module() first."
                 )
 
+        def conclude(optimizer: Any, args: Any, kwargs: Any) -> None:
+            private = outer()
+            if private is not None and not private.logical_batch.is_stepping:
+                private._conclude()
+
         register(refuse)
+        self.original_optimizer.register_step_post_hook(conclude)
 
     # ---- what the wrapped optimiser is
 
@@ -203,10 +220,50 @@ class DPOptimizer(OptimizerWrapper):
         self.original_optimizer.defaults = defaults
 
     def state_dict(self) -> dict[str, Any]:
-        return self.original_optimizer.state_dict()
+        """Return the wrapped optimiser's state, and what its engine has spent: whoever goes on with it has spent it."""
+        state = self.original_optimizer.state_dict()
+        engine = self.engine
+        return state if engine is None else {**state, SPENT: engine.spent()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.original_optimizer.load_state_dict(state_dict)
+        """Go on from a state, and count what the private run that wrote it has spent, where that is not counted yet.
+
+        Noise and batches go on with others than those of that run; ``load_checkpoint`` goes on bit for bit.
+
+        Raises:
+            PrivacyError: nobody counts the steps of this optimizer.
+            ValueError: the state is that of an optimizer of another kind.
+        """
+        self.check_state(state_dict)
+        spent = state_dict.get(SPENT)
+        engine = self.engine
+        if spent is not None and engine is None:
+            raise PrivacyError(
+                "The state is that of a private run, and says what its steps have spent, but no PrivacyEngine counts "
+                "those of this optimizer, which would begin anew. Load it into the optimizer that make_private "
+                f"returned; or count by yourself what stands in its entry, and take it out: state.pop({SPENT!r})."
+            )
+        self.original_optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != SPENT})
+        if spent is not None and engine is not None:
+            engine.take_over(spent, self)
+
+    def check_state(self, state_dict: dict[str, Any]) -> None:
+        """ValueError where a state is that of an optimiser of another kind, whose settings this one does not have."""
+        known = {name for group in self.param_groups for name in group}
+        for group in state_dict.get("param_groups", []):
+            missing, unknown = known - set(group), set(group) - known - SCHEDULED
+            if missing - SCHEDULED and unknown:
+                kind = type(self.original_optimizer).__name__
+                raise ValueError(
+                    f"The state is that of another optimizer than {kind}: it has {', '.join(sorted(unknown))} and "
+                    f"lacks {', '.join(sorted(missing))}. Build the optimizer that it was saved with, or begin {kind} "
+                    "anew and load the rest alone."
+                )
+
+    @property
+    def engine(self) -> Any:
+        """The engine that counts the steps, None where there is none."""
+        return None if self.counted_by is None else self.counted_by()
 
     def __repr__(self) -> str:
         return (
@@ -266,30 +323,46 @@ class DPOptimizer(OptimizerWrapper):
         return self.logical_batch.unfinished
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
-        """Make the next ``step()`` clip and accumulate only: it gets a physical piece of a larger logical batch.
+        """Announce a physical piece of a logical batch: one signal for each ``step()``, in their order.
+
+        Signals may be given ahead, as by a loader that draws its next pieces before a step, but always as many. A step
+        without a signal is its batch's last.
 
         Args:
-            do_skip: False takes it back.
+            do_skip: Whether the piece's step clips and accumulates only, because others of its batch follow.
         """
         watch_torch()
-        self.logical_batch.goes_on = do_skip
+        self.logical_batch.signal(do_skip, self.module._passes)
+
+    # What programs of Opacus' read: of the signals that are waiting, and of the last step.
+
+    @property
+    def _step_skip_queue(self) -> list[bool]:
+        return [piece.goes_on for piece in self.logical_batch.announced]
+
+    def _check_skip_next_step(self, pop_next: bool = True) -> bool:
+        """Return whether the step at hand, whose piece was clipped, or with ``pop_next`` False the next one skips."""
+        return self.logical_batch.unfinished if pop_next else self.logical_batch.goes_on
+
+    @property
+    def _is_last_step_skipped(self) -> bool:
+        return self.logical_batch.unfinished
 
     @property
     def has_batch(self) -> bool:
         """True between a batch's backward pass and its step: examples that were not released yet are at hand."""
         return bool(self.logical_batch.batches or self.logical_batch.unfinished or self.module.has_passes)
 
-    def hand_out(self, rows: int, goes_on: bool) -> None:
+    def hand_out(self, piece: Piece) -> None:
         """Announce a piece of a batch that is on its way to the next ``step()``.
 
         :class:`BatchMemoryManager` calls this.
 
         Args:
-            rows: How many examples it has.
-            goes_on: Whether it is not its batch's last.
+            piece: Its name.
         """
         watch_torch()
-        self.logical_batch.hand_out(rows, goes_on)
+        self.logical_batch.hand_out(piece)
 
     def attach_step_hook(self, fn: StepHook) -> None:
         """``fn(self)`` runs after noise was added and before the parameters change; the accountant attaches here.
@@ -322,28 +395,96 @@ class DPOptimizer(OptimizerWrapper):
 
         PrivacyError where there was none, or where a parameter received an ordinary gradient: its examples were not
         clipped. An error forgets the whole logical batch: a part of it that stayed in the sum could be added again.
+
+        A subclass may add them up in its own way, from ``p.grad_sample``. That one example moves the sum by no more
+        than ``max_grad_norm`` is then its own affair.
         """
+        taken = self.logical_batch.taken
         try:
-            self._clip_and_accumulate()
+            self._begin_piece()
+            self._end_piece(self._add_backward_passes())
+            for param, summed in self.accumulator.sums.items():
+                self._show_sum(param, summed)
         except BaseException:
-            self.discard()
+            self._abandon(taken)
             raise
+
+    def _abandon(self, taken: int) -> None:
+        """Forget the batch of a step that has failed, before which ``taken`` pieces were taken."""
+        self.module.forget()
+        self.logical_batch.fail(taken)
+        self._clear()
+        self._forget_sums()
 
     @property
     def _handed_out(self) -> int:
-        """How many batches the private loader has handed out so far, where it is one of Poisson samples."""
+        """How many batches the private loader has handed out so far, where it counts them."""
         return getattr(self.data_loader, "handed_out", 0)
 
-    def _clip_and_accumulate(self) -> None:
+    def _begin_piece(self) -> None:
         if self.loss_reduction == "mean":
             check_divisor(self.expected_batch_size, MEAN_RULE)  # a schedule may have set it
         self._check_unchanged()
         self._check_no_ordinary_gradient()
         self.logical_batch.begin(self.noise_multiplier)
-        sizes = self._add_backward_passes()
-        self.logical_batch.add_piece(sizes, self.ledger, self._handed_out)
+        if self.logical_batch.batches or self.logical_batch.unfinished:
+            self._take_changed_sums()
+
+    def _end_piece(self, sizes: list[int]) -> None:
+        self.logical_batch.add_piece(sizes, self.ledger, self._handed_out, self.module._passes)
+
+    def _show_sum(self, param: Parameter, summed: Tensor) -> None:
+        param.summed_grad = self._shown[param] = summed  # type: ignore[attr-defined]
+
+    def _take_changed_sums(self) -> None:
+        """Take what somebody else has put into ``p.summed_grad`` (a subclass, usually) for the sum."""
         for param, summed in self.accumulator.sums.items():
-            param.summed_grad = summed  # type: ignore[attr-defined]
+            given = getattr(param, "summed_grad", None)
+            if given is None:
+                raise PrivacyError(
+                    f"{type(self).__name__}.clip_and_accumulate() has left nothing in summed_grad of "
+                    f"{self.accumulator.names[param]}, so noise alone would be released for it. Put the sum of the "
+                    "clipped gradients there, or call super().clip_and_accumulate()."
+                )
+            if given is not self._shown.get(param):
+                self._warn_of_own(
+                    f"p.summed_grad was written by {type(self).__name__}.clip_and_accumulate() or by the loop. Noise "
+                    "and epsilon hold where one example moves the sum by at most "
+                    f"max_grad_norm={self.max_grad_norm}, which nobody checks then."
+                )
+                summed.copy_(given)
+                self._show_sum(param, summed)
+
+    def _use_own_clipping(self) -> None:
+        """Count the piece whose sum a subclass's :meth:`clip_and_accumulate` has formed all by itself."""
+        self._begin_piece()
+        self._end_piece([batch_size for _, batch_size in self.module.take()])
+        self._take_changed_sums()
+
+    def _use_own_noise(self) -> None:
+        """Count the noise that a subclass's :meth:`add_noise` has added all by itself."""
+        name = type(self).__name__
+        if self.ranks is not None:
+            raise UnsupportedError(
+                f"{name}.add_noise() does not call super().add_noise(), by which the ranks' sums are added up and get "
+                "the noise once; call it, or train in one process."
+            )
+        self._warn_of_own(
+            f"{name}.add_noise() adds noise of its own. Epsilon is that of fresh normal noise of noise_multiplier * "
+            f"max_grad_norm = {self.noise_multiplier} * {self.max_grad_norm}; nobody checks that it is."
+        )
+        for param, key in self.accumulator.names.items():
+            if param.grad is None:
+                raise PrivacyError(
+                    f"{name}.add_noise() has left nothing in the grad of {key}; set p.grad to p.summed_grad plus "
+                    "noise, or call super().add_noise()."
+                )
+        self.steps += 1
+
+    def _warn_of_own(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            warn_caller(text)
 
     @torch.no_grad()
     def _add_backward_passes(self) -> list[int]:
@@ -434,9 +575,10 @@ class DPOptimizer(OptimizerWrapper):
 
         Of several ranks the sums are added up, with the noise of the first.
         """
+        self._take_changed_sums()
         if self.module.ordinary_grad:
             for param, summed in self.accumulator.sums.items():
-                param.summed_grad = summed.clone()  # type: ignore[attr-defined]
+                self._show_sum(param, summed.clone())
         self.logical_batch.check_bounds()
         self.noise.serve(self)
         std = self.accumulator.check_noise(self._gradient_noise_multiplier())
@@ -497,25 +639,64 @@ class DPOptimizer(OptimizerWrapper):
 
     def pre_step(self, closure: Callable[[], Any] | None = None) -> bool:
         """Everything but the update; False where this was a piece of a logical batch that goes on."""
-        self.clip_and_accumulate()
-        if self.logical_batch.goes_on:
-            self.logical_batch.goes_on = False
-            return False
-        self._see_division()
+        self._conclude()
+        pieces, taken, steps = self.logical_batch.pieces, self.logical_batch.taken, self.steps
         try:
+            self.clip_and_accumulate()
+            if self.logical_batch.pieces == pieces:
+                self._use_own_clipping()
+            if self.logical_batch.unfinished:
+                return False
+            self._see_division()
             if self.ranks is not None:
                 self._check_ranks(self.ranks)
             for guard in self.step_guards:
                 guard(self)
             self.logical_batch.check_noise(self.noise_multiplier)  # the budget's guard has looked at it
+            self.course.name_noise(self.noise, self.steps, self._used, self._other_rate)
+            for param in self.accumulator.names:
+                param.grad = None  # an ordinary one is none that a subclass's add_noise() may leave there
+            self.add_noise()
+            if self.steps == steps:
+                self._use_own_noise()
+            self.scale_grad()
         except BaseException:
-            self.discard()  # or the batch would be added to the next one
+            self._abandon(taken)  # or the batch would be added to the next one
             raise
-        self.add_noise()
-        self.scale_grad()
+        for param in self.accumulator.names:
+            self.module.release(param)
         for hook in self.step_hooks:
             hook(self)
+        self._is_ready = True
         return True
+
+    @property
+    def _used(self) -> tuple[Batch, ...]:
+        """The batches of the step at hand, as far as they are known."""
+        return () if self.ledger is None else self.ledger.used
+
+    @property
+    def _other_rate(self) -> float | None:
+        """The rate at which they were drawn, None where it is that of the settings."""
+        rate = self._used[0].source if self._used else getattr(self.data_loader, "source", None)
+        return None if rate == self.setting.get("sample_rate") else rate
+
+    def _conclude(self) -> None:
+        """Make ready for the next batch, after an update."""
+        if not self._is_ready:
+            return
+        self._is_ready = False
+        for param in self.accumulator.names:
+            if param.grad is not None:
+                self.module.own(param)
+        used = self._used
+        mine = used and used[-1].loader == name_of(self.data_loader)
+        seen = used[-1].number if mine else self._handed_out
+        self.course.batches_seen = max(seen, self.course.batches_seen)
+        self.course.batches_a_step = self.accumulated_iterations
+        self._clear()
+        if not self.module.ordinary_grad or type(self).clip_and_accumulate is not DPOptimizer.clip_and_accumulate:
+            self._forget_sums()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Make one private update, or (after ``signal_skip_step``) only accumulate.
@@ -548,15 +729,18 @@ class DPOptimizer(OptimizerWrapper):
             with torch.enable_grad():
                 loss = closure()
         if self.pre_step():
+            if not self._is_ready:
+                for param in self.accumulator.names:
+                    param.grad = None
+                self.discard()
+                raise PrivacyError(
+                    f"{type(self).__name__}.pre_step() does not call super().pre_step(), which counts the step and "
+                    "takes the batch; nothing was updated. Call it, and put what is to be other into "
+                    "clip_and_accumulate(), add_noise() or scale_grad()."
+                )
             with self.logical_batch.stepping():
                 self.original_optimizer.step()
-            for param in self.accumulator.names:
-                if param.grad is not None:
-                    self.module.own(param)
-            self._clear()
-            self.batches_seen = self._handed_out
-            if not self.module.ordinary_grad:
-                self._forget_sums()
+            self._conclude()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -565,6 +749,9 @@ class DPOptimizer(OptimizerWrapper):
         Args:
             set_to_none: Accepted for compatibility; gradients always become None.
         """
+        self._conclude()
+        if self.module.has_passes:
+            self.logical_batch.leave_out()
         self.original_optimizer.zero_grad(set_to_none=True)
         self.module.drop_gradients()
         if not self.logical_batch.unfinished:

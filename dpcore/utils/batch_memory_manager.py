@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -12,9 +13,11 @@ from torch.utils.data import DataLoader
 from dpcore.data_loader import DPDataLoader
 from dpcore.distributed import Ranks
 from dpcore.errors import UnsupportedError
+from dpcore.loading.ledger import name_of
 from dpcore.microbatch.layout import FEWEST_AT_FIRST
 from dpcore.microbatch.pieces import cut
 from dpcore.microbatch.planner import MicroBatches
+from dpcore.optimizers.logical_batch import Piece
 from dpcore.optimizers.optimizer import DPOptimizer
 from dpcore.tree import batch_length, flatten
 
@@ -50,6 +53,7 @@ class PiecewiseLoader:
         self._in_step = ranks if ranks is not None and (in_step or ranks.sharded) else None
         self._counts_batches = counts_batches or max_physical_batch_size == AUTO
         self._plans: dict[Any, MicroBatches] = {}
+        self._batches = itertools.count()
         optimizer.plans_pieces = max_physical_batch_size == AUTO
 
     def __iter__(self) -> Iterator[Any]:
@@ -64,22 +68,23 @@ class PiecewiseLoader:
 
     def pieces_of(self, batch: Any) -> Iterator[Any]:
         """Hand out one batch; ``step()`` has to be called for every piece before the next one is fetched."""
-        return self._planned_pieces(batch) if isinstance(self.size, str) else self._pieces(batch, self.size)
+        name = name_of(self), next(self._batches)
+        return self._planned_pieces(batch, name) if isinstance(self.size, str) else self._pieces(batch, name, self.size)
 
-    def _planned_pieces(self, batch: Any) -> Iterator[Any]:
+    def _planned_pieces(self, batch: Any, name: Any) -> Iterator[Any]:
         kind = tuple((leaf.shape[1:], leaf.dtype) for leaf in flatten(batch)[0] if isinstance(leaf, Tensor))
         length, start = batch_length(batch), 0
-        settings = _settings(self.optimizer)
+        settings, first = _settings(self.optimizer), True
         while True:
             rest = length - start
             plan = self._plans.get(kind)
             pieces = self._of_all_ranks(max(1, -(-rest // (plan.size(length) if plan else FIRST_PIECE))))
             stop = start + -(-rest // pieces)
-            self.optimizer.hand_out(stop - start, pieces > 1)
+            self.optimizer.hand_out(Piece(name, stop - start, first, pieces > 1))
             yield cut(batch, slice(start, stop))
             if plan is None and self.optimizer.piece_plan is not None:
                 self._plans[kind] = self.optimizer.piece_plan
-            start = stop
+            start, first = stop, False
             if pieces == 1:
                 return
             self._check_settings(settings)
@@ -99,16 +104,16 @@ class PiecewiseLoader:
                 "batch: if not optimizer.batch_goes_on: scheduler.step()."
             )
 
-    def _pieces(self, batch: Any, size: int) -> Iterator[Any]:
+    def _pieces(self, batch: Any, name: Any, size: int) -> Iterator[Any]:
         length = batch_length(batch)
         pieces = self._of_all_ranks(max(1, -(-length // size)))
         settings = _settings(self.optimizer)
         for k in range(pieces):
             if k:
                 self._check_settings(settings)
-            # The flag travels with the piece: it is set when the piece is handed out, and for that piece only.
+            # The name travels with the piece: it is announced when it is handed out.
             rows = slice(k * length // pieces, (k + 1) * length // pieces)
-            self.optimizer.hand_out(rows.stop - rows.start, k + 1 < pieces)
+            self.optimizer.hand_out(Piece(name, rows.stop - rows.start, k == 0, k + 1 < pieces))
             yield cut(batch, rows)
 
     def __len__(self) -> int:
@@ -166,6 +171,19 @@ class BatchMemoryManager:
     def __exit__(self, *exception: Any) -> None:
         self.loader.optimizer.discard()
         self.loader.optimizer.plans_pieces = False
+
+
+def wrap_data_loader(*, data_loader: DataLoader[Any], max_batch_size: int, optimizer: DPOptimizer) -> PiecewiseLoader:
+    """Return the loader of a :class:`BatchMemoryManager`, under the name that Opacus' own manager calls.
+
+    Args:
+        data_loader: The loader that make_private returned.
+        max_batch_size: The most examples of a piece.
+        optimizer: The optimizer that make_private returned.
+    """
+    return BatchMemoryManager(
+        data_loader=data_loader, max_physical_batch_size=max_batch_size, optimizer=optimizer
+    ).loader
 
 
 def whole_batches(loader: Any) -> Any:

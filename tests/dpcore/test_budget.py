@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpcore import BudgetError, PrivacyEngine
 from dpcore.accountants import create_accountant
+from tests.dpcore.private_setup import make, step
 
 RATES = (512 / 12_500, 0.3, 1 / 7, 0.01)
 QUICK = {(512 / 12_500, 5), (0.3, 1), (0.3, 5)}
@@ -91,3 +92,39 @@ def test_an_accountant_counts_and_loads_no_wrong_number(kind: str, wrong: dict[s
     with pytest.raises(ValueError, match=name):
         accountant.load_state_dict({"mechanism": kind, "history": [(1.0, 0.1, 100), tuple(entry.values())]})
     assert accountant.history == before
+
+
+@pytest.mark.parametrize("epsilon", [0.7, 1.1])
+def test_epsilon_is_not_computed_at_every_step(epsilon: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of a small model took forty times as long. The step beyond the budget is the same one."""
+    accountant = create_accountant("rdp")
+    while accountant.get_epsilon(1e-3) <= epsilon:
+        accountant.step(noise_multiplier=4.0, sample_rate=1 / 6)
+    engine, model, optimizer, loader = make(engine=PrivacyEngine(accountant="rdp"), noise_multiplier=4.0)
+    computed = []
+    compute = type(engine.accountant).get_epsilon
+    monkeypatch.setattr(
+        type(engine.accountant), "get_epsilon", lambda self, *a, **k: (computed.append(1), compute(self, *a, **k))[1]
+    )
+    engine.set_budget(epsilon, 1e-2)
+    engine.set_budget(epsilon, 1e-3)
+    rounds = (batch for _ in range(99) for batch in loader)
+    with pytest.raises(BudgetError):
+        for x, y in rounds:
+            step(model, optimizer, x, y)
+    assert len(engine.accountant) == len(accountant) - 1 > 25
+    assert len(computed) < 20
+    engine.set_budget(epsilon + 0.1, 1e-3)
+    step(model, optimizer, *next(rounds))
+
+
+def test_a_budget_follows_a_schedule_of_the_noise() -> None:
+    engine, model, optimizer, loader = make(engine=PrivacyEngine(accountant="rdp"), noise_multiplier=8.0)
+    engine.set_budget(1.0, 1e-3)
+    with pytest.raises(BudgetError):
+        for x, y in (batch for _ in range(99) for batch in loader):
+            step(model, optimizer, x, y)
+            optimizer.noise_multiplier *= 0.8
+    assert engine.get_epsilon(1e-3) <= 1.0
+    engine.accountant.step(noise_multiplier=optimizer.noise_multiplier, sample_rate=loader.sample_rate)
+    assert engine.accountant.get_epsilon(1e-3) > 1.0

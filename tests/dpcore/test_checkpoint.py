@@ -79,7 +79,7 @@ def test_a_file_has_the_entries_that_earlier_versions_wrote(tmp_path) -> None:
     run = Run(seed=7)
     run.save(tmp_path / "now.pt", epoch=2)
     before, now = (torch.load(path, weights_only=True) for path in (WRITTEN_BEFORE, tmp_path / "now.pt"))
-    assert set(now) - {"cuda_rng"} == set(before) - {"weights_one_round_later", "epsilon_one_round_later"}
+    assert set(now) - {"cuda_rng", "runs"} == set(before) - {"weights_one_round_later", "epsilon_one_round_later"}
     assert set(now["privacy_state"]) == set(before["privacy_state"])
     assert now["setting"] == before["setting"] | {"clipping": "flat"}
 

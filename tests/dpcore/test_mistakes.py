@@ -37,6 +37,29 @@ def _plan(**options):
     return PrivacyEngine().make_private_with_epsilon(**(settings | options))
 
 
+@pytest.mark.parametrize("epsilon", [float("inf"), 0.0, float("nan"), "8"])
+def test_a_target_that_no_noise_is_for(epsilon):
+    """An infinite one was searched for ever."""
+    with pytest.raises(ValueError, match=r"target_epsilon is .*above 0 and finite.*noise_multiplier=0\.0"):
+        _plan(target_epsilon=epsilon)
+
+
+@pytest.mark.parametrize("loader", [small_data(), [1, 2], None])
+@pytest.mark.parametrize("poisson_sampling", [True, False])
+def test_a_data_set_in_the_place_of_its_loader(loader, poisson_sampling):
+    sentence = rf"data_loader is of type {type(loader).__name__}; pass a torch\.utils\.data\.DataLoader"
+    with pytest.raises(TypeError, match=sentence):
+        make(data_loader=loader, poisson_sampling=poisson_sampling)
+    with pytest.raises(TypeError, match=sentence):
+        _plan(data_loader=loader, poisson_sampling=poisson_sampling)
+
+
+def test_epsilon_without_delta():
+    engine, *_ = make()
+    with pytest.raises(TypeError, match=r"without delta.*get_epsilon\(delta=0\.01\)"):
+        engine.get_epsilon()
+
+
 @pytest.mark.parametrize("bound", [None, "1.0", "many", -1.0, float("nan")])
 def test_a_bound_that_is_no_number(bound):
     with pytest.raises(ValueError, match=f"max_grad_norm is {bound!r}; it must be a number"):

@@ -427,3 +427,44 @@ def test_a_sampler_of_the_users_is_not_silently_replaced():
             DPDataLoader.from_data_loader(DataLoader(Named(), batch_size=2, sampler=sampler), sample_rate=0.5)
     with pytest.raises(PrivacyError, match="distributed=False"):
         DPDataLoader.from_data_loader(DPDataLoader(Named(), sample_rate=0.5), distributed=True)
+
+
+class _NonEmpty(UniformWithReplacementSampler):
+    """Draws its own coins, from what a sampler of Opacus' has."""
+
+    def __iter__(self):
+        for _ in range(self.steps):
+            chosen = torch.rand(self.num_samples, generator=self.generator) < self.sample_rate
+            if chosen.any():
+                yield chosen.nonzero().flatten().tolist()
+
+
+def test_a_sampler_that_draws_its_own_coins():
+    given = torch.Generator().manual_seed(1)
+    secret = [list(_NonEmpty(num_samples=20, sample_rate=0.2)) for _ in range(2)]
+    seeded = [list(_NonEmpty(num_samples=20, sample_rate=0.2, seed=4)) for _ in range(2)]
+    assert secret[0] != secret[1] and seeded[0] == seeded[1]
+    sampler = _NonEmpty(num_samples=20, sample_rate=0.2, generator=given)
+    assert sampler.generator is given and list(sampler) != list(sampler)
+
+
+def test_a_loader_by_the_librarys_own_sampler_is_the_private_one():
+    """It was refused: it would have been replaced by what it is."""
+    sampler = UniformWithReplacementSampler(num_samples=60, sample_rate=0.2, seed=3, steps=7)
+    expected = [sampler.draw(k) for k in range(7)]
+    ordinary = DataLoader(range(60), batch_sampler=sampler, collate_fn=list)
+    with pytest.warns(UserWarning, match="rand_on_empty"):
+        private = DPDataLoader.from_data_loader(ordinary, rand_on_empty=True)
+    assert list(private) == expected and len(private) == 7 and private.sample_rate == 0.2
+    again = DPDataLoader.from_data_loader(ordinary, sample_rate=0.2)
+    again.go_on(private.position() | {"drawn": "2", "left": "5"})
+    assert list(again) == expected[2:]
+    for wrong in ({"sample_rate": 0.1}, {"secure": True}, {"distributed": True}):
+        with pytest.raises(UnsupportedError, match=r"draws from 60 of 60 examples at the rate 0\.2"):
+            DPDataLoader.from_data_loader(ordinary, **wrong)
+    part = UniformWithReplacementSampler(num_samples=30, sample_rate=0.2)
+    with pytest.raises(UnsupportedError, match="draws from 30 of 60 examples"):
+        DPDataLoader.from_data_loader(DataLoader(range(60), batch_sampler=part))
+    derived = _NonEmpty(num_samples=60, sample_rate=0.2)
+    with pytest.raises(UnsupportedError, match="_NonEmpty would be replaced"):
+        DPDataLoader.from_data_loader(DataLoader(range(60), batch_sampler=derived))

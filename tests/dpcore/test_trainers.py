@@ -740,6 +740,34 @@ def test_an_accelerators_loop_without_noise_ends_where_its_own_does():
     assert difference(start, model, reference) < 1e-12
 
 
+def test_an_accelerator_says_where_a_batch_has_ended():
+    """Loops count their steps and average weights there; it said so at every piece."""
+    accelerate = pytest.importorskip("accelerate")
+    from dpcore.accelerate import prepare
+
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=PIECES, cpu=True)
+    engine = PrivacyEngine(seed=1)
+    module, optimizer, loader = parts(network())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        given = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
+        model, optimizer, loader = prepare(
+            accelerator, engine, module=module, optimizer=optimizer, data_loader=loader, **given
+        )
+    total = len(loader.loader)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=total)
+    scheduler, ended, pieces = accelerator.prepare(schedule), 0, 0
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        pieces += 1
+        ended += accelerator.sync_gradients
+    assert ended == len(engine.accountant) == schedule.last_epoch == total < pieces
+
+
 def test_a_schedule_that_an_accelerator_does_not_know_moves_once_a_batch():
     """It is stepped for every piece, with nothing of accelerate's between it and the loop."""
     pytest.importorskip("accelerate")

@@ -1,0 +1,260 @@
+"""Pieces have names: in random loops one example moves a released sum by at most C, or the loop is refused.
+
+Example i is the i-th unit vector, so that column i of a released gradient is its part of the sum.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import warnings
+from collections import deque
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpcore import GradSampleModule, PrivacyEngine
+from dpcore.errors import PrivacyError
+from dpcore.optimizers import DPOptimizer
+from dpcore.utils.batch_memory_manager import BatchMemoryManager, wrap_data_loader
+
+EXAMPLES, C = 12, 0.1
+
+
+def _examples(rows):
+    return torch.eye(EXAMPLES)[list(rows)], torch.zeros(len(rows)).long()
+
+
+class _Loop:
+    """A model, its private optimizer, and what each update was made of: every example's part over C."""
+
+    def __init__(self, by_hand: bool, batch_size: int = 6, seed: int = 0, **options) -> None:
+        net = nn.Linear(EXAMPLES, 3, bias=False)
+        sgd = torch.optim.SGD(net.parameters(), lr=1e-9)
+        self.updates: list[torch.Tensor] = []
+        sgd.register_step_post_hook(lambda *_: self.updates.append(net.weight.grad.norm(dim=0) / C))
+        settings = {"noise_multiplier": 0.0, "max_grad_norm": C, "expected_batch_size": 1.0}
+        if by_hand:
+            self.model = GradSampleModule(net)
+            self.optimizer = DPOptimizer(sgd, **settings)
+            return
+        data = DataLoader(TensorDataset(torch.eye(EXAMPLES), torch.zeros(EXAMPLES).long()), batch_size=batch_size)
+        self.engine = PrivacyEngine(seed=seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.model, self.optimizer, self.loader = self.engine.make_private(
+                module=net, optimizer=sgd, data_loader=data, **settings, **options
+            )
+
+    def backward(self, x, y) -> None:
+        self.optimizer.zero_grad()
+        F.cross_entropy(self.model(x), y).backward()
+
+    def train(self, x, y) -> None:
+        self.backward(x, y)
+        self.optimizer.step()
+
+    @property
+    def most(self) -> float:
+        return max((float(update.max()) for update in self.updates), default=0.0)
+
+
+def _ahead(pieces, signal, depth):
+    """Hand pieces on, of which ``depth`` more are drawn, and announced, before the one at hand is used."""
+    drawn: deque = deque()
+    for piece, goes_on in pieces:
+        signal(goes_on)
+        drawn.append(piece)
+        if len(drawn) > depth:
+            yield drawn.popleft()
+    yield from drawn
+
+
+def _random_batches(chance):
+    for _ in range(4):
+        batch = [i for i in range(EXAMPLES) if chance.random() < 0.5] or [0]
+        size = chance.randint(1, 4)
+        cut = [batch[k : k + size] for k in range(0, len(batch), size)]
+        yield from ((piece, k + 1 < len(cut)) for k, piece in enumerate(cut))
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+def test_signals_given_ahead_end_in_their_groups(depth) -> None:
+    """They were one flag: pieces of two batches were added, 2 C."""
+    for seed in range(25):
+        chance = random.Random(seed)
+        pieces = list(_random_batches(chance))
+        loop = _Loop(by_hand=True)
+        for piece in _ahead(pieces, loop.optimizer.signal_skip_step, depth):
+            loop.train(*_examples(piece))
+        groups, group = [], set()
+        for piece, goes_on in pieces:
+            group |= set(piece)
+            if not goes_on:
+                groups.append(group)
+                group = set()
+        assert [{*u.nonzero().flatten().tolist()} for u in loop.updates] == groups
+        assert loop.most <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_random_loops_over_signals_that_go_wrong(depth) -> None:
+    """Pieces without a step, steps that fail, rounds that are left and begun anew: refused, or at most C."""
+    for seed in range(60):
+        chance = random.Random(seed)
+        loop = _Loop(by_hand=True)
+        try:
+            for _ in range(2):
+                pieces = list(_random_batches(chance))
+                for used, piece in enumerate(_ahead(pieces, loop.optimizer.signal_skip_step, depth)):
+                    what = chance.random()
+                    if what < 0.1:
+                        loop.backward(*_examples(piece))  # and no step: out of memory, say
+                    # Before the first step, and where no signals come any more, a piece that was left out before its
+                    # forward pass leaves no trace.
+                    elif what < 0.15 and 0 < used < len(pieces) - depth - 1:
+                        continue
+                    elif what < 0.2 and used:
+                        break
+                    else:
+                        loop.train(*_examples(piece))
+        except PrivacyError:
+            pass
+        assert loop.most <= 1 + 1e-6
+
+
+def _nested(loop, pieces, chance):
+    for piece in pieces:
+        loop.train(*piece)
+        if chance.random() < 0.3:
+            loop.train(*next(iter(pieces)))
+
+
+def _twice(loop, pieces, chance):
+    for piece in pieces:
+        for _ in range(chance.choice([1, 1, 2])):
+            loop.train(*piece)
+
+
+def _fetched_ahead(loop, pieces, chance):
+    depth, drawn = chance.randint(1, 3), deque()
+    for piece in itertools.chain(pieces, [None] * 3):
+        drawn.append(piece)
+        if len(drawn) > depth and (now := drawn.popleft()) is not None:
+            loop.train(*now)
+
+
+def _whole_batch_within(loop, pieces, chance):
+    for piece in pieces:
+        loop.train(*piece)
+        if chance.random() < 0.3:
+            loop.train(*next(iter(loop.loader)))
+
+
+def _left_and_begun_again(loop, pieces, chance):
+    for _ in range(3):
+        for piece in pieces:
+            loop.train(*piece)
+            if chance.random() < 0.2:
+                break
+
+
+def _left_out(loop, pieces, chance):
+    for piece in pieces:
+        if chance.random() < 0.8:
+            loop.train(*piece)
+
+
+def _in_two_halves(loop, pieces, chance):
+    for x, y in pieces:
+        for half in (slice(0, None, 2), slice(1, None, 2)):
+            loop.train(x[half], y[half])
+
+
+def _goes_on_after_errors(loop, pieces, chance):
+    for piece in pieces:
+        try:
+            _twice(loop, [piece], chance)
+        except PrivacyError:
+            continue
+
+
+@pytest.mark.parametrize("check_batches", [True, False])
+@pytest.mark.parametrize("how", ["manager", "make_private", "auto", "Opacus' name"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        _nested,
+        _twice,
+        _fetched_ahead,
+        _whole_batch_within,
+        _left_and_begun_again,
+        _left_out,
+        _in_two_halves,
+        _goes_on_after_errors,
+    ],
+)
+def test_no_release_holds_an_example_twice(body, how, check_batches) -> None:
+    """next(iter(loader)) within a loop, and two updates on a piece, made 2 C."""
+    for seed in range(3):
+        options = {"max_physical_batch_size": {"make_private": 2, "auto": "auto"}.get(how)}
+        loop = _Loop(by_hand=False, seed=seed, check_batches=check_batches, **options)
+        pieces = loop.loader
+        if how == "manager":
+            manager = BatchMemoryManager(data_loader=pieces, max_physical_batch_size=2, optimizer=loop.optimizer)
+            pieces = manager.__enter__()
+        elif how == "Opacus' name":
+            pieces = wrap_data_loader(data_loader=pieces, max_batch_size=2, optimizer=loop.optimizer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with contextlib.suppress(PrivacyError):
+                body(loop, pieces, random.Random(seed))
+        assert loop.most <= 1 + 1e-6
+        assert sum(steps for *_, steps in loop.engine.accountant.history) == len(loop.updates)
+
+
+def test_the_remedy_for_nested_loops_works() -> None:
+    """Whole batches may be fetched within a loop, and pieces where no batch goes on."""
+    loop = _Loop(by_hand=False)
+    for batch in loop.loader:
+        loop.train(*batch)
+        loop.train(*next(iter(loop.loader)))
+    assert len(loop.updates) == 4 and loop.most <= 1 + 1e-6
+    loop = _Loop(by_hand=False, max_physical_batch_size=2)
+    for piece in loop.loader:
+        loop.train(*piece)
+        if not loop.optimizer.batch_goes_on:
+            for inner in loop.loader:
+                loop.train(*inner)
+                if not loop.optimizer.batch_goes_on:
+                    break
+    assert len(loop.updates) == 4 and loop.most <= 1 + 1e-6
+
+
+def test_a_second_update_on_a_piece_is_one_sentence() -> None:
+    loop = _Loop(by_hand=False, max_physical_batch_size=2)
+    it = iter(loop.loader)
+    piece = next(it)
+    loop.train(*piece)
+    with pytest.raises(PrivacyError, match=r"called again on a piece.*draw a fresh batch"):
+        loop.train(*piece)
+    with pytest.raises(PrivacyError, match=r"first pieces were dropped.*batch_goes_on is False"):
+        loop.train(*next(it))
+    assert not loop.updates
+
+
+def test_what_programs_of_opacus_read_of_the_queue() -> None:
+    loop = _Loop(by_hand=True)
+    for goes_on in (True, False, True):
+        loop.optimizer.signal_skip_step(goes_on)
+    assert loop.optimizer._step_skip_queue == [True, False, True]
+    assert loop.optimizer._check_skip_next_step(pop_next=False)
+    loop.train(*_examples([0]))
+    assert loop.optimizer._is_last_step_skipped and loop.optimizer._check_skip_next_step() and not loop.updates
+    loop.train(*_examples([1]))
+    assert not loop.optimizer._is_last_step_skipped and len(loop.updates) == 1
+    assert loop.optimizer._step_skip_queue == [True]
