@@ -378,7 +378,7 @@ class Engine:
         """:meth:`_accumulate` by torch's own passes; the first of a kind is what its micro-batches are planned by."""
         batch_size = _length(x)
         tape = self._layout.tape(self.accumulator.names, batch_size)
-        tape.drops_activations = tape.runs_thrice = self._layout.drops_activations
+        tape.drops_activations = self._layout.drops_activations
         with torch.enable_grad():
             with self._layout.recording(tape):
                 losses = self._losses((x, y))
