@@ -398,7 +398,7 @@ class Engine:
     def _passes(self, x: Any, y: Any, mask: Tensor | None) -> tuple[Tape, Tensor]:
         """The tape of a forward and a backward pass, and [B] losses."""
         tape = self._layout.tape(self.accumulator.names, _length(x))
-        tape.drops_activations = tape.runs_thrice = self._layout.drops_activations
+        tape.drops_activations = self._layout.drops_activations
         with torch.enable_grad():
             with self._layout.recording(tape):
                 losses = self._losses((x, y))

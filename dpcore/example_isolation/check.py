@@ -25,7 +25,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -476,9 +476,10 @@ class _Trial:
 
     def ordinary(self, batch: Any) -> dict[Parameter, float] | None:
         """Return the projections of the ordinary gradients; None where the outputs are others than before."""
-        outputs = self._outputs(batch, unrecorded())
-        weights = self._all_weights(outputs, None, 0)
-        return sums.ordinary(outputs, weights, list(self.check.names)) if weights and outputs else None
+        with unrecorded():  # in the backward pass, too, which may run functions again
+            outputs = self._outputs(batch, nullcontext())
+            weights = self._all_weights(outputs, None, 0)
+            return sums.ordinary(outputs, weights, list(self.check.names)) if weights and outputs else None
 
     def _all_weights(self, outputs: list[Tensor], larger: Tensor | None, dropped: int) -> list[Tensor] | None:
         """Gradients at the outputs: the same for the same example whatever is ``dropped``; None where the shapes are

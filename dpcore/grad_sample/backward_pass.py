@@ -80,20 +80,6 @@ class _Rest(Use):
     def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
         self.use.add_clipped_sum(param, factors, out)
 
-    @property
-    def is_let_go(self) -> bool:  # type: ignore[override]
-        """Whether the use is."""
-        return self.use.is_let_go
-
-    def bring_back(self) -> None:
-        self.use.bring_back()
-
-    def expect(self, sums: Mapping[Parameter, tuple[Tensor, Tensor]]) -> None:
-        self.use.expect(sums)
-
-    def end(self) -> None:
-        self.use.end()
-
     def ghost_is_cheaper(self, param: Parameter) -> bool:
         return self.use.ghost_is_cheaper(param)
 

@@ -132,7 +132,6 @@ class AbstractGradSampleHooks:
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str = "forward"
     ) -> Any:
         """``call(*args, **kwargs)`` of the module's method ``name``, recorded where it is a training pass."""
-        self._bring_back()
         for name, norm in self._batch_norms.items():
             # Without gradients, too: the pass would put the batch's statistics into buffers, without noise.
             if mixes_examples(norm):
@@ -192,9 +191,6 @@ class AbstractGradSampleHooks:
         tape = self._layout.tape(self._names, batch_size, scale)
         tape.number, tape.on_fire, tape.on_again = self._passes, self._fired, self._check_latest
         tape.drops_activations = self._layout.drops_activations
-        # Passes of sharded modules exchange parameters, and what is let go is not the same on all ranks. Where ordinary
-        # gradients are asked for, gradients by example can be read after the step.
-        tape.runs_thrice = tape.drops_activations and not self._sharded and not self.ordinary_grad
         with self._layout.recording(tape):
             output = call(*args, **kwargs)
         if kind is None:
@@ -281,12 +277,6 @@ class AbstractGradSampleHooks:
                 "and from the module's outputs alone, and call its backward(); or sum the loss and pass "
                 'loss_reduction="sum".'
             )
-
-    def _bring_back(self) -> None:
-        """Before any pass: no checkpointed function of an earlier one may run after it (:meth:`_check_latest`)."""
-        for iteration in self._iterations:
-            for use in iteration.uses:
-                use.bring_back()
 
     def _check_latest(self, tape: Tape) -> None:
         """Refuse to run a checkpointed function of ``tape`` again after a pass of another batch.

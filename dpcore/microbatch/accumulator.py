@@ -364,7 +364,6 @@ class Accumulator:
             waiting, good = doubtful.nonzero().squeeze(1).tolist(), (~doubtful).nonzero().squeeze(1)
             if len(good):
                 factors[:, good] = self._factors(measured.of(good), None if mask is None else mask[good])
-        self._bring_back(uses, measured)
         large = InTurn(in_turn, self._where)
         measured.error = max(measured.error, large.error)
         cancelling: InTurn | None = None
@@ -397,17 +396,6 @@ class Accumulator:
         norms = measured.norms
         self._add_doubtful(uses, left, mask, scale, norms, factors)
         return norms, factors
-
-    def _bring_back(self, uses: Sequence[Use], measured: _Measured) -> None:
-        """Have at hand what checkpoints let go, where an example by itself may be asked for.
-
-        Before anything is formed: it comes back by a pass in the user's precision, and not once it was let go for good,
-        which it is when sums are formed of it.
-        """
-        let_go = [use for use in uses if use.is_let_go]
-        if let_go and self._any_doubtful(measured):
-            for use in let_go:
-                use.bring_back()
 
     @property
     def _where(self) -> Sums:
@@ -638,26 +626,11 @@ class Accumulator:
         with full_precision():
             for formed in kept:
                 formed.add_sum(factors[self._group[formed.params[0]]], segments)
-        added = {param for formed in kept for param in formed.params}
-        ghosts = [
-            (choice.uses[0], choice.param, factors[self._group[choice.param]])
-            for choice in choices
-            if choice.method == "ghost" and choice.param not in added
-        ]
-        late: dict[Use, dict[Parameter, tuple[Tensor, Tensor]]] = {}
-        for use, param, of in ghosts:
-            if use.is_let_go:
-                late.setdefault(use, {})[param] = of, sums[param]
-        for use, expected in late.items():
-            use.expect(expected)
-        try:
-            for use, param, of in ghosts:
-                use.bring_back()
-                with full_precision():
-                    use.add_clipped_sum(param, of, sums[param])
-        finally:
-            for use in late:
-                use.end()
+            added = {param for formed in kept for param in formed.params}
+            for choice in choices:
+                if choice.method == "ghost" and choice.param not in added:
+                    of = factors[self._group[choice.param]]
+                    choice.uses[0].add_clipped_sum(choice.param, of, sums[choice.param])
 
     def _add_singly(self, uses: Sequence[Use], mask: Tensor | None, i: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """One example by its float64 gradient: exact under cancellation, and 1e30 does not overflow when squared."""

@@ -42,11 +42,6 @@ def is_lowered() -> bool:
         return True
 
 
-def may_be_lowered() -> bool:
-    """Return whether the user has lowered that, be it in force at the moment or not."""
-    return _users > 0 or is_lowered()
-
-
 def convolutions_are_lowered() -> bool:
     """Return whether float32 convolutions on a CPU may be computed in less."""
     return bool(_PLACES) and _BACKENDS.mkldnn.conv.fp32_precision in ("tf32", "bf16")

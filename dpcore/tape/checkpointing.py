@@ -3,8 +3,7 @@
 A checkpointed function runs with its activations dropped, and once more in the backward pass, as torch has it. What
 rules need of it (the inputs of recorded uses) is dropped with them and comes back with the second run, which is
 recorded on a tape of its own that nobody reads: every use is recorded once, in the first run. What a use keeps when
-its output's gradient arrives is told in :mod:`dpcore.tape.dropped_use`, a run after the backward pass in
-:mod:`dpcore.tape.segment`.
+its output's gradient arrives is told in :mod:`dpcore.tape.dropped_use`.
 """
 
 from __future__ import annotations
@@ -13,17 +12,16 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from dpcore.errors import UnsupportedError
-from dpcore.tape.segment import Segment, returned
-from dpcore.tape.uses import Use
 
 GENERATOR = "_checkpoint_without_reentrant_generator"
 """The function that checkpoint() looks up where it is not reentrant; torch 2.14 has put another one behind it."""
@@ -44,21 +42,7 @@ class Recording(Protocol):
     """The part of a tape that this module needs."""
 
     dropped: list[tuple[Tensor, int]] | None
-    segment: Segment | None
     rows: Any
-
-    @property
-    def uses(self) -> list[Use]:
-        """The uses that were recorded."""
-        ...
-
-    def begin_segment(self, args: Any, kwargs: Any) -> Segment:
-        """Return what is kept of a function that is about to run with these arguments."""
-        ...
-
-    def end_segment(self, segment: Segment, result: Any, start: int) -> None:
-        """Note what such a function has returned and recorded: the uses from number ``start`` on."""
-        ...
 
     @property
     def may_drop_activations(self) -> bool:
@@ -162,22 +146,22 @@ def _generator(original: Any, function: Any, *args: Any, **kwargs: Any) -> Itera
     if tape is None:
         yield from original(function, *args, **kwargs)
     elif tape.may_drop_activations:
-        segment, start = tape.begin_segment(*_given(original, function, args, kwargs)), len(tape.uses)
-        with _segment(tape, segment):
-            yield from original(_Again(tape, function, segment), *args, **kwargs)
-        tape.end_segment(segment, returned(), start)
+        leaves = tree_flatten(_given(original, function, args, kwargs))[0]
+        again = _Again(tape, function, [tape.rows.of(leaf) for leaf in leaves])
+        with _dropping(tape):
+            yield from original(again, *args, **kwargs)
     else:
         yield  # run once, with its activations
 
 
 @contextmanager
-def _segment(tape: Recording, segment: Segment) -> Iterator[None]:
+def _dropping(tape: Recording) -> Iterator[None]:
     """While this is open, the inputs of recorded uses are dropped.
 
     Raises:
         UnsupportedError: an input was changed in place since it was used.
     """
-    tape.dropped, tape.segment = [], segment
+    tape.dropped = []
     try:
         yield
         if any(tensor._version != version for tensor, version in tape.dropped):
@@ -187,7 +171,7 @@ def _segment(tape: Recording, segment: Segment) -> Iterator[None]:
                 "instance ReLU(inplace=False))."
             )
     finally:
-        tape.dropped = tape.segment = None
+        tape.dropped = None
 
 
 def kept_by_graph() -> torch.autograd.graph.saved_tensors_hooks:
@@ -207,12 +191,16 @@ def kept_by_graph() -> torch.autograd.graph.saved_tensors_hooks:
 
 
 class _Again:
-    """A checkpointed function's second run. It holds no tape: the tape's graph holds it."""
+    """A checkpointed function's second run. It holds no tape: the tape's graph holds it.
 
-    def __init__(self, tape: Recording, function: Callable[..., Any], segment: Segment) -> None:
+    ``places``: of each of the arguments' leaves the dimension that holds rows, and how many for an example. The second
+    run has other objects.
+    """
+
+    def __init__(self, tape: Recording, function: Callable[..., Any], places: Sequence[tuple[int, int] | None]) -> None:
         self._tape = weakref.ref(tape)
         self._function = function
-        self._segment = segment
+        self._places = places
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tape = self._tape()
@@ -222,8 +210,9 @@ class _Again:
                 "the loss of the pass, once."
             )
         again = tape.again()
-        self._segment.mark_rows(again.rows, args, kwargs)
-        self._segment.begin_again(self._function, args, kwargs)
+        for leaf, place in zip(tree_flatten((args, kwargs))[0], self._places, strict=False):
+            if place is not None and isinstance(leaf, Tensor):
+                again.rows.put(leaf, *place)
         with again:
             again.dropped = []
             return self._function(*args, **kwargs)

@@ -211,9 +211,6 @@ class ThroughUse(Use):
         alone = len(of) == 1 and (of[0][1] is None or of[0][1].keeps_norm)
         return alone and self.use.ghost_is_cheaper(of[0][0])
 
-    def bring_back(self) -> None:
-        self.use.bring_back()
-
     def rows(self, index: Tensor, dtype: torch.dtype) -> ThroughUse:
         return ThroughUse(self.use.rows(index, dtype), self.stands)
 

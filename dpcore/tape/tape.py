@@ -30,10 +30,8 @@ from dpcore.tape.checkpointing import CHECKPOINTING, kept_by_graph
 from dpcore.tape.compiled_functions import COMPILED_FUNCTIONS
 from dpcore.tape.deferred_lookups import Lookups
 from dpcore.tape.derived import Derivation, ThroughUse
-from dpcore.tape.dropped_use import Arrival, DroppedUse
-from dpcore.tape.fingerprint import saved_in
+from dpcore.tape.dropped_use import Arrival, DroppedUse, inputs_of
 from dpcore.tape.rows import Rows
-from dpcore.tape.segment import Room, Segment, scaled
 from dpcore.tape.uses import DERIVING, HANDLERS, REWRITES, FormedUse, Use, handles
 
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
@@ -95,18 +93,8 @@ def check_first_order() -> None:
 class Tape(TorchFunctionMode):
     """Records the uses of ``parameters`` (names by identity) for a batch of ``batch_size`` examples."""
 
-    runs_thrice = False
-    """Whether a function under torch.utils.checkpoint may be run once more after the backward pass, so that not all
-    need be kept until then."""
-    segment: Segment | None = None
-    """That run, while a function is run for the first time."""
-    _room: Room | None = None
-    _derivations = 0
-    """How much was computed from parameters alone since that function began."""
     _within_forward = False
     """Whether the model is taking a gradient of its own, of which nothing is recorded."""
-    receive: Callable[[int, Use], None] | None = None
-    """Receives every use, with its number, when its gradient arrives, in the place of who reads ``uses`` at the end."""
 
     def __init__(
         self,
@@ -302,7 +290,6 @@ class Tape(TorchFunctionMode):
         ``added``: makes the use where the result is added to a batch.
         """
         sources = self._sources(args, kwargs) if sources is None else sources
-        self._derivations += 1
         # Under torch.utils.checkpoint each pull to a parameter would run the whole function again, at the step.
         with nullcontext() if self.dropped is None else kept_by_graph():
             result = func(*args, **kwargs)
@@ -394,22 +381,14 @@ class Tape(TorchFunctionMode):
         """
         size = self.batch_size
         if self.dropped is not None and torch.is_grad_enabled():
-            late = DroppedUse(use, self.segment)
+            late = DroppedUse(use)
             self.uses.append(late)
             self._resets.append(late.forget)
             nodes = late.drop(self.anchor, self.dropped)
             return self._attach_arrival(output, lambda grad: late.arrive(batch_first(grad, batch_dim, size), nodes))
         self.uses.append(use)
-        for saved in saved_in(use) if self.probing else ():
+        for saved in inputs_of(use) if self.probing else ():
             saved.drop()  # nobody asks for a gradient
-        if self.receive is not None:
-            receive, number = self.receive, len(self.uses) - 1
-
-            def hand_over(grad: Tensor) -> None:
-                use.grad = batch_first(grad, batch_dim, size)
-                receive(number, use)
-
-            return self._attach_arrival(output, hand_over)
 
         def set_grad(grad: Tensor | None) -> None:
             use.grad = grad if grad is None else batch_first(grad, batch_dim, size)
@@ -428,30 +407,6 @@ class Tape(TorchFunctionMode):
             self.anchor,
             lambda grad: arrive(scaled(grad.detach(), 1.0 if factor is None else factor(grad))),
         )
-
-    def begin_segment(self, args: Any, kwargs: Any) -> Segment:
-        """Return what is kept of a function under torch.utils.checkpoint that is about to run with these arguments."""
-        if self._room is None:
-            self._room = Room.beside(self.parameters)
-        leaves = tree_flatten((args, kwargs))[0]
-        # A tape of its own does not know what was computed from parameters alone.
-        again = None if not self.runs_thrice or any(map(self._is_derived, leaves)) else self._third
-        self._derivations = 0
-        return Segment(again, self._room, self.uses.counts, [self.rows.of(leaf) for leaf in leaves])
-
-    @property
-    def _third(self) -> Callable[[], Tape]:
-        """Makes the tape of such a function's third run. It does not hold this tape."""
-        # Lookups that wait would be other uses.
-        return functools.partial(Tape, self.parameters, self.batch_size, None, self._find_batch, {})
-
-    def end_segment(self, segment: Segment, result: Any, start: int) -> None:
-        """Note what such a function has returned and recorded: the uses from number ``start`` on."""
-        uses = self.uses[start:]
-        if self._derivations or any(isinstance(use, ThroughUse) for use in uses):
-            segment.again = None
-        self._resets.append(segment.forget)
-        segment.end(result, uses, None if self.scale is None else self._arrive)
 
     @property
     def may_drop_activations(self) -> bool:
@@ -596,7 +551,6 @@ class Tape(TorchFunctionMode):
         Nothing of it is a gradient of the loss, so what it brings to recorded places is left out.
         """
         self._within_forward = True
-        self._derivations += 1  # a third run would take that for the gradient of the second one
         try:
             return func(*args, **kwargs)
         finally:
@@ -720,6 +674,16 @@ class Uses(list[Use]):
             if param in self.unmet:
                 raise NotLearnt(f"Parameter {self.unmet[param]}", (param,))
             self.counts.setdefault(param, 0)
+
+
+def scaled(tensor: Tensor, scale: float) -> Tensor:
+    """Tensor * scale, expanded where the tensor is: rules make use of that."""
+    if scale == 1.0:
+        return tensor
+    if 0 not in tensor.stride() or not tensor.numel():
+        return tensor * scale
+    core = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+    return (core * scale).expand(tensor.shape)
 
 
 def batch_first(tensor: Tensor, dim: int, batch_size: int) -> Tensor:

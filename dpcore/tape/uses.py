@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -130,18 +130,6 @@ class Use:
     def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
         """Out += sum_i factors[i] * gradient of example i; ``out`` has the parameter's shape."""
         raise NotImplementedError
-
-    is_let_go: bool = False
-    """True where inputs and gradient are gone, and have to come back before a clipped sum can be formed."""
-
-    def bring_back(self) -> None:
-        """Have inputs and gradient at hand again, where a checkpoint let them go: by a pass as the user has it."""
-
-    def expect(self, sums: Mapping[Parameter, tuple[Tensor, Tensor]]) -> None:
-        """Let :meth:`bring_back` add to (factors, out) what :meth:`add_clipped_sum` will be asked for, if it can."""
-
-    def end(self) -> None:
-        """After the sums are formed: what was let go will not be asked for again."""
 
     def ghost_is_cheaper(self, param: Parameter) -> bool:
         """Return whether the ghost norm and a second contraction cost less than keeping per-sample gradients."""

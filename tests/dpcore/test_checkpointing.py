@@ -233,10 +233,11 @@ def test_a_change_in_place_is_refused(way):
 
 
 @HOW
-def test_two_backward_passes_through_one_graph_add_up(how):
+@pytest.mark.parametrize("length", [3, LENGTH])
+def test_two_backward_passes_through_one_graph_add_up(how, length):
     """Both halves of the examples' losses, one after the other, through the same graph."""
     torch.manual_seed(0)
-    model, (x, y) = Net(how).double(), data()
+    model, (x, y) = Net(how).double(), data(length=length)
     expected = truth(model, x, y)
     private, optimizer, _ = whole_batch(model, x, y, max_grad_norm=C, check_batches=False)
     each = losses(private(x), y)

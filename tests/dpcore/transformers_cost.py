@@ -546,6 +546,7 @@ timm's vit_tiny at 64 pixels, `wrn` a WRN-16-4 with group norms at 32, `gpt2-lor
 `gpt2-short` and `llama-short` have texts of {SHORT} words and no target.
 `llama-long` has 8 layers, {LONG} words of 512 and no target; `llama-long-checkpoints` is the same with transformers'
 `gradient_checkpointing_enable`, and *ordinary* beside it, too.
+Rows of it before 2026-11-27 are of a dpcore that ran checkpointed functions a third time, for the clipped sum.
 
 * *time*: processor time of a step over that of ordinary training in the same round, median [range]; *wall*: the same by
   the clock. Every contestant has its own process, and they take turns step by step.
