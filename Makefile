@@ -28,7 +28,7 @@ RUN ?= results/local/$(PRESET)
 FOUND ?= $(shell command -v python3)
 OUT ?= results/local/gpu
 
-.PHONY: help bench-e2e bench-modern bench-layers bench-frontier bench-gpu gpu-folder compare findings prove-alerts prove-exactness images report history dashboard gate test environments lint types-dpcore test-harness test-dpcore test-gpu-kernels test-gpu-rehearsal test-frameworks test-models minilm-imdb test-versions test-containers test-wheel test-wheels conformance mutants compare-wheel comment history-check history-publish ready wheels publish-wheels fuzz-kernels test-slow doctor docs clean
+.PHONY: help bench-e2e bench-modern bench-layers bench-frontier bench-gpu gpu-folder compare findings prove-alerts golden prove-exactness images report history dashboard gate test environments lint types-dpcore test-harness test-dpcore test-gpu-kernels test-gpu-rehearsal test-frameworks test-models minilm-imdb test-versions test-containers test-wheel test-wheels conformance mutants compare-wheel comment history-check history-publish ready wheels publish-wheels fuzz-kernels test-slow doctor docs clean
 
 help:  ## this list
 	@echo "For you:"; awk -F ':.*  ## ' '/^[a-z0-9-]+:.*  ## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +71,9 @@ compare: $(READY)  ## two states of the code against each other: BASE and HEAD; 
 
 prove-alerts: $(READY)  ## planted slowdowns, memory and clip faults, and A/A: how many are caught, in how many minutes
 	$(BIN)/python -m tests.planted $(ARGS)
+
+golden: $(READY)  ##ci every number of every committed run's report is what it was; ARGS=--write where a change is meant
+	$(BIN)/python -m proofs.golden.reports $(ARGS)
 
 prove-exactness: $(TORCH_READY)  ## dpcore's fast paths in float32 beside float64, also under cancellation: docs/exactness.md
 	@OMP_NUM_THREADS=1 $(TORCH)/bin/python -m tests.dpcore.exactness
@@ -119,7 +122,7 @@ lint: $(READY)  ## ruff, mypy and the contracts of imports
 
 test-harness: $(READY)  ##ci tests of the harness
 	@echo "==> tests of the harness"
-	$(BIN)/pytest -q tests/harness -m "not slow and not network and not frameworks and not containers" -n 2 --dist worksteal
+	$(BIN)/pytest -q tests/test_house.py tests/harness -m "not slow and not network and not frameworks and not containers" -n 2 --dist worksteal
 
 types-dpcore: $(TORCH_READY)  ##ci types of dpcore
 	@echo "==> types of dpcore, in an environment with torch"
