@@ -59,8 +59,8 @@ def judged(
     """Return the result of three stretches of one second, with so long a pause after each, on so many processors, by a
     machine that takes WATTS."""
     now = used = 0.0
-    counter = SimpleNamespace(longest_seconds=60.0, joules=lambda: WATTS * now)
-    monkeypatch.setattr(referee_module.energy, "counters", lambda device: {"processors": counter})
+    counter = SimpleNamespace(joules=lambda: WATTS * now)
+    monkeypatch.setattr(referee_module.energy, "counters", lambda device: {"gpu": counter})
     monkeypatch.setattr(referee_module, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(referee_module, "tree_seconds", lambda pid: used)
     monkeypatch.setattr(referee_module, "_waited", lambda task: 0.0)
@@ -115,7 +115,7 @@ def test_an_honest_worker_has_no_fault(monkeypatch):
 def test_energy_is_that_of_the_stretches_and_not_of_the_pauses(monkeypatch):
     said = judged(monkeypatch).energy
     assert said == {
-        "joules": {"processors": pytest.approx(3 * WATTS)},
+        "joules": {"gpu": pytest.approx(3 * WATTS)},
         "seconds": pytest.approx(3.0),
         "stretches": 3,
         "unavailable": {},
