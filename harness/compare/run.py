@@ -723,14 +723,7 @@ class ComparisonRun:
 
 def _backend_of(options: ComparisonOptions, role: Role, side: Side) -> Backend:
     """Return where one side runs. Raises :class:`BadInput` where it cannot."""
-    made = backend_of(options.isolation, options.device, otherwise=MEANT, named=side.image, option=f"--{role}")
-    if made.remote_host is not None:
-        raise BadInput(
-            f"The container engine is at {made.remote_host}: a comparison pins its processes to the least busy "
-            "processors of "
-            "this machine and knows no other's; name an engine of this machine by its socket, or use --isolation venv."
-        )
-    return made
+    return backend_of(options.isolation, options.device, otherwise=MEANT, named=side.image, option=f"--{role}")
 
 
 def _process(result: Result, with_versions: bool) -> Process:

@@ -163,7 +163,7 @@ def examined(
         kept += [name] if fault is None else []
     if fault is None:
         return Result.of(said), kept
-    known = {name: said[name] for name in ("log_tail", "container", "machine") if name in said}
+    known = {name: said[name] for name in ("log_tail", "container") if name in said}
     return Result("crashed", f"{who} sent what is no result ({fault}).", **known), kept
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from harness.analysis import accounting
 from harness.data import store
@@ -55,8 +54,7 @@ DELTA = 1e-5
 
 @dataclass(frozen=True)
 class Verdict:
-    """``state`` is ``ok`` where the gate ran; then ``gate`` says whether it passed. Else why it could not run.
-    ``machine``: where it ran, None for this one."""
+    """``state`` is ``ok`` where the gate ran; then ``gate`` says whether it passed. Else why it could not run."""
 
     state: State
     reason: str | None
@@ -64,7 +62,6 @@ class Verdict:
     versions: dict[str, str]
     log_tail: str = ""
     cached: bool = False
-    machine: dict[str, Any] | None = None
 
     @property
     def passed(self) -> bool:
@@ -218,7 +215,6 @@ def _verdict(result: Result, key: str, twin: str | None) -> Verdict:
         gate=Gate(passed=passed, key=key, checks=checks, judged_as=twin),
         versions=result.versions,
         log_tail=result.log_tail,
-        machine=result.machine,
     )
 
 
