@@ -431,7 +431,7 @@ def _written(folder: Path, **size: Any) -> int:
         for r in factory.quick_run(seed=k, **size)
     ]
     factory.write(made, folder, packed=True)
-    page._vega()
+    page.vega()
     return len(made)
 
 
