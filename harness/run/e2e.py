@@ -51,7 +51,7 @@ from harness.store.record import (
     Seeds,
     Timed,
 )
-from harness.tasks import TASKS
+from harness.tasks import TASKS, definition_hash, known_task
 from harness.worker import machine
 from harness.worker.e2e import REPLAYED_STEPS, setting_of, timed_batches
 from harness.worker.gate import cases as gate_cases
@@ -175,6 +175,7 @@ class Run(Session[Options, Contestant, Job, Request]):
             **self.backend.describe(),
             "options": asdict(self.options),
             "contestants": {name: {"adapter": adapter, "lock": lock} for name, (adapter, lock) in self.hashes.items()},
+            "tasks": {name: definition_hash(known_task(name)) for name in sorted({job.cell.task for job in self.jobs})},
             "harness": admission.sources_hash(admission.GATE_SOURCES),
             "machine": machine.describe()["id"],
             "threads": self.threads,
@@ -327,6 +328,13 @@ class Run(Session[Options, Contestant, Job, Request]):
     def _hashes_of(self, contestant: Contestant) -> tuple[str, str]:
         """Return the hashes of the code and of the environment."""
         return contestant.framework.adapter_hash, self.backend.environment_id(contestant.framework)
+
+    def _hashes_behind(self, job: Job) -> tuple[str, str]:
+        """Return the hashes of all code that the job's figures depend on, the task's definition included, and of the
+        environment."""
+        adapter, lock = super()._hashes_behind(job)
+        text = adapter + definition_hash(known_task(job.cell.task))
+        return hashlib.sha256(text.encode()).hexdigest()[:12], lock
 
     @property
     def _sigma(self) -> float:

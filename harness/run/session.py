@@ -111,6 +111,10 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
     def _hashes_of(self, contestant: AContestant) -> tuple[str, str]:
         """Return the hashes of the code and of the environment."""
 
+    def _hashes_behind(self, job: AJob) -> tuple[str, str]:
+        """Return the hashes of all code that the job's figures depend on, and of the environment."""
+        return self.hashes[job.contestant.name]
+
     @abstractmethod
     def _refusal(self, job: AJob) -> Result | None:
         """Return a result without a process: it cannot run, or an earlier process of this cell showed so."""
@@ -130,7 +134,7 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
     def _facts(self, job: AJob, result: Result, started: Moment, load: Load | None) -> dict[str, Any]:
         """Return what the records of all kinds of runs say of a process."""
         commit, dirty = machine.commit()
-        code_hash, lock_hash = self.hashes[job.contestant.name]
+        code_hash, lock_hash = self._hashes_behind(job)
         where = self.backend.describe_process(job.contestant.framework, result)
         return {
             "purpose": job.purpose,
@@ -219,7 +223,7 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
 
     def _key(self, job: AJob) -> str:
         """Same key: same measurement of the same code in the same environment."""
-        parts = [*job.cell.model_dump(exclude_none=True).values(), *self.hashes[job.contestant.name]]
+        parts = [*job.cell.model_dump(exclude_none=True).values(), *self._hashes_behind(job)]
         return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]
 
     def _record_name(self, job: AJob) -> str:
