@@ -10,6 +10,7 @@ import pandas as pd
 
 from harness.analysis.frames import Tables, rows_of
 from harness.analysis.naming import number
+from harness.analysis.standing import Standing, standings
 from harness.report import model
 from harness.report.model import Chapter, Section
 
@@ -51,24 +52,25 @@ def chapter(chapter: Chapter, label: str) -> str:
 
 def main(tables: Tables, section: Section, label: str) -> str:
     """Return the one table for a paper: contestants with DP, the fastest first, then those without; tasks and batch
-    sizes in columns; the smallest with DP of each column in bold. Needs the package booktabs."""
+    sizes in columns; the fastest with DP of each column in bold. Needs the package booktabs."""
     cells = section.of(tables.cells)
     ok = cells[cells.state == "ok"]
     blocks = [(task, synthetic, sorted(group.batch_size.unique())) for task, synthetic, group in model.blocks(ok)]
     room = max(1, MOST_COLUMNS // max(1, len(blocks)))
     places = [(task, synthetic, size) for task, synthetic, sizes in blocks for size in _some(sizes, room)]
     by_place = {(r.task, r.synthetic, r.batch_size, r.contestant): r for r in rows_of(cells)}
-    best = ok[ok.private].groupby(["task", "synthetic", "batch_size"])["median"].min().to_dict()
+    found = standings(tables)
+    first = {place: found.get((*vars(section).values(), *place)) for place in places}
     private = dict(zip(cells.contestant, cells.private, strict=True))
     all_scaled = bool(ok.extrapolated.all())
     names = sorted((name for name in tables.order if name in set(ok.contestant)), key=lambda name: not private[name])
-    values = [[_value(by_place.get((*place, name)), best.get(place), all_scaled) for place in places] for name in names]
+    values = [[_value(by_place.get((*place, name)), first[place], all_scaled) for place in places] for name in names]
     heads = [(escape(model.task_title(task, synthetic)), str(size)) for task, synthetic, size in places]
     titles = [_styled(escape(tables.title(name)), private[name]) for name in names]
     n = sorted(set(ok.n))
     sentences = [
         f"Median seconds per epoch of {' to '.join(dict.fromkeys((str(n[0]), str(n[-1]))))} processes "
-        f"({model.readable(section, section.of(tables.raw))}). Bold: the smallest median with DP.",
+        f"({model.readable(section, section.of(tables.raw))}). Bold: the fastest with DP.",
         "Italics: without DP." if len(private) > sum(private.values()) else "",
         "All values are extrapolated from parts of epochs." if all_scaled else "",
         "e: extrapolated from a part of an epoch." if ok.extrapolated.any() and not all_scaled else "",
@@ -103,11 +105,11 @@ def _styled(text: str, private: bool) -> str:
     return text if private else rf"\textit{{{text}}}"
 
 
-def _value(row: Any, best: float | None, all_scaled: bool) -> str:
+def _value(row: Any, standing: Standing | None, all_scaled: bool) -> str:
     if row is None or row.state != "ok":
         return "--"
     marks = "".join(m for c, m in MARKS.items() if getattr(row, c) and not (c == "extrapolated" and all_scaled))
     value = number(row.median)
-    if row.private and row.median == best:
+    if standing is not None and row.contestant == standing.first:
         value = rf"\textbf{{{value}}}"
     return _styled(value, row.private) + (rf"\textsuperscript{{{marks}}}" if marks else "")
