@@ -14,12 +14,10 @@ from typing import Any, Protocol
 
 from harness.environments.unavailable import Unavailable
 from harness.store.record import GPU
-from harness.worker.clock import ForeignLoad
+from harness.worker.clock import DISTURBED_SHARE, ForeignLoad
 
 IDLE_SECONDS = 3.0
 LOOK_SECONDS = 5e-3
-BUSY_SHARE = 0.05
-"""Share of the processors from which on, if others take it, the machine is not idle."""
 
 
 class Counter(Protocol):
@@ -118,7 +116,7 @@ def idle(found: Counters, seconds: float = IDLE_SECONDS) -> Idle:
             for name in moves:
                 moves[name] += now.get(name) != last.get(name)
             last = now
-    if load.share > BUSY_SHARE:
+    if load.share > DISTURBED_SHARE:
         busy = f"other programs took {load.share:.0%} of the processors when the idle machine was to be measured"
         return Idle(reason=busy)
     there = first.keys() & last.keys()

@@ -31,11 +31,11 @@ from harness.store import seal, sequence
 from harness.store.folder import MOST_ATTEMPTS, RunFolder
 from harness.store.record import Block, Load, Record, Source
 from harness.worker import machine
+from harness.worker.clock import DISTURBED_SHARE
 from harness.worker.layer_request import LayerRequest
 from harness.worker.request import Request
 from harness.worker.result import Result
 
-DISTURBED_SHARE = 0.05
 CLOCK_REPEATS = 8
 """Tries after the first before clocks that disagree reject a time. With four times as much work as processors, two
 tries at a stretch of 0.2 ms both disagreed in about 4 of 36 cells; an adapter that deceives does so each time."""

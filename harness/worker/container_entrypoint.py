@@ -51,8 +51,8 @@ def main() -> None:
 
 
 def _measure(order: dict[str, Any], emit: Any, line: Remote) -> None:
-    from harness.worker.e2e import pin
     from harness.worker.layer_request import LayerRequest
+    from harness.worker.process import pin
     from harness.worker.request import Request
 
     kind = LayerRequest if order["worker"] == "harness.worker.layers" else Request

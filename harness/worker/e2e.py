@@ -8,26 +8,17 @@ only, because nothing of the harness may be installed into a framework's environ
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
-import importlib.metadata
-import importlib.util
-import json
 import math
-import os
-import platform
 import random
-import signal
 import statistics
 import sys
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +30,17 @@ from harness.optimizer import SGD
 from harness.tasks import TASKS, Task, check_parameters, known_task
 from harness.worker import memory as resident
 from harness.worker import sampling, sketch
-from harness.worker.clock import Batch, ForeignLoad, collector_paused, timed_epoch, timed_steps, timed_until
+from harness.worker.clock import (
+    DISTURBED_SHARE,
+    Batch,
+    ForeignLoad,
+    collector_paused,
+    timed_epoch,
+    timed_steps,
+    timed_until,
+)
 from harness.worker.line import Line, Remote
+from harness.worker.process import Emit, die_with_parent, events, load_create, pin, save_weights, versions
 from harness.worker.reading import reading_rate, transparent
 from harness.worker.request import Request
 from harness.worker.result import Check, Result, Timed, of_error
@@ -58,20 +58,6 @@ is one more than SETTLING_STEPS: who is judged by what is done once gets fewer t
 SETTLING_STEPS = 3
 """Libraries do more in their first steps than in later ones: dpcore looks whether the first three batches mix their
 examples, a compiler guesses at the second batch which sizes change."""
-
-Emit = Callable[[dict[str, Any]], None]
-
-
-def load_create(folder: Path) -> Callable[[str], Adapter]:
-    """``create`` of the folder's ``adapter.py``, imported by path: a framework may live outside the repository."""
-    spec = importlib.util.spec_from_file_location(f"dpbench_adapter_{folder.name}", folder / "adapter.py")
-    if spec is None or spec.loader is None:
-        raise FileNotFoundError(f"{folder} has no adapter.py.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    create: Callable[[str], Adapter] = module.create
-    return create
 
 
 def setting_of(request: Request) -> Setting:
@@ -168,7 +154,7 @@ class Measurement:
         self.initial = starting_parameters(self.task, request.initial_seed, request.synthetic)
         self.whole_epoch = sampling.steps_per_epoch(request.dataset_size, request.batch_size)
         emit({"event": "phase", "phase": "import"})
-        self.adapter = load_create(Path(request.folder))(request.variant)
+        self.adapter = load_create(Path(request.folder, "adapter.py"))(request.variant)
         require(self.adapter, self.setting)
         self.adapter.build(self.task, self.setting, self.initial)
         fault = check_parameters(self.task, self.adapter.parameters())
@@ -660,7 +646,7 @@ def run_gate(request: Request, emit: Emit, line: Line) -> dict[str, Any]:
     from harness.worker.gate.checks import run_gate as checks_of
 
     emit({"event": "phase", "phase": "gate"})
-    create = load_create(Path(request.folder))
+    create = load_create(Path(request.folder, "adapter.py"))
     with np.load(str(request.reference), allow_pickle=False) as reference:
         checks = checks_of(
             lambda: create(request.variant),
@@ -688,7 +674,6 @@ READ_BYTES_PER_SECOND = 50e6
 DEFERRED_SECONDS = 0.005
 DEFERRED_SHARE = 0.02
 """Of the timed stretch: by so much the first reading may take longer than the second."""
-UNDISTURBED_SHARE = 0.05
 
 
 def _fault(
@@ -703,7 +688,7 @@ def _fault(
         return {"state": "rejected", "reason": "the weights after the timed steps are not finite."}
     if all(np.array_equal(weights[name], initial[name]) for name in initial) and initial:
         return {"state": "rejected", "reason": "the timed steps left every weight unchanged."}
-    is_quiet = foreign_share <= UNDISTURBED_SHARE
+    is_quiet = foreign_share <= DISTURBED_SHARE
     longest = READ_SECONDS + sum(value.nbytes for value in weights.values()) / READ_BYTES_PER_SECOND
     for read in reads:
         slow = max(read.first, read.second)
@@ -719,30 +704,6 @@ def _fault(
             )
             return {"state": "rejected", "reason": reason, "deferred": True}
     return {}
-
-
-def save_weights(path: str, weights: dict[str, np.ndarray]) -> None:
-    """Atomic: a reader sees the whole file or none."""
-    part = Path(f"{path}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            np.savez(file, **weights)  # type: ignore[arg-type]
-        part.replace(path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
-
-
-def versions() -> dict[str, str]:
-    """Every distribution that this environment holds."""
-    return {"python": platform.python_version(), **dict(_distributions())}
-
-
-@cache
-def _distributions() -> tuple[tuple[str, str], ...]:
-    """(name, version), sorted. Read once: a quarter of a second in a well-filled environment."""
-    descriptions = [distribution.metadata for distribution in importlib.metadata.distributions()]
-    return tuple(sorted({(description["Name"], description["Version"]) for description in descriptions}))
 
 
 MODES: dict[str, Callable[[Request, Emit, Line], dict[str, Any]]] = {
@@ -764,37 +725,12 @@ def run(request: Request, emit: Emit, line: Line) -> None:
     emit(replace(result, versions=versions()).as_event())
 
 
-def pin(threads: int) -> None:
-    """Only ``threads`` of the processors that this process may use, for those threads, too, that numpy's BLAS has
-    started. Before any framework starts its pools."""
-    if hasattr(os, "sched_setaffinity"):
-        allowed = sorted(os.sched_getaffinity(0))[:threads]
-        os.sched_setaffinity(0, allowed)
-        for thread in Path("/proc/self/task").glob("*"):
-            with suppress(OSError):  # it has ended meanwhile
-                os.sched_setaffinity(int(thread.name), allowed)
-
-
-def die_with_parent() -> None:
-    """Asks Linux to kill this process when the harness dies (prctl PR_SET_PDEATHSIG), even by kill -9: an orphan would
-    disturb whatever is measured next."""
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
-    if os.getppid() != parent:
-        sys.exit(1)
-
-
 def main() -> None:
     die_with_parent()
     request = Request.from_json(Path(sys.argv[1]).read_text())
-    events = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+    emit = events()
     pin(request.threads)
     resident.adopt_orphans()
-
-    def emit(event: dict[str, Any]) -> None:
-        print(json.dumps(event), file=events, flush=True)
-
     run(request, emit, Remote(emit, sys.stdin.readline))
 
 

@@ -143,7 +143,7 @@ def test_processors_of_a_process_are_those_of_its_affinity():
 def test_a_worker_is_pinned_with_the_threads_that_it_has_already():
     code = (
         "import os, threading\nfrom harness.environments.processors import tree_processors\n"
-        "from harness.worker.e2e import pin\n"
+        "from harness.worker.process import pin\n"
         "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
         "pin(1)\nassert len(tree_processors(os.getpid())) == 1"
     )
