@@ -53,7 +53,7 @@ from harness.store.record import (
 )
 from harness.tasks import TASKS, definition_hash, known_task
 from harness.worker import machine
-from harness.worker.e2e import REPLAYED_STEPS, setting_of, timed_batches
+from harness.worker.batches import REPLAYED_STEPS, setting_of, timed_batches
 from harness.worker.gate import cases as gate_cases
 from harness.worker.reading import reading_rate
 from harness.worker.request import Request

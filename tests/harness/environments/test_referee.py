@@ -15,7 +15,7 @@ from harness.environments import processors
 from harness.environments import referee as referee_module
 from harness.environments.processors import tree_processors, tree_seconds
 from harness.environments.referee import Direct, Referee
-from harness.worker.e2e import REPLAYED_STEPS, epoch_batches, setting_of, timed_batches
+from harness.worker.batches import REPLAYED_STEPS, epoch_batches, setting_of, timed_batches
 from harness.worker.request import Request
 from harness.worker.result import Result, Timed
 
