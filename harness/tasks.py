@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from fnmatch import fnmatch
+from functools import cache
 from hashlib import sha256
 from inspect import getsource
 from itertools import pairwise
@@ -196,15 +197,23 @@ def _norm_start(name: str, shape: tuple[int, ...]) -> np.ndarray:
     return np.zeros(shape) if name.endswith(".bias") else np.ones(shape)
 
 
+@cache
 def definition_hash(task: Task) -> str:
-    """Return a hash of what makes the task what it is: its data, shapes, optimizer, and how its weights start. No other
-    task is in it, so that one that comes or goes changes no verdict and no record of this one."""
-    parts = [_written(task), repr(task.parameters), repr((LORA_SCALE, NOT_OWN)), getsource(type(task.optimizer))]
-    parts += [getsource(part) for part in (initial_parameters, _transformer_start, _norm_start)]
+    """Return a hash of what makes the task what it is: its data, shapes, layers, optimizer, and how its weights start.
+    No other task is in it, so that one that comes or goes changes no verdict and no record of this one."""
+    parts = [_written(task), repr(task.parameters), repr((LORA_SCALE, NOT_OWN)), _source(type(task.optimizer))]
+    parts += [_source(part) for part in (initial_parameters, _transformer_start, _norm_start)]
+    # Adapters may use what a layer's class computes.
+    parts += [_source(type(layer)) for layer in walk(task.layers)]
     if task.initial_deviation is None:
         weighted = [layer for layer in walk(task.layers) if parameter_shapes(layer)]
         parts += [str(fan_in(layer)) for layer in weighted if not isinstance(layer, Embedding | NORMS)]
     return sha256("\0".join(parts).encode()).hexdigest()[:12]
+
+
+@cache
+def _source(part: Any) -> str:
+    return getsource(part)
 
 
 def _written(value: Any) -> str:
