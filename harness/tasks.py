@@ -201,19 +201,14 @@ def _norm_start(name: str, shape: tuple[int, ...]) -> np.ndarray:
 def definition_hash(task: Task) -> str:
     """Return a hash of what makes the task what it is: its data, shapes, layers, optimizer, and how its weights start.
     No other task is in it, so that one that comes or goes changes no verdict and no record of this one."""
-    parts = [_written(task), repr(task.parameters), repr((LORA_SCALE, NOT_OWN)), _source(type(task.optimizer))]
-    parts += [_source(part) for part in (initial_parameters, _transformer_start, _norm_start)]
+    parts = [_written(task), repr(task.parameters), repr((LORA_SCALE, NOT_OWN)), getsource(type(task.optimizer))]
+    parts += [getsource(part) for part in (initial_parameters, _transformer_start, _norm_start)]
     # Adapters may use what a layer's class computes.
-    parts += [_source(type(layer)) for layer in walk(task.layers)]
+    parts += [getsource(kind) for kind in dict.fromkeys(type(layer) for layer in walk(task.layers))]
     if task.initial_deviation is None:
         weighted = [layer for layer in walk(task.layers) if parameter_shapes(layer)]
         parts += [str(fan_in(layer)) for layer in weighted if not isinstance(layer, Embedding | NORMS)]
     return sha256("\0".join(parts).encode()).hexdigest()[:12]
-
-
-@cache
-def _source(part: Any) -> str:
-    return getsource(part)
 
 
 def _written(value: Any) -> str:

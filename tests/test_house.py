@@ -28,7 +28,7 @@ class Size:
 
 
 LIMITS = {
-    "harness": Size(lines=34_966, long_classes=3, long_files=9),
+    "harness": Size(lines=34_961, long_classes=3, long_files=9),
     "dpcore": Size(lines=26_502, long_classes=7, long_files=10),
     "frameworks": Size(lines=5_785, long_classes=0, long_files=0),
     "tests": Size(lines=47_552, long_classes=0, long_files=16),
