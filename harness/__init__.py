@@ -2,7 +2,7 @@
 
 plan -> environments -> gate -> run (which starts workers) -> store -> analysis -> report.
 
-Beside them stand compare, history, published (the committed results), dashboard, ci, stopwatch, data and cli.
+Beside them stand compare, history, published (the committed results), dashboard, ci, data and cli.
 ``contract``, ``layer_contract``, ``tasks`` and ``layers`` are the face towards adapters; they never move, because old
 adapters import them.
 """

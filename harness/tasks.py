@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from fnmatch import fnmatch
+from functools import cache
+from hashlib import sha256
+from inspect import getsource
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from harness.network import GELU as GELU
+from harness.network import LORA_SCALE, Product, cost, fan_in, parameter_shapes, walk
 from harness.network import Attention as Attention
 from harness.network import AvgPool2d as AvgPool2d
 from harness.network import Bags as Bags
@@ -31,7 +35,6 @@ from harness.network import MaxPool2d as MaxPool2d
 from harness.network import MeanOverSpace as MeanOverSpace
 from harness.network import MeanOverTime as MeanOverTime
 from harness.network import Positions as Positions
-from harness.network import Product, cost, fan_in, parameter_shapes, walk
 from harness.network import ReLU as ReLU
 from harness.network import Residual as Residual
 from harness.network import RMSNorm as RMSNorm
@@ -192,6 +195,30 @@ def _transformer_start(
 
 def _norm_start(name: str, shape: tuple[int, ...]) -> np.ndarray:
     return np.zeros(shape) if name.endswith(".bias") else np.ones(shape)
+
+
+@cache
+def definition_hash(task: Task) -> str:
+    """Return a hash of what makes the task what it is: its data, shapes, layers, optimizer, and how its weights start.
+    No other task is in it, so that one that comes or goes changes no verdict and no record of this one."""
+    parts = [_written(task), repr(task.parameters), repr((LORA_SCALE, NOT_OWN)), getsource(type(task.optimizer))]
+    parts += [getsource(part) for part in (initial_parameters, _transformer_start, _norm_start)]
+    # Adapters may use what a layer's class computes.
+    parts += [getsource(kind) for kind in dict.fromkeys(type(layer) for layer in walk(task.layers))]
+    if task.initial_deviation is None:
+        weighted = [layer for layer in walk(task.layers) if parameter_shapes(layer)]
+        parts += [str(fan_in(layer)) for layer in weighted if not isinstance(layer, Embedding | NORMS)]
+    return sha256("\0".join(parts).encode()).hexdigest()[:12]
+
+
+def _written(value: Any) -> str:
+    """Return data as text. Fields at their defaults are left out: a new one changes no task that does not use it."""
+    if isinstance(value, tuple | list):
+        return f"({','.join(map(_written, value))})"
+    if not is_dataclass(value):
+        return repr(value)
+    given = ((f.name, getattr(value, f.name)) for f in fields(value) if getattr(value, f.name) != f.default)
+    return f"{type(value).__name__}({','.join(f'{name}={_written(item)}' for name, item in given)})"
 
 
 def check_parameters(task: Task, values: Mapping[str, np.ndarray]) -> str | None:

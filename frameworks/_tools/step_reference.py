@@ -1,7 +1,7 @@
 """Some steps of a measured cell again in float64, in an environment with PyTorch:
 ``python -m frameworks._tools.step_reference --task ... --checked FILE.npz --x X.npy --y Y.npy ...``.
 
-FILE is what :func:`harness.worker.e2e.replay` left: weights before and after some steps, with noise, of the first one
+FILE is what :mod:`harness.worker.replay` left: weights before and after some steps, with noise, of the first one
 also without, and the rows of the data that they took.
 """
 

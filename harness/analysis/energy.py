@@ -6,13 +6,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping
 
-from harness.store.record import PROCESSORS, Record
+from harness.store.record import Record
 
 STEPS_SHARE = 0.1
 """At the beginning and the end of each stretch a step of the counter may be missed. Together they may be so much of the
 figure."""
-FOREIGN_SHARE = 0.05
-"""Share of the processors that others may take while the clock runs: beyond it, the energy is theirs, too."""
 
 
 def per_example(record: Record) -> tuple[dict[str, float], dict[str, str]]:
@@ -42,13 +40,11 @@ def per_example(record: Record) -> tuple[dict[str, float], dict[str, str]]:
 
 def _doubt(record: Record, counter: str, above: float) -> str | None:
     """Return why ``above``, the joules above the idle machine's, says nothing, or None."""
-    energy, foreign = record.energy, record.load.foreign_share if record.load is not None else 0.0
+    energy = record.energy
     assert energy is not None
     step = energy.step_seconds.get(counter)
     if counter not in energy.idle_watts or step is None or energy.seconds <= 0:
         return "what the idle machine takes was not measured"
-    if counter == PROCESSORS and foreign > FOREIGN_SHARE:
-        return f"other programs took {foreign:.0%} of the processors"
     if above <= 0:
         return "the machine took no more than when it was idle"
     missed = 2 * step * energy.stretches * energy.joules[counter] / energy.seconds

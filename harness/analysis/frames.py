@@ -442,18 +442,31 @@ def medians_of(sides: Sides) -> dict[str, float]:
     return {name: statistics.median(seconds for seconds, _ in side.values()) for name, side in sides.items()}
 
 
-def against_fastest(
-    sides: Sides, medians: Mapping[str, float], candidates: Iterable[str], contestant: str
-) -> dict[str, Any] | None:
-    """Return a contestant's seconds over those of the candidate with the smallest median; None where none shares a
-    round.
+def foremost(sides: Sides) -> str:
+    """Return the contestant that takes no more time than any other in the rounds that both share; where rounds go in a
+    circle, the one of the smallest median."""
+    medians = medians_of(sides)
+    by_median = sorted(medians, key=medians.__getitem__)
+    unbeaten = (
+        name
+        for name in by_median
+        if not any(
+            ratios.size and ratios.mean() < 0
+            for ratios in (log_ratios_of(sides, name, other)[0] for other in by_median if other != name)
+        )
+    )
+    return next(unbeaten, by_median[0])
+
+
+def against_fastest(sides: Sides, candidates: Iterable[str], contestant: str) -> dict[str, Any] | None:
+    """Return a contestant's seconds over those of the :func:`foremost` candidate; None where none shares a round.
 
     ``low`` and ``high`` are for the truly fastest one, see :func:`harness.analysis.stats.against_fastest`.
     """
     met = [c for c in candidates if not sides[c].keys().isdisjoint(sides[contestant])]
     if not met:
         return None
-    other = min(met, key=medians.__getitem__)
+    other = foremost({c: sides[c] for c in met})
     result, left_out, disturbed = paired_sides(sides, other, contestant)
     assert result is not None
     low, high = stats.against_fastest([log_ratios_of(sides, c, contestant)[0] for c in met])
@@ -491,7 +504,7 @@ def ratios(current: pd.DataFrame, bases: Sequence[str]) -> pd.DataFrame:
             # The other plain ones stand beside the fastest of them, and not beside themselves.
             candidates = [base] if contestant in known else known
             shares = not sides[base].keys().isdisjoint(sides[contestant])
-            found = against_fastest(sides, medians, candidates, contestant) if shares else None
+            found = against_fastest(sides, candidates, contestant) if shares else None
             if found is None:
                 continue
             rows.append(

@@ -178,46 +178,6 @@ def against_fastest(log_ratios: Sequence[np.ndarray], confidence: float = CONFID
     return lower, upper
 
 
-def compare_unpaired(
-    a: Sequence[float], b: Sequence[float], margin: float = MARGIN, confidence: float = CONFIDENCE
-) -> Comparison:
-    """Compare as :func:`compare` does, for processes that were not run in common blocks: ``a`` [n] and ``b`` [m] are
-    seconds of processes, and the interval is Welch's of the difference of their mean logs.
-
-    What the machine was like during a and during b (the d[k] of the module's docstring) does not cancel here: the
-    interval is about the processes that were run, and a drift between the two is inside the ratio. ``n`` is the smaller
-    of n and m. Raises ValueError where there is no value, or for a margin <= 0.
-    """
-    if len(a) == 0 or len(b) == 0:
-        raise ValueError("A comparison needs at least one process on each side.")
-    if margin <= 0:
-        raise ValueError(f"The margin of equivalence must be positive, got {margin}.")
-    x, y = np.log(np.asarray(a, dtype=float)), np.log(np.asarray(b, dtype=float))
-    ratio, n = math.exp(float(np.mean(y) - np.mean(x))), min(x.size, y.size)
-    if n < INTERVAL_ROUNDS:
-        return Comparison(ratio, math.nan, math.nan, n, None, False, None, margin)
-    low, high = welch_interval(x, y, confidence)
-    inner_low, inner_high = welch_interval(x, y, 1 - 2 * (1 - CONFIDENCE))
-    limit = math.log1p(margin)
-    within = -limit < inner_low and inner_high < limit
-    verdict = _verdict(low, high, within) if n >= VERDICT_ROUNDS else None
-    not_slower = bool(math.exp(-low) <= 1 + margin) if verdict else None
-    return Comparison(ratio, math.exp(low), math.exp(high), n, verdict, within, not_slower, margin)
-
-
-def welch_interval(x: np.ndarray, y: np.ndarray, confidence: float) -> tuple[float, float]:
-    """Welch's two-sided interval of mean(y) - mean(x), [n] and [m] with n, m >= 2 and variances of their own; the
-    degrees of freedom are Satterthwaite's."""
-    parts = [float(np.var(side, ddof=1)) / side.size for side in (x, y)]
-    variance = sum(parts)
-    difference = float(np.mean(y) - np.mean(x))
-    if variance == 0:
-        return difference, difference
-    freedom = variance**2 / sum(part**2 / (side.size - 1) for part, side in zip(parts, (x, y), strict=True))
-    half = float(special.stdtrit(freedom, 0.5 + confidence / 2)) * math.sqrt(variance)
-    return difference - half, difference + half
-
-
 @lru_cache(maxsize=4096)
 def _quantile(freedom: int, probability: float) -> float:
     """Return a quantile of Student's distribution; a report asks for few of them, thousands of times."""

@@ -11,7 +11,12 @@ import typer
 from harness.cli.options import Json
 from harness.errors import BadInput
 
-app = typer.Typer(no_args_is_help=True, help="For CI jobs: compare a wheel, comment, publish the history.")
+app = typer.Typer(no_args_is_help=True, help="For CI jobs: compare a wheel with a release.")
+
+
+@app.callback()
+def ci() -> None:
+    """Keep ``compare`` a verb of its own, though it is the only one."""
 
 
 @app.command(short_help="Compare a wheel with a release.")
@@ -66,42 +71,3 @@ def compare(
         typer.echo(f"{package} {version} ({found.name}) against the release {against}")
     code = wheel_check.compare_wheel(comparison, dry_run == "true")
     raise typer.Exit(0 if code == 1 and tolerate == "true" else code)
-
-
-@app.command()
-def comment(
-    repository: Annotated[str, typer.Option(help="On GitHub.", metavar="OWNER/NAME")],
-    pull_request: Annotated[int, typer.Option(help="The pull request's number.", metavar="N")],
-    file: Annotated[Path, typer.Option(help="The comment's Markdown.", metavar="FILE")],
-    name: Annotated[str, typer.Option(help="A former comment of that name is replaced.", metavar="NAME")] = "compare",
-    as_json: Json = False,
-) -> None:
-    """Write the one comment of a pull request. Where the token may not, the text goes to the job's page instead."""
-    from harness.ci import github
-    from harness.ci import wheel as wheel_check
-
-    try:
-        text = file.read_text()
-    except OSError as error:
-        raise BadInput(f"{file} cannot be read ({error.strerror}); name the Markdown that compare wrote.") from None
-    try:
-        done = github.comment(github.GitHubClient.of_the_job(repository), pull_request, text, name)
-    except github.Forbidden as error:
-        wheel_check.append_summary(text)
-        done = f"not allowed ({error}): written to the job's page instead"
-    typer.echo(json.dumps({"comment": done}) if as_json else f"Comment {done}.")
-
-
-@app.command()
-def publish(
-    repository: Annotated[str, typer.Option(help="Needed for pull requests.", metavar="OWNER/NAME")] = "",
-    branch: Annotated[str, typer.Option(help="Where the history lives.", metavar="NAME")] = "main",
-    by: Annotated[str, typer.Option(help="How it is published.", metavar="commit|pull-request")] = "commit",
-    as_json: Json = False,
-) -> None:
-    """Commit the new runs of results/history and push them. A file that exists is never changed."""
-    from harness.ci import github
-
-    place = github.GitHubClient.of_the_job(repository) if repository and by == "pull-request" else None
-    done = github.publish_history(Path(), by or "commit", branch or "main", place)
-    typer.echo(json.dumps({"done": done}) if as_json else done)

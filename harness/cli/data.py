@@ -16,7 +16,7 @@ from harness.errors import BadInput
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-    from harness.data.download import Progress
+    from harness.data.source import Progress
 
 app = typer.Typer(cls=Verbs, help="Fetch, list and verify data sets.", no_args_is_help=True)
 

@@ -214,9 +214,8 @@ def _engine() -> Finding:
         is_wanted = engine.HOST in os.environ or "may not open" in on
         remedy = f"make it answer, or unset {engine.HOST}: --isolation docker will be refused"
         return Finding("container engine", "warning" if is_wanted else "ok", on, ONLY_FOR_CONTAINERS, remedy)
-    where = "another machine: code and data travel by archive" if on.is_remote else "this machine"
     rootless = ", rootless" if on.facts["rootless"] else ""
-    text = f"{on.name} at {on.host} ({where}), {on.facts['storage']}{rootless}, API {on.facts['api']}"
+    text = f"{on.name} at {on.host}, {on.facts['storage']}{rootless}, API {on.facts['api']}"
     return Finding("container engine", "ok", text, ONLY_FOR_CONTAINERS)
 
 
@@ -236,8 +235,7 @@ def _container_gpu() -> Finding:
         return Finding("container GPU", "ok", "no engine", ONLY_FOR_CONTAINERS)
     has_runtime = "nvidia" in on.facts["runtimes"]
     if not (has_runtime or machine.gpus()):
-        where = "the engine's runtimes know none" if on.is_remote else "none on this machine"
-        return Finding("container GPU", "ok", where, "only for --device cuda")
+        return Finding("container GPU", "ok", "none on this machine", "only for --device cuda")
     text = f"runtimes {', '.join(on.facts['runtimes'])}"
     remedy = "for --device cuda: install the NVIDIA container toolkit there and restart the engine"
     return Finding(

@@ -163,7 +163,7 @@ def image_verify(names: Frameworks = None, device: Device = "cpu", as_json: Json
 
 @app.command("sweep", short_help="Remove what killed runs have left.")
 def image_sweep(as_json: Json = False) -> None:
-    """Remove containers and volumes that killed runs have left; every run does so when it begins."""
+    """Remove containers that killed runs have left; every run does so when it begins."""
     from harness.cli import listing
     from harness.environments.containers import engine
 

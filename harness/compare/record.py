@@ -19,6 +19,7 @@ from harness.analysis import sequential
 from harness.analysis.sequential import Rule
 from harness.errors import BadInput
 from harness.store.record import Container, GateCheck, Image, Load, State
+from harness.worker.clock import DISTURBED_SHARE
 
 SCHEMA = 1
 
@@ -37,7 +38,6 @@ DIED: tuple[State, ...] = ("crashed", "oom", "timeout")
 UNEVEN_LOG = 0.1
 """Pairs whose two processes had CPU shares that differ by more than this (absolute log ratio) are set aside: other work
 alone could explain their ratio."""
-QUIET_SHARE = 0.05
 
 
 class _Model(BaseModel):
@@ -102,7 +102,7 @@ class Pair(_Model):
             return False
         shares = [min(load.foreign_share, 0.99) for load in (self.base.load, self.head.load)]
         left = abs(math.log((1.0 - shares[0]) / (1.0 - shares[1])))
-        return left > UNEVEN_LOG or (max(shares) <= QUIET_SHARE and self.disturbed)
+        return left > UNEVEN_LOG or (max(shares) <= DISTURBED_SHARE and self.disturbed)
 
     @property
     def log_ratio(self) -> float | None:

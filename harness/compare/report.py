@@ -6,9 +6,6 @@ from harness.analysis.naming import duration, size
 from harness.compare.record import CellResult, Comparison, SideFacts
 from harness.store.record import Image
 
-MARKER = "<!-- dpbench-compare -->"
-"""On the first line, so that a bot finds its comment again and replaces it."""
-
 MOST_CHANGES = 12
 """Packages whose change is named, a framework."""
 
@@ -140,7 +137,7 @@ COLUMNS = ("cell", "base", "head", "head over base", "verdict", "memory at the p
 def markdown(comparison: Comparison) -> str:
     """Return the Markdown of a pull request's comment."""
     cells = sorted(comparison.cells, key=_rank)
-    lines = [MARKER, f"**{summary(comparison)}**", ""]
+    lines = [f"**{summary(comparison)}**", ""]
     lines += [f"| {' | '.join(COLUMNS)} |", f"|{'|'.join('---' for _ in COLUMNS)}|"]
     lines += [f"| {' | '.join(_escaped(text) for text in _row(cell))} |" for cell in cells]
     notes = [f"`{cell.name}`: {_short(cell.reason)}" for cell in cells if cell.reason]

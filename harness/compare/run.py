@@ -59,10 +59,11 @@ from harness.store import cache
 from harness.store.folder import RunFolder
 from harness.store.record import Cell, GateCheck, no_number
 from harness.tasks import TASKS
-from harness.worker import e2e as worker
 from harness.worker import machine, sketch
 from harness.worker import memory as resident
+from harness.worker.batches import REPLAYED_STEPS
 from harness.worker.gate import layers as layer_gate
+from harness.worker.measurement import SETTLING_STEPS
 from harness.worker.result import Result
 
 DEFAULT_LAYERS = ("linear", "embedding", "lstm")
@@ -77,7 +78,7 @@ METRICS = ("cpu_peak_allocated", "cuda_peak_allocated", resident.GROWTH)
 INFINITE_DISTANCE = 1e6
 """Stands for an infinite distance, which JSON cannot carry."""
 WEIGHTS_TOLERANCE = 1e-3
-WEIGHTS_STEPS = worker.REPLAYED_STEPS + worker.SETTLING_STEPS
+WEIGHTS_STEPS = REPLAYED_STEPS + SETTLING_STEPS
 MEANT = "name it as a side (image:TAG) if it is the one that is meant"
 
 AnyContestant = LayerContestant | Contestant
@@ -723,14 +724,7 @@ class ComparisonRun:
 
 def _backend_of(options: ComparisonOptions, role: Role, side: Side) -> Backend:
     """Return where one side runs. Raises :class:`BadInput` where it cannot."""
-    made = backend_of(options.isolation, options.device, otherwise=MEANT, named=side.image, option=f"--{role}")
-    if made.remote_host is not None:
-        raise BadInput(
-            f"The container engine is at {made.remote_host}: a comparison pins its processes to the least busy "
-            "processors of "
-            "this machine and knows no other's; name an engine of this machine by its socket, or use --isolation venv."
-        )
-    return made
+    return backend_of(options.isolation, options.device, otherwise=MEANT, named=side.image, option=f"--{role}")
 
 
 def _process(result: Result, with_versions: bool) -> Process:

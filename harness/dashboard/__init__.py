@@ -1,1 +1,1 @@
-"""The static site over the history: pages, feed, badge."""
+"""The static site over the history: pages and a feed."""

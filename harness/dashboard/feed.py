@@ -1,17 +1,13 @@
-"""The feed of regressions (Atom, RFC 4287) and the badge. Both say *simulated* where the history is."""
+"""The feed of regressions (Atom, RFC 4287). It says *simulated* where the history is."""
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC
 from xml.etree import ElementTree
 
-from markupsafe import escape
-
-from harness.history.events import Event, current
+from harness.history.events import Event
 from harness.history.runs import History, Run
 
 ATOM = "http://www.w3.org/2005/Atom"
@@ -70,47 +66,3 @@ def _text(parent: ElementTree.Element, tag: str, text: str) -> None:
 
 def _link(parent: ElementTree.Element, address: str, kind: str) -> None:
     ElementTree.SubElement(parent, _name("link"), {"rel": kind, "href": address})
-
-
-@dataclass(frozen=True)
-class Badge:
-    """``colour``: a name that badge services know."""
-
-    message: str
-    colour: str
-
-    def as_json(self) -> str:
-        """Return the JSON that the endpoint of a badge service takes."""
-        shown = {"schemaVersion": 1, "label": "dpbench", "message": self.message, "color": self.colour}
-        return json.dumps(shown, ensure_ascii=False) + "\n"
-
-    def as_svg(self) -> str:
-        """Two boxes; the width of the text is stated, so that any font fits it."""
-        left, right = 56, 14 + round(6.3 * len(self.message))
-        fill = {"brightgreen": "#2e7d32", "red": "#b3261e", "orange": "#a15c00", "lightgrey": "#5f6368"}[self.colour]
-        message, width = escape(self.message), left + right
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="20" role="img" '
-            f'aria-label="dpbench: {message}"><title>dpbench: {message}</title>'
-            f'<rect width="{width}" height="20" rx="3" fill="#3c4043"/>'
-            f'<path d="M{left} 0h{right - 3}a3 3 0 0 1 3 3v14a3 3 0 0 1-3 3H{left}z" fill="{fill}"/>'
-            '<g fill="#fff" font-family="Verdana,DejaVu Sans,sans-serif" font-size="11">'
-            f'<text x="7" y="14" textLength="{left - 14}">dpbench</text>'
-            f'<text x="{left + 7}" y="14" textLength="{right - 14}">{message}</text></g></svg>\n'
-        )
-
-
-def badge(history: History, events: Sequence[Event], days: int) -> Badge:
-    """``no data``, ``2 regressions`` (open, of the last ``days``), ``too few runs to judge``, or ``no regressions
-    since`` the day when the last one was detected (or measuring began)."""
-    if not history.runs:
-        return Badge("no data", "lightgrey")
-    mark = "simulated: " if history.simulated else ""
-    found = current(events, history.runs[-1], days)
-    if found:
-        colour = "red" if any(e.red for e in found) else "orange"
-        return Badge(f"{mark}{len(found)} regression{'' if len(found) == 1 else 's'}", colour)
-    if not history.can_judge:
-        return Badge(f"{mark}too few runs to judge", "lightgrey")
-    since = max([e.detected.time for e in events if e.worse] or [history.runs[0].time])
-    return Badge(f"{mark}no regressions since {since[:10]}", "brightgreen")

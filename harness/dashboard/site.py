@@ -1,11 +1,11 @@
-"""Writes the site: pages, script, style, feed, badge. It lies in one folder and asks for nothing from elsewhere."""
+"""Writes the site: pages and a feed. It lies in one folder and asks for nothing from elsewhere."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,12 @@ from harness.dashboard.view import CellView, Options
 from harness.errors import BadInput
 from harness.history import events as events_of
 from harness.history import series as series_of
-from harness.history.events import Event
 from harness.history.runs import History
-from harness.report.figures import looks
+from harness.report.formats import page
 from harness.store.folder import SITE
 
 WEB = Path(__file__).parent / "web"
 RECENT_EVENTS = 10
-OPEN_CELLS = 4
-"""A page with no more cells shows all charts at once."""
 
 
 def write(history: History, out: Path, options: Options) -> dict[str, Any]:
@@ -64,32 +61,11 @@ def pages(history: History, options: Options) -> tuple[dict[str, bytes], dict[st
     events = events_of.of_history(history, all_series)
     cells = view.cells(history, events, all_series, options.days)
     by_series = {id(v.series): v for v in cells}
-    addresses = {e.id: by_series[id(e.first.series)].address for e in events}
-    badge = feed.badge(history, events, options.days)
     current = events_of.current(events, history.runs[-1], options.days) if history.runs else []
     machines = view.machines(history)
-    frameworks, covered = view.coverage(cells)
-    subjects = list(dict.fromkeys((v.kind, v.subject) for v in sorted(cells, key=lambda v: v.kind == "layer")))
-    grouped: dict[tuple[str, str], list[CellView]] = {}
-    for v in cells:
-        grouped.setdefault((v.machine.key, v.page), []).append(v)
-    common = {
-        "simulated": history.simulated,
-        "options": options,
-        "machines": machines,
-        "subjects": [
-            (kind, name, view.page_name(kind, name), view.subject_title(kind, name)) for kind, name in subjects
-        ],
-        "frameworks": [(name, view.page_name("framework", name)) for name in frameworks],
-        "colours": {name: (look.colour, looks.light(look.colour)) for name, look in _looks(frameworks).items()},
-        "of_series": lambda s: by_series[id(s)],
-        "percent": view.percent,
-        "spark_size": (view.SPARK_WIDTH, view.SPARK_HEIGHT),
-        "newest": history.runs[-1].time[:10] if history.runs else None,
-        "too_few": f"a slowdown shows from {LEAST_RUNS} runs of a cell on one machine on; the most so far are "
-        f"{history.most_runs}",
-        "faults": history.faults,
-    }
+    subjects: dict[str, list[CellView]] = {}
+    for v in sorted(cells, key=lambda v: v.kind == "layer"):
+        subjects.setdefault(v.page, []).append(v)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(WEB),
         autoescape=True,
@@ -97,51 +73,54 @@ def pages(history: History, options: Options) -> tuple[dict[str, bytes], dict[st
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
+    common = {
+        "simulated": history.simulated,
+        "options": options,
+        "machines": machines,
+        "subjects": [(here[0].subject_title, file) for file, here in subjects.items()],
+        "of_series": lambda s: by_series[id(s)],
+        "percent": view.percent,
+        **dict.fromkeys(("faults", "lists", "matrices", "moved", "groups"), ()),
+    }
 
-    def render(template: str, **values: Any) -> bytes:
-        return environment.get_template(template).render(**common, **values).encode()
+    def render(**values: Any) -> bytes:
+        return environment.get_template("page.html").render(**{**common, **values}).encode()
 
+    none = f"None of the last {options.days} days."
+    if not history.can_judge:
+        none = f"Too few runs to judge: a slowdown shows from {LEAST_RUNS} runs of a cell on one machine on; the most "
+        none += f"so far are {history.most_runs}."
+    lists = [
+        ("Open regressions", current, none if history.runs else ""),
+        ("Older, still open", [e for e in events if e.open and e not in current], ""),
+        ("Latest events", events[:RECENT_EVENTS], ""),
+    ]
     files = {
         "index.html": render(
-            "overview.html",
-            page="index.html",
             title="dpbench history",
-            badge=badge,
-            current=current,
-            older=[e for e in events if e.open and e not in current],
-            better=[e for e in events if not e.worse and _recent(e, history, options.days)],
-            movers=view.movers(cells),
-            cells=cells,
-            matrices=list(_matrices(frameworks, covered)),
-            grouped=list(grouped.values()),
-            recent=events[:RECENT_EVENTS],
-            ok=sum(v.state == "ok" for v in cells),
+            faults=history.faults,
+            lists=lists,
+            moved=view.movers(cells),
+            matrices=list(_matrices(cells)),
         ),
-        "events.html": render("events.html", page="events.html", title="Events", events=events),
-        "site.css": (WEB / "site.css").read_bytes(),
-        "site.js": (WEB / "site.js").read_bytes(),
-        "feed.xml": feed.atom(history, events, addresses, options.site),
-        "badge.svg": badge.as_svg().encode(),
-        "badge.json": badge.as_json().encode(),
+        "events.html": render(title="Events", lists=[("All events", events, "Nothing has changed yet.")]),
+        "page.css": (page.WEB / "page.css").read_bytes(),
+        "vega.js": page.vega().encode() if cells else b"",
+        "feed.xml": feed.atom(
+            history, events, {e.id: by_series[id(e.first.series)].address for e in events}, options.site
+        ),
     }
-    for kind, name in subjects:
-        here = [v for v in cells if (v.kind, v.subject) == (kind, name)]
-        title = f"{kind.capitalize()}: {view.subject_title(kind, name)}"
-        files[view.page_name(kind, name)] = _cells_page(
-            render, options, title, view.page_name(kind, name), here, events
-        )
-    for name in frameworks:
-        here = [v for v in cells if v.framework == name]
-        page = view.page_name("framework", name)
-        rows = view.versions(history, name)
-        files[page] = _cells_page(render, options, f"Framework: {name}", page, here, events, rows, by_subject=True)
+    for file, here in subjects.items():
+        own = {id(v.series) for v in here}
+        mine = [e for e in events if any(id(c.series) in own for c in e.changes)]
+        title = f"{here[0].kind.capitalize()}: {here[0].subject_title}"
+        files[file] = render(title=title, lists=[("What happened here", mine, "")], groups=list(_groups(here)))
     shown = {
         "runs": len(history.runs),
         "machines": len(machines),
         "cells": len(cells),
         "events": len(events),
         "open": [e.sentence for e in current],
-        "badge": badge.message,
         "simulated": history.simulated,
         "faults": list(history.faults),
         "files": sorted(files),
@@ -150,52 +129,23 @@ def pages(history: History, options: Options) -> tuple[dict[str, bytes], dict[st
     return files, shown
 
 
-def _matrices(frameworks: Sequence[str], covered: Sequence[tuple[str, str, dict[str, Any]]]) -> Iterator[Any]:
-    """Yield (title, frameworks with a cell there, rows of (kind, subject, framework -> coverage)) of tasks and
-    layers."""
-    for kind, title in (("task", "Tasks"), ("layer", "Layers")):
-        rows = [row for row in covered if row[0] == kind]
-        if rows:
-            yield title, [name for name in frameworks if any(name in found for _, _, found in rows)], rows
-
-
-def _looks(names: Iterable[str]) -> dict[str, looks.Look]:
-    """Return the looks of frameworks, those of reports; grey for one that this checkout does not have."""
-    return {name: looks.of(f"{name}-") for name in names}
-
-
-def _recent(event: Event, history: History, days: int) -> bool:
-    return (history.runs[-1].moment - event.detected.moment).days <= days
-
-
-def _cells_page(
-    render: Any,
-    options: Options,
-    title: str,
-    page: str,
-    here: Sequence[CellView],
-    events: Iterable[Event],
-    versions: Sequence[dict[str, str]] = (),
-    by_subject: bool = False,
-) -> bytes:
-    own = {id(v.series) for v in here}
-    mine = [e for e in events if any(id(c.series) in own for c in e.changes)]
-    marked = {v.id for v in here if v.mark in ("red", "worse")}
-    opened = {v.id for v in here} if len(here) <= OPEN_CELLS else marked
-    data = {**view.chart_data(here), "scale": view.SCALE, "repository": options.repository}
-    groups: dict[str, list[CellView]] = {}
+def _groups(here: Sequence[CellView]) -> Iterator[tuple[str, list[CellView], list[tuple[str, Markup]]]]:
+    """Yield (machine's name, its cells, their charts)."""
+    by_machine: dict[str, list[CellView]] = {}
     for v in here:
-        groups.setdefault(v.machine.key, []).append(v)
-    return bytes(
-        render(
-            "cells.html",
-            page=page,
-            title=title,
-            groups=list(groups.values()),
-            opened=opened,
-            events=mine,
-            versions=versions,
-            by_subject=by_subject,
-            json=Markup(json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")),
-        )
-    )
+        by_machine.setdefault(v.machine.key, []).append(v)
+    for views in by_machine.values():
+        charts = [("Seconds", view.chart(views, "time"))]
+        if any(v.series.counted for v in views):
+            charts.append(("Memory", view.chart(views, "memory")))
+        specs = [(name, Markup(json.dumps(spec, allow_nan=False).replace("<", "\\u003c"))) for name, spec in charts]
+        yield views[0].machine.label, views, specs
+
+
+def _matrices(cells: Sequence[CellView]) -> Iterator[tuple[str, list[str], list[tuple[str, dict[str, Any]]]]]:
+    """Yield (title, frameworks with a cell there, rows of (name, framework -> coverage)) of tasks and layers."""
+    frameworks, covered = view.coverage(cells)
+    for kind, title in (("task", "Tasks"), ("layer", "Layers")):
+        rows = [(view.subject_title(kind, name), row) for k, name, row in covered if k == kind]
+        if rows:
+            yield title, [name for name in frameworks if any(name in row for _, row in rows)], rows

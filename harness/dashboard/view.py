@@ -1,31 +1,23 @@
-"""Values that the pages show: one :class:`CellView` per series, and small drawings made beforehand.
-
-Charts are drawn by the page's own script from whole numbers. Vega, which the report uses, was measured first: 0.9 MB
-and 0.8 to 2.6 s for 16 charts of 700 points on two cores, where a page of this site has up to 40.
-"""
+"""What the pages show: one :class:`CellView` per series, and the Vega-Lite specification of their histories."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
-
-import numpy as np
 
 from harness.analysis.naming import duration, factor, machine_slug, size, slug
 from harness.history import series as series_of
 from harness.history.events import RANK, Event
 from harness.history.runs import History, Run
 from harness.history.series import Move, Point, Series
+from harness.report.figures import looks
 from harness.tasks import TASKS
 
-SPARK_WIDTH, SPARK_HEIGHT, SPARK_BINS = 132, 26, 60
-LEAST_SPAN = 0.10
-"""A sparkline spans at least +-10 %, so that noise looks as small as it is."""
-SCALE = 10_000
-"""Values go into a page as whole numbers, relative to the series' base."""
+SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 
 
 @dataclass(frozen=True)
@@ -46,7 +38,6 @@ class MachineView:
     label: str
     short: str
     runs: tuple[Run, ...]
-    speed_probe: str
     last: str
 
     @property
@@ -174,20 +165,6 @@ class CellView:
             word for metric, word in (("time", "slower"), ("memory", "more memory")) if metric in metrics
         )
 
-    @cached_property
-    def mark(self) -> str:
-        """``red``, ``worse``, ``better`` or nothing: what is new with it."""
-        newest, recent = self.machine.runs[-1].moment, self.recent
-        mine = [e for e in self.open if e in recent]
-        seen = self.series.runs[self.series.points[-1].run].moment
-        if any(e.red for e in mine) or (RANK.get(self.state, 9) < 4 and (newest - seen).days <= self.days):
-            return "red"
-        return "worse" if mine else "better" if any(not e.worse for e in recent) else ""
-
-    @cached_property
-    def spark(self) -> str:
-        return spark(self.series)
-
 
 def page_name(kind: str, name: str) -> str:
     """Return the file name of a page."""
@@ -208,46 +185,6 @@ def subject_title(kind: str, name: str) -> str:
     return TASKS[name].title if kind == "task" and name in TASKS else name
 
 
-def days_of(runs: Sequence[Run]) -> list[float]:
-    """Return the times of the runs in days."""
-    return [run.moment.timestamp() / 86400 for run in runs]
-
-
-def spark(s: Series) -> str:
-    """SVG of the whole series on the time axis of its machine: medians in SPARK_BINS bins, the last level's end marked.
-    A series of one run is a dot."""
-    when = days_of(s.runs)
-    return draw([(when[p.run], p.normalised) for p in s.timed if p.normalised], when[0], when[-1])
-
-
-def draw(values: Sequence[tuple[float, float]], first: float, last: float) -> str:
-    """SVG path data and the last point of (day, value) pairs, as ``d|x|y``; empty where there is none."""
-    if not values:
-        return ""
-    span = max(last - first, 1e-9)
-    bins: dict[int, list[float]] = {}
-    for day, value in values:
-        bins.setdefault(min(SPARK_BINS - 1, int((day - first) / span * SPARK_BINS)), []).append(value)
-    points = [(i, float(np.log(np.median(v)))) for i, v in sorted(bins.items())]
-    logs = np.array([y for _, y in points])
-    middle = float(np.median(logs))
-    reach = max(LEAST_SPAN, float(np.quantile(np.abs(logs - middle), 0.98)))
-    inner, pad = SPARK_WIDTH - 6, 3
-    drawn = [
-        (
-            round(pad + i / (SPARK_BINS - 1) * inner, 1),
-            round(SPARK_HEIGHT / 2 - float(np.clip((y - middle) / reach, -1, 1)) * (SPARK_HEIGHT / 2 - pad), 1),
-        )
-        for i, y in points
-    ]
-    path, before = [], None
-    for (i, _), (x, y) in zip(points, drawn, strict=True):
-        # A gap breaks the line; a short stroke with round caps makes a dot of a run that stands alone.
-        path.append(f"M{x - 0.7:g} {y:g}h1.4" if before is None or i - before > 3 else f"L{x:g} {y:g}")
-        before = i
-    return f"{''.join(path)}|{drawn[-1][0]:g}|{drawn[-1][1]:g}"
-
-
 def machines(history: History) -> list[MachineView]:
     """Return what the pages show of each machine."""
     found, taken = [], set()
@@ -257,9 +194,7 @@ def machines(history: History) -> list[MachineView]:
         if short in taken:
             short = f"{short}-{i}"
         taken.add(short)
-        when = days_of(runs)
-        probes = [(day, run.canary_seconds) for day, run in zip(when, runs, strict=True) if run.canary_seconds]
-        found.append(MachineView(key, label, short, runs, draw(probes, when[0], when[-1]), runs[-1].time[:10]))
+        found.append(MachineView(key, label, short, runs, runs[-1].time[:10]))
     return found
 
 
@@ -295,89 +230,62 @@ def cells(history: History, events: Iterable[Event], all_series: dict[str, list[
     return sorted(views, key=key)
 
 
-def chart_data(views: Sequence[CellView]) -> dict[str, Any]:
-    """Return the numbers of one page. Times in minutes, values in 1/SCALE of the series' base, bytes where they
-    change."""
-    used = list({v.machine.key: v.machine for v in views}.values())
-    place = {m.key: i for i, m in enumerate(used)}
+def chart(views: Sequence[CellView], metric: str) -> dict[str, Any]:
+    """Return the Vega-Lite specification of the cells' ``time`` or ``memory``.
+
+    Each cell has a small chart of its runs, of the levels that the step detection found, and of its steps.
+    """
+    titles = Counter(v.title for v in views)
+    names = {v.id: v.title if titles[v.title] == 1 else f"{v.title} · {v.setting}" for v in views}
+    rows = [{**row, "cell": names[v.id]} for v in views for row in _rows(v, metric)]
+
+    def layer(kind: str, mark: dict[str, Any], **encoding: Any) -> dict[str, Any]:
+        return {"transform": [{"filter": f"datum.kind === '{kind}'"}], "mark": mark, "encoding": encoding}
+
+    x = {"field": "time", "type": "temporal", "title": None}
+    y = {"field": "value", "type": "quantitative", "title": None, "scale": {"zero": False}}
+    colour = {"field": "colour", "type": "nominal", "scale": None}
+    told = [{"field": name, "type": "nominal"} for name in ("time", "commit", "shown", "state", "n")]
+    layers = [
+        layer(
+            "level", {"type": "rule", "strokeWidth": 2, "opacity": 0.6}, x=x, x2={"field": "until"}, y=y, color=colour
+        ),
+        layer("step", {"type": "rule", "strokeDash": [4, 3]}, x=x, tooltip=[{"field": "shown", "type": "nominal"}]),
+        layer("run", {"type": "point", "filled": True, "size": 22}, x=x, y=y, color=colour, tooltip=told),
+        layer("disturbed", {"type": "point", "size": 22}, x=x, y=y, color=colour, tooltip=told),
+        layer("no value", {"type": "point", "shape": "cross", "color": "#a81e1e"}, x=x, y={"value": 104}, tooltip=told),
+    ]
     return {
-        "machines": [_machine_data(m.runs) for m in used],
-        "cells": {v.id: _cell_data(v, place[v.machine.key]) for v in views},
+        "$schema": SCHEMA,
+        "data": {"values": rows},
+        "facet": {"field": "cell", "type": "nominal", "title": None, "sort": list(names.values())},
+        "columns": 2,
+        "resolve": {"scale": {"y": "independent"}},
+        "spec": {"width": 460, "height": 110, "layer": layers},
+        "background": "#ffffff",
     }
 
 
-def _machine_data(runs: Sequence[Run]) -> dict[str, Any]:
-    reference = series_of.reference_probe(runs)
-    return {
-        "t": [int(run.moment.timestamp() // 60) for run in runs],
-        "commit": [(run.commit or "")[:12] for run in runs],
-        "dirty": [i for i, run in enumerate(runs) if run.dirty],
-        # Normalised seconds x this = raw seconds.
-        "raw": [
-            round(run.canary_seconds / reference * SCALE) if reference and run.canary_seconds else SCALE for run in runs
-        ],
-    }
-
-
-def _cell_data(v: CellView, machine: int) -> dict[str, Any]:
+def _rows(v: CellView, metric: str) -> Iterator[dict[str, Any]]:
     s = v.series
-    base = float(np.median([p.normalised for p in s.points if p.normalised])) if v.last_time else 1.0
-    every = [p.run for p in s.points] == list(range(len(s.runs)))
-    data: dict[str, Any] = {
-        "m": machine,
-        "base": base,
-        "v": [round(p.normalised / base * SCALE) if p.normalised else 0 for p in s.points],
-        "n": _changes([p.cell.n for p in s.points]),
-        "time": _found(s, "time", base),
-    }
-    if not every:
-        data["runs"] = [p.run for p in s.points]
-    if not s.normalises:
-        data["fixed"] = True
-    if vetoed := [i for i, p in enumerate(s.points) if p.vetoed]:
-        data["vetoed"] = vetoed
-    if any(p.cell.extrapolated for p in s.points):
-        data["extrapolated"] = _changes([int(p.cell.extrapolated) for p in s.points])
-    if bad := {i: p.state for i, p in enumerate(s.points) if p.state != "ok"}:
-        data["states"] = bad
-    if s.counted:
-        data["bytes"] = _changes([p.bytes or 0 for p in s.points])
-        data["memory_metric"] = s.memory_metric
-        data["memory"] = _found(s, "memory", 1.0)
-    return data
-
-
-def _changes(values: Sequence[int]) -> list[list[int]]:
-    """[index, value] wherever the value differs from the one before."""
-    return [[i, v] for i, v in enumerate(values) if i == 0 or v != values[i - 1]]
-
-
-def _found(s: Series, metric: str, base: float) -> dict[str, Any]:
+    common = {"colour": looks.of(f"{v.framework}-").colour}
+    is_time = metric == "time"
+    for p in s.points:
+        value = p.normalised if is_time else p.bytes
+        run = s.runs[p.run]
+        shown = "–" if value is None else duration(value) if is_time else size(int(value))
+        if value is None and p.state == "ok":
+            continue
+        kind = "no value" if value is None else "disturbed" if is_time and p.vetoed else "run"
+        told = {"commit": run.short_commit, "shown": shown, "state": p.state, "n": p.cell.n}
+        yield {**common, "kind": kind, "time": run.time, "value": value, **told}
     found, points = s.found(metric)
-    scale = SCALE / base if metric == "time" else 1.0
-    return {
-        "sd": round(found.noise.sd, 4) if found.noise else None,
-        "segments": [[points[g.start].run, points[g.stop - 1].run, round(g.level * scale)] for g in found.segments]
-        if found.noise or metric == "memory"
-        else [],
-        "steps": [
-            {
-                "at": points[step.at].run,
-                "from": before,
-                "to": after,
-                "alarm": alarm,
-                "ratio": _finite(step.ratio),
-                "low": _finite(step.low),
-                "high": _finite(step.high),
-                "sure": round(min(step.confidence, 0.9999), 4),
-            }
-            for step, before, after, alarm in s.changes(metric)
-        ],
-    }
-
-
-def _finite(value: float) -> float | None:
-    return round(value, 4) if math.isfinite(value) else None
+    for level in found.segments if len(points) > 1 else ():
+        ends = {"time": s.runs[points[level.start].run].time, "until": s.runs[points[level.stop - 1].run].time}
+        yield {**common, "kind": "level", "value": level.level, **ends}
+    for step, before, after, _ in s.changes(metric):
+        where = f"{percent(step.ratio)} between {s.runs[before].short_commit} and {s.runs[after].short_commit}"
+        yield {**common, "kind": "step", "time": s.runs[points[step.at].run].time, "shown": where}
 
 
 def movers(views: Iterable[CellView], count: int = 8) -> list[CellView]:
@@ -411,31 +319,3 @@ def coverage(views: Sequence[CellView]) -> tuple[list[str], list[tuple[str, str,
             row[name] = Coverage(len(here) - len(bad), len(here), bad[0].state if bad else "", first.address)
         rows.append((kind, subject, row))
     return frameworks, rows
-
-
-def versions(history: History, framework: str) -> list[dict[str, str]]:
-    """Return where a framework's packages changed, newest first; the first line of a machine is what it started
-    with."""
-    rows = []
-    for runs in history.machines.values():
-        before: dict[str, str] | None = None
-        for run in runs:
-            now = run.versions.get(framework)
-            if not now or now == before:
-                continue
-            changed = sorted(p for p in now.keys() | (before or {}).keys() if now.get(p) != (before or {}).get(p))
-            texts = [
-                f"{p} {now.get(p, 'none')}" if before is None else f"{p} {before.get(p, 'none')} → {now.get(p, 'none')}"
-                for p in changed
-            ]
-            rows.append(
-                {
-                    "time": run.time[:10],
-                    "commit": run.commit or "",
-                    "machine": run.machine_label,
-                    "what": ", ".join(texts[:8]) + (f" and {len(texts) - 8} more" if len(texts) > 8 else ""),
-                    "first": "first run" if before is None else "",
-                }
-            )
-            before = now
-    return sorted(rows, key=lambda row: row["time"], reverse=True)

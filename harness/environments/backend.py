@@ -62,13 +62,7 @@ class Provenance:
 class Backend(Protocol):
     """Interface to the place where workers run. ``VenvBackend``, ``ContainerBackend``, ``UnpinnedBackend`` and
     ``InProcessBackend`` have it.
-
-    Attributes:
-        remote_host: where the workers' machine is reached, None where it is this one.
     """
-
-    @property
-    def remote_host(self) -> str | None: ...
 
     def prepare(self, contestants: Iterable[AnyContestant], log: Log) -> None:
         """Make what :meth:`describe` tells of, before the folder of the run is opened."""
@@ -141,8 +135,6 @@ class Resources:
 class LocalBackend:
     """Common part of the backends whose workers are ordinary processes of this machine."""
 
-    remote_host = None
-
     def prepare(self, contestants: Iterable[AnyContestant], log: Log) -> None:
         """Environments are built when an executor is asked for: nothing that is described depends on them."""
 
@@ -159,7 +151,7 @@ class LocalBackend:
         return {}
 
     def describe_process(self, framework: Framework, result: Result | None) -> Provenance:
-        return Provenance(None, None, (result and result.machine) or {**machine.describe(), **machine.state()})
+        return Provenance(None, None, {**machine.describe(), **machine.state()})
 
     def speed_probe(self) -> float | None:
         return speed_probe.seconds()

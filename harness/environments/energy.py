@@ -1,4 +1,4 @@
-"""Energy by the machine's own counters: NVML's of its GPU, RAPL's of its processors and their memory.
+"""Energy by the driver's own counter of the GPU (NVML).
 
 Nothing is estimated: what has no counter, or may not be read, is :class:`Unavailable`, with the reason. Samples of
 power are no counter: between two of them anything may happen. What a figure is worth: :mod:`harness.analysis.energy`.
@@ -10,72 +10,26 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any, Protocol
 
 from harness.environments.unavailable import Unavailable
-from harness.store.record import GPU, PROCESSORS
-from harness.worker.clock import ForeignLoad
+from harness.store.record import GPU
+from harness.worker.clock import DISTURBED_SHARE, ForeignLoad
 
-POWERCAP = Path("/sys/class/powercap")
-RAPL_ZONES = ("package", "dram")
-"""Names of what is counted: processors and their memory. The zones of cores are parts of packages."""
-MOST_WATTS = 1_000.0
-"""Highest power of one zone, in watts. A counter that could have gone round more than once at that power says
-nothing."""
 IDLE_SECONDS = 3.0
 LOOK_SECONDS = 5e-3
-BUSY_SHARE = 0.05
-"""Share of the processors from which on, if others take it, the machine is not idle."""
 
 
 class Counter(Protocol):
-    """Energy since some moment. ``longest_seconds``: after so many between two readings it may have gone round
-    twice."""
-
-    longest_seconds: float
+    """Energy since some moment."""
 
     def joules(self) -> float:
         """Return joules since the counter was opened. Raises OSError where it cannot be read any more."""
         ...
 
 
-class _Zone:
-    """One RAPL zone, whose counter begins anew at its range."""
-
-    def __init__(self, folder: Path) -> None:
-        self._file = folder / "energy_uj"
-        self.range = int((folder / "max_energy_range_uj").read_text())
-        self._last = self._read()
-        self._total = 0
-
-    def _read(self) -> int:
-        return int(self._file.read_text())
-
-    def microjoules(self) -> int:
-        """Return what it has counted since it was opened, once round at most between two calls."""
-        now = self._read()
-        moved = now - self._last
-        self._total += moved if moved >= 0 else moved + self.range
-        self._last = now
-        return self._total
-
-
-class Rapl:
-    """All packages of processors and their memory, as the kernel counts them."""
-
-    def __init__(self, zones: list[_Zone]) -> None:
-        self._zones = zones
-        self.longest_seconds = min(zone.range for zone in zones) / 1e6 / MOST_WATTS
-
-    def joules(self) -> float:
-        return sum(zone.microjoules() for zone in self._zones) / 1e6
-
-
 class Nvml:
     """The one GPU, as the driver counts it."""
-
-    longest_seconds = float("inf")
 
     def __init__(self, module: Any, gpu: Any) -> None:
         self._nvml, self._gpu = module, gpu
@@ -89,20 +43,6 @@ class Nvml:
 
     def joules(self) -> float:
         return (self._millijoules() - self._start) / 1e3
-
-
-def open_rapl(root: Path = POWERCAP) -> Rapl | Unavailable:
-    """Return the counters of the processors under ``root``, or why there are none."""
-    zones = []
-    for folder in sorted(root.glob("intel-rapl:*")):
-        try:
-            if (folder / "name").read_text().startswith(RAPL_ZONES):
-                zones.append(_Zone(folder))
-        except PermissionError:
-            return Unavailable("the kernel lets only its administrator read RAPL's counters (energy_uj)")
-        except (OSError, ValueError) as error:
-            return Unavailable(f"RAPL's counters cannot be read ({error})")
-    return Rapl(zones) if zones else Unavailable("the kernel shows no RAPL counters here")
 
 
 def open_nvml() -> Nvml | Unavailable:
@@ -137,9 +77,8 @@ Counters = Mapping[str, Counter | Unavailable]
 
 @cache
 def counters(device: str) -> Counters:
-    """Return the counters of what works for a contestant on ``device``, opened once in a process."""
-    found: dict[str, Counter | Unavailable] = {PROCESSORS: open_rapl()}
-    return {GPU: open_nvml(), **found} if device == "cuda" else found
+    """Return the counters of what works for a contestant on ``device``, opened once in a process; none for the CPU."""
+    return {GPU: open_nvml()} if device == "cuda" else {}
 
 
 def _read(found: Counters) -> dict[str, float]:
@@ -148,7 +87,7 @@ def _read(found: Counters) -> dict[str, float]:
         if not isinstance(counter, Unavailable):
             try:
                 said[name] = counter.joules()
-            except (OSError, ValueError):
+            except OSError:
                 continue
     return said
 
@@ -177,7 +116,7 @@ def idle(found: Counters, seconds: float = IDLE_SECONDS) -> Idle:
             for name in moves:
                 moves[name] += now.get(name) != last.get(name)
             last = now
-    if load.share > BUSY_SHARE:
+    if load.share > DISTURBED_SHARE:
         busy = f"other programs took {load.share:.0%} of the processors when the idle machine was to be measured"
         return Idle(reason=busy)
     there = first.keys() & last.keys()
@@ -210,11 +149,6 @@ class Meter:
                 self.faults[name] = counter.reason
             elif name not in after or name not in self._before:
                 self.faults[name] = "its counter could not be read during the run"
-            elif seconds > counter.longest_seconds:
-                self.faults[name] = (
-                    f"its counter may go round twice in {counter.longest_seconds:.0f} s, and a timed stretch took "
-                    f"{seconds:.0f} s"
-                )
             else:
                 self.joules[name] = self.joules.get(name, 0.0) + after[name] - self._before[name]
 

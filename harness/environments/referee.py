@@ -23,15 +23,8 @@ from typing import Any
 from harness.environments import energy
 from harness.environments.processors import tree_processors, tree_seconds
 from harness.tasks import TASKS
-from harness.worker.e2e import (
-    DEFERRED_SECONDS,
-    DEFERRED_SHARE,
-    READ_BYTES_PER_SECOND,
-    READ_SECONDS,
-    epoch_batches,
-    order_of,
-    setting_of,
-)
+from harness.worker.batches import epoch_batches, order_of, setting_of
+from harness.worker.deferred import DEFERRED_SECONDS, DEFERRED_SHARE, READ_BYTES_PER_SECOND, READ_SECONDS
 from harness.worker.line import Message
 from harness.worker.request import Request
 from harness.worker.result import Result

@@ -21,10 +21,10 @@ from pydantic.dataclasses import dataclass
 
 from harness.store.record import Timed
 from harness.tasks import TASKS, known_task
-from harness.worker.e2e import FEWEST_COMPARED, WINDOW_STEPS
 from harness.worker.gate import checks as gate_checks
 from harness.worker.gate import layers as layer_gate
 from harness.worker.layer_request import LayerRequest
+from harness.worker.replay import FEWEST_COMPARED, WINDOW_STEPS
 from harness.worker.request import Request
 from harness.worker.result import NAMES, Check, Layer, Probe, Result
 
@@ -163,7 +163,7 @@ def examined(
         kept += [name] if fault is None else []
     if fault is None:
         return Result.of(said), kept
-    known = {name: said[name] for name in ("log_tail", "container", "machine") if name in said}
+    known = {name: said[name] for name in ("log_tail", "container") if name in said}
     return Result("crashed", f"{who} sent what is no result ({fault}).", **known), kept
 
 
@@ -195,7 +195,7 @@ ONE_AXIS = tuple((length,) for length in range(1, MOST_COMPARED + 1))
 
 
 def fault_of_replay(content: bytes, task: str, largest: int) -> str | None:
-    """Return why this is not what :func:`harness.worker.e2e.replay` makes, or None."""
+    """Return why this is not what :func:`harness.worker.replay.replay` makes, or None."""
     found, fault = _forms(content, largest)
     if fault is not None:
         return fault

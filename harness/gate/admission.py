@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from harness.analysis import accounting
 from harness.data import store
@@ -22,7 +21,7 @@ from harness.paths import ROOT
 from harness.plan.registry import Contestant, code_files
 from harness.store import cache, seal
 from harness.store.record import Gate, GateCheck
-from harness.tasks import SMALL_GATE, known_task
+from harness.tasks import SMALL_GATE, definition_hash, known_task
 from harness.worker.request import Request
 from harness.worker.result import Result, State
 from harness.worker.sampling import steps_per_epoch
@@ -34,10 +33,8 @@ REFERENCE_SOURCES = (
     "frameworks/_shared/torch/models.py",
     "frameworks/_shared/torch/transformer.py",
     "harness/worker/gate/cases.py",
-    "harness/network.py",
-    "harness/optimizer.py",
-    "harness/tasks.py",
 )
+"""Beside the task's own definition (:func:`harness.tasks.definition_hash`)."""
 GATE_SOURCES = (
     *REFERENCE_SOURCES,
     "harness/worker",
@@ -55,8 +52,7 @@ DELTA = 1e-5
 
 @dataclass(frozen=True)
 class Verdict:
-    """``state`` is ``ok`` where the gate ran; then ``gate`` says whether it passed. Else why it could not run.
-    ``machine``: where it ran, None for this one."""
+    """``state`` is ``ok`` where the gate ran; then ``gate`` says whether it passed. Else why it could not run."""
 
     state: State
     reason: str | None
@@ -64,7 +60,6 @@ class Verdict:
     versions: dict[str, str]
     log_tail: str = ""
     cached: bool = False
-    machine: dict[str, Any] | None = None
 
     @property
     def passed(self) -> bool:
@@ -79,7 +74,8 @@ def key_of(
     framework = contestant.framework
     task = judged_task(task, small)
     parts = [task, contestant.name, device, framework.adapter_hash, framework.lock_hash, sources_hash(GATE_SOURCES)]
-    parts += [str(threads), framework.folder_hash, *_data_hashes(known_task(task).dataset)]
+    parts += [definition_hash(known_task(task)), str(threads), framework.folder_hash]
+    parts += _data_hashes(known_task(task).dataset)
     parts += [identity] if identity else []
     parts += [] if accounting.available() else ["budget not checked"]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
@@ -117,7 +113,7 @@ def reference(task: str, log: Log, run_tool: RunTool) -> Path:
         ToolFault: it could not be computed.
     """
     folder = cache.folder("references")
-    path = folder / f"{task}-{sources_hash(REFERENCE_SOURCES)}.npz"
+    path = folder / f"{task}-{definition_hash(known_task(task))}-{sources_hash(REFERENCE_SOURCES)}.npz"
     with cache.locked(folder / f"{task}.lock"):
         if not seal.holds(path, log):
             log(f"Reference of {task}: float64, one example at a time")
@@ -218,7 +214,6 @@ def _verdict(result: Result, key: str, twin: str | None) -> Verdict:
         gate=Gate(passed=passed, key=key, checks=checks, judged_as=twin),
         versions=result.versions,
         log_tail=result.log_tail,
-        machine=result.machine,
     )
 
 

@@ -26,6 +26,8 @@ EVERY_TASK = "every-task"
 
 MARKERS = "osD^v<>PXdhpH8*"
 """Shapes of points that a framework may have in figures, by their letters in matplotlib."""
+MADE = re.compile(r"__pycache__|build|dist|.*\.egg-info")
+"""Names of folders that hold no source: what Python and `pip install` make."""
 LOOK = re.compile(rb"^(colour|marker) *=.*\n", re.MULTILINE)
 """Lines of framework.toml that no time depends on: a new colour does not make older measurements outdated."""
 
@@ -107,9 +109,14 @@ class Framework:
 
     @property
     def adapter_hash(self) -> str:
-        """Hash of all code that the adapter's times depend on inside this repository, the contract included."""
-        roots = [self.folder, *(self.root / s for s in self.sources)]
-        roots += [self.root / "harness" / name for name in ("contract.py", "network.py", "optimizer.py", "tasks.py")]
+        """Hash of all code that the adapter's times depend on inside this repository, the contract included.
+
+        A task adds its own part (:func:`harness.tasks.definition_hash`). Of another tree, whose tasks may be others,
+        the files that hold them count as a whole.
+        """
+        roots = [self.folder, *(self.root / s for s in self.sources), self.root / "harness" / "contract.py"]
+        if self.root != ROOT:
+            roots += [self.root / "harness" / name for name in ("network.py", "optimizer.py", "tasks.py")]
         apart = {self.folder / name for name in LAYER_FILES}
         digest = hashlib.sha256()
         for path in sorted({p for root in roots for p in code_files(root)} - apart):
@@ -147,10 +154,11 @@ def _short(data: bytes) -> str:
 
 
 def code_files(root: Path) -> Iterable[Path]:
-    """Return the file, or all code below the folder."""
+    """Return the file, or all code below the folder, without what building a package from it leaves there."""
     if root.is_file():
         return [root]
-    return [p for p in root.rglob("*") if p.suffix in {".py", ".toml", ".cpp", ".h"} and "__pycache__" not in p.parts]
+    found = (p for p in root.rglob("*") if p.suffix in {".py", ".toml", ".cpp", ".h"})
+    return [p for p in found if not any(MADE.fullmatch(part) for part in p.relative_to(root).parts)]
 
 
 def load(folder: Path, root: Path = ROOT) -> Framework:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.analysis.frames import PLACE, SECTION, rows_of
-from harness.analysis.leader import leaders
 from harness.analysis.naming import factor, number
+from harness.analysis.standing import standings
 from harness.report import model
 from harness.report.model import Report
 
@@ -27,19 +27,21 @@ def sentences(report: Report) -> Iterator[str]:
         )
         for row in rows_of(report.tables.ratios)
     }
-    first = leaders(report.tables)
-    yield "Fastest by median, with DP:"
+    found = standings(report.tables)
+    yield "Fastest with DP, by paired rounds:"
     disturbed = False
     for place, group in timed.groupby(where, sort=False):
-        leader = first[place]
-        best = group[group.contestant == leader.contestant].iloc[0]
+        standing = found[place]
+        best = group[group.contestant == standing.first].iloc[0]
         section = f" ({best.machine}, {best.protocol})" if several else ""
         what = f"{model.task_title(best.task, best.synthetic)}, batch {best.batch_size}{section}"
         doubt = "too disturbed to be a result" if best.swamped else "disturbed" if best.disturbed else ""
         marks = [*(["extrapolated"] if best.extrapolated else []), *([doubt] if doubt else [])]
         seconds = f"{number(best['median'])} s per epoch" + (f" ({', '.join(marks)})" if marks else "")
-        why = "cannot be told from" if leader.overlap else "too few undisturbed rounds to tell it from"
-        rival = f"; {why} {leader.rival} ({leader.evidence})" if leader.rival else ""
+        other = standing.untold
+        overlap = other is not None and other.evidence == "overlap"
+        why = "cannot be told from" if overlap else "too few undisturbed rounds to tell it from"
+        rival = f"; {why} {other.contestant} ({other.basis})" if other is not None else ""
         yield f"  {what}: {best.contestant}, {seconds}{rival}{prices.get((*place, best.contestant), '')}"
         disturbed |= bool(best.disturbed)
     if timed.swamped.any():

@@ -81,13 +81,10 @@ def _of_section(tables: Tables, section: Section, numbers: Mapping[str, pd.DataF
         """``frames``: by the stem of the CSV file, with _ for -. ``brief``: what the Markdown page shows of it."""
         of_here = {stem.replace("_", "-"): section.of(frame) for stem, frame in frames.items()}
         shown = tuple(picture for stem in of_here for picture in pictures.get(stem, ()))
-        named = {
-            task_figures.file_name(name, tables, section, here): make
-            for stem, here in of_here.items()
-            for name, make in (LATEX.get(stem, {}) if len(here) else {}).items()
-            if name != "main" or (here.state == "ok").any()
-        }
-        own = {f"tab-{label}": make(tables, section, label) for label, make in named.items()}
+        own = {}
+        if "seconds-per-epoch" in of_here and (of_here["seconds-per-epoch"].state == "ok").any():
+            name = task_figures.file_name("main", tables, section, of_here["seconds-per-epoch"])
+            own[f"tab-{name}"] = latex.main(tables, section, name)
         short = None if brief is None else tuple(brief)
         return Chapter(title, section, tuple(grids), shown, of_here, when, own, interactive=True, brief=short)
 
@@ -163,10 +160,3 @@ def _of_section(tables: Tables, section: Section, numbers: Mapping[str, pd.DataF
     )
     yield chapter("Hardware", costs.hardware(tables, section))
     yield chapter("Versions", task_tables.versions(tables, section), versions=tables.versions)
-
-
-LATEX: Mapping[str, Mapping[str, Callable[[Tables, Section, str], str]]] = {
-    "seconds-per-epoch": {"main": latex.main, "seconds-per-epoch": latex.seconds},
-    "relative-to-pytorch": {"relative-to-pytorch": latex.ratios},
-}
-"""Layouts of their own, by the stem of the numbers and the name of the table."""

@@ -81,8 +81,8 @@ class Chapter:
 
     ``section``: what it was measured on and how (None: it is of no one section); chapters of one section stand
     together. ``frames``: the numbers behind it as they go into CSV files, by the stem of the file; frames of one stem
-    are appended to each other. ``when``: day and commit, for captions. ``latex``: a layout of its own (for ``\input``)
-    instead of the one that is made of ``grids``, by the stem of its file. ``printed``: False where the grids are too
+    are appended to each other. ``when``: day and commit, for captions. ``latex``: further tables (for ``\input``), by
+    the stem of their files. ``printed``: False where the grids are too
     long for LaTeX. ``in_terminal``: whether ``dpbench report`` prints the grids too.
     ``interactive``: whether the HTML page draws its figures anew, so that it does not hold the pictures. ``brief``: the
     grids of the Markdown page, where it does not take all of them; none: it only names the chapter.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from harness.report import contents as chapters
 from harness.report import model
 from harness.report.figures import files
 from harness.report.formats import latex, markdown, page
-from harness.report.model import Chapter, Picture, Report, Section
+from harness.report.model import Chapter, Report, Section
 from harness.store import read
 from harness.store.cache import write_atomically
 
@@ -40,9 +39,7 @@ def write_report(report: Report, out: Path, plots: Path) -> list[Path]:
     make_folders(out, plots)
     try:
         drawn = files.draw((picture for chapter in report.chapters for picture in chapter.pictures), plots)
-        shown = {picture.stem: picture for chapter in report.chapters for picture in chapter.pictures}
-        pdfs = {os.path.relpath(path, out): shown[path.stem] for path in drawn if path.suffix == ".pdf"}
-        written = texts(report, pdfs)
+        written = texts(report)
         written["report.html"] = page.page(report, {path.stem: path for path in drawn if path.suffix == ".svg"})
         for name, text in written.items():
             write_atomically(out / name, text.encode(), durable=False)
@@ -53,20 +50,16 @@ def write_report(report: Report, out: Path, plots: Path) -> list[Path]:
     return [*(out / name for name in written), *drawn]
 
 
-def texts(report: Report, pictures: Mapping[str, Picture]) -> dict[str, str]:
-    """File name -> content of all tables; ``pictures``: path of each PDF that ``report.tex`` shows -> what it is."""
+def texts(report: Report) -> dict[str, str]:
+    """Return file name -> content of all tables."""
     synthetic = report.tables is not None and bool(report.tables.raw.synthetic.any())
     texts = {f"{naming.slug('report', 'synthetic' if synthetic else '')}.md": markdown.page(report)}
     for kind, frame in frames(report.chapters).items():
         texts[f"{naming.slug(kind, 'synthetic' if _is_synthetic(frame) else '')}.csv"] = frame.to_csv(index=False)
     names = model.section_names([*dict.fromkeys(c.section for c in report.chapters if c.section)])
-    files = [latex_files(chapter, names) for chapter in report.chapters]
-    inputs = [name for own in files for name in own]
-    for own in files:
-        texts |= {f"{name}.tex": text for name, text in own.items()}
+    for chapter in report.chapters:
+        texts |= {f"{name}.tex": text for name, text in latex_files(chapter, names).items()}
     texts[latex.BIBLIOGRAPHY.name] = latex.BIBLIOGRAPHY.read_text()
-    floating = {name for name in inputs if r"\begin{table" in texts[f"{name}.tex"]}
-    texts["report.tex"] = latex.document(inputs, pictures, floating)
     return texts
 
 
@@ -82,11 +75,11 @@ def frames(chapters: Iterable[Chapter]) -> dict[str, pd.DataFrame]:
 
 def latex_files(chapter: Chapter, names: Mapping[Section, str]) -> dict[str, str]:
     r"""Stem of the file -> tables for ``\input``. ``names``: what tells a section from the others in file names."""
-    if chapter.latex or not chapter.grids or not chapter.printed:
+    if not chapter.grids or not chapter.printed:
         return dict(chapter.latex)
     marked = ["synthetic"] if any(map(_is_synthetic, chapter.frames.values())) else []
     label = naming.slug(chapter.title, names[chapter.section] if chapter.section else "", *marked)
-    return {f"tab-{label}": latex.chapter(chapter, label)}
+    return {**chapter.latex, f"tab-{label}": latex.chapter(chapter, label)}
 
 
 def _is_synthetic(frame: pd.DataFrame) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 import pandas as pd
 
 from harness.analysis.frames import CELL, PLACE, SECTION, Tables
-from harness.analysis.leader import Paired, Place, Standing, standings
 from harness.analysis.naming import factor
+from harness.analysis.standing import Paired, Place, Standing, standings
 from harness.report import model
 from harness.tasks import TASKS
 
@@ -67,7 +67,7 @@ def _in(tables: Tables, section: Place) -> pd.DataFrame:
 
 def _is_swamped(tables: Tables, place: Place, standing: Standing) -> bool:
     """Return whether a time of the lead is too disturbed to be a result."""
-    both = {standing.contestant, *([standing.runner_up.contestant] if standing.runner_up else [])}
+    both = {standing.first, *([standing.runner_up.contestant] if standing.runner_up else [])}
     swamped = tables.cells.loc[tables.cells.swamped, CELL].itertuples(index=False, name=None)
     return any(tuple(cell[:-1]) == place and cell[-1] in both for cell in swamped)
 
@@ -76,7 +76,7 @@ def _paragraph(tables: Tables, told: list[_Told]) -> str:
     """Return the leaders, those of the most tasks first, each with its leads."""
     leads: dict[str, list[_Told]] = {}
     for one in told:
-        leads.setdefault(one.standing.contestant, []).append(one)
+        leads.setdefault(one.standing.first, []).append(one)
     ordered = sorted(leads.items(), key=lambda item: -len(item[1]))
     parts = [f"{tables.title(name)} on {', '.join(_short(one) for one in ones)}" for name, ones in ordered]
     shown = sum(one.standing.is_shown and not one.swamped for one in told)
@@ -117,16 +117,16 @@ def _verdict(one: _Told) -> str:
 def _line(tables: Tables, one: _Told) -> Iterator[str]:
     """Yield what is said of one task: the leader, the next one, who else is level, and the price of privacy."""
     standing, next_one = one.standing, one.standing.runner_up
-    leader = tables.title(standing.contestant)
+    leader = tables.title(standing.first)
     if next_one is None:
         yield f"only {leader} was timed with DP"
     elif next_one.times is None:
-        yield f"{leader} has the smallest median, and shares no round with {tables.title(next_one.contestant)}"
+        yield f"{leader} is first by its median, and shares no round with {tables.title(next_one.contestant)}"
     else:
         yield f"{leader} is first; {tables.title(next_one.contestant)}, the next, takes {_times(next_one, 'its time')}"
         yield f" ({_verdict(one)})"
     if standing.level:
-        yield f"; the intervals of {' and '.join(map(tables.title, standing.level))} hold 1"
+        yield f"; the intervals of {' and '.join(tables.title(p.contestant) for p in standing.level)} hold 1"
     if standing.price is not None:
         yield f". It takes {_times(standing.price, f'the time of {tables.title(standing.price.contestant)}')}"
         yield ", disturbed" if standing.price.disturbed else ""

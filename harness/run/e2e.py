@@ -51,9 +51,9 @@ from harness.store.record import (
     Seeds,
     Timed,
 )
-from harness.tasks import TASKS
+from harness.tasks import TASKS, definition_hash, known_task
 from harness.worker import machine
-from harness.worker.e2e import REPLAYED_STEPS, setting_of, timed_batches
+from harness.worker.batches import REPLAYED_STEPS, setting_of, timed_batches
 from harness.worker.gate import cases as gate_cases
 from harness.worker.reading import reading_rate
 from harness.worker.request import Request
@@ -153,21 +153,16 @@ class Run(Session[Options, Contestant, Job, Request]):
     def measured_peaks(self) -> dict[str, float] | None:
         """Measure the peak rates of this machine's processors; None where contestants run on a GPU or on another
         machine."""
-        is_here = self.options.device == "cpu" and self.backend.remote_host is None
-        return peaks.measure(self.threads) if is_here else None
+        return peaks.measure(self.threads) if self.options.device == "cpu" else None
 
     def measured_idle(self) -> energy.Idle:
         """Measure what the idle machine takes, before anything of the run is at work; nothing where workers run
         elsewhere, or nothing is timed."""
-        is_here = self.options.time and self.backend.remote_host is None
-        return energy.idle(energy.counters(self.options.device)) if is_here else energy.Idle()
+        return energy.idle(energy.counters(self.options.device)) if self.options.time else energy.Idle()
 
     def _energy(self, result: Result) -> Energy | None:
         if result.energy is None:
             return None
-        known = energy.counters(self.options.device)
-        if self.backend.remote_host is not None:
-            return Energy(unavailable=dict.fromkeys(known, "the workers run on another machine"))
         said = Energy(**result.energy, idle_watts=dict(self.idle.watts), step_seconds=dict(self.idle.step_seconds))
         if self.idle.reason is None:
             return said
@@ -180,6 +175,7 @@ class Run(Session[Options, Contestant, Job, Request]):
             **self.backend.describe(),
             "options": asdict(self.options),
             "contestants": {name: {"adapter": adapter, "lock": lock} for name, (adapter, lock) in self.hashes.items()},
+            "tasks": {name: definition_hash(known_task(name)) for name in sorted({job.cell.task for job in self.jobs})},
             "harness": admission.sources_hash(admission.GATE_SOURCES),
             "machine": machine.describe()["id"],
             "threads": self.threads,
@@ -282,7 +278,7 @@ class Run(Session[Options, Contestant, Job, Request]):
         if not verdict.gate.passed:
             known = job.contestant.variant.why_rejected(job.cell.task)
             reason = f"by the gate: {admission.failures(verdict.gate)}" + (f"; known finding: {known}" if known else "")
-            return Result("rejected", reason, machine=verdict.machine)
+            return Result("rejected", reason)
         if self.protocol.sampling == "own" and job.contestant.variant.own_sampling is None:
             return Result("unsupported", f"{job.contestant.name} {NO_OWN_LOOP}")
         unreplayed = self.unreplayed.get(job.cell.name)
@@ -332,6 +328,13 @@ class Run(Session[Options, Contestant, Job, Request]):
     def _hashes_of(self, contestant: Contestant) -> tuple[str, str]:
         """Return the hashes of the code and of the environment."""
         return contestant.framework.adapter_hash, self.backend.environment_id(contestant.framework)
+
+    def _hashes_behind(self, job: Job) -> tuple[str, str]:
+        """Return the hashes of all code that the job's figures depend on, the task's definition included, and of the
+        environment."""
+        adapter, lock = super()._hashes_behind(job)
+        text = adapter + definition_hash(known_task(job.cell.task))
+        return hashlib.sha256(text.encode()).hexdigest()[:12], lock
 
     @property
     def _sigma(self) -> float:
@@ -519,7 +522,7 @@ class Run(Session[Options, Contestant, Job, Request]):
 
 
 def _result_of(verdict: Verdict, state: State, reason: str | None) -> Result:
-    return Result(state, reason, versions=verdict.versions, log_tail=verdict.log_tail, machine=verdict.machine)
+    return Result(state, reason, versions=verdict.versions, log_tail=verdict.log_tail)
 
 
 def ensure_data(name: str, synthetic: bool, log: Log) -> Data:

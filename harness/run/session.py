@@ -31,11 +31,11 @@ from harness.store import seal, sequence
 from harness.store.folder import MOST_ATTEMPTS, RunFolder
 from harness.store.record import Block, Load, Record, Source
 from harness.worker import machine
+from harness.worker.clock import DISTURBED_SHARE
 from harness.worker.layer_request import LayerRequest
 from harness.worker.request import Request
 from harness.worker.result import Result
 
-DISTURBED_SHARE = 0.05
 CLOCK_REPEATS = 8
 """Tries after the first before clocks that disagree reject a time. With four times as much work as processors, two
 tries at a stretch of 0.2 ms both disagreed in about 4 of 36 cells; an adapter that deceives does so each time."""
@@ -111,6 +111,10 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
     def _hashes_of(self, contestant: AContestant) -> tuple[str, str]:
         """Return the hashes of the code and of the environment."""
 
+    def _hashes_behind(self, job: AJob) -> tuple[str, str]:
+        """Return the hashes of all code that the job's figures depend on, and of the environment."""
+        return self.hashes[job.contestant.name]
+
     @abstractmethod
     def _refusal(self, job: AJob) -> Result | None:
         """Return a result without a process: it cannot run, or an earlier process of this cell showed so."""
@@ -130,7 +134,7 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
     def _facts(self, job: AJob, result: Result, started: Moment, load: Load | None) -> dict[str, Any]:
         """Return what the records of all kinds of runs say of a process."""
         commit, dirty = machine.commit()
-        code_hash, lock_hash = self.hashes[job.contestant.name]
+        code_hash, lock_hash = self._hashes_behind(job)
         where = self.backend.describe_process(job.contestant.framework, result)
         return {
             "purpose": job.purpose,
@@ -219,7 +223,7 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
 
     def _key(self, job: AJob) -> str:
         """Same key: same measurement of the same code in the same environment."""
-        parts = [*job.cell.model_dump(exclude_none=True).values(), *self.hashes[job.contestant.name]]
+        parts = [*job.cell.model_dump(exclude_none=True).values(), *self._hashes_behind(job)]
         return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]
 
     def _record_name(self, job: AJob) -> str:

@@ -225,12 +225,12 @@ class Load(_Model):
     canary_after: float | None = None
 
 
-GPU, PROCESSORS = "gpu", "processors"
-"""Devices with an energy counter; the second one includes their memory."""
+GPU = "gpu"
+"""The device with an energy counter; records of before 27 November 2026 may name "processors" besides."""
 
 
 class Energy(_Model):
-    """Readings of the machine's energy counters (GPU, PROCESSORS), which count all that runs there. ``joules``: of the
+    """Readings of the machine's energy counters, which count all that runs there. ``joules``: of the
     timed ``stretches``, ``seconds`` in all; ``idle_watts``: before the run, when nothing of it ran; ``step_seconds``: a
     counter moves once in so many. ``unavailable``: by counter, why it says nothing."""
 

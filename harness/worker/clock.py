@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from harness.contract import Adapter
 
 Batch = tuple["np.ndarray", "np.ndarray | None"]
+DISTURBED_SHARE = 0.05
+"""Share of the processors that others may take while the clock runs: beyond it a time is disturbed, and a machine that
+should be idle is not."""
 
 
 def timed_steps(adapter: Adapter, batches: Sequence[Batch]) -> float:

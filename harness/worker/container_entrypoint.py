@@ -38,7 +38,7 @@ def main() -> None:
             states.append(event["state"])
         print(json.dumps(event), file=events, flush=True)
 
-    emit({"event": "started", "machine": _machine() if order["describe"] else None})
+    emit({"event": "started"})
     # Whoever listens ends this process when the harness is gone.
     line = Remote(emit, _read_or_end)
     if order["kind"] == "tool":
@@ -51,8 +51,8 @@ def main() -> None:
 
 
 def _measure(order: dict[str, Any], emit: Any, line: Remote) -> None:
-    from harness.worker.e2e import pin
     from harness.worker.layer_request import LayerRequest
+    from harness.worker.process import pin
     from harness.worker.request import Request
 
     kind = LayerRequest if order["worker"] == "harness.worker.layers" else Request
@@ -73,13 +73,6 @@ def _tool(order: dict[str, Any], emit: Any) -> None:
         emit({"event": "result", "state": "crashed", "reason": reason})
     else:
         emit({"event": "result", "state": "ok", "output": done.stdout})
-
-
-def _machine() -> dict[str, Any]:
-    """Facts of the machine that the container really runs on."""
-    from harness.worker import machine
-
-    return {**machine.describe(), **machine.state()}
 
 
 def _read_or_end() -> str:

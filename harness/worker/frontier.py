@@ -14,8 +14,9 @@ import numpy as np
 from harness.worker import e2e as worker
 from harness.worker import memory, sampling
 from harness.worker.clock import Batch, ForeignLoad, timed_steps
-from harness.worker.e2e import Emit, Measurement
 from harness.worker.line import Line
+from harness.worker.measurement import Measurement
+from harness.worker.process import Emit
 from harness.worker.request import Request
 from harness.worker.result import Probe
 

@@ -7,14 +7,12 @@ only.
 from __future__ import annotations
 
 import gc
-import importlib.util
-import json
-import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +23,10 @@ from harness.layer_contract import Bytes, LayerAdapter, LayerSetting, Unsupporte
 from harness.layers import LAYERS, Layer
 from harness.worker import sketch
 from harness.worker.clock import ForeignLoad, collector_paused
-from harness.worker.e2e import Emit, die_with_parent, pin, save_weights, versions
 from harness.worker.gate import layers as layer_gate
 from harness.worker.layer_request import LayerRequest
 from harness.worker.line import Line
+from harness.worker.process import Emit, die_with_parent, events, load_create, pin, save_weights, versions
 from harness.worker.result import Check, LayerParts, Result, of_error
 from harness.worker.result import Layer as Measured
 
@@ -56,17 +54,6 @@ UNEXPLAINED_SHARE = 1e-3
 """By how much the parts of the memory may miss what is alive."""
 
 Create = Callable[[], LayerAdapter]
-
-
-def load_create(folder: Path, variant: str) -> Create:
-    """``create`` of the folder's ``layers.py``, imported by path: a framework may live outside the repository."""
-    spec = importlib.util.spec_from_file_location(f"dpbench_layers_{folder.name}", folder / "layers.py")
-    if spec is None or spec.loader is None:
-        raise FileNotFoundError(f"{folder} has no layers.py.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return lambda: module.create(variant)
 
 
 def setting_of(request: LayerRequest, batch_size: int) -> LayerSetting:
@@ -325,7 +312,7 @@ def _refusal(checks: list[layer_gate.Check]) -> str | None:
 def measure(request: LayerRequest, emit: Emit) -> Result:
     layer = LAYERS[request.layer]
     emit({"event": "phase", "phase": "import"})
-    create = load_create(Path(request.folder), request.variant)
+    create = partial(load_create(Path(request.folder, "layers.py")), request.variant)
     predicted: dict[str, Any] = {}
     if request.predicts and request.batch_size > PROBED_SIZES[1]:
         emit({"event": "phase", "phase": "prediction"})
@@ -356,10 +343,9 @@ def run(request: LayerRequest, emit: Emit, line: Line | None = None) -> None:
 def main() -> None:
     die_with_parent()
     request = LayerRequest.from_json(Path(sys.argv[1]).read_text())
-    events = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+    emit = events()
     pin(request.threads)
-    run(request, lambda event: print(json.dumps(event), file=events, flush=True))
+    run(request, emit)
 
 
 if __name__ == "__main__":

@@ -124,7 +124,6 @@ class Result:
         checks: lines of the gate.
         sketch: of the weights or gradients that it left (:mod:`harness.worker.sketch`).
         versions: of what is installed where it ran.
-        machine: where it ran, None for this machine.
         container: how its container did, as :class:`harness.store.record.Container`.
         log_tail: the end of its error output.
         interrupted: somebody else ended it.
@@ -148,7 +147,6 @@ class Result:
     checks: Sequence[Check] = field(default_factory=list)
     sketch: list[float] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
-    machine: Part | None = None
     container: Part | None = None
     log_tail: str = ""
     interrupted: bool = False
@@ -188,9 +186,7 @@ class Result:
 
 
 NAMES = frozenset(f.name for f in dataclasses.fields(Result))
-BY_THE_HARNESS = frozenset(
-    {"machine", "container", "log_tail", "interrupted", "harness_stopped", "energy", "clock_fault"}
-)
+BY_THE_HARNESS = frozenset({"container", "log_tail", "interrupted", "harness_stopped", "energy", "clock_fault"})
 """Fields that no worker fills."""
 OUT_OF_MEMORY = ("out of memory", "resource_exhausted", "can't allocate memory", "cannot allocate memory", "bad_alloc")
 

@@ -17,7 +17,7 @@ from harness.contract import Adapter, Setting, Unsupported
 from harness.tasks import TASKS, Task, check_parameters, initial_parameters
 from harness.worker import memory as resident
 from harness.worker import sampling
-from harness.worker.e2e import load_create
+from harness.worker.process import load_create
 
 BATCH = 16
 ROWS = 256
@@ -31,7 +31,7 @@ class Probe:
 
     def __init__(self, folder: Path, variant: str, task: Task, static: bool, private: bool) -> None:
         self.task = task
-        self.create = load_create(folder)
+        self.create = load_create(folder / "adapter.py")
         self.variant = variant
         self.setting = Setting(
             variant=variant,

@@ -56,10 +56,10 @@ def test_make_help_explains_every_target() -> None:
     text = (ROOT / "Makefile").read_text()
     (phony,) = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
     said = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    user, ci = said.split("For CI")
+    user, ci = said.split("For maintainers")
     explained = re.findall(r"^  make (\S+) +\S", said, re.MULTILINE)
     assert sorted(explained) == sorted(phony.split())
-    assert "make bench-e2e" in user
+    assert "make bench-e2e" in user and user.count("\n  make ") <= 15
     assert "make history-publish" in ci
 
 

@@ -17,9 +17,12 @@ import torch
 from frameworks._tools import step_reference
 from harness import tasks
 from harness.contract import Adapter
-from harness.worker import e2e
+from harness.worker.batches import setting_of
+from harness.worker.clock import Batch
 from harness.worker.gate import cases as gate_cases
+from harness.worker.measurement import Measurement
 from harness.worker.reading import reading_rate
+from harness.worker.replay import replay
 from harness.worker.request import Request
 from tests.mutants.adapter import create
 
@@ -54,11 +57,11 @@ def request(task: tasks.Task) -> Request:
     )
 
 
-def measurement(adapter: Adapter, task: tasks.Task) -> e2e.Measurement:
+def measurement(adapter: Adapter, task: tasks.Task) -> Measurement:
     """Return a measurement as the worker has it after ``build`` and ``place``."""
-    found = e2e.Measurement.__new__(e2e.Measurement)
+    found = Measurement.__new__(Measurement)
     found.request, found.task, found.adapter = request(task), task, adapter
-    found.setting = e2e.setting_of(found.request)
+    found.setting = setting_of(found.request)
     found.initial = gate_cases.starting_weights(task)
     adapter.build(task, found.setting, found.initial)
     adapter.place(*gate_cases.pool(task))
@@ -71,7 +74,7 @@ def compared(name: str) -> dict[str, object]:
     task = tasks.GATE_TASKS[f"{TASK.name}-bf16"] if precision == LOWERED else TASK
     m = measurement(create(variant), task)
     rng = np.random.default_rng(7)
-    batches: list[e2e.Batch] = [
+    batches: list[Batch] = [
         (rng.choice(gate_cases.POOL_SIZE, size=BATCH, replace=False).astype(np.int64), None) for _ in range(STEPS)
     ]
     weights = []
@@ -79,7 +82,7 @@ def compared(name: str) -> dict[str, object]:
         m.adapter.step(rows, mask)
         if t + 1 in (HALT, STEPS):
             weights.append(dict(m.adapter.parameters()))
-    found = e2e.replay(m, batches, HALT, *weights)
+    found = replay(m, batches, HALT, *weights)
     rate = reading_rate(TASK.optimizer, TASK.learning_rate) / BATCH
     x, y = gate_cases.pool(TASK)
     said = step_reference.compare(task, found, x, y, BOUND, rate, SIGMA * BOUND)

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -33,30 +32,21 @@ from harness.worker.request import Request
 
 
 class OwnEngine:
-    """A dockerd with everything it has in one folder. Listens on a socket, and on a port of this machine: who comes by
-    the port cannot count on seeing our files, as with an engine on another machine."""
+    """A dockerd with everything it has in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.sshd: subprocess.Popen[bytes] | None = None
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
         self.start()
 
     @property
     def host(self) -> str:
         return f"unix://{self.folder}/docker.sock"
 
-    @property
-    def remote_host(self) -> str:
-        return f"tcp://127.0.0.1:{self.port}"
-
     def start(self) -> None:
         """Raises RuntimeError with the end of its log where it does not answer."""
         (self.folder / "pid").unlink(missing_ok=True)
         folders = ["--data-root", self.folder / "root", "--exec-root", self.folder / "exec", "-p", self.folder / "pid"]
-        listen = ["-H", self.host, "-H", self.remote_host, "--iptables=false", "--bridge=none", "--tls=false"]
+        listen = ["-H", self.host, "--iptables=false", "--bridge=none", "--tls=false"]
         log = self.folder / "log"
         with log.open("ab") as output:
             self.process = subprocess.Popen(
@@ -80,51 +70,6 @@ class OwnEngine:
         except (requests.exceptions.RequestException, docker.errors.DockerException):
             return False
 
-    def listen_for_ssh(self) -> None:
-        """From here on ``ssh_host`` answers a process that finds ``ssh_folder`` first on its PATH: an sshd of our own,
-        with keys of its own. Raises RuntimeError where there is none."""
-        sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
-        if sshd is None or shutil.which("ssh") is None or os.geteuid() != 0:
-            raise RuntimeError("no OpenSSH server and client, or not root")
-        self.ssh_folder = folder = self.folder / "ssh"
-        folder.mkdir()
-        for name in ("host", "key"):
-            command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
-            subprocess.run(command, check=True, capture_output=True)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.ssh_host = f"ssh://root@127.0.0.1:{port}"
-        served = f"""
-            ListenAddress 127.0.0.1:{port}
-            HostKey {folder}/host
-            AuthorizedKeysFile {folder}/key.pub
-            PidFile {folder}/sshd.pid
-            PermitRootLogin prohibit-password
-            StrictModes no
-            UsePAM no
-            SetEnv DOCKER_HOST={self.host}
-        """
-        asked = f"""
-            IdentityFile {folder}/key
-            IdentitiesOnly yes
-            UserKnownHostsFile {folder}/known
-            StrictHostKeyChecking accept-new
-        """
-        (folder / "served").write_text(served)
-        (folder / "asked").write_text(asked)
-        ssh = folder / "ssh"
-        ssh.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/asked "$@"\n')
-        ssh.chmod(0o755)
-        Path("/run/sshd").mkdir(exist_ok=True)
-        with (folder / "log").open("wb") as log:
-            self.sshd = subprocess.Popen([sshd, "-D", "-e", "-f", str(folder / "served")], stdout=log, stderr=log)
-        for _ in range(100):
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-                return
-            time.sleep(0.1)
-        raise RuntimeError(f"sshd does not run here: {(folder / 'log').read_text()[-200:]}")
-
     def kill(self) -> None:
         """As a power cut would, but for the containers' own watchers."""
         os.kill(self.process.pid, signal.SIGKILL)
@@ -136,9 +81,6 @@ class OwnEngine:
             path.unlink()
 
     def stop(self) -> None:
-        if self.sshd is not None:
-            self.sshd.terminate()
-            self.sshd.wait()
         self.process.terminate()
         try:
             self.process.wait(timeout=60)
@@ -203,9 +145,9 @@ class PretendedEngine:
         self.contained: list[tuple[str, dict[str, Any], dict[str, str]]] = []
         self.tools: dict[str, Callable[[list[str]], str]] = {}
         nothing = SimpleNamespace(list=lambda **asked: [])
-        client = SimpleNamespace(images=SimpleNamespace(get=self._get), containers=nothing, volumes=nothing)
+        client = SimpleNamespace(images=SimpleNamespace(get=self._get), containers=nothing)
         facts = {"kind": "pretended", "version": "1", "id": "e", "cpus": 2, "memory_bytes": 2**30}
-        self.on = engine.Engine(client, "unix:///pretended.sock", False, facts)
+        self.on = engine.Engine(client, "unix:///pretended.sock", facts)
 
     def _get(self, name: str) -> Any:
         if name not in self.images:

@@ -22,7 +22,7 @@ from harness.environments.containers.engine import Engine
 from harness.environments.containers.executor import INSIDE, Docker, check_gpu
 from harness.environments.containers.images import Image
 from harness.environments.containers.mounts import Mounts
-from harness.environments.executor import WORKER, Executor, Limits, ToolFault
+from harness.environments.executor import WORKER, Executor, ToolFault
 from harness.environments.unavailable import Unavailable
 from harness.environments.venv import EnvironmentFault
 from harness.errors import BadInput
@@ -33,8 +33,6 @@ from harness.worker.container_entrypoint import RESULTS
 from harness.worker.result import Result
 
 TOOL_SECONDS = 900.0
-MEMORY_SHARE = 0.9
-"""Share of the memory of an engine elsewhere that one process may take."""
 
 
 class ContainerBackend:
@@ -60,9 +58,8 @@ class ContainerBackend:
         self.device = device
         self.any_image = any_image
         self.otherwise = otherwise
-        self.remote_host = on.host if on.is_remote else None
         self._named = image
-        self._mounts = Mounts(on)
+        self._mounts = Mounts()
         self._images: dict[tuple[Path, str], Image | Unavailable] = {}
         self._described: dict[str, str] = {}
         self._gives_gpu = False
@@ -145,12 +142,7 @@ class ContainerBackend:
         return self._named.pins if self._named is not None else framework.lock_hash
 
     def resources(self, device: str, threads: int | None, memory_bytes: int | None, seconds: float) -> Resources:
-        if self.remote_host is None:
-            return LocalBackend().resources(device, threads, memory_bytes, seconds)
-        there = self.engine.facts
-        return Resources(
-            threads or there["cpus"], Limits(memory_bytes or int(there["memory_bytes"] * MEMORY_SHARE), seconds)
-        )
+        return LocalBackend().resources(device, threads, memory_bytes, seconds)
 
     def describe(self) -> dict[str, Any]:
         return {"images": self._described, "engine": self.engine.facts["id"]}
@@ -161,7 +153,7 @@ class ContainerBackend:
         return Provenance(
             image=self._of_record(image, framework) if image and not isinstance(image, Unavailable) else None,
             container=record.Container(engine=self.engine.name, **container) if container else None,
-            machine=(result and result.machine) or {**machine.describe(), **machine.state()},
+            machine={**machine.describe(), **machine.state()},
         )
 
     def _of_record(self, image: Image, framework: Framework) -> record.Image:
@@ -180,7 +172,7 @@ class ContainerBackend:
         return images.mismatch(image, lock, self.engine, self.device) is None
 
     def speed_probe(self) -> float | None:
-        return None if self.remote_host is not None else speed_probe.seconds()
+        return speed_probe.seconds()
 
     def close(self) -> None:
         """Remove what this process has left on the engine, as far as it still answers."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,21 +15,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import psutil
 
 from harness.environments.containers import seccomp
-from harness.environments.containers.ssh import CONNECTIONS, SCHEME, SshConnection, ssh_command
 from harness.errors import BadInput
 
 HOST = "DOCKER_HOST"
+LOCAL = ("unix://", "npipe://")
 OWNER = "dpbench.owner"
 """Label of everything that must not outlive the process that made it."""
 DEADLINE = "dpbench.deadline"
 """Label: seconds since 1970 after which a container counts as abandoned, even if its owner is another machine."""
 DELEGATE = "run the engine as root, or on cgroup v2 with these controllers delegated to its user"
-CONNECT_SECONDS = 20
 ONCE_SECONDS = 900.0
 NOBODY = "65534:65534"
 RESOURCES = {"nofile": 16384, "nproc": 8192}
@@ -44,12 +41,10 @@ class EngineGone(BadInput):
 
 @dataclass(frozen=True)
 class Engine:
-    """``client``: a ``docker.DockerClient``. ``is_remote``: it may not see this machine's files, so that code and data
-    have to be sent."""
+    """An engine on this machine, whose files it mounts. ``client``: a ``docker.DockerClient``."""
 
     client: Any
     host: str
-    is_remote: bool
     facts: dict[str, Any]
 
     @property
@@ -67,31 +62,19 @@ def connect() -> Engine:
     """Return the engine of ``DOCKER_HOST``. Raises :class:`BadInput` with the remedy where none answers."""
     import docker
     from docker.errors import DockerException
-    from docker.transport import UnixHTTPAdapter
 
     where = host()
-    connection = SshConnection(where) if where.startswith(SCHEME) else None
+    if not where.startswith(LOCAL):
+        raise BadInput(
+            f"{HOST} is {where}, but containers have to see this machine's files, and only an engine at unix:// does; "
+            "run dpbench on that machine, or use --isolation venv."
+        )
     try:
-        if where.startswith("tcp://"):
-            _knock(where)
-        if connection is None:
-            client = docker.from_env(timeout=API_SECONDS)
-        else:
-            client = docker.DockerClient(base_url=f"unix://{connection.socket}", timeout=API_SECONDS)
-            # One connection stays open for every address asked; the client's own option for fewer has no effect.
-            few = UnixHTTPAdapter(f"http+unix://{connection.socket}", API_SECONDS, CONNECTIONS)
-            client.api.mount("http+docker://", few)
+        client = docker.from_env(timeout=API_SECONDS)
         facts = _facts(client)
     except (DockerException, OSError, ValueError) as error:
-        complaint = connection.complaint() if connection is not None else ""
-        raise BadInput(_why_unreachable(where, error, complaint)) from None
-    return Engine(client, where, not where.startswith(("unix://", "npipe://")), facts)
-
-
-def _knock(where: str) -> None:
-    """Raise OSError where nobody opens: the time-out of the requests themselves is for builds, and long."""
-    url = urlsplit(where)
-    socket.create_connection((url.hostname or "", url.port or 2375), timeout=CONNECT_SECONDS).close()
+        raise BadInput(_why_unreachable(where, error)) from None
+    return Engine(client, where, facts)
 
 
 def _facts(client: Any) -> dict[str, Any]:
@@ -160,15 +143,10 @@ def ulimits() -> list[Any]:
     return [Ulimit(name=name, soft=number, hard=number) for name, number in RESOURCES.items()]
 
 
-def _why_unreachable(where: str, error: Exception, complaint: str = "") -> str:
+def _why_unreachable(where: str, error: Exception) -> str:
     text = str(error)
     kind, _, there = where.partition("://")
-    if kind == "ssh":
-        why = f"ssh says: {complaint[-300:]}" if complaint else " ".join(text.split())[:200]
-        remedy = f"make `{ssh_command(where)} docker version` answer there without a question"
-    elif kind not in {"unix", "tcp", "npipe"}:
-        why, remedy = "an address begins with unix://, tcp:// or ssh://", "write it so"
-    elif "Permission denied" in text:
+    if "Permission denied" in text:
         why = "this user may not open its socket"
         remedy = "join its group (`sudo usermod -aG docker $USER`, then log in again), or use a rootless engine"
     elif kind == "unix" and not Path(there).exists():
@@ -177,7 +155,7 @@ def _why_unreachable(where: str, error: Exception, complaint: str = "") -> str:
         remedy = f"set {HOST}={found[0]}, where there is one" if found else "install Docker or Podman and start it"
     elif "Connection refused" in text:
         why = "nothing listens there"
-        remedy = "start the engine (`systemctl start docker`)" + (" with -H and this address" if kind == "tcp" else "")
+        remedy = "start the engine (`systemctl start docker`)"
     else:
         why, remedy = " ".join(text.split())[:200], "repair the engine or the way to it"
     other = "" if remedy.startswith(f"set {HOST}") else f"set {HOST} to another, "
@@ -249,27 +227,19 @@ def is_orphan(found: dict[str, str]) -> bool:
 
 
 def orphans(engine: Engine, mine: bool = False) -> list[Any]:
-    """Containers, then volumes, whose owner is gone (and with ``mine`` this process's own)."""
+    """Return containers whose owner is gone (and with ``mine`` this process's own)."""
     filters = {"label": OWNER}
     with errors():
-        containers = engine.client.containers.list(all=True, filters=filters, ignore_removed=True)
-        volumes = engine.client.volumes.list(filters=filters)
-    labelled = [(one, one.labels) for one in containers] + [(one, one.attrs.get("Labels") or {}) for one in volumes]
-    return [one for one, found in labelled if is_orphan(found) or (mine and found.get(OWNER) == owner())]
+        found = engine.client.containers.list(all=True, filters=filters, ignore_removed=True)
+    return [one for one in found if is_orphan(one.labels) or (mine and one.labels.get(OWNER) == owner())]
 
 
 def sweep(engine: Engine, mine: bool = False) -> list[str]:
     """Remove :func:`orphans`; their names."""
-    from docker.models.containers import Container
-
     found = orphans(engine, mine)
     with errors():
         for one in found:
-            if isinstance(one, Container):
-                remove(one)
-            else:
-                with suppress(_docker().errors.APIError):
-                    one.remove(force=True)
+            remove(one)
     return [one.name for one in found]
 
 

@@ -2,7 +2,7 @@
 
 No network, no privileges, the user `nobody`, a read-only root, code and data read-only, one results folder in memory
 of a limited size, limits on memory and processes, pinned processors. What the worker leaves comes back by its output
-stream, and so does everything else: an engine on another machine works as one on this.
+stream, and so does everything else.
 """
 
 from __future__ import annotations
@@ -58,9 +58,8 @@ CODE_FOLDERS = ("harness", "frameworks", "dpcore")
 RESULTS_BYTES = 256 * 2**20
 SCRATCH_BYTES = 512 * 2**20
 SHARED_MEMORY_BYTES = 64 * 2**20
-LOCAL_SECONDS = 0.02
-REMOTE_SECONDS = 0.2
-"""How long the two messages around a timed stretch may take, here and to an engine elsewhere."""
+MESSAGE_SECONDS = 0.02
+"""How long the two messages around a timed stretch may take."""
 PROCESSES = 512
 """Threads count: a framework with a pool per core and per library stays far below."""
 STOP_SECONDS = 30.0
@@ -113,13 +112,13 @@ class Docker:
     def _run(self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None]) -> Result:
         referee = None
         if isinstance(request, Request) and request.mode == "time":
-            referee = Referee(request, room=REMOTE_SECONDS if self.engine.is_remote else LOCAL_SECONDS)
+            referee = Referee(request, room=MESSAGE_SECONDS)
         translated, mounts, outputs = self._translate(referee.for_worker if referee else request)
         order = {
             "kind": "measure",
             "worker": self.module,
             "request": translated.to_json(),
-            "describe": self.engine.is_remote,
+            "describe": False,  # the worker of an older commit asks for it
         }
         threads, is_cuda = request.threads, request.device == "cuda"
         outcome = self._contain(order, mounts, limits, threads, is_cuda, on_event, referee)
@@ -181,7 +180,7 @@ class Docker:
 
     def _mount(self, source: Path, inside: str) -> Any:
         with engine.errors():
-            return self.mounts.mount(source, inside, self.image)
+            return self.mounts.mount(source, inside)
 
     def _wait_for_return(self) -> None:
         """Raise :class:`BadInput` where the engine stays away."""
@@ -190,7 +189,6 @@ class Docker:
             with suppress(BadInput), engine.errors():
                 self.engine.client.ping()
                 engine.sweep(self.engine, mine=True)
-                self.mounts.forget()
                 return
             time.sleep(1.0)
         raise BadInput(
@@ -265,7 +263,7 @@ class Docker:
             memswap_limit=limits.memory_bytes,
             pids_limit=PROCESSES,
             ulimits=engine.ulimits(),
-            cpuset_cpus=processors(threads, self.engine) if threads else None,
+            cpuset_cpus=processors(threads) if threads else None,
             # What it prints is read as it comes; a log on the engine's disk would be a way to fill it.
             log_config=LogConfig(type="none"),
             device_requests=_all_gpus() if is_cuda else None,
@@ -299,15 +297,8 @@ def _all_gpus() -> list[Any]:
     return [DeviceRequest(count=-1, capabilities=[["gpu"]])]
 
 
-def processors(threads: int, on: Engine) -> str:
-    """Return the processors to pin to: of those that this process may use, or simply the engine's first where it is
-    remote."""
-    if on.is_remote:
-        if threads > on.facts["cpus"]:
-            raise BadInput(
-                f"--threads is {threads}, but {on.host} has {on.facts['cpus']} processors; choose at most that."
-            )
-        return f"0-{threads - 1}"
+def processors(threads: int) -> str:
+    """Return the processors to pin to, of those that this process may use."""
     return ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
 
 
@@ -408,7 +399,6 @@ class Outcome:
         self.result: Event = {}
         self.files: dict[str, bytearray] = {}
         self.startup_seconds: float | None = None
-        self.machine: dict[str, Any] | None = None
         self.tail = ""
         self.is_over = False
         self.is_lost = False
@@ -443,8 +433,6 @@ class Outcome:
             self.result["reason"] = reason
         self.result["log_tail"] = self.tail
         self.result["container"] = {"startup_seconds": self.startup_seconds, "exit_code": code, "oom_killed": is_oom}
-        if self.machine is not None:
-            self.result["machine"] = self.machine
         return self
 
 
@@ -486,7 +474,6 @@ def _follow(
             match event.get("event"):
                 case "started" if outcome.startup_seconds is None:  # a later one is not of our making
                     outcome.startup_seconds = time.monotonic() - start
-                    outcome.machine = event.get("machine")
                 case "file":
                     name, content = _part_of_file(event)
                     collected += len(content)

@@ -45,7 +45,6 @@ def _rows(group: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """Return the rows of one batch size in one block of the table."""
     # Plain dictionaries: small frames would make a report of ten thousand records wait for a minute.
     sides = frames.by_block(group)
-    medians = frames.medians_of(sides)
     framework = dict(zip(group.contestant, group.framework, strict=True))
     private = dict(zip(group.contestant, group.private, strict=True))
     extrapolated = set(group.contestant[group.extrapolated])
@@ -53,7 +52,7 @@ def _rows(group: pd.DataFrame) -> Iterator[dict[str, Any]]:
         others = [c for c in sides if private[c] and framework[c] != framework[contestant]]
         plain = [c for c in sides if not private[c] and framework[c] == BASELINE_FRAMEWORK]
         for against, candidates in ((PEER, others), (WITHOUT_DP, plain)):
-            found = frames.against_fastest(sides, medians, candidates, contestant)
+            found = frames.against_fastest(sides, candidates, contestant)
             if found is not None:
                 scaled = not extrapolated.isdisjoint((found["other"], contestant))
                 yield {"contestant": contestant, "against": against, **found, "extrapolated": scaled}
@@ -76,14 +75,14 @@ def grids(numbers: pd.DataFrame, section: Section) -> Iterable[Grid]:
                 (name, *(cell.get((name, size), MISSING) for size in sizes)) for name in dict.fromkeys(group.contestant)
             )
             notes = [
-                f"Mean of {n} paired rounds unless shown, against the one with the smallest median in this cell; under "
+                f"Mean of {n} paired rounds unless shown, against the one that leads in this cell; under "
                 "1 the contestant is the faster one."
                 if n > 1
                 else "One paired round unless shown, of which there is no interval; under 1 the contestant is faster.",
                 "Brackets: at least 95 % for the time over that of the truly fastest of the candidates, whoever it is "
                 "(Student's t on log-ratios against each; the lower end is shared among all of them, by Bonferroni, "
                 "and so far away where rounds are few). The ratio is against the one that looked fastest: where "
-                "several are close, the luck of its median makes it too large rather than too small.",
+                "several are close, its luck makes it too large rather than too small.",
             ]
             if against == PEER:
                 notes.append("Peer: a private contestant of another framework that the admission gate let in.")

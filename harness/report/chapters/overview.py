@@ -11,8 +11,8 @@ from typing import Any
 import pandas as pd
 
 from harness.analysis.frames import PLACE, Tables, rows_of
-from harness.analysis.leader import Leader, leaders
 from harness.analysis.naming import factor, number
+from harness.analysis.standing import Standing, standings
 from harness.report.model import Section, blocks, doubts, task_title
 
 BATCH_SIZE = 512
@@ -57,7 +57,7 @@ def of(tables: Tables, section: Section) -> Overview | None:
     if not (cells.state == "ok").any():
         return None
     ratios = section.of(tables.ratios)
-    first = leaders(tables)
+    first = standings(tables)
     columns, found = [], []
     for task, synthetic, group in blocks(cells):
         sizes = sorted(group.batch_size[group.state == "ok"].unique())
@@ -69,7 +69,7 @@ def of(tables: Tables, section: Section) -> Overview | None:
         columns.append(Column(task, task_title(task, synthetic), int(size), _squares(here, over)))
         place = (*(here.iloc[0][column] for column in PLACE), size)
         if place in first:
-            best = over.get(first[place].contestant)
+            best = over.get(first[place].first)
             found.append((task_title(task, synthetic), first[place], best.ratio if best else math.nan))
     private = dict(zip(cells.contestant, cells.private, strict=True))
     shown = [name for name in tables.order if any(name in column.squares for column in columns)]
@@ -101,39 +101,39 @@ def _squares(here: pd.DataFrame, over: Mapping[str, Any]) -> Mapping[str, Square
     return found
 
 
-def _sentence(tables: Tables, found: Sequence[tuple[str, Leader, float]]) -> str:
+def _sentence(tables: Tables, found: Sequence[tuple[str, Standing, float]]) -> str:
     """Return who is the fastest with DP, task by task, and what that costs; who cannot be told from whom; who was timed
     alone. ``found``: task, its leader, and the leader's time over that of PyTorch without DP (NaN: not known)."""
     if not found:
         return "No contestant with DP has a time."
-    told = [(task, leader, ratio) for task, leader, ratio in found if not leader.rival and not leader.alone]
+    told = [one for one in found if one[1].is_shown]
     said = [_fastest(tables, told, len(told) == len(found))] if told else []
     pairs: dict[tuple[str, str, bool], list[str]] = {}
-    for task, leader, _ in found:
-        if leader.rival:
-            both = tables.title(leader.contestant), tables.title(leader.rival), leader.overlap
-            pairs.setdefault(both, []).append(f"{task} ({leader.evidence})")
+    for task, standing, _ in found:
+        if (other := standing.untold) is not None:
+            both = tables.title(standing.first), tables.title(other.contestant), other.evidence == "overlap"
+            pairs.setdefault(both, []).append(f"{task} ({other.basis})")
     for (a, b, overlap), tasks in pairs.items():
         where = _listed(tasks)
         few = f"Too few undisturbed rounds to tell {a} from {b} on {where}."
         said.append(f"{a} and {b} cannot be told apart on {where}." if overlap else few)
     alone: dict[str, list[str]] = {}
-    for task, leader, _ in found:
-        if leader.alone:
-            alone.setdefault(tables.title(leader.contestant), []).append(task)
-    said += [f"Only {name} was timed with DP on {_listed(tasks)}." for name, tasks in alone.items()]
+    for task, standing, _ in found:
+        if standing.runner_up is None:
+            alone.setdefault(tables.title(standing.first), []).append(task)
+    said += [f"No other framework than that of {name} was timed with DP on {_listed(t)}." for name, t in alone.items()]
     return " ".join(said)
 
 
-def _fastest(tables: Tables, told: Sequence[tuple[str, Leader, float]], everywhere: bool) -> str:
+def _fastest(tables: Tables, told: Sequence[tuple[str, Standing, float]], everywhere: bool) -> str:
     known = [ratio for _, _, ratio in told if not math.isnan(ratio)]
     cost = ""
     if known:
         low, high = factor(min(known)), factor(max(known))
         cost = f", in {low if low == high else f'{low} to {high}'} of the time of PyTorch without DP"
     tasks: dict[str, list[str]] = {}
-    for task, leader, _ in told:
-        tasks.setdefault(tables.title(leader.contestant), []).append(task)
+    for task, standing, _ in told:
+        tasks.setdefault(tables.title(standing.first), []).append(task)
     if len(tasks) == 1:
         (name, where), *_ = tasks.items()
         places = "every task" if everywhere and len(where) > 1 else _listed(where)

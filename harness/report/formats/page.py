@@ -102,7 +102,7 @@ def page(report: Report, drawn: Mapping[str, Path]) -> str:
         others=_others(report.records),
         css=Markup((WEB / "page.css").read_text()),
         script=Markup((WEB / "page.js").read_text()),
-        vega=Markup(_vega() if data["cells"] else ""),
+        vega=Markup(vega() if data["cells"] else ""),
         json=Markup(
             json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
         ),
@@ -125,7 +125,7 @@ def _others(records: Iterable[Record]) -> dict[str, list[tuple[str, list[tuple[s
 
 
 @lru_cache
-def _vega() -> str:
+def vega() -> str:
     """Vega, Vega-Lite and Vega-Embed as one script that defines ``vegaEmbed``. Bundling them takes longer than the rest
     of a page, so that the script is kept."""
     import vl_convert

@@ -16,7 +16,8 @@ import numpy as np
 
 from harness.contract import Adapter, Array, Setting
 from harness.tasks import Task
-from harness.worker.e2e import REPLAYED_STEPS, SETTLING_STEPS
+from harness.worker.batches import REPLAYED_STEPS
+from harness.worker.measurement import SETTLING_STEPS
 from tests.support.gate_numpy import Exact, Values
 
 REQUEST = Path(sys.argv[1]) if len(sys.argv) > 1 and sys.argv[1].endswith(".json") else None

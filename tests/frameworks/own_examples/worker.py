@@ -23,7 +23,7 @@ import numpy as np
 from harness.contract import Adapter, Setting
 from harness.optimizer import PLAIN, AdamW, Optimizer
 from harness.tasks import Task, initial_parameters, known_task
-from harness.worker.e2e import load_create
+from harness.worker.process import load_create
 from tests.frameworks.own_examples.terms import Example, Terms
 
 ROOT = Path(__file__).parents[3]
@@ -94,7 +94,7 @@ def _starting_weights(task: Task) -> dict[str, np.ndarray]:
 def adapter_of(contestant: str) -> Adapter:
     """The benchmark's adapter."""
     framework, variant = contestant.split("-", 1)
-    return load_create(ROOT / "frameworks" / framework)(variant)
+    return load_create(ROOT / "frameworks" / framework / "adapter.py")(variant)
 
 
 def build(adapter: Adapter, contestant: str, terms: Terms) -> None:

@@ -10,7 +10,7 @@ from harness.analysis import energy
 from harness.analysis.frames import build
 from harness.report import contents
 from harness.report.chapters import throughput
-from harness.store.record import Energy, Load, Record
+from harness.store.record import Energy, Record
 from tests.support import record_factory as factory
 
 WHO = {"framework": "opacus", "variant": "hooks"}
@@ -25,11 +25,10 @@ KNOWN = {
 """900 J in 5 s, of which 300 J are the idle machine's: 600 J, of which 3 stretches may miss 6 steps of 3.6 J."""
 
 
-def record(number: int = 0, rows: int | None = 200, foreign: float = 0.0, **of_energy: object) -> Record:
+def record(number: int = 0, rows: int | None = 200, **of_energy: object) -> Record:
     made = factory.record(task="mnist-cnn", seconds=[10.0 + number], round=number, **WHO)
     assert made.timed is not None
-    load = Load(foreign_share=foreign, disturbed=False, repeats=0)
-    update = {"timed": replace(made.timed, rows_timed=rows), "load": load}
+    update = {"timed": replace(made.timed, rows_timed=rows)}
     return made.model_copy(update={**update, "energy": Energy(**of_energy) if of_energy else None})
 
 
@@ -53,14 +52,6 @@ def test_without_a_figure_there_is_a_reason(made: Record, words: str) -> None:
     found, reasons = energy.per_example(made)
     assert found == {} and words in reasons["gpu"]
     assert energy.missing([made]) == f"Joules per example: gpu: not available: {reasons['gpu']}."
-
-
-def test_what_others_took_of_the_processors_is_not_the_contestants() -> None:
-    names = ("joules", "idle_watts", "step_seconds")
-    both = {**KNOWN, **{name: {**KNOWN[name], "processors": KNOWN[name]["gpu"]} for name in names}}  # type: ignore[index]
-    found, reasons = energy.per_example(record(foreign=0.06, **both))
-    assert set(found) == {"gpu"} and reasons == {"processors": "other programs took 6% of the processors"}
-    assert set(energy.per_example(record(foreign=0.04, **both))[0]) == {"gpu", "processors"}
 
 
 def test_records_of_before_counters_were_read_say_nothing() -> None:

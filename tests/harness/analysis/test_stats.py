@@ -139,36 +139,6 @@ def test_too_few_rounds_never_give_a_verdict():
     assert stats.simulate(4, 0.5, 50, 0)["none"] == 1.0
 
 
-def test_unpaired_interval_equals_welch_s_of_another_library():
-    rng = np.random.default_rng(11)
-    a, b = np.exp(rng.normal(0.0, 0.02, 6)), np.exp(rng.normal(0.1, 0.05, 9))
-    result = stats.compare_unpaired(a, b)
-    theirs = scipy_stats.ttest_ind(np.log(b), np.log(a), equal_var=False).confidence_interval(0.95)
-    assert (result.low, result.high) == pytest.approx((math.exp(theirs.low), math.exp(theirs.high)))
-    assert result.ratio == pytest.approx(math.exp(np.mean(np.log(b)) - np.mean(np.log(a))))
-    assert result.n == 6
-
-
-def test_unpaired_equal_contestants_are_called_different_in_at_most_six_percent():
-    rng = np.random.default_rng(12)
-    found = [
-        stats.compare_unpaired(np.exp(rng.normal(0, 0.01, 5)), np.exp(rng.normal(0, 0.03, 7))).verdict
-        for _ in range(2000)
-    ]
-    assert 0.03 < np.mean([verdict in {"faster", "slower"} for verdict in found]) < 0.065
-
-
-def test_unpaired_few_processes_give_no_verdict_and_equal_ones_no_error():
-    assert math.isnan(stats.compare_unpaired([1.0], [1.2, 1.2]).low)
-    assert stats.compare_unpaired([1.0, 1.01], [1.2, 1.21]).verdict is None
-    same = stats.compare_unpaired([1.0] * 5, [1.0] * 5)
-    assert (same.low, same.high, same.verdict) == (1.0, 1.0, "equivalent")
-    with pytest.raises(ValueError, match="at least one process"):
-        stats.compare_unpaired([], [1.0])
-    with pytest.raises(ValueError, match="margin"):
-        stats.compare_unpaired([1.0], [1.0], margin=0)
-
-
 def against_equals(rounds: int, others: int, trials: int, slower: float = 0.0):
     """[trials] of (log of the ratio against the one that looked fastest, its Student's interval, the interval against
     the truly fastest), where all others are equal and the contestant takes ``slower`` (log) longer."""

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
-import threading
 import zipfile
-from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
 from typer.testing import CliRunner
 
-from harness.ci import github
 from harness.ci import wheel as wheel_check
 from harness.cli.ci import app
-from harness.compare import report as compare_report
 from harness.errors import BadInput
+
+ROOT = Path(__file__).resolve().parents[3]
+HISTORY = Path("results/history")
 
 
 def make_wheel(folder: Path, name: str, version: str) -> Path:
@@ -169,109 +166,6 @@ def test_bad_input_is_one_sentence(option: str, value: str, sentence: str, job: 
     assert str(error).startswith(sentence)
 
 
-# ---- GitHub
-
-
-class FakeGitHub(BaseHTTPRequestHandler):
-    """As much of the REST interface as is used; ``comments`` of pull request 7, ``asked`` for the tests."""
-
-    comments: ClassVar[list[dict[str, Any]]]
-    asked: ClassVar[list[tuple[str, str, Any]]]
-    may_write: ClassVar[bool]
-
-    def _handle(self) -> None:
-        length = int(self.headers.get("Content-Length", 0))
-        body = json.loads(self.rfile.read(length)) if length else None
-        self.asked.append((self.command, self.path, body))
-        assert self.headers["Authorization"] == "Bearer secret"
-        if self.command != "GET" and not self.may_write:
-            self._answer(403, {"message": "Resource not accessible by integration"})
-        elif self.path.startswith("/repos/owner/name/issues/7/comments") and self.command == "GET":
-            page = int(self.path.rsplit("page=", 1)[1])
-            self._answer(200, self.comments[100 * (page - 1) : 100 * page])
-        elif self.path == "/repos/owner/name/issues/7/comments":
-            self.comments.append({"id": 1000 + len(self.comments), "user": {"login": github.BOT}, "body": body["body"]})
-            self._answer(201, self.comments[-1])
-        elif self.path == "/repos/owner/name/pulls":
-            self._answer(201, {"number": 8})
-        else:
-            one = next(c for c in self.comments if c["id"] == int(self.path.rsplit("/", 1)[1]))
-            one["body"] = body["body"]
-            self._answer(200, one)
-
-    do_GET = do_POST = do_PATCH = _handle
-
-    def _answer(self, code: int, value: Any) -> None:
-        self.send_response(code)
-        self.end_headers()
-        self.wfile.write(json.dumps(value).encode())
-
-    def log_message(self, *arguments: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeGitHub]]:
-    FakeGitHub.comments, FakeGitHub.asked, FakeGitHub.may_write = [], [], True
-    with ThreadingHTTPServer(("127.0.0.1", 0), FakeGitHub) as running:
-        threading.Thread(target=running.serve_forever, daemon=True).start()
-        monkeypatch.setenv("GITHUB_API_URL", f"http://127.0.0.1:{running.server_port}")
-        monkeypatch.setenv("GITHUB_TOKEN", "secret")
-        yield FakeGitHub
-        running.shutdown()
-
-
-def comment(file: Path) -> Any:
-    arguments = ["comment", "--repository", "owner/name", "--pull-request", "7", "--file", str(file)]
-    return CliRunner().invoke(app, arguments)
-
-
-def test_a_pull_request_has_one_comment_that_is_renewed(server: type[FakeGitHub], job: Path) -> None:
-    marker = github.MARKER.format(name="compare")
-    assert marker == compare_report.MARKER
-    server.comments = [{"id": i, "user": {"login": "a-person"}, "body": "so be it"} for i in range(120)]
-    server.comments[3]["body"] = f"{marker} quoted by a person"
-    file = job / "comparison.md"
-    file.write_text(f"{marker}\nfirst, to @everyone")
-    assert "created" in comment(file).output
-    file.write_text("second " + "x" * 100_000)
-    assert "renewed" in comment(file).output
-    assert len(server.comments) == 121
-    assert server.comments[3]["body"].endswith("quoted by a person")
-    last = server.comments[-1]["body"]
-    assert last.startswith(marker + "\nsecond")
-    assert len(last) < 65536
-    posted = next(body["body"] for method, _, body in server.asked if method == "POST")
-    assert posted.count(marker) == 1
-    assert "first" in posted.splitlines()[1]
-    assert "@everyone" not in posted  # a bot calls nobody by name because measured code wants it to
-
-
-def test_where_the_token_may_not_the_text_goes_to_the_job_s_page(server: type[FakeGitHub], job: Path) -> None:
-    server.may_write = False
-    (job / "comparison.md").write_text("| slower |")
-    done = comment(job / "comparison.md")
-    assert done.exit_code == 0
-    assert "not allowed" in done.output
-    assert (job / "GITHUB_STEP_SUMMARY").read_text() == "| slower |\n"
-
-
-def test_outside_of_a_job_it_says_what_is_missing(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GITHUB_API_URL", raising=False)
-    monkeypatch.delenv("GITHUB_TOKEN", raising=False)
-    (job / "comparison.md").touch()
-    assert "GITHUB_API_URL and GITHUB_TOKEN is not set" in str(comment(job / "comparison.md").exception)
-    assert "cannot be read" in str(comment(job / "missing.md").exception)
-
-
-def test_a_forge_that_says_nothing_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(github, "TIMEOUT", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections wait in its queue
-        place = github.GitHubClient(f"http://127.0.0.1:{silent.getsockname()[1]}", "owner/name", "secret")
-        with pytest.raises(BadInput, match="gave no answer to GET pulls in time"):
-            place.ask("GET", "pulls")
-
-
 # ---- the history
 
 
@@ -291,8 +185,8 @@ def clone(tmp_path: Path) -> Path:
     git(tmp_path, "clone", "-q", "origin", "clone")
     folder = tmp_path / "clone"
     git(folder, "checkout", "-q", "-b", "main")
-    (folder / github.HISTORY).mkdir(parents=True)
-    (folder / github.HISTORY / "one.json").write_text("1")
+    (folder / HISTORY).mkdir(parents=True)
+    (folder / HISTORY / "one.json").write_text("1")
     git(folder, "add", ".")
     git(folder, "commit", "-qm", "one")
     git(folder, "push", "-q", "origin", "main")
@@ -303,42 +197,59 @@ def runs(clone: Path) -> str:
     return git(clone.parent / "origin", "ls-tree", "-r", "--name-only", "main")
 
 
+def publish(clone: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    script = ROOT / ".ci" / "publish_history.sh"
+    return subprocess.run([script], cwd=clone, env=os.environ | more, capture_output=True, text=True)
+
+
 def test_new_runs_are_committed_even_when_somebody_pushed_meanwhile(clone: Path) -> None:
-    assert github.publish_history(clone, "commit", "main", None).startswith("No new run")
+    assert publish(clone).stdout.startswith("No new run")
     git(clone.parent, "clone", "-q", "origin", "other")
     other = clone.parent / "other"
     (other / "code.py").touch()
     git(other, "add", ".")
     git(other, "commit", "-qm", "code")
     git(other, "push", "-q", "origin", "HEAD:main")
-    (clone / github.HISTORY / "machine").mkdir()
-    (clone / github.HISTORY / "machine" / "two.json").write_text("2")
+    (clone / HISTORY / "machine").mkdir()
+    (clone / HISTORY / "machine" / "two.json").write_text("2")
     (clone / "unrelated.txt").touch()
-    assert "pushed to main" in github.publish_history(clone, "commit", "main", None)
+    assert "pushed to main" in publish(clone).stdout
     assert runs(clone).split() == ["code.py", "results/history/machine/two.json", "results/history/one.json"]
 
 
 def test_a_history_only_grows(clone: Path) -> None:
-    (clone / github.HISTORY / "one.json").write_text("rewritten")
-    (clone / github.HISTORY / "two.json").write_text("2")
-    with pytest.raises(BadInput, match=r"one\.json was changed or removed"):
-        github.publish_history(clone, "commit", "main", None)
+    (clone / HISTORY / "one.json").write_text("rewritten")
+    (clone / HISTORY / "two.json").write_text("2")
+    done = publish(clone)
+    assert done.returncode == 2 and "one.json" in done.stderr and "only grows" in done.stderr
     assert "two.json" not in runs(clone)
 
 
-def test_without_git_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(BadInput, match="git, which is not installed"):
-        github.publish_history(tmp_path, "commit", "main", None)
+def program(folder: Path, name: str, script: str) -> str:
+    """A search path on which ``name`` is first a program of this text."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text("#!/bin/sh\n" + script)
+    (folder / name).chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
 
 
-def test_or_a_pull_request_is_opened(clone: Path, server: type[FakeGitHub]) -> None:
-    (clone / github.HISTORY / "two.json").write_text("2")
-    place = github.GitHubClient.of_the_job("owner/name")
-    assert "pull request 8" in github.publish_history(clone, "pull-request", "main", place)
+def test_or_a_pull_request_is_opened(clone: Path) -> None:
+    (clone / HISTORY / "two.json").write_text("2")
+    path = program(clone.parent / "bin", "gh", 'echo "$@"')
+    said = publish(clone, PUBLISH_BY="pull-request", PATH=path).stdout.split()
+    assert said[:4] == ["pr", "create", "--base", "main"]
     assert "two.json" not in runs(clone)
-    (asked,) = [body for method, path, body in server.asked if path.endswith("/pulls")]
-    assert asked["base"] == "main"
-    assert "two.json" in git(clone.parent / "origin", "ls-tree", "-r", "--name-only", asked["head"])
-    with pytest.raises(BadInput, match="choose commit or pull-request"):
-        github.publish_history(clone, "post", "main", None)
+    assert "two.json" in git(clone.parent / "origin", "ls-tree", "-r", "--name-only", said[5])
+    done = publish(clone, PUBLISH_BY="post")
+    assert done.returncode == 2 and "choose commit or pull-request" in done.stderr
+
+
+def test_a_comment_calls_nobody_by_name_and_fits(tmp_path: Path) -> None:
+    text = tmp_path / "comparison.md"
+    text.write_text("to @everyone <!-- hidden -->\n" + "ü" * 50_000 + "@" * 50_000)
+    path = program(tmp_path / "bin", "gh", f'echo "$@" > {tmp_path}/said; cat > {tmp_path}/body')
+    env = os.environ | {"PATH": path, "FILE": str(text), "PULL_REQUEST": "7", "REPOSITORY": "owner/name"}
+    subprocess.run(["make", "comment"], cwd=ROOT, env=env, check=True, capture_output=True)
+    body = (tmp_path / "body").read_text()
+    assert "@" not in body and "<!--" not in body and "everyone" in body and len(body) < 65_536
+    assert "pr comment 7 --repo owner/name --edit-last --create-if-none" in (tmp_path / "said").read_text()

@@ -117,11 +117,12 @@ def test_a_security_audit_finds_nothing(tmp_path: Path) -> None:
     assert "template-injection" in audit(planted).stdout
 
 
-@pytest.mark.parametrize("step", RUNS)
-def test_shell_is_clean(step: Step) -> None:
-    done = subprocess.run(
-        [tool("shellcheck"), "-s", "bash", "-"], input=step.content["run"], capture_output=True, text=True
-    )
+SCRIPTS = [pytest.param(path.read_text(), id=path.name) for path in sorted((ROOT / ".ci").glob("*.sh"))]
+
+
+@pytest.mark.parametrize("script", [*(pytest.param(p.values[0].content["run"], id=p.id) for p in RUNS), *SCRIPTS])
+def test_shell_is_clean(script: str) -> None:
+    done = subprocess.run([tool("shellcheck"), "-s", "bash", "-"], input=script, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
@@ -186,13 +187,13 @@ def test_every_action_is_pinned_to_a_commit_with_its_version_beside() -> None:
     assert all(len(found) == 1 for found in pins.values()), pins
 
 
-def test_what_is_installed_does_not_see_a_token() -> None:
+def test_where_a_token_is_nothing_is_installed() -> None:
     holders = [(path, name, job) for path in WORKFLOWS for name, job in jobs(path).items()]
     holders = [found for found in holders if "github.token" in str(found[2].get("steps"))]
     assert {(path.stem, name) for path, name, _ in holders} == {("pull-request", "comment"), ("nightly", "record")}
     for path, name, job in holders:
         assert "github.token" not in str([load(path).get("env"), job.get("env")])
-        assert "make ready" in [step.get("run") for step in job["steps"][:-1]], name
+        assert all("checkout" in step["uses"] or "download" in step["uses"] for step in job["steps"][:-1]), name
         assert "github.token" not in str(job["steps"][:-1]), name
 
 
@@ -321,18 +322,12 @@ def test_a_step_is_a_make_target_that_exists_or_writes_one_file_of_the_runner(st
         ["bash", "-c", script.replace("make ", "make -n ", 1)], cwd=ROOT, env=env, capture_output=True, text=True
     )
     assert dry.returncode == 0, dry.stderr
-    assert "bin/" in dry.stdout or re.search(r"python\S* -m ", dry.stdout)
+    assert re.search(r"bin/|python\S* -m |gh pr comment|\.ci/publish_history\.sh", dry.stdout)
 
 
 def test_every_pair_of_torch_and_python_has_a_job() -> None:
     include = jobs(ROOT / ".github" / "workflows" / "versions.yml")["pair"]["strategy"]["matrix"]["include"]
     assert tuple((one["torch"], one["python"]) for one in include) == PAIRS
-
-
-def test_tox_and_make_run_the_same_tests() -> None:
-    wanted = re.search(r"pytest -q tests/harness -m (\".*?\")", (ROOT / "Makefile").read_text())
-    assert wanted is not None
-    assert wanted[1] in (ROOT / "tox.ini").read_text()
 
 
 # ---- the action that others call

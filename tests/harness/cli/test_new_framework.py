@@ -17,8 +17,8 @@ from harness.contract import Adapter
 from harness.errors import BadInput
 from harness.plan import registry
 from harness.tasks import FULL_TASKS, TASKS
-from harness.worker.e2e import load_create
 from harness.worker.gate.checks import BOUND_CHECK, run_gate
+from harness.worker.process import load_create
 from tests.harness.gate.test_gate import BUDGET, PRIVATE, reference
 
 PAGE = registry.ROOT / "docs" / "add-a-framework.md"
@@ -44,7 +44,7 @@ def follow_the_page(parent: Path, name: str = "plain_numpy") -> Path:
 
 def gate(folder: Path) -> list[dict]:
     def create() -> Adapter:
-        return load_create(folder)("default")
+        return load_create(folder / "adapter.py")("default")
 
     return run_gate(create, TASKS["logreg"], PRIVATE, False, reference("logreg"), BUDGET)
 

@@ -86,8 +86,7 @@ def test_a_gate_that_only_head_fails_is_wrong_and_said_first(project, tmp_path):
     assert (cell.verdict, cell.alerts, comparison.exit_code) == ("wrong", ["gate"], 1)
     assert cell.time is None and cell.gate["head"].startswith("failed: clipped-sum")
     text = compare_report.markdown(comparison).splitlines()
-    assert text[0] == compare_report.MARKER
-    assert text[1].startswith("**A regression of") and "is wrong" in text[1]
+    assert text[0].startswith("**A regression of") and "is wrong" in text[0]
     repaired = project.compare("HEAD", "HEAD~1", tmp_path / "back")
     assert repaired.cells[0].verdict == "repaired" and repaired.exit_code == 0
 
@@ -431,7 +430,7 @@ def test_the_verb_writes_json_and_markdown_and_ends_with_the_verdict(project, tm
     assert said == json.loads((tmp_path / "out" / "comparison.json").read_text())
     text = comment.read_text()
     assert text == (tmp_path / "out" / "comparison.md").read_text()
-    assert text.startswith(compare_report.MARKER) and "| `layer-norm/phantom-exact/clipped/64` |" in text
+    assert text.startswith("**A regression of") and "| `layer-norm/phantom-exact/clipped/64` |" in text
     assert "could not have been seen" in text
 
 

@@ -4,7 +4,6 @@ images."""
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,12 +126,6 @@ def test_a_state_whose_image_is_of_another_lock_is_refused(project, tmp_path, pr
     pretended.add(locked(project)[0], 3, "f" * 64)
     with pytest.raises(BadInput, match=r"built from another lock.*name it as a side \(image:TAG\)"):
         project.compare("main", ".", tmp_path / "out", isolation="docker")
-
-
-def test_an_engine_elsewhere_is_refused(project, tmp_path, pretended):
-    pretended.on = replace(pretended.on, is_remote=True, host="tcp://other:1")
-    with pytest.raises(BadInput, match=r"tcp://other:1: a comparison pins .* --isolation venv"):
-        project.run("main", ".", tmp_path / "out", isolation="docker")
 
 
 @pytest.mark.parametrize(

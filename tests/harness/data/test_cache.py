@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from harness.cli import data
 from harness.data import clicks, describe, download, fetch, load, mnist, store, synthetic
-from harness.data.source import Archive, Package, Route, Source
+from harness.data.source import Archive, Package, Route, Source, Unavailable
 from harness.errors import BadInput
 
 TRAIN, TEST = 30, 20
@@ -266,7 +266,7 @@ def test_whole_archives_of_an_interrupted_fetch_are_not_loaded_again(mirror: Ser
 
 def test_an_unreachable_mirror_is_named(tmp_path: Path) -> None:
     archive = Archive("a", 1, sha256="0", urls=("http://127.0.0.1:9/a", "http://127.0.0.1:9/b"))
-    with pytest.raises(download.Unavailable, match=r"127\.0\.0\.1: cannot be reached .*; 127\.0\.0\.1: cannot"):
+    with pytest.raises(Unavailable, match=r"127\.0\.0\.1: cannot be reached .*; 127\.0\.0\.1: cannot"):
         download.obtain(archive, tmp_path, lambda *_: None)
 
 
@@ -345,13 +345,13 @@ def test_npm_is_asked_for_the_version_and_the_archive_is_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    with pytest.raises(download.Unavailable, match="npm is not installed"):
+    with pytest.raises(Unavailable, match="npm is not installed"):
         obtain(tmp_path)
     fake_client(tmp_path / "bin", "import sys; open('thing-1.0.tgz', 'w').write('other'); print(sys.argv)")
-    with pytest.raises(download.Unavailable, match="wrong SHA-256"):
+    with pytest.raises(Unavailable, match="wrong SHA-256"):
         obtain(tmp_path)
     fake_client(tmp_path / "bin", "import sys; print('npm error 404 no such package', file=sys.stderr); sys.exit(1)")
-    with pytest.raises(download.Unavailable, match=r"npm package thing 1\.0: npm error 404"):
+    with pytest.raises(Unavailable, match=r"npm package thing 1\.0: npm error 404"):
         obtain(tmp_path)
     assert entries(tmp_path / "downloads") == set()
     (tmp_path / "downloads" / ".client-killed").mkdir()
@@ -397,7 +397,7 @@ def test_pip_hands_out_a_source_archive_without_running_it(tmp_path: Path, monke
     monkeypatch.setenv("PIP_FIND_LINKS", str(shelf))
     got = download.obtain(archive, tmp_path / "downloads", lambda *_: None)
     assert got.read_bytes() == (shelf / archive.file).read_bytes()
-    with pytest.raises(download.Unavailable, match=r"pip package old-thing 1\.0"):
+    with pytest.raises(Unavailable, match=r"pip package old-thing 1\.0"):
         download.obtain(replace(archive, sha256="0" * 64), tmp_path / "elsewhere", lambda *_: None)
 
 

@@ -229,39 +229,6 @@ def test_a_killed_engine_costs_one_repetition(world: tuple[Engine, Any], cells: 
     assert cells.left_behind() == []
 
 
-@pytest.mark.parametrize("way", ["tcp", "ssh"])
-def test_by_network_code_and_data_travel_by_archive(way: str, world: tuple[Engine, Any], cells: Cells) -> None:
-    own = world[1]
-    if own is None:
-        pytest.skip("skipped: only an engine that we started listens on a port")
-    if way == "ssh":
-        try:
-            own.listen_for_ssh()
-        except RuntimeError as why:
-            pytest.skip(f"skipped: {why}")
-        cells.environment["PATH"] = f"{own.ssh_folder}:{os.environ['PATH']}"
-    cells.environment[engine.HOST] = own.ssh_host if way == "ssh" else own.remote_host
-    done = cells.run("honest,escape")
-    assert done.returncode == 0, done.stderr
-    found = cells.records()
-    assert {r.state for r in found.values()} == {"ok"}
-    assert found["honest"].load is not None and found["honest"].load.canary_before is None
-    assert cells.left_behind() == []
-    # Nor when the harness is killed: its container ends by itself.
-    process = cells.start("slow", "--fresh")
-    contained = cells.wait_for_work(process)
-    process.kill()  # and not waited for: its number is still taken, as it is where nobody asks
-    for _ in range(300):
-        contained.reload()
-        if contained.status != "running":
-            break
-        time.sleep(0.2)
-    assert contained.attrs["State"]["ExitCode"] == 88
-    assert contained.name in cells.left_behind()
-    assert cells.run("slow").returncode == 0
-    assert cells.left_behind() == []
-
-
 def test_a_gpu_that_vanished_is_a_record_and_one_that_never_was_a_sentence(
     world: tuple[Engine, Any], tmp_path: Path
 ) -> None:
@@ -359,7 +326,7 @@ def test_doctor_says_what_the_engine_is(cells: Cells) -> None:
     assert "cgroup v" in there["container limits"]["measured"]
     assert str(images.base_digest(cells.on))[7:19] in there["container images"]["measured"]
     cells.environment[engine.HOST] = "tcp://127.0.0.1:9"
-    assert "nothing listens there" in rows()["container engine"]["measured"]
+    assert "have to see this machine's files" in rows()["container engine"]["measured"]
 
 
 @pytest.mark.slow

@@ -1,86 +1,15 @@
-"""Energy counters, with files and a driver made up: round once, not to be read, too coarse, absent."""
+"""The GPU's energy counter, with a driver made up: not to be read, too coarse, absent."""
 
 from __future__ import annotations
 
-import os
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from harness.environments import energy
-from harness.environments.energy import GPU, PROCESSORS, Meter
+from harness.environments.energy import GPU, Meter
 from harness.environments.unavailable import Unavailable
-
-RANGE = 262_143_328_850
-
-
-def zone(root: Path, name: str, microjoules: int, folder: str = "intel-rapl:0") -> Path:
-    """A zone as the kernel shows it; its counter's file."""
-    where = root / folder
-    where.mkdir()
-    (where / "name").write_text(f"{name}\n")
-    (where / "max_energy_range_uj").write_text(f"{RANGE}\n")
-    counter = where / "energy_uj"
-    counter.write_text(f"{microjoules}\n")
-    return counter
-
-
-def test_packages_and_memory_are_added_and_their_parts_are_not(tmp_path: Path) -> None:
-    (tmp_path / "intel-rapl").mkdir()
-    first = zone(tmp_path, "package-0", 5_000_000)
-    second = zone(tmp_path, "package-1", 1_000_000, "intel-rapl:1")
-    memory = zone(tmp_path, "dram", 0, "intel-rapl:0:1")
-    cores = zone(tmp_path, "core", 0, "intel-rapl:0:0")
-    everything = zone(tmp_path, "psys", 0, "intel-rapl:2")
-    counter = energy.open_rapl(tmp_path)
-    assert isinstance(counter, energy.Rapl) and counter.joules() == 0
-    for file, value in (
-        (first, 7_000_000),
-        (second, 1_500_000),
-        (memory, 250_000),
-        (cores, 10**9),
-        (everything, 10**9),
-    ):
-        file.write_text(f"{value}\n")
-    assert counter.joules() == pytest.approx(2.75)
-    first.write_text(f"{8_000_000}\n")
-    assert counter.joules() == pytest.approx(3.75)
-
-
-def test_a_counter_that_begins_anew_goes_on(tmp_path: Path) -> None:
-    file = zone(tmp_path, "package-0", RANGE - 1_000_000)
-    counter = energy.open_rapl(tmp_path)
-    assert isinstance(counter, energy.Rapl)
-    file.write_text("2000000\n")
-    assert counter.joules() == pytest.approx(3.0)
-    file.write_text("3000000\n")
-    assert counter.joules() == pytest.approx(4.0)
-
-
-def test_without_counters_the_reason_is_told(tmp_path: Path) -> None:
-    assert energy.open_rapl(tmp_path) == Unavailable("the kernel shows no RAPL counters here")
-    file = zone(tmp_path, "package-0", 1)
-    file.write_text("nothing\n")
-    broken = energy.open_rapl(tmp_path)
-    assert isinstance(broken, Unavailable) and "cannot be read" in broken.reason
-
-
-def test_a_counter_that_only_the_administrator_may_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = zone(tmp_path, "package-0", 1)
-    file.chmod(0)
-    if os.access(file, os.R_OK):  # the administrator runs the tests
-        original = Path.read_text
-
-        def read_text(path: Path, *rest: object, **named: object) -> str:
-            if path == file:
-                raise PermissionError(13, "Permission denied")
-            return original(path)
-
-        monkeypatch.setattr(Path, "read_text", read_text)
-    found = energy.open_rapl(tmp_path)
-    assert isinstance(found, Unavailable) and "administrator" in found.reason
 
 
 class Fault(Exception):
@@ -140,8 +69,6 @@ def test_a_driver_that_says_nothing_of_the_contestant_alone(
 class Moves:
     """A counter that shows the given joules, one after the other, then the last; None: it cannot be read."""
 
-    longest_seconds = 60.0
-
     def __init__(self, *joules: float | None) -> None:
         self.shown = list(joules)
 
@@ -153,7 +80,7 @@ class Moves:
 
 
 def metered(counter: Moves | Unavailable, *stretches: float) -> dict[str, object]:
-    meter = Meter({PROCESSORS: counter})
+    meter = Meter({GPU: counter})
     for seconds in stretches:
         meter.start()
         meter.stop(seconds)
@@ -162,13 +89,12 @@ def metered(counter: Moves | Unavailable, *stretches: float) -> dict[str, object
 
 def test_a_meter_adds_up_the_stretches_and_not_what_lies_between() -> None:
     said = metered(Moves(0.0, 30.0, 100.0, 150.0), 4.0, 4.0)
-    assert said == {"joules": {PROCESSORS: 80.0}, "seconds": 8.0, "stretches": 2, "unavailable": {}}
+    assert said == {"joules": {GPU: 80.0}, "seconds": 8.0, "stretches": 2, "unavailable": {}}
 
 
 @pytest.mark.parametrize(
     ("counter", "stretches", "words"),
     [
-        (Moves(0.0, 30.0), (61.0,), "may go round twice in 60 s"),
         (Moves(0.0, 30.0, 40.0, None), (4.0, 4.0), "could not be read"),
         (Unavailable("there is none"), (4.0,), "there is none"),
     ],
@@ -177,7 +103,7 @@ def test_a_meter_that_cannot_tell_says_why_and_gives_no_figure(
     counter: Moves | Unavailable, stretches: tuple[float, ...], words: str
 ) -> None:
     said = metered(counter, *stretches)
-    assert said["joules"] == {} and words in said["unavailable"][PROCESSORS]  # type: ignore[index]
+    assert said["joules"] == {} and words in said["unavailable"][GPU]  # type: ignore[index]
 
 
 def test_the_power_of_the_idle_machine_and_how_often_its_counter_moves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,17 +115,17 @@ def test_the_power_of_the_idle_machine_and_how_often_its_counter_moves(monkeypat
 
     monkeypatch.setattr(energy, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
     monkeypatch.setattr(energy.ForeignLoad, "share", 0.0)
-    found = {PROCESSORS: Moves(0.0, 0.0, 2.0, 2.0, 5.0), GPU: Unavailable("there is none")}
+    found = {GPU: Moves(0.0, 0.0, 2.0, 2.0, 5.0), "none": Unavailable("there is none")}
     said = energy.idle(found, 10 * energy.LOOK_SECONDS)
-    assert said.reason is None and set(said.watts) == set(said.step_seconds) == {PROCESSORS}
-    took = 5.0 / said.watts[PROCESSORS]
+    assert said.reason is None and set(said.watts) == set(said.step_seconds) == {GPU}
+    took = 5.0 / said.watts[GPU]
     assert took == pytest.approx(10 * energy.LOOK_SECONDS, rel=0.11)
-    assert said.step_seconds[PROCESSORS] == pytest.approx(took / 2)
+    assert said.step_seconds[GPU] == pytest.approx(took / 2)
 
 
 def test_a_machine_at_work_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(energy.ForeignLoad, "share", 0.2)
-    said = energy.idle({PROCESSORS: Moves(0.0, 2.0)}, 0.02)
+    said = energy.idle({GPU: Moves(0.0, 2.0)}, 0.02)
     assert said.watts == {} and "other programs took 20%" in str(said.reason)
 
 

@@ -15,7 +15,7 @@ from harness.environments import processors
 from harness.environments import referee as referee_module
 from harness.environments.processors import tree_processors, tree_seconds
 from harness.environments.referee import Direct, Referee
-from harness.worker.e2e import REPLAYED_STEPS, epoch_batches, setting_of, timed_batches
+from harness.worker.batches import REPLAYED_STEPS, epoch_batches, setting_of, timed_batches
 from harness.worker.request import Request
 from harness.worker.result import Result, Timed
 
@@ -59,8 +59,8 @@ def judged(
     """Return the result of three stretches of one second, with so long a pause after each, on so many processors, by a
     machine that takes WATTS."""
     now = used = 0.0
-    counter = SimpleNamespace(longest_seconds=60.0, joules=lambda: WATTS * now)
-    monkeypatch.setattr(referee_module.energy, "counters", lambda device: {"processors": counter})
+    counter = SimpleNamespace(joules=lambda: WATTS * now)
+    monkeypatch.setattr(referee_module.energy, "counters", lambda device: {"gpu": counter})
     monkeypatch.setattr(referee_module, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(referee_module, "tree_seconds", lambda pid: used)
     monkeypatch.setattr(referee_module, "_waited", lambda task: 0.0)
@@ -115,7 +115,7 @@ def test_an_honest_worker_has_no_fault(monkeypatch):
 def test_energy_is_that_of_the_stretches_and_not_of_the_pauses(monkeypatch):
     said = judged(monkeypatch).energy
     assert said == {
-        "joules": {"processors": pytest.approx(3 * WATTS)},
+        "joules": {"gpu": pytest.approx(3 * WATTS)},
         "seconds": pytest.approx(3.0),
         "stretches": 3,
         "unavailable": {},
@@ -143,7 +143,7 @@ def test_processors_of_a_process_are_those_of_its_affinity():
 def test_a_worker_is_pinned_with_the_threads_that_it_has_already():
     code = (
         "import os, threading\nfrom harness.environments.processors import tree_processors\n"
-        "from harness.worker.e2e import pin\n"
+        "from harness.worker.process import pin\n"
         "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
         "pin(1)\nassert len(tree_processors(os.getpid())) == 1"
     )

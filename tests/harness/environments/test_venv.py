@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from harness import tasks
 from harness.data import store
 from harness.environments import venv
 from harness.gate import admission
@@ -114,6 +115,38 @@ def test_the_adapter_hash_follows_the_code(framework: Framework) -> None:
     changed = framework.adapter_hash
     assert changed != before
     assert replace(framework, sources=("dpcore",)).adapter_hash != changed
+
+
+def test_building_a_package_from_its_sources_changes_no_hash(framework: Framework, tmp_path: Path) -> None:
+    (tmp_path / "lib" / "inner").mkdir(parents=True)
+    (tmp_path / "lib" / "inner" / "code.py").write_text("a = 1\n")
+    own = replace(framework, root=tmp_path, sources=("lib",))
+    before = own.adapter_hash
+    for folder in ("build/lib/inner", "dist", "lib.egg-info", "inner/__pycache__"):
+        (tmp_path / "lib" / folder).mkdir(parents=True)
+        (tmp_path / "lib" / folder / "code.py").write_text("a = 1\n")
+    assert own.adapter_hash == before
+    (tmp_path / "lib" / "inner" / "code.py").write_text("a = 2\n")
+    assert own.adapter_hash != before
+
+
+def test_another_task_voids_no_verdict_and_another_definition_does(
+    framework: Framework, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DPBENCH_CACHE", str(tmp_path / "cache"))
+    contestant = registry.Contestant(framework, registry.Variant("v", "t", True))
+    known = {**tasks.GATE_TASKS, **tasks.TASKS}
+
+    def key() -> str:
+        return admission.key_of(contestant, "logreg", "cpu", 1)
+
+    before = key()
+    monkeypatch.setitem(tasks.GATE_TASKS, "another", replace(known["logreg"], name="another", learning_rate=1.0))
+    assert key() == before
+    place = tasks.GATE_TASKS if "logreg" in tasks.GATE_TASKS else tasks.TASKS
+    monkeypatch.setitem(place, "logreg", replace(known["logreg"], learning_rate=1.0))
+    assert key() != before
+    assert len({tasks.definition_hash(task) for task in known.values()}) == len(known)
 
 
 def test_a_verdict_holds_for_one_thread_count_and_every_file_of_the_folder(

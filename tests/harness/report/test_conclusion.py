@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from harness.report import conclusion, contents
-from harness.report.formats import markdown
+from harness.analysis.standing import standings
+from harness.report import conclusion, contents, model
+from harness.report import standings as words
+from harness.report.chapters import fastest_peer, overview
+from harness.report.formats import latex, markdown, page
 from tests.support import record_factory as factory
 
 
@@ -21,7 +24,7 @@ def test_the_fastest_with_dp_and_its_price():
         for (f, v, private), value in seconds.items()
     ]
     title, sentence = said(records)
-    assert title == "Fastest by median, with DP:"
+    assert title == "Fastest with DP, by paired rounds:"
     assert "dpcore-engine, 1.50 s per epoch; 1.50 times that of pytorch-eager [1.50, 1.50], n = 3" in sentence
 
 
@@ -75,4 +78,27 @@ def test_too_few_rounds_tell_nobody_from_anybody(rounds, disturbed, why):
 
 
 def test_who_was_timed_alone_is_not_the_fastest_of_anything():
-    assert first_sentence({"a": [1.0] * 5})[0] == "Only a-x was timed with DP on MNIST CNN."
+    assert first_sentence({"a": [1.0] * 5})[0] == "No other framework than that of a-x was timed with DP on MNIST CNN."
+
+
+def test_every_format_names_the_same_first():
+    """The median of b is smaller, for it lacks the slow rounds; in the rounds that both share a is faster."""
+    seconds = {"a": [1.0, 1.0, 1.0, 3.0, 3.0, 3.0], "b": [1.1, 1.1, 1.1]}
+    records = [
+        factory.record(framework=name, variant="x", seconds=[value], round=r, private=name != "pytorch")
+        for name, values in {**seconds, "pytorch": [0.9] * 6}.items()
+        for r, value in enumerate(values)
+    ]
+    built = contents.build(records)
+    tables = built.tables
+    section = model.sections(tables)[0]
+    (standing,) = standings(tables).values()
+    assert standing.first == "a-x" and standing.runner_up.contestant == "b-x"
+    assert overview.of(tables, section).sentence.startswith("With DP, a-x is the fastest")  # page and Markdown
+    assert "With DP, a-x is the fastest" in markdown.page(built) and "a-x is the fastest" in page.page(built, {})
+    assert ": a-x, " in list(conclusion.sentences(built))[1]  # the terminal
+    assert words.text(tables).startswith("**With DP the fastest is a-x")  # README and findings
+    rows = [line for line in latex.main(tables, section, "main").splitlines() if r"\textbf" in line]
+    assert len(rows) == 1 and rows[0].startswith("a-x")
+    frame = fastest_peer.frame(tables).set_index(["contestant", "against"])
+    assert frame.other["b-x", fastest_peer.PEER] == "a-x" and frame.other["a-x", fastest_peer.PEER] == "b-x"

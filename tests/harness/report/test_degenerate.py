@@ -85,7 +85,7 @@ def made(records: list[Record]) -> Report:
     list(conclusion.sentences(report))
     for picture in (picture for chapter in report.chapters for picture in chapter.pictures):
         picture.draw().svg()
-    output.texts(report, {})
+    output.texts(report)
     page.page(report, {})
     tables = report.tables
     if tables is not None:

@@ -89,7 +89,6 @@ def test_the_report_of_a_run_that_timed_nothing_holds_figures_and_table(tmp_path
     written = output.write_report(report, tmp_path / "out", tmp_path / "plots")
     drawn = {p.suffix for p in written if p.name.startswith("peak-memory_mnist-cnn")}
     assert {".pdf", ".svg", ".png"} <= drawn
-    assert "peak-memory_mnist-cnn" in (tmp_path / "out" / "report.tex").read_text()
     assert "data:image/svg+xml" in page.page(report, {p.stem: p for p in written if p.suffix == ".svg"})
     assert "MiB of peak_resident_growth" in (tmp_path / "out" / "report.md").read_text()
 

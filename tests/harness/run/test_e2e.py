@@ -273,7 +273,7 @@ def test_a_first_table_comes_after_one_round(driver: Driver) -> None:
     done = driver.run("noop,plain", "--rounds", "2")
     assert done.returncode == 0, done.stderr
     before, told, after = done.stdout.partition("This is the first round of 2")
-    assert told and "Fastest by median" in before and "round 2/2" not in before
+    assert told and "Fastest with DP" in before and "round 2/2" not in before
     assert "round 2/2" in after and "first round of" not in driver.run("noop,plain", "--rounds", "2").stdout
 
 

@@ -16,7 +16,6 @@ FULL = Result(
     checks=[Check("clip", 0.0, 1.0, True)],
     probe=Probe(1, 0.5, [0.25]),
     layer=Layer(parts=LayerParts(1, 2, 3, 4, 5, 15, 0, "profiler"), plan={"micro_batch": 4}),
-    machine={"id": "m"},
     container={"exit_code": 0},
     log_tail="x",
     energy={"joules": {"gpu": 1.0}},

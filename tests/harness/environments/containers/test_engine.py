@@ -31,9 +31,8 @@ from tests.support.engines import PretendedEngine
     ("host", "words"),
     [
         ("unix:///nowhere/docker.sock", r"there is no socket /nowhere/docker\.sock; install Docker or Podman"),
-        ("tcp://127.0.0.1:9", r"nothing listens there; start the engine .* with -H and this address"),
-        ("http://127.0.0.1:9", r"an address begins with unix://, tcp:// or ssh://; write it so"),
-        ("tcp://nothing.invalid:2375", r"repair the engine or the way to it"),
+        ("tcp://127.0.0.1:9", r"see this machine's files, .* unix:// does; run dpbench on that machine"),
+        ("ssh://me@there", r"see this machine's files"),
     ],
 )
 def test_one_sentence_says_why_and_what_to_do(

@@ -1,1 +1,0 @@
-"""Times inside a user's own test suite, for the pytest plugin."""

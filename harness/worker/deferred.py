@@ -1,0 +1,110 @@
+"""The weights as they are read after every timed stretch, and work that was put off until then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from harness.contract import Adapter
+from harness.worker.clock import DISTURBED_SHARE, ForeignLoad, collector_paused
+from harness.worker.line import Line
+
+
+@dataclass(frozen=True)
+class Read:
+    """Seconds: of the timed stretch before it, of a first and of a second reading of the weights; of this process's
+    processor time in the longer one, and how much more it was in the first."""
+
+    timed: float
+    first: float
+    second: float
+    cpu: float
+    extra_cpu: float
+
+
+def read_twice(adapter: Adapter, timed: float, line: Line) -> tuple[dict[str, np.ndarray], Read]:
+    """(weights, how long it took): work that was deferred past the clock shows as a slow reading. The referee, who is
+    told of each, has a clock that the adapter cannot stop."""
+    start, cpu_start = time.perf_counter(), time.process_time()
+    weights = dict(adapter.parameters())
+    middle, cpu_middle = time.perf_counter(), time.process_time()
+    line.tell("read")
+    again, cpu_again = time.perf_counter(), time.process_time()
+    adapter.parameters()
+    end, cpu_end = time.perf_counter(), time.process_time()
+    line.tell("read")
+    one, other = cpu_middle - cpu_start, cpu_end - cpu_again
+    return weights, Read(timed, middle - start, end - again, max(one, other), one - other)
+
+
+@dataclass
+class Stretches:
+    """The timed stretches of one process. ``line``: to the referee, who lets each of them go."""
+
+    adapter: Adapter
+    line: Line
+    load: ForeignLoad = field(default_factory=ForeignLoad)
+    seconds: list[float] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
+    weights: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def time(
+        self,
+        work: Callable[[int], tuple[float, Any]],
+        epoch: int,
+        done: int = 0,
+        stop_within: float | None = None,
+    ) -> tuple[float, Any]:
+        """``work``, given the number that the order of the steps from ``done`` on follows from, gives seconds and
+        something more. The weights are read after it. ``stop_within``: the referee may ask it to stop at any moment
+        within so many seconds."""
+        with collector_paused(), self.load.watch():
+            order = self.line.ask("go", epoch=epoch, done=done, stop_within=stop_within)["order"]
+            seconds, more = work(order)
+            self.line.tell("end")
+        self.seconds.append(seconds)
+        self.weights, read = read_twice(self.adapter, seconds, self.line)
+        self.reads.append(read)
+        return seconds, more
+
+
+READ_SECONDS = 0.02
+READ_BYTES_PER_SECOND = 50e6
+"""No reading of the weights, the second included, may take longer than READ_SECONDS and what their bytes need."""
+DEFERRED_SECONDS = 0.005
+DEFERRED_SHARE = 0.02
+"""Of the timed stretch: by so much the first reading may take longer than the second."""
+
+
+def fault_of(
+    weights: dict[str, np.ndarray], initial: dict[str, np.ndarray], reads: list[Read], foreign_share: float
+) -> dict[str, Any]:
+    """Why the timed run itself must be rejected, or nothing.
+
+    ``initial``: the starting weights, empty where the steps had nothing to move them. On a busy machine a slow reading
+    proves nothing by itself: then the process must also have been at work during it.
+    """
+    if not all(np.isfinite(value).all() for value in weights.values()):
+        return {"state": "rejected", "reason": "the weights after the timed steps are not finite."}
+    if all(np.array_equal(weights[name], initial[name]) for name in initial) and initial:
+        return {"state": "rejected", "reason": "the timed steps left every weight unchanged."}
+    is_quiet = foreign_share <= DISTURBED_SHARE
+    longest = READ_SECONDS + sum(value.nbytes for value in weights.values()) / READ_BYTES_PER_SECOND
+    for read in reads:
+        slow = max(read.first, read.second)
+        if slow > longest and (is_quiet or read.cpu > longest):
+            reason = f"reading the weights took {slow:.3f} s (limit {longest:.3f} s): work was deferred past the clock."
+            return {"state": "rejected", "reason": reason, "deferred": True}
+        limit = DEFERRED_SECONDS + DEFERRED_SHARE * read.timed
+        extra = read.first - read.second
+        if extra > limit and (is_quiet or read.extra_cpu > limit):
+            reason = (
+                f"reading the weights after the clock stopped took {extra:.3f} s longer than a second time (limit "
+                f"{limit:.3f} s): work was deferred past the clock."
+            )
+            return {"state": "rejected", "reason": reason, "deferred": True}
+    return {}

@@ -1,0 +1,104 @@
+"""One adapter, built and warmed up for one measurement, and how many steps of it are timed."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.contract import Adapter, require
+from harness.data.pretrained import starting_parameters
+from harness.tasks import TASKS, Task, check_parameters
+from harness.worker import sampling
+from harness.worker.batches import MINIMUM_STEPS, setting_of, warm_up_batch
+from harness.worker.clock import timed_steps
+from harness.worker.process import Emit, load_create
+from harness.worker.request import Request
+
+MOST_EPOCHS = 100
+
+CALIBRATION_STEPS = (2, 4)
+CALIBRATION_SECONDS = 15.0
+"""At least and at most so many steps show what one costs; beyond the least number only while they took less. The most
+is one more than SETTLING_STEPS: who is judged by what is done once gets fewer timed steps than the budget has."""
+SETTLING_STEPS = 3
+"""Libraries do more in their first steps than in later ones: dpcore looks whether the first three batches mix their
+examples, a compiler guesses at the second batch which sizes change."""
+
+
+class Measurement:
+    """An adapter with a task, a setting, its data and its starting weights; ``reset`` puts it back to the start."""
+
+    def __init__(self, request: Request, emit: Emit) -> None:
+        self.request = request
+        self.emit = emit
+        self.task: Task = TASKS[request.task]
+        self.setting = setting_of(request)
+        self.initial = starting_parameters(self.task, request.initial_seed, request.synthetic)
+        self.whole_epoch = sampling.steps_per_epoch(request.dataset_size, request.batch_size)
+        emit({"event": "phase", "phase": "import"})
+        self.adapter = load_create(Path(request.folder, "adapter.py"))(request.variant)
+        require(self.adapter, self.setting)
+        self.adapter.build(self.task, self.setting, self.initial)
+        fault = check_parameters(self.task, self.adapter.parameters())
+        if fault:
+            raise ValueError(fault)
+
+    def place(self) -> None:
+        from harness.data import load
+
+        self.emit({"event": "phase", "phase": "data"})
+        data = load(self.request.data, "train", synthetic=self.request.synthetic)
+        self.adapter.place(data.x[: self.request.dataset_size], data.y[: self.request.dataset_size])
+
+    def reset(self) -> None:
+        """Back to the starting weights. Where only a part of an epoch is timed, some steps follow, untimed: after a
+        rebuild the first ones touch fresh memory and do what is done once, and scaling that up to an epoch would
+        multiply it."""
+        self.adapter.build(self.task, self.setting, self.initial)
+        if self.request.is_partial:
+            batch = warm_up_batch(self.request, self.setting, self.request.batch_size)
+            timed_steps(self.adapter, [batch] * SETTLING_STEPS)
+
+    def calibrate(self) -> tuple[float, float, int]:
+        """(seconds of all steps, seconds of the last one, how many). The first steps of ordinary size compile, allocate
+        and examine, the last one shows what a step costs."""
+        self.emit({"event": "phase", "phase": "warm-up"})
+        batch = warm_up_batch(self.request, self.setting, self.request.batch_size)
+        least, most = CALIBRATION_STEPS
+        seconds: list[float] = []
+        while len(seconds) < least or (len(seconds) < most and sum(seconds) < CALIBRATION_SECONDS):
+            seconds.append(timed_steps(self.adapter, [batch]))
+        return sum(seconds), seconds[-1], len(seconds)
+
+    def warm_up(self, sizes: Sequence[int]) -> tuple[float, int]:
+        """(seconds, steps): one step of every other compiled size that occurs in the batches."""
+        ordinary, _ = warm_up_batch(self.request, self.setting, self.request.batch_size)
+        extra = [warm_up_batch(self.request, self.setting, size) for size in sizes if size != len(ordinary)]
+        return timed_steps(self.adapter, extra), len(extra)
+
+    def steps(self, step_seconds: float | None) -> int:
+        if self.request.steps is not None:
+            return min(self.whole_epoch, self.request.steps)
+        if self.request.budget_seconds is None or step_seconds is None:
+            return self.whole_epoch
+        wanted = 2 * math.ceil(self.request.budget_seconds / max(step_seconds, 1e-6) / 2)  # even: see `balanced`
+        return min(self.whole_epoch, max(MINIMUM_STEPS, wanted))
+
+    def epochs(self, step_seconds: float | None) -> int:
+        """As many as are asked for; where the budget lasts for more than one, as many as fit, because the fifth of a
+        second that an epoch of a small model takes says little of what its steps cost."""
+        if self.request.steps is not None or self.request.budget_seconds is None or step_seconds is None:
+            return self.request.epochs
+        fitting = int(self.request.budget_seconds / max(self.whole_epoch * step_seconds, 1e-6))
+        return max(self.request.epochs, min(MOST_EPOCHS, fitting))
+
+
+def own_epsilon(adapter: Adapter, steps: int, delta: float) -> float | None:
+    """A library whose accountant fails has no ε of its own; its times stand."""
+    try:
+        return adapter.epsilon(steps, delta)
+    except Exception:
+        traceback.print_exc()
+        return None

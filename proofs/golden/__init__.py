@@ -1,0 +1,1 @@
+"""The golden set: what must not change while code is cut."""

@@ -1,0 +1,73 @@
+"""Limits on the size of the house. ``python -m tests.test_house`` prints what there is beside what may be.
+
+A number may be raised in a pull request that says beside it why nothing else could go; after a cut it is lowered to
+what is left. A class over CLASS lines, or a file over FILE lines, is counted and not named, so that one may be split
+and another grow only within the same number.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CLASS, FILE = 300, 500
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the Python below a folder: lines, classes of more than CLASS lines, files of more than FILE lines."""
+
+    lines: int
+    long_classes: int
+    long_files: int
+
+
+LIMITS = {
+    "harness": Size(lines=34_961, long_classes=3, long_files=9),
+    "dpcore": Size(lines=26_502, long_classes=7, long_files=10),
+    "frameworks": Size(lines=5_785, long_classes=0, long_files=0),
+    "tests": Size(lines=47_552, long_classes=0, long_files=16),
+}
+
+
+def files(folder: str) -> Iterator[Path]:
+    return (path for path in sorted((ROOT / folder).rglob("*.py")) if "build" not in path.parts)
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def long_classes(folder: str) -> Iterator[str]:
+    for path in files(folder):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and (node.end_lineno or 0) - node.lineno + 1 > CLASS:
+                yield f"{node.name} ({path.relative_to(ROOT)}, {(node.end_lineno or 0) - node.lineno + 1} lines)"
+
+
+def long_files(folder: str) -> Iterator[str]:
+    return (f"{path.relative_to(ROOT)} ({lines(path)} lines)" for path in files(folder) if lines(path) > FILE)
+
+
+def measured(folder: str) -> Size:
+    return Size(sum(map(lines, files(folder))), len([*long_classes(folder)]), len([*long_files(folder)]))
+
+
+@pytest.mark.parametrize("folder", LIMITS)
+def test_the_house_has_not_grown(folder: str) -> None:
+    said = [*long_classes(folder), *long_files(folder)]
+    here, limit = asdict(measured(folder)), asdict(LIMITS[folder])
+    above = {what: f"{here[what]}, at most {limit[what]}" for what in here if here[what] > limit[what]}
+    assert not above, f"{folder}/ is larger than tests/test_house.py lets it be: {above}; long are {said}"
+
+
+if __name__ == "__main__":
+    for name, most in LIMITS.items():
+        print(f"{name}: {measured(name)}, at most {most}")
+        for one in (*long_classes(name), *long_files(name)):
+            print(f"  {one}")
