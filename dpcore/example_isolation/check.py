@@ -24,9 +24,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,26 +32,16 @@ from torch.nn import Parameter
 
 from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
 from dpcore.example_isolation import sums
-from dpcore.example_isolation.rows import enlarged, half_of_rows, replace_rows, selected, shaken, without_graph
+from dpcore.example_isolation.measurements import HALF_ROUNDING, ROUNDING, Measurements, what_moved
+from dpcore.example_isolation.rows import enlarged, half_of_rows, replace_rows, selected, shaken
+from dpcore.example_isolation.trial import REMEDY, Run, Subject, Trial
 from dpcore.microbatch import ragged
-from dpcore.microbatch.accumulator import kept_gradient, weighted_sum
-from dpcore.microbatch.in_turn import example_gradient
 from dpcore.microbatch.layout import FEWEST_AT_FIRST, TRIES, Layout
 from dpcore.microbatch.memory import give_back_everything, ran_out
-from dpcore.microbatch.planner import Choice, choose
+from dpcore.numerics.precision import is_lowered
 from dpcore.rerun.heap import give_back
-from dpcore.rerun.side_effects import left_behind, tensors_in
-from dpcore.rerun.snapshot import ModelState, RandomNumbers, draw_on, preserved, same_values, without_dropout
-from dpcore.rules.linear import wide
-from dpcore.rules.vmap import ModuleUse
-from dpcore.tape.checkpointing import unrecorded
-from dpcore.tape.deferred_lookups import SeenOtherwise
-from dpcore.tape.tape import Tape
-from dpcore.tape.uses import FormedUse, Use
+from dpcore.rerun.snapshot import draw_on, preserved, same_values, without_dropout
 from dpcore.tree import flatten, has_rows
-
-Run = Callable[[Any], Any]
-"""A batch -> the model's outputs, or [B] losses."""
 
 EXAMPLES = 16
 """The most examples of a batch that a check takes; fewer of large ones, and once memory has run out."""
@@ -67,24 +54,7 @@ ALWAYS = 24
 """Number of checks of new kinds that are always made; later ones while checks are at most RATE of all passes."""
 RATE = 1.0 / 1024
 """How often a later batch is checked. A check is at most four passes over its examples, and what they leave behind."""
-LARGE_BYTES = 32 * 2**20
-"""Bytes of a graph beyond which it is made anew rather than kept: one more forward pass."""
-LARGE_AT_ONCE = 8
-"""Gradients that are formed at once where examples are large."""
-ROUNDING, HALF_ROUNDING = 1e-3, 0.05
-"""Relative change of a squared norm that is taken for rounding: another example's length may choose another kernel."""
-CANCELLATION = 1e-5
-FLOOR, HALF_FLOOR = 1e-9, 1e-4
-"""Shares of the squared norm over all parameters: less is rounding, too."""
-OUTPUT_FLOOR = 1e-10
-"""Squared change of one number of an output that is taken for rounding, where the output may be zero but for it."""
 
-REMEDY = (
-    "Clipping an example's gradient would then not bound its influence. Treat examples apart (GroupNorm for statistics "
-    "of the batch, one loss per example, no sums, sorting or attention over dimension 0; a tensor that is left in an "
-    "attribute of a module counts as an output, so detach() what is only logged), or pass "
-    "check_isolation=False if you can prove that each example's gradient depends on that example alone."
-)
 UNREPEATABLE = (
     "Two passes over the same batch with the same random numbers gave different gradients, so it cannot be checked by "
     "experiment {what}."
@@ -99,12 +69,8 @@ class IsolationCheck:
     """The experiments on one model whose trained parameters are ``names``; it decides when a batch is due."""
 
     def __init__(self, model: nn.Module, names: dict[Parameter, str], layout: Layout) -> None:
-        self.model = model
-        self.names = names
-        self.layout = layout
+        self.subject = Subject(model, names, layout)
         self.enabled = True
-        self.compiled = False
-        """True where torch.compile made a part of the graph (a loss function): one backward pass can go through it."""
         self._most = EXAMPLES
         self._kinds: Counter[Any] = Counter()
         self._passes = 0
@@ -132,7 +98,7 @@ class IsolationCheck:
         if not self.enabled or not batch_size:
             return False
         self._passes += 1
-        new = self._kinds[kind, batch_size > 1] < BATCHES or bool(self.layout.unchecked)
+        new = self._kinds[kind, batch_size > 1] < BATCHES or bool(self.subject.layout.unchecked)
         new = new and self._checks < ALWAYS + RATE * self._passes
         return new or self._random.random() < RATE
 
@@ -158,8 +124,8 @@ class IsolationCheck:
         for way in range(TRIES):
             while not self._checked(run, batch, batch_size, losses, outputs, way):
                 # Here, where the error and all that its traceback held are gone.
-                give_back_everything(next(iter(self.names)).device)
-            if not self.layout.unchecked:  # it has gone where only another look has been
+                give_back_everything(next(iter(self.subject.names)).device)
+            if not self.subject.layout.unchecked:  # it has gone where only another look has been
                 break
         self._kinds[kind, batch_size > 1] += 1
         give_back()
@@ -171,14 +137,14 @@ class IsolationCheck:
 
         ``whole``: the first one alone, on the batch as it is.
         """
-        whole, given = whole or ragged.is_ragged(self.model, batch), (batch, batch_size)
+        whole, given = whole or ragged.is_ragged(self.subject.model, batch), (batch, batch_size)
         if not whole:
             batch, batch_size = self._some(batch, batch_size)
         try:
-            with preserved(self.model) as state, torch.enable_grad():
+            with preserved(self.subject.model) as state, torch.enable_grad():
                 state.watch_parameters()
                 draw_on(way)
-                trial = _Trial(self, state, run, batch_size, losses, outputs)
+                trial = Trial(self.subject, state, run, batch_size, losses, outputs)
                 row = self._random.randrange(batch_size)
                 if whole or batch_size < FEWEST:
                     trial.measure(batch, torch.arange(0), alone=row)
@@ -209,7 +175,7 @@ class IsolationCheck:
 
     def _some(self, batch: Any, batch_size: int) -> tuple[Any, int]:
         """A few random examples; not as many as another dimension has, which could pass for the batch."""
-        most = self.layout.at_first(self._most)
+        most = self.subject.layout.at_first(self._most)
         if batch_size <= most:
             return batch, batch_size
         taken = {n for leaf in flatten(batch)[0] if isinstance(leaf, Tensor) for n in leaf.shape[1:]}
@@ -220,7 +186,7 @@ class IsolationCheck:
         index = torch.tensor(sorted(self._random.sample(range(batch_size), count)))
         return selected(batch, batch_size, index), count
 
-    def _exchange(self, trial: _Trial, batch: Any, alone: int) -> None:
+    def _exchange(self, trial: Trial, batch: Any, alone: int) -> None:
         """All experiments; ``alone``: the example whose outputs may not reach others."""
         count = trial.batch_size
         rows, beside = half_of_rows(count, self._random)
@@ -261,7 +227,7 @@ class IsolationCheck:
             self._compare_fewer(trial, before, batch, dropped, excluded)
             self._compare_counts(trial, written, batch, dropped, excluded)
 
-    def _compare_fewer(self, trial: _Trial, before: Measurements, batch: Any, dropped: int, excluded: Tensor) -> None:
+    def _compare_fewer(self, trial: Trial, before: Measurements, batch: Any, dropped: int, excluded: Tensor) -> None:
         """Experiment 5: PrivacyError where a gradient depends on the place in the batch or on the batch's length."""
         count = trial.batch_size
         # A batch of another length goes through other kernels, whose rounding cancellation may enlarge.
@@ -269,17 +235,17 @@ class IsolationCheck:
         fewer = selected(batch, count, torch.arange(dropped, count))
         try:
             after = trial.measure(fewer, excluded, dropped=dropped)
-            if _moved(before, after, rounding) is None:
+            if what_moved(before, after, rounding) is None:
                 return
-            with without_dropout(self.model):
+            with without_dropout(self.subject.model):
                 before, again = (trial.measure(of, excluded) for of in (batch, shaken(batch)))
                 after = trial.measure(fewer, excluded, dropped=dropped)
         except Exception as error:  # a model may well be made for batches of one length
             if ran_out(error):
                 raise
             return
-        moved = _moved(before, after, rounding)
-        if moved is None or trial.drew or _moved(before, again, rounding / 4) is not None:
+        moved = what_moved(before, after, rounding)
+        if moved is None or trial.drew or what_moved(before, again, rounding / 4) is not None:
             return
         raise PrivacyError(
             f"The {self._what(moved)} for an example depends on the number of examples in the batch, or on "
@@ -288,14 +254,14 @@ class IsolationCheck:
         )
 
     def _compare_counts(
-        self, trial: _Trial, written: dict[str, Tensor], batch: Any, dropped: int, excluded: Tensor
+        self, trial: Trial, written: dict[str, Tensor], batch: Any, dropped: int, excluded: Tensor
     ) -> None:
         """PrivacyError where the pass of fewer examples that was just made wrote something else than ``written``."""
         now = trial.written
         if trial.drew and now.keys() & written.keys():
             fewer = selected(batch, trial.batch_size, torch.arange(dropped, trial.batch_size))
             try:
-                with without_dropout(self.model):
+                with without_dropout(self.subject.model):
                     trial.measure(batch, excluded)
                     written = trial.written
                     trial.measure(fewer, excluded, dropped=dropped)
@@ -311,21 +277,21 @@ class IsolationCheck:
                     "be released without noise. Count steps instead, or keep the count out of the model."
                 )
 
-    def _compare(self, trial: _Trial, before: Measurements, batch: Any, changed: Any, rows: Tensor) -> None:
+    def _compare(self, trial: Trial, before: Measurements, batch: Any, changed: Any, rows: Tensor) -> None:
         """PrivacyError where ``changed`` gives another gradient than ``batch``, for which ``before`` was measured, in a
         row that is not among ``rows``.
         """
         after = trial.measure(changed, rows, changed=True)
-        if _moved(before, after, self._rounding()) is None:
+        if what_moved(before, after, self._rounding()) is None:
             return
         # Dropout of what is packed hits other elements as soon as a length changes: compared without it.
-        with without_dropout(self.model):
+        with without_dropout(self.subject.model):
             before, again = (trial.measure(of, rows) for of in (batch, shaken(batch)))
             after = trial.measure(changed, rows, changed=True)
-        moved = _moved(before, after, self._rounding())
+        moved = what_moved(before, after, self._rounding())
         if moved is None:
             return
-        if _moved(before, again, self._rounding() / 4) is not None:
+        if what_moved(before, again, self._rounding() / 4) is not None:
             warn_caller(UNREPEATABLE.format(what="whether the model mixes examples"))
             return
         raise PrivacyError(
@@ -333,336 +299,45 @@ class IsolationCheck:
             f"changed when those were replaced. {REMEDY}"
         )
 
-    def _compare_sums(self, trial: _Trial, batch: Any) -> None:
+    def _compare_sums(self, trial: Trial, batch: Any) -> None:
         """Experiment 6: UnsupportedError where the first pass has not recorded all of a parameter's gradient."""
-        half = self._rounding() == HALF_ROUNDING or trial.rounds
-        found = trial.ordinary(batch)
+        half = self._rounding() == HALF_ROUNDING or trial.rounds or is_lowered()
+        try:
+            found = trial.ordinary(batch)
+        except Exception as error:
+            if ran_out(error):
+                raise
+            warn_caller(
+                f"An ordinary pass of the model fails where a recorded one does not ({type(error).__name__}: {error}), "
+                "so it cannot be checked whether all of each gradient is recorded."
+            )
+            return
         if found is None or sums.differs(trial.recorded, found, half) is None:
             return
-        with without_dropout(self.model):  # which recurrent layers draw in another order
+        trial.without_left_behind()
+        with without_dropout(self.subject.model):  # which recurrent layers draw in another order
             trial.measure(batch, torch.arange(0), alone=0)
-            found, again = trial.ordinary(batch), trial.ordinary(batch)
+            found, again = trial.ordinary(batch), trial.ordinary(shaken(batch))
         param = None if found is None else sums.differs(trial.recorded, found, half)
         if found is None or again is None or param is None:
             return
-        if abs(found.get(param, 0.0) - again.get(param, 0.0)) > 1e-4 * abs(found.get(param, 0.0)) or trial.drew:
+        off, noise = (abs(found.get(param, 0.0) - other) for other in (trial.recorded_of(param), again.get(param, 0.0)))
+        if noise > off / 4 or trial.drew:
             warn_caller(UNREPEATABLE.format(what="whether all of each gradient is recorded"))
             return
         raise UnsupportedError(
-            f"The gradients by example of {self.names[param]} do not add up to its ordinary gradient: the model uses "
-            "it, or changes what it gave, in a way that dpcore does not see. Make operations in place behind that "
-            "layer out-of-place, or freeze it with requires_grad_(False); and please report the model."
+            f"The gradients by example of {self.subject.names[param]} do not add up to its ordinary gradient: the "
+            "model uses it, or changes what it gave, in a way that dpcore does not see. Make operations in place "
+            "behind that layer out-of-place, or freeze it with requires_grad_(False); and please report the model."
         )
 
     def _what(self, moved: Parameter | int) -> str:
-        return f"output number {moved + 1}" if isinstance(moved, int) else f"gradient of {self.names[moved]}"
+        return f"output number {moved + 1}" if isinstance(moved, int) else f"gradient of {self.subject.names[moved]}"
 
     def _rounding(self) -> float:
-        half = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.names)
-        device = next(iter(self.names)).device.type
+        half = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.subject.names)
+        device = next(iter(self.subject.names)).device.type
         return HALF_ROUNDING if half or torch.is_autocast_enabled(device) else ROUNDING
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """Measurements of one parameter's gradients, for k rows.
-
-    They are the [k] squared norms of the rows' gradients, the scale of their rounding errors, and the product of a
-    weighted sum of these gradients with a fixed random direction, which also sees a change that keeps all norms.
-    """
-
-    norms_sq: Tensor
-    scale: Tensor
-    projection: float
-    numbers: int = 0
-    """In a row of an output; 0 for parameters."""
-
-
-Measurements = dict[Parameter | int, _Measured]
-"""Measurements by parameter, and of the outputs' own values by their number: a layer that is run again by example has
-gradients that are the example's own even where its outputs were not."""
-
-
-class _Trial:
-    """Passes over batches of one size, all with the same random numbers and the same weights of the outputs."""
-
-    def __init__(
-        self, check: IsolationCheck, state: ModelState, run: Run, batch_size: int, losses: bool, outputs: bool
-    ) -> None:
-        self.check = check
-        self.state = state
-        self._run = run
-        self.batch_size = batch_size
-        self.losses = losses
-        self._needs_outputs = outputs
-        self.random = RandomNumbers(check.model)
-        self.large = batch_size * check.layout.example_bytes > LARGE_BYTES
-        self.shapes: list[torch.Size] | None = None
-        self.drew = False
-        """True where the last pass drew random numbers."""
-        self.written: dict[str, Tensor] = {}
-        """The buffers that the last pass wrote; they are restored after each."""
-        self.recorded: dict[Parameter, sums.Recorded] = {}
-        """What the last pass with an example ``alone`` has recorded of all examples."""
-        self.rounds = False
-        """Whether something was computed in half precision there."""
-
-    def measure(
-        self, batch: Any, excluded: Tensor, alone: int | None = None, changed: bool = False, dropped: int = 0
-    ) -> Measurements:
-        """Return the gradients of all rows but the ``excluded``; nothing where the outputs have other shapes than
-        before.
-
-        Args:
-            batch: The batch to run.
-            excluded: [k] rows whose gradients are not measured.
-            alone: An example the gradient of whose outputs must reach no other (experiment 1).
-            changed: Whether the outputs of the ``excluded`` get larger gradients.
-            dropped: How many of the first rows are left out in ``batch``; outputs without rows then count for nothing.
-
-        Raises:
-            PrivacyError: that gradient reaches another example.
-        """
-        found: Measurements = {}
-        spent = False
-
-        def look_alone(tape: Tape, outputs: list[Tensor]) -> None:
-            nonlocal spent
-            spent = alone is not None and self._check_alone(tape, outputs, alone)
-
-        def look_at_all(tape: Tape, outputs: list[Tensor]) -> None:
-            weights = self._all_weights(outputs, excluded if changed else None, dropped)
-            if weights is not None:
-                raw = tape.pull(outputs, weights, keep=False)
-                if alone is not None:
-                    self.rounds = tape.rounds
-                    self.recorded = {param: sums.Recorded.of(param, grad) for param, grad in raw.items()}
-                found.update(self._found(tape, outputs, weights, excluded, dropped, record=alone is not None))
-
-        def look_both_ways(tape: Tape, outputs: list[Tensor]) -> None:
-            look_alone(tape, outputs)
-            if not spent:
-                look_at_all(tape, outputs)
-
-        if not self.check.compiled:
-            try:
-                self._pass(batch, dropped, look_both_ways)
-                if spent:
-                    self._pass(batch, dropped, look_at_all)
-                return found
-            except RuntimeError as error:
-                if "donated buffers" not in str(error):
-                    raise
-                self.check.compiled = True
-        self._pass(batch, dropped, look_alone)
-        self._pass(batch, dropped, look_at_all)
-        return found
-
-    def _found(
-        self, tape: Tape, outputs: list[Tensor], weights: list[Tensor], excluded: Tensor, dropped: int, record: bool
-    ) -> Measurements:
-        """The measurements of a pass whose gradients are there; ``record``: whether the sums are to be noted."""
-        found: Measurements = {}
-        assert self.shapes is not None
-        with _without_autocast(self.check.names):
-            for choice in choose(tape.uses):
-                found[choice.param] = self._measured(choice, excluded, dropped, record)
-            for k, (output, weight) in enumerate(zip(outputs, weights, strict=True)):
-                dims = self._batch_dims(self.shapes[k])
-                if len(dims) == 1:
-                    rows, theirs = (t.movedim(dims[0], 0) for t in (output, weight))
-                    found[k] = self._values(rows, theirs, excluded, dropped)
-        return found
-
-    def ordinary(self, batch: Any) -> dict[Parameter, float] | None:
-        """Return the projections of the ordinary gradients; None where the outputs are others than before."""
-        with unrecorded():  # in the backward pass, too, which may run functions again
-            outputs = self._outputs(batch, nullcontext())
-            weights = self._all_weights(outputs, None, 0)
-            return sums.ordinary(outputs, weights, list(self.check.names)) if weights and outputs else None
-
-    def _all_weights(self, outputs: list[Tensor], larger: Tensor | None, dropped: int) -> list[Tensor] | None:
-        """Gradients at the outputs: the same for the same example whatever is ``dropped``; None where the shapes are
-        not those of the first pass.
-        """
-        if self.shapes is None:
-            self.shapes = [output.shape for output in outputs]
-        if len(outputs) != len(self.shapes):
-            return None
-        weights = []
-        for output, first in zip(outputs, self.shapes, strict=True):
-            weight = output.new_ones(first) if self.losses else _weights(output.new_empty(first))
-            dims = self._batch_dims(first)
-            if larger is not None and len(dims) == 1:
-                weight.index_copy_(dims[0], larger.to(weight.device), 3.0 * weight.index_select(dims[0], larger))
-            if dropped:
-                if len(dims) != 1:
-                    return None
-                weight = weight.narrow(dims[0], dropped, self.batch_size - dropped)
-            if weight.shape != output.shape:
-                return None
-            weights.append(weight)
-        return weights
-
-    def _pass(self, batch: Any, dropped: int, *looks: Callable[[Tape, list[Tensor]], None]) -> None:
-        """Every ``look(tape, outputs that need a gradient)`` after one forward pass."""
-        while True:
-            tape = self.check.layout.tape(self.check.names, self.batch_size - dropped)
-            outputs = self._outputs(batch, self.check.layout.recording(tape))
-            self.check.layout.unchecked -= tape.uses.counts.keys()
-            if not outputs and tape.attached and self._needs_outputs and not self.losses:
-                raise UnsupportedError(
-                    "In what the forward pass returned no tensor with a gradient was found, nor in the attributes of "
-                    "its modules, so it cannot be checked whether the model mixes the examples of a batch. Return the "
-                    "tensors that the loss needs."
-                )
-            try:
-                for look in looks if outputs else ():
-                    look(tape, outputs)
-                return
-            except SeenOtherwise:
-                continue  # which does without one more deferred lookup
-
-    def _outputs(self, batch: Any, recording: AbstractContextManager[None]) -> list[Tensor]:
-        """The outputs that need a gradient, of a forward pass under ``recording``."""
-        self.random.restore()
-        before = {id(tensor) for tensor in left_behind(self.check.model)}
-        with recording:
-            returned = self._run(without_graph(batch))
-        self.drew = not RandomNumbers(self.check.model).same(self.random)
-        self.written = self.state.written()
-        left = [tensor for tensor in left_behind(self.check.model) if id(tensor) not in before]
-        return list({id(t): t for t in (*tensors_in(returned), *left) if t.requires_grad}.values())
-
-    def _batch_dims(self, shape: torch.Size) -> list[int]:
-        return [d for d in (0, 1) if shape[d : d + 1] == (self.batch_size,)]
-
-    def _kept(self, excluded: Tensor, dropped: int, device: torch.device) -> Tensor:
-        kept = torch.ones(self.batch_size, dtype=torch.bool, device=device)
-        kept[excluded.to(device)] = False
-        return kept[dropped:]
-
-    def _values(self, output: Tensor, weight: Tensor, excluded: Tensor, dropped: int) -> _Measured:
-        """Return the values of the rows of an output that are not excluded."""
-        kept = self._kept(excluded, dropped, output.device)
-        norms_sq, projection = wide(output.detach()[:1]).abs().new_zeros(len(output)), 0.0
-        # One after the other: the logits of a language model are as large as all the rest together.
-        for i in kept.nonzero().flatten().tolist():
-            row = wide(output[i].detach())
-            norms_sq[i] = row.abs().square().sum()
-            projection += float((row * weight[i]).real.sum())
-        numbers = output[:1].numel()
-        return _Measured(norms_sq[kept], norms_sq[kept], projection, numbers)
-
-    def _measured(self, choice: Choice, excluded: Tensor, dropped: int, record: bool) -> _Measured:
-        kept = self._kept(excluded, dropped, choice.param.device)
-        dtype = torch.promote_types(choice.param.dtype, torch.float32)
-        numbers = torch.Generator().manual_seed(choice.param.numel())
-        rows = torch.randn(self.batch_size, generator=numbers)[dropped:].to(kept.device, dtype) * kept
-        # The sum over the rows that are compared, each at a weight of its own, and the sum over all rows.
-        weights = [rows, torch.ones_like(rows)] if record else [rows]
-        totals = [torch.zeros(choice.param.shape, dtype=dtype, device=choice.param.device) for _ in weights]
-        if choice.method == "ghost":
-            norms_sq, scale = _norms_sq(choice)
-            for weight, total in zip(weights, totals, strict=True):
-                weighted_sum(choice, weight, total)
-        else:
-            norms_sq = scale = rows.new_zeros(len(rows))
-            for index, gradients in self._formed(choice, kept, record, dtype):
-                norms_sq[index] = _squares(gradients)
-                for weight, total in zip(weights, totals, strict=True):
-                    total += torch.tensordot(weight[index], gradients.to(dtype), dims=1)
-        if record:
-            more = sums.Recorded.of(choice.param, totals[1], norms_sq, scale)
-            self.recorded[choice.param] = self.recorded.get(choice.param, sums.Recorded()).with_more(more)
-        direction = torch.randn(totals[0].shape, generator=numbers).to(kept.device, dtype)
-        return _Measured(norms_sq[kept], scale[kept], float(totals[0].mul_(direction).sum()))
-
-    def _formed(
-        self, choice: Choice, kept: Tensor, record: bool, dtype: torch.dtype
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield rows' numbers and their gradients, each formed once: of the rows ``kept``, or of all of them; one after
-        the other where an example is large.
-        """
-        wanted = (kept | record).nonzero().flatten()
-        if choice.method == "turn":
-            for i in wanted:
-                yield i.unsqueeze(0), example_gradient(choice, int(i), dtype).unsqueeze(0)
-        elif self.large:
-            for index in wanted.split(LARGE_AT_ONCE):
-                yield index, kept_gradient(replace(choice, uses=tuple(use.rows(index, dtype) for use in choice.uses)))
-        else:
-            yield torch.arange(len(kept), device=kept.device), kept_gradient(choice)
-
-    def _check_alone(self, tape: Tape, outputs: list[Tensor], row: int) -> bool:
-        """Experiment 1; return whether the graph is spent, which is not kept for another look where it is large.
-
-        An output with the batch's length in two dimensions may have its examples in either.
-        """
-        dims = [(o, [d for d in (0, 1) if o.shape[d : d + 1] == (self.batch_size,)]) for o in outputs]
-        by_row = [(output, fits) for output, fits in dims if fits]
-        reached: Parameter | None = None
-        possible = max((len(fits) for _, fits in by_row), default=0)
-        for last in range(0 if self.check.compiled and possible > 1 else possible):
-            weights = []
-            for output, fits in by_row:
-                dim = fits[-1] if last else fits[0]
-                weight = torch.zeros_like(output)
-                weight.select(dim, row).copy_(_weights(output).select(dim, row))
-                weights.append(weight)
-            spent = self.large and last + 1 == possible
-            tape.pull([output for output, _ in by_row], weights, keep=not (spent or self.check.compiled))
-            found = self._reaches_others(tape, row)
-            if found is None:
-                return spent
-            reached = found if reached is None else reached
-        if reached is not None:
-            what = "loss" if self.losses else "output"
-            raise PrivacyError(
-                f"The {what} of one example has a gradient at {self.check.names[reached]} in the rows of other "
-                f"examples: the model mixes the examples of a batch. {REMEDY}"
-            )
-        return False
-
-    def _reaches_others(self, tape: Tape, row: int) -> Parameter | None:
-        with _without_autocast(self.check.names):
-            for choice in choose(tape.uses):
-                if all(_is_zero_beside(use, row) for use in choice.uses):
-                    continue
-                others, _ = _norms_sq(choice)
-                others[row] = 0.0
-                # A derivative that is infinite gives 0 * inf in its own row: no sign of another example.
-                if bool((others.isfinite() & (others != 0.0)).any()):
-                    return choice.param
-        return None
-
-
-def _is_zero_beside(use: Use, row: int) -> bool:
-    """Return whether the gradient at a use's output is zero in all rows but one, so that those of parameters are."""
-    if use.grad is None or isinstance(use, FormedUse | ModuleUse):
-        return False
-    return not bool(use.grad[:row].any()) and not bool(use.grad[row + 1 :].any())
-
-
-def _norms_sq(choice: Choice) -> tuple[Tensor, Tensor]:
-    """[B] squared norms of a parameter's per-sample gradients, and [B] scale of their rounding errors."""
-    if choice.method == "ghost":
-        found = choice.uses[0].norm_sq(choice.param)
-        return found.value.detach().clone(), found.value if found.scale is None else found.scale
-    if choice.method == "turn":
-        grad = choice.uses[0].grad
-        assert grad is not None
-        examples = range(len(grad))
-        dtype = torch.promote_types(choice.param.dtype, torch.float32)
-        norms_sq = torch.stack([example_gradient(choice, i, dtype).square().sum() for i in examples])
-        return norms_sq, norms_sq
-    norms_sq = _squares(kept_gradient(choice))
-    return norms_sq, norms_sq
-
-
-def _squares(gradients: Tensor) -> Tensor:
-    """[B] squared norms of [B, ...]."""
-    return gradients.unsqueeze(-1).flatten(1).square().sum(1)
 
 
 def _dropped(batch: Any, count: int) -> int:
@@ -673,58 +348,3 @@ def _dropped(batch: Any, count: int) -> int:
     """
     taken = {n for leaf in flatten(batch)[0] if isinstance(leaf, Tensor) for n in leaf.shape[1:]}
     return next((k for k in (1, 3, 2) if count - k >= 3 and count - k not in taken), 0)
-
-
-@contextmanager
-def _without_autocast(names: dict[Parameter, str]) -> Iterator[None]:
-    with torch.no_grad(), torch.autocast(next(iter(names)).device.type, enabled=False):
-        yield
-
-
-def _moved(before: Measurements, after: Measurements, rounding: float) -> Parameter | int | None:
-    """The parameter or output with the largest change, None where all is rounding or could not be measured."""
-    worst, found = 1.0, None
-    total: Tensor | float = _total(before)
-    # What a gradient that is zero but for rounding (of a key's bias, say) has of the whole.
-    half = rounding >= HALF_ROUNDING / 4
-    floor = total * (HALF_FLOOR if half else FLOOR)
-    for param in before.keys() | after.keys() if before and after else ():
-        # An output may be zero but for rounding, of numbers that are not seen.
-        least = before[param].numbers * OUTPUT_FLOOR * (1e5 if half else 1.0) if isinstance(param, int) else floor
-        most = _change(before.get(param), after.get(param), rounding, least)
-        if most > worst:
-            worst, found = most, param
-    return found
-
-
-def _total(measured: Measurements) -> Tensor | float:
-    """[k] squared norms over all parameters together; 0 where they have not the same rows."""
-    each = [m.norms_sq.double().nan_to_num(0.0, 0.0) for key, m in measured.items() if not isinstance(key, int)]
-    return torch.stack(each).sum(0).clamp(min=0.0) if len({n.shape for n in each}) == 1 else 0.0
-
-
-def _change(before: _Measured | None, after: _Measured | None, rounding: float, floor: Tensor | float) -> float:
-    """Return how many times larger than rounding the change between two measurements is."""
-    if before is None or after is None:
-        present = after if before is None else before
-        assert present is not None
-        return float("inf") if bool((present.norms_sq > 0).any()) else 0.0
-    if before.norms_sq.shape != after.norms_sq.shape:
-        return 0.0
-    finite = before.norms_sq.isfinite() & after.norms_sq.isfinite()
-    old, new = before.norms_sq[finite].double(), after.norms_sq[finite].double()
-    if not len(old) or not bool(finite.all()):
-        return 0.0
-    largest = torch.maximum(old, new).clamp(min=0.0)  # what cancels may be below zero
-    scale = torch.maximum(before.scale[finite].double(), after.scale[finite].double()).clamp(min=0.0)
-    allowed = rounding * largest + CANCELLATION * scale + 1e-9 * largest.sum() + floor + 1e-300
-    by_norm = float(((new - old).abs() / allowed).max())
-    size = float((allowed / rounding).sum()) ** 0.5
-    by_projection = abs(after.projection - before.projection) / (rounding * size)
-    return max(by_norm, by_projection)
-
-
-def _weights(output: Tensor) -> Tensor:
-    """Fixed weights of an output's elements, none of them zero and hardly any two alike."""
-    n = torch.arange(output.numel(), device=output.device, dtype=torch.float32)
-    return n.mul_(1.7).sin_().mul_(0.5).add_(1.0).reshape(output.shape).to(output.dtype)

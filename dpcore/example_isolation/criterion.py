@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from dpcore.errors import PrivacyError
-from dpcore.example_isolation.check import ALWAYS, HALF_ROUNDING, RATE, REMEDY
+from dpcore.example_isolation.check import ALWAYS, RATE
+from dpcore.example_isolation.measurements import HALF_ROUNDING
 from dpcore.example_isolation.rows import half_of_rows, replace_rows, without_graph
+from dpcore.example_isolation.trial import REMEDY
 from dpcore.tree import flatten
 
 

@@ -69,6 +69,7 @@ def ordinary(
 ) -> dict[Parameter, float]:
     """Return the projections of the ordinary gradients of ``params`` from outputs weighted by ``weights``."""
     found: dict[Parameter, float] = {}
+    params = [param for param in params if param.requires_grad]
 
     def take(param: Parameter, gradient: Tensor) -> Tensor:
         found[param] = projection(param, gradient)
@@ -95,6 +96,8 @@ def differs(recorded: Mapping[Parameter, Recorded], found: Mapping[Parameter, fl
     total = sum(r.norm_sq for r in recorded.values()) ** 0.5
     worst, name = 1.0, None
     for param in recorded.keys() | found.keys():
+        if not param.requires_grad:
+            continue  # frozen since: the step says so
         of, ordinary = recorded.get(param, Recorded()), found.get(param, 0.0)
         floor = NOTHING if of.norm_sq == 0.0 and not half else of_all
         allowed = share * of.norm_sq**0.5 + CANCELLED * of.scale**0.5 + floor * max(total, abs(ordinary)) + 1e-30

@@ -235,10 +235,14 @@ class Layout:
         """
         before = set(self.unmet)
         for look in looks:
+            known = {key: set(dims) for key, dims in self._dims.items()}, set(self._shapes)
             try:
                 self._learn(names, look, TRIES if again else 1)
                 break
             except Exception as error:
+                if isinstance(error, NotLearnt) and len(look.counts) > 1 and look is not looks[-2]:
+                    self._dims, self._shapes = known
+                    continue
                 if isinstance(error, UnsupportedError | PrivacyError) or ran_out(error):
                     raise
                 if look is looks[-1]:
@@ -257,7 +261,13 @@ class Layout:
                     raise
 
     def _refuse(self, look: Look, error: Exception) -> None:
-        """UnsupportedError about a model that fails on every look; its own error where it fails on the batch, too."""
+        """UnsupportedError about a model that fails on every look; its own error where it fails on the batch, too.
+
+        An error of dpcore's own is that error: what it refuses may crash torch, which goes past the ends of first
+        states of another shape.
+        """
+        if _raised_here(error):
+            raise error
         with preserved(self.model), torch.no_grad():
             look.run(0)
         raise UnsupportedError(
@@ -379,3 +389,11 @@ def _nothing_saved() -> torch.autograd.graph.saved_tensors_hooks:
 
 def _refuse_saved(kept: None) -> Tensor:
     raise RuntimeError("A pass asks for a tensor that its graph has not kept.")
+
+
+def _raised_here(error: Exception) -> bool:
+    """Return whether dpcore's own code has raised an error."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_next is not None:
+        frames = frames.tb_next
+    return frames is not None and str(frames.tb_frame.f_globals.get("__name__", "")).startswith("dpcore.")

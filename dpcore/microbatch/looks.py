@@ -58,10 +58,13 @@ def looks(
 
     masked = any(map(ragged.is_mask, flatten(batch)[0]))
     variants: list[Callable[[int], Any]] = [functools.partial(run, padded=p) for p in ((True, False) if masked else ())]
-    fewest = FEWEST if batch_size >= FEWEST else FEWEST_OF_FEW
-    primes = (n for n in itertools.count(fewest, 2) if all(n % k for k in range(3, n, 2)))
-    free = (n for n in primes if n not in taken and n != batch_size)
-    return [Look(run, (next(free), next(free))), as_it_is], variants
+    found = []
+    # Few copies are more often as many as another dimension of the model's is long: then more of them.
+    for fewest in (FEWEST,) if batch_size >= FEWEST else (FEWEST_OF_FEW, FEWEST):
+        primes = (n for n in itertools.count(fewest, 2) if all(n % k for k in range(3, n, 2)))
+        free = (n for n in primes if n not in taken and n != batch_size)
+        found.append(Look(run, (next(free), next(free))))
+    return [*found, as_it_is], variants
 
 
 def _lengths(batch: Any, batch_size: int, model: nn.Module) -> set[int]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from dpcore.errors import NoRuleError, UnsupportedError
+from dpcore.errors import NoRuleError, NotLearnt, UnsupportedError
 from dpcore.rules.linear import wide
 from dpcore.rules.normalization import bound_arguments
 from dpcore.tape.tape import IN_ROWS, Tape, batch_first
@@ -298,8 +298,13 @@ def _product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs
 def _tile(tape: Tape, param: Parameter, output: Tensor) -> Tensor | None:
     """[n, ...] repeated to [B * n, ...]; None where it is not known for that."""
     by_copy = output.view(len(output) // len(param), *param.shape)
-    if tape.batch_dim(by_copy, (param,), 0, "copies") != 0:
-        return None
+    try:
+        if tape.batch_dim(by_copy, (param,), 0, "copies") != 0:
+            return None
+    except NotLearnt:
+        if tape.batch_size > 1:
+            raise
+        return None  # one copy may be a repetition along another dimension
     use, size = BroadcastUse(param), tape.batch_size
 
     def receive(grad: Tensor | None) -> None:

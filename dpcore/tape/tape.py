@@ -508,8 +508,12 @@ class Tape(TorchFunctionMode):
         for target, grad in zip(self._targets, grads, strict=False):
             target(grad)
 
-    def pull(self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep: bool) -> dict[Parameter, Tensor]:
+    def pull(
+        self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep: bool, guarded: bool = False
+    ) -> dict[Parameter, Tensor]:
         """Fills in every use's gradient from any ``outputs`` with ``weights`` of their shapes; ``keep``: the graph.
+
+        ``guarded``: whether a gradient that reaches a guard is an error.
 
         Returns the gradients that came to parameters themselves, by operations that no rule has seen.
         """
@@ -518,13 +522,14 @@ class Tape(TorchFunctionMode):
         for target in self._targets:
             target(None)  # what an earlier call left need not wait for its successor
         self._forget()
-        wanted: list[Any] = [*self._edges, *self.parameters, self.anchor]
+        params = [param for param in self.parameters if param.requires_grad]
+        wanted: list[Any] = [*self._edges, *params, *(self.guards if guarded else ()), self.anchor]
         keep = keep or bool(self.stands)  # which go through what was computed from parameters once more
         with self._no_gradients_left():
             grads = torch.autograd.grad(outputs, wanted, weights, retain_graph=keep, allow_unused=True)
         for target, grad in zip(self._targets, grads, strict=False):
             target(grad)
-        raw = zip(self.parameters, grads[len(self._edges) :], strict=False)
+        raw = zip(params, grads[len(self._edges) :], strict=False)
         return {param: grad for param, grad in raw if grad is not None}
 
     @contextmanager

@@ -18,11 +18,11 @@ os.environ["DPCORE_NATIVE"] = "0"
 def same_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start torch's random numbers anew. And let a check of a batch draw what it always draws here: which examples it
     takes is unpredictable, and so is when a later batch is checked, one in 1024, which a test that counts would see."""
-    from dpcore.example_isolation import check, criterion
+    from dpcore.example_isolation import check, criterion, loss
 
     torch.manual_seed(0)
     drawn = SimpleNamespace(Random=lambda: random.Random(7))
-    for module in (check, criterion):
+    for module in (check, criterion, loss):
         monkeypatch.setattr(module, "random", drawn)
 
 

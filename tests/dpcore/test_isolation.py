@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dpcore import Engine, PrivacyEngine, PrivacyError
 from dpcore.errors import UnsupportedError
 from dpcore.example_isolation import check as isolation
+from dpcore.example_isolation import trial
 
 
 class Between(nn.Module):
@@ -345,7 +346,7 @@ def test_sorted_and_packed_sequences_are_no_mixing():
 )
 def test_experiments_that_keep_no_graph_find_the_same(function, monkeypatch):
     """The model is taken for one whose graph is too large to be kept for a second look."""
-    monkeypatch.setattr(isolation, "LARGE_BYTES", -1)
+    monkeypatch.setattr(trial, "LARGE_BYTES", -1)
     x, y = torch.randn(6, 6), torch.arange(6) % 3
     with pytest.raises(PrivacyError, match="other examples"):
         for _ in range(isolation.BATCHES):

@@ -1,0 +1,358 @@
+"""Passes over a few examples that are compared with each other: what each of them records and measures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.example_isolation import sums
+from dpcore.example_isolation.measurements import Measured, Measurements
+from dpcore.example_isolation.rows import without_graph
+from dpcore.microbatch.accumulator import kept_gradient, weighted_sum
+from dpcore.microbatch.in_turn import example_gradient
+from dpcore.microbatch.layout import Layout
+from dpcore.microbatch.planner import Choice, choose
+from dpcore.numerics.precision import full_precision
+from dpcore.rerun.side_effects import left_behind, tensors_in
+from dpcore.rerun.snapshot import ModelState, RandomNumbers
+from dpcore.rules.linear import wide
+from dpcore.rules.vmap import ModuleUse
+from dpcore.tape.checkpointing import unrecorded
+from dpcore.tape.deferred_lookups import SeenOtherwise
+from dpcore.tape.tape import Tape
+from dpcore.tape.uses import FormedUse, Use
+
+Run = Callable[[Any], Any]
+"""A batch -> the model's outputs, or [B] losses."""
+
+LARGE_BYTES = 32 * 2**20
+"""Bytes of a graph beyond which it is made anew rather than kept: one more forward pass."""
+LARGE_AT_ONCE = 8
+"""Gradients that are formed at once where examples are large."""
+REMEDY = (
+    "Clipping an example's gradient would then not bound its influence. Treat examples apart (GroupNorm for statistics "
+    "of the batch, one loss per example, no sums, sorting or attention over dimension 0; a tensor that is left in an "
+    "attribute of a module counts as an output, so detach() what is only logged), or pass "
+    "check_isolation=False if you can prove that each example's gradient depends on that example alone."
+)
+
+
+class Subject:
+    """The model that is examined, and what is known of it."""
+
+    def __init__(self, model: nn.Module, names: dict[Parameter, str], layout: Layout) -> None:
+        self.model = model
+        self.names = names
+        self.layout = layout
+        self.compiled = False
+        """True where torch.compile made a part of the graph (a loss function): one backward pass can go through it."""
+
+
+class Trial:
+    """Passes over batches of one size, all with the same random numbers and the same weights of the outputs."""
+
+    def __init__(
+        self, subject: Subject, state: ModelState, run: Run, batch_size: int, losses: bool, outputs: bool
+    ) -> None:
+        self.subject = subject
+        self.state = state
+        self._run = run
+        self.batch_size = batch_size
+        self.losses = losses
+        self._needs_outputs = outputs
+        self.random = RandomNumbers(subject.model)
+        self.large = batch_size * subject.layout.example_bytes > LARGE_BYTES
+        self.shapes: list[torch.Size] | None = None
+        self.drew = False
+        """True where the last pass drew random numbers."""
+        self.written: dict[str, Tensor] = {}
+        """The buffers that the last pass wrote; they are restored after each."""
+        self.recorded: dict[Parameter, sums.Recorded] = {}
+        """What the last pass with an example ``alone`` has recorded of all examples."""
+        self.rounds = False
+        """Whether something was computed in half precision there."""
+        self._counts_left_behind = True
+
+    def recorded_of(self, param: Parameter) -> float:
+        """Return the projection of the sum of a parameter's recorded gradients."""
+        return self.recorded.get(param, sums.Recorded()).projection
+
+    def without_left_behind(self) -> None:
+        """Take what the model leaves in attributes for no output from now on: the loss need not come from it."""
+        self._counts_left_behind, self.shapes = False, None
+
+    def measure(
+        self, batch: Any, excluded: Tensor, alone: int | None = None, changed: bool = False, dropped: int = 0
+    ) -> Measurements:
+        """Return the gradients of all rows but the ``excluded``; nothing where the outputs have other shapes than
+        before.
+
+        Args:
+            batch: The batch to run.
+            excluded: [k] rows whose gradients are not measured.
+            alone: An example the gradient of whose outputs must reach no other (experiment 1).
+            changed: Whether the outputs of the ``excluded`` get larger gradients.
+            dropped: How many of the first rows are left out in ``batch``; outputs without rows then count for nothing.
+
+        Raises:
+            PrivacyError: that gradient reaches another example.
+        """
+        found: Measurements = {}
+        spent = False
+
+        def look_alone(tape: Tape, outputs: list[Tensor]) -> None:
+            nonlocal spent
+            spent = alone is not None and self._check_alone(tape, outputs, alone)
+
+        def look_at_all(tape: Tape, outputs: list[Tensor]) -> None:
+            weights = self._all_weights(outputs, excluded if changed else None, dropped)
+            if weights is not None:
+                raw = tape.pull(outputs, weights, keep=False, guarded=not self._counts_left_behind)
+                if alone is not None:
+                    self.rounds = tape.rounds
+                    self.recorded = {param: sums.Recorded.of(param, grad) for param, grad in raw.items()}
+                found.update(self._found(tape, outputs, weights, excluded, dropped, record=alone is not None))
+
+        def look_both_ways(tape: Tape, outputs: list[Tensor]) -> None:
+            look_alone(tape, outputs)
+            if not spent:
+                look_at_all(tape, outputs)
+
+        if not self.subject.compiled:
+            try:
+                self._pass(batch, dropped, look_both_ways)
+                if spent:
+                    self._pass(batch, dropped, look_at_all)
+                return found
+            except RuntimeError as error:
+                if "donated buffers" not in str(error):
+                    raise
+                self.subject.compiled = True
+        self._pass(batch, dropped, look_alone)
+        self._pass(batch, dropped, look_at_all)
+        return found
+
+    def _found(
+        self, tape: Tape, outputs: list[Tensor], weights: list[Tensor], excluded: Tensor, dropped: int, record: bool
+    ) -> Measurements:
+        """The measurements of a pass whose gradients are there; ``record``: whether the sums are to be noted."""
+        found: Measurements = {}
+        assert self.shapes is not None
+        with _without_autocast(self.subject.names), full_precision():
+            for choice in choose(tape.uses):
+                found[choice.param] = self._measured(choice, excluded, dropped, record)
+            for k, (output, weight) in enumerate(zip(outputs, weights, strict=True)):
+                dims = self._batch_dims(self.shapes[k])
+                if len(dims) == 1:
+                    rows, theirs = (t.movedim(dims[0], 0) for t in (output, weight))
+                    found[k] = self._values(rows, theirs, excluded, dropped)
+        return found
+
+    def ordinary(self, batch: Any) -> dict[Parameter, float] | None:
+        """Return the projections of the ordinary gradients; None where the outputs are others than before."""
+        with unrecorded():  # in the backward pass, too, which may run functions again
+            outputs = self._outputs(batch, nullcontext())
+            weights = self._all_weights(outputs, None, 0)
+            return sums.ordinary(outputs, weights, list(self.subject.names)) if weights and outputs else None
+
+    def _all_weights(self, outputs: list[Tensor], larger: Tensor | None, dropped: int) -> list[Tensor] | None:
+        """Gradients at the outputs: the same for the same example whatever is ``dropped``; None where the shapes are
+        not those of the first pass.
+        """
+        if self.shapes is None:
+            self.shapes = [output.shape for output in outputs]
+        if len(outputs) != len(self.shapes):
+            return None
+        weights = []
+        for output, first in zip(outputs, self.shapes, strict=True):
+            weight = output.new_ones(first) if self.losses else _weights(output.new_empty(first))
+            dims = self._batch_dims(first)
+            if larger is not None and len(dims) == 1:
+                weight.index_copy_(dims[0], larger.to(weight.device), 3.0 * weight.index_select(dims[0], larger))
+            if dropped:
+                if len(dims) != 1:
+                    return None
+                weight = weight.narrow(dims[0], dropped, self.batch_size - dropped)
+            if weight.shape != output.shape:
+                return None
+            weights.append(weight)
+        return weights
+
+    def _pass(self, batch: Any, dropped: int, *looks: Callable[[Tape, list[Tensor]], None]) -> None:
+        """Every ``look(tape, outputs that need a gradient)`` after one forward pass."""
+        while True:
+            tape = self.subject.layout.tape(self.subject.names, self.batch_size - dropped)
+            outputs = self._outputs(batch, self.subject.layout.recording(tape))
+            self.subject.layout.unchecked -= tape.uses.counts.keys()
+            if not outputs and tape.attached and self._needs_outputs and not self.losses:
+                raise UnsupportedError(
+                    "In what the forward pass returned no tensor with a gradient was found, nor in the attributes of "
+                    "its modules, so it cannot be checked whether the model mixes the examples of a batch. Return the "
+                    "tensors that the loss needs."
+                )
+            try:
+                for look in looks if outputs else ():
+                    look(tape, outputs)
+                return
+            except SeenOtherwise:
+                continue  # which does without one more deferred lookup
+
+    def _outputs(self, batch: Any, recording: AbstractContextManager[None]) -> list[Tensor]:
+        """The outputs that need a gradient, of a forward pass under ``recording``."""
+        self.random.restore()
+        before = {id(tensor) for tensor in left_behind(self.subject.model)}
+        with recording:
+            returned = self._run(without_graph(batch))
+        self.drew = not RandomNumbers(self.subject.model).same(self.random)
+        self.written = self.state.written()
+        left = [t for t in left_behind(self.subject.model) if self._counts_left_behind and id(t) not in before]
+        return list({id(t): t for t in (*tensors_in(returned), *left) if t.requires_grad}.values())
+
+    def _batch_dims(self, shape: torch.Size) -> list[int]:
+        return [d for d in (0, 1) if shape[d : d + 1] == (self.batch_size,)]
+
+    def _kept(self, excluded: Tensor, dropped: int, device: torch.device) -> Tensor:
+        kept = torch.ones(self.batch_size, dtype=torch.bool, device=device)
+        kept[excluded.to(device)] = False
+        return kept[dropped:]
+
+    def _values(self, output: Tensor, weight: Tensor, excluded: Tensor, dropped: int) -> Measured:
+        """Return the values of the rows of an output that are not excluded."""
+        kept = self._kept(excluded, dropped, output.device)
+        norms_sq, projection = wide(output.detach()[:1]).abs().new_zeros(len(output)), 0.0
+        # One after the other: the logits of a language model are as large as all the rest together.
+        for i in kept.nonzero().flatten().tolist():
+            row = wide(output[i].detach())
+            norms_sq[i] = row.abs().square().sum()
+            projection += float((row * weight[i]).real.sum())
+        numbers = output[:1].numel()
+        return Measured(norms_sq[kept], norms_sq[kept], projection, numbers)
+
+    def _measured(self, choice: Choice, excluded: Tensor, dropped: int, record: bool) -> Measured:
+        kept = self._kept(excluded, dropped, choice.param.device)
+        dtype = torch.promote_types(choice.param.dtype, torch.float32)
+        numbers = torch.Generator().manual_seed(choice.param.numel())
+        rows = torch.randn(self.batch_size, generator=numbers)[dropped:].to(kept.device, dtype) * kept
+        # The sum over the rows that are compared, each at a weight of its own, and the sum over all rows.
+        weights = [rows, torch.ones_like(rows)] if record else [rows]
+        totals = [torch.zeros(choice.param.shape, dtype=dtype, device=choice.param.device) for _ in weights]
+        if choice.method == "ghost":
+            norms_sq, scale = _norms_sq(choice)
+            for weight, total in zip(weights, totals, strict=True):
+                weighted_sum(choice, weight, total)
+        else:
+            norms_sq = scale = rows.new_zeros(len(rows))
+            for index, gradients in self._formed(choice, kept, record, dtype):
+                norms_sq[index] = _squares(gradients)
+                for weight, total in zip(weights, totals, strict=True):
+                    total += torch.tensordot(weight[index], gradients.to(dtype), dims=1)
+        if record:
+            more = sums.Recorded.of(choice.param, totals[1], norms_sq, scale)
+            self.recorded[choice.param] = self.recorded.get(choice.param, sums.Recorded()).with_more(more)
+        direction = torch.randn(totals[0].shape, generator=numbers).to(kept.device, dtype)
+        return Measured(norms_sq[kept], scale[kept], float(totals[0].mul_(direction).sum()))
+
+    def _formed(
+        self, choice: Choice, kept: Tensor, record: bool, dtype: torch.dtype
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield rows' numbers and their gradients, each formed once: of the rows ``kept``, or of all of them; one after
+        the other where an example is large.
+        """
+        wanted = (kept | record).nonzero().flatten()
+        if choice.method == "turn":
+            for i in wanted:
+                yield i.unsqueeze(0), example_gradient(choice, int(i), dtype).unsqueeze(0)
+        elif self.large:
+            for index in wanted.split(LARGE_AT_ONCE):
+                yield index, kept_gradient(replace(choice, uses=tuple(use.rows(index, dtype) for use in choice.uses)))
+        else:
+            yield torch.arange(len(kept), device=kept.device), kept_gradient(choice)
+
+    def _check_alone(self, tape: Tape, outputs: list[Tensor], row: int) -> bool:
+        """Experiment 1; return whether the graph is spent, which is not kept for another look where it is large.
+
+        An output with the batch's length in two dimensions may have its examples in either.
+        """
+        dims = [(o, [d for d in (0, 1) if o.shape[d : d + 1] == (self.batch_size,)]) for o in outputs]
+        by_row = [(output, fits) for output, fits in dims if fits]
+        reached: Parameter | None = None
+        possible = max((len(fits) for _, fits in by_row), default=0)
+        for last in range(0 if self.subject.compiled and possible > 1 else possible):
+            weights = []
+            for output, fits in by_row:
+                dim = fits[-1] if last else fits[0]
+                weight = torch.zeros_like(output)
+                weight.select(dim, row).copy_(_weights(output).select(dim, row))
+                weights.append(weight)
+            spent = self.large and last + 1 == possible
+            tape.pull([output for output, _ in by_row], weights, keep=not (spent or self.subject.compiled))
+            found = self._reaches_others(tape, row)
+            if found is None:
+                return spent
+            reached = found if reached is None else reached
+        if reached is not None:
+            what = "loss" if self.losses else "output"
+            raise PrivacyError(
+                f"The {what} of one example has a gradient at {self.subject.names[reached]} in the rows of other "
+                f"examples: the model mixes the examples of a batch. {REMEDY}"
+            )
+        return False
+
+    def _reaches_others(self, tape: Tape, row: int) -> Parameter | None:
+        with _without_autocast(self.subject.names):
+            for choice in choose(tape.uses):
+                if all(_is_zero_beside(use, row) for use in choice.uses):
+                    continue
+                others, _ = _norms_sq(choice)
+                others[row] = 0.0
+                # A derivative that is infinite gives 0 * inf in its own row: no sign of another example.
+                if bool((others.isfinite() & (others != 0.0)).any()):
+                    return choice.param
+        return None
+
+
+def _is_zero_beside(use: Use, row: int) -> bool:
+    """Return whether the gradient at a use's output is zero in all rows but one, so that those of parameters are."""
+    if use.grad is None or isinstance(use, FormedUse | ModuleUse):
+        return False
+    return not bool(use.grad[:row].any()) and not bool(use.grad[row + 1 :].any())
+
+
+def _norms_sq(choice: Choice) -> tuple[Tensor, Tensor]:
+    """[B] squared norms of a parameter's per-sample gradients, and [B] scale of their rounding errors."""
+    if choice.method == "ghost":
+        found = choice.uses[0].norm_sq(choice.param)
+        return found.value.detach().clone(), found.value if found.scale is None else found.scale
+    if choice.method == "turn":
+        grad = choice.uses[0].grad
+        assert grad is not None
+        examples = range(len(grad))
+        dtype = torch.promote_types(choice.param.dtype, torch.float32)
+        norms_sq = torch.stack([example_gradient(choice, i, dtype).square().sum() for i in examples])
+        return norms_sq, norms_sq
+    norms_sq = _squares(kept_gradient(choice))
+    return norms_sq, norms_sq
+
+
+def _squares(gradients: Tensor) -> Tensor:
+    """[B] squared norms of [B, ...]."""
+    return gradients.unsqueeze(-1).flatten(1).square().sum(1)
+
+
+@contextmanager
+def _without_autocast(names: dict[Parameter, str]) -> Iterator[None]:
+    with torch.no_grad(), torch.autocast(next(iter(names)).device.type, enabled=False):
+        yield
+
+
+def _weights(output: Tensor) -> Tensor:
+    """Fixed weights of an output's elements, none of them zero and hardly any two alike."""
+    n = torch.arange(output.numel(), device=output.device, dtype=torch.float32)
+    return n.mul_(1.7).sin_().mul_(0.5).add_(1.0).reshape(output.shape).to(output.dtype)
