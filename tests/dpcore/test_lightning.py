@@ -223,7 +223,7 @@ def test_a_resumed_run_knows_its_budget_or_is_refused(written, read, tmp_path):
         return
     with pytest.raises(PrivacyError, match=r"budget would be counted anew" if read else r"add PrivacyCheckpoint\("):
         train()
-    assert len(engine.accountant) == 0
+    assert len(engine.accountant) == (0 if read else 20)  # what the optimizer's own state says was spent
 
 
 @pytest.mark.filterwarnings("ignore")
