@@ -27,11 +27,13 @@ class Size:
     long_files: int
 
 
+# dpcore and tests were raised on 2026-11-27 for what privacy needed: looks that are made again, batches and runs with
+# names, the sum of the gradients, losses that mix. 760 lines of checkpointed functions' third run went for it.
 LIMITS = {
     "harness": Size(lines=34_961, long_classes=3, long_files=9),
-    "dpcore": Size(lines=26_502, long_classes=7, long_files=10),
+    "dpcore": Size(lines=27_769, long_classes=7, long_files=10),
     "frameworks": Size(lines=5_785, long_classes=0, long_files=0),
-    "tests": Size(lines=47_552, long_classes=0, long_files=16),
+    "tests": Size(lines=49_210, long_classes=0, long_files=17),
 }
 
 

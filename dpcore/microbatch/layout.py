@@ -261,12 +261,8 @@ class Layout:
                     raise
 
     def _refuse(self, look: Look, error: Exception) -> None:
-        """UnsupportedError about a model that fails on every look; its own error where it fails on the batch, too.
-
-        An error of dpcore's own is that error: what it refuses may crash torch, which goes past the ends of first
-        states of another shape.
-        """
-        if _raised_here(error):
+        """UnsupportedError about a model that fails on every look; its own error where it fails on the batch, too."""
+        if _raised_here(error):  # what dpcore refuses may crash torch: first states of another shape do
             raise error
         with preserved(self.model), torch.no_grad():
             look.run(0)
