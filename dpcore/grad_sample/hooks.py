@@ -29,6 +29,7 @@ from dpcore.microbatch.accumulator import weighted_sum
 from dpcore.microbatch.layout import Layout
 from dpcore.microbatch.looks import looks
 from dpcore.microbatch.planner import choose
+from dpcore.rerun.side_effects import tensors_in
 from dpcore.rules import cross_entropy
 from dpcore.rules.custom import custom_fallbacks
 from dpcore.tape.checkpointing import CHECKPOINTING
@@ -197,7 +198,7 @@ class AbstractGradSampleHooks:
             self.losses.give_up()
         else:
             mean_loss.install()
-            self.losses.expect(kind, flatten(output)[0], batch_size)
+            self.losses.expect(kind, tensors_in(output), batch_size)
         return tape, output
 
     @property
