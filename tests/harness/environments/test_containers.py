@@ -255,7 +255,7 @@ def test_a_gpu_that_vanished_is_a_record_and_one_that_never_was_a_sentence(
         **settings,
         **seeds,
     )
-    result = container.Docker(on, image, Mounts(on)).run(request, Limits(2**30, 60.0), lambda event: None)
+    result = container.Docker(on, image, Mounts()).run(request, Limits(2**30, 60.0), lambda event: None)
     assert result.state == "crashed" and "no GPU" in str(result.reason) and result.container is not None
     # Podman starts the container without one, and the container's own look finds that.
     assert result.container["exit_code"] is (None if on.facts["kind"] == "docker" else 0)
