@@ -17,6 +17,8 @@ from harness.history.series import Move, Point, Series
 from harness.report.figures import looks
 from harness.tasks import TASKS
 
+MIB = 2**20
+
 SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 
 
@@ -239,21 +241,33 @@ def chart(views: Sequence[CellView], metric: str) -> dict[str, Any]:
     names = {v.id: v.title if titles[v.title] == 1 else f"{v.title} · {v.setting}" for v in views}
     rows = [{**row, "cell": names[v.id]} for v in views for row in _rows(v, metric)]
 
-    def layer(kind: str, mark: dict[str, Any], **encoding: Any) -> dict[str, Any]:
-        return {"transform": [{"filter": f"datum.kind === '{kind}'"}], "mark": mark, "encoding": encoding}
-
     x = {"field": "time", "type": "temporal", "title": None}
-    y = {"field": "value", "type": "quantitative", "title": None, "scale": {"zero": False}}
+    title = "seconds, normalised" if metric == "time" else "memory in MiB"
+    y = {"field": "value", "type": "quantitative", "title": title, "scale": {"zero": False}}
     colour = {"field": "colour", "type": "nominal", "scale": None}
     told = [{"field": name, "type": "nominal"} for name in ("time", "commit", "shown", "state", "n")]
-    layers = [
-        layer(
-            "level", {"type": "rule", "strokeWidth": 2, "opacity": 0.6}, x=x, x2={"field": "until"}, y=y, color=colour
+    marks: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "level": (
+            {"type": "rule", "strokeWidth": 2, "opacity": 0.6},
+            {"x": x, "x2": {"field": "until"}, "y": y, "color": colour},
         ),
-        layer("step", {"type": "rule", "strokeDash": [4, 3]}, x=x, tooltip=[{"field": "shown", "type": "nominal"}]),
-        layer("run", {"type": "point", "filled": True, "size": 22}, x=x, y=y, color=colour, tooltip=told),
-        layer("disturbed", {"type": "point", "size": 22}, x=x, y=y, color=colour, tooltip=told),
-        layer("no value", {"type": "point", "shape": "cross", "color": "#a81e1e"}, x=x, y={"value": 104}, tooltip=told),
+        "step": (
+            {"type": "rule", "strokeDash": [4, 3]},
+            {"x": x, "tooltip": [{"field": "shown", "type": "nominal"}]},
+        ),
+        "run": ({"type": "point", "filled": True, "size": 22}, {"x": x, "y": y, "color": colour, "tooltip": told}),
+        "disturbed": ({"type": "point", "size": 22}, {"x": x, "y": y, "color": colour, "tooltip": told}),
+        "no value": (
+            {"type": "point", "shape": "cross", "color": "#a81e1e"},
+            {"x": x, "y": {"value": 104}, "tooltip": told},
+        ),
+    }
+    # A layer without rows would have a scale without ends, of which the browser complains.
+    present = {row["kind"] for row in rows}
+    layers = [
+        {"transform": [{"filter": f"datum.kind === '{kind}'"}], "mark": mark, "encoding": encoding}
+        for kind, (mark, encoding) in marks.items()
+        if kind in present
     ]
     return {
         "$schema": SCHEMA,
@@ -271,9 +285,9 @@ def _rows(v: CellView, metric: str) -> Iterator[dict[str, Any]]:
     common = {"colour": looks.of(f"{v.framework}-").colour}
     is_time = metric == "time"
     for p in s.points:
-        value = p.normalised if is_time else p.bytes
+        value = p.normalised if is_time else None if p.bytes is None else p.bytes / MIB
         run = s.runs[p.run]
-        shown = "–" if value is None else duration(value) if is_time else size(int(value))
+        shown = "–" if value is None else duration(value) if is_time else size(int(p.bytes or 0))
         if value is None and p.state == "ok":
             continue
         kind = "no value" if value is None else "disturbed" if is_time and p.vetoed else "run"
@@ -282,7 +296,7 @@ def _rows(v: CellView, metric: str) -> Iterator[dict[str, Any]]:
     found, points = s.found(metric)
     for level in found.segments if len(points) > 1 else ():
         ends = {"time": s.runs[points[level.start].run].time, "until": s.runs[points[level.stop - 1].run].time}
-        yield {**common, "kind": "level", "value": level.level, **ends}
+        yield {**common, "kind": "level", "value": level.level / (1 if is_time else MIB), **ends}
     for step, before, after, _ in s.changes(metric):
         where = f"{percent(step.ratio)} between {s.runs[before].short_commit} and {s.runs[after].short_commit}"
         yield {**common, "kind": "step", "time": s.runs[points[step.at].run].time, "shown": where}

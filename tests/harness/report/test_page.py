@@ -49,6 +49,8 @@ CONTRAST = """() => {
   return { seen, low };
 }"""
 
+DRAWN = "Number(document.documentElement.dataset.drawn) >= {}"
+
 
 @pytest.fixture(scope="module")
 def report():
@@ -82,7 +84,8 @@ def browser():
 class Opened:
     """The page, with everything that a browser would complain about."""
 
-    def __init__(self, browser, file, **context):
+    def __init__(self, browser, file, ready=None, **context):
+        self.ready = ready or DRAWN.format(1)
         self.complaints, self.requests = [], []
         self.context = browser.new_context(offline=True, **context)
         self.context.set_default_timeout(120_000)  # a busy machine
@@ -96,10 +99,10 @@ class Opened:
     def open(self):
         self.page.goto("about:blank")  # from an address with a fragment, the bare address alone would not load again
         self.page.goto(self.address)
-        self.wait(1)
+        self.page.wait_for_function(self.ready)
 
     def wait(self, at_least):
-        self.page.wait_for_function(f"Number(document.documentElement.dataset.drawn) >= {at_least}", timeout=120_000)
+        self.page.wait_for_function(DRAWN.format(at_least))
 
     def choose(self, control, value):
         drawn = int(self.page.evaluate("document.documentElement.dataset.drawn"))
