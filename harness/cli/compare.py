@@ -27,7 +27,12 @@ Minutes = Annotated[
 ]
 Threads = Annotated[int, typer.Option(help="Threads and pinned cores per process.", metavar="N")]
 Seconds = Annotated[
-    float, typer.Option(help="Timed per process; under 0.5, other load goes unseen.", metavar="SECONDS")
+    float | None,
+    typer.Option(
+        help="Timed per process; default 0.6 for a layer (under 0.5, other load goes unseen), 6 for a task.",
+        metavar="SECONDS",
+        show_default=False,
+    ),
 ]
 Repository = Annotated[
     Path | None,
@@ -69,7 +74,7 @@ def compare(
     max_rounds: Rounds = 20,
     minutes: Minutes = None,
     threads: Threads = 1,
-    seconds: Seconds = 0.6,
+    seconds: Seconds = None,
     isolation: Annotated[
         str | None,
         typer.Option(
@@ -219,7 +224,7 @@ def bisect(
     alpha: Alpha = 0.05,
     max_rounds: Rounds = 20,
     threads: Threads = 1,
-    seconds: Seconds = 0.6,
+    seconds: Seconds = None,
     isolation: Isolation = "venv",
     synthetic: Synthetic = False,
     out: Annotated[

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from harness.analysis import sequential
+from harness.analysis import sequential, turns
 from harness.analysis.sequential import Rule
 from harness.errors import BadInput
 from harness.store.record import Container, GateCheck, Image, Load, State
@@ -70,7 +70,8 @@ class Process(_Model):
 class Pair(_Model):
     """One block: both sides, one right after the other. ``order``: which ran first. ``processors``: on which both
     ran. ``apart``: of a layer, how far the gradients of a batch of the measured size lie apart, over their size, and
-    ``limit`` from where on they are not the same; None where they were not compared."""
+    ``limit`` from where on they are not the same; None where they were not compared. ``blocks``: where the two took
+    turns, seconds of a step of base and of head in each block; empty where they ran one after the other."""
 
     number: int
     order: tuple[Role, Role]
@@ -79,6 +80,7 @@ class Pair(_Model):
     head: Process
     apart: float | None = None
     limit: float | None = None
+    blocks: list[tuple[float, float]] = Field(default_factory=list)
 
     @property
     def differs(self) -> bool:
@@ -107,6 +109,8 @@ class Pair(_Model):
     @property
     def log_ratio(self) -> float | None:
         """log(head / base); None where a side has no time."""
+        if self.blocks:
+            return turns.log_ratio(self.blocks)
         if not self.base.seconds or not self.head.seconds:
             return None
         return math.log(self.head.seconds / self.base.seconds)

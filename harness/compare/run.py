@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 
 from harness import layers as layer_data
+from harness.analysis import turns
 from harness.analysis.sequential import FIRST_LOOK, Rule
 from harness.compare.record import (
     ROLES,
@@ -39,7 +40,8 @@ from harness.data.pretrained import starting_parameters
 from harness.environments import memory_limit
 from harness.environments.backend import Backend, Log, check_device, check_threads
 from harness.environments.choose import backend_of, check_isolation
-from harness.environments.executor import WORKER, Executor, Limits, ToolFault
+from harness.environments.executor import WORKER, Executor, Limits, ToolFault, Venv
+from harness.environments.turns import Seat
 from harness.environments.unavailable import Unavailable
 from harness.environments.venv import EnvironmentFault
 from harness.errors import BadInput
@@ -54,7 +56,7 @@ from harness.plan.registry import Contestant
 from harness.run import layers as layer_run
 from harness.run.e2e import ensure_data
 from harness.run.progress import Progress
-from harness.run.session import Moment, undisturbed
+from harness.run.session import Moment, in_turns, undisturbed
 from harness.store import cache
 from harness.store.folder import RunFolder
 from harness.store.record import Cell, GateCheck, no_number
@@ -72,6 +74,10 @@ DEFAULT_CONTESTANTS = ("dpcore-native",)
 LAYER_WORKER = "harness.worker.layers"
 SINGLE_PASSES = 100_000
 LOOK_SECONDS = 0.2
+LAYER_SECONDS = 0.6
+TASK_SECONDS = 6.0
+TURN_SECONDS = 0.4
+"""A task's two processes take some fifteen turns of this length each."""
 METRICS = ("cpu_peak_allocated", "cuda_peak_allocated", resident.GROWTH)
 """Counted by the framework's allocator in a layer; of a task, the growth of the resident set."""
 
@@ -88,7 +94,8 @@ Stored = TypeVar("Stored", Pair, MemoryPair)
 
 @dataclass(frozen=True)
 class ComparisonOptions:
-    """Options of a comparison. ``frameworks``: names as the other verbs take them. ``seconds``: timed, per process.
+    """Options of a comparison. ``frameworks``: names as the other verbs take them. ``seconds``: timed, per process;
+    None for LAYER_SECONDS or TASK_SECONDS.
     ``minutes``: after which no new pair is begun; environments and data do not count. ``threads``: 1 unless asked,
     which leaves processors to the rest of the machine. ``first_alert``: a cell ends with its first alert; where memory
     has grown for certain, no clock is started."""
@@ -102,7 +109,7 @@ class ComparisonOptions:
     alpha: float = 0.05
     max_rounds: int = 20
     minutes: float | None = None
-    seconds: float = 0.6
+    seconds: float | None = None
     threads: int = 1
     isolation: str = "venv"
     device: str = "cpu"
@@ -111,6 +118,14 @@ class ComparisonOptions:
     synthetic: bool = False
     seed: int = 0
     timeout_seconds: float = 300.0
+
+    @property
+    def layer_seconds(self) -> float:
+        return LAYER_SECONDS if self.seconds is None else self.seconds
+
+    @property
+    def task_seconds(self) -> float:
+        return TASK_SECONDS if self.seconds is None else self.seconds
 
 
 def check(options: ComparisonOptions) -> None:
@@ -132,10 +147,11 @@ def check(options: ComparisonOptions) -> None:
             layers=list(options.layers),
             batch_sizes=options.batch_sizes,
             passes=options.passes,
-            seconds=options.seconds,
+            seconds=options.layer_seconds,
         )
     if options.tasks:
-        plan.preset("smoke", tasks=options.tasks, batch_sizes=options.batch_sizes, budget_seconds=options.seconds)
+        sizes, seconds = options.batch_sizes, options.task_seconds
+        plan.preset("smoke", tasks=options.tasks, batch_sizes=sizes, budget_seconds=seconds)
     if not options.layers and not options.tasks:
         raise BadInput("There is nothing to compare: --layers and --tasks name nothing.")
 
@@ -512,7 +528,11 @@ class ComparisonRun:
         progress: Progress,
     ) -> Pair:
         """Return a process of either side, and how far what they leave behind lies apart."""
-        processes = {role: self._process(paired, role, purpose, number, progress) for role in order}
+        blocks: list[tuple[float, float]] = []
+        if purpose == "time" and self._takes_turns(paired):
+            processes, blocks = self._in_turns(paired, order, number, progress)
+        else:
+            processes = {role: self._process(paired, role, purpose, number, progress) for role in order}
         base, head = processes["base"], processes["head"]
         apart = limit = None
         if base.sketch and head.sketch:
@@ -527,7 +547,39 @@ class ComparisonRun:
             head=kept["head"],
             apart=apart,
             limit=limit,
+            blocks=blocks,
         )
+
+    def _takes_turns(self, paired: PairedCell) -> bool:
+        """Return whether both sides can be alive together: processes of this machine, on its processors."""
+        executors = [self._executor(role, side) for role, side in paired.sides.items() if side is not None]
+        return paired.cell.kind == "e2e" and self.options.device == "cpu" and all(type(e) is Venv for e in executors)
+
+    def _in_turns(
+        self, paired: PairedCell, order: tuple[Role, Role], number: int, progress: Progress
+    ) -> tuple[dict[Role, Process], list[tuple[float, float]]]:
+        """Return the process of either side, and the seconds of a step of base and of head in each block."""
+        progress.doing(f"{paired.name} · pair {number + 1} · taking turns")
+        started = Moment()
+
+        def process(role: Role) -> Callable[[Seat], Result]:
+            contestant = paired.sides[role]
+            assert contestant is not None
+            executor = self._executor(role, contestant)
+            assert isinstance(executor, Venv)
+            request = self._request(paired.cell, contestant, "time", number, takes_turns=True)
+            return lambda seat: executor.run(request, self.limits, progress.event, seat)
+
+        seed = f"{self.options.seed} {paired.slug} {number}"
+        found = in_turns({role: process(role) for role in order}, seed, paired.name, progress.log, equal=True)
+        how: dict[str, Any] = {"started": started.text, "wall_seconds": started.seconds / len(ROLES)}
+        processes = {
+            role: _process(found[role][0], number == 0).model_copy(update={**how, "load": found[role][1]})
+            for role in ROLES
+        }
+        timed = {role: found[role][0].timed for role in ROLES}
+        base, head = timed["base"], timed["head"]
+        return processes, [] if base is None or head is None else turns.shared(base.turns, head.turns)
 
     def _room(self, cell: Cell, moved: list[float]) -> float:
         """Return how far the weights of a task may lie apart, over the way travelled: sums in another order, and one
@@ -620,7 +672,9 @@ class ComparisonRun:
         how["container"] = backend.describe_process(contestant.framework, result).container
         return _process(result, number == 0).model_copy(update=how)
 
-    def _request(self, cell: Cell, contestant: AnyContestant, purpose: Purpose, number: int) -> Any:
+    def _request(
+        self, cell: Cell, contestant: AnyContestant, purpose: Purpose, number: int, takes_turns: bool = False
+    ) -> Any:
         options = self.options
         seed = options.seed * 1000 + number
         if isinstance(contestant, LayerContestant):
@@ -633,7 +687,7 @@ class ComparisonRun:
                 seed=seed,
                 reference=str(self.references[str(cell.layer)]),
                 predicts=False,
-                seconds=options.seconds,
+                seconds=options.layer_seconds,
                 most_passes=SINGLE_PASSES,
                 least_passes=5,
                 longest_pass=options.timeout_seconds,
@@ -652,7 +706,8 @@ class ComparisonRun:
             batch_seed=seed,
             noise_seed=seed + 1,
             synthetic=options.synthetic,
-            budget_seconds=options.seconds,
+            budget_seconds=options.task_seconds if purpose == "time" else LAYER_SECONDS,
+            turn_seconds=TURN_SECONDS if purpose == "time" and takes_turns else None,
             sketches=purpose == "weights",
         )
 
@@ -690,7 +745,7 @@ class ComparisonRun:
             isolation=self.options.isolation,
             engine=next((p.container.engine for p in processes if p.container is not None), None),
             threads=self.options.threads,
-            seconds=self.options.seconds,
+            seconds=self.options.task_seconds if self.options.tasks else self.options.layer_seconds,
             machine={**machine.describe(), **machine.state()},
             minutes=sum(p.wall_seconds for p in processes) / 60.0,
             finished=finished,

@@ -28,6 +28,7 @@ from harness.data.store import CACHE_VARIABLE, cache_folder
 from harness.environments import nvml, strays, validate
 from harness.environments.memory_limit import MemoryLimit
 from harness.environments.referee import Direct, Referee
+from harness.environments.turns import Seat
 from harness.paths import ROOT
 from harness.worker.layer_request import LayerRequest
 from harness.worker.request import Request
@@ -126,10 +127,13 @@ class Venv:
         self.environment = dict(environment or {})
         self.module = module
 
-    def run(self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None]) -> Result:
+    def run(
+        self, request: AnyRequest, limits: Limits, on_event: Callable[[Event], None], seat: Seat | None = None
+    ) -> Result:
+        """``seat``: of a process that takes turns with others."""
         with tempfile.TemporaryDirectory(prefix="dpbench-") as folder:
             path = Path(folder, "request.json")
-            referee = Referee(request) if isinstance(request, Request) and request.mode == "time" else None
+            referee = Referee(request, seat=seat) if isinstance(request, Request) and request.mode == "time" else None
             path.write_text((referee.for_worker if referee else request).to_json())
             log = Path(folder, "log.txt")
             with log.open("wb") as errors:
@@ -162,6 +166,8 @@ class Venv:
             )
             if referee is not None:
                 referee.send, referee.pid = functools.partial(_write_line, process), process.pid
+                if referee.seat is not None:
+                    referee.seat.pid = process.pid
             try:
                 limit.adopt(process.pid)
                 gpu = nvml.Watch(process.pid) if watches_gpu else None
@@ -228,6 +234,10 @@ class Patience:
         self.was_stopped = False
         self._last = time.monotonic()
 
+    def hold(self) -> None:
+        """The time since the last look does not count: who is waited for stands still for others' sake."""
+        self._last = time.monotonic()
+
     @property
     def is_over(self) -> bool:
         now = time.monotonic()
@@ -255,6 +265,8 @@ def _follow(
     try:
         while True:
             line = inbox.get(POLL_SECONDS)
+            if referee is not None and referee.seat is not None and referee.seat.is_waiting:
+                patience.hold()
             if gpu is not None:
                 gpu.look()
             if line:

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.environments import energy
-from harness.environments.processors import tree_processors, tree_seconds
+from harness.environments.processors import tree_clock, tree_processors, tree_seconds, tree_waited
+from harness.environments.turns import BESIDE_SECONDS, Seat
 from harness.tasks import TASKS
 from harness.worker.batches import epoch_batches, order_of, setting_of
 from harness.worker.deferred import DEFERRED_SECONDS, DEFERRED_SHARE, READ_BYTES_PER_SECOND, READ_SECONDS
@@ -41,6 +42,9 @@ PREPARATION_FACTOR = 3.0
 referee, who draws the same."""
 PAUSE_SECONDS = 0.25
 """Between the second reading of the weights and the next ``go`` a worker collects garbage and may save the weights."""
+FIRST_STEP_FACTOR = 3.0
+"""The first step of a turn, which is not counted, may take so many times another one: work for later steps is not done
+in it."""
 PROCESSOR_SHARE = 0.02
 PROCESSOR_SECONDS = 0.05
 TICK_SECONDS = 0.01
@@ -59,6 +63,9 @@ class Referee:
     pid: int | None = None
     """Number of the worker's process, where it runs on this machine."""
 
+    seat: Seat | None = None
+    """Its seat at the table of those that take turns."""
+
     room: float = DISAGREEMENT_SECONDS
     """Seconds that two messages may take: more than through a pipe where the worker is farther away."""
 
@@ -73,8 +80,11 @@ class Referee:
     pauses: list[tuple[float, float]] = field(default_factory=list)
     """(seconds, room) from each second reading to the next ``go``."""
 
-    epochs: list[int] = field(default_factory=list)
-    """The epoch that each stretch of ``seconds`` is of."""
+    starts: list[tuple[int, int]] = field(default_factory=list)
+    """(epoch, steps of it that are done) at the start of each stretch of ``seconds``."""
+
+    turns: list[tuple[int, float]] = field(default_factory=list)
+    """(block, seconds without waiting for a processor) of each stretch, where there are turns."""
 
     faults: list[str] = field(default_factory=list)
 
@@ -92,7 +102,10 @@ class Referee:
         self._processors: set[int] = set()
         self._timer: threading.Timer | None = None
         self._left: float | None = None
-        self._epoch = 0
+        self._uncounted: list[tuple[int, int]] = []
+        self._turn_from: tuple[float, float] | None = None
+        self._first_steps: list[tuple[float, float]] = []
+        self._work_before = (0.0, 0.0)
 
     @property
     def for_worker(self) -> Request:
@@ -123,23 +136,46 @@ class Referee:
             return None
         match event.get("what"):
             case "sizes":
-                sizes = self._sizes(int(event["steps"]), int(event["epochs"]))
+                planned = {name: int(event[name]) for name in ("steps", "epochs", "turn") if name in event}
+                if self.seat is not None and self.seat.agreed is not None:
+                    self.seat.agreed.update(self.seat.agreed or planned)
+                    planned = self.seat.agreed
+                sizes = self._sizes(planned["steps"], planned["epochs"])
                 self._own_seconds = time.monotonic() - now
-                return {"sizes": sizes}
+                return {"sizes": sizes, **planned}
             case "seed":
                 self._told_seed = time.monotonic(), self._waited()
                 return {"batch_seed": self.request.batch_seed}
-            case "go":
+            case "turn" if self.seat is not None:
                 self._look_at_preparation(now)
                 self._look_at_pause(now, waited)
+                self._uncounted.append((int(event["epoch"]), int(event["done"])))
+                self.seat.take()
+                self._turn_from = time.monotonic(), self._waited()
+                return {"turn": True}
+            case "finish" if self.seat is not None:
+                self._look_at_pause(now, waited)
+                self.seat.finish()
+                return {"finish": True}
+            case "go":
+                if self.seat is None:
+                    self._look_at_preparation(now)
+                    self._look_at_pause(now, waited)
+                elif self._turn_from is not None:
+                    start, waited_before = self._turn_from
+                    self._first_steps.append((now - start, self.room + WAITING_FACTOR * (waited - waited_before)))
+                    self._turn_from = None
+                else:
+                    self.faults.append("the clock was started before its turn")
                 expected = event.get("stop_within")
                 if expected is not None:
                     self._stop_within(float(expected))
                 order = order_of(self.request.order_seed, int(event["epoch"]), int(event["done"]))
                 self._read_from = None
-                self._epoch = int(event["epoch"])
+                self.starts.append((int(event["epoch"]), int(event["done"])))
                 self._energy.start()
                 self._used_before = self._use()
+                self._work_before = self._work()
                 self._went = (time.monotonic(), self._waited())
                 return {"go": True, "order": order}
         return {}
@@ -170,6 +206,13 @@ class Referee:
         """Return (seconds of the clock, of all processors by the worker and what it started)."""
         return time.monotonic(), tree_seconds(self.pid) if self.pid is not None else 0.0
 
+    def _work(self) -> tuple[float, float]:
+        """Return the seconds that the worker's threads worked, and that they were ready and waited. Of one thread on a
+        CPU, whose waiting is the machine's; several also wait for each other."""
+        if self.pid is None or self.seat is None or self.request.threads > 1 or self.request.device != "cpu":
+            return 0.0, 0.0
+        return tree_clock(self.pid), tree_waited(self.pid)
+
     def _preparation_limit(self) -> float:
         return PREPARATION_SECONDS + PREPARATION_FACTOR * self._own_seconds
 
@@ -198,7 +241,9 @@ class Referee:
             self._left = (self._left or 0.0) - (now - start)
         self._energy.stop(now - start)
         self.seconds.append(now - start)
-        self.epochs.append(self._epoch)
+        if self.seat is not None:
+            worked, stood = (after - before for after, before in zip(self._work(), self._work_before, strict=True))
+            self.turns.append((self.seat.block, min(now - start, max(worked, now - start - stood))))
         self.allowances.append(waited - waited_before)
         self._read_from = now, waited
         if self.pid is not None:
@@ -234,16 +279,42 @@ class Referee:
         stated = result.timed.part_seconds
         faults = [*self.faults, *self._disagreements(stated), *self._slow_reads(), *self._long_pauses()]
         faults += self._too_many_processors()
-        if set(self.epochs) != set(range(len(result.epoch_seconds))):
-            faults.append(f"{len(result.epoch_seconds)} epochs were stated, and {len(set(self.epochs))} were started")
-        timed = replace(result.timed, referee_seconds=self.seconds)
+        begun = {epoch for epoch, _ in self.starts}
+        if begun != set(range(len(result.epoch_seconds))):
+            faults.append(f"{len(result.epoch_seconds)} epochs were stated, and {len(begun)} were started")
+        timed = replace(result.timed, referee_seconds=self.seconds, starts=self.starts, turns=[])
+        made = self._made(timed.steps_timed)
+        if self.seat is not None and len(self.turns) == len(made):
+            faults += self._slow_first_steps(sum(self.seconds) / max(1, sum(made)))
+            whole = zip(self.turns, made, self.seconds, strict=True)
+            timed = replace(timed, turns=[(block, n, wall, work) for (block, work), n, wall in whole])
         if not faults and self._disagreements(stated, waiting=False):
-            measured = [0.0] * len(result.epoch_seconds)
-            for epoch, seconds in zip(self.epochs, self.seconds, strict=True):
+            measured, counted = [0.0] * len(result.epoch_seconds), [0] * len(result.epoch_seconds)
+            for (epoch, _), seconds, steps in zip(self.starts, self.seconds, made, strict=True):
                 measured[epoch] += seconds
+                counted[epoch] += steps
+            measured = [s * timed.steps_timed / n for s, n in zip(measured, counted, strict=True)]
             timed = replace(timed, measured_seconds=measured)
             result = replace(result, epoch_seconds=[seconds * timed.scale for seconds in measured])
         return replace(result, timed=timed, energy=self._energy.said(), clock_fault="; ".join(faults) or None)
+
+    def _made(self, steps: int) -> list[int]:
+        """Return the steps of each stretch, of an epoch of so many: from its start to the next one's."""
+        every = sorted({*self.starts, *self._uncounted})
+        ends = {one: two[1] if one[0] == two[0] else steps for one, two in zip(every, [*every[1:], (-1, 0)], strict=True)}
+        return [ends[start] - start[1] for start in self.starts]
+
+    def _slow_first_steps(self, step_seconds: float) -> list[str]:
+        """Return what is said against the steps between the start of a turn and that of its clock, and against work
+        while others had their turns."""
+        assert self.seat is not None
+        found = []
+        limit = FIRST_STEP_FACTOR * step_seconds
+        if _is_beyond([seconds - room - limit for seconds, room in self._first_steps]):
+            found.append(f"the first step of a turn took more than {limit:.4f} s, {FIRST_STEP_FACTOR} times another one")
+        if self.seat.beside > BESIDE_SECONDS:
+            found.append(f"it worked for {self.seat.beside:.3f} s while others had their turns")
+        return found
 
     def _disagreements(self, stated: list[float], waiting: bool = True) -> list[str]:
         """Return how the clocks disagree in sum and in the middle of all stretches: a single one may be held up by

@@ -402,7 +402,7 @@ class Run(Session[Options, Contestant, Job, Request]):
         if steps != each * timed.epochs or not 0 < halt <= steps or not {halt - 1, steps - 1} <= set(numbers):
             reason = f"the replay is of {steps} steps, halted at {halt}: not the timed ones."
             return replace(result, state="rejected", reason=reason)
-        batches = timed_batches(request, setting_of(request), each, timed.epochs, halt)
+        batches = timed_batches(request, setting_of(request), each, timed.epochs, timed.starts)
         for number, found_rows in zip(numbers, rows, strict=True):
             indices, mask = batches[number] if 0 <= number < steps else (np.zeros(0), None)
             if not np.array_equal(found_rows, indices if mask is None else indices[mask]):

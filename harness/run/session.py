@@ -9,7 +9,7 @@ import tempfile
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from harness.environments.backend import Backend, Log
 from harness.environments.executor import LOG_TAIL, Executor
+from harness.environments.turns import Seat, Turns
 from harness.environments.unavailable import Unavailable
 from harness.environments.unpinned import OutOfTime
 from harness.errors import BadInput
@@ -290,7 +291,7 @@ def undisturbed(
         disturbed = share > DISTURBED_SHARE or changed > DISTURBED_SPEED or clocks is not None or deferred
         if not disturbed or not is_timed or result.state not in {"ok", "rejected"}:
             break
-        most = max(repeats, CLOCK_REPEATS if clocks is not None else 0, READ_REPEATS if deferred else 0)
+        most = max(repeats, owed_repeats(result))
         progress.log(
             f"{name}: disturbed (others took {share:.0%}, speed probe changed by {changed:.0%}"
             + (f", {clocks}" if clocks else "")
@@ -301,13 +302,47 @@ def undisturbed(
         if repeat >= most:
             break
         repeat += 1
-    if clocks is not None and result.state == "ok" and result.harness_stopped:
-        reason = f"the harness was stopped while its clock ran: {clocks}."
-        result = replace(result, state="crashed", reason=reason, interrupted=True)
-    elif clocks is not None and result.state == "ok":
-        result = replace(result, state="rejected", reason=f"the clocks do not agree: {clocks}.")
     load = Load(foreign_share=share, disturbed=disturbed, repeats=repeat, canary_before=before, canary_after=after)
-    return result, load
+    return by_the_clock(result), load
+
+
+def owed_repeats(result: Result) -> int:
+    """Return how often a process is tried again before what its clock or its readings show counts against it."""
+    if result.clock_fault is not None:
+        return CLOCK_REPEATS
+    return READ_REPEATS if result.deferred and result.state == "rejected" else 0
+
+
+def by_the_clock(result: Result) -> Result:
+    """Return the result; a rejection where the clocks do not agree."""
+    if result.clock_fault is None or result.state != "ok":
+        return result
+    if result.harness_stopped:
+        reason = f"the harness was stopped while its clock ran: {result.clock_fault}."
+        return replace(result, state="crashed", reason=reason, interrupted=True)
+    return replace(result, state="rejected", reason=f"the clocks do not agree: {result.clock_fault}.")
+
+
+def in_turns(
+    processes: Mapping[str, Callable[[Seat], Result]], seed: str, name: str, log: Log, equal: bool = False
+) -> dict[str, tuple[Result, Load]]:
+    """Return (result, load) of ``processes`` that take turns (:mod:`harness.environments.turns`). All of them are made
+    again where one is owed another try, because a machine that is busy can keep its clock waiting."""
+    repeat = 0
+    while True:
+        results = Turns(f"{seed} {repeat}", equal).together(processes)
+        owed = {who: result for who, result in results.items() if owed_repeats(result) > repeat}
+        if not owed:
+            break
+        for who, result in owed.items():
+            log(f"{name}: {who} was disturbed ({result.clock_fault or result.reason}), repeated")
+        repeat += 1
+    found = {}
+    for who, result in results.items():
+        share = result.foreign_share
+        load = Load(foreign_share=share, disturbed=share > DISTURBED_SHARE, repeats=repeat)
+        found[who] = by_the_clock(result), load
+    return found
 
 
 def changed(contestant: str) -> BadInput:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -63,21 +64,29 @@ def order_of(seed: int, epoch: int, done: int) -> int:
 
 def in_order(request: Request, batches: list[Batch], order: int) -> list[Batch]:
     """Shuffle a stretch's batches by ``order``, so that an adapter cannot know the next batches while its weights are
-    read. Under a protocol whose order is known anyway they stay as they are."""
+    read. Under a protocol whose order is known anyway they stay as they are.
+
+    Between turns, which are short, the pairs of :func:`harness.worker.sampling.balanced` stay together, so that no turn
+    has more rows than another; of an odd number the first batch, whose partner is done, stays where it is."""
     if request.sampling != "poisson":
         return batches
-    return [batches[i] for i in np.random.default_rng(order).permutation(len(batches)).tolist()]
+    rng = np.random.default_rng(order)
+    if request.turn_seconds is None:
+        return [batches[i] for i in rng.permutation(len(batches)).tolist()]
+    first = len(batches) % 2
+    pairs = [first + 2 * i for i in rng.permutation(len(batches) // 2).tolist()]
+    flips = rng.integers(2, size=len(pairs)).tolist()
+    return batches[:first] + [batches[i + j] for i, flip in zip(pairs, flips, strict=True) for j in (flip, 1 - flip)]
 
 
-def timed_batches(request: Request, setting: Setting, steps: int, epochs: int, halt: int) -> list[Batch]:
-    """All timed steps of a process in their order. A stretch begins with every epoch, after the first REPLAYED_STEPS
-    steps, and after ``halt`` of all steps."""
+def timed_batches(
+    request: Request, setting: Setting, steps: int, epochs: int, starts: Sequence[tuple[int, int]]
+) -> list[Batch]:
+    """All timed steps of a process in their order. ``starts``: (epoch, steps of it that are done) of each stretch."""
     found: list[Batch] = []
     for epoch in range(epochs):
         batches = epoch_batches(request, setting, epoch, steps)
-        starts = [0, *([REPLAYED_STEPS] if epoch == 0 else [])]
-        starts += [halt % steps] if epoch == halt // steps and halt % steps else []
-        for done in starts:
+        for done in (done for of_epoch, done in starts if of_epoch == epoch):
             end = REPLAYED_STEPS if epoch == done == 0 else steps
             batches[done:end] = in_order(request, batches[done:end], order_of(request.order_seed, epoch, done))
         found += batches

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from harness.contract import Adapter
-from harness.worker.clock import DISTURBED_SHARE, ForeignLoad, collector_paused
+from harness.worker.clock import DISTURBED_SHARE, Batch, ForeignLoad, collector_paused, timed_steps
 from harness.worker.line import Line
 
 
@@ -51,6 +51,11 @@ class Stretches:
     seconds: list[float] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
     weights: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def begin_turn(self, uncounted: list[Batch], epoch: int, done: int) -> None:
+        """Wait for this process's turn; its first steps, if any, are ``uncounted``: they find another one's caches."""
+        self.line.ask("turn", epoch=epoch, done=done)
+        timed_steps(self.adapter, uncounted)
 
     def time(
         self,

@@ -35,7 +35,13 @@ from harness.worker.batches import (
 from harness.worker.clock import Batch, timed_until
 from harness.worker.deferred import Stretches, fault_of
 from harness.worker.line import Line, Remote
-from harness.worker.measurement import SETTLING_STEPS, Measurement, own_epsilon
+from harness.worker.measurement import (
+    FIRST_STEP_COUNTS_BELOW,
+    SETTLING_STEPS,
+    Measurement,
+    own_epsilon,
+    turn_length,
+)
 from harness.worker.own_loop import measure_own_loop, measure_own_memory
 from harness.worker.process import Emit, die_with_parent, events, load_create, pin, save_weights, versions
 from harness.worker.replay import replay
@@ -47,12 +53,13 @@ def _stretch(
     adapter: Adapter,
     request: Request,
     part: list[Batch],
+    length: int,
     is_stopped: Callable[[], bool] | None,
     order: int,
 ) -> tuple[float, int]:
-    """(seconds, steps made) of a stretch. ``part`` is put into its order."""
+    """(seconds, steps made) of a stretch of so many steps. ``part``, what is left, is put into its order."""
     part[:] = in_order(request, part, order)
-    return timed_until(adapter, part, is_stopped)
+    return timed_until(adapter, part[:length], is_stopped)
 
 
 def measure_time(request: Request, emit: Emit, line: Line) -> dict[str, Any]:  # noqa: PLR0915  (one process, in its order)
@@ -66,8 +73,10 @@ def measure_time(request: Request, emit: Emit, line: Line) -> dict[str, Any]:  #
     first_pass, step_seconds, warm_up_steps = None, None, 0
     if request.warm_up:
         first_pass, step_seconds, warm_up_steps = m.calibrate()
-    steps, count = m.steps(step_seconds), m.epochs(step_seconds)
-    sizes = line.ask("sizes", steps=steps, epochs=count)["sizes"]
+    planned = {"steps": m.steps(step_seconds), "epochs": m.epochs(step_seconds)}
+    planned |= {"turn": m.turn(step_seconds)} if request.turn_seconds is not None else {}
+    agreed = line.ask("sizes", **planned)
+    steps, count, sizes, turn = agreed["steps"], agreed["epochs"], agreed["sizes"], agreed.get("turn")
     if first_pass is not None:
         seconds, extra = m.warm_up(sizes)
         first_pass, warm_up_steps = first_pass + seconds, warm_up_steps + extra
@@ -80,25 +89,34 @@ def measure_time(request: Request, emit: Emit, line: Line) -> dict[str, Any]:  #
     halted: dict[str, np.ndarray] = {}
     for epoch, batches in enumerate(epochs):
         emit({"event": "phase", "phase": f"epoch {epoch + 1}/{len(epochs)}"})
-        done = 0
+        done = counted = 0
         measured.append(0.0)
         while done < len(batches):
-            # A few steps, then until the referee stops it, in whichever epoch that is, then the rest.
+            # A few steps, then until the referee stops it, in whichever epoch that is, then the rest. With turns, each
+            # of these in as many turns as it takes.
             is_first = epoch == done == 0
+            if turn is not None:
+                uncounted = int(not is_first and turn >= FIRST_STEP_COUNTS_BELOW)
+                timed.begin_turn(batches[done : done + uncounted], epoch, done)
+                done, made_in_all = done + uncounted, made_in_all + uncounted
             part = batches[:REPLAYED_STEPS] if is_first else batches[done:]
+            length = turn_length(len(part), turn - uncounted) if turn is not None else len(part)
             expected, stop = None, None
             if not is_first and not halted:
                 expected = timed.seconds[0] / REPLAYED_STEPS * (steps * count - made_in_all)
                 stop = line.is_stopped
-            work = functools.partial(_stretch, m.adapter, request, part, stop)
+            work = functools.partial(_stretch, m.adapter, request, part, length, stop)
             seconds, made = timed.time(work, epoch, done, expected)
             batches[done : done + len(part)] = part
             measured[-1] += seconds
-            done, made_in_all = done + made, made_in_all + made
+            done, made_in_all, counted = done + made, made_in_all + made, counted + made
             if is_first and request.snapshot:
                 save_weights(request.snapshot, timed.weights)
-            if not halted and (made < len(part) or made_in_all == steps * count):
+            if not halted and (made < length or made_in_all == steps * count):
                 halt, halted = made_in_all, timed.weights
+        measured[-1] *= len(batches) / counted
+    if turn is not None:
+        line.ask("finish")
     weights = timed.weights
     if request.weights:
         save_weights(request.weights, weights)

@@ -17,6 +17,8 @@ from harness.worker.process import Emit, load_create
 from harness.worker.request import Request
 
 MOST_EPOCHS = 100
+FIRST_STEP_COUNTS_BELOW = 5
+"""Steps of a turn. One of so few takes so long that cold caches are nothing beside it."""
 
 CALIBRATION_STEPS = (2, 4)
 CALIBRATION_SECONDS = 15.0
@@ -86,6 +88,14 @@ class Measurement:
         wanted = 2 * math.ceil(self.request.budget_seconds / max(step_seconds, 1e-6) / 2)  # even: see `balanced`
         return min(self.whole_epoch, max(MINIMUM_STEPS, wanted))
 
+    def turn(self, step_seconds: float | None) -> int:
+        """Steps of a turn: as many as fit into its seconds. Where they are more than a few, the first of them is not
+        counted, because it finds caches that are another process's; then those that are counted are an odd number, so
+        that the turn has whole pairs of balanced batches."""
+        assert self.request.turn_seconds is not None and step_seconds is not None
+        fitting = round(self.request.turn_seconds / max(step_seconds, 1e-6))
+        return 2 * math.ceil(fitting / 2) if fitting >= FIRST_STEP_COUNTS_BELOW else max(1, fitting)
+
     def epochs(self, step_seconds: float | None) -> int:
         """As many as are asked for; where the budget lasts for more than one, as many as fit, because the fifth of a
         second that an epoch of a small model takes says little of what its steps cost."""
@@ -93,6 +103,11 @@ class Measurement:
             return self.request.epochs
         fitting = int(self.request.budget_seconds / max(self.whole_epoch * step_seconds, 1e-6))
         return max(self.request.epochs, min(MOST_EPOCHS, fitting))
+
+
+def turn_length(left: int, turn: int) -> int:
+    """Steps of the next turn, of ``turn`` steps, where so many are left: the last one is longer or shorter by half."""
+    return left if left < 1.5 * turn + 1 else turn
 
 
 def own_epsilon(adapter: Adapter, steps: int, delta: float) -> float | None:

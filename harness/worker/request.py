@@ -17,7 +17,8 @@ class Request:
     written, for comparison with the untimed replay. ``checked``: where a replay in the same process and one of its
     steps in detail go, for the reference. ``weights``: where the final weights go, for evaluation. ``sketches``: a
     memory process adds a sketch (:mod:`harness.worker.sketch`) of how far its steps moved the weights. ``order_seed``:
-    of the order in which the batches of a stretch come, which a worker is told stretch by stretch."""
+    of the order in which the batches of a stretch come, which a worker is told stretch by stretch. ``turn_seconds``: the
+    process takes turns with others that are alive beside it, of about so many seconds each."""
 
     mode: Mode
     folder: str
@@ -50,6 +51,7 @@ class Request:
     budget: dict[str, float] | None = None
     sketches: bool = False
     order_seed: int = 0
+    turn_seconds: float | None = None
 
     @property
     def is_partial(self) -> bool:

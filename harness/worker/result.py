@@ -22,6 +22,9 @@ class Timed:
     ``part_seconds`` of each timed stretch by the worker's clock, ``referee_seconds`` by the harness's own.
     ``compared``: as :class:`harness.store.record.Compared`.
 
+    By the harness: ``starts``, (epoch, steps done) where each stretch began; of a process that took turns with others,
+    ``turns``: (block, steps, seconds, seconds without those that its threads waited for a processor) of each.
+
     Protocol ``as_shipped`` only: ``own_sampling`` (``poisson``, ``shuffled`` or ``fixed``) is how the library's own
     loop draws its batches, ``updates`` how many it made in the first timed epoch (None: it does not say)."""
 
@@ -41,6 +44,8 @@ class Timed:
     compared: Any = None
     own_sampling: str | None = None
     updates: int | None = None
+    starts: Sequence[tuple[int, int]] = ()
+    turns: Sequence[tuple[int, int, float, float]] = ()
 
     @property
     def scale(self) -> float:

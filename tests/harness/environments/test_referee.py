@@ -90,8 +90,8 @@ def test_on_a_busy_machine_a_clock_that_goes_slowly_gains_nothing(monkeypatch, w
     judge = Referee(Request(**GIVEN))  # type: ignore[arg-type]
     line = Direct(judge.request, judge)
     line.ask("seed")
-    for epoch in (0, 0, 1):
-        line.ask("go", epoch=epoch, done=0)
+    for epoch, done in ((0, 0), (0, 4), (1, 0)):
+        line.ask("go", epoch=epoch, done=done)
         now, spent = now + 0.75, spent + waited
         line.tell("end")
         for _ in range(2):
@@ -169,7 +169,7 @@ def test_the_first_steps_have_no_order_before_the_clock_starts_either():
     orders = set()
     for seed in range(50):
         other = Request(**{**GIVEN, "dataset_size": 64 * 12, "order_seed": seed})  # type: ignore[arg-type]
-        taken = timed_batches(other, setting_of(other), 12, 1, 12)[:REPLAYED_STEPS]
+        taken = timed_batches(other, setting_of(other), 12, 1, [(0, 0), (0, REPLAYED_STEPS)])[:REPLAYED_STEPS]
         orders.add(
             tuple(
                 next(i for i, (rows, _) in enumerate(listed[:REPLAYED_STEPS]) if np.array_equal(rows, found))
