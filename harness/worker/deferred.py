@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -51,9 +52,12 @@ class Stretches:
     seconds: list[float] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
     weights: dict[str, np.ndarray] = field(default_factory=dict)
+    in_turn: bool = False
 
     def begin_turn(self, uncounted: list[Batch], epoch: int, done: int) -> None:
         """Wait for this process's turn; its first steps, if any, are ``uncounted``: they find another one's caches."""
+        gc.collect()
+        self.in_turn = True
         self.line.ask("turn", epoch=epoch, done=done)
         timed_steps(self.adapter, uncounted)
 
@@ -67,7 +71,7 @@ class Stretches:
         """``work``, given the number that the order of the steps from ``done`` on follows from, gives seconds and
         something more. The weights are read after it. ``stop_within``: the referee may ask it to stop at any moment
         within so many seconds."""
-        with collector_paused(), self.load.watch():
+        with collector_paused(collect=not self.in_turn), self.load.watch():
             order = self.line.ask("go", epoch=epoch, done=done, stop_within=stop_within)["order"]
             seconds, more = work(order)
             self.line.tell("end")
