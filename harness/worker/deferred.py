@@ -57,6 +57,8 @@ class Stretches:
     def begin_turn(self, uncounted: list[Batch], epoch: int, done: int) -> None:
         """Wait for this process's turn; its first steps, if any, are ``uncounted``: they find another one's caches."""
         gc.collect()
+        if not self.in_turn:
+            gc.freeze()  # what was built stays: the collections between turns do not go through it again
         self.in_turn = True
         self.line.ask("turn", epoch=epoch, done=done)
         timed_steps(self.adapter, uncounted)
