@@ -5,18 +5,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-import psutil
 
 from harness import layers as layer_data
 from harness.analysis import turns
@@ -41,7 +38,8 @@ from harness.environments import memory_limit
 from harness.environments.backend import Backend, Log, check_device, check_threads
 from harness.environments.choose import backend_of, check_isolation
 from harness.environments.executor import WORKER, Executor, Limits, ToolFault, Venv
-from harness.environments.turns import Seat
+from harness.environments.processors import quietest
+from harness.environments.turns import TURN_SECONDS, Seat
 from harness.environments.unavailable import Unavailable
 from harness.environments.venv import EnvironmentFault
 from harness.errors import BadInput
@@ -73,11 +71,8 @@ DEFAULT_SIZES = (64,)
 DEFAULT_CONTESTANTS = ("dpcore-native",)
 LAYER_WORKER = "harness.worker.layers"
 SINGLE_PASSES = 100_000
-LOOK_SECONDS = 0.2
 LAYER_SECONDS = 0.6
 TASK_SECONDS = 6.0
-TURN_SECONDS = 0.4
-"""A task's two processes take some fifteen turns of this length each."""
 METRICS = ("cpu_peak_allocated", "cuda_peak_allocated", resident.GROWTH)
 """Counted by the framework's allocator in a layer; of a task, the growth of the resident set."""
 
@@ -322,25 +317,6 @@ def first_of(seed: int, slug: str, number: int) -> tuple[Role, Role]:
     cancels."""
     flip = random.Random(f"dpbench comparison {seed} {slug} {number // 2}").random() < 0.5
     return ("base", "head") if flip == (number % 2 == 0) else ("head", "base")
-
-
-@contextmanager
-def quietest(threads: int) -> Iterator[list[int]]:
-    """This thread and the processes that it starts on so many processors, those that others used least a moment ago:
-    both sides of a pair get the same ones, and a busy neighbour falls on neither where there is room beside it."""
-    if not hasattr(os, "sched_setaffinity"):
-        yield []
-        return
-    allowed = sorted(os.sched_getaffinity(0))
-    chosen = allowed[:threads]
-    if threads < len(allowed):
-        busy = dict(enumerate(psutil.cpu_percent(interval=LOOK_SECONDS, percpu=True)))
-        chosen = sorted(sorted(allowed, key=lambda number: busy.get(number, 100.0))[:threads])
-    os.sched_setaffinity(0, chosen)
-    try:
-        yield chosen
-    finally:
-        os.sched_setaffinity(0, allowed)
 
 
 class ComparisonRun:

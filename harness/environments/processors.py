@@ -5,14 +5,34 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
+LOOK_SECONDS = 0.2
 LISTS_CHILDREN = Path("/proc/thread-self/children").exists()
 """Whether this kernel lists a thread's children (CONFIG_PROC_CHILDREN); where it does not, all processes are asked for
 their parent, which takes some milliseconds."""
+
+
+@contextmanager
+def quietest(threads: int) -> Iterator[list[int]]:
+    """Keep this thread, and what it starts, on so many processors, those that others used least a moment ago: all that
+    are compared get the same ones, and a busy neighbour falls on none where there is room beside it."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield []
+        return
+    allowed = sorted(os.sched_getaffinity(0))
+    chosen = allowed[:threads]
+    if threads < len(allowed):
+        busy = dict(enumerate(psutil.cpu_percent(interval=LOOK_SECONDS, percpu=True)))
+        chosen = sorted(sorted(allowed, key=lambda number: busy.get(number, 100.0))[:threads])
+    os.sched_setaffinity(0, chosen)
+    try:
+        yield chosen
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 def tree_seconds(pid: int) -> float:
@@ -40,15 +60,15 @@ def _process_clock(pid: int) -> float:
         return 0.0
 
 
-def tree_waited(pid: int) -> float:
-    """Seconds that the living threads of the tree were ready and waited for a processor; 0 where the kernel does not
-    count."""
-    waited = 0
+def tree_waited(pid: int) -> dict[str, float]:
+    """Seconds that each living thread of the tree was ready and waited for a processor, by its folder; empty where the
+    kernel does not count."""
+    waited: dict[str, float] = {}
     for process in _tree(pid):
         for thread in process.glob("task/*/schedstat"):
             with suppress(OSError, ValueError, IndexError):
-                waited += int(thread.read_text().split()[1])
-    return waited / 1e9
+                waited[str(thread)] = int(thread.read_text().split()[1]) / 1e9
+    return waited
 
 
 def tree_members(pid: int) -> list[int]:

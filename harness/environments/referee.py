@@ -105,7 +105,7 @@ class Referee:
         self._uncounted: list[tuple[int, int]] = []
         self._turn_from: tuple[float, float] | None = None
         self._first_steps: list[tuple[float, float]] = []
-        self._work_before = (0.0, 0.0)
+        self._work_before: tuple[float, dict[str, float]] = (0.0, {})
 
     @property
     def for_worker(self) -> Request:
@@ -206,11 +206,11 @@ class Referee:
         """Return (seconds of the clock, of all processors by the worker and what it started)."""
         return time.monotonic(), tree_seconds(self.pid) if self.pid is not None else 0.0
 
-    def _work(self) -> tuple[float, float]:
-        """Return the seconds that the worker's threads worked, and that they were ready and waited. Of one thread on a
-        CPU, whose waiting is the machine's; several also wait for each other."""
+    def _work(self) -> tuple[float, dict[str, float]]:
+        """Return the seconds that the worker's threads worked, and that each of them was ready and waited: of one at a
+        time on a CPU, whose waiting is the machine's; several also wait for each other."""
         if self.pid is None or self.seat is None or self.request.threads > 1 or self.request.device != "cpu":
-            return 0.0, 0.0
+            return 0.0, {}
         return tree_clock(self.pid), tree_waited(self.pid)
 
     def _preparation_limit(self) -> float:
@@ -242,8 +242,11 @@ class Referee:
         self._energy.stop(now - start)
         self.seconds.append(now - start)
         if self.seat is not None:
-            worked, stood = (after - before for after, before in zip(self._work(), self._work_before, strict=True))
-            self.turns.append((self.seat.block, min(now - start, max(worked, now - start - stood))))
+            (worked, waits), (worked_before, waits_before) = self._work(), self._work_before
+            # Of one thread: several that are ready at once count the same moment more than once.
+            longest = max((waits[thread] - waits_before.get(thread, 0.0) for thread in waits), default=0.0)
+            wall = now - start
+            self.turns.append((self.seat.block, min(wall, max(worked - worked_before, wall - longest))))
         self.allowances.append(waited - waited_before)
         self._read_from = now, waited
         if self.pid is not None:
@@ -272,7 +275,8 @@ class Referee:
         """Return the result with the referee's seconds; with ``clock_fault`` where they do not agree with the worker's.
 
         On a busy machine either clock may wait. Where only waiting explains the difference, the referee's seconds
-        count, which are the longer ones: nobody gains by a clock that goes slowly.
+        count, which are the longer ones: nobody gains by a clock that goes slowly. Of a process that took turns those
+        count in which its threads did not wait for a processor.
         """
         if result.state != "ok" or result.timed is None:
             return result
@@ -288,9 +292,10 @@ class Referee:
             faults += self._slow_first_steps(sum(self.seconds) / max(1, sum(made)))
             whole = zip(self.turns, made, self.seconds, strict=True)
             timed = replace(timed, turns=[(block, n, wall, work) for (block, work), n, wall in whole])
-        if not faults and self._disagreements(stated, waiting=False):
+        if not faults and (timed.turns or self._disagreements(stated, waiting=False)):
+            counts = [work for _, _, _, work in timed.turns] or self.seconds
             measured, counted = [0.0] * len(result.epoch_seconds), [0] * len(result.epoch_seconds)
-            for (epoch, _), seconds, steps in zip(self.starts, self.seconds, made, strict=True):
+            for (epoch, _), seconds, steps in zip(self.starts, counts, made, strict=True):
                 measured[epoch] += seconds
                 counted[epoch] += steps
             measured = [s * timed.steps_timed / n for s, n in zip(measured, counted, strict=True)]
@@ -301,7 +306,9 @@ class Referee:
     def _made(self, steps: int) -> list[int]:
         """Return the steps of each stretch, of an epoch of so many: from its start to the next one's."""
         every = sorted({*self.starts, *self._uncounted})
-        ends = {one: two[1] if one[0] == two[0] else steps for one, two in zip(every, [*every[1:], (-1, 0)], strict=True)}
+        ends = {
+            one: two[1] if one[0] == two[0] else steps for one, two in zip(every, [*every[1:], (-1, 0)], strict=True)
+        }
         return [ends[start] - start[1] for start in self.starts]
 
     def _slow_first_steps(self, step_seconds: float) -> list[str]:
@@ -311,7 +318,9 @@ class Referee:
         found = []
         limit = FIRST_STEP_FACTOR * step_seconds
         if _is_beyond([seconds - room - limit for seconds, room in self._first_steps]):
-            found.append(f"the first step of a turn took more than {limit:.4f} s, {FIRST_STEP_FACTOR} times another one")
+            found.append(
+                f"the first step of a turn took more than {limit:.4f} s, {FIRST_STEP_FACTOR} times another one"
+            )
         if self.seat.beside > BESIDE_SECONDS:
             found.append(f"it worked for {self.seat.beside:.3f} s while others had their turns")
         return found

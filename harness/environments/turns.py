@@ -23,6 +23,8 @@ from harness.environments.processors import tree_clock, tree_members
 
 T = TypeVar("T")
 State = Literal["starting", "waiting", "at work", "finished", "gone"]
+TURN_SECONDS = 0.1
+"""A busy machine changes its speed within tenths of a second, and what changes between two turns does not cancel."""
 BESIDE_SECONDS = 0.02
 """Processor seconds that a stopped process may use in all: the signal takes a moment to arrive."""
 

@@ -259,9 +259,9 @@ def jobs(options: Options, contestants: list[Contestant]) -> list[Job]:
     """Return all processes in the order in which they run.
 
     Round by round, so that drift of the machine spreads over all cells; within a round the (task, batch size) blocks in
-    random order; within a block all contestants in random order. In the first round the memory process of a cell comes
-    right before its timed one: it is the untimed replay that the timed weights are compared with. Where nothing is
-    timed, every round has it.
+    random order; within a block all contestants in random order. In the first round a block's memory processes come
+    before its timed ones, which take turns: they are the untimed replays that the timed weights are compared with.
+    Where nothing is timed, every round has them.
     """
     rng = random.Random(f"dpbench {options.seed}")
     blocks = [(task, size) for task in options.tasks for size in options.batch_sizes[task]]
@@ -273,12 +273,12 @@ def jobs(options: Options, contestants: list[Contestant]) -> list[Job]:
                 continue
             order = list(contestants)
             rng.shuffle(order)
-            for place, contestant in enumerate(order):
-                cell = cell_of(options, contestant, task, size)
-                if options.memory and (number == 0 or not options.time):
-                    result.append(Job(contestant, cell, number, place, "memory"))
-                if options.time:
-                    result.append(Job(contestant, cell, number, place, "time"))
+            cells = [cell_of(options, contestant, task, size) for contestant in order]
+            both = [*enumerate(zip(order, cells, strict=True))]
+            if options.memory and (number == 0 or not options.time):
+                result += [Job(contestant, cell, number, place, "memory") for place, (contestant, cell) in both]
+            if options.time:
+                result += [Job(contestant, cell, number, place, "time") for place, (contestant, cell) in both]
     return result
 
 

@@ -22,7 +22,8 @@ from harness.data import store
 from harness.data.pretrained import starting_parameters
 from harness.environments import energy
 from harness.environments.backend import Argument, Backend, Input, Log, last_json
-from harness.environments.executor import Executor, Limits, ToolFault
+from harness.environments.executor import Executor, Limits, ToolFault, Venv
+from harness.environments.turns import TURN_SECONDS
 from harness.environments.unavailable import Unavailable
 from harness.environments.venv import EnvironmentFault
 from harness.gate import admission
@@ -31,7 +32,7 @@ from harness.plan import e2e as plan
 from harness.plan import protocol as protocols
 from harness.plan.e2e import Job, Options
 from harness.plan.registry import Contestant
-from harness.run import peaks
+from harness.run import block, peaks
 from harness.run.job_text import key_of, outcome_of
 from harness.run.pace import Pace
 from harness.run.progress import Progress
@@ -95,6 +96,8 @@ class Run(Session[Options, Contestant, Job, Request]):
         self.peaks: dict[str, float] | None = None
         self.idle = energy.Idle()
         self.folder_hashes = {c.name: c.framework.folder_hash for c in contestants}
+        self.block: list[Job] = []
+        self.taken: dict[str, Record] = {}
 
     def _begin(self, progress: Progress) -> None:
         self.idle = self.measured_idle()
@@ -118,17 +121,45 @@ class Run(Session[Options, Contestant, Job, Request]):
                     progress.log("Every interval is narrow enough: no further rounds.")
                     return
             # A block is never left half done: only what is beside each other in it can be compared.
-            for _, block in itertools.groupby(jobs, key=lambda job: (job.cell.task, job.cell.batch_size)):
+            for _, jobs_of_block in itertools.groupby(jobs, key=lambda job: (job.cell.task, job.cell.batch_size)):
+                self.block = list(jobs_of_block)
                 if number and self.pace.is_over(time.monotonic() - began):
                     progress.log("Time is up: what was measured is reported; the same command goes on from here.")
                     return
-                yield from block
+                yield from self.block
             if self.measured > before:
                 self.pace.after_round(number + 1, self._planned_rounds)
 
     @property
     def _planned_rounds(self) -> int:
         return 1 + max((job.round for job in self.jobs), default=0)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the timed processes of a block are alive together: on this machine's processors, for some seconds
+        each. Containers, GPUs and whole epochs are measured by one process after the other."""
+        is_short = self.options.budget_seconds is not None and self.protocol.warm_up and self.protocol.sampling != "own"
+        here = [e for e in self.executors.values() if not isinstance(e, Unavailable)]
+        return is_short and self.options.device == "cpu" and all(type(e) is Venv for e in here)
+
+    def _measured(self, job: Job, progress: Progress) -> Record:
+        """A timed process is measured together with those of its block that are still to be."""
+        is_killer = self.folder.attempts(job.name) >= MOST_ATTEMPTS
+        if job.purpose == "time" and self.takes_turns and job.name not in self.taken and not is_killer:
+            together = [one for one in self.block if self._is_due(one) and not self.folder.attempts(one.name)]
+            # Where the run was killed meanwhile, each is measured alone, so that who did it shows.
+            self.taken = block.records(self, together if job in together else [job], progress)
+        record = self.taken.get(job.name)
+        return super()._measured(job, progress) if record is None else record
+
+    def _is_due(self, job: Job) -> bool:
+        if job.purpose != "time":
+            return False
+        record = self.folder.read(self._record_name(job))
+        return record is None or not self._stands(job, record)
+
+    def _seconds_of(self, record: Record) -> float | None:
+        return record.wall_seconds if record.timed is not None and record.timed.turns else None
 
     def _stands(self, job: Job, record: Record) -> bool:
         is_settled = super()._stands(job, record) and not self._is_refusal_of_the_past(job, record)
@@ -235,7 +266,7 @@ class Run(Session[Options, Contestant, Job, Request]):
         with self.folder.attempt(f"{task}.{contestant.name}.gate") as killed:
             try:
                 if killed < MOST_ATTEMPTS:
-                    self._check_unchanged(contestant.name)
+                    self.check_unchanged(contestant.name)
                     device, run_tool = self.options.device, self.backend.run_tool
                     return admission.judge(
                         contestant, task, executor, bounds, device, self.threads, log, run_tool, fresh, small
@@ -258,7 +289,7 @@ class Run(Session[Options, Contestant, Job, Request]):
         reason = verdict.reason or admission.failures(verdict.gate) or None
         return self._record(job, _result_of(verdict, state, reason), Moment(), verdict.gate)
 
-    def _finished(self, job: Job, request: Request, result: Result, started: Moment, load: Load, log: Log) -> Record:
+    def finished(self, job: Job, request: Request, result: Result, started: Moment, load: Load, log: Log) -> Record:
         if job.purpose == "time" and result.state == "ok":
             result = self._compare_with_replay(job, request, result)
         if request.checked is not None and result.state == "ok":
@@ -266,10 +297,10 @@ class Run(Session[Options, Contestant, Job, Request]):
         accuracy = self._evaluate(job, request, result, log)
         return self._record(job, result, started, self._gate_of(job), load, accuracy)
 
-    def _unmeasured(self, job: Job, result: Result, started: Moment) -> Record:
+    def unmeasured(self, job: Job, result: Result, started: Moment) -> Record:
         return self._record(job, result, started, self._gate_of(job))
 
-    def _refusal(self, job: Job) -> Result | None:
+    def refusal(self, job: Job) -> Result | None:
         """Return a result without a process: the gate failed, or an earlier process of this cell showed that it cannot
         run."""
         verdict = self.verdicts[job.contestant.name, job.cell.task]
@@ -299,7 +330,7 @@ class Run(Session[Options, Contestant, Job, Request]):
         if job.purpose == "time":
             super()._remember(job, record)
 
-    def _request(self, job: Job) -> Request:
+    def request(self, job: Job) -> Request:
         options, cell = self.options, job.cell
         seeds = self._seeds(job)
         epochs = options.epochs or self.protocol.default_epochs
@@ -320,6 +351,7 @@ class Run(Session[Options, Contestant, Job, Request]):
             epochs=epochs if job.purpose == "time" else 1,
             steps=plan.steps_of(options, cell.task, cell.batch_size),
             budget_seconds=options.budget_seconds,
+            turn_seconds=TURN_SECONDS if self.takes_turns else None,
             snapshot=str(self._snapshot(job, job.purpose)) if is_first_time or job.purpose == "memory" else None,
             checked=str(self._scratch(job, "checked")) if is_first_time and self.protocol.sampling != "own" else None,
             weights=str(self._scratch(job, "weights")) if whole and job.purpose == "time" else None,
@@ -448,8 +480,8 @@ class Run(Session[Options, Contestant, Job, Request]):
             arguments += ["--deviation", repr(request.noise_multiplier * request.max_grad_norm)]
         return last_json(self.backend.run_tool(STEP_REFERENCE, arguments, log))
 
-    def _check_unchanged(self, name: str) -> None:
-        super()._check_unchanged(name)
+    def check_unchanged(self, name: str) -> None:
+        super().check_unchanged(name)
         if self.folder_hashes[name] != self.by_name[name].framework.folder_hash:
             raise changed(name)
 

@@ -221,8 +221,8 @@ class FrontierRun(Run):
             return executor
         return Budgeted(executor, self.budget_bytes)
 
-    def _request(self, job: Job) -> Request:
-        return replace(super()._request(job), mode="probe", epochs=1, steps=None, snapshot=None, weights=None)
+    def request(self, job: Job) -> Request:
+        return replace(super().request(job), mode="probe", epochs=1, steps=None, snapshot=None, weights=None)
 
     def _probe(self, job: Job, result: Result) -> Probe | None:
         if job.purpose != "probe":

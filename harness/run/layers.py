@@ -86,14 +86,14 @@ class LayerRun(Session[LayerOptions, LayerContestant, LayerJob, LayerRequest]):
     def _begin(self, progress: Progress) -> None:
         self.prepare(progress.log)
 
-    def _finished(
+    def finished(
         self, job: LayerJob, request: LayerRequest, result: Result, started: Moment, load: Load, log: Log
     ) -> Record:
         if request.left is not None and result.state == "ok":
             result = self._compare_last_pass(request, result, log)
         return self._record(job, result, started, load)
 
-    def _unmeasured(self, job: LayerJob, result: Result, started: Moment) -> Record:
+    def unmeasured(self, job: LayerJob, result: Result, started: Moment) -> Record:
         return self._record(job, result, started)
 
     def _compare_last_pass(self, request: LayerRequest, result: Result, log: Log) -> Result:
@@ -129,7 +129,7 @@ class LayerRun(Session[LayerOptions, LayerContestant, LayerJob, LayerRequest]):
         arguments += ["--bound", repr(request.max_grad_norm)]
         return Check(**last_json(self.backend.run_tool(REFERENCE, arguments, log)))
 
-    def _refusal(self, job: LayerJob) -> Result | None:
+    def refusal(self, job: LayerJob) -> Result | None:
         """Return a result without a process: it cannot run, or an earlier process of this cell showed so."""
         assert job.cell.layer is not None
         executor = self.executors[job.contestant.name]
@@ -145,7 +145,7 @@ class LayerRun(Session[LayerOptions, LayerContestant, LayerJob, LayerRequest]):
             return Result(earlier.state, earlier.reason, layer=_predictions(earlier))
         return None
 
-    def _request(self, job: LayerJob) -> LayerRequest:
+    def request(self, job: LayerJob) -> LayerRequest:
         options, cell = self.options, job.cell
         is_compared = job.purpose == "time" and job.round == 0
         first = job.purpose == "memory" or (job.round == 0 and not options.memory)

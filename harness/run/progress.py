@@ -89,12 +89,12 @@ class Progress:
             said = "".join(letter for letter in said if letter.isprintable())[:LONGEST_WORD]
             self._bar.update(self._task, now=f"{self._text} · {said}")
 
-    def done(self, outcome: str, counts: bool = True) -> None:
+    def done(self, outcome: str, counts: bool = True, seconds: float | None = None) -> None:
         """A piece has ended. ``outcome``: its result in few words; ``counts``: whether its time tells of others, which
-        it does not where it was measured before, or beside others."""
+        it does not where it was measured before, or beside others. ``seconds``: that it took, if not since the last."""
         now = time.monotonic()
         if counts:
-            self._remaining.add(self._keys[self._done], now - self._piece_began)
+            self._remaining.add(self._keys[self._done], now - self._piece_began if seconds is None else seconds)
         self._done += 1
         seconds = self._remaining.seconds(self._keys[self._done :])
         left = "" if not seconds else f"{about(seconds)} left"

@@ -46,6 +46,7 @@ it likes it."""
 DISTURBED_SPEED = 0.25
 """A change of the speed probe's seconds from before to after a process by more than this means that the machine itself
 changed its speed; on a quiet machine it stays within a few per cent."""
+SWAMPED_SHARE = 0.5
 FINAL_STATES = {"rejected", "oom", "timeout", "unsupported"}
 """States of a cell that another round cannot change: it is recorded again, not run again."""
 
@@ -117,19 +118,19 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
         return self.hashes[job.contestant.name]
 
     @abstractmethod
-    def _refusal(self, job: AJob) -> Result | None:
+    def refusal(self, job: AJob) -> Result | None:
         """Return a result without a process: it cannot run, or an earlier process of this cell showed so."""
 
     @abstractmethod
-    def _request(self, job: AJob) -> ARequest:
+    def request(self, job: AJob) -> ARequest:
         """Return what the worker is asked for."""
 
     @abstractmethod
-    def _finished(self, job: AJob, request: ARequest, result: Result, started: Moment, load: Load, log: Log) -> Record:
+    def finished(self, job: AJob, request: ARequest, result: Result, started: Moment, load: Load, log: Log) -> Record:
         """Return the record of a process, after what is compared once it has ended."""
 
     @abstractmethod
-    def _unmeasured(self, job: AJob, result: Result, started: Moment) -> Record:
+    def unmeasured(self, job: AJob, result: Result, started: Moment) -> Record:
         """Return the record of a job without a process, or with one that broke."""
 
     def _facts(self, job: AJob, result: Result, started: Moment, load: Load | None) -> dict[str, Any]:
@@ -172,7 +173,7 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
         """Return whether it is the rejection that the contestant declares."""
         return False
 
-    def _check_unchanged(self, name: str) -> None:
+    def check_unchanged(self, name: str) -> None:
         """Raise :class:`BadInput` where the contestant's code is no longer what the gate has seen (rule V9), or the
         harness' own code or the data are not what they were when the run began."""
         self.watched.check()
@@ -204,8 +205,12 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
             self.measured += not is_old
             states[record.state] = states.get(record.state, 0) + 1
             expected += self._is_expected(job, record)
-            progress.done(outcome_of(record), counts=not is_old)
+            progress.done(outcome_of(record), counts=not is_old, seconds=self._seconds_of(record))
         return Summary(sum(states.values()), resumed, states, self.folder.path, expected)
+
+    def _seconds_of(self, record: Record) -> float | None:
+        """Return what the record took, where that is not the time since the one before it."""
+        return None
 
     def _in_order(self, progress: Progress) -> Iterator[AJob]:
         """Yield the jobs as they are measured; the former one is on record when the next one is asked for."""
@@ -243,18 +248,18 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
                 raise
             except Exception as error:
                 result = unforeseen(error)
-            return self._unmeasured(job, result, started)
+            return self.unmeasured(job, result, started)
 
     def _measure(self, job: AJob, progress: Progress) -> Record:
         """Return one process, or the record of why there is none."""
         started = Moment()
-        refusal = self._refusal(job)
+        refusal = self.refusal(job)
         if refusal is not None:
-            return self._unmeasured(job, refusal, started)
+            return self.unmeasured(job, refusal, started)
         executor = self.executors[job.contestant.name]
         assert not isinstance(executor, Unavailable)
-        request = self._request(job)
-        self._check_unchanged(job.contestant.name)
+        request = self.request(job)
+        self.check_unchanged(job.contestant.name)
         result, load = undisturbed(
             lambda: executor.run(request, self.limits, progress.event),
             self.options.repeats,
@@ -264,7 +269,7 @@ class Session(ABC, Generic[AnOptions, AContestant, AJob, ARequest]):
             self.backend.speed_probe,
         )
         check_disk(result, self.folder, job.cell.name)
-        return self._finished(job, request, result, started, load, progress.log)
+        return self.finished(job, request, result, started, load, progress.log)
 
 
 def undisturbed(
@@ -326,22 +331,25 @@ def by_the_clock(result: Result) -> Result:
 def in_turns(
     processes: Mapping[str, Callable[[Seat], Result]], seed: str, name: str, log: Log, equal: bool = False
 ) -> dict[str, tuple[Result, Load]]:
-    """Return (result, load) of ``processes`` that take turns (:mod:`harness.environments.turns`). All of them are made
-    again where one is owed another try, because a machine that is busy can keep its clock waiting."""
-    repeat = 0
-    while True:
-        results = Turns(f"{seed} {repeat}", equal).together(processes)
-        owed = {who: result for who, result in results.items() if owed_repeats(result) > repeat}
-        if not owed:
-            break
-        for who, result in owed.items():
-            log(f"{name}: {who} was disturbed ({result.clock_fault or result.reason}), repeated")
+    """Return (result, load) of ``processes`` that take turns (:mod:`harness.environments.turns`). One that is owed
+    another try, because a machine that is busy can keep its clock waiting, is made again; where they must be
+    ``equal``, all of them are.
+
+    Other load is no reason for that: it falls on all of them alike. Only of a process whose share of a processor was
+    smaller than that of others it is said that it was disturbed."""
+    found: dict[str, tuple[Result, Load]] = {}
+    left, repeat = dict(processes), 0
+    while left:
+        results = Turns(f"{seed} {repeat}", equal).together(left)
+        owed = {who for who, result in results.items() if owed_repeats(result) > repeat}
+        for who, result in results.items():
+            if who in owed:
+                log(f"{name}: {who} was disturbed ({result.clock_fault or result.reason}), repeated")
+            share = result.foreign_share
+            load = Load(foreign_share=share, disturbed=share > SWAMPED_SHARE, repeats=repeat)
+            found[who] = by_the_clock(result), load
+        left = {who: process for who, process in left.items() if who in owed or (equal and owed)}
         repeat += 1
-    found = {}
-    for who, result in results.items():
-        share = result.foreign_share
-        load = Load(foreign_share=share, disturbed=share > DISTURBED_SHARE, repeats=repeat)
-        found[who] = by_the_clock(result), load
     return found
 
 

@@ -124,15 +124,19 @@ class RunFolder:
     def write(self, name: str, value: Record) -> None:
         cache.write_atomically(self.records / name, value.to_json().encode())
 
+    def attempts(self, name: str) -> int:
+        """Return how often a run was killed while the process that makes the record ``name`` was under way."""
+        try:
+            return int((self.scratch / f"{name}.attempts").read_text())
+        except (OSError, ValueError):
+            return 0
+
     @contextmanager
     def attempt(self, name: str) -> Iterator[int]:
         """Around the process that makes the record ``name``: how often a run was killed before while this process was
         under way. A killed one leaves its count behind; a run that ends in any other way does not."""
         path = self.scratch / f"{name}.attempts"
-        try:
-            before = int(path.read_text())
-        except (OSError, ValueError):
-            before = 0
+        before = self.attempts(name)
         cache.write_atomically(path, str(before + 1).encode())
         try:
             yield before

@@ -64,15 +64,15 @@ class Measurement:
             timed_steps(self.adapter, [batch] * SETTLING_STEPS)
 
     def calibrate(self) -> tuple[float, float, int]:
-        """(seconds of all steps, seconds of the last one, how many). The first steps of ordinary size compile, allocate
-        and examine, the last one shows what a step costs."""
+        """(seconds of all steps, seconds of the shortest, how many). The first steps of ordinary size compile, allocate
+        and examine, the shortest one shows what a step costs."""
         self.emit({"event": "phase", "phase": "warm-up"})
         batch = warm_up_batch(self.request, self.setting, self.request.batch_size)
         least, most = CALIBRATION_STEPS
         seconds: list[float] = []
         while len(seconds) < least or (len(seconds) < most and sum(seconds) < CALIBRATION_SECONDS):
             seconds.append(timed_steps(self.adapter, [batch]))
-        return sum(seconds), seconds[-1], len(seconds)
+        return sum(seconds), min(seconds), len(seconds)
 
     def warm_up(self, sizes: Sequence[int]) -> tuple[float, int]:
         """(seconds, steps): one step of every other compiled size that occurs in the batches."""

@@ -17,8 +17,8 @@ class Request:
     written, for comparison with the untimed replay. ``checked``: where a replay in the same process and one of its
     steps in detail go, for the reference. ``weights``: where the final weights go, for evaluation. ``sketches``: a
     memory process adds a sketch (:mod:`harness.worker.sketch`) of how far its steps moved the weights. ``order_seed``:
-    of the order in which the batches of a stretch come, which a worker is told stretch by stretch. ``turn_seconds``: the
-    process takes turns with others that are alive beside it, of about so many seconds each."""
+    of the order in which the batches of a stretch come, which a worker is told stretch by stretch. ``turn_seconds``:
+    length of a turn of a process that takes turns with others."""
 
     mode: Mode
     folder: str

@@ -29,7 +29,7 @@ def apart(sides_cache, monkeypatch, reference) -> Iterator[None]:
     virtual_time.install(monkeypatch)
     # The canary's work is real, and takes no time on that clock.
     monkeypatch.setattr("harness.environments.backend.speed_probe.seconds", lambda: 0.01)
-    monkeypatch.setattr("harness.compare.run.LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("harness.environments.processors.LOOK_SECONDS", 0.001)
     # A worker collects garbage around its clock: of what the test run itself has loaded, that takes longest of all.
     gc.freeze()
     yield
