@@ -144,8 +144,8 @@ class Run(Session[Options, Contestant, Job, Request]):
 
     def _measured(self, job: Job, progress: Progress) -> Record:
         """A timed process is measured together with those of its block that are still to be."""
-        is_killer = self.folder.attempts(job.name) >= MOST_ATTEMPTS
-        if job.purpose == "time" and self.takes_turns and job.name not in self.taken and not is_killer:
+        has_process = self.folder.attempts(job.name) < MOST_ATTEMPTS and self.refusal(job) is None
+        if job.purpose == "time" and self.takes_turns and job.name not in self.taken and has_process:
             together = [one for one in self.block if self._is_due(one) and not self.folder.attempts(one.name)]
             # Where the run was killed meanwhile, each is measured alone, so that who did it shows.
             self.taken = block.records(self, together if job in together else [job], progress)
