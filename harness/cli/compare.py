@@ -21,7 +21,14 @@ if TYPE_CHECKING:
 
 Threshold = Annotated[float, typer.Option(help="Slowdown from which an alert is raised.", metavar="FRACTION")]
 Alpha = Annotated[float, typer.Option(help="Chance of any false difference in the whole call.", metavar="FRACTION")]
-Rounds = Annotated[int, typer.Option(help="Pairs after which a cell ends undecided.", metavar="N")]
+Rounds = Annotated[
+    int | None,
+    typer.Option(
+        help="Pairs after which a cell ends undecided; default 20, or 10 where only tasks are compared.",
+        metavar="N",
+        show_default=False,
+    ),
+]
 Minutes = Annotated[
     float | None, typer.Option(help="After so many no new pair is begun.", metavar="M", show_default=False)
 ]
@@ -71,7 +78,7 @@ def compare(
     ] = "clipped",
     threshold: Threshold = 0.05,
     alpha: Alpha = 0.05,
-    max_rounds: Rounds = 20,
+    max_rounds: Rounds = None,
     minutes: Minutes = None,
     threads: Threads = 1,
     seconds: Seconds = None,
@@ -222,7 +229,7 @@ def bisect(
     bad: Annotated[str, typer.Argument(help="Git ref at which it is worse; a descendant of GOOD.")],
     threshold: Threshold = 0.05,
     alpha: Alpha = 0.05,
-    max_rounds: Rounds = 20,
+    max_rounds: Rounds = None,
     threads: Threads = 1,
     seconds: Seconds = None,
     isolation: Isolation = "venv",

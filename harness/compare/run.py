@@ -72,7 +72,9 @@ DEFAULT_CONTESTANTS = ("dpcore-native",)
 LAYER_WORKER = "harness.worker.layers"
 SINGLE_PASSES = 100_000
 LAYER_SECONDS = 0.6
+LAYER_ROUNDS = 20
 TASK_SECONDS = 6.0
+TASK_ROUNDS = 10
 METRICS = ("cpu_peak_allocated", "cuda_peak_allocated", resident.GROWTH)
 """Counted by the framework's allocator in a layer; of a task, the growth of the resident set."""
 
@@ -90,7 +92,7 @@ Stored = TypeVar("Stored", Pair, MemoryPair)
 @dataclass(frozen=True)
 class ComparisonOptions:
     """Options of a comparison. ``frameworks``: names as the other verbs take them. ``seconds``: timed, per process;
-    None for LAYER_SECONDS or TASK_SECONDS.
+    None for LAYER_SECONDS or TASK_SECONDS. ``max_rounds``: None for LAYER_ROUNDS or TASK_ROUNDS.
     ``minutes``: after which no new pair is begun; environments and data do not count. ``threads``: 1 unless asked,
     which leaves processors to the rest of the machine. ``first_alert``: a cell ends with its first alert; where memory
     has grown for certain, no clock is started."""
@@ -102,7 +104,7 @@ class ComparisonOptions:
     passes: tuple[str, ...] = ("clipped",)
     threshold: float = 0.05
     alpha: float = 0.05
-    max_rounds: int = 20
+    max_rounds: int | None = None
     minutes: float | None = None
     seconds: float | None = None
     threads: int = 1
@@ -113,6 +115,13 @@ class ComparisonOptions:
     synthetic: bool = False
     seed: int = 0
     timeout_seconds: float = 300.0
+
+    @property
+    def rounds(self) -> int:
+        """Most pairs of a cell. Of processes that take turns fewer are needed, and each costs more."""
+        if self.max_rounds is not None:
+            return self.max_rounds
+        return LAYER_ROUNDS if self.layers else TASK_ROUNDS
 
     @property
     def layer_seconds(self) -> float:
@@ -130,9 +139,9 @@ def check(options: ComparisonOptions) -> None:
     # Equivalence takes an interval at 1 - 2 alpha, see harness.analysis.sequential.
     if not 0.0 < options.alpha < 0.5:
         raise BadInput(f"--alpha is {options.alpha}: it is a chance above 0 and below 0.5, for instance 0.05.")
-    if options.max_rounds < FIRST_LOOK:
+    if options.rounds < FIRST_LOOK:
         raise BadInput(
-            f"--max-rounds is {options.max_rounds}: fewer than {FIRST_LOOK} pairs give no verdict; ask for more."
+            f"--max-rounds is {options.rounds}: fewer than {FIRST_LOOK} pairs give no verdict; ask for more."
         )
     plan.check_numbers({"threads": options.threads}, {"minutes": options.minutes}, 0, options.seed)
     check_isolation(options.isolation)
@@ -338,7 +347,7 @@ class ComparisonRun:
         self.command = command
         self.paired_cells = paired_cells(options, {role: side.folder for role, side in self.sides.items()})
         timed = sum(paired.refusal is None for paired in self.paired_cells)
-        self.rule = Rule(options.alpha, max(1, timed), options.threshold, options.max_rounds)
+        self.rule = Rule(options.alpha, max(1, timed), options.threshold, options.rounds)
         self.timed = timed
         self.limits = Limits(memory_limit.default_limit(), options.timeout_seconds)
         self.executors: dict[tuple[Role, str, str], Executor | Unavailable] = {}
@@ -716,7 +725,7 @@ class ComparisonRun:
             head=self._facts("head"),
             alpha=self.options.alpha,
             threshold=self.options.threshold,
-            max_rounds=self.options.max_rounds,
+            max_rounds=self.options.rounds,
             timed_cells=self.timed,
             isolation=self.options.isolation,
             engine=next((p.container.engine for p in processes if p.container is not None), None),
