@@ -98,7 +98,7 @@ def against(entries: Sequence[Entry], sizes: Sequence[int] = ()) -> pd.DataFrame
     """
     found = [fastest_peer.frame(tables) for entry in sorted(entries, key=_age) if (tables := _tables(entry.file))]
     rows = pd.concat([f for f in found if len(f)], ignore_index=True)
-    rows = rows[(rows.protocol == "verified-v1") & (rows.batch_size.isin(sizes) if sizes else True)]
+    rows = rows[(rows.protocol.str.startswith("verified-v")) & (rows.batch_size.isin(sizes) if sizes else True)]
     rows = rows.drop_duplicates(["task", "batch_size", "contestant", "against"], keep="last")
     return rows.sort_values("task", key=lambda column: column.map(list(TASKS).index), kind="stable")
 
