@@ -22,6 +22,8 @@ REFUSED = {
     "stops-clocks": ("rejected", ("by the harness's clock",)),
     "works-between": ("rejected", ("between a reading of the weights and the next start",)),
     "two-processors": ("rejected", ("processors, and were given 1",)),
+    "first-of-a-turn": ("rejected", ("a turn's first step took more than",)),
+    "daemon": ("rejected", ("has left its tree of processes",)),
     "forges-time": ("rejected", ("the clocks do not agree",)),
     "patches-clock": ("rejected", ("the clocks do not agree",)),
     "patches-worker": ("rejected", ("unchanged", "the clocks do not agree", "replay")),
