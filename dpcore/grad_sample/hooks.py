@@ -186,7 +186,8 @@ class AbstractGradSampleHooks:
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int, name: str
     ) -> tuple[Tape, Any]:
         """A recorded call of the module's method ``name``: the tape and what was returned."""
-        kind = self._prepare(call, args, kwargs, batch_size, name)
+        self.losses.next_pass()
+        kind, due = self._prepare(call, args, kwargs, batch_size, name)
         scale = float(batch_size) if self.loss_reduction == "mean" else 1.0
         self._passes += 1
         tape = self._layout.tape(self._names, batch_size, scale)
@@ -194,11 +195,9 @@ class AbstractGradSampleHooks:
         tape.drops_activations = self._layout.drops_activations
         with self._layout.recording(tape):
             output = call(*args, **kwargs)
-        if kind is None:
-            self.losses.give_up()
-        else:
+        if self.isolation.enabled and not self._sharded:
             mean_loss.install()
-            self.losses.expect(kind, tensors_in(output), batch_size)
+            self.losses.expect(kind, due, tensors_in(output), batch_size)
         return tape, output
 
     @property
@@ -352,10 +351,10 @@ class AbstractGradSampleHooks:
 
     def _prepare(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int, name: str
-    ) -> Any:
+    ) -> tuple[Any, bool]:
         """Before a batch: finds what has no rule, and whether examples are kept apart, where either is due.
 
-        Returns the kind of a batch that was checked, or None.
+        Returns the kind of the batch, and whether it was checked.
         """
         kind = (
             name,
@@ -368,10 +367,10 @@ class AbstractGradSampleHooks:
         self._learn(kind, call, args, kwargs, batch_size)
         # The passes of a sharded module exchange parameters: all ranks would have to make the same experiments.
         if self._sharded or not self.isolation.due(kind, batch_size):
-            return None
+            return kind, False
         run = lambda batch: call(*batch[0], **batch[1])  # noqa: E731
         self.isolation.check(kind, run, (args, kwargs), batch_size, outputs=name == "forward")
-        return kind
+        return kind, True
 
     def _look_again(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int
@@ -448,7 +447,8 @@ class AbstractGradSampleHooks:
         self._give_up()
 
     def _give_up(self) -> None:
-        """Forgets backward passes that failed."""
+        """Forgets backward passes that failed, and graphs whose losses were looked at."""
+        self.losses.next_pass()
         for tapes in self._firing.values():
             _spend(tapes)
         self._firing = {}
@@ -460,6 +460,7 @@ class AbstractGradSampleHooks:
         """
         self._iterations, self._last = [], []
         self._empty.drop()
+        self.losses.next_pass()
 
     def own(self, param: Parameter) -> None:
         """Record that ``param.grad`` is ours; a later change will be noticed."""

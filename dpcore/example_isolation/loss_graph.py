@@ -1,0 +1,250 @@
+"""The graph between a loss and the outputs of private passes, and the experiments on it: whose rows it reaches."""
+
+from __future__ import annotations
+
+import math
+import random
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from dpcore.example_isolation.rows import flat_rows, half_of_rows, ways_of_rows
+from dpcore.tape.tape import LOOKS
+
+MOST_NODES = 5000
+"""Functions between a loss and the outputs that are looked at."""
+MOST_NUMBERS = 2**22
+"""Numbers in the outputs beyond which no second derivative is taken: it needs several times their memory."""
+MOST_BENDS = 32
+"""Functions that select or bend whose reach is looked at: those that are next to the loss."""
+SELECTING = {
+    *("Topk", "Sort", "Kthvalue", "Median", "Nanmedian", "Mode", "Max", "Min", "Cummax", "Cummin", "Amax", "Amin"),
+}
+"""Functions that select by value, along a dimension or of all numbers."""
+BENDING = {
+    *("Abs", "Clamp", "ClampMin", "ClampMax", "Relu", "LeakyRelu", "Prelu", "Threshold", "Hardtanh", "Elu", "Where"),
+    *("Maximum", "Minimum", "Fmax", "Fmin", "Hardswish", "Hardsigmoid", "Hardshrink", "Softshrink", "MaskedFill"),
+    *("SmoothL1Loss", "HuberLoss", "LinalgVectorNorm", "Norm"),
+}
+"""Functions of single numbers whose second derivative is zero nearly everywhere, though they are not linear."""
+
+
+@dataclass(frozen=True, eq=False)
+class Output:
+    """An output of a recorded pass of ``examples``: ``owners``, ways to tell those of its rows in a dimension."""
+
+    tensor: weakref.ref[Tensor]
+    edge: GradientEdge
+    shape: torch.Size
+    examples: int
+    owners: list[tuple[int, Tensor]]
+
+    @classmethod
+    def of(cls, output: Tensor, examples: int) -> Output:
+        """Return it for a tensor with a gradient."""
+        ways = ways_of_rows(output.shape, examples)
+        ways = ways[:1] if ways and not ways[0][0] else ways  # the first one, though another is as long
+        return cls(weakref.ref(output), get_gradient_edge(output), output.shape, examples, ways)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How much the examples weigh where a loss goes through a function, all of them and each."""
+
+    total: float
+    of: Tensor
+
+    @classmethod
+    def at(cls, grad: Tensor, examples: int, flat: set[int]) -> Weights | None:
+        """Return them for the gradient at a function's values; None where these have no rows, or all weigh the same.
+
+        ``flat``: lengths of a first dimension that holds several rows of each.
+        """
+        wide = grad.detach().to(torch.promote_types(grad.dtype, torch.float32))
+        ways = ways_of_rows(wide.shape, examples)
+        if not ways and wide.dim() and len(wide) in flat:
+            ways = flat_rows(len(wide), examples)
+        if not ways:
+            return None
+        beside = [wide.movedim(dim, 0).reshape(len(owners), -1).sum(1).double().cpu() for dim, owners in ways]
+        of = torch.stack(
+            [row.new_zeros(examples).index_add_(0, owners, row) for row, (_, owners) in zip(beside, ways, strict=True)]
+        )
+        sizes = of.abs()
+        cancelled = float(sizes.sum(1).min()) <= 1e-3 * float(torch.linalg.vector_norm(wide, 1))
+        if cancelled or bool((of.amax(1) - of.amin(1) <= 1e-4 * sizes.amax(1)).any()):
+            return None
+        total = float(of[0].sum())
+        return cls(total, of[0]) if abs(total) > 1e-3 * float(sizes[0].sum()) else None
+
+    def are_shares(self, others: list[Weights]) -> bool:
+        """Return whether these and those of ``others`` batches have one sum, though the single ones are others.
+
+        Of weights that are whole numbers two sums are often equal, but hardly one by chance.
+        """
+        totals = [self.total, *(other.total for other in others)]
+        alike = max(totals) - min(totals) <= 1e-5 * abs(self.total)
+        few = len(totals) < (2 if abs(abs(self.total) - 1.0) < 1e-5 else 3)
+        return alike and not few and all(map(self._differ, others))
+
+    def _differ(self, other: Weights) -> bool:
+        """Return whether most of the single ones are others."""
+        mine, theirs = (w.of[w.of != 0.0].abs().log() * 1e4 for w in (self, other))
+        # A mean's weights are as much smaller as its batch is longer.
+        for length in (0.0, 1e4 * math.log(len(other.of) / len(self.of))):
+            near = [torch.isin((mine - length).round() + k, theirs.round()) for k in (-1, 0, 1)]
+            if 2 * int(torch.stack(near).any(0).sum()) >= len(mine):
+                return False
+        return True
+
+
+class LossGraph:
+    """The functions between ``loss`` and those of the ``outputs`` that it comes from."""
+
+    def __init__(self, loss: Tensor, outputs: list[Output], others: list[Output]) -> None:
+        """``others``: outputs behind which nothing is looked at, of whatever module."""
+        self._others = others
+        self._loss = get_gradient_edge(loss)
+        expected = {output.edge.node: output for output in outputs}
+        self.nodes: list[Any] = []
+        self.outputs: list[Output] = []
+        seen: set[Any] = {output.edge.node for output in others} - expected.keys()
+        waiting: deque[Any] = deque([loss.grad_fn])
+        while waiting and len(self.nodes) < MOST_NODES:
+            node = waiting.popleft()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node in expected:
+                self.outputs += [output for output in outputs if output.edge.node is node]
+            else:
+                self.nodes.append(node)
+                waiting += [following for following, _ in node.next_functions]
+        self.sizes = {output.examples for output in self.outputs}
+        self.examples = max(self.sizes, default=0)
+        self._by_row = [output for output in self.outputs if output.owners]
+        self._edges = [output.edge for output in self._by_row]
+        several = range(max((len(output.owners) for output in self._by_row), default=0))
+        self._ways = [[of.owners[min(way, len(of.owners) - 1)] for of in self._by_row] for way in several]
+
+    @contextmanager
+    def looked_at(self) -> Iterator[None]:
+        """Leave the gradients that outputs retain as they are."""
+        tensors = [tensor for of in self._others if (tensor := of.tensor()) is not None and tensor.retains_grad]
+        retained = [tensor.grad for tensor in tensors]
+        try:
+            yield
+        finally:
+            for tensor, grad in zip(tensors, retained, strict=True):
+                tensor.grad = grad
+
+    def weights(self) -> list[Weights | None]:
+        """Return the weights of the examples at each of the nodes, by one backward pass."""
+        found: list[Weights | None] = [None] * len(self.nodes)
+        # All words, and all that have a next one.
+        lengths = {(output.shape[:2].numel(), self.examples) for output in self._by_row if len(output.shape) > 1}
+        flat = {n - less for n, of in lengths for less in (0, of)}
+
+        def note(at: int, grads: tuple[Tensor | None, ...]) -> None:
+            if len(grads) == 1 and grads[0] is not None:
+                found[at] = Weights.at(grads[0], self.examples, flat)
+
+        with ExitStack() as hooks:
+            for at, node in enumerate(self.nodes):
+                handle = node.register_prehook(lambda grads, at=at: note(at, grads))
+                hooks.callback(handle.remove)
+            self._grad(self._loss, [output.edge for output in self.outputs])
+        return found
+
+    def _grad(
+        self, of: GradientEdge, edges: list[GradientEdge], start: Tensor | None = None, create_graph: bool = False
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients at ``edges``, by a backward pass that begins at ``of`` and may come to no recorded place."""
+        tasks: set[int] = set()
+
+        def note(grads: Any) -> None:
+            tasks.add(torch._C._current_graph_task_id())
+            LOOKS.update(tasks)
+
+        hook = of.node.register_prehook(note)
+        try:
+            seed, options = None if start is None else [start], {"create_graph": create_graph, "allow_unused": True}
+            return torch.autograd.grad([of], edges, seed, retain_graph=True, **options)
+        finally:
+            hook.remove()
+            LOOKS.difference_update(tasks)
+
+    def bend(self) -> str | None:
+        """Return the name of a function that selects among several examples' numbers or bends what comes of several."""
+        behind = {*self.nodes, *(edge.node for edge in self._edges)}
+        bends = [node for node in self.nodes if kind_of(node) in SELECTING | BENDING]
+        for node in bends[:MOST_BENDS] if self._ways else ():
+            inputs = [GradientEdge(of, nr) for of, nr in node.next_functions if of in behind]
+            if any(self._mixes(node, edge) for edge in inputs):
+                return kind_of(node)
+        return None
+
+    def _mixes(self, node: Any, edge: GradientEdge) -> bool:
+        """Return whether the numbers that ``node`` compares, or one that it bends, come from several examples."""
+        meta = edge.node._input_metadata[edge.output_nr]  # type: ignore[attr-defined]
+        start = torch.zeros(tuple(meta.shape), dtype=meta.dtype, device=meta.device)
+        if kind_of(node) in SELECTING:
+            start = _fibre(start, getattr(node, "_saved_dim", None))
+        elif any(edge.node is of.node for of in self._edges) or not start.numel():
+            return False  # numbers of an output, each by itself
+        else:
+            start.view(-1)[random.Random(0).randrange(start.numel())] = 1.0
+        reached = self._grad(edge, self._edges, start)
+        return all(len(set(self._with_gradient(reached, way))) > 1 for way in self._ways)
+
+    def _with_gradient(self, grads: tuple[Tensor | None, ...], way: list[tuple[int, Tensor]]) -> Iterator[int]:
+        """The examples of the rows that have a gradient."""
+        for (dim, owners), grad in zip(way, grads, strict=True):
+            if grad is not None:
+                yield from owners[(grad.movedim(dim, 0).reshape(len(owners), -1) != 0.0).any(1).cpu()].tolist()
+
+    def compares(self, generator: random.Random) -> bool:
+        """Return whether the gradient at some rows of the outputs changes with other rows, by a second derivative."""
+        if not self._ways or sum(output.shape.numel() for output in self._by_row) > MOST_NUMBERS:
+            return False
+        rows, _ = half_of_rows(self.examples, generator)
+        mine = torch.zeros(self.examples, dtype=torch.bool)
+        mine[rows] = True
+        first = self._grad(self._loss, self._edges, create_graph=True)
+        return all(self._changes(first, mine, way) for way in self._ways)
+
+    def _changes(self, first: tuple[Tensor | None, ...], mine: Tensor, way: list[tuple[int, Tensor]]) -> bool:
+        """Return whether the gradient of ``mine`` [B] examples changes with the others, told apart in one way."""
+        numbers, terms = torch.Generator().manual_seed(self.examples), []
+        for (dim, of), grad in zip(way, first, strict=True):
+            if grad is not None and grad.requires_grad:
+                part = grad.index_select(dim, mine[of].nonzero().flatten().to(grad.device))
+                terms.append((part * torch.rand(part.shape, generator=numbers).to(part.device, part.dtype)).sum())
+        if not terms:
+            return False
+        second = torch.autograd.grad(sum(terms[1:], terms[0]), self._edges, retain_graph=True, allow_unused=True)
+        finite = tuple(None if grad is None else grad.nan_to_num(0.0, 0.0, 0.0) for grad in second)
+        return not bool(mine[list(self._with_gradient(finite, way))].all())
+
+
+def kind_of(node: Any) -> str:
+    """Return a function's name without its ending."""
+    return str(node.name()).rstrip("0123456789").removesuffix("Backward")
+
+
+def _fibre(values: Tensor, dim: Any) -> Tensor:
+    """Zeros with ones along ``dim``, at one place of the others; all ones without a dimension."""
+    dims = (dim,) if isinstance(dim, int) else dim
+    if not dims or not values.dim():
+        return values + 1.0
+    along = {(d - 2**64 if d >= 2**63 else d) % values.dim() for d in dims}
+    at = tuple(slice(None) if d in along else n // 2 for d, n in enumerate(values.shape))
+    values[at] = 1.0
+    return values
