@@ -21,7 +21,7 @@ from dpcore.example_isolation.check import IsolationCheck
 from dpcore.example_isolation.loss import LossCheck
 from dpcore.grad_sample import mean_loss
 from dpcore.grad_sample.backward_pass import Iteration, owner_of, set_owner
-from dpcore.grad_sample.empty_batches import EmptyBatches, newest_batch
+from dpcore.grad_sample.empty_batches import EmptyBatches, newest_batch, outputs_of_none
 from dpcore.grad_sample.entrances import Enter, Entrance, methods_that_run_layers
 from dpcore.grad_sample.loss_reduction import divided_by, reduction_of
 from dpcore.microbatch import ragged
@@ -38,12 +38,6 @@ from dpcore.tape.uses import Use
 from dpcore.tree import flatten, unflatten
 from dpcore.validators.module_validator import ModuleValidator, batch_norm_error, batch_norms, mixes_examples
 from dpcore.validators.parameters import check_hooks, check_recordable
-
-EMPTY_BATCH = (
-    "The batch was empty, as those of Poisson sampling may be, and the module failed on it. Let forward() return an "
-    "empty output where len(x) == 0, for instance torch.zeros(0, classes), so that loss.backward() and "
-    "optimizer.step() make this batch a step, too."
-)
 
 
 class AbstractGradSampleHooks:
@@ -229,12 +223,7 @@ class AbstractGradSampleHooks:
         Its outputs are the graph's ends. (Sharded modules take the other way: their ranks gather parameters in the
         backward pass, too.)
         """
-        try:
-            with torch.no_grad():
-                output = call(*args, **kwargs)
-        except Exception as error:
-            error.add_note(EMPTY_BATCH)
-            raise
+        output = outputs_of_none(self._module, call, args, kwargs)
         noted = self._note_empty()
 
         def arrived(gradient: Tensor) -> None:
