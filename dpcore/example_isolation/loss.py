@@ -167,9 +167,9 @@ class LossCheck:
             others = [theirs for seen in before if (theirs := seen.weights[at]) is not None]
             if mine is not None and mine.are_shares(others):
                 raise PrivacyError(
-                    "The loss is divided by what its batch holds: the weights of the examples add up to "
-                    f"{mine.total:.6g} in every batch, though each has another one. {REMEDY}: {BY_TOKENS}, for "
-                    f"instance. {OR_SWITCH_OFF}"
+                    "The loss is divided by what its batch holds: the weights of the examples, or their squares, add "
+                    f"up to the same in every batch, though each is another. {REMEDY}: {BY_TOKENS}, for instance. "
+                    f"{OR_SWITCH_OFF}"
                 )
         before[:] = [*before, now][-MOST_SEEN:]
         lengths = [seen.examples for seen in before]

@@ -56,9 +56,8 @@ class Output:
 
 @dataclass(frozen=True)
 class Weights:
-    """How much the examples weigh where a loss goes through a function, all of them and each."""
+    """How much each of the examples weighs where a loss goes through a function."""
 
-    total: float
     of: Tensor
 
     @classmethod
@@ -71,28 +70,39 @@ class Weights:
         ways = ways_of_rows(wide.shape, examples)
         if not ways and wide.dim() and len(wide) in flat:
             ways = flat_rows(len(wide), examples)
-        if not ways:
-            return None
-        beside = [wide.movedim(dim, 0).reshape(len(owners), -1).sum(1).double().cpu() for dim, owners in ways]
-        of = torch.stack(
-            [row.new_zeros(examples).index_add_(0, owners, row) for row, (_, owners) in zip(beside, ways, strict=True)]
+        found = []
+        for dim, owners in ways:
+            rows = wide.movedim(dim, 0).reshape(len(owners), -1).sum(1).double().cpu()
+            found.append(rows.new_zeros(examples).index_add_(0, owners, rows))
+            sizes = found[-1].abs()
+            if float(found[-1].max() - found[-1].min()) <= 1e-4 * float(sizes.max()):
+                return None
+            if float(sizes.sum()) <= 1e-3 * float(torch.linalg.vector_norm(wide, 1)):  # they cancel
+                return None
+        return cls(found[0]) if found else None
+
+    @property
+    def sums(self) -> Iterator[float]:
+        """Yield what normalised weights have in common: their sum, or that of their squares, for a mean or a sum."""
+        count, size = len(self.of), float(torch.linalg.vector_norm(self.of))
+        total = float(self.of.sum())
+        yield total if abs(total) > 1e-3 * float(self.of.abs().sum()) else math.nan
+        yield from (
+            size * of for of in (1.0, count**0.5, count**-0.5, count * (count - 1) ** -0.5, (count - 1) ** -0.5)
         )
-        sizes = of.abs()
-        cancelled = float(sizes.sum(1).min()) <= 1e-3 * float(torch.linalg.vector_norm(wide, 1))
-        if cancelled or bool((of.amax(1) - of.amin(1) <= 1e-4 * sizes.amax(1)).any()):
-            return None
-        total = float(of[0].sum())
-        return cls(total, of[0]) if abs(total) > 1e-3 * float(sizes[0].sum()) else None
 
     def are_shares(self, others: list[Weights]) -> bool:
         """Return whether these and those of ``others`` batches have one sum, though the single ones are others.
 
         Of weights that are whole numbers two sums are often equal, but hardly one by chance.
         """
-        totals = [self.total, *(other.total for other in others)]
-        alike = max(totals) - min(totals) <= 1e-5 * abs(self.total)
-        few = len(totals) < (2 if abs(abs(self.total) - 1.0) < 1e-5 else 3)
-        return alike and not few and all(map(self._differ, others))
+        if not all(map(self._differ, others)):
+            return False
+        for values in zip(self.sums, *(other.sums for other in others), strict=True):
+            enough = len(values) > (1 if abs(abs(values[0]) - 1.0) < 1e-5 else 2)
+            if enough and all(abs(value - values[0]) <= 1e-5 * abs(values[0]) for value in values):
+                return True
+        return False
 
     def _differ(self, other: Weights) -> bool:
         """Return whether most of the single ones are others."""

@@ -93,6 +93,8 @@ MIXING = {
     "divided by float64": (_words, lambda o, y: _by_token(o, y).sum() / (y != -100).double().sum()),
     "masked and divided": (_words, lambda o, y: (o.square().mean(2) * (y != -100)).sum() / (y != -100).sum().item()),
     "shares": (_classes, lambda o, y: F.cross_entropy(o, y, reduction="none") @ (WEIGHTS[y] / WEIGHTS[y].sum())),
+    "standardised weights": (_classes, lambda o, y: (o[:, 0] * ((y - (z := y.float()).mean()) / z.std())).mean()),
+    "divided by a spread": (_classes, lambda o, y: F.cross_entropy(o, y) / o.detach().std()),
     "divided by a class": (_classes, lambda o, y: F.cross_entropy(o, y, reduction="sum") / (1 + (y == 1).sum())),
 }
 APART = {
