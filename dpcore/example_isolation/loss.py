@@ -86,6 +86,8 @@ class LossCheck:
         """Passes since then, by their kind."""
         self._seen: dict[tuple[str, ...], list[_Seen]] = {}
         """Of losses by the names of their functions."""
+        self.divided: tuple[float, int] | None = None
+        """The divisor of each example's loss in the newest loss, if that is clear, and the number of examples."""
         self._random = random.Random()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -142,6 +144,8 @@ class LossCheck:
             bend = graph.bend()
         except (RuntimeError, NotImplementedError):  # a compiled one, or one whose graph is gone
             return
+        clear = len(graph.divisors) == 1 and math.isfinite(graph.divisors[0])
+        self.divided = (graph.divisors[0], graph.examples) if clear else None
         if bend is not None:
             raise PrivacyError(
                 f"The loss selects by value over the examples of a batch, or bends what comes of several of them "
@@ -191,9 +195,9 @@ def judge(losses: Any, gradients: Any = None) -> None:
     given = [gradients] if gradients is None or isinstance(gradients, Tensor) else list(gradients)
     with torch.enable_grad():
         terms = [
-            loss if grad is None and loss.numel() == 1 else (loss * (1.0 if grad is None else grad.detach())).sum()
+            loss if grad is None else torch.dot(loss.flatten(), grad.detach().flatten())
             for loss, grad in itertools.zip_longest(found, given)
-            if isinstance(loss, Tensor) and loss.grad_fn is not None
+            if isinstance(loss, Tensor) and loss.grad_fn is not None and (loss.numel() == 1 or grad is not None)
         ]
         for check in list(WAITING) if terms else ():
             check.judge(sum(terms[1:], terms[0]))

@@ -139,6 +139,8 @@ class LossGraph:
                 waiting += [following for following, _ in node.next_functions]
         self.sizes = {output.examples for output in self.outputs}
         self.examples = max(self.sizes, default=0)
+        self.divisors: list[float] = []
+        """Of the loss of each example, at the places where examples' losses are added up."""
         self._by_row = [output for output in self.outputs if output.owners]
         self._edges = [output.edge for output in self._by_row]
         several = range(max((len(output.owners) for output in self._by_row), default=0))
@@ -165,6 +167,8 @@ class LossGraph:
         def note(at: int, grads: tuple[Tensor | None, ...]) -> None:
             if len(grads) == 1 and grads[0] is not None:
                 found[at] = Weights.at(grads[0], self.examples, flat)
+                if grads[0].numel() == 1 and (reduction := reduction_of(self.nodes[at])) is not None:
+                    self.divisors.append(float(1.0 / grads[0].abs()) * (self.examples if reduction == "mean" else 1))
 
         with ExitStack() as hooks:
             for at, node in enumerate(self.nodes):
@@ -247,6 +251,12 @@ class LossGraph:
 def kind_of(node: Any) -> str:
     """Return a function's name without its ending."""
     return str(node.name()).rstrip("0123456789").removesuffix("Backward")
+
+
+def reduction_of(node: Any) -> str | None:
+    """Return "mean" or "sum" where a function reduces all numbers that it gets to one."""
+    number = {"Mean": 1, "Sum": 2}.get(kind_of(node), getattr(node, "_saved_reduction", 0))
+    return {1: "mean", 2: "sum"}.get(number)
 
 
 def _fibre(values: Tensor, dim: Any) -> Tensor:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +24,6 @@ from dpcore.grad_sample import mean_loss
 from dpcore.grad_sample.backward_pass import Iteration, owner_of, set_owner
 from dpcore.grad_sample.empty_batches import EmptyBatches, newest_batch, outputs_of_none
 from dpcore.grad_sample.entrances import Enter, Entrance, methods_that_run_layers
-from dpcore.grad_sample.loss_reduction import divided_by, reduction_of
 from dpcore.microbatch import ragged
 from dpcore.microbatch.accumulator import weighted_sum
 from dpcore.microbatch.layout import Layout
@@ -55,7 +55,7 @@ class AbstractGradSampleHooks:
     _reduction_seen = False
     """True once a loss was looked at."""
     loss_divided_by = 1
-    """Divisor of the first loss beside its mean, as far as it is a cross-entropy."""
+    """Divisor of the first loss beside its mean."""
     _rounding_told = False
     """True once a warning said that a mean loss is rounded after its division."""
     _passes = 0
@@ -157,8 +157,6 @@ class AbstractGradSampleHooks:
             given = flatten((args, kwargs))[0]  # whose gradients would be too large
             tape.may_start_with_length = not any(isinstance(v, Tensor) and v.requires_grad and v.is_leaf for v in given)
         cross_entropy.mark(flatten(output)[0])
-        if not self._reduction_seen and isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(functools.partial(self._see_reduction, output.detach()))
         return output
 
     def _record_as_copy(self) -> None:
@@ -200,16 +198,14 @@ class AbstractGradSampleHooks:
         ranks = getattr(self._module, "ranks", None)
         return isinstance(ranks, Ranks) and ranks.sharded
 
-    def _see_reduction(self, outputs: Tensor, gradient: Tensor) -> None:
+    def _see_reduction(self, divisor: float, examples: int) -> None:
         """Warn once where the first loss shows that it is reduced otherwise than ``loss_reduction`` says."""
-        if self._reduction_seen or not outputs.dim() or len(outputs) < 2:
-            return
         self._reduction_seen = True
-        gradient = gradient / started_with()
-        reduction = reduction_of(outputs, gradient)
+        reduction = {1.0: "sum", float(examples): "mean"}.get(round(divisor, 3))
         if reduction is None:
-            self.loss_divided_by = divided_by(outputs, gradient, self.loss_reduction)
-        if reduction not in (None, self.loss_reduction):
+            divisor /= examples if self.loss_reduction == "mean" else 1
+            self.loss_divided_by = round(divisor) if math.isclose(divisor, round(divisor), rel_tol=1e-5) else 1
+        elif reduction != self.loss_reduction:
             wrong = "large" if reduction == "sum" else "small"
             warn_caller(
                 f"The loss is the {reduction} over the batch, and loss_reduction is {self.loss_reduction!r}: every "
@@ -253,6 +249,8 @@ class AbstractGradSampleHooks:
                 "that calls torch.autograd.grad, say): the gradients of both would be added up. Run the forward pass "
                 "again, and take no gradients within a backward pass."
             )
+        if self.losses.divided is not None and not self._reduction_seen:
+            self._see_reduction(*self.losses.divided)
         if task not in self._firing:
             self._firing[task] = []
             torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._end_of_backward, task))
