@@ -21,7 +21,7 @@ import math
 import random
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +31,6 @@ from torch import Tensor
 from dpcore.errors import PrivacyError
 from dpcore.example_isolation.loss_graph import LossGraph, Output, Weights, kind_of
 
-PASSES = 4
-"""Recorded passes that one loss may come from, and whose graphs are held until it is seen."""
 LOSSES, ALWAYS = 3, 24
 """Losses of a kind of batch, and of all kinds, that are looked at whatever passes are checked: one pass of two in a
 step is half of what a loss comes from."""
@@ -57,13 +55,12 @@ OR_SWITCH_OFF = (
 )
 
 
-@dataclass
+@dataclass(eq=False)
 class _Pass:
-    """A recorded pass that waits for its loss; ``due``: whether it is to be looked at."""
+    """A recorded pass whose loss is waited for."""
 
     kind: Any
-    due: bool
-    outputs: list[Output]
+    check: weakref.ref[LossCheck]
     seen: bool = False
 
 
@@ -80,7 +77,8 @@ class LossCheck:
     """The experiments on the losses of one module's outputs."""
 
     def __init__(self) -> None:
-        self._passes: list[_Pass] = []
+        self._has_looked = False
+        """Whether a loss was seen since the last pass."""
         self._looked_at: Counter[Any] = Counter()
         self._unseen: Counter[Any] = Counter()
         """Passes since then, by their kind."""
@@ -91,7 +89,7 @@ class LossCheck:
         self._random = random.Random()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_passes": [], "_random": None}
+        return {**self.__dict__, "_random": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _random=random.Random())
@@ -106,32 +104,26 @@ class LossCheck:
         self._unseen[kind] += 1
         few = self._looked_at[kind] < LOSSES and self._unseen[kind] <= TRIES
         due = due or (few and self._looked_at.total() < ALWAYS)
-        if due or self._passes:
-            found = [
-                Output.of(output, examples)
-                for output in outputs
-                if isinstance(output, Tensor) and output.grad_fn is not None and output.is_floating_point()
-            ]
-            waiting = [*self._passes, _Pass(kind, due, found)][-PASSES:]
-            self._passes = waiting if any(of.due for of in waiting) else []
-        (WAITING.add if self._passes else WAITING.discard)(self)
-
-    def _outputs(self) -> Iterator[Output]:
-        return (output for of in self._passes for output in of.outputs)
-
-    def next_pass(self) -> None:
-        """Hold no graph any more whose loss was looked at."""
-        self._passes = [of for of in self._passes if not of.seen]
+        if self._has_looked or self._unseen[kind] > TRIES:
+            WAITING.discard(self)
+        self._has_looked = False
+        if due:
+            WAITING.add(self)
+        if self in WAITING:
+            found = _Pass(kind, weakref.ref(self))
+            for output in outputs:
+                if isinstance(output, Tensor) and output.grad_fn is not None and output.is_floating_point():
+                    Output.mark(output, examples, found)
 
     def judge(self, loss: Tensor) -> None:
         """Raise PrivacyError where ``loss`` comes from the expected outputs and mixes their examples."""
-        graph = LossGraph(loss, list(self._outputs()), [output for check in WAITING for output in check._outputs()])
-        found = [of for of in self._passes if any(output in graph.outputs for output in of.outputs)]
-        for kind in {of.kind for of in found if not of.seen}:
+        graph = LossGraph(loss, lambda of: of.check() is self)
+        passes = {output.of_pass for output in graph.outputs}
+        for kind in {of.kind for of in passes if not of.seen}:
             self._looked_at[kind] += 1
             self._unseen[kind] = 0
-        for of in found:
-            of.seen = True
+        for of in passes:
+            of.seen = self._has_looked = True
         if len(graph.sizes) == 1:  # losses over batches of several lengths are refused behind it
             with graph.looked_at():
                 self._look(graph)

@@ -6,7 +6,7 @@ import math
 import random
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,22 +36,31 @@ BENDING = {
 """Functions of single numbers whose second derivative is zero nearly everywhere, though they are not linear."""
 
 
+_OUTPUTS = "dpcore: outputs of a private pass"
+
+
 @dataclass(frozen=True, eq=False)
 class Output:
-    """An output of a recorded pass of ``examples``: ``owners``, ways to tell those of its rows in a dimension."""
+    """An output of a recorded pass of ``examples``: ``owners``, ways to tell those of its rows in a dimension.
+
+    Its place in the graph knows it, so that nothing here holds the graph.
+    """
 
     tensor: weakref.ref[Tensor]
-    edge: GradientEdge
+    number: int
     shape: torch.Size
     examples: int
     owners: list[tuple[int, Tensor]]
+    of_pass: Any
 
     @classmethod
-    def of(cls, output: Tensor, examples: int) -> Output:
-        """Return it for a tensor with a gradient."""
+    def mark(cls, output: Tensor, examples: int, of_pass: Any) -> None:
+        """Let the graph from a loss to ``output`` end there."""
         ways = ways_of_rows(output.shape, examples)
         ways = ways[:1] if ways and not ways[0][0] else ways  # the first one, though another is as long
-        return cls(weakref.ref(output), get_gradient_edge(output), output.shape, examples, ways)
+        node: Any = output.grad_fn
+        found = cls(weakref.ref(output), output.output_nr, output.shape, examples, ways, of_pass)
+        node.metadata.setdefault(_OUTPUTS, []).append(found)
 
 
 @dataclass(frozen=True)
@@ -116,40 +125,44 @@ class Weights:
 
 
 class LossGraph:
-    """The functions between ``loss`` and those of the ``outputs`` that it comes from."""
+    """The functions between ``loss`` and the outputs of private passes that it comes from.
 
-    def __init__(self, loss: Tensor, outputs: list[Output], others: list[Output]) -> None:
-        """``others``: outputs behind which nothing is looked at, of whatever module."""
-        self._others = others
+    ``outputs``: those of which ``is_mine(output.of_pass)`` is true; behind all others nothing is looked at.
+    """
+
+    def __init__(self, loss: Tensor, is_mine: Callable[[Any], bool]) -> None:
         self._loss = get_gradient_edge(loss)
-        expected = {output.edge.node: output for output in outputs}
         self.nodes: list[Any] = []
-        self.outputs: list[Output] = []
-        seen: set[Any] = {output.edge.node for output in others} - expected.keys()
+        found: list[tuple[GradientEdge, Output]] = []
+        seen: set[Any] = set()
         waiting: deque[Any] = deque([loss.grad_fn])
         while waiting and len(self.nodes) < MOST_NODES:
             node = waiting.popleft()
             if node is None or node in seen:
                 continue
             seen.add(node)
-            if node in expected:
-                self.outputs += [output for output in outputs if output.edge.node is node]
+            if outputs := node.metadata.get(_OUTPUTS):
+                found += [(GradientEdge(node, output.number), output) for output in outputs]
             else:
                 self.nodes.append(node)
                 waiting += [following for following, _ in node.next_functions]
+        self._all = [output for _, output in found]
+        mine = [(edge, output) for edge, output in found if is_mine(output.of_pass)]
+        self.outputs = [output for _, output in mine]
         self.sizes = {output.examples for output in self.outputs}
         self.examples = max(self.sizes, default=0)
+        self._outer = [edge for edge, _ in mine]
+        self._edges = [edge for edge, output in mine if output.owners]
         self.divisors: list[float] = []
         """Of the loss of each example, at the places where examples' losses are added up."""
         self._by_row = [output for output in self.outputs if output.owners]
-        self._edges = [output.edge for output in self._by_row]
         several = range(max((len(output.owners) for output in self._by_row), default=0))
         self._ways = [[of.owners[min(way, len(of.owners) - 1)] for of in self._by_row] for way in several]
 
     @contextmanager
     def looked_at(self) -> Iterator[None]:
         """Leave the gradients that outputs retain as they are."""
-        tensors = [tensor for of in self._others if (tensor := of.tensor()) is not None and tensor.retains_grad]
+        tensors = [tensor for of in self._all if (tensor := of.tensor()) is not None and tensor.retains_grad]
         retained = [tensor.grad for tensor in tensors]
         try:
             yield
@@ -174,7 +187,7 @@ class LossGraph:
             for at, node in enumerate(self.nodes):
                 handle = node.register_prehook(lambda grads, at=at: note(at, grads))
                 hooks.callback(handle.remove)
-            self._grad(self._loss, [output.edge for output in self.outputs])
+            self._grad(self._loss, self._outer)
         return found
 
     def _grad(

@@ -178,7 +178,6 @@ class AbstractGradSampleHooks:
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int, name: str
     ) -> tuple[Tape, Any]:
         """A recorded call of the module's method ``name``: the tape and what was returned."""
-        self.losses.next_pass()
         kind, due = self._prepare(call, args, kwargs, batch_size, name)
         scale = float(batch_size) if self.loss_reduction == "mean" else 1.0
         self._passes += 1
@@ -434,8 +433,7 @@ class AbstractGradSampleHooks:
         self._give_up()
 
     def _give_up(self) -> None:
-        """Forgets backward passes that failed, and graphs whose losses were looked at."""
-        self.losses.next_pass()
+        """Forgets backward passes that failed."""
         for tapes in self._firing.values():
             _spend(tapes)
         self._firing = {}
@@ -447,7 +445,6 @@ class AbstractGradSampleHooks:
         """
         self._iterations, self._last = [], []
         self._empty.drop()
-        self.losses.next_pass()
 
     def own(self, param: Parameter) -> None:
         """Record that ``param.grad`` is ours; a later change will be noticed."""
