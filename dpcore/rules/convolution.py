@@ -202,8 +202,9 @@ class ConvolutionUse(Use):
         x, g = self._input(), self._gradient()
         unfolded = self.weight.shape[1:].numel() * self.geometry[3] * g.shape[2:].numel()
         is_traced = torch.compiler.is_compiling() or type(x) is not Tensor
-        if unfolded > MOST_UNFOLDED and self._by_torch and not is_traced:
-            return torch.stack([self._weight_grad(x[i : i + 1], g[i : i + 1]) for i in range(len(x))])
+        if unfolded > MOST_UNFOLDED and self._torch_serves and not is_traced:
+            by_example, weight = zip(g.split(1), x.split(1), strict=True), wide(self.weight)
+            return torch.stack([_by_torch(one, of, weight, *self.geometry) for one, of in by_example])
         u = self._unfolded()
         g = self._gradient().reshape(len(u), u.shape[1], -1, u.shape[-1])
         if u.shape[1] > 1:
@@ -244,11 +245,8 @@ class ConvolutionUse(Use):
         stride, padding, dilation, groups = self.geometry
         x, g = self._input(), self._gradient()
         many = x.new_empty((len(x) * self.weight.shape[0], *self.weight.shape[1:]))
-        one = (t.reshape(1, -1, *t.shape[2:]) for t in (g, x))
-        nothing, mask = [0] * len(stride), (False, True, False)
-        grads = torch.ops.aten.convolution_backward(
-            *one, many, None, stride, padding, dilation, False, nothing, len(x) * groups, mask
-        )[1]
+        gs, xs = (t.reshape(1, -1, *t.shape[2:]) for t in (g, x))
+        grads = _by_torch(gs, xs, many, stride, padding, dilation, len(x) * groups)
         return grads.reshape(len(x), *self.weight.shape)
 
     def for_kernels(self, param: Parameter, formed: bool) -> Part | None:
@@ -288,22 +286,14 @@ class ConvolutionUse(Use):
             return
         g = self._gradient()
         g = g * factors.view(-1, *[1] * (g.dim() - 1))
-        out.add_(self._weight_grad(self._input(), g) if self._by_torch else self._summed(g))
+        out.add_(
+            _by_torch(g, self._input(), wide(self.weight), *self.geometry) if self._torch_serves else self._summed(g)
+        )
 
     @property
-    def _by_torch(self) -> bool:
+    def _torch_serves(self) -> bool:
         """Whether torch's own sums of products are used: a GPU's convolutions may be others, or in lower precision."""
         return self._x.tensor.device.type == "cpu" and not convolutions_are_lowered()
-
-    def _weight_grad(self, x: Tensor, g: Tensor) -> Tensor:
-        """The weight's gradient of all examples together."""
-        stride, padding, dilation, groups = self.geometry
-        nothing, mask = [0] * len(stride), (False, True, False)
-        weight = wide(self.weight)
-        grads: Tensor = torch.ops.aten.convolution_backward(
-            g, x, weight, None, stride, padding, dilation, False, nothing, groups, mask
-        )[1]
-        return grads
 
     def _summed(self, g: Tensor) -> Tensor:
         """Σ over the examples of the weight gradients for output gradients g [B, d, *out], as a product of matrices.
@@ -348,6 +338,15 @@ class ConvolutionUse(Use):
 
     def stash_bytes(self) -> int:
         return self._x.tensor.nbytes + (0 if self.grad is None else self.grad.nbytes)
+
+
+def _by_torch(g: Tensor, x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int) -> Tensor:
+    """The weight's gradient of all examples together."""
+    nothing, mask = [0] * len(stride), (False, True, False)
+    grads: Tensor = torch.ops.aten.convolution_backward(
+        g, x, weight, None, stride, padding, dilation, False, nothing, groups, mask
+    )[1]
+    return grads
 
 
 def _diagonal_sums(gram: Tensor, offsets: range) -> Tensor:
