@@ -125,43 +125,40 @@ class LossCheck:
         for of in passes:
             of.seen = self._has_looked = True
         if len(graph.sizes) == 1:  # losses over batches of several lengths are refused behind it
-            with graph.looked_at():
-                self._look(graph)
+            try:
+                with graph.looked_at():
+                    self._look(graph)
+            except (RuntimeError, NotImplementedError) as error:
+                if isinstance(error, PrivacyError):
+                    raise
+                # A compiled loss, one whose graph is gone, or one without a second derivative.
 
     def _look(self, graph: LossGraph) -> None:
         _check_cross_entropy(graph.nodes)
-        try:
-            divisors = [_divisor(node, graph.examples) for node in graph.nodes]
-            weights = graph.weights()  # first of all, for hooks on the outputs take what they see for the gradient
-            bend = graph.bend()
-        except (RuntimeError, NotImplementedError):  # a compiled one, or one whose graph is gone
-            return
+        divisors = [_divisor(node, graph.examples) for node in graph.nodes]
+        weights = graph.weights()  # first of all, for hooks on the outputs take what they see for the gradient
         clear = len(graph.divisors) == 1 and math.isfinite(graph.divisors[0])
         self.divided = (graph.divisors[0], graph.examples) if clear else None
-        if bend is not None:
+        if (bend := graph.bend()) is not None:
             raise PrivacyError(
                 f"The loss selects by value over the examples of a batch, or bends what comes of several of them "
                 f"({bend.lower()}): what becomes of one depends on the others. {REMEDY}; what selects or bends goes to "
                 f"each of them, as in ((losses - b).abs() + b).mean(). {OR_SWITCH_OFF}"
             )
-        try:
-            compares = graph.compares(self._random)
-        except (RuntimeError, NotImplementedError):  # a loss without a second derivative
-            compares = False
-        if compares:
+        self._compare(graph, _Seen(graph.examples, divisors, weights))
+        if graph.compares(self._random):
             raise PrivacyError(
                 "The loss compares the examples of a batch: the gradient at one example's output depends on the "
                 f"outputs of others, as in contrastive losses or where a loss is normalised over the batch. {REMEDY}. "
                 f"{OR_SWITCH_OFF}"
             )
-        self._compare(graph, _Seen(graph.examples, divisors, weights))
 
     def _compare(self, graph: LossGraph, now: _Seen) -> None:
         """PrivacyError where a loss divides by what its batch holds, as earlier ones by the same functions show."""
         before = self._seen.setdefault(tuple(node.name() for node in graph.nodes), [])
         for at, mine in enumerate(now.weights):
             others = [theirs for seen in before if (theirs := seen.weights[at]) is not None]
-            if mine is not None and mine.are_shares(others):
+            if mine is not None and mine.are_shares(others) and graph.has_rows(at, mine):
                 raise PrivacyError(
                     "The loss is divided by what its batch holds: the weights of the examples, or their squares, add "
                     f"up to the same in every batch, though each is another. {REMEDY}: {BY_TOKENS}, for instance. "
@@ -169,9 +166,11 @@ class LossCheck:
                 )
         before[:] = [*before, now][-MOST_SEEN:]
         lengths = [seen.examples for seen in before]
-        for values in zip(*(seen.divisors for seen in before), strict=True):
+        for at, values in enumerate(zip(*(seen.divisors for seen in before), strict=True)):
             shares = [value / n for value, n in zip(values, lengths, strict=True)]
             if math.isnan(sum(values)) or _all_alike(values) or _all_alike(shares) or all(map(_is_whole, shares)):
+                continue
+            if not graph.gathers(at):
                 continue
             raise PrivacyError(
                 f"The loss is divided by a number that changes from batch to batch, and not with their lengths "

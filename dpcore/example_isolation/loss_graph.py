@@ -65,9 +65,10 @@ class Output:
 
 @dataclass(frozen=True)
 class Weights:
-    """How much each of the examples weighs where a loss goes through a function."""
+    """How much each of the examples weighs where a loss goes through a function, whose values have such ``rows``."""
 
     of: Tensor
+    rows: tuple[int, Tensor]
 
     @classmethod
     def at(cls, grad: Tensor, examples: int, flat: set[int]) -> Weights | None:
@@ -88,7 +89,7 @@ class Weights:
                 return None
             if float(sizes.sum()) <= 1e-3 * float(torch.linalg.vector_norm(wide, 1)):  # they cancel
                 return None
-        return cls(found[0]) if found else None
+        return cls(found[0], ways[0]) if found else None
 
     @property
     def sums(self) -> Iterator[float]:
@@ -153,6 +154,7 @@ class LossGraph:
         self.examples = max(self.sizes, default=0)
         self._outer = [edge for edge, _ in mine]
         self._edges = [edge for edge, output in mine if output.owners]
+        self._reached = {*self.nodes, *(edge.node for edge in self._edges)}
         self.divisors: list[float] = []
         """Of the loss of each example, at the places where examples' losses are added up."""
         self._by_row = [output for output in self.outputs if output.owners]
@@ -210,26 +212,37 @@ class LossGraph:
 
     def bend(self) -> str | None:
         """Return the name of a function that selects among several examples' numbers or bends what comes of several."""
-        behind = {*self.nodes, *(edge.node for edge in self._edges)}
         bends = [node for node in self.nodes if kind_of(node) in SELECTING | BENDING]
         for node in bends[:MOST_BENDS] if self._ways else ():
-            inputs = [GradientEdge(of, nr) for of, nr in node.next_functions if of in behind]
-            if any(self._mixes(node, edge) for edge in inputs):
-                return kind_of(node)
+            selects = kind_of(node) in SELECTING
+            for edge in self._behind(node):
+                shape = edge.node._input_metadata[edge.output_nr].shape  # type: ignore[attr-defined]
+                where = _fibre(shape, getattr(node, "_saved_dim", None)) if selects else tuple(n // 2 for n in shape)
+                alone = not selects and edge in self._edges  # numbers of an output, each by itself
+                if math.prod(shape) and not alone and self._reach(edge, where) > 1:
+                    return kind_of(node)
         return None
 
-    def _mixes(self, node: Any, edge: GradientEdge) -> bool:
-        """Return whether the numbers that ``node`` compares, or one that it bends, come from several examples."""
+    def gathers(self, at: int) -> bool:
+        """Return whether what comes to a node is of several examples."""
+        return not self._ways or any(self._reach(edge, ...) > 1 for edge in self._behind(self.nodes[at]))
+
+    def has_rows(self, at: int, weights: Weights) -> bool:
+        """Return whether a node's values have the rows that ``weights`` take them to have."""
+        dim, owners = weights.rows
+        theirs = (owners == int(weights.of.abs().argmax())).nonzero().flatten()
+        return not self._ways or self._reach(GradientEdge(self.nodes[at], 0), (*[slice(None)] * dim, theirs)) == 1
+
+    def _behind(self, node: Any) -> list[GradientEdge]:
+        return [GradientEdge(of, nr) for of, nr in node.next_functions if of in self._reached]
+
+    def _reach(self, edge: GradientEdge, where: Any) -> int:
+        """How many examples the numbers at an index of a place come from, told apart so that they are fewest."""
         meta = edge.node._input_metadata[edge.output_nr]  # type: ignore[attr-defined]
         start = torch.zeros(tuple(meta.shape), dtype=meta.dtype, device=meta.device)
-        if kind_of(node) in SELECTING:
-            start = _fibre(start, getattr(node, "_saved_dim", None))
-        elif any(edge.node is of.node for of in self._edges) or not start.numel():
-            return False  # numbers of an output, each by itself
-        else:
-            start.view(-1)[random.Random(0).randrange(start.numel())] = 1.0
-        reached = self._grad(edge, self._edges, start)
-        return all(len(set(self._with_gradient(reached, way))) > 1 for way in self._ways)
+        start[where] = 1.0
+        grads = self._grad(edge, self._edges, start)
+        return min(len(set(self._with_gradient(grads, way))) for way in self._ways)
 
     def _with_gradient(self, grads: tuple[Tensor | None, ...], way: list[tuple[int, Tensor]]) -> Iterator[int]:
         """The examples of the rows that have a gradient."""
@@ -272,12 +285,10 @@ def reduction_of(node: Any) -> str | None:
     return {1: "mean", 2: "sum"}.get(number)
 
 
-def _fibre(values: Tensor, dim: Any) -> Tensor:
-    """Zeros with ones along ``dim``, at one place of the others; all ones without a dimension."""
+def _fibre(shape: Any, dim: Any) -> Any:
+    """The index of all numbers along ``dim``, at one place of the others; of all without a dimension."""
     dims = (dim,) if isinstance(dim, int) else dim
-    if not dims or not values.dim():
-        return values + 1.0
-    along = {(d - 2**64 if d >= 2**63 else d) % values.dim() for d in dims}
-    at = tuple(slice(None) if d in along else n // 2 for d, n in enumerate(values.shape))
-    values[at] = 1.0
-    return values
+    if not dims or not shape:
+        return ...
+    along = {(d - 2**64 if d >= 2**63 else d) % len(shape) for d in dims}
+    return tuple(slice(None) if d in along else n // 2 for d, n in enumerate(shape))

@@ -127,6 +127,10 @@ APART = {
     ),
     "hinge": (_classes, lambda o, y: (1 - o.gather(1, y[:, None])).relu().mean()),
     "weights of few values": (_classes, lambda o, y: (F.cross_entropy(o, y, reduction="none") * (0.5 + y % 2)).mean()),
+    "one by one": (
+        _words,
+        lambda o, y: torch.stack([F.cross_entropy(a[b >= 0], b[b >= 0]) for a, b in zip(o, y, strict=True)]).mean(),
+    ),
     "worst word": (_words, lambda o, y: _by_token(o, y).max(1).values.mean()),
     "worst word, words first": (_words, lambda o, y: _by_token(o, y).t().amax(0).mean()),
     "sorted heads": (_classes, lambda o, y: torch.stack([o.square().mean(1), o[:, 0]] * 6).sort(0).values[-1].mean()),
