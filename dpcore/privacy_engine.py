@@ -51,7 +51,7 @@ from dpcore.loading.same_data import check_same_data
 from dpcore.loading.uniform_sampler import drawn_seed, steps_per_epoch
 from dpcore.noise import GaussianNoise, SecureNoise
 from dpcore.optimizers import DPOptimizer, get_optimizer_class
-from dpcore.optimizers.optimizer import NOISE_HINT, check_takes_one_gradient, private_optimizers
+from dpcore.optimizers.optimizer import NOISE_HINT, SPENT, check_takes_one_gradient, private_optimizers
 from dpcore.secret_seeds import derived_seed
 from dpcore.utils.batch_memory_manager import PiecewiseLoader, check_iterated, check_pieces, whole_batches
 from dpcore.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping, check_criterion
@@ -239,6 +239,7 @@ class PrivacyEngine:
         recorded = _recorded(module, settings)
         private = self._private_optimizer(optimizer, recorded, settings, divisor, seed, ranks)
         self._attach_accounting(private, data_loader, settings, rate)
+        private.count_state()
         self._made += 1
         if max_physical_batch_size is not None:
             pieces = PiecewiseLoader(data_loader, max_physical_batch_size, private, counts_batches=True)
@@ -323,12 +324,12 @@ class PrivacyEngine:
             PrivacyError: as :meth:`make_private`.
             UnsupportedError: as :meth:`make_private`.
         """
-        if len(self.accountant):
+        _check_unprepared(module, optimizer, data_loader)
+        if len(self.accountant) or any(SPENT in group for group in optimizer.param_groups):
             warn_caller(
                 "This accountant has already counted steps; the noise is chosen as if it had not, and get_epsilon will "
                 "report the sum.",
             )
-        _check_unprepared(module, optimizer, data_loader)
         if isinstance(data_loader, DPDataLoader):
             sample_rate = data_loader.sample_rate
         _check_length(data_loader, sample_rate)

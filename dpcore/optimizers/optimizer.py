@@ -32,10 +32,10 @@ from dpcore.rerun.heap import give_back
 NOISE_HINT = " (make_private_with_epsilon finds it for a budget)"
 MEAN_RULE = "with loss_reduction='mean' the update needs a positive, public divisor"
 StepHook = Callable[["DPOptimizer"], None]
-SCHEDULED = {"initial_lr", "base_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "param_names"}
-"""What schedules, and torch, put into groups of any optimiser."""
 SPENT = "privacy"
-"""The entry of an optimiser's state that says what its steps have spent."""
+"""The entry of a state's first group that says what its steps have spent: torch's optimizers keep it when they load."""
+SCHEDULED = {"initial_lr", "base_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "param_names", SPENT}
+"""What schedules, torch and dpcore put into groups of any optimiser."""
 _CLAIMED: weakref.WeakKeyDictionary[AbstractGradSampleHooks, weakref.ref[DPOptimizer]] = weakref.WeakKeyDictionary()
 """Recorder of gradients -> the optimiser that takes them."""
 
@@ -222,8 +222,10 @@ class DPOptimizer(OptimizerWrapper):
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimiser's state, and what its engine has spent: whoever goes on with it has spent it."""
         state = self.original_optimizer.state_dict()
-        engine = self.engine
-        return state if engine is None else {**state, SPENT: engine.spent()}
+        if self.engine is None:
+            return state
+        first, *others = state["param_groups"]
+        return {**state, "param_groups": [{**first, SPENT: self.engine.spent()}, *others]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state, and count what the private run that wrote it has spent, where that is not counted yet.
@@ -235,17 +237,26 @@ class DPOptimizer(OptimizerWrapper):
             ValueError: the state is that of an optimizer of another kind.
         """
         self.check_state(state_dict)
-        spent = state_dict.get(SPENT)
-        engine = self.engine
-        if spent is not None and engine is None:
-            raise PrivacyError(
-                "The state is that of a private run, and says what its steps have spent, but no PrivacyEngine counts "
-                "those of this optimizer, which would begin anew. Load it into the optimizer that make_private "
-                f"returned; or count by yourself what stands in its entry, and take it out: state.pop({SPENT!r})."
-            )
-        self.original_optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != SPENT})
-        if spent is not None and engine is not None:
-            engine.take_over(spent, self)
+        self.original_optimizer.load_state_dict(state_dict)
+        self.count_state()
+
+    def count_state(self) -> None:
+        """Count what a state that was loaded says was spent, by this optimiser or by the one inside before that.
+
+        Raises:
+            PrivacyError: nobody counts the steps of this optimizer.
+        """
+        for group in self.param_groups:
+            if SPENT not in group:
+                continue
+            if self.engine is None:
+                raise PrivacyError(
+                    "The optimizer's state is that of a private run, and says what its steps have spent, but no "
+                    "PrivacyEngine counts those of this optimizer, which would begin anew. Load it into the optimizer "
+                    "that make_private returned; or count by yourself what stands in its entry, and take it out: "
+                    f"optimizer.param_groups[0].pop({SPENT!r})."
+                )
+            self.engine.take_over(group.pop(SPENT), self)
 
     def check_state(self, state_dict: dict[str, Any]) -> None:
         """ValueError where a state is that of an optimiser of another kind, whose settings this one does not have."""
@@ -640,6 +651,7 @@ class DPOptimizer(OptimizerWrapper):
     def pre_step(self, closure: Callable[[], Any] | None = None) -> bool:
         """Everything but the update; False where this was a piece of a logical batch that goes on."""
         self._conclude()
+        self.count_state()
         pieces, taken, steps = self.logical_batch.pieces, self.logical_batch.taken, self.steps
         try:
             self.clip_and_accumulate()
