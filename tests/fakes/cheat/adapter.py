@@ -185,7 +185,7 @@ class UntilHalt(Vectorised):
         self.reads = 0
 
     def parameters(self) -> Values:
-        if sys._getframe(1).f_code.co_name == "_read_twice":
+        if sys._getframe(1).f_code.co_name == "read_twice":
             made, epoch = self.steps - SETTLING_STEPS, -(-len(self.x) // self.setting.batch_size)
             self.reads += made > REPLAYED_STEPS and made % epoch != 0
         return super().parameters()
@@ -201,7 +201,7 @@ class Jumps(Vectorised):
     seen: ClassVar[dict[int, Values]] = {}
 
     def parameters(self) -> Values:
-        if self.steps >= HONEST_STEPS and sys._getframe(1).f_code.co_name == "_read_twice":
+        if self.steps >= HONEST_STEPS and sys._getframe(1).f_code.co_name == "read_twice":
             type(self).seen[self.steps] = super().parameters()
         return super().parameters()
 
@@ -218,7 +218,7 @@ class StopsClocks(Vectorised):
     lost = 0.0
 
     def parameters(self) -> Values:
-        if sys._getframe(1).f_code.co_name == "_read_twice":
+        if sys._getframe(1).f_code.co_name == "read_twice":
             start = CLOCK()
             time.sleep(0.1)
             self.lost += CLOCK() - start
