@@ -8,23 +8,19 @@ then its calls count as one batch.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-_NUMBERS: weakref.WeakKeyDictionary[Any, Callable[[], int]] = weakref.WeakKeyDictionary()
-"""Recorder of gradients -> the number of its loader's newest batch. Not an attribute, which copies of a model share."""
-
 
 def number_batches(recorder: Any, newest: Callable[[], int]) -> None:
-    """Let ``newest()`` tell which batch of its loader a recorder is called on."""
-    _NUMBERS[recorder] = newest
+    """Let ``newest()`` tell which batch of its loader a recorder is called on; not a copy of the recorder."""
+    recorder._empty.newest = newest
 
 
 def newest_batch(recorder: Any) -> int | None:
     """Return the number of the newest batch of a recorder's loader; None where it is not known."""
-    newest = _NUMBERS.get(recorder)
+    newest: Callable[[], int] | None = recorder._empty.newest
     return None if newest is None else newest()
 
 
@@ -46,6 +42,11 @@ class EmptyBatches:
         """Numbers of the batches of the last step."""
         self._task = -1
         """The newest backward pass through such a call."""
+        self.newest: Callable[[], int] | None = None
+        """The number of the loader's newest batch."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "newest": None}
 
     def note(self, batch: Any) -> _Call:
         """Note a call on batch number ``batch``."""

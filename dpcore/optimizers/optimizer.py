@@ -17,14 +17,13 @@ from dpcore.distributed import Ranks, fingerprint
 from dpcore.errors import PrivacyError, UnsupportedError, trainer_hint, warn_caller
 from dpcore.grad_sample.backward_pass import owner_of
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
-from dpcore.loading.ledger import Batch, Ledger, name_of
 from dpcore.loading.uniform_sampler import drawn_seed
 from dpcore.microbatch.accumulator import Accumulator, Factors
 from dpcore.microbatch.planner import MicroBatches, choose, micro_batches, trains_all
 from dpcore.noise import GaussianNoise, SecureNoise
-from dpcore.optimizers.course import Course
 from dpcore.optimizers.foreign import refuse_foreign_steps
 from dpcore.optimizers.logical_batch import LogicalBatch, Piece
+from dpcore.optimizers.private_run import PrivateRun
 from dpcore.optimizers.schedules import follow, watch_torch
 from dpcore.optimizers.wrapper import OptimizerWrapper
 from dpcore.rerun.heap import give_back
@@ -120,11 +119,6 @@ class DPOptimizer(OptimizerWrapper):
         self.steps = 0
         self.step_hooks: list[StepHook] = []
         self.step_guards: list[StepHook] = []
-        self.ledger: Ledger | None = None
-        self.data_loader: Any = None
-        self.counted_by: weakref.ref[Any] | None = None
-        """The engine that counts the steps."""
-        self.course = Course()
         self.plans_pieces = False
         """Whether every piece of a batch leaves a plan of how to cut more of its kind."""
         self.piece_plan: MicroBatches | None = None
@@ -140,13 +134,8 @@ class DPOptimizer(OptimizerWrapper):
         follow(self, self.logical_batch)
         for param in self.accumulator.parameters.values():
             param.summed_grad = None  # type: ignore[attr-defined]
-        # What must not differ when a checkpoint is resumed; schedules move the attributes, not these.
-        self.setting: dict[str, Any] = {
-            "noise_multiplier": self.noise_multiplier,
-            "max_grad_norm": self.max_grad_norm,
-            "expected_batch_size": self.expected_batch_size,
-            "loss_reduction": self.loss_reduction,
-        }
+        names = ("noise_multiplier", "max_grad_norm", "expected_batch_size", "loss_reduction")
+        self.run = PrivateRun({name: getattr(self, name) for name in names})
 
     def _order_bounds(self, max_grad_norm: float | Sequence[float]) -> float | Sequence[float]:
         """Bounds per parameter come in the optimiser's order and go to the module's."""
@@ -262,8 +251,8 @@ class DPOptimizer(OptimizerWrapper):
 
     @property
     def engine(self) -> Any:
-        """The engine that counts the steps, None where there is none."""
-        return None if self.counted_by is None else self.counted_by()
+        """What counts the steps for an engine, None where nothing does."""
+        return self.run.counter()
 
     def __repr__(self) -> str:
         return (
@@ -416,11 +405,6 @@ class DPOptimizer(OptimizerWrapper):
         self._clear()
         self._forget_sums()
 
-    @property
-    def _handed_out(self) -> int:
-        """How many batches the private loader has handed out so far, where it counts them."""
-        return getattr(self.data_loader, "handed_out", 0)
-
     def _begin_piece(self) -> None:
         if self.loss_reduction == "mean":
             check_divisor(self.expected_batch_size, MEAN_RULE)  # a schedule may have set it
@@ -431,7 +415,7 @@ class DPOptimizer(OptimizerWrapper):
             self._take_changed_sums()
 
     def _end_piece(self, sizes: list[int]) -> None:
-        self.logical_batch.add_piece(sizes, self.ledger, self._handed_out, self.module._passes)
+        self.logical_batch.add_piece(sizes, self.run.ledger, self.run.handed_out, self.module._passes)
 
     def _show_sum(self, param: Parameter, summed: Tensor) -> None:
         param.summed_grad = self._shown[param] = summed  # type: ignore[attr-defined]
@@ -653,7 +637,7 @@ class DPOptimizer(OptimizerWrapper):
             for guard in self.step_guards:
                 guard(self)
             self.logical_batch.check_noise(self.noise_multiplier)  # the budget's guard has looked at it
-            self.course.name_noise(self.noise, self.steps, self._used, self._other_rate)
+            self.run.name_noise(self.noise, self.steps)
             for param in self.accumulator.names:
                 param.grad = None  # an ordinary one is none that a subclass's add_noise() may leave there
             self.add_noise()
@@ -670,17 +654,6 @@ class DPOptimizer(OptimizerWrapper):
         self._is_ready = True
         return True
 
-    @property
-    def _used(self) -> tuple[Batch, ...]:
-        """The batches of the step at hand, as far as they are known."""
-        return () if self.ledger is None else self.ledger.used
-
-    @property
-    def _other_rate(self) -> float | None:
-        """The rate at which they were drawn, None where it is that of the settings."""
-        rate = self._used[0].source if self._used else getattr(self.data_loader, "source", None)
-        return None if rate == self.setting.get("sample_rate") else rate
-
     def _conclude(self) -> None:
         """Make ready for the next batch, after an update."""
         if not self._is_ready:
@@ -689,11 +662,7 @@ class DPOptimizer(OptimizerWrapper):
         for param in self.accumulator.names:
             if param.grad is not None:
                 self.module.own(param)
-        used = self._used
-        mine = used and used[-1].loader == name_of(self.data_loader)
-        seen = used[-1].number if mine else self._handed_out
-        self.course.batches_seen = max(seen, self.course.batches_seen)
-        self.course.batches_a_step = self.accumulated_iterations
+        self.run.conclude(self.accumulated_iterations)
         self._clear()
         if not self.module.ordinary_grad or type(self).clip_and_accumulate is not DPOptimizer.clip_and_accumulate:
             self._forget_sums()
