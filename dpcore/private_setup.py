@@ -30,7 +30,8 @@ from dpcore.loading.same_data import check_same_data
 from dpcore.loading.uniform_sampler import drawn_seed
 from dpcore.noise import GaussianNoise, SecureNoise
 from dpcore.optimizers import DPOptimizer, get_optimizer_class
-from dpcore.optimizers.optimizer import NOISE_HINT, check_takes_one_gradient
+from dpcore.optimizers.checks import check_takes_one_gradient
+from dpcore.optimizers.optimizer import NOISE_HINT
 from dpcore.spending import Spending
 from dpcore.utils.batch_memory_manager import check_iterated, check_pieces
 from dpcore.utils.fast_gradient_clipping_utils import check_criterion

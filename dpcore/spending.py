@@ -16,7 +16,7 @@ from dpcore.data_loader import DPDataLoader
 from dpcore.errors import PrivacyError, warn_caller
 from dpcore.loading.ledger import Unused
 from dpcore.optimizers import DPOptimizer
-from dpcore.optimizers.optimizer import private_optimizers
+from dpcore.optimizers.claims import private_optimizers
 from dpcore.secret_seeds import derived_seed
 
 Runs = dict[str, History]

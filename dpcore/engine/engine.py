@@ -24,6 +24,7 @@ from dpcore.microbatch.memory import give_back_everything, ran_out
 from dpcore.microbatch.pieces import cut
 from dpcore.microbatch.planner import MicroBatches, choose, micro_batches, trains_all
 from dpcore.noise import GaussianNoise
+from dpcore.release import Release
 from dpcore.rerun.heap import give_back
 from dpcore.rules import bfloat16
 from dpcore.rules.custom import custom_fallbacks
@@ -443,16 +444,12 @@ class Engine:
         # The divisor goes into the clip factors and the noise, and the noise is drawn where the sums are then added: no
         # pass over the sums is spent on either.
         scale = 1.0 / check_divisor(self.expected_batch_size)
-        flat, std = self.accumulator.flat, self.accumulator.check_noise(self.noise_multiplier, scale)
-        self.noise.serve(self)
-        first = self.noise.may_come_first
-        # Also where memory runs out and a batch starts anew: a step's noise is the same however often it is drawn.
-        begin = functools.partial(self.noise.fill_, flat, std, self.steps) if first else flat.zero_
+        flat = self.accumulator.flat
+        release = Release.by(self, self.accumulator.check_noise(self.noise_multiplier, scale))
         self._withdraw()
         try:
-            result = self._add_clipped_sum(x, y, mask, scale, begin)
-            if not first:
-                self.noise.add_(flat, std, self.steps)
+            result = self._add_clipped_sum(x, y, mask, scale, functools.partial(release.begin, flat))
+            release.end(flat)
         except BaseException:
             # The next attempt draws the same noise: nothing of this one may stay.
             flat.zero_()

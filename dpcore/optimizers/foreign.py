@@ -7,26 +7,25 @@ mode "hooks"), or came about by a pass that was not recorded, the others would a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+import weakref
 from typing import Any, NoReturn
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dpcore.errors import PrivacyError
-
-Privates = Callable[[], Iterable[Any]]
-"""The private optimizers that there are."""
+from dpcore.grad_sample.backward_pass import owner_of
+from dpcore.optimizers.claims import private_optimizers
 
 
 @functools.cache
-def refuse_foreign_steps(privates: Privates) -> None:
+def refuse_foreign_steps() -> None:
     """Look at every step of torch's optimizers from now on; see docs/patches.md."""
-    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _check(optimizer, privates()))
+    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _check(optimizer))
 
 
-def _check(optimizer: Any, privates: Iterable[Any]) -> None:
+def _check(optimizer: Any) -> None:
     """PrivacyError where a gradient that ``optimizer`` would apply is a private module's and was not released."""
-    for private in privates:
+    for private in private_optimizers():
         if private.original_optimizer is optimizer:
             continue  # which has a guard of its own
         if any(value is private for value in vars(optimizer).values()):
@@ -57,3 +56,32 @@ def _refuse(optimizer: Any, param: Any) -> NoReturn:
         "make_private returned. Give all parameters of the module to one optimizer, in groups with settings of "
         "their own, and make that one private. (To go on without privacy, train module.to_standard_module().)"
     )
+
+
+def guard_inner(optimizer: Any) -> None:
+    """Let the optimizer inside of a private one refuse to step on its own: its gradients would not be private."""
+    register = getattr(optimizer.original_optimizer, "register_step_pre_hook", None)
+    if register is None:
+        return
+    outer = weakref.ref(optimizer)
+
+    def refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
+        private = outer()
+        if private is None or private.logical_batch.is_stepping:
+            return
+        if private._is_ready and all(map(private.module.is_released, private.accumulator.names)):
+            return  # by a subclass's step(), behind pre_step()
+        if any(owner_of(p) is private.module for p in private.accumulator.names):
+            raise PrivacyError(
+                "step() was called on the optimizer inside the private one: it would apply gradients without "
+                "clipping and noise, and the accountant would not know. Call step() on the optimizer that "
+                "make_private returned; for training without privacy, call to_standard_module() first."
+            )
+
+    def conclude(optimizer: Any, args: Any, kwargs: Any) -> None:
+        private = outer()
+        if private is not None and not private.logical_batch.is_stepping:
+            private._conclude()
+
+    register(refuse)
+    optimizer.original_optimizer.register_step_post_hook(conclude)
