@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import secrets
 from typing import Any, Unpack
@@ -18,7 +17,16 @@ from dpcore.data_loader import DPDataLoader
 from dpcore.errors import warn_caller
 from dpcore.loading.uniform_sampler import steps_per_epoch
 from dpcore.optimizers import DPOptimizer
-from dpcore.private_setup import PrivateSettings, Setup, check_length, check_unprepared, completed, spelled_out
+from dpcore.parts import Forwarded
+from dpcore.private_setup import (
+    PrivateSettings,
+    Setup,
+    check_length,
+    check_unprepared,
+    completed,
+    run_seed,
+    spelled_out,
+)
 from dpcore.spending import Spending
 from dpcore.utils.batch_memory_manager import PiecewiseLoader, whole_batches
 from dpcore.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
@@ -42,6 +50,10 @@ class PrivacyEngine:
         ValueError: there is no such accountant, or ``secure_mode`` was given a seed.
     """
 
+    # The accountant, in whose place another one may come that knows of all steps; the budget, None where there is none.
+    accountant: IAccountant = Forwarded("_spending")  # type: ignore[assignment]
+    budget: Budget | None = Forwarded("_spending")  # type: ignore[assignment]
+
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False, seed: int | None = None) -> None:
         if secure_mode and seed is not None:
             raise ValueError("secure_mode draws from the operating system and takes no seed; pass one of the two.")
@@ -49,20 +61,6 @@ class PrivacyEngine:
         self.secure_mode = secure_mode
         self.seed = seed
         self._made = 0
-
-    @property
-    def accountant(self) -> IAccountant:
-        """The accountant, which every step is counted by; another one may take its place if it knows of all steps."""
-        return self._spending.accountant
-
-    @accountant.setter
-    def accountant(self, accountant: IAccountant) -> None:
-        self._spending.accountant = accountant
-
-    @property
-    def budget(self) -> Budget | None:
-        """The budget that no step may exceed; None where there is none."""
-        return self._spending.budget
 
     @spelled_out
     def make_private(self, *, noise_multiplier: float, **options: Unpack[PrivateSettings]) -> Any:
@@ -87,7 +85,7 @@ class PrivacyEngine:
             TypeError: an argument is of another class than it must be.
         """
         settings = completed(options)
-        setup = Setup.begin(settings, noise_multiplier, self._run_seed(), self.secure_mode)
+        setup = Setup.begin(settings, noise_multiplier, run_seed(self.seed, self._made), self.secure_mode)
         setup.check()
         self._spending.use(settings["data_loader"].dataset)
         loader, rate = setup.loader()
@@ -308,7 +306,7 @@ class PrivacyEngine:
     def _draw_anew(self, checkpoint: Checkpoint) -> None:
         """Go on with other noise and batches than those of a checkpoint that was loaded without its optimizer."""
         anew = checkpoint.draw_anew(self._spending.optimizers())
-        if self.seed is not None and checkpoint.noise_seed == str(self._run_seed()):
+        if self.seed is not None and checkpoint.noise_seed == str(run_seed(self.seed, self._made)):
             self.seed, anew = secrets.randbits(128), True
         if anew:
             warn_caller(
@@ -333,16 +331,6 @@ class PrivacyEngine:
         fixed = ModuleValidator.fix(module)
         ModuleValidator.validate(fixed, strict=True)
         return fixed
-
-    def _run_seed(self) -> int | None:
-        """Return the seed of this call of make_private.
-
-        A second model with the noise and the batches of the first would leak what the two have in common, bare.
-        """
-        if self.seed is None or not self._made:
-            return self.seed
-        digest = hashlib.sha256(f"dpcore run {self.seed} {self._made}".encode()).digest()
-        return int.from_bytes(digest[:16], "little")
 
 
 def _loader_of(optimizer: DPOptimizer | None, given: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import math
 import sys
@@ -164,6 +165,17 @@ def completed(given: PrivateSettings) -> PrivateSettings:
     if missing:
         raise TypeError(f"make_private() needs {', '.join(f'{name}=' for name in missing)}, which was not given.")
     return cast(PrivateSettings, {**DEFAULTS, **given})
+
+
+def run_seed(seed: int | None, made: int) -> int | None:
+    """Return the seed of an engine's run behind ``made`` others.
+
+    A second model with the noise and the batches of the first would leak what the two have in common, bare.
+    """
+    if seed is None or not made:
+        return seed
+    digest = hashlib.sha256(f"dpcore run {seed} {made}".encode()).digest()
+    return int.from_bytes(digest[:16], "little")
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ import scipy
 
 from dpcore.accountants.accountant import History, IAccountant
 from dpcore.accountants.gdp import gaussian_epsilon
+from dpcore.accountants.logarithms import log1p, log_sum
 from dpcore.accountants.rdp import renyi_epsilon
 
 LARGEST_WINDOW = 2**22
@@ -146,7 +147,7 @@ def _choose_tilt(steps: list[Step], delta: float, mass: float, least: bool = Fal
         smallest = math.inf
         for loss, weight, count in tables:
             tilted = weight + rate * loss
-            norm = _log_sum(tilted)
+            norm = log_sum(tilted)
             p = np.exp(tilted - norm)
             centre = float(p @ loss)
             spread = float(p @ (loss - centre) ** 2)
@@ -279,7 +280,7 @@ def _compose(steps: list[Step], tilt: Tilt, h: float, mass: float, delta: float)
         tilted[centre] = 0.0
         tilted[centre] = -tilted.sum()
         wheel = np.bincount((np.arange(len(tilted)) - centre) % size, weights=tilted, minlength=size)
-        exponent += count * _log1p(scipy.fft.rfft(wheel))
+        exponent += count * log1p(scipy.fft.rfft(wheel))
         shift += count * (grid.start + centre)
         leaving += count * float(np.linalg.norm(wheel))
     spectrum = np.exp(np.maximum(exponent.real, -745.0) + 1j * exponent.imag)
@@ -361,27 +362,9 @@ def _lower(curve: Curve, count: int, h: float, delta: float) -> float:
     return low
 
 
-def _log1p(z: np.ndarray) -> np.ndarray:
-    """log(1 + z) with small relative error for small complex z (numpy's has an absolute one of 1e-16)."""
-    with np.errstate(divide="ignore"):
-        modulus = 0.5 * np.log1p(np.maximum(2 * z.real + z.real**2 + z.imag**2, -1.0))
-    return np.maximum(modulus, -1e300) + 1j * np.arctan2(z.imag, 1.0 + z.real)
-
-
-def _log_sum(logs: np.ndarray) -> float:
-    """The log of a sum of exponentials.
-
-    In a fraction of the time of scipy's, whose care for a sum near its largest term no Chernoff bound needs.
-    """
-    largest = float(logs.max())
-    if not math.isfinite(largest):
-        return largest
-    return largest + math.log(float(np.exp(logs - largest).sum()))
-
-
 def _log_moments(logs: list[Any], rates: list[float]) -> list[float]:
     """The log moment of the composed loss at each of the rates."""
-    return [sum(count * _log_sum(log_p + rate * losses) for log_p, losses, count in logs) for rate in rates]
+    return [sum(count * log_sum(log_p + rate * losses) for log_p, losses, count in logs) for rate in rates]
 
 
 def _outside(

@@ -37,9 +37,6 @@ class _Given(Use):
         self.params = (param,)
         self.grad = tensor
 
-    def ghost_is_cheaper(self, param: Parameter) -> bool:
-        return False
-
     def grad_sample(self, param: Parameter) -> Tensor:
         assert self.grad is not None
         return wide(self.grad.detach())
@@ -47,9 +44,6 @@ class _Given(Use):
     def rows(self, index: Tensor, dtype: torch.dtype) -> Use:
         assert self.grad is not None
         return _Given(self.params[0], self.grad.detach().index_select(0, index).to(dtype))
-
-    def stash_bytes(self) -> int:
-        return 0 if self.grad is None else self.grad.nbytes
 
 
 class _Rest(Use):

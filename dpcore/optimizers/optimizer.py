@@ -19,18 +19,7 @@ from dpcore.loading.uniform_sampler import drawn_seed
 from dpcore.microbatch.accumulator import Accumulator, Factors
 from dpcore.microbatch.planner import MicroBatches, choose, micro_batches, trains_all
 from dpcore.noise import GaussianNoise, SecureNoise
-from dpcore.optimizers.checks import (
-    MEAN_RULE,
-    check_loop,
-    check_no_ordinary_gradient,
-    check_ranks,
-    check_same_settings,
-    check_state,
-    check_takes_one_gradient,
-    check_unchanged,
-    ordered_bounds,
-    see_division,
-)
+from dpcore.optimizers import checks
 from dpcore.optimizers.claims import claim, recorder_of
 from dpcore.optimizers.foreign import guard_inner, refuse_foreign_steps
 from dpcore.optimizers.logical_batch import LogicalBatch, Piece
@@ -92,14 +81,14 @@ class DPOptimizer(OptimizerWrapper):
         sigma = check_noise_multiplier(noise_multiplier, NOISE_HINT)
         if isinstance(optimizer, DPOptimizer):
             raise PrivacyError("The optimizer is private already; a second one around it would add its noise twice.")
-        check_takes_one_gradient(optimizer)
+        checks.check_takes_one_gradient(optimizer)
         if secure_mode and generator is not None:
             raise ValueError(
                 "secure_mode draws the noise from the operating system, and a generator would be ignored; pass one of "
                 "the two."
             )
         module = recorder_of(optimizer) if module is None else module
-        check_same_settings(module, loss_reduction, max_grad_norm, expected_batch_size)
+        checks.check_same_settings(module, loss_reduction, max_grad_norm, expected_batch_size)
         self.original_optimizer = optimizer
         self.module = module
         self.expected_batch_size = expected_batch_size
@@ -108,7 +97,7 @@ class DPOptimizer(OptimizerWrapper):
         held = {p for group in optimizer.param_groups for p in group["params"]}
         self.accumulator = Accumulator(
             {n: p for n, p in module.trained.items() if p in held},
-            ordered_bounds(max_grad_norm, module, self.params),
+            checks.ordered_bounds(max_grad_norm, module, self.params),
             factors,
         )
         self.noise_multiplier = sigma
@@ -167,7 +156,7 @@ class DPOptimizer(OptimizerWrapper):
 
     def check_state(self, state_dict: dict[str, Any]) -> None:
         """ValueError where a state is that of an optimiser of another kind, whose settings this one does not have."""
-        check_state(self.original_optimizer, state_dict)
+        checks.check_state(self.original_optimizer, state_dict)
 
     @property
     def engine(self) -> Any:
@@ -322,9 +311,9 @@ class DPOptimizer(OptimizerWrapper):
 
     def _begin_piece(self) -> None:
         if self.loss_reduction == "mean":
-            check_divisor(self.expected_batch_size, MEAN_RULE)  # a schedule may have set it
-        check_unchanged(self)
-        check_no_ordinary_gradient(self)
+            check_divisor(self.expected_batch_size, checks.MEAN_RULE)  # a schedule may have set it
+        checks.check_unchanged(self)
+        checks.check_no_ordinary_gradient(self)
         self.logical_batch.begin(self.noise_multiplier)
         if self.logical_batch.batches or self.logical_batch.unfinished:
             self.summed.take_changed()
@@ -371,7 +360,7 @@ class DPOptimizer(OptimizerWrapper):
         Raises:
             PrivacyError: there is another ordinary gradient, which :meth:`step` would refuse.
         """
-        check_no_ordinary_gradient(self)
+        checks.check_no_ordinary_gradient(self)
         for param in self.accumulator.names:
             if not self.module.is_released(param):
                 param.grad = None
@@ -413,9 +402,9 @@ class DPOptimizer(OptimizerWrapper):
                 self._use_own_clipping()
             if self.logical_batch.unfinished:
                 return False
-            see_division(self.module, self.accumulated_iterations)
+            checks.see_division(self.module, self.accumulated_iterations)
             if self.ranks is not None:
-                check_ranks(self, self.ranks)
+                checks.check_ranks(self, self.ranks)
             for guard in self.step_guards:
                 guard(self)
             self.logical_batch.check_noise(self.noise_multiplier)  # the budget's guard has looked at it
@@ -465,7 +454,7 @@ class DPOptimizer(OptimizerWrapper):
             UnsupportedError: a GradScaler multiplied the loss.
             BudgetError: the step would exceed the engine's budget.
         """
-        check_loop(self)
+        checks.check_loop(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -80,9 +80,6 @@ class BilinearUse(Use):
         use.grad = None if self.grad is None else self.grad.index_select(0, index).to(dtype)
         return use
 
-    def stash_bytes(self) -> int:
-        return self._x1.tensor.nbytes + self._x2.tensor.nbytes + (0 if self.grad is None else self.grad.nbytes)
-
 
 def _largest_but_one(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """The largest square beside which one of the three may be lost: any of the others, or any two of them."""

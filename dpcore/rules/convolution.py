@@ -331,9 +331,6 @@ class ConvolutionUse(Use):
         use._limits = self._limits.rows(self.grad, index, use.grad)
         return use
 
-    def stash_bytes(self) -> int:
-        return self._x.tensor.nbytes + (0 if self.grad is None else self.grad.nbytes)
-
 
 def _diagonal_sums(gram: Tensor, offsets: range) -> Tensor:
     """[B, n, n], Σ_o gram[:, t + o, s + o] over two offsets or more, from [B, n + offsets[-1], n + offsets[-1]]."""

@@ -149,9 +149,6 @@ class EqualBagUse(Use):
         use.grad = None if self.grad is None else self.grad.index_select(0, index).to(dtype)
         return use
 
-    def stash_bytes(self) -> int:
-        return self._ids.tensor.nbytes + (0 if self.grad is None else self.grad.nbytes)
-
 
 class EmbeddingMaxUse(Use):
     """``winners`` [B, d]: the id that each column of the output comes from, -1 in an empty bag; weight [V, d]."""
