@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ParamSpec, TypedDict, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, ParamSpec, Required, TypedDict, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
@@ -52,69 +52,62 @@ INSTEAD = {
 """Arguments of the optimisers' classes that make_private sets itself, and what to do instead of passing them."""
 
 
-class Script(TypedDict):
-    """What make_private needs in any case."""
-
-    module: nn.Module
-    optimizer: Optimizer
-    data_loader: DataLoader[Any]
-    max_grad_norm: float | Sequence[float]
-
-
-class PrivateSettings(Script, total=False):
+class PrivateSettings(TypedDict, total=False):
     """The arguments of make_private but for the noise, with their defaults; without one: the optimizer's options.
 
     Args:
         module: The ``torch.nn.Module`` to train, in training mode. A module in
-            ``DifferentiallyPrivateDistributedDataParallel``, or one to which ``fully_shard`` was applied, is
-            trained by all ranks of its group; each of them calls this with the whole data set and the same
-            settings.
-        optimizer: An ordinary torch optimizer over ``module.parameters()``. Only what it holds is clipped, noised
-            and updated.
+            ``DifferentiallyPrivateDistributedDataParallel``, or one to which ``fully_shard`` was applied, is trained by
+            all ranks of its group; each of them calls this with the whole data set and the same settings.
+        optimizer: An ordinary torch optimizer over ``module.parameters()``. Only what it holds is clipped, noised and
+            updated.
         criterion: The loss for the mode "ghost" (default ``CrossEntropyLoss``), and in every mode checked against
             ``loss_reduction`` where it is given.
         data_loader: A torch loader over the whole data set. Its batch size sets the default sample rate only. Its
-            ``generator`` seeds the batches, unless the engine has a seed or draws securely; for a release it must
-            be secret.
-        max_grad_norm: C, the L2 bound to which each example's gradient is clipped, and so how far one example can
-            move a step's sum. For "per_layer" a list, one bound per trained parameter.
-        batch_first: Whether the module's inputs are [B, T, ...]; False: [T, B, ...]. Wrong, it would clip time
-            steps instead of examples.
-        loss_reduction: The reduction of your loss over the batch, "mean" or "sum". The update of a mean loss is
-            divided by ``expected_batch_size``, that of a sum by nothing. Wrong, every gradient is scaled by the
-            batch's length before it is clipped.
-        poisson_sampling: Whether the returned loader draws Poisson batches: every example independently with the
-            chance ``sample_rate``. Epsilon holds for such batches only; False keeps your loader, with a warning.
-        clipping: "flat" clips the whole gradient at one bound; "per_layer" each parameter at its own; "adaptive"
-            moves the bound towards a quantile of the norms (``options`` are those of :class:`AdaClipDPOptimizer`);
+            ``generator`` seeds the batches, unless the engine has a seed or draws securely; for a release it must be
+            secret.
+        max_grad_norm: C, the L2 bound to which each example's gradient is clipped, and so how far one example can move
+            a step's sum. For "per_layer" a list, one bound per trained parameter.
+        batch_first: Whether the module's inputs are [B, T, ...]; False: [T, B, ...]. Wrong, it would clip time steps
+            instead of examples.
+        loss_reduction: The reduction of your loss over the batch, "mean" or "sum". The update of a mean loss is divided
+            by ``expected_batch_size``, that of a sum by nothing. Wrong, every gradient is scaled by the batch's length
+            before it is clipped.
+        poisson_sampling: Whether the returned loader draws Poisson batches: every example independently with the chance
+            ``sample_rate``. Epsilon holds for such batches only; False keeps your loader, with a warning.
+        clipping: "flat" clips the whole gradient at one bound; "per_layer" each parameter at its own; "adaptive" moves
+            the bound towards a quantile of the norms (``options`` are those of :class:`AdaClipDPOptimizer`);
             "automatic" scales every gradient to nearly the bound, shorter ones too.
-        noise_generator: A ``torch.Generator`` that seeds the noise, for tests. Noise of a known seed protects
-            nothing.
-        grad_sample_mode: Where gradients can be read between ``backward()`` and ``step()``. "bookkeeping" never
-            forms the ordinary gradient; "hooks" (also "functorch", "ew") leaves it in ``p.grad``; "ghost" is
-            Opacus' fast clipping, with a criterion of its own; "no_op" records nothing and takes ``p.grad_sample``
-            from the loop. The update is the same in all of them.
-        wrap_model: Whether the module is returned in a wrapper. False records it where it is and returns the hooks;
-            end with their ``cleanup()``.
-        rand_on_empty: Accepted for compatibility and ignored, with a warning: an empty batch stays one and is a
-            step of noise alone.
-        sample_rate: q, the chance of an example to be in a batch; a public number. None: 1 / len(data_loader),
-            which takes the number of examples to be public.
-        expected_batch_size: The public divisor of every update of a mean loss, of all ranks together. None: sample
-            rate × number of examples, with a warning where ``sample_rate`` was given. Never the batch's own length,
-            which depends on the data.
-        check_batches: Whether each step must use an unused batch of the returned loader, every example in one row.
-            Pass False only where your own batches are drawn at the accounted rate.
-        check_isolation: Whether experiments on the first batches of every kind, and on rare random ones later, look
-            for examples that reach each other's gradients (:mod:`dpcore.example_isolation.check`). Clipping bounds
-            nothing where they do.
-        max_physical_batch_size: The most examples of a batch that the returned loader hands out at once; "auto"
-            plans them by time and memory. ``step()`` then updates once per batch, at its last piece. Schedules of
-            torch's and dpcore's classes move there too, though the loop steps them for every piece, and
-            ``len(data_loader)`` stays the number of batches. None: whole batches. See
+        noise_generator: A ``torch.Generator`` that seeds the noise, for tests. Noise of a known seed protects nothing.
+        grad_sample_mode: Where gradients can be read between ``backward()`` and ``step()``. "bookkeeping" never forms
+            the ordinary gradient; "hooks" (also "functorch", "ew") leaves it in ``p.grad``; "ghost" is Opacus' fast
+            clipping, with a criterion of its own; "no_op" records nothing and takes ``p.grad_sample`` from the loop.
+            The update is the same in all of them.
+        wrap_model: Whether the module is returned in a wrapper. False records it where it is and returns the hooks; end
+            with their ``cleanup()``.
+        rand_on_empty: Accepted for compatibility and ignored, with a warning: an empty batch stays one and is a step of
+            noise alone.
+        sample_rate: q, the chance of an example to be in a batch; a public number. None: 1 / len(data_loader), which
+            takes the number of examples to be public.
+        expected_batch_size: The public divisor of every update of a mean loss, of all ranks together. None: sample rate
+            × number of examples, with a warning where ``sample_rate`` was given. Never the batch's own length, which
+            depends on the data.
+        check_batches: Whether each step must use an unused batch of the returned loader, every example in one row. Pass
+            False only where your own batches are drawn at the accounted rate.
+        check_isolation: Whether experiments on the first batches of every kind, and on rare random ones later, look for
+            examples that reach each other's gradients (:mod:`dpcore.example_isolation.check`). Clipping bounds nothing
+            where they do.
+        max_physical_batch_size: The most examples of a batch that the returned loader hands out at once; "auto" plans
+            them by time and memory. ``step()`` then updates once per batch, at its last piece. Schedules of torch's and
+            dpcore's classes move there too, though the loop steps them for every piece, and ``len(data_loader)`` stays
+            the number of batches. None: whole batches. See
             :class:`dpcore.utils.batch_memory_manager.BatchMemoryManager`.
     """
 
+    module: Required[nn.Module]
+    optimizer: Required[Optimizer]
+    data_loader: Required[DataLoader[Any]]
+    max_grad_norm: Required[float | Sequence[float]]
     criterion: Annotated[Any, None]
     batch_first: Annotated[bool, True]
     loss_reduction: Annotated[str, "mean"]
@@ -138,14 +131,14 @@ class PrivateSettings(Script, total=False):
 
 
 HINTS = get_type_hints(PrivateSettings, include_extras=True)
-DEFAULTS = {name: hint.__metadata__[0] for name, hint in HINTS.items() if hasattr(hint, "__metadata__")}
-NEEDED = [name for name in HINTS if name in PrivateSettings.__required_keys__]
+NEEDED = {name: get_args(hint)[0] for name, hint in HINTS.items() if get_origin(hint) is Required}
+DEFAULTS = {name: hint.__metadata__[0] for name, hint in HINTS.items() if get_origin(hint) is Annotated}
 
 
 def spelled_out(method: Callable[P, T]) -> Callable[P, T]:
     """Show the settings one by one in the signature and the docstring of a method that takes them as ``**options``."""
     (this, *own), kind = inspect.signature(method).parameters.values(), inspect.Parameter
-    needed = [kind(name, kind.KEYWORD_ONLY, annotation=HINTS[name]) for name in NEEDED]
+    needed = [kind(name, kind.KEYWORD_ONLY, annotation=hint) for name, hint in NEEDED.items()]
     optional = [
         kind(name, kind.KEYWORD_ONLY, default=value, annotation=HINTS[name].__origin__)
         for name, value in DEFAULTS.items()

@@ -325,9 +325,9 @@ class DPTrainerMixin:
         if abs(expected - found) > tolerance * max(abs(expected), abs(found)):
             raise UnsupportedError(
                 f"A {type(base_of(base)).__name__} computes the loss {expected:.6g} of the first {len(losses)} "
-                f"examples, and private training would use {found:.6g}, the ordinary one of its task ({kind}), in its place: "
-                "override per_example_losses(model, outputs, labels) of the Trainer, to return one loss per example, "
-                "[B]."
+                f"examples, and private training would use {found:.6g}, the ordinary one of its task ({kind}), in its "
+                "place: override per_example_losses(model, outputs, labels) of the Trainer, to return one loss per "
+                "example, [B]."
             )
         return found == found
 

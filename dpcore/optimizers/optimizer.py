@@ -20,8 +20,7 @@ from dpcore.microbatch.accumulator import Accumulator, Factors
 from dpcore.microbatch.planner import MicroBatches, choose, micro_batches, trains_all
 from dpcore.noise import GaussianNoise, SecureNoise
 from dpcore.optimizers import checks
-from dpcore.optimizers.claims import claim, recorder_of
-from dpcore.optimizers.foreign import guard_inner, refuse_foreign_steps
+from dpcore.optimizers.claims import claim, guard_inner, recorder_of, refuse_foreign_steps
 from dpcore.optimizers.logical_batch import LogicalBatch, Piece
 from dpcore.optimizers.private_run import PrivateRun
 from dpcore.optimizers.schedules import follow, watch_torch

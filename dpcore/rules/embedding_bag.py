@@ -143,12 +143,6 @@ class EqualBagUse(Use):
     def ghost_is_cheaper(self, param: Parameter) -> bool:
         return True
 
-    def rows(self, index: Tensor, dtype: torch.dtype) -> EqualBagUse:
-        ids = self._ids.get(self.name).index_select(0, index)
-        use = EqualBagUse(self.name, self.params[0], ids, self.coefficient)
-        use.grad = None if self.grad is None else self.grad.index_select(0, index).to(dtype)
-        return use
-
 
 class EmbeddingMaxUse(Use):
     """``winners`` [B, d]: the id that each column of the output comes from, -1 in an empty bag; weight [V, d]."""

@@ -45,12 +45,6 @@ class AffineUse(Use):
             g = g * wide(self._x.get(self.name).detach())
         return g.sum(self.summed) if self.summed else g
 
-    def rows(self, index: Tensor, dtype: torch.dtype) -> AffineUse:
-        x = self._x.get(self.name).detach().index_select(0, index).to(dtype)
-        use = AffineUse(self.name, x, self.weight, self.bias, self.kept)
-        use.grad = None if self.grad is None else self.grad.index_select(0, index).to(dtype)
-        return use
-
 
 class NormUse(FormedUse):
     """A layer or group norm's γ and β, whose per-sample gradients are formed when the output's gradient arrives."""
