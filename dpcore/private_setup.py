@@ -143,10 +143,8 @@ def spelled_out(method: Callable[P, T]) -> Callable[P, T]:
         kind(name, kind.KEYWORD_ONLY, default=value, annotation=HINTS[name].__origin__)
         for name, value in DEFAULTS.items()
     ]
-    by_default = [p for p in own[:-1] if p.default is not kind.empty]
-    required = [p for p in own[:-1] if p.default is kind.empty]
     rest = kind("options", kind.VAR_KEYWORD, annotation=Any)
-    method.__signature__ = inspect.Signature([this, *needed, *required, *by_default, *optional, rest])  # type: ignore[attr-defined]
+    method.__signature__ = inspect.Signature([this, *needed, *own[:-1], *optional, rest])  # type: ignore[attr-defined]
     settings = (inspect.getdoc(PrivateSettings) or "").partition("Args:\n")[2]
     method.__doc__ = (inspect.getdoc(method) or "").replace("    **options:", f"{settings}\n    **options:")
     return method

@@ -40,11 +40,6 @@ class Release:
         else:
             flat.zero_()
 
-    def end(self, flat: Tensor) -> None:
-        """Add the noise that :meth:`begin` could not."""
-        if not self.noise.may_come_first:
-            self.noise.add_(flat, self.std, self.step)
-
     def finish(self, flat: Tensor) -> None:
         """Add up the sums of all ranks, with the noise of the first."""
         if self.ranks is not None and isinstance(self.noise, SecureNoise):

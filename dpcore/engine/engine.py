@@ -421,7 +421,8 @@ class Engine:
         self._withdraw()
         try:
             result = self._add_clipped_sum(x, y, mask, scale, functools.partial(release.begin, flat))
-            release.end(flat)
+            if not self.noise.may_come_first:
+                release.finish(flat)
         except BaseException:
             # The next attempt draws the same noise: nothing of this one may stay.
             flat.zero_()

@@ -40,10 +40,6 @@ class _Given(Use):
         assert self.grad is not None
         return wide(self.grad.detach())
 
-    def rows(self, index: Tensor, dtype: torch.dtype) -> Use:
-        assert self.grad is not None
-        return _Given(self.params[0], self.grad.detach().index_select(0, index).to(dtype))
-
 
 class _Rest(WrappedUse):
     """The part of a use that contributes to parameters other than those in ``given``."""
