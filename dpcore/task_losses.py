@@ -6,13 +6,18 @@ import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dpcore.checkpoint import RandomState
 from dpcore.errors import UnsupportedError
+from dpcore.microbatch.pieces import cut
+from dpcore.tree import batch_length
 
 IGNORED = -100
 HALF = (torch.float16, torch.bfloat16)
+COMPARED = 4
+"""Examples whose loss is compared with the model's own: class weights show in several only."""
 
 
 def task_of(model: Any) -> str | None:
@@ -99,3 +104,74 @@ def check_auxiliary(model: Any, outputs: Any = None) -> None:
             "which every example reaches the others' gradients: it cannot be clipped by example, and private training "
             "would leave it out. Train without it by model.config.output_router_logits = False."
         )
+
+
+def check_kept_apart(trainer: Any, model: nn.Module, inputs: Any) -> bool:
+    """Compare the losses of some examples with those of half of them alone, where these repeat themselves.
+
+    Returns:
+        Whether there were enough.
+
+    Raises:
+        UnsupportedError: an example's loss is another one beside others.
+    """
+    base = trainer.accelerator.unwrap_model(model)
+    rows = min(batch_length(inputs), COMPARED)
+    half = rows // 2
+    if not half:
+        return False
+
+    def losses(count: int) -> Tensor:
+        some = cut(inputs, slice(0, count))
+        random.restore()
+        return trainer.per_example_losses(base, model(**without_labels(base, some)), some.get("labels")).double()
+
+    random = RandomState.now()
+    beside, again, alone = losses(rows), losses(rows), losses(half)
+    if beside.shape != (rows,) or not torch.equal(beside, again):
+        return True  # which compute_loss refuses, or which draws random numbers in evaluation mode
+    tolerance = 5e-2 if trainer.args.bf16 or {p.dtype for p in model.parameters()} & {*HALF} else 1e-3
+    if bool(((beside[:half] - alone).abs() > tolerance * beside.abs().max()).any()):
+        raise UnsupportedError(
+            f"{type(trainer).__name__}.per_example_losses gives the first {half} examples the losses {alone.tolist()} "
+            f"by themselves, and {beside[:half].tolist()} beside {rows - half} others: it mixes the examples, and "
+            "no clipping would bound what one of them does. Return losses each of which is of one example's own "
+            "outputs and labels."
+        )
+    return True
+
+
+def check_own_loss(trainer: Any, model: nn.Module, inputs: Any) -> bool:
+    """Compare the loss that training uses with the model's own, on some examples and without dropout.
+
+    A model's class may have the name of a task and a loss of its own: class weights in a subclass, a
+    ``loss_function`` that was set, labels that are not shifted. It would be replaced in silence.
+
+    Returns:
+        Whether it is known now; examples without labels tell nothing.
+
+    Raises:
+        UnsupportedError: the two differ.
+    """
+    base = trainer.accelerator.unwrap_model(model)
+    kind = task_of(base)
+    if kind is None or "labels" not in inputs or not takes_labels(base_of(base)):
+        return True
+    some = cut(inputs, slice(0, COMPARED))
+    theirs = getattr(model(**some), "loss", None)
+    outputs = model(**without_labels(base, some))
+    check_auxiliary(base, outputs)
+    logits = outputs.logits
+    losses, counted = losses_and_counts(base, kind, logits, some["labels"])
+    if not isinstance(theirs, Tensor):
+        return True
+    expected, found = float(theirs), float(losses.sum() / counted.sum())
+    tolerance = 2e-2 if logits.dtype in HALF or trainer.args.bf16 else 1e-4
+    if abs(expected - found) > tolerance * max(abs(expected), abs(found)):
+        raise UnsupportedError(
+            f"A {type(base_of(base)).__name__} computes the loss {expected:.6g} of the first {len(losses)} "
+            f"examples, and private training would use {found:.6g}, the ordinary one of its task ({kind}), in its "
+            "place: override per_example_losses(model, outputs, labels) of the Trainer, to return one loss per "
+            "example, [B]."
+        )
+    return found == found

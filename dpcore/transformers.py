@@ -23,17 +23,16 @@ from dpcore.data_loader import worker_options
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.loading.uniform_sampler import steps_per_epoch
-from dpcore.microbatch.pieces import cut
 from dpcore.optimizers import DPOptimizer
 from dpcore.privacy_engine import PrivacyEngine
 from dpcore.replicas import check_replicates, joined, logical_batches
 from dpcore.task_losses import (
-    HALF,
     IGNORED,
     base_of,
     check_auxiliary,
+    check_kept_apart,
+    check_own_loss,
     losses_and_counts,
-    takes_labels,
     task_of,
     without_labels,
 )
@@ -50,8 +49,6 @@ except ImportError as error:
 
 STATE = "privacy.pt"
 """The file of accountant, noise and batches in each of the Trainer's checkpoints."""
-COMPARED = 4
-"""Examples whose loss is compared with the model's own: class weights show in several only."""
 
 
 class DPTrainerMixin:
@@ -256,80 +253,9 @@ class DPTrainerMixin:
         model.eval()
         try:
             with torch.no_grad(), trainer.compute_loss_context_manager():
-                return (self._check_own_loss if ours else self._check_kept_apart)(model, inputs)
+                return (check_own_loss if ours else check_kept_apart)(trainer, model, inputs)
         finally:
             random.restore()
-
-    def _check_kept_apart(self, model: nn.Module, inputs: Any) -> bool:
-        """Compare the losses of some examples with those of half of them alone, where these repeat themselves.
-
-        Returns:
-            Whether there were enough.
-
-        Raises:
-            UnsupportedError: an example's loss is another one beside others.
-        """
-        trainer: Any = self
-        base = trainer.accelerator.unwrap_model(model)
-        rows = min(batch_length(inputs), COMPARED)
-        half = rows // 2
-        if not half:
-            return False
-
-        def losses(count: int) -> Tensor:
-            some = cut(inputs, slice(0, count))
-            random.restore()
-            return self.per_example_losses(base, model(**without_labels(base, some)), some.get("labels")).double()
-
-        random = RandomState.now()
-        beside, again, alone = losses(rows), losses(rows), losses(half)
-        if beside.shape != (rows,) or not torch.equal(beside, again):
-            return True  # which compute_loss refuses, or which draws random numbers in evaluation mode
-        tolerance = 5e-2 if trainer.args.bf16 or {p.dtype for p in model.parameters()} & {*HALF} else 1e-3
-        if bool(((beside[:half] - alone).abs() > tolerance * beside.abs().max()).any()):
-            raise UnsupportedError(
-                f"{type(self).__name__}.per_example_losses gives the first {half} examples the losses {alone.tolist()} "
-                f"by themselves, and {beside[:half].tolist()} beside {rows - half} others: it mixes the examples, and "
-                "no clipping would bound what one of them does. Return losses each of which is of one example's own "
-                "outputs and labels."
-            )
-        return True
-
-    def _check_own_loss(self, model: nn.Module, inputs: Any) -> bool:
-        """Compare the loss that training uses with the model's own, on some examples and without dropout.
-
-        A model's class may have the name of a task and a loss of its own: class weights in a subclass, a
-        ``loss_function`` that was set, labels that are not shifted. It would be replaced in silence.
-
-        Returns:
-            Whether it is known now; examples without labels tell nothing.
-
-        Raises:
-            UnsupportedError: the two differ.
-        """
-        trainer: Any = self
-        base = trainer.accelerator.unwrap_model(model)
-        kind = task_of(base)
-        if kind is None or "labels" not in inputs or not takes_labels(base_of(base)):
-            return True
-        some = cut(inputs, slice(0, COMPARED))
-        theirs = getattr(model(**some), "loss", None)
-        outputs = model(**without_labels(base, some))
-        check_auxiliary(base, outputs)
-        logits = outputs.logits
-        losses, counted = losses_and_counts(base, kind, logits, some["labels"])
-        if not isinstance(theirs, Tensor):
-            return True
-        expected, found = float(theirs), float(losses.sum() / counted.sum())
-        tolerance = 2e-2 if logits.dtype in HALF or trainer.args.bf16 else 1e-4
-        if abs(expected - found) > tolerance * max(abs(expected), abs(found)):
-            raise UnsupportedError(
-                f"A {type(base_of(base)).__name__} computes the loss {expected:.6g} of the first {len(losses)} "
-                f"examples, and private training would use {found:.6g}, the ordinary one of its task ({kind}), in its "
-                "place: override per_example_losses(model, outputs, labels) of the Trainer, to return one loss per "
-                "example, [B]."
-            )
-        return found == found
 
     # ---- checkpoints
 
