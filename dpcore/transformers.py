@@ -19,13 +19,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
 from dpcore.checkpoint import RandomState
-from dpcore.data_loader import worker_options
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.loading.uniform_sampler import steps_per_epoch
 from dpcore.optimizers import DPOptimizer
 from dpcore.privacy_engine import PrivacyEngine
-from dpcore.replicas import check_replicates, joined, logical_batches
+from dpcore.replicas import check_replicates, joined, logical_loader
 from dpcore.task_losses import (
     IGNORED,
     base_of,
@@ -294,14 +293,9 @@ class DPTrainerMixin:
         ranks = joined(trainer.accelerator, trainer.model)
         if ranks is not None:
             _prepare_without_averaging(trainer.accelerator)
-        whole: DataLoader[Any] = DataLoader(
-            loader.dataset,
-            # The sampler is refused where Poisson sampling would draw what it leaves out.
-            **logical_batches(_sampler(loader), loader.dataset, share, poisson, ranks),
-            collate_fn=loader.collate_fn,
-            **worker_options(loader),
-            drop_last=trainer.args.dataloader_drop_last and not poisson,
-        )
+        # The sampler is refused where Poisson sampling would draw what it leaves out.
+        drop_last = trainer.args.dataloader_drop_last
+        whole = logical_loader(loader, _sampler(loader), share, poisson, ranks, drop_last)
         make: Any = self.engine.make_private
         if "target_epsilon" in privacy:
             make = self.engine.make_private_with_epsilon
