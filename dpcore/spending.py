@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import secrets
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpcore.accountants import IAccountant
-from dpcore.accountants.accountant import History, count
+from dpcore.accountants.accountant import History, count, totals
 from dpcore.accountants.utils import customary_delta, rounded_up
 from dpcore.budget import Budget
 from dpcore.data_loader import DPDataLoader
@@ -231,11 +230,8 @@ def steps_of(history: Sequence[Sequence[float]]) -> int:
 
 def _unknown_steps(counted: History, known: History) -> History:
     """Return those of the steps ``counted`` that are not in the history ``known``."""
-    left: Counter[tuple[float, float]] = Counter()
-    for noise, rate, steps in counted:
-        left[noise, rate] += steps
-    for noise, rate, steps in known:
-        left[noise, rate] -= steps
+    left = totals(counted)
+    left.subtract(totals(known))
     return [(noise, rate, steps) for (noise, rate), steps in left.items() if steps > 0]
 
 

@@ -30,9 +30,8 @@ from typing import Any
 import numpy as np
 import scipy
 
-from dpcore.accountants.accountant import History, IAccountant
+from dpcore.accountants.accountant import History, IAccountant, totals
 from dpcore.accountants.gdp import gaussian_epsilon
-from dpcore.accountants.logarithms import log1p, log_sum
 from dpcore.accountants.rdp import renyi_epsilon
 
 LARGEST_WINDOW = 2**22
@@ -147,7 +146,7 @@ def _choose_tilt(steps: list[Step], delta: float, mass: float, least: bool = Fal
         smallest = math.inf
         for loss, weight, count in tables:
             tilted = weight + rate * loss
-            norm = log_sum(tilted)
+            norm = _log_sum(tilted)
             p = np.exp(tilted - norm)
             centre = float(p @ loss)
             spread = float(p @ (loss - centre) ** 2)
@@ -280,7 +279,7 @@ def _compose(steps: list[Step], tilt: Tilt, h: float, mass: float, delta: float)
         tilted[centre] = 0.0
         tilted[centre] = -tilted.sum()
         wheel = np.bincount((np.arange(len(tilted)) - centre) % size, weights=tilted, minlength=size)
-        exponent += count * log1p(scipy.fft.rfft(wheel))
+        exponent += count * _log1p(scipy.fft.rfft(wheel))
         shift += count * (grid.start + centre)
         leaving += count * float(np.linalg.norm(wheel))
     spectrum = np.exp(np.maximum(exponent.real, -745.0) + 1j * exponent.imag)
@@ -362,9 +361,24 @@ def _lower(curve: Curve, count: int, h: float, delta: float) -> float:
     return low
 
 
+def _log1p(z: np.ndarray) -> np.ndarray:
+    """log(1 + z) with small relative error for small complex z (numpy's has an absolute one of 1e-16)."""
+    with np.errstate(divide="ignore"):
+        modulus = 0.5 * np.log1p(np.maximum(2 * z.real + z.real**2 + z.imag**2, -1.0))
+    return np.maximum(modulus, -1e300) + 1j * np.arctan2(z.imag, 1.0 + z.real)
+
+
+def _log_sum(logs: np.ndarray) -> float:
+    """The log of a sum of exponentials, without scipy's slow care for sums near their largest term."""
+    largest = float(logs.max())
+    if not math.isfinite(largest):
+        return largest
+    return largest + math.log(float(np.exp(logs - largest).sum()))
+
+
 def _log_moments(logs: list[Any], rates: list[float]) -> list[float]:
     """The log moment of the composed loss at each of the rates."""
-    return [sum(count * log_sum(log_p + rate * losses) for log_p, losses, count in logs) for rate in rates]
+    return [sum(count * _log_sum(log_p + rate * losses) for log_p, losses, count in logs) for rate in rates]
 
 
 def _outside(
@@ -429,7 +443,7 @@ def _direction(
     history: History, delta: float, removal: bool, both: bool, error: float, least: bool = False
 ) -> tuple[float, float]:
     """(lower, upper) for removing or for adding an example; the lower one is 0 unless ``both``."""
-    steps = [Step(s, min(q, 1.0 - 1e-16), t, removal) for s, q, t in _merged(history)]
+    steps = [Step(s, min(q, 1.0 - 1e-16), t, removal) for (s, q), t in totals(history).items()]
     total = sum(step.count for step in steps)
     mass = TAIL_SHARE * delta / total
     tilt = _choose_tilt(steps, delta, mass, least)
@@ -457,14 +471,6 @@ def _direction(
         if high - low <= error or h / 2 < finest:
             return low, high
         h /= 2
-
-
-def _merged(history: History) -> History:
-    """Equal settings together: the order of steps does not matter."""
-    counts: dict[tuple[float, float], int] = {}
-    for noise, rate, steps in history:
-        counts[noise, rate] = counts.get((noise, rate), 0) + steps
-    return [(noise, rate, steps) for (noise, rate), steps in counts.items()]
 
 
 class PLDAccountant(IAccountant):

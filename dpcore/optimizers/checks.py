@@ -54,13 +54,8 @@ def ordered_bounds(
     max_grad_norm: float | Sequence[float], module: AbstractGradSampleHooks, params: Sequence[Parameter]
 ) -> float | Sequence[float]:
     """Bounds per parameter come in the optimiser's order and go to the module's."""
-    if not isinstance(max_grad_norm, Sequence):
-        return max_grad_norm
-    if len(max_grad_norm) != len(params):
-        raise ValueError(
-            f"max_grad_norm has {len(max_grad_norm)} bounds for {len(params)} trained parameters; give one per "
-            "parameter, or a single number."
-        )
+    if not isinstance(max_grad_norm, Sequence) or len(max_grad_norm) != len(params):
+        return max_grad_norm  # which the accumulator refuses where there are too many or too few
     bounds = dict(zip(params, max_grad_norm, strict=True))
     return [bounds[p] for p in module.trained.values() if p in bounds]
 

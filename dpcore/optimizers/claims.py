@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from dpcore.errors import PrivacyError
 from dpcore.grad_sample.backward_pass import owner_of
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
+from dpcore.optimizers.checks import check_no_ordinary_gradient
 
 _PRIVATE: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 """The private optimizers that live, the oldest first: hooks of torch's, which are the whole process's, look here."""
@@ -71,7 +72,10 @@ def _check(optimizer: Any) -> None:
             continue  # which has a guard of its own
         if any(value is private for value in vars(optimizer).values()):
             # A wrapper of the user's (Lookahead, say) asks it to step, but may apply what it finds before or instead.
-            private.withhold_ordinary_gradients()
+            check_no_ordinary_gradient(private)
+            for param in private.accumulator.names:
+                if not private.module.is_released(param):
+                    param.grad = None
         # One of the user's own class may hold the private one, and ask it to step.
         torchs = type(optimizer).__module__.startswith("torch.optim.")
         idle = torchs and private.module.has_recorded and not private.logical_batch.is_stepping
