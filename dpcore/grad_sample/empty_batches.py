@@ -36,17 +36,17 @@ class _Call:
 class EmptyBatches:
     """The module's calls on empty batches since the last step."""
 
+    newest: Callable[[], int] | None = None  # the number of the loader's newest batch, which a copy does not know
+
     def __init__(self) -> None:
         self._calls: list[_Call] = []
         self._used: set[Any] = set()
         """Numbers of the batches of the last step."""
         self._task = -1
         """The newest backward pass through such a call."""
-        self.newest: Callable[[], int] | None = None
-        """The number of the loader's newest batch."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "newest": None}
+        return {name: value for name, value in self.__dict__.items() if name != "newest"}
 
     def note(self, batch: Any) -> _Call:
         """Note a call on batch number ``batch``."""
