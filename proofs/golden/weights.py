@@ -274,7 +274,8 @@ def _by_state(engine: Any, module: Any, optimizer: Any, loader: Any) -> Iterator
         max_grad_norm=0.5,
     )
     private[1].load_state_dict(state)
-    yield [history for _, history in sorted(state["privacy"]["runs"].items())]
+    spent = state.get("privacy") or state["param_groups"][0]["privacy"]
+    yield [history for _, history in sorted(spent["runs"].items())]
     yield other.get_epsilon(1e-3)
     yield len(private[2])
 
