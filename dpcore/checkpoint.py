@@ -19,7 +19,7 @@ from dpcore.errors import PrivacyError, warn_caller
 from dpcore.loading.ledger import name_of
 from dpcore.noise import SecureNoise
 from dpcore.optimizers import DPOptimizer
-from dpcore.optimizers.optimizer import SPENT
+from dpcore.optimizers.checks import SPENT
 from dpcore.optimizers.private_run import UNKNOWN, NextBatch
 from dpcore.spending import Runs, Spending
 
@@ -257,8 +257,8 @@ class Checkpoint:
         A file without dpcore's own entries (Opacus' checkpoint, say) restores the optimiser alone, with a warning.
         """
         if self.optimizer is not None:
-            # Without what it says of its engine, which the accountant has read.
-            optimizer.original_optimizer.load_state_dict({k: v for k, v in self.optimizer.items() if k != SPENT})
+            optimizer.original_optimizer.load_state_dict(self.optimizer)
+            optimizer.param_groups[0].pop(SPENT, None)  # the accountant has read it
         if self.private is not None:
             self.private.restore(optimizer, data_loader)
             return

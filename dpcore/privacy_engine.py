@@ -17,6 +17,7 @@ from dpcore.data_loader import DPDataLoader
 from dpcore.errors import warn_caller
 from dpcore.loading.uniform_sampler import steps_per_epoch
 from dpcore.optimizers import DPOptimizer
+from dpcore.optimizers.checks import SPENT
 from dpcore.parts import Forwarded
 from dpcore.private_setup import (
     PrivateSettings,
@@ -94,6 +95,7 @@ class PrivacyEngine:
         recorded = setup.recorded()
         private = setup.private_optimizer(recorded, divisor, noise)
         setup.attach(private, loader, rate, self._spending)
+        private.count_state()
         self._made += 1
         if (most := settings["max_physical_batch_size"]) is not None:
             loader = PiecewiseLoader(loader, most, private, counts_batches=True)
@@ -133,13 +135,13 @@ class PrivacyEngine:
             PrivacyError: as :meth:`make_private`.
             UnsupportedError: as :meth:`make_private`.
         """
-        if len(self.accountant):
+        settings = completed(options)
+        check_unprepared(settings)
+        if len(self.accountant) or any(SPENT in group for group in settings["optimizer"].param_groups):
             warn_caller(
                 "This accountant has already counted steps; the noise is chosen as if it had not, and get_epsilon will "
                 "report the sum.",
             )
-        settings = completed(options)
-        check_unprepared(settings)
         loader = settings["data_loader"]
         if isinstance(loader, DPDataLoader):
             settings["sample_rate"] = loader.sample_rate

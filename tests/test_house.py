@@ -32,9 +32,9 @@ class Size:
 # still hooks.py, tape.py and the page of Opacus beside dpcore, and Engine, AbstractGradSampleHooks, Tape.
 LIMITS = {
     "harness": Size(lines=34_961, long_classes=3, long_files=9),
-    "dpcore": Size(lines=27_762, long_classes=3, long_files=3),
+    "dpcore": Size(lines=28_055, long_classes=3, long_files=3),
     "frameworks": Size(lines=5_785, long_classes=0, long_files=0),
-    "tests": Size(lines=49_210, long_classes=0, long_files=17),
+    "tests": Size(lines=49_419, long_classes=0, long_files=17),
 }
 
 

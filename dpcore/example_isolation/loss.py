@@ -1,40 +1,44 @@
 """The experiments on a loss of the user's own loop, which is computed outside of the recorded pass.
 
 A loss that divides by what its batch holds (the labels that are not ignored, the weights of the classes that are there)
-or compares examples lets one example move the gradients of all others, and no clipping bounds that. On the batches on
+or compares examples lets one example move the gradients of all others, and no clipping bounds that. For the batches on
 which the model is checked, ``loss.backward()`` first looks at the graph between the loss and the module's outputs:
 
-1. *Divisors.* F.cross_entropy tells what it was averaged over. Any other divisor must be the same for every batch, or
-   go with the batch's length.
-2. *Selections.* Nothing may be sorted or selected over the examples by value.
+1. *Labels.* F.cross_entropy tells what it was averaged over.
+2. *Bends.* Nothing may be sorted, selected or bent (``abs``, ``clamp``) that comes from several examples.
 3. *Second derivatives.* The gradient at one half of the outputs' rows may not change with the rows of the other half:
    where the loss is smooth, the product of its second derivative with a random direction at these rows is zero in all
    others.
+4. *Shares.* From batch to batch: examples' weights may not have one sum where the single ones differ.
+5. *Divisors.* From batch to batch: a mean's count, a tensor or a whole number must be the same, go with the batch's
+   length, or be a multiple of it.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 import weakref
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dpcore.errors import PrivacyError
-from dpcore.example_isolation.rows import half_of_rows
+from dpcore.example_isolation.loss_graph import LossGraph, Output, Weights, kind_of
 
-MOST_NODES = 5000
-"""Functions between a loss and the outputs that are looked at."""
-MOST_NUMBERS = 2**22
-"""Numbers in the outputs beyond which no second derivative is taken: it needs several times their memory."""
-PASSES = 2
-"""Recorded passes that one loss may come from, and whose graphs are held until it is seen."""
+LOSSES, ALWAYS = 3, 24
+"""Losses of a kind of batch, and of all kinds, that are looked at whatever passes are checked: one pass of two in a
+step is half of what a loss comes from."""
+TRIES = 16
+"""Passes without a loss after which none is waited for."""
+MOST_SEEN = 8
+"""Losses that the next one is compared with."""
 _AVERAGING = ("NllLossBackward0", "NllLoss2DBackward0")
-SELECTING = ("Topk", "Sort", "Kthvalue", "Median", "Nanmedian", "Mode", "Max", "Min", "Cummax", "Cummin")
 WAITING: weakref.WeakSet[LossCheck] = weakref.WeakSet()
 """Checks that wait for a loss, of all private modules: torch.autograd.backward is one for all of them."""
 
@@ -51,138 +55,143 @@ OR_SWITCH_OFF = (
 )
 
 
-@dataclass(frozen=True)
-class _Output:
-    """An output of a recorded pass that has its examples in dimension ``dim``."""
+@dataclass(eq=False)
+class _Pass:
+    """A recorded pass whose loss is waited for."""
 
-    edge: GradientEdge
-    dim: int
+    kind: Any
+    check: weakref.ref[LossCheck]
+    seen: bool = False
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a loss was divided by, and how much each of its examples weighed."""
+
     examples: int
-    numbers: int
+    divisors: list[float]
+    weights: list[Weights | None]
 
 
 class LossCheck:
     """The experiments on the losses of one module's outputs."""
 
     def __init__(self) -> None:
-        self._outputs: list[list[_Output]] = []
-        self._kind: Any = None
-        self._divisors: dict[Any, list[tuple[int, list[float]]]] = {}
-        """What losses were divided by, with the number of examples, by kind of batch."""
+        self._has_looked = False
+        """Whether a loss was seen since the last pass."""
+        self._looked_at: Counter[Any] = Counter()
+        self._unseen: Counter[Any] = Counter()
+        """Passes since then, by their kind."""
+        self._seen: dict[tuple[str, ...], list[_Seen]] = {}
+        """Of losses by the names of their functions."""
+        self.divided: tuple[float, int] | None = None
+        """The divisor of each example's loss in the newest loss, if that is clear, and the number of examples."""
         self._random = random.Random()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_outputs": [], "_random": None}
+        return {**self.__dict__, "_random": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _random=random.Random())
 
-    def expect(self, kind: Any, outputs: Iterable[Any], examples: int) -> None:
-        """Look at the loss that comes from these outputs of a pass of a ``kind`` of batch."""
-        found = []
-        for output in outputs:
-            if not isinstance(output, Tensor) or output.grad_fn is None or not output.is_floating_point():
-                continue
-            dims = [d for d in (0, 1) if output.shape[d : d + 1] == (examples,)]
-            if dims:
-                found.append(_Output(get_gradient_edge(output), dims[0], examples, output.numel()))
-        self._outputs, self._kind = [*self._outputs, found][-PASSES:], kind
-        WAITING.add(self)
+    def expect(self, kind: Any, due: bool, outputs: Iterable[Any], examples: int) -> None:
+        """Look at the loss that comes from these outputs of a pass of a ``kind`` of batch, where that is ``due``.
 
-    def give_up(self) -> None:
-        """Wait no longer, and hold no graph."""
-        self._outputs = []
-        WAITING.discard(self)
+        The first losses of a kind are due in any case, and every pass is that comes before the loss of a due one.
+        """
+        if examples < 2:
+            return
+        self._unseen[kind] += 1
+        few = self._looked_at[kind] < LOSSES and self._unseen[kind] <= TRIES
+        due = due or (few and self._looked_at.total() < ALWAYS)
+        if self._has_looked or self._unseen[kind] > TRIES:
+            WAITING.discard(self)
+        self._has_looked = False
+        if due:
+            WAITING.add(self)
+        if self in WAITING:
+            found = _Pass(kind, weakref.ref(self))
+            for output in outputs:
+                if isinstance(output, Tensor) and output.grad_fn is not None and output.is_floating_point():
+                    Output.mark(output, examples, found)
 
     def judge(self, loss: Tensor) -> None:
         """Raise PrivacyError where ``loss`` comes from the expected outputs and mixes their examples."""
-        expected = {output.edge.node: output for outputs in self._outputs for output in outputs}
-        nodes, reached = _between(loss, expected)
-        if not reached:
-            return
-        self.give_up()
-        examples = max(output.examples for output in reached)
-        if examples < 2:
-            return
-        _check_cross_entropy(nodes)
-        _check_selections(nodes, examples)
-        self._check_divisors(nodes, examples)
-        if all(output.examples == examples for output in reached):
-            self._check_mixing(loss, reached, examples)
+        graph = LossGraph(loss, lambda of: of.check() is self)
+        passes = {output.of_pass for output in graph.outputs}
+        for kind in {of.kind for of in passes if not of.seen}:
+            self._looked_at[kind] += 1
+            self._unseen[kind] = 0
+        for of in passes:
+            of.seen = self._has_looked = True
+        if len(graph.sizes) == 1:  # losses over batches of several lengths are refused behind it
+            try:
+                with graph.looked_at():
+                    self._look(graph)
+            except (RuntimeError, NotImplementedError) as error:
+                if isinstance(error, PrivacyError):
+                    raise
+                # A compiled loss, one whose graph is gone, or one without a second derivative.
 
-    def _check_divisors(self, nodes: list[Any], examples: int) -> None:
-        """PrivacyError where a divisor is neither always the same nor goes with the batch's length."""
-        seen = self._divisors.setdefault(self._kind, [])
-        seen.append((examples, [d for node in nodes for d in _divisors(node)]))
-        if len({len(divisors) for _, divisors in seen}) != 1:
-            return
-        for values in zip(*(divisors for _, divisors in seen), strict=True):
-            shares = [value / n for value, (n, _) in zip(values, seen, strict=True)]
-            if not (_all_alike(values) or _all_alike(shares)):
+    def _look(self, graph: LossGraph) -> None:
+        _check_cross_entropy(graph.nodes)
+        divisors = [_divisor(node, graph.examples) for node in graph.nodes]
+        weights = graph.weights()  # first of all, for hooks on the outputs take what they see for the gradient
+        clear = len(graph.divisors) == 1 and math.isfinite(graph.divisors[0])
+        self.divided = (graph.divisors[0], graph.examples) if clear else None
+        if (bend := graph.bend()) is not None:
+            raise PrivacyError(
+                f"The loss selects by value over the examples of a batch, or bends what comes of several of them "
+                f"({bend.lower()}): what becomes of one depends on the others. {REMEDY}; what selects or bends goes to "
+                f"each of them, as in ((losses - b).abs() + b).mean(). {OR_SWITCH_OFF}"
+            )
+        self._compare(graph, _Seen(graph.examples, divisors, weights))
+        if graph.compares(self._random):
+            raise PrivacyError(
+                "The loss compares the examples of a batch: the gradient at one example's output depends on the "
+                f"outputs of others, as in contrastive losses or where a loss is normalised over the batch. {REMEDY}. "
+                f"{OR_SWITCH_OFF}"
+            )
+
+    def _compare(self, graph: LossGraph, now: _Seen) -> None:
+        """PrivacyError where a loss divides by what its batch holds, as earlier ones by the same functions show."""
+        before = self._seen.setdefault(tuple(node.name() for node in graph.nodes), [])
+        for at, mine in enumerate(now.weights):
+            others = [theirs for seen in before if (theirs := seen.weights[at]) is not None]
+            if mine is not None and mine.are_shares(others) and graph.has_rows(at, mine):
                 raise PrivacyError(
-                    f"The loss is divided by what its batch holds ({', '.join(f'{v:.6g}' for v in values)} for batches "
-                    f"of {', '.join(str(n) for n, _ in seen)} examples). {REMEDY}: {BY_TOKENS}, for instance. "
+                    "The loss is divided by what its batch holds: the weights of the examples, or their squares, add "
+                    f"up to the same in every batch, though each is another. {REMEDY}: {BY_TOKENS}, for instance. "
                     f"{OR_SWITCH_OFF}"
                 )
-
-    def _check_mixing(self, loss: Tensor, outputs: list[_Output], examples: int) -> None:
-        """PrivacyError where the gradient at some rows of the outputs changes with other rows."""
-        if sum(output.numbers for output in outputs) > MOST_NUMBERS:
-            return
-        rows, _ = half_of_rows(examples, self._random)
-        others = torch.ones(examples, dtype=torch.bool)
-        others[rows] = False
-        edges = [output.edge for output in outputs]
-        generator = torch.Generator().manual_seed(examples)
-        try:
-            first = torch.autograd.grad(loss, edges, create_graph=True, allow_unused=True)
-            terms = []
-            for output, grad in zip(outputs, first, strict=True):
-                if grad is not None and grad.requires_grad:
-                    mine = grad.index_select(output.dim, rows.to(grad.device))
-                    at_random = torch.rand(mine.shape, generator=generator).to(mine.device, mine.dtype)
-                    terms.append((mine * at_random).sum())
-            if not terms:
-                return
-            second = torch.autograd.grad(sum(terms[1:], terms[0]), edges, retain_graph=True, allow_unused=True)
-        except (RuntimeError, NotImplementedError):  # a loss without a second derivative, or a compiled one
-            return
-        for output, grad in zip(outputs, second, strict=True):
-            if grad is None:
+        before[:] = [*before, now][-MOST_SEEN:]
+        lengths = [seen.examples for seen in before]
+        for at, values in enumerate(zip(*(seen.divisors for seen in before), strict=True)):
+            shares = [value / n for value, n in zip(values, lengths, strict=True)]
+            if math.isnan(sum(values)) or _all_alike(values) or _all_alike(shares) or all(map(_is_whole, shares)):
                 continue
-            theirs = grad.index_select(output.dim, others.nonzero().flatten().to(grad.device))
-            if bool((theirs.isfinite() & (theirs != 0.0)).any()):
-                raise PrivacyError(
-                    "The loss compares the examples of a batch: the gradient at one example's output depends on the "
-                    f"outputs of others, as in contrastive losses or where a loss is normalised over the batch. "
-                    f"{REMEDY}. {OR_SWITCH_OFF}"
-                )
+            if not graph.gathers(at):
+                continue
+            raise PrivacyError(
+                f"The loss is divided by a number that changes from batch to batch, and not with their lengths "
+                f"({', '.join(f'{v:.6g}' for v in values)} for batches of {', '.join(map(str, lengths))} examples). "
+                f"{REMEDY}: {BY_TOKENS}, for instance. (If it is public, as a schedule is, let it be a Python float: "
+                f"loss / float(number).) {OR_SWITCH_OFF}"
+            )
 
 
-def judge(loss: Any) -> None:
-    """Let every check that waits for a loss look at this one."""
-    if isinstance(loss, Tensor) and loss.grad_fn is not None and loss.numel() == 1:
-        for check in list(WAITING):
-            check.judge(loss)
-
-
-def _between(loss: Tensor, expected: dict[Any, _Output]) -> tuple[list[Any], list[_Output]]:
-    """The graph's nodes between a loss and outputs, and the outputs that it comes from."""
-    nodes: list[Any] = []
-    reached: list[_Output] = []
-    seen: set[Any] = set()
-    waiting: list[Any] = [loss.grad_fn]
-    while waiting and len(seen) < MOST_NODES:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node in expected:
-            reached.append(expected[node])
-        else:
-            nodes.append(node)
-            waiting += [following for following, _ in node.next_functions]
-    return nodes, reached
+def judge(losses: Any, gradients: Any = None) -> None:
+    """Let every check that waits for a loss look at what backward() is called on."""
+    found = [losses] if isinstance(losses, Tensor) else list(losses)
+    given = [gradients] if gradients is None or isinstance(gradients, Tensor) else list(gradients)
+    with torch.enable_grad():
+        terms = [
+            loss if grad is None else torch.dot(loss.flatten(), grad.detach().flatten())
+            for loss, grad in itertools.zip_longest(found, given)
+            if isinstance(loss, Tensor) and loss.grad_fn is not None and (loss.numel() == 1 or grad is not None)
+        ]
+        for check in list(WAITING) if terms else ():
+            check.judge(sum(terms[1:], terms[0]))
 
 
 def _check_cross_entropy(nodes: list[Any]) -> None:
@@ -218,37 +227,27 @@ def _labels_of_kernel(node: Any) -> tuple[Tensor, int] | None:
     return behind.saved_tensors[1], behind.ignored
 
 
-def _check_selections(nodes: list[Any], examples: int) -> None:
-    """PrivacyError where values are selected or sorted over the examples."""
-    for node in nodes:
-        name = node.name().removesuffix("0").removesuffix("1").removesuffix("Backward")
-        if name not in SELECTING:
-            continue
-        shape = getattr(node, "_saved_self_sym_sizes", None)
-        shape = tuple(node._saved_self.shape) if shape is None else tuple(shape)
-        dim = _signed(getattr(node, "_saved_dim", 0))  # none of max(), min() and median(), which go over all numbers
-        if shape[:1] == (examples,) and dim in (0, -len(shape)):
-            raise PrivacyError(
-                f"The loss selects by value over the examples of a batch ({name.lower()}): which examples count "
-                f"depends on the others. {REMEDY}. {OR_SWITCH_OFF}"
-            )
+def _divisor(node: Any, examples: int) -> float:
+    """Return what a node divides by, if that is no setting: the count of a mean, a whole number, a tensor; or NaN."""
+    name = kind_of(node)
+    if node.name() in _AVERAGING:
+        return float(node._saved_total_weight) if node._saved_reduction == 1 else math.nan
+    if name == "Mean" or getattr(node, "_saved_reduction", 0) == 1:
+        behind, nr = next(of for of in node.next_functions if of[0] is not None)
+        whole, left = behind._input_metadata[nr].shape, node._input_metadata[0].shape
+        by_row = examples in left[:2] or 0 not in getattr(node, "_saved_dim", (0,))
+        return math.nan if by_row else math.prod(whole) / max(math.prod(left), 1)
+    other = node._saved_other if name == "Div" and node.name() == "DivBackward0" else None
+    if not isinstance(other, Tensor) or other.dim() or other.requires_grad:
+        return math.nan
+    # Of Python's numbers torch makes tensors that do not decide the type of a result.
+    if other.dtype == torch.float64 and torch.result_type(torch.ones(()), other) != torch.float64:
+        return math.nan
+    return float(other)
 
 
-def _signed(number: int) -> int:
-    """A saved integer, which Python sees without its sign."""
-    return number - 2**64 if number >= 2**63 else number
-
-
-def _divisors(node: Any) -> Iterator[float]:
-    """What a node divides a whole loss by: not by a Python float, which is a setting."""
-    if node.name() == "MeanBackward0":
-        yield float(node._saved_self_sym_numel)
-    elif node.name() in _AVERAGING and node._saved_reduction == 1:
-        yield float(node._saved_total_weight)
-    elif node.name() == "DivBackward0":
-        other = node._saved_other
-        if isinstance(other, Tensor) and not other.dim() and other.dtype != torch.float64 and not other.requires_grad:
-            yield float(other)
+def _is_whole(number: float) -> bool:
+    return math.isfinite(number) and abs(number - round(number)) <= min(1e-6 * abs(number), 0.02)
 
 
 def _all_alike(values: Iterable[float]) -> bool:

@@ -69,3 +69,22 @@ def half_of_rows(count: int, generator: random.Random) -> tuple[Tensor, int]:
     start = generator.randrange(count - half + 1)
     beside = generator.choice([row for row in (start - 1, start + half) if 0 <= row < count])
     return torch.arange(start, start + half), beside
+
+
+def ways_of_rows(shape: torch.Size, count: int) -> list[tuple[int, Tensor]]:
+    """Return (dimension, [its length] examples) for each way in which a tensor may have the rows of ``count`` of them.
+
+    Where its second dimension is as long, the first may yet hold several rows of each, one after the other or in turn.
+    """
+    each = torch.arange(count)
+    ways = [(dim, each) for dim in (0, 1) if shape[dim : dim + 1] == (count,)]
+    return [*ways, *flat_rows(shape[0], count)] if ways and shape[0] != count else ways
+
+
+def flat_rows(length: int, count: int) -> list[tuple[int, Tensor]]:
+    """Return the same for a first dimension that may hold several rows of each."""
+    each = torch.arange(count)
+    several = length // count
+    if length % count or not several:
+        return []
+    return [(0, each.repeat_interleave(several)), (0, each.repeat(several))]

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.example_isolation import sums
 from dpcore.example_isolation.measurements import Measured, Measurements
-from dpcore.example_isolation.rows import without_graph
+from dpcore.example_isolation.rows import ways_of_rows, without_graph
 from dpcore.microbatch.accumulator import kept_gradient, weighted_sum
 from dpcore.microbatch.in_turn import example_gradient
 from dpcore.microbatch.layout import Layout
@@ -149,9 +149,9 @@ class Trial:
             for choice in choose(tape.uses):
                 found[choice.param] = self._measured(choice, excluded, dropped, record)
             for k, (output, weight) in enumerate(zip(outputs, weights, strict=True)):
-                dims = self._batch_dims(self.shapes[k])
-                if len(dims) == 1:
-                    rows, theirs = (t.movedim(dims[0], 0) for t in (output, weight))
+                ways = ways_of_rows(self.shapes[k], self.batch_size)
+                if len(ways) == 1:
+                    rows, theirs = (t.movedim(ways[0][0], 0) for t in (output, weight))
                     found[k] = self._values(rows, theirs, excluded, dropped)
         return found
 
@@ -173,13 +173,14 @@ class Trial:
         weights = []
         for output, first in zip(outputs, self.shapes, strict=True):
             weight = output.new_ones(first) if self.losses else _weights(output.new_empty(first))
-            dims = self._batch_dims(first)
-            if larger is not None and len(dims) == 1:
-                weight.index_copy_(dims[0], larger.to(weight.device), 3.0 * weight.index_select(dims[0], larger))
+            ways = ways_of_rows(first, self.batch_size)
+            dim = ways[0][0] if len(ways) == 1 else None
+            if larger is not None and dim is not None:
+                weight.index_copy_(dim, larger.to(weight.device), 3.0 * weight.index_select(dim, larger))
             if dropped:
-                if len(dims) != 1:
+                if dim is None:
                     return None
-                weight = weight.narrow(dims[0], dropped, self.batch_size - dropped)
+                weight = weight.narrow(dim, dropped, self.batch_size - dropped)
             if weight.shape != output.shape:
                 return None
             weights.append(weight)
@@ -214,9 +215,6 @@ class Trial:
         self.written = self.state.written()
         left = [t for t in left_behind(self.subject.model) if self._counts_left_behind and id(t) not in before]
         return list({id(t): t for t in (*tensors_in(returned), *left) if t.requires_grad}.values())
-
-    def _batch_dims(self, shape: torch.Size) -> list[int]:
-        return [d for d in (0, 1) if shape[d : d + 1] == (self.batch_size,)]
 
     def _kept(self, excluded: Tensor, dropped: int, device: torch.device) -> Tensor:
         kept = torch.ones(self.batch_size, dtype=torch.bool, device=device)
@@ -280,18 +278,17 @@ class Trial:
 
         An output with the batch's length in two dimensions may have its examples in either.
         """
-        dims = [(o, [d for d in (0, 1) if o.shape[d : d + 1] == (self.batch_size,)]) for o in outputs]
-        by_row = [(output, fits) for output, fits in dims if fits]
+        by_row = [(o, ways) for o in outputs if (ways := ways_of_rows(o.shape, self.batch_size))]
         reached: Parameter | None = None
-        possible = max((len(fits) for _, fits in by_row), default=0)
-        for last in range(0 if self.subject.compiled and possible > 1 else possible):
+        possible = max((len(ways) for _, ways in by_row), default=0)
+        for way in range(0 if self.subject.compiled and possible > 1 else possible):
             weights = []
-            for output, fits in by_row:
-                dim = fits[-1] if last else fits[0]
+            for output, ways in by_row:
+                dim, owners = ways[min(way, len(ways) - 1)]
+                theirs = (owners == row).nonzero().flatten().to(output.device)
                 weight = torch.zeros_like(output)
-                weight.select(dim, row).copy_(_weights(output).select(dim, row))
-                weights.append(weight)
-            spent = self.large and last + 1 == possible
+                weights.append(weight.index_copy_(dim, theirs, _weights(output).index_select(dim, theirs)))
+            spent = self.large and way + 1 == possible
             tape.pull([output for output, _ in by_row], weights, keep=not (spent or self.subject.compiled))
             found = self._reaches_others(tape, row)
             if found is None:

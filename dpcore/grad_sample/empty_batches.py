@@ -12,6 +12,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from dpcore.example_isolation.rows import ways_of_rows
+from dpcore.rerun.snapshot import preserved
+from dpcore.tree import flatten, unflatten
+
+MADE_UP = 7
+"""Examples in the place of none; hardly another dimension has this length."""
+EMPTY_BATCH = (
+    "The batch was empty, as those of Poisson sampling may be, and the module failed on it. Let forward() return an "
+    "empty output where len(x) == 0, for instance torch.zeros(0, classes), so that loss.backward() and "
+    "optimizer.step() make this batch a step, too."
+)
+
 
 def number_batches(recorder: Any, newest: Callable[[], int]) -> None:
     """Let ``newest()`` tell which batch of its loader a recorder is called on; not a copy of the recorder."""
@@ -22,6 +37,29 @@ def newest_batch(recorder: Any) -> int | None:
     """Return the number of the newest batch of a recorder's loader; None where it is not known."""
     newest: Callable[[], int] | None = recorder._empty.newest
     return None if newest is None else newest()
+
+
+@torch.no_grad()
+def outputs_of_none(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Return what a call of ``module`` on an empty batch returns: if it fails, as some layers do, made-up examples'."""
+    try:
+        return call(*args, **kwargs)
+    except Exception as error:
+        error.add_note(EMPTY_BATCH)
+        leaves, structure = flatten((args, kwargs))
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.dim() and not len(leaf):
+                leaves[i] = leaf.new_ones(MADE_UP, *leaf.shape[1:])
+        args, kwargs = unflatten(structure, leaves)
+        try:
+            with preserved(module):
+                found, structure = flatten(call(*args, **kwargs))
+        except Exception:
+            raise error from None
+        for i, leaf in enumerate(found):
+            ways = ways_of_rows(leaf.shape, MADE_UP) if isinstance(leaf, Tensor) else ()
+            found[i] = leaf.narrow(ways[0][0], 0, 0) if ways else leaf
+        return unflatten(structure, found)
 
 
 @dataclass(eq=False)

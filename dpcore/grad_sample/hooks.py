@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,9 +22,8 @@ from dpcore.example_isolation.check import IsolationCheck
 from dpcore.example_isolation.loss import LossCheck
 from dpcore.grad_sample import mean_loss
 from dpcore.grad_sample.backward_pass import Iteration, owner_of, set_owner
-from dpcore.grad_sample.empty_batches import EmptyBatches, newest_batch
+from dpcore.grad_sample.empty_batches import EmptyBatches, newest_batch, outputs_of_none
 from dpcore.grad_sample.entrances import Enter, Entrance, methods_that_run_layers
-from dpcore.grad_sample.loss_reduction import divided_by, reduction_of
 from dpcore.microbatch import ragged
 from dpcore.microbatch.accumulator import weighted_sum
 from dpcore.microbatch.layout import Layout
@@ -38,12 +38,6 @@ from dpcore.tape.uses import Use
 from dpcore.tree import flatten, unflatten
 from dpcore.validators.module_validator import ModuleValidator, batch_norm_error, batch_norms, mixes_examples
 from dpcore.validators.parameters import check_hooks, check_recordable
-
-EMPTY_BATCH = (
-    "The batch was empty, as those of Poisson sampling may be, and the module failed on it. Let forward() return an "
-    "empty output where len(x) == 0, for instance torch.zeros(0, classes), so that loss.backward() and "
-    "optimizer.step() make this batch a step, too."
-)
 
 
 class AbstractGradSampleHooks:
@@ -61,7 +55,7 @@ class AbstractGradSampleHooks:
     _reduction_seen = False
     """True once a loss was looked at."""
     loss_divided_by = 1
-    """Divisor of the first loss beside its mean, as far as it is a cross-entropy."""
+    """Divisor of the first loss beside its mean."""
     _rounding_told = False
     """True once a warning said that a mean loss is rounded after its division."""
     _passes = 0
@@ -163,8 +157,6 @@ class AbstractGradSampleHooks:
             given = flatten((args, kwargs))[0]  # whose gradients would be too large
             tape.may_start_with_length = not any(isinstance(v, Tensor) and v.requires_grad and v.is_leaf for v in given)
         cross_entropy.mark(flatten(output)[0])
-        if not self._reduction_seen and isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(functools.partial(self._see_reduction, output.detach()))
         return output
 
     def _record_as_copy(self) -> None:
@@ -186,7 +178,7 @@ class AbstractGradSampleHooks:
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int, name: str
     ) -> tuple[Tape, Any]:
         """A recorded call of the module's method ``name``: the tape and what was returned."""
-        kind = self._prepare(call, args, kwargs, batch_size, name)
+        kind, due = self._prepare(call, args, kwargs, batch_size, name)
         scale = float(batch_size) if self.loss_reduction == "mean" else 1.0
         self._passes += 1
         tape = self._layout.tape(self._names, batch_size, scale)
@@ -194,11 +186,9 @@ class AbstractGradSampleHooks:
         tape.drops_activations = self._layout.drops_activations
         with self._layout.recording(tape):
             output = call(*args, **kwargs)
-        if kind is None:
-            self.losses.give_up()
-        else:
+        if self.isolation.enabled and not self._sharded:
             mean_loss.install()
-            self.losses.expect(kind, tensors_in(output), batch_size)
+            self.losses.expect(kind, due, tensors_in(output), batch_size)
         return tape, output
 
     @property
@@ -207,16 +197,14 @@ class AbstractGradSampleHooks:
         ranks = getattr(self._module, "ranks", None)
         return isinstance(ranks, Ranks) and ranks.sharded
 
-    def _see_reduction(self, outputs: Tensor, gradient: Tensor) -> None:
+    def _see_reduction(self, divisor: float, examples: int) -> None:
         """Warn once where the first loss shows that it is reduced otherwise than ``loss_reduction`` says."""
-        if self._reduction_seen or not outputs.dim() or len(outputs) < 2:
-            return
         self._reduction_seen = True
-        gradient = gradient / started_with()
-        reduction = reduction_of(outputs, gradient)
+        reduction = {1.0: "sum", float(examples): "mean"}.get(round(divisor, 3))
         if reduction is None:
-            self.loss_divided_by = divided_by(outputs, gradient, self.loss_reduction)
-        if reduction not in (None, self.loss_reduction):
+            divisor /= examples if self.loss_reduction == "mean" else 1
+            self.loss_divided_by = round(divisor) if math.isclose(divisor, round(divisor), rel_tol=1e-5) else 1
+        elif reduction != self.loss_reduction:
             wrong = "large" if reduction == "sum" else "small"
             warn_caller(
                 f"The loss is the {reduction} over the batch, and loss_reduction is {self.loss_reduction!r}: every "
@@ -230,12 +218,7 @@ class AbstractGradSampleHooks:
         Its outputs are the graph's ends. (Sharded modules take the other way: their ranks gather parameters in the
         backward pass, too.)
         """
-        try:
-            with torch.no_grad():
-                output = call(*args, **kwargs)
-        except Exception as error:
-            error.add_note(EMPTY_BATCH)
-            raise
+        output = outputs_of_none(self._module, call, args, kwargs)
         noted = self._note_empty()
 
         def arrived(gradient: Tensor) -> None:
@@ -265,6 +248,8 @@ class AbstractGradSampleHooks:
                 "that calls torch.autograd.grad, say): the gradients of both would be added up. Run the forward pass "
                 "again, and take no gradients within a backward pass."
             )
+        if self.losses.divided is not None and not self._reduction_seen:
+            self._see_reduction(*self.losses.divided)
         if task not in self._firing:
             self._firing[task] = []
             torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._end_of_backward, task))
@@ -352,10 +337,10 @@ class AbstractGradSampleHooks:
 
     def _prepare(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int, name: str
-    ) -> Any:
+    ) -> tuple[Any, bool]:
         """Before a batch: finds what has no rule, and whether examples are kept apart, where either is due.
 
-        Returns the kind of a batch that was checked, or None.
+        Returns the kind of the batch, and whether it was checked.
         """
         kind = (
             name,
@@ -368,10 +353,10 @@ class AbstractGradSampleHooks:
         self._learn(kind, call, args, kwargs, batch_size)
         # The passes of a sharded module exchange parameters: all ranks would have to make the same experiments.
         if self._sharded or not self.isolation.due(kind, batch_size):
-            return None
+            return kind, False
         run = lambda batch: call(*batch[0], **batch[1])  # noqa: E731
         self.isolation.check(kind, run, (args, kwargs), batch_size, outputs=name == "forward")
-        return kind
+        return kind, True
 
     def _look_again(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int

@@ -58,7 +58,7 @@ def _backward(original: Callable[..., None], tensors: Any, grad_tensors: Any = N
     """``torch.autograd.backward`` that looks at a loss first, and starts a mean loss with the length of its batch."""
     loss = tensors
     if WAITING:
-        judge(loss)
+        judge(loss, grad_tensors)
     if (
         not isinstance(loss, Tensor)
         or loss.grad_fn is None

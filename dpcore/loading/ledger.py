@@ -131,10 +131,10 @@ class Ledger:
             f"handed out {_list([b.examples for b in unused])} examples for it: an example in several rows is clipped "
             "in each, so that it could move the sum by several times max_grad_norm, and rows that stand for several "
             "examples are clipped as one. Give every example one row (its copies inside of that row, its loss set to 0 "
-            "to leave it out), and call backward() once for every batch. torch.autograd.grad through the private "
-            "module is a backward pass, too: take gradients at the inputs (for adversarial training, say) in "
-            "evaluation mode, between model.eval() and model.train(). Or pass check_batches=False if every example is "
-            "in one row only."
+            "to leave it out), and call backward() once for every batch: add up several losses of one, as those of a "
+            "discriminator, and call (one + other).backward(). torch.autograd.grad through the private module is a "
+            "backward pass, too: take gradients at the inputs (for adversarial training, say) in evaluation mode, "
+            "between model.eval() and model.train(). Or pass check_batches=False if every example is in one row only."
         )
 
     def _batches_of(self, unused: Sequence[Batch], sizes: Sequence[int]) -> list[range]:

@@ -15,8 +15,10 @@ from dpcore.errors import PrivacyError, UnsupportedError, trainer_hint, warn_cal
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 
 MEAN_RULE = "with loss_reduction='mean' the update needs a positive, public divisor"
-SCHEDULED = {"initial_lr", "base_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "param_names"}
-"""What schedules, and torch, put into groups of any optimiser."""
+SPENT = "privacy"
+"""The entry of a state's first group that says what its steps have spent: torch's optimizers keep it when they load."""
+SCHEDULED = {"initial_lr", "base_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "param_names", SPENT}
+"""What schedules, torch and dpcore put into groups of any optimiser."""
 
 
 def check_takes_one_gradient(optimizer: Any) -> None:

@@ -17,6 +17,7 @@ from dpcore.loading.uniform_sampler import drawn_seed
 from dpcore.microbatch.accumulator import Accumulator, Factors
 from dpcore.noise import GaussianNoise, SecureNoise
 from dpcore.optimizers import checks
+from dpcore.optimizers.checks import SPENT
 from dpcore.optimizers.claims import claim, guard_inner, recorder_of, refuse_foreign_steps
 from dpcore.optimizers.clipping_optimizer import ClippingOptimizer
 from dpcore.optimizers.logical_batch import LogicalBatch
@@ -27,8 +28,6 @@ from dpcore.release import Release
 
 NOISE_HINT = " (make_private_with_epsilon finds it for a budget)"
 StepHook = Callable[["DPOptimizer"], None]
-SPENT = "privacy"
-"""The entry of an optimiser's state that says what its steps have spent."""
 
 
 class DPOptimizer(ClippingOptimizer):
@@ -117,8 +116,10 @@ class DPOptimizer(ClippingOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimiser's state, and what its engine has spent: whoever goes on with it has spent it."""
         state = self.original_optimizer.state_dict()
-        engine = self.engine
-        return state if engine is None else {**state, SPENT: engine.spent()}
+        if self.engine is None:
+            return state
+        first, *others = state["param_groups"]
+        return {**state, "param_groups": [{**first, SPENT: self.engine.spent()}, *others]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state, and count what the private run that wrote it has spent, where that is not counted yet.
@@ -130,17 +131,26 @@ class DPOptimizer(ClippingOptimizer):
             ValueError: the state is that of an optimizer of another kind.
         """
         self.check_state(state_dict)
-        spent = state_dict.get(SPENT)
-        engine = self.engine
-        if spent is not None and engine is None:
-            raise PrivacyError(
-                "The state is that of a private run, and says what its steps have spent, but no PrivacyEngine counts "
-                "those of this optimizer, which would begin anew. Load it into the optimizer that make_private "
-                f"returned; or count by yourself what stands in its entry, and take it out: state.pop({SPENT!r})."
-            )
-        self.original_optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != SPENT})
-        if spent is not None and engine is not None:
-            engine.take_over(spent, self)
+        self.original_optimizer.load_state_dict(state_dict)
+        self.count_state()
+
+    def count_state(self) -> None:
+        """Count what a state that was loaded says was spent, by this optimiser or by the one inside before that.
+
+        Raises:
+            PrivacyError: nobody counts the steps of this optimizer.
+        """
+        for group in self.param_groups:
+            if SPENT not in group:
+                continue
+            if self.engine is None:
+                raise PrivacyError(
+                    "The optimizer's state is that of a private run, and says what its steps have spent, but no "
+                    "PrivacyEngine counts those of this optimizer, which would begin anew. Load it into the optimizer "
+                    "that make_private returned; or count by yourself what stands in its entry, and take it out: "
+                    f"optimizer.param_groups[0].pop({SPENT!r})."
+                )
+            self.engine.take_over(group.pop(SPENT), self)
 
     def check_state(self, state_dict: dict[str, Any]) -> None:
         """ValueError where a state is that of an optimiser of another kind, whose settings this one does not have."""
@@ -211,6 +221,7 @@ class DPOptimizer(ClippingOptimizer):
     def pre_step(self, closure: Callable[[], Any] | None = None) -> bool:
         """Everything but the update; False where this was a piece of a logical batch that goes on."""
         self._conclude()
+        self.count_state()
         pieces, taken, steps = self.logical_batch.pieces, self.logical_batch.taken, self.steps
         try:
             self.clip_and_accumulate()

@@ -42,6 +42,8 @@ BESIDE = "beside "
 HALF = (torch.bfloat16, torch.float16)
 PASS_OF: Any = WeakTensorKeyDictionary()
 """Leaf of autograd's graph, made by a recorded pass -> weak reference to its tape."""
+LOOKS: set[int] = set()
+"""Backward passes that only look at the graph between a loss and outputs; they may come to no recorded place."""
 STARTED_WITH: dict[int, float] = {}
 """Number of a backward pass under way -> what it started with at the loss, where that is not 1."""
 EDGES_OWN = "ownership_token" in GradientEdge._fields
@@ -458,6 +460,8 @@ class Tape(TorchFunctionMode):
                 "gradient mixes what is recorded. Compute such penalties on to_standard_module(), without privacy."
             )
         task = torch._C._current_graph_task_id()
+        if task in LOOKS:
+            raise UnsupportedError("The loss comes from these outputs by way of another private module.")
         if task != self._task and not self._within_forward:
             self._task = task
             self.on_fire(self)

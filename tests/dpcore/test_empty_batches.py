@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from dpcore import PrivacyEngine
+from dpcore import GradSampleModule, PrivacyEngine
 from dpcore.data_loader import DPDataLoader
 from tests.dpcore.private_setup import make, small_data
 
@@ -169,6 +169,32 @@ def test_an_empty_batch_has_the_structure_of_the_others(collate, check):
     full = type(collate(rows[:2]))
     assert all(type(batch) is full for batch in batches)
     assert any(check(batch) for batch in batches)
+
+
+class Packs(nn.Module):
+    """The last states of a recurrent layer over packed sequences [B, T, 6], and what has none of the examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.GRU(6, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x):
+        packed = nn.utils.rnn.pack_padded_sequence(x, torch.full((len(x),), 2), batch_first=True)
+        return {"out": self.head(self.body(packed)[1][0]), "fixed": torch.ones(2)}
+
+
+def test_a_module_that_fails_on_an_empty_batch():
+    private = GradSampleModule(Packs())
+    found = private(torch.zeros(0, 2, 6))
+    assert found["out"].shape == (0, 3) and found["out"].requires_grad and found["fixed"].shape == (2,)
+    found["out"].sum().backward()
+    assert private.has_passes
+
+
+def test_a_module_that_fails_on_any_batch_says_what_an_empty_one_takes():
+    with pytest.raises(RuntimeError, match="mat1 and mat2") as failed:
+        GradSampleModule(nn.Linear(5, 3))(torch.zeros(0, 6))
+    assert "return an empty output" in failed.value.__notes__[0]
 
 
 class Beside(nn.Module):

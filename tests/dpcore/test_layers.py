@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import dpcore
 from dpcore import Engine, clipped_sum, reference
-from dpcore.rules import products
+from dpcore.rules import convolution, products
 from tests.dpcore.comparison import (
     check,
     check_by_autograd,
@@ -53,6 +53,17 @@ def _randomised(model: nn.Module) -> nn.Module:
 def test_norms(dtype, layer):
     model = _randomised(nn.Sequential(nn.Conv1d(3, 4, 1), layer(), nn.Tanh())).to(dtype)
     check(model, torch.randn(5, 3, 6, dtype=dtype), labels(5), clipped_sum)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{}, {"groups": 2}, {"stride": 2, "padding": 1}, {"dilation": 2}])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_convolutions_of_large_examples(dims, options, dtype, monkeypatch):
+    """Their inputs are not unfolded."""
+    monkeypatch.setattr(convolution, "MOST_UNFOLDED", 1)
+    conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+    model = _randomised(nn.Sequential(conv(4, 6, 3, **options), nn.Tanh())).to(dtype)
+    check(model, torch.randn(3, 4, *[7] * dims, dtype=dtype), labels(3), clipped_sum)
 
 
 @pytest.mark.parametrize("dims", [2, 3])

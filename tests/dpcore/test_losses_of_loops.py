@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpcore import GradSampleModule, PrivacyEngine
 from dpcore.errors import PrivacyError
+from dpcore.example_isolation.loss import WAITING
 
 LENGTH, WORDS, CLASSES = 6, 11, 5
 WEIGHTS = torch.tensor([0.2, 1.0, 0.5, 2.0, 0.7])
@@ -71,6 +72,30 @@ MIXING = {
     "worst example": (_classes, lambda o, y: F.cross_entropy(o, y, reduction="none").max()),
     "logarithm of the mean": (_classes, lambda o, y: F.cross_entropy(o, y).log()),
     "centred outputs": (_classes, lambda o, y: (o - o.mean(0)).square().mean()),
+    "flooding": (_classes, lambda o, y: (F.cross_entropy(o, y) - 1.6).abs() + 1.6),
+    "mean, clamped": (_classes, lambda o, y: F.cross_entropy(o, y).clamp(min=1.6)),
+    "mean or a number": (_classes, lambda o, y: torch.maximum(F.cross_entropy(o, y), torch.tensor(1.6))),
+    "larger of two means": (_classes, lambda o, y: torch.stack([F.cross_entropy(o, y), o.square().mean()]).max()),
+    "mean where it is large": (_classes, lambda o, y: torch.where((m := F.cross_entropy(o, y)) > 1.6, m, 0 * m)),
+    "mean outputs": (_classes, lambda o, y: F.l1_loss(o.mean(0), torch.zeros(CLASSES))),
+    **{
+        f"{name} of some": (_classes, lambda o, y, of=of: of(o[y < 3], F.one_hot(y, CLASSES)[y < 3].float()))
+        for name, of in (
+            ("squares", F.mse_loss),
+            ("smooth losses", F.smooth_l1_loss),
+            ("Huber's losses", F.huber_loss),
+            ("cross-entropies", F.binary_cross_entropy_with_logits),
+            ("divergences", lambda o, y: F.kl_div(o.log_softmax(1), y, reduction="batchmean")),
+        )
+    },
+    "times a reciprocal": (_words, lambda o, y: _by_token(o, y).sum() * (1 / (y != -100).sum())),
+    "divided by a float": (_words, lambda o, y: _by_token(o, y).sum() / float((y != -100).sum())),
+    "divided by float64": (_words, lambda o, y: _by_token(o, y).sum() / (y != -100).double().sum()),
+    "masked and divided": (_words, lambda o, y: (o.square().mean(2) * (y != -100)).sum() / (y != -100).sum().item()),
+    "shares": (_classes, lambda o, y: F.cross_entropy(o, y, reduction="none") @ (WEIGHTS[y] / WEIGHTS[y].sum())),
+    "standardised weights": (_classes, lambda o, y: (o[:, 0] * ((y - (z := y.float()).mean()) / z.std())).mean()),
+    "divided by a spread": (_classes, lambda o, y: F.cross_entropy(o, y) / o.detach().std()),
+    "divided by a class": (_classes, lambda o, y: F.cross_entropy(o, y, reduction="sum") / (1 + (y == 1).sum())),
 }
 APART = {
     "no label ignored": (_words, lambda o, y: F.cross_entropy(o.view(-1, WORDS), y.clamp(min=0).view(-1))),
@@ -95,6 +120,25 @@ APART = {
         lambda o, y: (
             (1 - o.softmax(1).gather(1, y[:, None])[:, 0]) ** 2 * F.cross_entropy(o, y, reduction="none")
         ).mean(),
+    ),
+    "flooded by example": (
+        _classes,
+        lambda o, y: ((F.cross_entropy(o, y, reduction="none") - 1.6).abs() + 1.6).mean(),
+    ),
+    "hinge": (_classes, lambda o, y: (1 - o.gather(1, y[:, None])).relu().mean()),
+    "weights of few values": (_classes, lambda o, y: (F.cross_entropy(o, y, reduction="none") * (0.5 + y % 2)).mean()),
+    "one by one": (
+        _words,
+        lambda o, y: torch.stack([F.cross_entropy(a[b >= 0], b[b >= 0]) for a, b in zip(o, y, strict=True)]).mean(),
+    ),
+    "worst word": (_words, lambda o, y: _by_token(o, y).max(1).values.mean()),
+    "worst word, words first": (_words, lambda o, y: _by_token(o, y).t().amax(0).mean()),
+    "sorted heads": (_classes, lambda o, y: torch.stack([o.square().mean(1), o[:, 0]] * 6).sort(0).values[-1].mean()),
+    "a number of each batch": (_classes, lambda o, y: F.cross_entropy(o, y) * float(torch.rand(()))),
+    "another width each time": (_words, lambda o, y: _by_token(o, y)[:, : int(torch.randint(3, 7, ()))].mean()),
+    "a whole width each time": (
+        _words,
+        lambda o, y: _by_token(o, y)[:, : (n := int(torch.randint(3, 7, ())))].sum() / (n * len(y)),
     ),
     "temperature": (_classes, lambda o, y: F.cross_entropy(o / torch.tensor(2.0), y)),
 }
@@ -129,6 +173,106 @@ def test_a_loss_that_mixes_examples_is_refused(name):
 @pytest.mark.parametrize("poisson", [False, True])
 def test_a_loss_that_keeps_examples_apart_is_not(name, poisson):
     _train(*APART[name], poisson_sampling=poisson)
+
+
+def _train_on_passes(loss, make=_words):
+    """Three batches of one length, with whatever the loop makes of the model."""
+    net, data = make()
+    model = GradSampleModule(net)
+    for x, y in zip(*(of.split(12) for of in data), strict=True):
+        loss(model, x, y)
+        model.forget()
+
+
+def _divided(out, labels):
+    return _by_token(out, labels).sum() / float((labels != -100).sum())
+
+
+def _of_two_passes(model, x, y):
+    one, two = model(x), model(x)
+    (_divided(one, y) + F.mse_loss(one, two)).backward()
+
+
+def _of_many_passes(model, x, y):
+    sum(_divided(model(x), y) for _ in range(6)).backward()
+
+
+def _of_the_second_loss(model, x, y):
+    out = model(x)
+    out.square().mean().backward(retain_graph=True)
+    _divided(out, y).backward()
+
+
+def _of_one_of_several(model, x, y):
+    out = model(x)
+    torch.autograd.backward([out.square().mean(), _divided(out, y)])
+
+
+def _of_weights_given_to_backward(model, x, y):
+    known = (y != -100).float()
+    _by_token(model(x), y).backward(known / known.sum())
+
+
+def _behind_passes_without_a_loss(model, x, y):
+    model(x), model(x)
+    _divided(model(x), y).backward()
+
+
+def _of_another_length(model, x, y):
+    width = int(torch.randint(3, 7, ()))
+    _divided(model(x[:, :width]), y[:, :width]).backward()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        _of_two_passes,
+        _of_many_passes,
+        _of_the_second_loss,
+        _of_one_of_several,
+        _of_weights_given_to_backward,
+        _behind_passes_without_a_loss,
+        _of_another_length,
+    ],
+)
+def test_a_divisor_is_seen_whatever_passes_the_loss_comes_from(loss):
+    with pytest.raises(PrivacyError, match="divided by what its batch holds"):
+        _train_on_passes(loss)
+
+
+@pytest.mark.parametrize("order", ["flat", "words first"])
+@pytest.mark.parametrize("size", [WORDS, 7])
+def test_flat_outputs_of_as_many_words_as_examples(order, size):
+    """Their second dimension has the batch's length; their examples are in the first."""
+
+    class Flat(Words):
+        def forward(self, ids):
+            out = super().forward(ids)
+            return (out if order == "flat" else out.transpose(0, 1)).reshape(-1, WORDS)
+
+    _, (ids, _) = _words()
+    model = GradSampleModule(Flat())
+    labels = ids[:size] if order == "flat" else ids[:size].t()
+    F.cross_entropy(model(ids[:size]), labels.reshape(-1)).backward()
+    assert model.has_passes
+
+
+def test_what_is_looked_at_leaves_other_modules_and_retained_gradients_alone():
+    first, second = nn.Linear(8, 6), nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 5))
+    plain = copy.deepcopy(first), copy.deepcopy(second)
+    private = GradSampleModule(first), GradSampleModule(second)
+    x = _classes()[1][0]
+    retained = []
+    for one, two in (private, plain):
+        hidden = one(x)
+        out = two(hidden)
+        out.retain_grad()
+        (out.sum(1).mean() + hidden.relu().mean()).backward()
+        retained.append(out.grad)
+    torch.testing.assert_close(*retained)
+    for mine, theirs in zip(private, plain, strict=True):
+        for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(p.grad_sample.mean(0), q.grad)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -173,12 +317,12 @@ def test_two_calls_that_one_loss_compares_are_refused():
         loss(GradSampleModule(net), x).backward()
 
 
-def test_a_pass_without_a_backward_pass_holds_no_graph():
+def test_passes_without_a_backward_pass_are_not_waited_for_for_ever():
     net, (x, y) = _classes()
     model = GradSampleModule(net)
-    for _ in range(5):
+    for _ in range(20):
         model(x)
-    model.losses.give_up()
+    assert model.losses not in WAITING
     F.cross_entropy(model(x), y).backward()
 
 

@@ -10,8 +10,16 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from dpcore import BudgetError, DPDataLoader, Engine, PrivacyEngine, PrivacyError, UnsupportedError, native
-from dpcore.grad_sample.loss_reduction import reduction_of
+from dpcore import (
+    BudgetError,
+    DPDataLoader,
+    Engine,
+    GradSampleModule,
+    PrivacyEngine,
+    PrivacyError,
+    UnsupportedError,
+    native,
+)
 from tests.dpcore.private_setup import small_data, small_model, step
 
 
@@ -91,22 +99,34 @@ def test_a_module_that_returns_its_loss_is_trained():
     assert optimizer.steps == 1
 
 
-@pytest.mark.parametrize("scale", [0.01, 1.0, 20.0])
-@pytest.mark.parametrize("rows", [2, 64])
-def test_only_what_is_certain_counts_as_a_reduction(rows, scale):
-    torch.manual_seed(rows)
-    for _ in range(3):
-        logits = (scale * torch.randn(rows, 3)).requires_grad_()
-        y, binary = torch.randint(0, 3, (rows,)), torch.randint(0, 2, (rows, 3)).float()
-        for reduction in ("mean", "sum"):
-            for loss, known in (
-                (F.cross_entropy(logits, y, reduction=reduction), True),
-                (F.binary_cross_entropy_with_logits(logits, binary, reduction=reduction), True),
-                (F.cross_entropy(logits, y, reduction=reduction, label_smoothing=0.1), False),
-                (F.mse_loss(logits, binary, reduction=reduction), False),
-            ):
-                found = reduction_of(logits.detach(), torch.autograd.grad(loss, logits)[0])
-                assert found == reduction or (found is None and (scale > 1.0 or not known))
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("declared", ["mean", "sum"])
+@pytest.mark.parametrize(
+    ("loss", "known"),
+    [
+        (lambda z, y, **how: F.cross_entropy(z, y.argmax(1), **how), True),
+        (F.binary_cross_entropy_with_logits, True),
+        (F.mse_loss, True),
+        (lambda z, y, reduction: getattr(torch, reduction)((z - y).abs().sum(1)), True),
+        (lambda z, y, reduction: getattr(torch, reduction)((z - y).abs()) + z.square().mean(), False),
+        (lambda z, y, reduction: 1e-3 * getattr(torch, reduction)((z - y).abs()), False),
+    ],
+)
+def test_a_loss_that_is_reduced_otherwise_than_declared_is_warned_of(loss, known, declared, reduction):
+    model = GradSampleModule(nn.Linear(6, 3), loss_reduction=declared)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            loss(model(torch.randn(10, 6)), torch.rand(10, 3), reduction=reduction).backward()
+    told = [str(w.message) for w in found if f"The loss is the {reduction} over the batch" in str(w.message)]
+    assert len(told) == (known and declared != reduction)
+
+
+def test_a_mean_by_the_gradient_that_backward_is_given_is_not_warned_of():
+    losses = GradSampleModule(nn.Linear(6, 3))(torch.randn(10, 6)).square().sum(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        losses.backward(torch.full((10,), 0.1))
 
 
 @pytest.mark.parametrize("loss", ["softmax", "sigmoid"])

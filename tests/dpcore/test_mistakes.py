@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from dpcore import Engine, GradSampleModule, PrivacyEngine, PrivacyError, UnsupportedError
@@ -314,22 +313,6 @@ def test_a_module_that_moves_after_make_private():
         torch.testing.assert_close(param.grad * 10, expected[name])
 
 
-def test_a_module_that_fails_on_an_empty_batch_says_why_there_is_one():
-    class Packs(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rnn = nn.GRU(6, 5, batch_first=True)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            lengths = torch.full((len(x),), x.shape[1])
-            return self.rnn(pack_padded_sequence(x, lengths, batch_first=True))[1][-1]
-
-    _, model, _, _ = make(Packs(), check_batches=False)
-    with pytest.raises(RuntimeError) as failure:
-        model(torch.zeros(0, 4, 6))
-    assert "as those of Poisson sampling may be" in failure.value.__notes__[0]
-
-
 SEQUENCES = torch.randn(3, 5, 8, dtype=torch.float64)
 IMAGES = torch.randn(3, 4, 6, 6, dtype=torch.float64)
 
@@ -367,6 +350,7 @@ class Last(nn.Module):
         (nn.Conv2d(4, 2, 3, padding=1, padding_mode="circular"), 1, IMAGES),
         (nn.ConvTranspose2d(4, 2, 3), 1, IMAGES),
         (nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.GroupNorm(2, 4)), 1, IMAGES),
+        (nn.InstanceNorm2d(4, affine=True), 1, IMAGES),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 import warnings
@@ -318,10 +319,39 @@ def test_a_state_of_both_and_one_that_nobody_counts() -> None:
     sgd = torch.optim.SGD(net.parameters(), lr=1.0)
     by_hand = DPOptimizer(sgd, module=wrapped, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=1)
     state = first.optimizer.state_dict()
-    with pytest.raises(PrivacyError, match=r"no PrivacyEngine counts.*state.pop\('privacy'\)"):
+    refused = pytest.raises(PrivacyError, match=r"no PrivacyEngine counts.*param_groups\[0\].pop\('privacy'\)")
+    with refused:
         by_hand.load_state_dict(state)
-    state.pop("privacy")
-    by_hand.load_state_dict(state)
+    with refused:
+        by_hand.step()
+    by_hand.param_groups[0].pop("privacy")
+    by_hand.load_state_dict(by_hand.state_dict())
+
+
+@pytest.mark.parametrize("loads", ["before make_private", "behind it"])
+def test_the_state_of_a_plain_optimizer_says_it_too(loads) -> None:
+    """It was loaded into torch's own optimizer, whose steps then began anew."""
+    first = _Run()
+    _in_order(first, False)
+    state = copy.deepcopy(first.optimizer.state_dict())
+    net = nn.Linear(N + 4, 20, bias=False)
+    plain = torch.optim.SGD(net.parameters(), lr=1.0)
+    engine = PrivacyEngine()
+    if loads == "before make_private":
+        plain.load_state_dict(state)
+    data = DataLoader(TensorDataset(torch.randn(N, N + 4)), batch_size=2)
+    model, optimizer, loader = engine.make_private(
+        module=net, optimizer=plain, data_loader=data, noise_multiplier=1.0, max_grad_norm=1.0
+    )
+    if loads == "behind it":
+        plain.load_state_dict(state)
+    else:
+        assert engine.accountant.history == first.engine.accountant.history
+    (x,) = next(iter(loader))
+    model(x).square().sum(1).mean().backward()
+    optimizer.step()
+    assert _steps(engine) == _steps(first.engine) + 1
+    assert "privacy" not in plain.param_groups[0]
 
 
 def test_two_models_that_are_resumed_by_their_states_have_other_noise_each() -> None:
