@@ -28,7 +28,7 @@ RUN ?= results/local/$(PRESET)
 FOUND ?= $(shell command -v python3)
 OUT ?= results/local/gpu
 
-.PHONY: help bench-e2e bench-modern bench-layers bench-frontier bench-gpu gpu-folder compare findings prove-alerts golden prove-exactness images report history dashboard gate test environments lint types-dpcore test-harness test-dpcore test-gpu-kernels test-gpu-rehearsal test-frameworks test-models minilm-imdb test-versions test-containers test-wheel test-wheels conformance mutants compare-wheel comment history-check history-publish ready wheels publish-wheels fuzz-kernels test-slow doctor docs clean
+.PHONY: help bench-e2e bench-modern bench-layers bench-frontier bench-gpu gpu-folder compare findings prove-alerts golden golden-weights prove-exactness images report history dashboard gate test environments lint types-dpcore test-harness test-dpcore test-gpu-kernels test-gpu-rehearsal test-frameworks test-models minilm-imdb test-versions test-containers test-wheel test-wheels conformance mutants compare-wheel comment history-check history-publish ready wheels publish-wheels fuzz-kernels test-slow doctor docs clean
 
 help:  ## this list
 	@echo "For you:"; awk -F ':.*  ## ' '/^[a-z0-9-]+:.*  ## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,6 +74,9 @@ prove-alerts: $(READY)  ##ci planted slowdowns, memory and clip faults, and A/A:
 
 golden: $(READY)  ##ci every number of every committed run's report is what it was; ARGS=--write where a change is meant
 	$(BIN)/python -m proofs.golden.reports $(ARGS)
+
+golden-weights: $(TORCH_READY)  ##ci seeded runs of dpcore end with the weights that they had, bit for bit; ARGS=--write on the commit before
+	@OMP_NUM_THREADS=1 $(TORCH)/bin/python -m proofs.golden.weights $(ARGS)
 
 prove-exactness: $(TORCH_READY)  ##ci dpcore's fast paths in float32 beside float64, also under cancellation: docs/exactness.md
 	@OMP_NUM_THREADS=1 $(TORCH)/bin/python -m tests.dpcore.exactness

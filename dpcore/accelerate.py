@@ -29,12 +29,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from dpcore.data_loader import worker_options
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.optimizers import DPOptimizer
 from dpcore.optimizers.schedules import follow
 from dpcore.privacy_engine import PrivacyEngine
-from dpcore.replicas import check_replicates, joined, logical_batches
+from dpcore.replicas import check_replicates, joined, logical_loader
 from dpcore.utils.batch_memory_manager import PiecewiseLoader, check_pieces
 
 try:
@@ -208,13 +207,7 @@ def prepare(
     module = module.to(accelerator.device)
     ranks = joined(accelerator, module)
     share = size * accelerator.gradient_accumulation_steps
-    logical: DataLoader[Any] = DataLoader(
-        data_loader.dataset,
-        **logical_batches(data_loader.sampler, data_loader.dataset, share, poisson, ranks),
-        collate_fn=data_loader.collate_fn,
-        **worker_options(data_loader),
-        drop_last=data_loader.drop_last and not poisson,
-    )
+    logical = logical_loader(data_loader, data_loader.sampler, share, poisson, ranks, data_loader.drop_last)
     make: Any = engine.make_private_with_epsilon if "target_epsilon" in privacy else engine.make_private
     module, private, loader = make(module=module, optimizer=optimizer, data_loader=logical, **privacy)
     accelerator.gradient_accumulation_steps = 1

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
-from dpcore.accountants.accountant import History
+from dpcore.accountants import IAccountant
+from dpcore.accountants.accountant import History, count
+from dpcore.accountants.utils import rounded_up
+from dpcore.arguments import check_number
 from dpcore.errors import PrivacyError
 
 
@@ -24,6 +29,55 @@ class Budget:
     delta: float
     fits: History = field(default_factory=list)
     ahead: int = 64
+
+    @classmethod
+    def checked(cls, epsilon: float, delta: float | None, fits: Sequence[tuple[float, float, int]]) -> Budget:
+        """Return the budget; ValueError unless epsilon > 0 and 0 < delta < 1."""
+        need = f"the budget is epsilon {epsilon} at delta {delta}; need epsilon > 0 and 0 < delta < 1"
+        check_number("epsilon", epsilon, lambda e: e > 0.0, need)
+        check_number("delta", delta, lambda d: 0.0 < d < 1.0, need)
+        assert delta is not None
+        return cls(epsilon, delta, list(fits))
+
+    def after(self, accountant: IAccountant, noise: float, rate: float, steps: int) -> tuple[float | None, Budget]:
+        """Say whether more steps fit behind those of ``accountant``.
+
+        Args:
+            accountant: What has counted all steps so far; it stays as it is.
+            noise: The noise multiplier of the steps to come.
+            rate: Their sample rate.
+            steps: How many they are.
+
+        Returns:
+            Epsilon after them where it exceeds the budget, None where it does not; and the budget, which may know more
+                that fits.
+        """
+        after = copy.deepcopy(accountant)
+        count(after, noise, rate, steps)
+        if after.failure_probability:
+            spent = after.get_epsilon(self.delta)
+            return (spent if spent > self.epsilon else None), self
+        if self.covers(after.history):
+            return None, self
+        ahead = self.ahead
+        while True:
+            more = copy.deepcopy(after)
+            if ahead:
+                count(more, noise, rate, ahead)
+            spent = more.get_epsilon(self.delta)
+            if spent <= self.epsilon:
+                return None, replace(self, fits=list(more.history), ahead=2 * ahead)
+            if not ahead:
+                return spent, replace(self, ahead=0)
+            ahead //= 2
+
+    def refusal(self, spent: float) -> BudgetError:
+        """Return the error for a step that would bring epsilon to ``spent``."""
+        return BudgetError(
+            f"This step would bring epsilon to {rounded_up(spent, 6)} at delta {self.delta:g}, beyond the budget of "
+            f"{self.epsilon:g}; nothing of it was released. Stop here, or raise the budget with set_budget (the data "
+            "then leaks more)."
+        )
 
     def covers(self, history: History) -> bool:
         """Return whether a history is no more than what is known to fit.

@@ -6,27 +6,24 @@ import hashlib
 import os
 import secrets
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from dpcore.accountants.accountant import History
 from dpcore.data_loader import DPDataLoader
 from dpcore.distributed import Ranks
 from dpcore.errors import PrivacyError, warn_caller
 from dpcore.loading.ledger import name_of
 from dpcore.noise import SecureNoise
 from dpcore.optimizers import DPOptimizer
-from dpcore.optimizers.course import UNKNOWN, NextBatch
-from dpcore.optimizers.optimizer import SPENT
+from dpcore.optimizers.checks import SPENT
+from dpcore.optimizers.private_run import UNKNOWN, NextBatch
+from dpcore.spending import Runs, Spending
 
 Json = dict[str, Any]
-Runs = dict[str, History]
-"""Histories, by the names of the runs."""
 ACCOUNTANT = "privacy_accountant_state_dict"
 MODULE = "module_state_dict"
 
@@ -61,8 +58,8 @@ class PrivateState:
         """Continue the noise and the settings where they were saved."""
         optimizer.noise.load_state_dict(self.noise)
         optimizer.steps = self.steps
-        optimizer.course.batches_seen = getattr(data_loader, "handed_out", 0)
-        optimizer.course.next_batch = UNKNOWN
+        optimizer.run.batches_seen = getattr(data_loader, "handed_out", 0)
+        optimizer.run.next_batch = UNKNOWN
         optimizer.noise_multiplier = self.noise_multiplier
         optimizer.max_grad_norm = self.max_grad_norm
         optimizer.expected_batch_size = self.expected_batch_size
@@ -114,6 +111,49 @@ class Checkpoint:
     callers_own: Json = field(default_factory=dict)
 
     # ---- the file
+
+    @classmethod
+    def of_run(
+        cls,
+        module: Json,
+        spending: Spending,
+        optimizer: DPOptimizer | None,
+        data_loader: Any,
+        schedulers: Mapping[str, Any],
+        callers_own: Json,
+    ) -> Checkpoint:
+        """Return the checkpoint of a run between two of its steps.
+
+        Raises:
+            PrivacyError: a batch is at hand whose step was not made yet.
+        """
+        if optimizer is not None and optimizer.has_batch:
+            raise PrivacyError(
+                "save_checkpoint was called within a batch, after a backward pass and before its step: a run that is "
+                "resumed from there would draw another batch, and add the noise to it that this run adds to the one at "
+                "hand. Call it after optimizer.step() (within a loop over pieces, where optimizer.batch_goes_on is "
+                "False), or give the batch up by optimizer.zero_grad() first."
+            )
+        position = None
+        if isinstance(data_loader, DPDataLoader):
+            own = optimizer is not None and data_loader is optimizer.run.loader
+            unused = data_loader.handed_out - optimizer.run.batches_seen if own else 0  # type: ignore[union-attr]
+            position = data_loader.position(unused)
+            if optimizer is not None:
+                position["batches"] = str(optimizer.run.batches_a_step)
+                optimizer.run.expect(optimizer.noise, optimizer.steps, next_batch(optimizer, data_loader, position))
+        return cls(
+            module=module,
+            accountant=spending.accountant.state_dict(),
+            runs=spending.spent()["runs"],
+            random=RandomState.now(),
+            optimizer=None if optimizer is None else optimizer.state_dict(),
+            settings={} if optimizer is None else optimizer.run.setting,
+            private=None if optimizer is None else PrivateState.from_run(optimizer, data_loader),
+            sampler=position,
+            schedulers={name: scheduler.state_dict() for name, scheduler in schedulers.items()},
+            callers_own=callers_own,
+        )
 
     def entries(self) -> Json:
         """Return the file's entries: a dictionary of plain values and tensors."""
@@ -188,29 +228,6 @@ class Checkpoint:
 
     # ---- may this run continue it?
 
-    def check_continues(self, runs: Runs, ancestors: Mapping[str, set[str]]) -> None:
-        """Refuse a checkpoint behind which this process has made steps, with noise that would be drawn again.
-
-        Args:
-            runs: What this process has counted. Steps of runs that the file has nothing to do with may stay counted.
-            ancestors: Of each run, those of the file that it went on from.
-
-        Raises:
-            PrivacyError: steps of one of the file's runs, or of one that went on from them, are not in the file.
-        """
-        forgotten = sum(
-            max(0, steps_of(history) - steps_of(self.runs.get(run, [])))
-            for run, history in runs.items()
-            if {run, *ancestors.get(run, ())} & self.runs.keys()
-        )
-        if forgotten:
-            raise PrivacyError(
-                f"This engine has counted {forgotten} steps that are not in the checkpoint: epsilon would forget them, "
-                "and training on would use their noise again, on other gradients, whose difference it would lay bare. "
-                "To return to the checkpoint's weights, load its 'module_state_dict' into the module alone; the "
-                "accountant and the noise then go on. To look at the run as it was, use a new PrivacyEngine."
-            )
-
     def check_settings(self, optimizer: DPOptimizer) -> None:
         """Refuse a run with other settings than those that the checkpoint was saved under.
 
@@ -226,9 +243,9 @@ class Checkpoint:
         if self.optimizer is not None:
             optimizer.check_state(self.optimizer)
         for name, value in self.settings.items():
-            if optimizer.setting.get(name) != value:
+            if (mine := optimizer.run.setting.get(name)) != value:
                 raise PrivacyError(
-                    f"The checkpoint was saved with {name}={value}, this run has {optimizer.setting.get(name)}; the "
+                    f"The checkpoint was saved with {name}={value}, this run has {mine}; the "
                     "accountant's history would not describe it. Rebuild the run with the checkpoint's settings."
                 )
 
@@ -267,8 +284,8 @@ class Checkpoint:
             if optimizer.steps >= self.private.steps:
                 continue  # the run that was saved
             optimizer.noise.seed = secrets.randbits(128)
-            if isinstance(optimizer.data_loader, DPDataLoader):
-                optimizer.data_loader.sampler_state.seed = secrets.randbits(128)
+            if isinstance(optimizer.run.loader, DPDataLoader):
+                optimizer.run.loader.sampler_state.seed = secrets.randbits(128)
             found = True
         return found
 
@@ -286,8 +303,8 @@ class Checkpoint:
             return
         if any(self.sampler.get(name, value) != value for name, value in data_loader.among.items()):
             optimizer.noise.branch(optimizer.steps, data_loader.among, known=True)
-        optimizer.course.batches_a_step = int(self.sampler.get("batches", 1))
-        optimizer.course.next_batch = next_batch(optimizer, data_loader, self.sampler)
+        optimizer.run.batches_a_step = int(self.sampler.get("batches", 1))
+        optimizer.run.next_batch = next_batch(optimizer, data_loader, self.sampler)
 
     def restore_schedulers(self, schedulers: Mapping[str, Any]) -> None:
         """Continue the schedulers, by the names of their entries, as far as they were saved."""
@@ -298,7 +315,7 @@ class Checkpoint:
 
 def next_batch(optimizer: DPOptimizer, data_loader: DPDataLoader, position: Json) -> NextBatch:
     """Return the batches of the next step of a run that goes on from ``position``."""
-    return NextBatch(name_of(data_loader), int(position["drawn"]), optimizer.course.batches_a_step)
+    return NextBatch(name_of(data_loader), int(position["drawn"]), optimizer.run.batches_a_step)
 
 
 def without_seeds(entries: Json) -> Json:
@@ -309,26 +326,6 @@ def without_seeds(entries: Json) -> Json:
     if "sampler" in shown:
         shown["sampler"] = {name: value for name, value in shown["sampler"].items() if name != "seed"}
     return shown
-
-
-def steps_of(history: Sequence[Sequence[float]]) -> int:
-    """Return the number of steps."""
-    return int(sum(steps for _, _, steps in history))
-
-
-def forgotten_steps(counted: History, known: History) -> int:
-    """Return how many of the steps ``counted`` are not in the history ``known``."""
-    return steps_of(unknown_steps(counted, known))
-
-
-def unknown_steps(counted: History, known: History) -> History:
-    """Return those of the steps ``counted`` that are not in the history ``known``."""
-    left: Counter[tuple[float, float]] = Counter()
-    for noise, rate, steps in counted:
-        left[noise, rate] += steps
-    for noise, rate, steps in known:
-        left[noise, rate] -= steps
-    return [(noise, rate, steps) for (noise, rate), steps in left.items() if steps > 0]
 
 
 def named_schedulers(noise: Any, grad_clip: Any) -> dict[str, Any]:

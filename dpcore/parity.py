@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from dpcore.engine.checks import call
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.microbatch.pieces import cut
 from dpcore.optimizers import DPOptimizer
@@ -112,7 +113,7 @@ def _ordinarily(
             part = slice(k * rows // pieces, (k + 1) * rows // pieces)
             inputs, targets = cut(batch, part)
             torch.manual_seed(next(seeds))
-            (loss(_call(model, inputs), targets) * ((part.stop - part.start) / rows)).backward()
+            (loss(call(model, inputs), targets) * ((part.stop - part.start) / rows)).backward()
         optimizer.step()
 
 
@@ -143,7 +144,7 @@ def _privately(
             optimizer.expected_batch_size = next(lengths)
         optimizer.zero_grad()
         torch.manual_seed(next(seeds))
-        loss(_call(private, inputs), targets).backward()
+        loss(call(private, inputs), targets).backward()
         optimizer.step()
         begins = not optimizer.batch_goes_on
 
@@ -177,12 +178,6 @@ def _pair(batch: Any, number: int) -> tuple[Any, Any]:
 def _what(batch: Any) -> str:
     entries = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
     return f"{type(batch).__name__}{entries}"
-
-
-def _call(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
 def _setup(name: str) -> Setup:

@@ -8,7 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.utils.data import DataLoader
 
+from dpcore.data_loader import worker_options
 from dpcore.distributed import Ranks, replicate, share_of
 from dpcore.errors import UnsupportedError
 
@@ -47,14 +49,21 @@ def joined(accelerator: Any, module: nn.Module) -> Ranks | None:
     return replicate(module) if accelerator.num_processes > 1 else None
 
 
-def logical_batches(sampler: Any, data_set: Any, share: int, poisson: bool, ranks: Ranks | None) -> dict[str, Any]:
-    """Return sampler and batch size for a loader of logical batches, of which a process gets ``share`` examples.
+def logical_loader(
+    loader: DataLoader[Any], sampler: Any, share: int, poisson: bool, ranks: Ranks | None, drop_last: bool
+) -> DataLoader[Any]:
+    """Return a loader of logical batches over the data of ``loader``, of which a process gets ``share`` examples.
 
     A Poisson loader goes through the whole data, and its batch size is that of all processes together; any other
     loader goes through what is this process's own.
     """
-    if ranks is None:
-        return {"sampler": sampler, "batch_size": share}
-    if poisson:
-        return {"sampler": sampler, "batch_size": share * ranks.size}
-    return {"sampler": share_of(sampler, data_set, ranks), "batch_size": share}
+    if ranks is not None and not poisson:
+        sampler = share_of(sampler, loader.dataset, ranks)
+    return DataLoader(
+        loader.dataset,
+        sampler=sampler,
+        batch_size=share if ranks is None or not poisson else share * ranks.size,
+        collate_fn=loader.collate_fn,
+        **worker_options(loader),
+        drop_last=drop_last and not poisson,
+    )

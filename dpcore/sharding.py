@@ -60,34 +60,16 @@ class ShardedModule(nn.Module):
 class ShardedOptimizer(OptimizerWrapper):
     """``optimizer`` over shards, as one over whole parameters: a step scatters their gradients."""
 
+    param_groups: list[dict[str, Any]] = []  # noqa: RUF012  its own: the wrapped one's hold the shards
+
     def __init__(self, optimizer: Optimizer, module: ShardedModule) -> None:
         self.optimizer = optimizer
         self.shards = module.shards
         whole = {shard: p for p, shard in module.shards.items()}
-        self._groups = [
+        self.param_groups = [
             {**group, "params": [whole.get(p, p) for p in group["params"]]} for group in optimizer.param_groups
         ]
         self._released: dict[Parameter, tuple[Tensor, int]] = {}
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self._groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self._groups = groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.optimizer.defaults
 
     def state_dict(self) -> dict[str, Any]:
         self._hand_on_settings()
@@ -95,7 +77,7 @@ class ShardedOptimizer(OptimizerWrapper):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state_dict)
-        for mine, group in zip(self._groups, self.optimizer.param_groups, strict=True):
+        for mine, group in zip(self.param_groups, self.optimizer.param_groups, strict=True):
             mine.update({name: value for name, value in group.items() if name != "params"})
 
     def __repr__(self) -> str:
@@ -131,7 +113,7 @@ class ShardedOptimizer(OptimizerWrapper):
 
     def _hand_on_settings(self) -> None:
         """Learning rates and the like may have been changed by a scheduler."""
-        for mine, group in zip(self._groups, self.optimizer.param_groups, strict=True):
+        for mine, group in zip(self.param_groups, self.optimizer.param_groups, strict=True):
             group.update({name: value for name, value in mine.items() if name != "params"})
 
 

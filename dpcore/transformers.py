@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,18 +16,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 
 from dpcore.checkpoint import RandomState
-from dpcore.data_loader import worker_options
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
 from dpcore.loading.uniform_sampler import steps_per_epoch
-from dpcore.microbatch.pieces import cut
 from dpcore.optimizers import DPOptimizer
 from dpcore.privacy_engine import PrivacyEngine
-from dpcore.replicas import check_replicates, joined, logical_batches
+from dpcore.replicas import check_replicates, joined, logical_loader
+from dpcore.task_losses import (
+    IGNORED,
+    base_of,
+    check_auxiliary,
+    check_kept_apart,
+    check_own_loss,
+    losses_and_counts,
+    task_of,
+    without_labels,
+)
+from dpcore.trainer_checks import check_arguments, check_numbered
 from dpcore.tree import batch_length
 from dpcore.utils.batch_memory_manager import PiecewiseLoader, check_pieces
 
@@ -41,10 +48,6 @@ except ImportError as error:
 
 STATE = "privacy.pt"
 """The file of accountant, noise and batches in each of the Trainer's checkpoints."""
-IGNORED = -100
-HALF = (torch.float16, torch.bfloat16)
-COMPARED = 4
-"""Examples whose loss is compared with the model's own: class weights show in several only."""
 
 
 class DPTrainerMixin:
@@ -76,11 +79,11 @@ class DPTrainerMixin:
     def __init__(self, *args: Any, engine: PrivacyEngine, privacy: Mapping[str, Any], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         trainer: Any = self
-        _check(trainer.args, _own_loss_function(trainer))
+        check_arguments(trainer.args, _own_loss_function(trainer))
         _check_privacy(self, privacy)
         check_replicates(trainer.accelerator)
         _check_loss(self)
-        _check_numbered(trainer.train_dataset)
+        check_numbered(trainer.train_dataset)
         self.engine = engine
         self.privacy = dict(privacy)
         # make_private would hand pieces to the Trainer, which counts what it gets as batches.
@@ -164,7 +167,7 @@ class DPTrainerMixin:
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs=return_outputs)  # type: ignore[misc]
         base = trainer.accelerator.unwrap_model(model)
-        outputs = model(**_without_labels(base, inputs))
+        outputs = model(**without_labels(base, inputs))
         losses = self.per_example_losses(base, outputs, dict(inputs).get("labels"))
         rows = batch_length(inputs)
         if losses.shape != (rows,):
@@ -187,15 +190,15 @@ class DPTrainerMixin:
         Raises:
             UnsupportedError: the model's loss is not known, or has a router's auxiliary loss beside the examples' own.
         """
-        _check_auxiliary(model, outputs)
+        check_auxiliary(model, outputs)
         kind = task_of(model)
         if labels is None or kind is None:
             raise UnsupportedError(
-                f"The loss of a {type(_base(model)).__name__} is not known example by example (causal, masked and "
+                f"The loss of a {type(base_of(model)).__name__} is not known example by example (causal, masked and "
                 "sequence-to-sequence language models, and classifiers of sequences and tokens are): override "
                 "per_example_losses(model, outputs, labels) of the Trainer, to return one loss per example, [B]."
             )
-        losses, counted = _losses_and_counts(model, kind, outputs.logits, labels)
+        losses, counted = losses_and_counts(model, kind, outputs.logits, labels)
         if kind == "sequence classification":
             return losses
         # The Trainer divides by the number of all labels where it does not know that a loss leaves out the first.
@@ -249,80 +252,9 @@ class DPTrainerMixin:
         model.eval()
         try:
             with torch.no_grad(), trainer.compute_loss_context_manager():
-                return (self._check_own_loss if ours else self._check_kept_apart)(model, inputs)
+                return (check_own_loss if ours else check_kept_apart)(trainer, model, inputs)
         finally:
             random.restore()
-
-    def _check_kept_apart(self, model: nn.Module, inputs: Any) -> bool:
-        """Compare the losses of some examples with those of half of them alone, where these repeat themselves.
-
-        Returns:
-            Whether there were enough.
-
-        Raises:
-            UnsupportedError: an example's loss is another one beside others.
-        """
-        trainer: Any = self
-        base = trainer.accelerator.unwrap_model(model)
-        rows = min(batch_length(inputs), COMPARED)
-        half = rows // 2
-        if not half:
-            return False
-
-        def losses(count: int) -> Tensor:
-            some = cut(inputs, slice(0, count))
-            random.restore()
-            return self.per_example_losses(base, model(**_without_labels(base, some)), some.get("labels")).double()
-
-        random = RandomState.now()
-        beside, again, alone = losses(rows), losses(rows), losses(half)
-        if beside.shape != (rows,) or not torch.equal(beside, again):
-            return True  # which compute_loss refuses, or which draws random numbers in evaluation mode
-        tolerance = 5e-2 if trainer.args.bf16 or {p.dtype for p in model.parameters()} & {*HALF} else 1e-3
-        if bool(((beside[:half] - alone).abs() > tolerance * beside.abs().max()).any()):
-            raise UnsupportedError(
-                f"{type(self).__name__}.per_example_losses gives the first {half} examples the losses {alone.tolist()} "
-                f"by themselves, and {beside[:half].tolist()} beside {rows - half} others: it mixes the examples, and "
-                "no clipping would bound what one of them does. Return losses each of which is of one example's own "
-                "outputs and labels."
-            )
-        return True
-
-    def _check_own_loss(self, model: nn.Module, inputs: Any) -> bool:
-        """Compare the loss that training uses with the model's own, on some examples and without dropout.
-
-        A model's class may have the name of a task and a loss of its own: class weights in a subclass, a
-        ``loss_function`` that was set, labels that are not shifted. It would be replaced in silence.
-
-        Returns:
-            Whether it is known now; examples without labels tell nothing.
-
-        Raises:
-            UnsupportedError: the two differ.
-        """
-        trainer: Any = self
-        base = trainer.accelerator.unwrap_model(model)
-        kind = task_of(base)
-        if kind is None or "labels" not in inputs or not _takes_labels(_base(base)):
-            return True
-        some = cut(inputs, slice(0, COMPARED))
-        theirs = getattr(model(**some), "loss", None)
-        outputs = model(**_without_labels(base, some))
-        _check_auxiliary(base, outputs)
-        logits = outputs.logits
-        losses, counted = _losses_and_counts(base, kind, logits, some["labels"])
-        if not isinstance(theirs, Tensor):
-            return True
-        expected, found = float(theirs), float(losses.sum() / counted.sum())
-        tolerance = 2e-2 if logits.dtype in HALF or trainer.args.bf16 else 1e-4
-        if abs(expected - found) > tolerance * max(abs(expected), abs(found)):
-            raise UnsupportedError(
-                f"A {type(_base(base)).__name__} computes the loss {expected:.6g} of the first {len(losses)} examples, "
-                f"and private training would use {found:.6g}, the ordinary one of its task ({kind}), in its place: "
-                "override per_example_losses(model, outputs, labels) of the Trainer, to return one loss per example, "
-                "[B]."
-            )
-        return found == found
 
     # ---- checkpoints
 
@@ -353,7 +285,7 @@ class DPTrainerMixin:
     def _make_private(self, loader: DataLoader[Any]) -> None:
         """Make the optimizer private, together with a loader of whole logical batches over the data of ``loader``."""
         trainer: Any = self
-        _check_numbered(loader.dataset)  # a Trainer's own get_train_dataloader may use other data
+        check_numbered(loader.dataset)  # a Trainer's own get_train_dataloader may use other data
         trainer.create_optimizer()
         share = trainer.args.per_device_train_batch_size * self._pieces
         privacy = {"wrap_model": False, **self.privacy}
@@ -361,14 +293,9 @@ class DPTrainerMixin:
         ranks = joined(trainer.accelerator, trainer.model)
         if ranks is not None:
             _prepare_without_averaging(trainer.accelerator)
-        whole: DataLoader[Any] = DataLoader(
-            loader.dataset,
-            # The sampler is refused where Poisson sampling would draw what it leaves out.
-            **logical_batches(_sampler(loader), loader.dataset, share, poisson, ranks),
-            collate_fn=loader.collate_fn,
-            **worker_options(loader),
-            drop_last=trainer.args.dataloader_drop_last and not poisson,
-        )
+        # The sampler is refused where Poisson sampling would draw what it leaves out.
+        drop_last = trainer.args.dataloader_drop_last
+        whole = logical_loader(loader, _sampler(loader), share, poisson, ranks, drop_last)
         make: Any = self.engine.make_private
         if "target_epsilon" in privacy:
             make = self.engine.make_private_with_epsilon
@@ -414,76 +341,6 @@ def _sampler(loader: DataLoader[Any]) -> Any:
     return RandomSampler(drawn.data_source, replacement=drawn.replacement) if ours else drawn
 
 
-def task_of(model: Any) -> str | None:
-    """The model's task, by its class: "causal", "aligned", "sequence classification", or None where it is another."""
-    base = _base(model)
-    name = type(base).__name__
-    if name.endswith("ForSequenceClassification"):
-        return "sequence classification"
-    if name.endswith(("ForCausalLM", "LMHeadModel")):
-        return "causal"
-    seq2seq = name.endswith("ForConditionalGeneration") and base.config.is_encoder_decoder
-    return "aligned" if seq2seq or name.endswith(("ForMaskedLM", "ForTokenClassification")) else None
-
-
-def _base(model: Any) -> Any:
-    """The model inside of PEFT's adapters."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _without_labels(model: Any, inputs: Any) -> dict[str, Any]:
-    """The model's arguments for outputs alone; a decoder reads what it would make of the labels.
-
-    Raises:
-        UnsupportedError: the model does not say what that is.
-    """
-    given = {name: value for name, value in inputs.items() if name != "labels"}
-    decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    if decodes and "decoder_input_ids" not in given and "labels" in inputs:
-        if not hasattr(model, "prepare_decoder_input_ids_from_labels"):
-            raise UnsupportedError(
-                f"A {type(_base(model)).__name__} has no prepare_decoder_input_ids_from_labels, so it is not known "
-                "what its decoder reads for the labels: let the data collator return decoder_input_ids beside them."
-            )
-        given["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=inputs["labels"])
-    return given
-
-
-def _takes_labels(model: Any) -> bool:
-    parameters = inspect.signature(model.forward).parameters.values()
-    return any(p.name == "labels" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-
-
-def _losses_and_counts(model: Any, kind: str, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """[B] sums of losses, and [B]: of how many labels each is; the model's own loss divides the ones by the others."""
-    logits = logits.float() if logits.dtype in HALF else logits
-    if kind == "sequence classification":
-        losses = _classification_losses(logits, labels, getattr(getattr(model, "config", None), "problem_type", None))
-        ignored = labels.reshape(len(labels), -1)[:, 0] == IGNORED
-        return losses, (torch.zeros_like(ignored) if labels.is_floating_point() else ignored).logical_not().long()
-    # Virtual tokens of prompt tuning stand before those that have labels, and the last of them predicts the first.
-    labels = F.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=IGNORED)
-    if kind == "causal":
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
-    return losses.sum(1), (labels != IGNORED).sum(1)
-
-
-def _classification_losses(logits: Tensor, labels: Tensor, problem: str | None) -> Tensor:
-    """[B]: cross-entropies of classes, squared errors of numbers, binary cross-entropies of several labels."""
-    if problem is None:
-        one = logits.shape[1:] in ((), (1,))
-        several = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
-        problem = "regression" if one else several
-    rows = len(logits)
-    if problem == "single_label_classification":
-        return F.cross_entropy(logits, labels.reshape(rows), reduction="none")
-    logits, labels = logits.reshape(rows, -1), labels.reshape(rows, -1).to(logits.dtype)
-    if problem == "regression":
-        return F.mse_loss(logits, labels, reduction="none").mean(1)
-    return F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(1)
-
-
 STOCK = {("transformers", "Trainer"), ("trl", "SFTTrainer")}
 """Trainers whose own loss is that of :meth:`DPTrainerMixin.per_example_losses`: first package and name of the class."""
 LOSS_TYPES = ("nll", "chunked_nll")
@@ -496,7 +353,7 @@ def _check_loss(trainer: Any) -> None:
     Raises:
         UnsupportedError: with the class and the method, or the value, and the remedy.
     """
-    _check_auxiliary(trainer.model)
+    check_auxiliary(trainer.model)
     order = type(trainer).__mro__
     behind = order[order.index(DPTrainerMixin) + 1 :]
     for name in ("per_example_losses", "training_step"):
@@ -554,83 +411,9 @@ def _check_privacy(trainer: Any, privacy: Mapping[str, Any]) -> None:
         )
 
 
-def _check_auxiliary(model: Any, outputs: Any = None) -> None:
-    """Refuse a mixture of experts that would be trained without its router's loss, in silence.
-
-    Raises:
-        UnsupportedError: the model is set up to add it, or has returned it.
-    """
-    asked = getattr(getattr(model, "config", None), "output_router_logits", False)
-    if asked or any(getattr(outputs, name, None) is not None for name in ("aux_loss", "z_loss")):
-        raise UnsupportedError(
-            "The model's own loss adds an auxiliary one of its router (aux_loss), a number of the whole batch, through "
-            "which every example reaches the others' gradients: it cannot be clipped by example, and private training "
-            "would leave it out. Train without it by model.config.output_router_logits = False."
-        )
-
-
 def _owner(classes: Any, name: str) -> Any:
     """The first class that defines ``name``, or None."""
     return next((owner for owner in classes if name in vars(owner)), None)
-
-
-def _check_numbered(dataset: Any) -> None:
-    """Refuse data whose examples have no numbers; None passes, a Trainer for evaluation alone.
-
-    Raises:
-        UnsupportedError: Poisson sampling draws examples by number.
-    """
-    numbered = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if dataset is not None and (isinstance(dataset, IterableDataset) or not numbered):
-        raise UnsupportedError(
-            f"train_dataset ({type(dataset).__name__}) is an iterable, and Poisson sampling draws examples by number; "
-            "use a map-style data set (with __len__ and __getitem__; load_dataset without streaming=True)."
-        )
-
-
-def _check(args: Any, loss: Any) -> None:
-    """Refuse training arguments under which examples would be mixed, or their gradients scaled or averaged unclipped.
-
-    Raises:
-        UnsupportedError: with the argument, the reason and the remedy.
-    """
-    refused = [
-        (
-            args.n_gpu > 1,
-            f"One process with {args.n_gpu} GPUs would average gradients before they are clipped (torch's "
-            "DataParallel); start one process for each GPU (torchrun, accelerate launch), or show it one GPU "
-            "(CUDA_VISIBLE_DEVICES=0).",
-        ),
-        (
-            args.fp16,
-            "fp16=True multiplies the loss, so gradients would be clipped at their scaled size; use bf16=True.",
-        ),
-        (
-            getattr(args, "packing", False) or getattr(args, "padding_free", False),
-            "packing and padding_free put several examples into one row, to be clipped as one; leave them out.",
-        ),
-        (
-            bool(args.label_smoothing_factor) or loss is not None,
-            "label_smoothing_factor and compute_loss_func average over a batch's tokens, which mixes the examples; "
-            "leave them out, and override per_example_losses for a loss of your own.",
-        ),
-        (
-            args.torch_compile,
-            "torch_compile=True compiles the model before it is made private, and gradients by example cannot be "
-            "recorded inside of what is compiled; leave torch_compile, its backend and its mode out.",
-        ),
-        (
-            args.auto_find_batch_size,
-            "auto_find_batch_size begins anew with a part of the budget spent; choose per_device_train_batch_size.",
-        ),
-        (
-            getattr(args, "train_sampling_strategy", "") in ("group_by_length", "batch_rebalance"),
-            "train_sampling_strategy chooses a batch's examples by what is in them; leave it to Poisson sampling.",
-        ),
-    ]
-    for asked, reason in refused:
-        if asked:
-            raise UnsupportedError(reason)
 
 
 __all__ = ["DPTrainer", "DPTrainerMixin", "task_of"]

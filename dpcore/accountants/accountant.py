@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from typing import Any
 
@@ -160,6 +161,14 @@ class IAccountant(ABC):
         check_number("failure_probability", probability, lambda p: p >= 0.0, "it must be at least 0")
         self.history = [(float(noise), float(rate), int(steps)) for noise, rate, steps in state_dict["history"]]
         self.failure_probability = float(probability)
+
+
+def totals(history: Iterable[tuple[float, float, int]]) -> Counter[tuple[float, float]]:
+    """Return how many steps there are of each (noise multiplier, sample rate); their order does not matter."""
+    found: Counter[tuple[float, float]] = Counter()
+    for noise, rate, steps in history:
+        found[noise, rate] += steps
+    return found
 
 
 def _check_entry(noise_multiplier: Any, sample_rate: Any, steps: Any) -> None:

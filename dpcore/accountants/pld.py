@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import scipy
 
-from dpcore.accountants.accountant import History, IAccountant
+from dpcore.accountants.accountant import History, IAccountant, totals
 from dpcore.accountants.gdp import gaussian_epsilon
 from dpcore.accountants.rdp import renyi_epsilon
 
@@ -369,10 +369,7 @@ def _log1p(z: np.ndarray) -> np.ndarray:
 
 
 def _log_sum(logs: np.ndarray) -> float:
-    """The log of a sum of exponentials.
-
-    In a fraction of the time of scipy's, whose care for a sum near its largest term no Chernoff bound needs.
-    """
+    """The log of a sum of exponentials, without scipy's slow care for sums near their largest term."""
     largest = float(logs.max())
     if not math.isfinite(largest):
         return largest
@@ -446,7 +443,7 @@ def _direction(
     history: History, delta: float, removal: bool, both: bool, error: float, least: bool = False
 ) -> tuple[float, float]:
     """(lower, upper) for removing or for adding an example; the lower one is 0 unless ``both``."""
-    steps = [Step(s, min(q, 1.0 - 1e-16), t, removal) for s, q, t in _merged(history)]
+    steps = [Step(s, min(q, 1.0 - 1e-16), t, removal) for (s, q), t in totals(history).items()]
     total = sum(step.count for step in steps)
     mass = TAIL_SHARE * delta / total
     tilt = _choose_tilt(steps, delta, mass, least)
@@ -474,14 +471,6 @@ def _direction(
         if high - low <= error or h / 2 < finest:
             return low, high
         h /= 2
-
-
-def _merged(history: History) -> History:
-    """Equal settings together: the order of steps does not matter."""
-    counts: dict[tuple[float, float], int] = {}
-    for noise, rate, steps in history:
-        counts[noise, rate] = counts.get((noise, rate), 0) + steps
-    return [(noise, rate, steps) for (noise, rate), steps in counts.items()]
 
 
 class PLDAccountant(IAccountant):

@@ -14,16 +14,20 @@ from torch.nn import Parameter
 from dpcore import native
 from dpcore.arguments import check_divisor, check_noise_multiplier
 from dpcore.clipping import clip_factors
+from dpcore.engine import checks
+from dpcore.engine.checks import length_of
+from dpcore.engine.plans import Kind, Plans
 from dpcore.engine.uncompiled import refuse_compiled, uncompiled
-from dpcore.errors import PrivacyError, UnsupportedError, warn_caller
+from dpcore.errors import PrivacyError
 from dpcore.example_isolation.check import IsolationCheck
 from dpcore.microbatch.accumulator import Accumulator, Factors
 from dpcore.microbatch.layout import Layout
 from dpcore.microbatch.looks import looks
 from dpcore.microbatch.memory import give_back_everything, ran_out
 from dpcore.microbatch.pieces import cut
-from dpcore.microbatch.planner import MicroBatches, choose, micro_batches, trains_all
+from dpcore.microbatch.planner import choose, micro_batches, trains_all
 from dpcore.noise import GaussianNoise
+from dpcore.release import Release
 from dpcore.rerun.heap import give_back
 from dpcore.rules import bfloat16
 from dpcore.rules.custom import custom_fallbacks
@@ -37,8 +41,6 @@ if TYPE_CHECKING:
 LossFn = Callable[[Any, Any], Tensor]
 FIRST_EXAMPLES = 16
 """The first piece of a kind of batch that is not known yet; fewer of large examples."""
-Kind = tuple[Any, ...]
-"""Shapes and dtypes of one example's inputs; a plan of micro-batches holds for one kind."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class Engine:
         check_recordable(model)
         self.model = model
         self._modules = tuple(model.modules())
-        self._structure = _structure(model)
+        self._structure = checks.structure_of(model)
         self.loss_fn = loss_fn
         sigma = check_noise_multiplier(noise_multiplier)
         scale = 1.0 if expected_batch_size is None else 1.0 / check_divisor(expected_batch_size)
@@ -125,13 +127,7 @@ class Engine:
         self.accumulator = Accumulator(self.parameters, max_grad_norm, factors)
         self.accumulator.check_noise(sigma, scale)
         self.noise_multiplier = sigma
-        if physical_batch_size is not None and physical_batch_size < 1:
-            raise ValueError(f"physical_batch_size is {physical_batch_size}; it must be at least 1.")
-        self._physical = physical_batch_size
-        self._planned: dict[Kind, MicroBatches] = {}
-        self._largest: dict[Kind, int] = {}
-        self._fitting: dict[Kind, int] = {}
-        """How many examples may be in work at once, of kinds for which memory has run out."""
+        self._plans = Plans(physical_batch_size)
         self._layout = Layout(model, custom_fallbacks(model))
         self.isolation = IsolationCheck(model, self.accumulator.names, self._layout)
         if not check_isolation:
@@ -161,7 +157,9 @@ class Engine:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._structure = _structure(self.model)
+        if "_plans" not in state:  # a pickle of an earlier version: batches are planned anew
+            self._plans = Plans(state["_physical"])
+        self._structure = checks.structure_of(self.model)
         self._compile_by(state["_graphs"])
 
     @property
@@ -202,14 +200,9 @@ class Engine:
         self, x: Any, y: Any, mask: Tensor | None, scale: float, begin: Callable[[], object]
     ) -> ClippedSum:
         """The clipped sum times ``scale``, added to what ``begin`` has brought into the buffer."""
-        batch_size = self._batch_size = _length(x)
-        _check_mask(mask, batch_size)
-        if isinstance(y, Tensor) and y.dim() and len(y) != batch_size:
-            raise UnsupportedError(
-                f"y has the shape {tuple(y.shape)} and x {batch_size} examples; y must have one row per example. One "
-                "row for all would be spread over the batch, and its example would move what the others contribute. "
-                "What belongs to no example goes into the model or the loss, or beside y in a tuple."
-            )
+        batch_size = self._batch_size = length_of(x)
+        checks.check_mask(mask, batch_size)
+        checks.check_targets(y, batch_size)
         kind = self._kind(x)
         self._prepare(kind, x, y, batch_size)
         while (parts := self._add_pieces(kind, x, y, mask, scale, begin)) is None:
@@ -243,15 +236,7 @@ class Engine:
         except Exception as error:
             if not ran_out(error):
                 raise
-            fitting = min(at_once, self._fitting.get(kind, at_once)) // 2
-            if self._physical is not None or not fitting:
-                remedy = "" if self._physical is None else "; with physical_batch_size=None it would go on with fewer"
-                error.add_note(f"dpcore had {at_once} example{'s' if at_once > 1 else ''} in work at once{remedy}.")
-                raise
-            self._fitting[kind] = fitting
-            warn_caller(
-                f"Memory ran out with {at_once} examples in work at once; the batch starts anew with {fitting}."
-            )
+            self._plans.shrink(kind, at_once, error)
             return None
         return parts
 
@@ -261,13 +246,13 @@ class Engine:
         With graphs every mode has its own, so that the eager pass comes first in each: it sees what a trace cannot
         (random numbers without a rule).
         """
-        kind = tuple((t.shape[1:], t.dtype) for t in _tensors(x))
+        kind = tuple((t.shape[1:], t.dtype) for t in checks.tensors_of(x))
         return kind if self._graphs is None else (*kind, tuple(module.training for module in self._modules))
 
     def _prepare(self, kind: Kind, x: Any, y: Any, batch_size: int) -> None:
         """Before a batch: finds what has no rule, and whether examples are kept apart, where either is due."""
-        self._largest[kind] = max(batch_size, self._largest.get(kind, 0))
-        if batch_size and kind not in self._planned:
+        self._plans.note(kind, batch_size)
+        if batch_size and kind not in self._plans.of:
             self._look(x, batch_size)
         if self._graphs is not None:
             self._layout.refuse_unrepeatable()
@@ -275,15 +260,15 @@ class Engine:
             self.isolation.check(kind, self._losses, (x, y), batch_size, losses=True)
 
     def _look(self, x: Any, batch_size: int, again: bool = False) -> None:
-        ways, variants = looks(self.model, functools.partial(_call, self.model), x, batch_size, again)
+        ways, variants = looks(self.model, functools.partial(checks.call, self.model), x, batch_size, again)
         self._layout.learn(self.accumulator.names, ways, variants, again)
 
     def _look_again(self, kind: Kind, x: Any, y: Any) -> None:
         """Look at all examples of a piece that has led to a part of the model that is not known."""
-        self._look(x, _length(x), again=True)
+        self._look(x, length_of(x), again=True)
         self.isolation.begin_anew()
-        if self.isolation.due(kind, _length(x)):
-            self.isolation.check(kind, self._losses, (x, y), _length(x), losses=True)
+        if self.isolation.due(kind, length_of(x)):
+            self.isolation.check(kind, self._losses, (x, y), length_of(x), losses=True)
 
     def _pieces(self, kind: Kind, batch_size: int, filled: bool) -> Iterator[tuple[slice, int]]:
         """The schedule of a batch: (rows, length of the compiled graph that they go through, 0: eagerly).
@@ -294,7 +279,7 @@ class Engine:
         start = graph_size = 0
         while start < batch_size:
             rest = batch_size - start
-            if self._graphs is not None and not graph_size and kind in self._planned:
+            if self._graphs is not None and not graph_size and kind in self._plans.of:
                 graph_size = self._graph_size(kind, batch_size if filled else rest, filled)
             size = min(graph_size, rest) if graph_size else self._next_size(kind, batch_size, rest)
             yield slice(start, start + size), graph_size
@@ -303,8 +288,8 @@ class Engine:
     def _losses(self, batch: tuple[Any, Any]) -> Tensor:
         """[B] losses of inputs and targets."""
         x, y = batch
-        losses = self.loss_fn(_call(self.model, x), y)
-        self._check_losses(losses, _length(x))
+        losses = self.loss_fn(checks.call(self.model, x), y)
+        checks.check_losses(losses, length_of(x), self._batch_size)
         return losses
 
     def _join(self, parts: list[Tensor], grouped: bool = True) -> Tensor:
@@ -320,24 +305,20 @@ class Engine:
 
     def _next_size(self, kind: Kind, batch_size: int, remaining: int) -> int:
         """Size of the next micro-batch; the first batch of a kind starts small, to measure what an example leaves."""
-        plan = self._planned.get(kind)
+        plan = self._plans.of.get(kind)
         planned = plan.size(batch_size) if plan else self._layout.at_first(FIRST_EXAMPLES)
-        size = self._physical or self._fit(kind, planned)
+        size = self._plans.at_once(kind, planned)
         pieces = -(-remaining // size)
         return -(-remaining // pieces)
-
-    def _fit(self, kind: Kind, size: int) -> int:
-        """Return ``size``, or less where memory has run out with so many."""
-        return min(size, self._fitting.get(kind, size))
 
     def _graph_size(self, kind: Kind, count: int, filled: bool) -> int:
         """Length of the compiled pieces of ``count`` examples."""
         from dpcore.engine.graphs import CPU_GRAPH_EXAMPLES
 
         assert self._graphs is not None
-        plan, on_cpu = self._planned[kind], self.accumulator.device.type == "cpu"
+        plan, on_cpu = self._plans.of[kind], self.accumulator.device.type == "cpu"
         most = min(plan.most, max(plan.least, CPU_GRAPH_EXAMPLES)) if on_cpu else plan.most
-        return self._graphs.length(kind, count, self._physical or self._fit(kind, most), filled)
+        return self._graphs.length(kind, count, self._plans.at_once(kind, most), filled)
 
     def _traced(self, x: Any, y: Any, mask: Tensor, bounds: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Compute what :meth:`_accumulate` does without looking at any value."""
@@ -354,41 +335,33 @@ class Engine:
         self, x: Any, y: Any, mask: Tensor | None, scale: float, kind: Kind, graph_size: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Adds one micro-batch to the sums, times ``scale``; norms and factors [groups, m], losses [m]."""
-        done = self._accumulate_by_graph(x, y, mask, scale, graph_size) if graph_size else None
-        if done is not None:
-            return done
+        if graph_size:
+            assert self._graphs is not None
+            depends, held = (self.loss_fn, self.accumulator.factors), self.accumulator
+            part = self._graphs.run(x, y, mask, graph_size, held.bounds, held.device, depends)
+            if part is not None:  # there is a graph for this micro-batch
+                sums, norms, factors, losses = part
+                held.flat.add_(sums, alpha=scale)
+                return norms, factors, losses
         if self._graphs is None:
             return self._accumulate_eagerly(x, y, mask, scale, kind)
         with bfloat16.disabled():  # as in graphs: that one example sends the others here may not change their rounding
             return self._accumulate_eagerly(x, y, mask, scale, kind)
 
-    def _accumulate_by_graph(
-        self, x: Any, y: Any, mask: Tensor | None, scale: float, graph_size: int
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """:meth:`_accumulate` by the compiled graph of that length; None where there is none for this micro-batch."""
-        assert self._graphs is not None
-        depends = (self.loss_fn, self.accumulator.factors)
-        part = self._graphs.run(x, y, mask, graph_size, self.accumulator.bounds, self.accumulator.device, depends)
-        if part is None:
-            return None
-        sums, norms, factors, losses = part
-        self.accumulator.flat.add_(sums, alpha=scale)
-        return norms, factors, losses
-
     def _accumulate_eagerly(
         self, x: Any, y: Any, mask: Tensor | None, scale: float, kind: Kind
     ) -> tuple[Tensor, Tensor, Tensor]:
         """:meth:`_accumulate` by torch's own passes; the first of a kind is what its micro-batches are planned by."""
-        batch_size = _length(x)
+        batch_size = length_of(x)
         tape, losses = self._layout.attempt(
             lambda: self._passes(x, y, mask), functools.partial(self._look_again, kind, x, y)
         )
         with torch.no_grad():
             norms, factors = self.accumulator.add(tape.uses, batch_size, mask, scale)
-        if kind not in self._planned:
+        if kind not in self._plans.of:
             choices = choose(tape.uses, turns=self._graphs is None)
             self._plan = [(self.accumulator.names[c.param], c.method) for c in choices]
-            self._planned[kind] = micro_batches(
+            self._plans.of[kind] = micro_batches(
                 choices, tape.uses, batch_size, self.accumulator.device, trains_all(self.model)
             )
             del tape
@@ -397,7 +370,7 @@ class Engine:
 
     def _passes(self, x: Any, y: Any, mask: Tensor | None) -> tuple[Tape, Tensor]:
         """The tape of a forward and a backward pass, and [B] losses."""
-        tape = self._layout.tape(self.accumulator.names, _length(x))
+        tape = self._layout.tape(self.accumulator.names, length_of(x))
         tape.drops_activations = self._layout.drops_activations
         with torch.enable_grad():
             with self._layout.recording(tape):
@@ -443,16 +416,13 @@ class Engine:
         # The divisor goes into the clip factors and the noise, and the noise is drawn where the sums are then added: no
         # pass over the sums is spent on either.
         scale = 1.0 / check_divisor(self.expected_batch_size)
-        flat, std = self.accumulator.flat, self.accumulator.check_noise(self.noise_multiplier, scale)
-        self.noise.serve(self)
-        first = self.noise.may_come_first
-        # Also where memory runs out and a batch starts anew: a step's noise is the same however often it is drawn.
-        begin = functools.partial(self.noise.fill_, flat, std, self.steps) if first else flat.zero_
+        flat = self.accumulator.flat
+        release = Release.by(self, self.accumulator.check_noise(self.noise_multiplier, scale))
         self._withdraw()
         try:
-            result = self._add_clipped_sum(x, y, mask, scale, begin)
-            if not first:
-                self.noise.add_(flat, std, self.steps)
+            result = self._add_clipped_sum(x, y, mask, scale, functools.partial(release.begin, flat))
+            if not self.noise.may_come_first:
+                release.finish(flat)
         except BaseException:
             # The next attempt draws the same noise: nothing of this one may stay.
             flat.zero_()
@@ -481,7 +451,7 @@ class Engine:
         """
         if self.optimizer is None:
             raise ValueError("This engine has no optimizer; pass one, or call privatize() and update the parameters.")
-        self._check_optimizer(self.optimizer)
+        checks.check_optimizer(self.optimizer, self.accumulator.names)
         result = self.privatize(x, y, mask)
         self.optimizer.step()
         return result
@@ -505,7 +475,7 @@ class Engine:
             raise PrivacyError(
                 "torch.inference_mode() records no gradients: every example's would count as zero; leave it."
             )
-        if self._structure != _structure(self.model):
+        if self._structure != checks.structure_of(self.model):
             raise PrivacyError(
                 "A layer or a parameter of the model was added, removed or replaced by another object since the engine "
                 "was built (load_state_dict(assign=True) does so); build a new engine."
@@ -515,28 +485,6 @@ class Engine:
         if any(module._compiled_call_impl is not None for module in self._modules):
             refuse_compiled(self.model)
 
-    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """PrivacyError where the optimiser would apply a gradient that is none of the engine's."""
-        private = self.accumulator.names
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if param.grad is not None and param not in private:
-                    raise PrivacyError(
-                        f"The optimizer holds a parameter of shape {tuple(param.shape)} that the engine does not train "
-                        "and that has a gradient: step() would apply it without clipping and noise. Give the optimizer "
-                        "the model's trained parameters only, or set that parameter's grad to None."
-                    )
-
-    def _check_losses(self, losses: Any, batch_size: int) -> None:
-        if not isinstance(losses, Tensor) or losses.shape != (batch_size,):
-            shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-            piece = f"a piece of {batch_size} examples of " if batch_size != self._batch_size else ""
-            raise PrivacyError(
-                f"loss_fn returned a loss of shape {shape} for {piece}your batch of {self._batch_size} examples; it "
-                f'must return one loss per example, of shape ({batch_size},) here, so use reduction="none" (a mean '
-                "would mix the examples before clipping and leak them)."
-            )
-
     def explain(self) -> str:
         """Return how the engine computes, one line per trained parameter, then physical batch sizes and kernels.
 
@@ -544,46 +492,9 @@ class Engine:
         """
         lines = [f"{name}: {method}" for name, method in self._plan]
         lines += [f"{name or 'the whole model'}: no rule, by vmap" for name in self._layout.fallbacks]
-        planned = {self._fit(kind, plan.size(self._largest[kind])) for kind, plan in self._planned.items()}
-        sizes = sorted(planned) if self._physical is None else [self._physical]
+        sizes = self._plans.sizes()
         if self._graphs is not None:
             sizes = self._graphs.sizes
             lines.append("pass: one compiled graph for each physical batch size")
         lines.append(f"physical batch size: {', '.join(map(str, sizes)) or 'not planned yet'}")
         return "\n".join([*lines, f"compiled kernels: {native.description()}"])
-
-
-def _check_mask(mask: Tensor | None, batch_size: int) -> None:
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != (batch_size,)):
-        raise ValueError(
-            f"mask is {mask.dtype} of shape {tuple(mask.shape)} for {batch_size} examples; it must be bool, one "
-            "entry per example: a weight above 1 would let an example move the sum by more than max_grad_norm."
-        )
-
-
-def _structure(model: nn.Module) -> list[int]:
-    """Return the ids of all modules and parameters (objects that the engine keeps alive)."""
-    ids: list[int] = []
-    waiting = [model]
-    while waiting:
-        module = waiting.pop()
-        ids.append(id(module))
-        ids.extend(map(id, module._parameters.values()))
-        waiting.extend(child for child in module._modules.values() if child is not None)
-    return ids
-
-
-def _call(model: nn.Module, x: Any) -> Any:
-    if isinstance(x, Mapping):
-        return model(**x)
-    return model(*x) if isinstance(x, tuple) else model(x)
-
-
-def _tensors(x: Any) -> list[Tensor]:
-    if isinstance(x, Mapping):
-        return list(x.values())
-    return list(x) if isinstance(x, tuple) else [x]
-
-
-def _length(x: Any) -> int:
-    return len(_tensors(x)[0])

@@ -13,9 +13,8 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpcore.errors import PrivacyError
-from dpcore.numerics.rounding import SquaredNorm
 from dpcore.rules.linear import wide
-from dpcore.tape.uses import Use
+from dpcore.tape.uses import Use, WrappedUse
 
 
 class GradSampleOwner(Protocol):
@@ -37,57 +36,22 @@ class _Given(Use):
         self.params = (param,)
         self.grad = tensor
 
-    def ghost_is_cheaper(self, param: Parameter) -> bool:
-        return False
-
     def grad_sample(self, param: Parameter) -> Tensor:
         assert self.grad is not None
         return wide(self.grad.detach())
 
-    def rows(self, index: Tensor, dtype: torch.dtype) -> Use:
-        assert self.grad is not None
-        return _Given(self.params[0], self.grad.detach().index_select(0, index).to(dtype))
 
-    def stash_bytes(self) -> int:
-        return 0 if self.grad is None else self.grad.nbytes
-
-
-class _Rest(Use):
+class _Rest(WrappedUse):
     """The part of a use that contributes to parameters other than those in ``given``."""
 
     def __init__(self, use: Use, given: Mapping[Parameter, Any]) -> None:
-        self.use = use
+        super().__init__(use)
         self.given = given
         self.grad = use.grad
-        self.sparse = use.sparse
         self.params = tuple(p for p in use.params if p not in given)
-
-    def norm_sq(self, param: Parameter) -> SquaredNorm:
-        return self.use.norm_sq(param)
-
-    def grad_sample(self, param: Parameter) -> Tensor:
-        return self.use.grad_sample(param)
-
-    def takes_turns(self, param: Parameter) -> bool:
-        return self.use.takes_turns(param)
-
-    def example(self, param: Parameter, i: int) -> Tensor:
-        return self.use.example(param, i)
-
-    def add_example(self, param: Parameter, i: int, out: Tensor) -> None:
-        self.use.add_example(param, i, out)
-
-    def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
-        self.use.add_clipped_sum(param, factors, out)
-
-    def ghost_is_cheaper(self, param: Parameter) -> bool:
-        return self.use.ghost_is_cheaper(param)
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> Use:
         return _Rest(self.use.rows(index, dtype), self.given)
-
-    def stash_bytes(self) -> int:
-        return self.use.stash_bytes()
 
 
 @dataclass

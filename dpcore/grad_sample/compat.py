@@ -15,6 +15,26 @@ class _Measured(AbstractGradSampleHooks):
     """A recorder that tells norms and clip factors of the last backward pass, until the step."""
 
     @torch.no_grad()
+    def __init__(
+        self,
+        m: nn.Module,
+        *,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        strict: bool = True,
+        force_functorch: bool = False,
+        max_grad_norm: float | None = None,
+        use_ghost_clipping: bool = True,
+    ) -> None:
+        """``max_grad_norm``: for :meth:`get_clipping_coef`; an optimiser with another bound is refused.
+
+        ``use_ghost_clipping`` is accepted and changes nothing: the planner chooses per layer.
+        """
+        super().__init__(  # type: ignore[call-arg]
+            m, batch_first=batch_first, loss_reduction=loss_reduction, strict=strict, ordinary_grad=False
+        )
+        self.max_grad_norm = max_grad_norm
+
     def get_norm_sample(self) -> Tensor:
         """[B] norms of the per-sample gradients of the last backward pass. PrivacyError where there was none."""
         return self._measure()[0]
@@ -41,21 +61,6 @@ class _Measured(AbstractGradSampleHooks):
 class GradSampleHooksFastGradientClipping(_Measured, GradSampleHooks):
     """:class:`GradSampleHooks` without ordinary gradients, under the name of the fast-clipping mode."""
 
-    def __init__(
-        self,
-        m: nn.Module,
-        *,
-        batch_first: bool = True,
-        loss_reduction: str = "mean",
-        strict: bool = True,
-        force_functorch: bool = False,
-        max_grad_norm: float | None = None,
-        use_ghost_clipping: bool = True,
-    ) -> None:
-        """``use_ghost_clipping`` is accepted and changes nothing: the planner chooses per layer."""
-        super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction, strict=strict, ordinary_grad=False)
-        self.max_grad_norm = max_grad_norm
-
 
 class GradSampleModuleExpandedWeights(GradSampleModule):
     """:class:`GradSampleModule` under the name of another mode; the gradients are the same."""
@@ -66,21 +71,3 @@ class GradSampleModuleExpandedWeights(GradSampleModule):
 
 class GradSampleModuleFastGradientClipping(_Measured, GradSampleModule):
     """:class:`GradSampleModule` without ordinary gradients, under the name of the fast-clipping mode."""
-
-    def __init__(
-        self,
-        m: nn.Module,
-        *,
-        batch_first: bool = True,
-        loss_reduction: str = "mean",
-        strict: bool = True,
-        force_functorch: bool = False,
-        max_grad_norm: float | None = None,
-        use_ghost_clipping: bool = True,
-    ) -> None:
-        """``max_grad_norm``: for :meth:`get_clipping_coef`; an optimiser with another bound is refused.
-
-        ``use_ghost_clipping`` is accepted and changes nothing: the planner chooses per layer.
-        """
-        super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction, strict=strict, ordinary_grad=False)
-        self.max_grad_norm = max_grad_norm

@@ -8,7 +8,6 @@ then its calls count as one batch.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -27,18 +26,16 @@ EMPTY_BATCH = (
     "empty output where len(x) == 0, for instance torch.zeros(0, classes), so that loss.backward() and "
     "optimizer.step() make this batch a step, too."
 )
-_NUMBERS: weakref.WeakKeyDictionary[Any, Callable[[], int]] = weakref.WeakKeyDictionary()
-"""Recorder of gradients -> the number of its loader's newest batch. Not an attribute, which copies of a model share."""
 
 
 def number_batches(recorder: Any, newest: Callable[[], int]) -> None:
-    """Let ``newest()`` tell which batch of its loader a recorder is called on."""
-    _NUMBERS[recorder] = newest
+    """Let ``newest()`` tell which batch of its loader a recorder is called on; not a copy of the recorder."""
+    recorder._empty.newest = newest
 
 
 def newest_batch(recorder: Any) -> int | None:
     """Return the number of the newest batch of a recorder's loader; None where it is not known."""
-    newest = _NUMBERS.get(recorder)
+    newest: Callable[[], int] | None = recorder._empty.newest
     return None if newest is None else newest()
 
 
@@ -77,12 +74,17 @@ class _Call:
 class EmptyBatches:
     """The module's calls on empty batches since the last step."""
 
+    newest: Callable[[], int] | None = None  # the number of the loader's newest batch, which a copy does not know
+
     def __init__(self) -> None:
         self._calls: list[_Call] = []
         self._used: set[Any] = set()
         """Numbers of the batches of the last step."""
         self._task = -1
         """The newest backward pass through such a call."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "newest"}
 
     def note(self, batch: Any) -> _Call:
         """Note a call on batch number ``batch``."""

@@ -90,16 +90,8 @@ class DPGRU(_OpacusNames, nn.GRU):
         **factory: Any,
     ) -> None:
         _check_no_projection("DPGRU", proj_size)
-        super().__init__(
-            input_size,
-            hidden_size,
-            num_layers=num_layers,
-            bias=bias,
-            batch_first=batch_first,
-            dropout=dropout,
-            bidirectional=bidirectional,
-            **factory,
-        )
+        sizes = input_size, hidden_size, num_layers
+        super().__init__(*sizes, bias, batch_first, dropout, bidirectional, **factory)
 
 
 class DPLSTM(_OpacusNames, nn.LSTM):
@@ -117,17 +109,8 @@ class DPLSTM(_OpacusNames, nn.LSTM):
         proj_size: int = 0,
         **factory: Any,
     ) -> None:
-        super().__init__(
-            input_size,
-            hidden_size,
-            num_layers=num_layers,
-            bias=bias,
-            batch_first=batch_first,
-            dropout=dropout,
-            bidirectional=bidirectional,
-            proj_size=proj_size,
-            **factory,
-        )
+        sizes = input_size, hidden_size, num_layers
+        super().__init__(*sizes, bias, batch_first, dropout, bidirectional, proj_size, **factory)
 
 
 class RNNLinear(nn.Linear):

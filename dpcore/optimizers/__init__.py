@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dpcore.optimizers.adaclipoptimizer import AdaClipDPOptimizer
-from dpcore.optimizers.compat import DPOptimizerFastGradientClipping
 from dpcore.optimizers.optimizer import DPOptimizer
+from dpcore.optimizers.optimizer_fast_gradient_clipping import DPOptimizerFastGradientClipping
 from dpcore.optimizers.perlayeroptimizer import DPPerLayerOptimizer
 
 __all__ = [

@@ -11,6 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
+
+from torch.optim import Optimizer
 
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.loading.ledger import Ledger
@@ -48,6 +51,8 @@ class LogicalBatch:
 
     def __init__(self, accumulator: Accumulator) -> None:
         self.accumulator = accumulator
+        self.followed: WeakSet[Optimizer] = WeakSet()
+        """Optimizers whose schedules wait while the batch goes on."""
         self.is_stepping = False
         """True while the wrapped optimiser may step."""
         self.pieces = 0

@@ -2,45 +2,35 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from dpcore.arguments import check_divisor, check_noise_multiplier
+from dpcore.arguments import check_noise_multiplier
 from dpcore.clipping import clip_factors
-from dpcore.distributed import Ranks, fingerprint
-from dpcore.errors import PrivacyError, UnsupportedError, trainer_hint, warn_caller
-from dpcore.grad_sample.backward_pass import owner_of
+from dpcore.distributed import Ranks
+from dpcore.errors import PrivacyError
 from dpcore.grad_sample.hooks import AbstractGradSampleHooks
-from dpcore.loading.ledger import Batch, Ledger, name_of
 from dpcore.loading.uniform_sampler import drawn_seed
 from dpcore.microbatch.accumulator import Accumulator, Factors
-from dpcore.microbatch.planner import MicroBatches, choose, micro_batches, trains_all
 from dpcore.noise import GaussianNoise, SecureNoise
-from dpcore.optimizers.course import Course
-from dpcore.optimizers.foreign import refuse_foreign_steps
-from dpcore.optimizers.logical_batch import LogicalBatch, Piece
-from dpcore.optimizers.schedules import follow, watch_torch
-from dpcore.optimizers.wrapper import OptimizerWrapper
-from dpcore.rerun.heap import give_back
+from dpcore.optimizers import checks
+from dpcore.optimizers.checks import SPENT
+from dpcore.optimizers.claims import claim, guard_inner, recorder_of, refuse_foreign_steps
+from dpcore.optimizers.clipping_optimizer import ClippingOptimizer
+from dpcore.optimizers.logical_batch import LogicalBatch
+from dpcore.optimizers.private_run import PrivateRun
+from dpcore.optimizers.schedules import follow
+from dpcore.optimizers.summed import SummedGrads
+from dpcore.release import Release
 
 NOISE_HINT = " (make_private_with_epsilon finds it for a budget)"
-MEAN_RULE = "with loss_reduction='mean' the update needs a positive, public divisor"
 StepHook = Callable[["DPOptimizer"], None]
-SPENT = "privacy"
-"""The entry of a state's first group that says what its steps have spent: torch's optimizers keep it when they load."""
-SCHEDULED = {"initial_lr", "base_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "param_names", SPENT}
-"""What schedules, torch and dpcore put into groups of any optimiser."""
-_CLAIMED: weakref.WeakKeyDictionary[AbstractGradSampleHooks, weakref.ref[DPOptimizer]] = weakref.WeakKeyDictionary()
-"""Recorder of gradients -> the optimiser that takes them."""
 
 
-class DPOptimizer(OptimizerWrapper):
+class DPOptimizer(ClippingOptimizer):
     """A wrapper around ``optimizer`` whose step uses (Σ clipped gradients + σ·C·N(0, I)) / expected_batch_size.
 
     Only what ``optimizer`` holds is clipped, noised and released; the rest of the module is not updated.
@@ -85,24 +75,14 @@ class DPOptimizer(OptimizerWrapper):
         sigma = check_noise_multiplier(noise_multiplier, NOISE_HINT)
         if isinstance(optimizer, DPOptimizer):
             raise PrivacyError("The optimizer is private already; a second one around it would add its noise twice.")
-        check_takes_one_gradient(optimizer)
+        checks.check_takes_one_gradient(optimizer)
         if secure_mode and generator is not None:
             raise ValueError(
                 "secure_mode draws the noise from the operating system, and a generator would be ignored; pass one of "
                 "the two."
             )
-        module = _recorder(optimizer) if module is None else module
-        if loss_reduction not in (None, module.loss_reduction):
-            raise ValueError(
-                f"loss_reduction is {loss_reduction!r} here and {module.loss_reduction!r} in the module; gradients "
-                "would be scaled by the batch's length in one place only. Give both the reduction of your loss."
-            )
-        if module.loss_reduction == "mean":
-            check_divisor(expected_batch_size, MEAN_RULE)
-        if module.max_grad_norm not in (None, max_grad_norm):
-            raise ValueError(
-                f"max_grad_norm is {max_grad_norm} here and {module.max_grad_norm} in the module; give both the same."
-            )
+        module = recorder_of(optimizer) if module is None else module
+        checks.check_same_settings(module, loss_reduction, max_grad_norm, expected_batch_size)
         self.original_optimizer = optimizer
         self.module = module
         self.expected_batch_size = expected_batch_size
@@ -111,7 +91,7 @@ class DPOptimizer(OptimizerWrapper):
         held = {p for group in optimizer.param_groups for p in group["params"]}
         self.accumulator = Accumulator(
             {n: p for n, p in module.trained.items() if p in held},
-            self._order_bounds(max_grad_norm),
+            checks.ordered_bounds(max_grad_norm, module, self.params),
             factors,
         )
         self.noise_multiplier = sigma
@@ -120,104 +100,18 @@ class DPOptimizer(OptimizerWrapper):
         self.steps = 0
         self.step_hooks: list[StepHook] = []
         self.step_guards: list[StepHook] = []
-        self.ledger: Ledger | None = None
-        self.data_loader: Any = None
-        self.counted_by: weakref.ref[Any] | None = None
-        """The engine that counts the steps."""
-        self.course = Course()
-        self.plans_pieces = False
-        """Whether every piece of a batch leaves a plan of how to cut more of its kind."""
-        self.piece_plan: MicroBatches | None = None
         self.logical_batch = LogicalBatch(self.accumulator)
         self._is_ready = False
         """Whether a gradient was released that the wrapped optimiser has not applied."""
-        self._shown: dict[Parameter, Tensor] = {}
-        """What was put into ``p.summed_grad`` here."""
-        self._told: set[str] = set()
-        _claim(module, self)
-        refuse_foreign_steps(private_optimizers)
-        self._guard_inner()
+        claim(self)
+        refuse_foreign_steps()
+        guard_inner(self)
         follow(self, self.logical_batch)
-        for param in self.accumulator.parameters.values():
-            param.summed_grad = None  # type: ignore[attr-defined]
-        # What must not differ when a checkpoint is resumed; schedules move the attributes, not these.
-        self.setting: dict[str, Any] = {
-            "noise_multiplier": self.noise_multiplier,
-            "max_grad_norm": self.max_grad_norm,
-            "expected_batch_size": self.expected_batch_size,
-            "loss_reduction": self.loss_reduction,
-        }
-
-    def _order_bounds(self, max_grad_norm: float | Sequence[float]) -> float | Sequence[float]:
-        """Bounds per parameter come in the optimiser's order and go to the module's."""
-        if not isinstance(max_grad_norm, Sequence):
-            return max_grad_norm
-        params = self.params
-        if len(max_grad_norm) != len(params):
-            raise ValueError(
-                f"max_grad_norm has {len(max_grad_norm)} bounds for {len(params)} trained parameters; give one per "
-                "parameter, or a single number."
-            )
-        bounds = dict(zip(params, max_grad_norm, strict=True))
-        return [bounds[p] for p in self.module.trained.values() if p in bounds]
-
-    def _guard_inner(self) -> None:
-        """The wrapped optimiser refuses to step on its own: the gradients that it would find are not private."""
-        register = getattr(self.original_optimizer, "register_step_pre_hook", None)
-        if register is None:
-            return
-        outer = weakref.ref(self)
-
-        def refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
-            private = outer()
-            if private is None or private.logical_batch.is_stepping:
-                return
-            if private._is_ready and all(map(private.module.is_released, private.accumulator.names)):
-                return  # by a subclass's step(), behind pre_step()
-            if any(owner_of(p) is private.module for p in private.accumulator.names):
-                raise PrivacyError(
-                    "step() was called on the optimizer inside the private one: it would apply gradients without "
-                    "clipping and noise, and the accountant would not know. Call step() on the optimizer that "
-                    "make_private returned; for training without privacy, call to_standard_module() first."
-                )
-
-        def conclude(optimizer: Any, args: Any, kwargs: Any) -> None:
-            private = outer()
-            if private is not None and not private.logical_batch.is_stepping:
-                private._conclude()
-
-        register(refuse)
-        self.original_optimizer.register_step_post_hook(conclude)
+        self.summed = SummedGrads(self.accumulator, type(self).__name__)
+        names = ("noise_multiplier", "max_grad_norm", "expected_batch_size", "loss_reduction")
+        self.run = PrivateRun({name: getattr(self, name) for name in names})
 
     # ---- what the wrapped optimiser is
-
-    @property
-    def inner(self) -> Optimizer:
-        return self.original_optimizer
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.original_optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.original_optimizer.param_groups = groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.original_optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.original_optimizer.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.original_optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.original_optimizer.defaults = defaults
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimiser's state, and what its engine has spent: whoever goes on with it has spent it."""
@@ -260,21 +154,12 @@ class DPOptimizer(OptimizerWrapper):
 
     def check_state(self, state_dict: dict[str, Any]) -> None:
         """ValueError where a state is that of an optimiser of another kind, whose settings this one does not have."""
-        known = {name for group in self.param_groups for name in group}
-        for group in state_dict.get("param_groups", []):
-            missing, unknown = known - set(group), set(group) - known - SCHEDULED
-            if missing - SCHEDULED and unknown:
-                kind = type(self.original_optimizer).__name__
-                raise ValueError(
-                    f"The state is that of another optimizer than {kind}: it has {', '.join(sorted(unknown))} and "
-                    f"lacks {', '.join(sorted(missing))}. Build the optimizer that it was saved with, or begin {kind} "
-                    "anew and load the rest alone."
-                )
+        checks.check_state(self.original_optimizer, state_dict)
 
     @property
     def engine(self) -> Any:
-        """The engine that counts the steps, None where there is none."""
-        return None if self.counted_by is None else self.counted_by()
+        """What counts the steps for an engine, None where nothing does."""
+        return self.run.counter()
 
     def __repr__(self) -> str:
         return (
@@ -283,28 +168,6 @@ class DPOptimizer(OptimizerWrapper):
         )
 
     # ---- the private gradient
-
-    @property
-    def params(self) -> list[Parameter]:
-        """The trained parameters, in the optimiser's order."""
-        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-
-    @property
-    def grad_samples(self) -> list[Tensor]:
-        """[examples, *p.shape] per parameter, over all batches since the last step."""
-        values = [p.grad_sample for p in self.params]  # type: ignore[attr-defined]
-        if any(value is None for value in values):
-            raise PrivacyError("There are no per-sample gradients; call loss.backward() first.")
-        return [torch.cat(value) if isinstance(value, list) else value for value in values]
-
-    @property
-    def max_grad_norm(self) -> float | list[float]:
-        bounds = self.accumulator.bounds
-        return bounds[0] if len(bounds) == 1 else list(bounds)
-
-    @max_grad_norm.setter
-    def max_grad_norm(self, value: float | Sequence[float]) -> None:
-        self.accumulator.set_bounds(value, self.noise_multiplier)
 
     @property
     def noise_multiplier(self) -> float:
@@ -317,64 +180,6 @@ class DPOptimizer(OptimizerWrapper):
         self.accumulator.check_noise(sigma)
         self._noise_multiplier = sigma
 
-    @property
-    def accumulated_iterations(self) -> int:
-        """The number of logical batches whose gradients this step adds up.
-
-        It is 1, unless gradients are accumulated without virtual steps.
-        """
-        return max(1, self.logical_batch.batches)
-
-    @property
-    def batch_goes_on(self) -> bool:
-        """True after the ``step()`` of a piece whose batch goes on: nothing was updated.
-
-        Schedules of torch's and dpcore's classes wait by themselves; what else counts updates has to look here.
-        """
-        return self.logical_batch.unfinished
-
-    def signal_skip_step(self, do_skip: bool = True) -> None:
-        """Announce a physical piece of a logical batch: one signal for each ``step()``, in their order.
-
-        Signals may be given ahead, as by a loader that draws its next pieces before a step, but always as many. A step
-        without a signal is its batch's last.
-
-        Args:
-            do_skip: Whether the piece's step clips and accumulates only, because others of its batch follow.
-        """
-        watch_torch()
-        self.logical_batch.signal(do_skip, self.module._passes)
-
-    # What programs of Opacus' read: of the signals that are waiting, and of the last step.
-
-    @property
-    def _step_skip_queue(self) -> list[bool]:
-        return [piece.goes_on for piece in self.logical_batch.announced]
-
-    def _check_skip_next_step(self, pop_next: bool = True) -> bool:
-        """Return whether the step at hand, whose piece was clipped, or with ``pop_next`` False the next one skips."""
-        return self.logical_batch.unfinished if pop_next else self.logical_batch.goes_on
-
-    @property
-    def _is_last_step_skipped(self) -> bool:
-        return self.logical_batch.unfinished
-
-    @property
-    def has_batch(self) -> bool:
-        """True between a batch's backward pass and its step: examples that were not released yet are at hand."""
-        return bool(self.logical_batch.batches or self.logical_batch.unfinished or self.module.has_passes)
-
-    def hand_out(self, piece: Piece) -> None:
-        """Announce a piece of a batch that is on its way to the next ``step()``.
-
-        :class:`BatchMemoryManager` calls this.
-
-        Args:
-            piece: Its name.
-        """
-        watch_torch()
-        self.logical_batch.hand_out(piece)
-
     def attach_step_hook(self, fn: StepHook) -> None:
         """``fn(self)`` runs after noise was added and before the parameters change; the accountant attaches here.
 
@@ -386,224 +191,17 @@ class DPOptimizer(OptimizerWrapper):
         """``guard(self)`` runs before anything of a step is released, and raises to prevent it."""
         self.step_guards.append(guard)
 
-    def discard(self) -> None:
-        """Forgets clipped sums of an unfinished logical batch, and its flag."""
-        self.module.forget()
-        self.logical_batch.discard()
-        self._clear()
-        self._forget_sums()
-
-    def _clear(self) -> None:
-        """Forgets what was added up for a step."""
-        self.logical_batch.end()
-
-    def _forget_sums(self) -> None:
-        for param in self.accumulator.parameters.values():
-            param.summed_grad = None  # type: ignore[attr-defined]
-
-    def clip_and_accumulate(self) -> None:
-        """Adds the clipped gradients of the backward passes since the last call to ``p.summed_grad``.
-
-        PrivacyError where there was none, or where a parameter received an ordinary gradient: its examples were not
-        clipped. An error forgets the whole logical batch: a part of it that stayed in the sum could be added again.
-
-        A subclass may add them up in its own way, from ``p.grad_sample``. That one example moves the sum by no more
-        than ``max_grad_norm`` is then its own affair.
-        """
-        taken = self.logical_batch.taken
-        try:
-            self._begin_piece()
-            self._end_piece(self._add_backward_passes())
-            for param, summed in self.accumulator.sums.items():
-                self._show_sum(param, summed)
-        except BaseException:
-            self._abandon(taken)
-            raise
-
-    def _abandon(self, taken: int) -> None:
-        """Forget the batch of a step that has failed, before which ``taken`` pieces were taken."""
-        self.module.forget()
-        self.logical_batch.fail(taken)
-        self._clear()
-        self._forget_sums()
-
-    @property
-    def _handed_out(self) -> int:
-        """How many batches the private loader has handed out so far, where it counts them."""
-        return getattr(self.data_loader, "handed_out", 0)
-
-    def _begin_piece(self) -> None:
-        if self.loss_reduction == "mean":
-            check_divisor(self.expected_batch_size, MEAN_RULE)  # a schedule may have set it
-        self._check_unchanged()
-        self._check_no_ordinary_gradient()
-        self.logical_batch.begin(self.noise_multiplier)
-        if self.logical_batch.batches or self.logical_batch.unfinished:
-            self._take_changed_sums()
-
-    def _end_piece(self, sizes: list[int]) -> None:
-        self.logical_batch.add_piece(sizes, self.ledger, self._handed_out, self.module._passes)
-
-    def _show_sum(self, param: Parameter, summed: Tensor) -> None:
-        param.summed_grad = self._shown[param] = summed  # type: ignore[attr-defined]
-
-    def _take_changed_sums(self) -> None:
-        """Take what somebody else has put into ``p.summed_grad`` (a subclass, usually) for the sum."""
-        for param, summed in self.accumulator.sums.items():
-            given = getattr(param, "summed_grad", None)
-            if given is None:
-                raise PrivacyError(
-                    f"{type(self).__name__}.clip_and_accumulate() has left nothing in summed_grad of "
-                    f"{self.accumulator.names[param]}, so noise alone would be released for it. Put the sum of the "
-                    "clipped gradients there, or call super().clip_and_accumulate()."
-                )
-            if given is not self._shown.get(param):
-                self._warn_of_own(
-                    f"p.summed_grad was written by {type(self).__name__}.clip_and_accumulate() or by the loop. Noise "
-                    "and epsilon hold where one example moves the sum by at most "
-                    f"max_grad_norm={self.max_grad_norm}, which nobody checks then."
-                )
-                summed.copy_(given)
-                self._show_sum(param, summed)
-
-    def _use_own_clipping(self) -> None:
-        """Count the piece whose sum a subclass's :meth:`clip_and_accumulate` has formed all by itself."""
-        self._begin_piece()
-        self._end_piece([batch_size for _, batch_size in self.module.take()])
-        self._take_changed_sums()
-
-    def _use_own_noise(self) -> None:
-        """Count the noise that a subclass's :meth:`add_noise` has added all by itself."""
-        name = type(self).__name__
-        if self.ranks is not None:
-            raise UnsupportedError(
-                f"{name}.add_noise() does not call super().add_noise(), by which the ranks' sums are added up and get "
-                "the noise once; call it, or train in one process."
-            )
-        self._warn_of_own(
-            f"{name}.add_noise() adds noise of its own. Epsilon is that of fresh normal noise of noise_multiplier * "
-            f"max_grad_norm = {self.noise_multiplier} * {self.max_grad_norm}; nobody checks that it is."
-        )
-        for param, key in self.accumulator.names.items():
-            if param.grad is None:
-                raise PrivacyError(
-                    f"{name}.add_noise() has left nothing in the grad of {key}; set p.grad to p.summed_grad plus "
-                    "noise, or call super().add_noise()."
-                )
-        self.steps += 1
-
-    def _warn_of_own(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
-            warn_caller(text)
-
-    @torch.no_grad()
-    def _add_backward_passes(self) -> list[int]:
-        """Adds the clipped gradients of the backward passes that were recorded; returns their numbers of examples."""
-        sizes = []
-        for uses, batch_size in self.module.take():
-            sizes.append(batch_size)
-            if batch_size:
-                first = self.plans_pieces and self.piece_plan is None
-                if self.plans_pieces:
-                    self.piece_plan = micro_batches(
-                        choose(uses),
-                        uses,
-                        batch_size,
-                        self.accumulator.device,
-                        trains_all(self.module._module),
-                    )
-                norms, _ = self.accumulator.add(uses, batch_size)
-                self._observe(norms)
-                if first:
-                    # The pieces that follow are smaller.
-                    uses.clear()
-                    give_back()
-        return sizes
-
-    def _observe(self, norms: Tensor) -> None:
-        """Norms [groups, B] of a batch that is being accumulated, for those who adapt to them."""
-
-    def _check_unchanged(self) -> None:
-        self.module.check_unchanged()
-        released = self.accumulator.names
-        for param in (p for group in self.param_groups for p in group["params"] if p not in released):
-            if param.requires_grad:
-                raise PrivacyError(
-                    "A parameter was added to the optimizer after make_private; it would be updated without clipping "
-                    "and noise. Make the module private again with an optimizer that holds it from the start."
-                )
-            if param.grad is not None:  # of an earlier pass; torch's optimizers apply it all the same
-                raise PrivacyError(
-                    f"The optimizer holds a parameter of shape {tuple(param.shape)} that is not trained "
-                    "(requires_grad=False) and has a gradient: step() would apply it without clipping and noise. Call "
-                    "optimizer.zero_grad() before the backward pass, or set that parameter's grad to None."
-                )
-
-    def _check_no_ordinary_gradient(self) -> None:
-        for name, param in self.accumulator.parameters.items():
-            if self.module.owns(param):
-                continue
-            if not self.module._module.training:
-                raise PrivacyError(
-                    f"Parameter {name} has an ordinary, unclipped gradient: the module is in evaluation mode, in which "
-                    "gradients are not recorded by example. Call model.train() before the training loop."
-                )
-            raise PrivacyError(f"Parameter {name} has an ordinary, unclipped gradient: {self._whence(param)}")
-
-    def _whence(self, param: Parameter) -> str:
-        """Say where an ordinary gradient may come from, and what to write instead."""
-        if self.module.formed(param):
-            return (
-                "p.grad was changed by hand since backward() (by clip_grad_norm_, say), which the step would undo. "
-                f"Leave clipping to step(), or change p.grad in optimizer.register_step_pre_hook.{trainer_hint()}"
-            )
-        if not self.module.has_passes:
-            return (
-                "the loss did not come through the private module in training mode. Call the module that make_private "
-                f"returned, not the one that it was given.{trainer_hint()}"
-            )
-        return (
-            "the loss uses it beside the private module (a penalty, a distance to other weights, a learned variance), "
-            "where its gradient has no examples. Put a penalty on the weights' squares into the optimizer's "
-            "weight_decay; anything else into the module: let forward() return the parameter expanded to one row for "
-            f"every example, param.expand(len(x), *param.shape), or the loss itself by example.{trainer_hint()}"
-        )
-
-    def withhold_ordinary_gradients(self) -> None:
-        """Set ``p.grad`` to None where it was formed here and not released: :meth:`step` does without it.
-
-        Raises:
-            PrivacyError: there is another ordinary gradient, which :meth:`step` would refuse.
-        """
-        self._check_no_ordinary_gradient()
-        for param in self.accumulator.names:
-            if not self.module.is_released(param):
-                param.grad = None
-
     def add_noise(self) -> None:
         """Set ``p.grad`` to the summed gradient + σ·C·noise of this step's number.
 
         Of several ranks the sums are added up, with the noise of the first.
         """
-        self._take_changed_sums()
+        self.summed.take_changed()
         if self.module.ordinary_grad:
-            for param, summed in self.accumulator.sums.items():
-                self._show_sum(param, summed.clone())
+            self.summed.show(copies=True)
         self.logical_batch.check_bounds()
-        self.noise.serve(self)
         std = self.accumulator.check_noise(self._gradient_noise_multiplier())
-        flat = self.accumulator.flat
-        if self.ranks is not None and isinstance(self.noise, SecureNoise):
-            # Its release lies on a grid, which another rank's sum would undo: so the noise comes after the sums, and
-            # the second reduction, to which the other ranks add zeros, hands it out.
-            self.ranks.sum_(flat)
-            if self.ranks.rank:
-                flat.zero_()
-        if self.ranks is None or self.ranks.rank == 0:
-            self.noise.add_(flat, std, self.steps)
-        if self.ranks is not None:
-            self.ranks.sum_(flat)
+        Release.by(self, std).finish(self.accumulator.flat)
         self.steps += 1
         for param, grad in self.accumulator.hand_over().items():
             param.grad = grad
@@ -611,34 +209,6 @@ class DPOptimizer(OptimizerWrapper):
 
     def _gradient_noise_multiplier(self) -> float:
         return self.noise_multiplier
-
-    def _check_ranks(self, ranks: Ranks) -> None:
-        """Refuse a step that is not the same on all ranks; weights are compared once after each start."""
-        groups = [{name: v for name, v in g.items() if name != "params"} for g in self.param_groups]
-        known = self.weights_agree or ranks.sharded
-        ranks.agree(
-            {
-                "the number of steps": self.steps,
-                "the number of accumulated batches": self.accumulated_iterations,
-                "noise_multiplier": self.noise_multiplier,
-                "max_grad_norm": self.max_grad_norm,
-                "expected_batch_size": self.expected_batch_size,
-                "the optimizer's settings": groups,
-                "the weights": None if known else fingerprint(self.module._module.parameters()),
-            }
-        )
-        self.weights_agree = True
-
-    def _see_division(self) -> None:
-        """Warn once where the loop divides its losses by the number of batches that it accumulates."""
-        k = self.accumulated_iterations
-        if k > 1 and self.module.loss_divided_by == k:
-            self.module.loss_divided_by = 1
-            warn_caller(
-                f"The loop accumulates {k} batches for a step and divides their losses by {k}, and step() divides by "
-                "their number, too: every gradient is that much too small before it is clipped. Leave the division of "
-                "the loss out."
-            )
 
     def scale_grad(self) -> None:
         """Divides ``p.grad`` by the public batch size, for a mean loss."""
@@ -659,18 +229,19 @@ class DPOptimizer(OptimizerWrapper):
                 self._use_own_clipping()
             if self.logical_batch.unfinished:
                 return False
-            self._see_division()
+            checks.see_division(self.module, self.accumulated_iterations)
             if self.ranks is not None:
-                self._check_ranks(self.ranks)
+                checks.check_ranks(self, self.ranks)
             for guard in self.step_guards:
                 guard(self)
             self.logical_batch.check_noise(self.noise_multiplier)  # the budget's guard has looked at it
-            self.course.name_noise(self.noise, self.steps, self._used, self._other_rate)
+            self.run.name_noise(self.noise, self.steps)
             for param in self.accumulator.names:
                 param.grad = None  # an ordinary one is none that a subclass's add_noise() may leave there
             self.add_noise()
             if self.steps == steps:
-                self._use_own_noise()
+                self.summed.check_own_noise(self)
+                self.steps += 1
             self.scale_grad()
         except BaseException:
             self._abandon(taken)  # or the batch would be added to the next one
@@ -682,17 +253,6 @@ class DPOptimizer(OptimizerWrapper):
         self._is_ready = True
         return True
 
-    @property
-    def _used(self) -> tuple[Batch, ...]:
-        """The batches of the step at hand, as far as they are known."""
-        return () if self.ledger is None else self.ledger.used
-
-    @property
-    def _other_rate(self) -> float | None:
-        """The rate at which they were drawn, None where it is that of the settings."""
-        rate = self._used[0].source if self._used else getattr(self.data_loader, "source", None)
-        return None if rate == self.setting.get("sample_rate") else rate
-
     def _conclude(self) -> None:
         """Make ready for the next batch, after an update."""
         if not self._is_ready:
@@ -701,14 +261,10 @@ class DPOptimizer(OptimizerWrapper):
         for param in self.accumulator.names:
             if param.grad is not None:
                 self.module.own(param)
-        used = self._used
-        mine = used and used[-1].loader == name_of(self.data_loader)
-        seen = used[-1].number if mine else self._handed_out
-        self.course.batches_seen = max(seen, self.course.batches_seen)
-        self.course.batches_a_step = self.accumulated_iterations
+        self.run.conclude(self.accumulated_iterations)
         self._clear()
         if not self.module.ordinary_grad or type(self).clip_and_accumulate is not DPOptimizer.clip_and_accumulate:
-            self._forget_sums()
+            self.summed.forget()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Make one private update, or (after ``signal_skip_step``) only accumulate.
@@ -725,17 +281,7 @@ class DPOptimizer(OptimizerWrapper):
             UnsupportedError: a GradScaler multiplied the loss.
             BudgetError: the step would exceed the engine's budget.
         """
-        # After its unscale_() a scaler shows only what it has found; p.grad was divided, and no example's gradient.
-        if getattr(self, "grad_scale", None) is not None or hasattr(self, "found_inf"):
-            raise UnsupportedError(
-                "A GradScaler has multiplied the loss, and every gradient would be clipped at its scaled size. Use "
-                "torch.autocast with bfloat16, which needs no scaling, and call optimizer.step() without a scaler."
-            )
-        if torch.is_inference_mode_enabled():
-            raise PrivacyError(
-                "step() was called within torch.inference_mode(), in which the weights cannot be updated in a way that "
-                "the next backward pass sees; leave it before the step (torch.no_grad() is fine)."
-            )
+        checks.check_loop(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -768,60 +314,7 @@ class DPOptimizer(OptimizerWrapper):
         self.module.drop_gradients()
         if not self.logical_batch.unfinished:
             self._clear()
-            self._forget_sums()
-
-
-def check_takes_one_gradient(optimizer: Any) -> None:
-    """UnsupportedError where an optimiser cannot make one update of one dense gradient, which is what a step has."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UnsupportedError(
-            "LBFGS evaluates the same batch several times in a step, each of which would be a release; use SGD, "
-            "Adam or another optimizer that takes one gradient per step."
-        )
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise UnsupportedError(
-            "SparseAdam takes sparse gradients alone, and a private gradient is dense: noise on the rows of a batch's "
-            "tokens only would tell which these are. Use Adam."
-        )
-
-
-def _recorder(optimizer: Optimizer) -> AbstractGradSampleHooks:
-    """Return the object that records the trained parameters of ``optimizer``."""
-    owners = []
-    for param in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
-        owner = owner_of(param)
-        if not isinstance(owner, AbstractGradSampleHooks):
-            raise PrivacyError(
-                f"A trained parameter of shape {tuple(param.shape)} is not recorded by any GradSampleModule: it would "
-                "be updated without clipping and noise. Wrap the module in GradSampleModule first and keep the "
-                "wrapper; or call dpcore.grad_sample.GradSampleHooks(module), which records the module as it is and "
-                "needs not be kept; or use PrivacyEngine.make_private."
-            )
-        if owner not in owners:
-            owners.append(owner)
-    if len(owners) != 1:
-        raise PrivacyError(
-            f"The optimizer's parameters belong to {len(owners)} GradSampleModules; an example must be clipped over "
-            "all of its gradient at once. Wrap one module around them all."
-        )
-    return owners[0]
-
-
-def _claim(module: AbstractGradSampleHooks, optimizer: DPOptimizer) -> None:
-    """Note that ``optimizer`` takes the module's gradients; a second one would find none."""
-    reference = _CLAIMED.get(module)
-    if reference is not None and reference() is not None:
-        raise PrivacyError(
-            "The module is private already and belongs to another DPOptimizer, which takes its gradients; a second "
-            "one would release noise alone. Use that optimizer, or start from module.to_standard_module()."
-        )
-    _CLAIMED[module] = weakref.ref(optimizer)
-
-
-def private_optimizers() -> list[DPOptimizer]:
-    """Return all private optimisers that live."""
-    found = (reference() for reference in list(_CLAIMED.values()))
-    return [optimizer for optimizer in found if optimizer is not None]
+            self.summed.forget()
 
 
 def _noise(generator: torch.Generator | None, secure_mode: bool) -> GaussianNoise:

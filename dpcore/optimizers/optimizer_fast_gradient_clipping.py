@@ -1,5 +1,7 @@
-"""A class under Opacus' path."""
+"""A class of Opacus' name for a mode that is one with the others here."""
 
-from dpcore.optimizers.compat import DPOptimizerFastGradientClipping
+from dpcore.optimizers.optimizer import DPOptimizer
 
-__all__ = ["DPOptimizerFastGradientClipping"]
+
+class DPOptimizerFastGradientClipping(DPOptimizer):
+    """:class:`DPOptimizer` under the name of the fast-clipping mode: one optimiser serves all modes."""

@@ -7,7 +7,6 @@ at every piece would run ahead, and tell how many pieces there were, which depen
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +14,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dpcore.errors import UnsupportedError
+from dpcore.optimizers.claims import private_optimizers
 from dpcore.optimizers.logical_batch import LogicalBatch
 from dpcore.optimizers.wrapper import OptimizerWrapper
-
-_BATCHES: weakref.WeakKeyDictionary[Optimizer, weakref.ref[LogicalBatch]] = weakref.WeakKeyDictionary()
-"""An optimiser that schedules may have been built on -> the batch for which they wait."""
 
 
 def follow(optimizer: Optimizer, batch: LogicalBatch) -> None:
@@ -36,7 +33,7 @@ def follow(optimizer: Optimizer, batch: LogicalBatch) -> None:
         if not isinstance(found, Optimizer) or id(found) in followed:  # torch builds schedules on nothing else
             continue
         followed.add(id(found))
-        _BATCHES[found] = weakref.ref(batch)
+        batch.followed.add(found)
         if isinstance(found, OptimizerWrapper):
             waiting.append(found.inner)
         else:
@@ -106,5 +103,8 @@ def _begins(facts: dict[str, Any]) -> bool:
 
 def _batch_of(optimizer: Any) -> LogicalBatch | None:
     """Return the batch for which schedules of ``optimizer`` wait; None where it is not private, or not any more."""
-    reference = _BATCHES.get(optimizer) if isinstance(optimizer, Optimizer) else None
-    return None if reference is None else reference()
+    if isinstance(optimizer, Optimizer):
+        for private in reversed(private_optimizers()):
+            if optimizer in private.logical_batch.followed:
+                return private.logical_batch  # type: ignore[no-any-return]
+    return None

@@ -9,10 +9,15 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.parts import Forwarded
 
 
 class OptimizerWrapper(Optimizer):
     """Never calls Optimizer.__init__: what torch keeps in an optimiser is that of the ``inner`` one."""
+
+    param_groups = Forwarded("inner")  # type: ignore[assignment]
+    state = Forwarded("inner")  # type: ignore[assignment]
+    defaults = Forwarded("inner")  # type: ignore[assignment]
 
     @property
     def inner(self) -> Optimizer:

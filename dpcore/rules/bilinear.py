@@ -74,15 +74,6 @@ class BilinearUse(Use):
         price = flops_per_kept_float(param.device)
         return positions == 1 or 2 * positions**2 * (p + q + d) < price * d * p * q
 
-    def rows(self, index: Tensor, dtype: torch.dtype) -> BilinearUse:
-        x1, x2 = (saved.get(self.name).detach().index_select(0, index).to(dtype) for saved in (self._x1, self._x2))
-        use = BilinearUse(self.name, x1, x2, self.weight, self.bias)
-        use.grad = None if self.grad is None else self.grad.index_select(0, index).to(dtype)
-        return use
-
-    def stash_bytes(self) -> int:
-        return self._x1.tensor.nbytes + self._x2.tensor.nbytes + (0 if self.grad is None else self.grad.nbytes)
-
 
 def _largest_but_one(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """The largest square beside which one of the three may be lost: any of the others, or any two of them."""

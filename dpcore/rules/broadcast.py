@@ -31,17 +31,6 @@ class BroadcastUse(Use):
         assert self.grad is not None
         return wide(self.grad)
 
-    def ghost_is_cheaper(self, param: Parameter) -> bool:
-        return False
-
-    def rows(self, index: Tensor, dtype: torch.dtype) -> BroadcastUse:
-        use = BroadcastUse(self.params[0])
-        use.grad = None if self.grad is None else self.grad.index_select(0, index).to(dtype)
-        return use
-
-    def stash_bytes(self) -> int:
-        return 0 if self.grad is None else self.grad.nbytes
-
 
 class FactorUse(Use):
     """A parameter as a factor of x [B, ...], along whose dimensions ``summed`` it is repeated; the output gradient has
@@ -59,18 +48,6 @@ class FactorUse(Use):
         product = wide(self.grad) * wide(self._x.get(self.name).detach())
         product = product.sum(self.summed, keepdim=True) if self.summed else product
         return product.reshape(-1, *param.shape)
-
-    def ghost_is_cheaper(self, param: Parameter) -> bool:
-        return False
-
-    def rows(self, index: Tensor, dtype: torch.dtype) -> FactorUse:
-        x = self._x.get(self.name).detach().index_select(0, index).to(dtype)
-        use = FactorUse(self.name, x, self.params[0], self.summed)
-        use.grad = None if self.grad is None else self.grad.index_select(0, index).to(dtype)
-        return use
-
-    def stash_bytes(self) -> int:
-        return self._x.tensor.nbytes + (0 if self.grad is None else self.grad.nbytes)
 
 
 def _summed(tensor: Tensor, shape: Sequence[int], batch_dim: int) -> tuple[int, ...]:

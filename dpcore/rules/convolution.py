@@ -336,9 +336,6 @@ class ConvolutionUse(Use):
         use._limits = self._limits.rows(self.grad, index, use.grad)
         return use
 
-    def stash_bytes(self) -> int:
-        return self._x.tensor.nbytes + (0 if self.grad is None else self.grad.nbytes)
-
 
 def _by_torch(g: Tensor, x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int) -> Tensor:
     """The weight's gradient of all examples together."""

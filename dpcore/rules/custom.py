@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from dpcore.errors import UnsupportedError
 from dpcore.numerics.rounding import SquaredNorm, gamma
-from dpcore.rules.vmap import Fallback, ModuleUse, in_dtype
+from dpcore.rules.module_use import Fallback, ModuleUse, in_dtype
 
 Sampler = Callable[[Any, list[Tensor], Tensor], dict[Parameter, Tensor]]
 GRAD_SAMPLERS: dict[type[nn.Module], Sampler] = {}

@@ -143,15 +143,6 @@ class EqualBagUse(Use):
     def ghost_is_cheaper(self, param: Parameter) -> bool:
         return True
 
-    def rows(self, index: Tensor, dtype: torch.dtype) -> EqualBagUse:
-        ids = self._ids.get(self.name).index_select(0, index)
-        use = EqualBagUse(self.name, self.params[0], ids, self.coefficient)
-        use.grad = None if self.grad is None else self.grad.index_select(0, index).to(dtype)
-        return use
-
-    def stash_bytes(self) -> int:
-        return self._ids.tensor.nbytes + (0 if self.grad is None else self.grad.nbytes)
-
 
 class EmbeddingMaxUse(Use):
     """``winners`` [B, d]: the id that each column of the output comes from, -1 in an empty bag; weight [V, d]."""
@@ -159,11 +150,11 @@ class EmbeddingMaxUse(Use):
     def __init__(self, name: str, weight: Parameter, winners: Tensor) -> None:
         self.name = name
         self.params = (weight,)
-        self.winners = winners
+        self._winners = Saved(winners)
 
     def _g(self) -> Tensor:
         assert self.grad is not None
-        return wide(self.grad).masked_fill(self.winners < 0, 0.0)
+        return wide(self.grad).masked_fill(self._winners.tensor < 0, 0.0)
 
     def norm_sq(self, param: Parameter) -> SquaredNorm:
         return squares(self._g())
@@ -171,21 +162,13 @@ class EmbeddingMaxUse(Use):
     def grad_sample(self, param: Parameter) -> Tensor:
         g = self._g()
         out = g.new_zeros((len(g), *param.shape))
-        return out.scatter_(1, self.winners.clamp(min=0).unsqueeze(1), g.unsqueeze(1))
+        return out.scatter_(1, self._winners.tensor.clamp(min=0).unsqueeze(1), g.unsqueeze(1))
 
     def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
-        out.scatter_add_(0, self.winners.clamp(min=0), (self._g() * factors.unsqueeze(1)).to(out.dtype))
+        out.scatter_add_(0, self._winners.tensor.clamp(min=0), (self._g() * factors.unsqueeze(1)).to(out.dtype))
 
     def ghost_is_cheaper(self, param: Parameter) -> bool:
         return True
-
-    def rows(self, index: Tensor, dtype: torch.dtype) -> EmbeddingMaxUse:
-        use = EmbeddingMaxUse(self.name, self.params[0], self.winners.index_select(0, index))
-        use.grad = None if self.grad is None else self.grad.index_select(0, index).to(dtype)
-        return use
-
-    def stash_bytes(self) -> int:
-        return self.winners.nbytes + (0 if self.grad is None else self.grad.nbytes)
 
 
 def _bags(call: dict[str, Any]) -> tuple[Tensor, Tensor, int]:

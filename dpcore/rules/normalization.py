@@ -45,18 +45,6 @@ class AffineUse(Use):
             g = g * wide(self._x.get(self.name).detach())
         return g.sum(self.summed) if self.summed else g
 
-    def ghost_is_cheaper(self, param: Parameter) -> bool:
-        return False
-
-    def rows(self, index: Tensor, dtype: torch.dtype) -> AffineUse:
-        x = self._x.get(self.name).detach().index_select(0, index).to(dtype)
-        use = AffineUse(self.name, x, self.weight, self.bias, self.kept)
-        use.grad = None if self.grad is None else self.grad.index_select(0, index).to(dtype)
-        return use
-
-    def stash_bytes(self) -> int:
-        return self._x.tensor.nbytes + (0 if self.grad is None else self.grad.nbytes)
-
 
 class NormUse(FormedUse):
     """A layer or group norm's γ and β, whose per-sample gradients are formed when the output's gradient arrives."""
@@ -91,9 +79,6 @@ class NormUse(FormedUse):
 
     def grad_sample(self, param: Parameter) -> Tensor:
         return self._formed[param]
-
-    def ghost_is_cheaper(self, param: Parameter) -> bool:
-        return False
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> NormUse:
         use = NormUse(self.name, self.weight, self.bias)

@@ -20,7 +20,7 @@ class _BatchSizeScheduler(Scheduler):
     attribute = "expected_batch_size"
 
     def __init__(self, optimizer: Any, *, last_epoch: int = -1, **options: Any) -> None:
-        loader = getattr(optimizer, "data_loader", None)
+        loader = getattr(getattr(optimizer, "run", None), "loader", None)
         if not isinstance(loader, DPDataLoader):
             raise ValueError(
                 "A batch-size schedule needs the optimizer of make_private with poisson_sampling=True; it changes the "

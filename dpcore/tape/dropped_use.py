@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from dpcore.native.products import Product
 from dpcore.numerics.rounding import SquaredNorm
-from dpcore.tape.uses import Saved, Use
+from dpcore.tape.uses import Saved, Use, WrappedUse
 
 
 class _Keep(torch.autograd.Function):
@@ -45,16 +45,15 @@ class Arrival(torch.autograd.Function):
         return grad if ctx.needs_input_grad[0] else None, None, None
 
 
-class DroppedUse(Use):
+class DroppedUse(WrappedUse):
     """A use in a checkpointed function: without its inputs until the gradient at its output arrives.
 
     From then on it keeps them and the gradient, or per-sample gradients in their place where those are smaller.
     """
 
     def __init__(self, use: Use) -> None:
-        self.use = use
-        self.params = use.params
-        self.sequential, self.sparse = use.sequential, use.sparse
+        super().__init__(use)
+        self.sequential = use.sequential
         self._formed: dict[Parameter, Tensor] = {}
 
     def forget(self) -> None:
@@ -103,29 +102,17 @@ class DroppedUse(Use):
             for saved in inputs_of(use):
                 saved.drop()
 
-    def norm_sq(self, param: Parameter) -> SquaredNorm:
-        return self.use.norm_sq(param)
-
     def grad_sample(self, param: Parameter) -> Tensor:
         return self._formed[param] if self._formed else self.use.grad_sample(param)
 
     def takes_turns(self, param: Parameter) -> bool:
         return not self._formed and self.use.takes_turns(param)
 
-    def example(self, param: Parameter, i: int) -> Tensor:
-        return self.use.example(param, i)
-
     def write_example(self, param: Parameter, i: int, out: Tensor) -> SquaredNorm | None:
         return None if self._formed else self.use.write_example(param, i, out)
 
     def product(self, param: Parameter) -> Product | None:
         return None if self._formed else self.use.product(param)
-
-    def add_example(self, param: Parameter, i: int, out: Tensor) -> None:
-        self.use.add_example(param, i, out)
-
-    def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
-        self.use.add_clipped_sum(param, factors, out)
 
     def ghost_is_cheaper(self, param: Parameter) -> bool:
         return not self._formed and self.use.ghost_is_cheaper(param)

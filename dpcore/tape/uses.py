@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -72,6 +73,7 @@ class Use:
     tensors are batch first. ``params`` are the trained parameters that this application contributes to.
     """
 
+    name = ""
     params: tuple[Parameter, ...] = ()
     grad: Tensor | None = None
     sequential: bool = False
@@ -133,15 +135,54 @@ class Use:
 
     def ghost_is_cheaper(self, param: Parameter) -> bool:
         """Return whether the ghost norm and a second contraction cost less than keeping per-sample gradients."""
-        raise NotImplementedError
+        return False
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> Use:
         """The same application restricted to the examples ``index`` [k], in ``dtype``."""
-        raise NotImplementedError
+        part = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Saved):
+                rows = value.get(self.name).detach().index_select(0, index)
+                setattr(part, name, Saved(rows.to(dtype) if rows.is_floating_point() else rows))
+        part.grad = None if self.grad is None else self.grad.index_select(0, index).to(dtype)
+        return part
 
     def stash_bytes(self) -> int:
         """Bytes of inputs and output gradients that this application holds for the batch."""
-        raise NotImplementedError
+        inputs = sum(value.tensor.nbytes for value in vars(self).values() if isinstance(value, Saved))
+        return inputs + (0 if self.grad is None else self.grad.nbytes)
+
+
+class WrappedUse(Use):
+    """Another ``use``, but for what a subclass says otherwise."""
+
+    def __init__(self, use: Use) -> None:
+        self.use = use
+        self.params, self.sparse = use.params, use.sparse
+
+    def norm_sq(self, param: Parameter) -> SquaredNorm:
+        return self.use.norm_sq(param)
+
+    def grad_sample(self, param: Parameter) -> Tensor:
+        return self.use.grad_sample(param)
+
+    def takes_turns(self, param: Parameter) -> bool:
+        return self.use.takes_turns(param)
+
+    def example(self, param: Parameter, i: int) -> Tensor:
+        return self.use.example(param, i)
+
+    def add_example(self, param: Parameter, i: int, out: Tensor) -> None:
+        self.use.add_example(param, i, out)
+
+    def add_clipped_sum(self, param: Parameter, factors: Tensor, out: Tensor) -> None:
+        self.use.add_clipped_sum(param, factors, out)
+
+    def ghost_is_cheaper(self, param: Parameter) -> bool:
+        return self.use.ghost_is_cheaper(param)
+
+    def stash_bytes(self) -> int:
+        return self.use.stash_bytes()
 
 
 class FormedUse(Use):

@@ -36,13 +36,7 @@ def register_module_validator(
     Raises:
         TypeError: one of them is not a class of modules.
     """
-
-    def decorator(f: F) -> F:
-        for target in _classes(target_class_or_classes):
-            validator_class.VALIDATORS[target] = f
-        return f
-
-    return decorator
+    return _registering(target_class_or_classes, validator_class.VALIDATORS)
 
 
 def register_module_fixer(
@@ -69,19 +63,18 @@ def register_module_fixer(
     Raises:
         TypeError: one of them is not a class of modules.
     """
-
-    def decorator(f: F) -> F:
-        for target in _classes(target_class_or_classes):
-            validator_class.FIXERS[target] = f
-        return f
-
-    return decorator
+    return _registering(target_class_or_classes, validator_class.FIXERS)
 
 
-def _classes(given: Any) -> Sequence[type[nn.Module]]:
-    """The classes as a sequence; TypeError where one is none: what is registered for it would never be called."""
+def _registering(given: Any, table: dict[type[nn.Module], Any]) -> Callable[[F], F]:
+    """Return the decorator; TypeError where a class is none: what is registered for it would never be called."""
     targets = given if isinstance(given, Sequence) else [given]
     for target in targets:
         if not (isinstance(target, type) and issubclass(target, nn.Module)):
             raise TypeError(f"{target!r} is no class of modules, so that no module would ever be of it.")
-    return targets
+
+    def decorator(f: F) -> F:
+        table.update(dict.fromkeys(targets, f))
+        return f
+
+    return decorator

@@ -20,6 +20,7 @@ from dpcore.accountants import (
     get_noise_multiplier,
     register_accountant,
 )
+from dpcore.accountants.gdp import gaussian_log_delta
 from dpcore.accountants.rdp import renyi_divergence
 
 # (q, sigma, T, delta, truth by two independent tight accountants, RDP, GDP)
@@ -337,6 +338,41 @@ def test_orders_are_checked_and_may_be_an_array():
             accountant.get_privacy_spent(delta=1e-5, alphas=orders)
     with pytest.raises(ValueError, match=r"delta is 2\.0"):
         accountant.get_privacy_spent(delta=2.0)
+
+
+@pytest.mark.parametrize("accountant", [PLDAccountant, RDPAccountant])
+def test_failures_are_charged_to_delta_with_the_factor_of_the_worse_direction(accountant):
+    plain, failing = accountant(), accountant()
+    for one in (plain, failing):
+        one.step(noise_multiplier=1.1, sample_rate=0.01, steps=500)
+    failing.add_failure_probability(500 * 0.01 * 1e-9)
+    epsilon = failing.get_epsilon(1e-5)
+    assert epsilon > plain.get_epsilon(1e-5)
+    left = 1e-5 - math.exp(epsilon) * 5e-9
+    assert plain.get_epsilon(left) <= epsilon <= plain.get_epsilon(left) + 1e-5
+    again = accountant()
+    again.load_state_dict(failing.state_dict())
+    assert again.get_epsilon(1e-5) == epsilon
+    failing.add_failure_probability(1e-4)
+    assert failing.get_epsilon(1e-5) == math.inf
+
+
+def test_a_mechanism_that_fails_as_stated_stays_within_what_is_charged():
+    """Gaussian, μ = 1, but with probability F the example is published: both directions in closed form."""
+    failure, delta = 1e-6, 1e-4
+    accountant = PLDAccountant()
+    accountant.step(noise_multiplier=1.0, sample_rate=1.0)
+    accountant.add_failure_probability(failure)
+    epsilon = accountant.get_epsilon(delta)
+    # With the example: (1 - F) N(1, 1) + F elsewhere; without: N(0, 1).
+    removed = (1 - failure) * math.exp(gaussian_log_delta(epsilon - math.log1p(-failure), 1.0)) + failure
+    added = math.exp(gaussian_log_delta(epsilon + math.log1p(-failure), 1.0))
+    assert max(removed, added) <= delta
+
+
+def test_a_failure_probability_above_one_is_refused():
+    with pytest.raises(ValueError, match="failure probability of 2"):
+        PLDAccountant().add_failure_probability(2.0)
 
 
 def test_the_spent_epsilon_charges_steps_that_may_fail():

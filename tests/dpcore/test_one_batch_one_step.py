@@ -364,7 +364,7 @@ def test_a_checkpoint_without_the_noise_goes_on_with_another():
     with pytest.warns(UserWarning, match="goes on with fresh ones"):
         engine.load_checkpoint(path=file, module=model, optimizer=resumed)
     assert resumed.noise.seed != optimizer.noise.seed
-    assert loader.sampler_state.seed != optimizer.data_loader.sampler_state.seed
+    assert loader.sampler_state.seed != optimizer.run.loader.sampler_state.seed
 
 
 def test_a_checkpoint_that_is_loaded_within_a_batch():

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dpcore import PrivacyEngine
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.microbatch.planner import MicroBatches
-from dpcore.optimizers import optimizer as optimizers
+from dpcore.optimizers import clipping_optimizer as optimizers
 from dpcore.schedulers import ExponentialBatchSize, ExponentialGradClip, LambdaNoise
 from dpcore.utils.batch_memory_manager import BatchMemoryManager
 from tests.dpcore.comparison import relative_error

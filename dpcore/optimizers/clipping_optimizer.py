@@ -1,0 +1,197 @@
+"""The clipped sum of a logical batch, piece by piece, behind the face of an optimiser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from dpcore.arguments import check_divisor
+from dpcore.errors import PrivacyError
+from dpcore.grad_sample.hooks import AbstractGradSampleHooks
+from dpcore.microbatch.accumulator import Accumulator
+from dpcore.microbatch.planner import MicroBatches, choose, micro_batches, trains_all
+from dpcore.optimizers import checks
+from dpcore.optimizers.logical_batch import LogicalBatch, Piece
+from dpcore.optimizers.private_run import PrivateRun
+from dpcore.optimizers.schedules import watch_torch
+from dpcore.optimizers.summed import SummedGrads
+from dpcore.optimizers.wrapper import OptimizerWrapper
+from dpcore.rerun.heap import give_back
+
+
+class ClippingOptimizer(OptimizerWrapper):
+    """Adds up the clipped gradients of a logical batch; what is released of the sum is a subclass' affair."""
+
+    original_optimizer: Optimizer
+    module: AbstractGradSampleHooks
+    accumulator: Accumulator
+    logical_batch: LogicalBatch
+    summed: SummedGrads
+    run: PrivateRun
+    loss_reduction: str
+    expected_batch_size: float | None
+    noise_multiplier: float
+    plans_pieces = False
+    """Whether every piece of a batch leaves a plan of how to cut more of its kind."""
+    piece_plan: MicroBatches | None = None
+
+    @property
+    def inner(self) -> Optimizer:
+        return self.original_optimizer
+
+    @property
+    def params(self) -> list[Parameter]:
+        """The trained parameters, in the optimiser's order."""
+        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+
+    @property
+    def grad_samples(self) -> list[Tensor]:
+        """[examples, *p.shape] per parameter, over all batches since the last step."""
+        values = [p.grad_sample for p in self.params]  # type: ignore[attr-defined]
+        if any(value is None for value in values):
+            raise PrivacyError("There are no per-sample gradients; call loss.backward() first.")
+        return [torch.cat(value) if isinstance(value, list) else value for value in values]
+
+    @property
+    def max_grad_norm(self) -> float | list[float]:
+        bounds = self.accumulator.bounds
+        return bounds[0] if len(bounds) == 1 else list(bounds)
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | Sequence[float]) -> None:
+        self.accumulator.set_bounds(value, self.noise_multiplier)
+
+    @property
+    def accumulated_iterations(self) -> int:
+        """The number of logical batches whose gradients this step adds up.
+
+        It is 1, unless gradients are accumulated without virtual steps.
+        """
+        return max(1, self.logical_batch.batches)
+
+    @property
+    def batch_goes_on(self) -> bool:
+        """True after the ``step()`` of a piece whose batch goes on: nothing was updated.
+
+        Schedules of torch's and dpcore's classes wait by themselves; what else counts updates has to look here.
+        """
+        return self.logical_batch.unfinished
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        """Announce a physical piece of a logical batch: one signal for each ``step()``, in their order.
+
+        Signals may be given ahead, as by a loader that draws its next pieces before a step, but always as many. A step
+        without a signal is its batch's last.
+
+        Args:
+            do_skip: Whether the piece's step clips and accumulates only, because others of its batch follow.
+        """
+        watch_torch()
+        self.logical_batch.signal(do_skip, self.module._passes)
+
+    # What programs of Opacus' read: of the signals that are waiting, and of the last step.
+
+    @property
+    def _step_skip_queue(self) -> list[bool]:
+        return [piece.goes_on for piece in self.logical_batch.announced]
+
+    def _check_skip_next_step(self, pop_next: bool = True) -> bool:
+        """Return whether the step at hand, whose piece was clipped, or with ``pop_next`` False the next one skips."""
+        return self.logical_batch.unfinished if pop_next else self.logical_batch.goes_on
+
+    @property
+    def _is_last_step_skipped(self) -> bool:
+        return self.logical_batch.unfinished
+
+    @property
+    def has_batch(self) -> bool:
+        """True between a batch's backward pass and its step: examples that were not released yet are at hand."""
+        return bool(self.logical_batch.batches or self.logical_batch.unfinished or self.module.has_passes)
+
+    def hand_out(self, piece: Piece) -> None:
+        """Announce a piece of a batch that is on its way to the next ``step()``.
+
+        :class:`BatchMemoryManager` calls this.
+
+        Args:
+            piece: Its name.
+        """
+        watch_torch()
+        self.logical_batch.hand_out(piece)
+
+    def discard(self) -> None:
+        """Forgets clipped sums of an unfinished logical batch, and its flag."""
+        self.module.forget()
+        self.logical_batch.discard()
+        self._clear()
+        self.summed.forget()
+
+    def _clear(self) -> None:
+        """Forgets what was added up for a step."""
+        self.logical_batch.end()
+
+    def clip_and_accumulate(self) -> None:
+        """Adds the clipped gradients of the backward passes since the last call to ``p.summed_grad``.
+
+        PrivacyError where there was none, or where a parameter received an ordinary gradient: its examples were not
+        clipped. An error forgets the whole logical batch: a part of it that stayed in the sum could be added again.
+
+        A subclass may add them up in its own way, from ``p.grad_sample``. That one example moves the sum by no more
+        than ``max_grad_norm`` is then its own affair.
+        """
+        taken = self.logical_batch.taken
+        try:
+            self._take_piece(self._add_backward_passes)
+            self.summed.show()
+        except BaseException:
+            self._abandon(taken)
+            raise
+
+    def _abandon(self, taken: int) -> None:
+        """Forget the batch of a step that has failed, before which ``taken`` pieces were taken."""
+        self.module.forget()
+        self.logical_batch.fail(taken)
+        self._clear()
+        self.summed.forget()
+
+    def _take_piece(self, add: Callable[[], list[int]]) -> None:
+        """Count the piece that ``add()`` adds to the sum; it returns the numbers of examples of its passes."""
+        if self.loss_reduction == "mean":
+            check_divisor(self.expected_batch_size, checks.MEAN_RULE)  # a schedule may have set it
+        checks.check_unchanged(self)
+        checks.check_no_ordinary_gradient(self)
+        self.logical_batch.begin(self.noise_multiplier)
+        if self.logical_batch.batches or self.logical_batch.unfinished:
+            self.summed.take_changed()
+        self.logical_batch.add_piece(add(), self.run.ledger, self.run.handed_out, self.module._passes)
+
+    def _use_own_clipping(self) -> None:
+        """Count the piece whose sum a subclass's :meth:`clip_and_accumulate` has formed all by itself."""
+        self._take_piece(lambda: [batch_size for _, batch_size in self.module.take()])
+        self.summed.take_changed()
+
+    @torch.no_grad()
+    def _add_backward_passes(self) -> list[int]:
+        """Adds the clipped gradients of the backward passes that were recorded; returns their numbers of examples."""
+        sizes = []
+        for uses, batch_size in self.module.take():
+            sizes.append(batch_size)
+            if batch_size:
+                first = self.plans_pieces and self.piece_plan is None
+                if self.plans_pieces:
+                    whole = trains_all(self.module._module)
+                    self.piece_plan = micro_batches(choose(uses), uses, batch_size, self.accumulator.device, whole)
+                norms, _ = self.accumulator.add(uses, batch_size)
+                self._observe(norms)
+                if first:
+                    # The pieces that follow are smaller.
+                    uses.clear()
+                    give_back()
+        return sizes
+
+    def _observe(self, norms: Tensor) -> None:
+        """Norms [groups, B] of a batch that is being accumulated, for those who adapt to them."""

@@ -1,0 +1,242 @@
+"""What the steps of an engine have spent, run by run: whoever goes on from a run's state has spent it, too."""
+
+from __future__ import annotations
+
+import copy
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dpcore.accountants import IAccountant
+from dpcore.accountants.accountant import History, count, totals
+from dpcore.accountants.utils import customary_delta, rounded_up
+from dpcore.budget import Budget
+from dpcore.data_loader import DPDataLoader
+from dpcore.errors import PrivacyError, warn_caller
+from dpcore.loading.ledger import Unused
+from dpcore.optimizers import DPOptimizer
+from dpcore.optimizers.claims import private_optimizers
+from dpcore.secret_seeds import derived_seed
+
+Runs = dict[str, History]
+"""Histories, by the names of the runs."""
+
+
+class Spending:
+    """The steps that ``accountant`` has counted, by the names of their runs, and the budget that they stay within.
+
+    ``unused``: the batches that they may still use. ``ancestors``: of each run, those that were in the file which it
+    went on from.
+    """
+
+    def __init__(self, accountant: IAccountant) -> None:
+        self._accountant = accountant
+        self.budget: Budget | None = None
+        self.unused = Unused()
+        self._dataset: Any = None
+        self.ancestors: dict[str, set[str]] = {}
+        self._name = secrets.token_hex(16)  # of the steps that were counted by hand
+        self._runs: Runs = {}
+        self._taken_over: set[str] = set()  # runs that an optimizer's state has told of
+
+    @property
+    def accountant(self) -> IAccountant:
+        """The accountant; another one may take its place if it knows of all steps."""
+        return self._accountant
+
+    @accountant.setter
+    def accountant(self, accountant: IAccountant) -> None:
+        forgotten = steps_of(_unknown_steps(self._accountant.history, accountant.history))
+        if forgotten:
+            raise PrivacyError(
+                f"This engine has counted {forgotten} steps that the new accountant does not know of: epsilon would "
+                "forget them. To read it by another accountant, give that the same history (other.history = "
+                "list(engine.accountant.history)); for another run use a new PrivacyEngine."
+            )
+        self._accountant = accountant
+
+    def use(self, dataset: Any) -> None:
+        """Note the data set whose examples the steps to come use, with a warning where it was another one before."""
+        if self._dataset is not None and self._dataset is not dataset:
+            warn_caller(
+                "This engine has made another data set private before; its accountant adds up the steps on both, which "
+                "is the epsilon of their union. Use one PrivacyEngine per data set.",
+            )
+        self._dataset = dataset
+
+    # ---- epsilon and the budget
+
+    @property
+    def _examples(self) -> int | None:
+        return len(self._dataset) if hasattr(self._dataset, "__len__") else None
+
+    def check_delta(self, delta: float) -> None:
+        """Warn where a promise at ``delta`` allows to publish a person."""
+        examples = self._examples
+        if examples is not None and delta > 1 / examples:
+            warn_caller(
+                f"delta is {delta:g}, above 1 / {examples} (the number of examples): a mechanism that publishes one "
+                f"example whole may keep such a promise. Use {customary_delta(examples):g} or less.",
+            )
+
+    def get_epsilon(self, delta: float | None) -> float:
+        """Return the epsilon that was spent so far; TypeError without a delta."""
+        if delta is None:
+            raise TypeError(
+                "get_epsilon() was called without delta, and there is no epsilon without one. Choose it well below "
+                f"1 / (number of examples): get_epsilon(delta={customary_delta(self._examples or 10**5 - 1):g})."
+            )
+        self.check_delta(delta)
+        epsilon = self.accountant.get_epsilon(delta)
+        if epsilon == 0 and self._dataset is not None and not getattr(self.accountant, "history", True):
+            warn_caller(
+                "No private step was taken, so epsilon is 0. If you have trained already, it was without privacy: "
+                "train with the model, optimizer and loader that make_private returned."
+            )
+        return epsilon
+
+    def parts(self) -> list[str]:
+        """Return what an engine shows of itself: what was spent, and the budget."""
+        examples, budget = self._examples, self.budget
+        delta = budget.delta if budget else customary_delta(examples or 10**5 - 1)
+        # Nobody asked for this delta: another one has another epsilon.
+        origin = f" (below 1 / {examples} examples)" if examples and not budget else ""
+        spent = rounded_up(self.accountant.get_epsilon(delta))
+        parts = [f"accountant={self.accountant!r}", f"epsilon={spent} at {delta=:g}{origin}"]
+        return [*parts, f"budget={budget.epsilon:g}"] if budget else parts
+
+    def set_budget(self, epsilon: float | None, delta: float | None, fits: Sequence[Any] = ()) -> None:
+        """Refuse steps beyond a budget, in which the steps ``fits`` are known to fit; None lifts it."""
+        budget = None if epsilon is None else Budget.checked(epsilon, delta, fits)
+        if budget is not None:
+            self.check_delta(budget.delta)
+        self.budget = budget
+
+    def within_budget(self, optimizer: DPOptimizer) -> bool:
+        """Return whether one more step of ``optimizer``, on one batch, fits the budget."""
+        loader, history = optimizer.run.loader, self.accountant.history
+        rate = loader.sample_rate if isinstance(loader, DPDataLoader) else history[-1][1] if history else 0.0
+        return self._epsilon_beyond(optimizer.noise_multiplier, rate, 1) is None
+
+    def check_budget(self, optimizer: DPOptimizer, rate: float) -> None:
+        """BudgetError where the step at hand would exceed the budget."""
+        batches = optimizer.accumulated_iterations
+        spent = self._epsilon_beyond(optimizer.noise_multiplier / batches**0.5, rate, batches)
+        if spent is not None and self.budget is not None:
+            raise self.budget.refusal(spent)
+
+    def _epsilon_beyond(self, noise_multiplier: float, rate: float, steps: int) -> float | None:
+        """Epsilon after these steps where it exceeds the budget, None where it does not."""
+        if self.budget is None:
+            return None
+        spent, self.budget = self.budget.after(self.accountant, noise_multiplier, rate, steps)
+        return spent
+
+    # ---- what was spent, run by run
+
+    def optimizers(self) -> list[DPOptimizer]:
+        """Return the optimizers whose steps are counted here."""
+        return [optimizer for optimizer in private_optimizers() if optimizer.engine is self]
+
+    def count(self, optimizer: DPOptimizer, rate: float) -> None:
+        """Count a step, whose batches were drawn at ``rate``, and under which name."""
+        self.accountant.get_optimizer_hook_fn(rate)(optimizer)
+        k = optimizer.accumulated_iterations
+        _add(self._runs.setdefault(optimizer.run.name, []), (optimizer.noise_multiplier / k**0.5, rate, k))
+
+    def runs(self) -> Runs:
+        """Return all steps by the names of their runs; those counted by hand have a name of their own."""
+        for step in _unknown_steps(self.accountant.history, [step for run in self._runs.values() for step in run]):
+            _add(self._runs.setdefault(self._name, []), step)
+        for optimizer in self.optimizers():
+            self._runs.setdefault(optimizer.run.name, [])
+        return self._runs
+
+    def spent(self) -> dict[str, Any]:
+        """Return what was spent, for the states of optimizers: whoever goes on with them has spent it."""
+        return {"runs": copy.deepcopy(self.runs()), "failure_probability": self.accountant.failure_probability}
+
+    def take_over(self, spent: Mapping[str, Any], optimizer: DPOptimizer) -> None:
+        """Count what :meth:`spent` told, as far as it is not counted yet, before ``optimizer`` goes on.
+
+        A seed of the user's would begin anew, so that its noise and its batches would be those of that run's steps.
+
+        Args:
+            spent: What was spent where the optimizer's new state was saved.
+            optimizer: One of those counted here.
+        """
+        told: Runs = spent["runs"]
+        for run, history in told.items():
+            known = steps_of(self.runs().get(run, []))
+            for noise, rate, steps in history:
+                new, known = max(0, steps - known), max(0, known - steps)
+                if new:
+                    count(self.accountant, noise, rate, new)
+                    _add(self._runs.setdefault(run, []), (noise, rate, new))
+                    self._taken_over.add(run)
+        others = self._taken_over & told.keys()
+        if self._taken_over and spent.get("failure_probability", 0.0) > self.accountant.failure_probability:
+            self.accountant.failure_probability = spent["failure_probability"]
+        if others - optimizer.run.resumed:
+            optimizer.run.resumed |= others
+            steps = sum(map(steps_of, told.values()))
+            optimizer.noise.branch("resumed", steps, known=True)
+            if isinstance(optimizer.run.loader, DPDataLoader):
+                sampler = optimizer.run.loader.sampler_state
+                sampler.seed = derived_seed(sampler.seed, "resumed", steps)
+
+    def check_continues(self, saved: Runs) -> None:
+        """Refuse a file behind which this process has made steps, with noise that would be drawn again.
+
+        Args:
+            saved: What the file tells. Steps of runs that it has nothing to do with may stay counted.
+
+        Raises:
+            PrivacyError: steps of one of the file's runs, or of one that went on from them, are not in the file.
+        """
+        forgotten = sum(
+            max(0, steps_of(history) - steps_of(saved.get(run, [])))
+            for run, history in self.runs().items()
+            if {run, *self.ancestors.get(run, ())} & saved.keys()
+        )
+        if forgotten:
+            raise PrivacyError(
+                f"This engine has counted {forgotten} steps that are not in the checkpoint: epsilon would forget them, "
+                "and training on would use their noise again, on other gradients, whose difference it would lay bare. "
+                "To return to the checkpoint's weights, load its 'module_state_dict' into the module alone; the "
+                "accountant and the noise then go on. To look at the run as it was, use a new PrivacyEngine."
+            )
+
+    def go_on(self, accountant: Mapping[str, Any], saved: Runs) -> None:
+        """Go on from a file: its steps, and those of runs that it has nothing to do with, are what was spent.
+
+        Args:
+            accountant: The accountant's state in the file.
+            saved: The runs that the file tells of.
+        """
+        others = {run: steps for run, steps in self.runs().items() if run not in saved}
+        self.accountant.load_state_dict(dict(accountant))
+        for noise, rate, steps in (step for run in others.values() for step in run):
+            count(self.accountant, noise, rate, steps)
+        self._runs, self._taken_over = copy.deepcopy(dict(saved)) | others, set()
+        for optimizer in self.optimizers():
+            self.ancestors[optimizer.run.rename()] = set(saved)
+
+
+def steps_of(history: Sequence[Sequence[float]]) -> int:
+    """Return the number of steps."""
+    return int(sum(steps for _, _, steps in history))
+
+
+def _unknown_steps(counted: History, known: History) -> History:
+    """Return those of the steps ``counted`` that are not in the history ``known``."""
+    left = totals(counted)
+    left.subtract(totals(known))
+    return [(noise, rate, steps) for (noise, rate), steps in left.items() if steps > 0]
+
+
+def _add(history: History, step: tuple[float, float, int]) -> None:
+    """Add steps to a history, in which equal neighbours are counted together."""
+    if history and tuple(history[-1][:2]) == step[:2]:
+        step = (*step[:2], step[2] + history.pop()[2])
+    history.append(step)

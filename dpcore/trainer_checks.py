@@ -1,0 +1,68 @@
+"""What a Trainer of transformers is refused before it trains privately."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from dpcore.errors import UnsupportedError
+
+
+def check_numbered(dataset: Any) -> None:
+    """Refuse data whose examples have no numbers; None passes, a Trainer for evaluation alone.
+
+    Raises:
+        UnsupportedError: Poisson sampling draws examples by number.
+    """
+    numbered = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if dataset is not None and (isinstance(dataset, IterableDataset) or not numbered):
+        raise UnsupportedError(
+            f"train_dataset ({type(dataset).__name__}) is an iterable, and Poisson sampling draws examples by number; "
+            "use a map-style data set (with __len__ and __getitem__; load_dataset without streaming=True)."
+        )
+
+
+def check_arguments(args: Any, loss: Any) -> None:
+    """Refuse training arguments under which examples would be mixed, or their gradients scaled or averaged unclipped.
+
+    Raises:
+        UnsupportedError: with the argument, the reason and the remedy.
+    """
+    refused = [
+        (
+            args.n_gpu > 1,
+            f"One process with {args.n_gpu} GPUs would average gradients before they are clipped (torch's "
+            "DataParallel); start one process for each GPU (torchrun, accelerate launch), or show it one GPU "
+            "(CUDA_VISIBLE_DEVICES=0).",
+        ),
+        (
+            args.fp16,
+            "fp16=True multiplies the loss, so gradients would be clipped at their scaled size; use bf16=True.",
+        ),
+        (
+            getattr(args, "packing", False) or getattr(args, "padding_free", False),
+            "packing and padding_free put several examples into one row, to be clipped as one; leave them out.",
+        ),
+        (
+            bool(args.label_smoothing_factor) or loss is not None,
+            "label_smoothing_factor and compute_loss_func average over a batch's tokens, which mixes the examples; "
+            "leave them out, and override per_example_losses for a loss of your own.",
+        ),
+        (
+            args.torch_compile,
+            "torch_compile=True compiles the model before it is made private, and gradients by example cannot be "
+            "recorded inside of what is compiled; leave torch_compile, its backend and its mode out.",
+        ),
+        (
+            args.auto_find_batch_size,
+            "auto_find_batch_size begins anew with a part of the budget spent; choose per_device_train_batch_size.",
+        ),
+        (
+            getattr(args, "train_sampling_strategy", "") in ("group_by_length", "batch_rebalance"),
+            "train_sampling_strategy chooses a batch's examples by what is in them; leave it to Poisson sampling.",
+        ),
+    ]
+    for asked, reason in refused:
+        if asked:
+            raise UnsupportedError(reason)
