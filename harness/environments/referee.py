@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.environments import energy, strays
-from harness.environments.processors import tree_clock, tree_processors, tree_seconds, tree_waited
-from harness.environments.turns import BESIDE_SECONDS, Seat
+from harness.environments.processors import tree_processors, tree_seconds
+from harness.environments.turn_watch import TurnWatch, Work, is_beyond
+from harness.environments.turns import Seat
 from harness.tasks import TASKS
 from harness.worker.batches import epoch_batches, order_of, setting_of
 from harness.worker.deferred import DEFERRED_SECONDS, DEFERRED_SHARE, READ_BYTES_PER_SECOND, READ_SECONDS
@@ -42,9 +43,6 @@ PREPARATION_FACTOR = 3.0
 referee, who draws the same."""
 PAUSE_SECONDS = 0.25
 """Between the second reading of the weights and the next ``go`` a worker collects garbage and may save the weights."""
-FIRST_STEP_FACTOR = 3.0
-"""The first step of a turn, which is not counted, may take so many times another one: work for later steps is not done
-in it."""
 PROCESSOR_SHARE = 0.02
 PROCESSOR_SECONDS = 0.05
 TICK_SECONDS = 0.01
@@ -86,9 +84,6 @@ class Referee:
     starts: list[tuple[int, int]] = field(default_factory=list)
     """(epoch, steps of it that are done) at the start of each stretch of ``seconds``."""
 
-    turns: list[tuple[int, float]] = field(default_factory=list)
-    """(block, seconds without waiting for a processor) of each stretch, where there are turns."""
-
     faults: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -106,10 +101,7 @@ class Referee:
         self._timer: threading.Timer | None = None
         self._left: float | None = None
         self._has_orphans = False
-        self._uncounted: list[tuple[int, int]] = []
-        self._turn_from: tuple[float, float] | None = None
-        self._first_steps: list[tuple[float, float]] = []
-        self._work_before: tuple[float, dict[str, float]] = (0.0, {})
+        self._turns = TurnWatch(self.seat, self.request) if self.seat is not None else None
 
     @property
     def for_worker(self) -> Request:
@@ -131,7 +123,8 @@ class Referee:
     def hear(self, event: Mapping[str, Any]) -> Message | None:
         now, waited = time.monotonic(), self._waited()
         if event.get("event") == "tell" and event.get("what") == "end" and self._went is not None:
-            self._end(now, waited)
+            # At once: what the process waits for from here on is no longer inside the clock.
+            self._end(now, waited, self._turns.work() if self._turns is not None else (0.0, {}))
             return None
         if event.get("event") == "tell" and event.get("what") == "read" and self._read_from is not None:
             self._read(now, waited)
@@ -150,27 +143,22 @@ class Referee:
             case "seed":
                 self._told_seed = time.monotonic(), self._waited()
                 return {"batch_seed": self.request.batch_seed}
-            case "turn" if self.seat is not None:
+            case "turn" if self._turns is not None:
                 self._look_at_preparation(now)
                 self._look_at_pause(now, waited)
-                self._uncounted.append((int(event["epoch"]), int(event["done"])))
-                self.seat.take()
-                self._turn_from = time.monotonic(), self._waited()
+                self._turns.take(int(event["epoch"]), int(event["done"]))
+                self._turns.opened(time.monotonic(), self._waited())
                 return {"turn": True}
-            case "finish" if self.seat is not None:
+            case "finish" if self._turns is not None:
                 self._look_at_pause(now, waited)
-                self.seat.finish()
+                self._turns.seat.finish()
                 return {"finish": True}
             case "go":
-                if self.seat is None:
+                if self._turns is None:
                     self._look_at_preparation(now)
                     self._look_at_pause(now, waited)
-                elif self._turn_from is not None:
-                    start, waited_before = self._turn_from
-                    self._first_steps.append((now - start, self.room + WAITING_FACTOR * (waited - waited_before)))
-                    self._turn_from = None
                 else:
-                    self.faults.append("the clock was started before its turn")
+                    self._turns.clock_starts(now, waited, self.room, WAITING_FACTOR)
                 expected = event.get("stop_within")
                 if expected is not None:
                     self._stop_within(float(expected))
@@ -179,7 +167,6 @@ class Referee:
                 self.starts.append((int(event["epoch"]), int(event["done"])))
                 self._energy.start()
                 self._used_before = self._use()
-                self._work_before = self._work()
                 self._went = (time.monotonic(), self._waited())
                 return {"go": True, "order": order}
         return {}
@@ -210,13 +197,6 @@ class Referee:
         """Return (seconds of the clock, of all processors by the worker and what it started)."""
         return time.monotonic(), tree_seconds(self.pid) if self.pid is not None else 0.0
 
-    def _work(self) -> tuple[float, dict[str, float]]:
-        """Return the seconds that the worker's threads worked, and that each of them was ready and waited: of one at a
-        time on a CPU, whose waiting is the machine's; several also wait for each other."""
-        if self.pid is None or self.seat is None or self.request.threads > 1 or self.request.device != "cpu":
-            return 0.0, {}
-        return tree_clock(self.pid), tree_waited(self.pid)
-
     def _preparation_limit(self) -> float:
         return PREPARATION_SECONDS + PREPARATION_FACTOR * self._own_seconds
 
@@ -234,7 +214,7 @@ class Referee:
             if self._went is not None:
                 self.send({"stop": True})
 
-    def _end(self, now: float, waited: float) -> None:
+    def _end(self, now: float, waited: float, work: Work) -> None:
         with self._lock:
             assert self._went is not None
             start, waited_before = self._went
@@ -245,12 +225,8 @@ class Referee:
             self._left = (self._left or 0.0) - (now - start)
         self._energy.stop(now - start)
         self.seconds.append(now - start)
-        if self.seat is not None:
-            (worked, waits), (worked_before, waits_before) = self._work(), self._work_before
-            # Of one thread: several that are ready at once count the same moment more than once.
-            longest = max((waits[thread] - waits_before.get(thread, 0.0) for thread in waits), default=0.0)
-            wall = now - start
-            self.turns.append((self.seat.block, min(wall, max(worked - worked_before, wall - longest))))
+        if self._turns is not None:
+            self._turns.clock_stops(now - start, work)
         self.allowances.append(waited - waited_before)
         self._read_from = now, waited
         if self.pid is not None:
@@ -294,9 +270,9 @@ class Referee:
             faults.append(f"{len(result.epoch_seconds)} epochs were stated, and {len(begun)} were started")
         timed = replace(result.timed, referee_seconds=self.seconds, starts=self.starts, turns=[])
         made = self._made(timed.steps_timed)
-        if self.seat is not None and len(self.turns) == len(made):
-            faults += self._slow_first_steps(sum(self.seconds) / max(1, sum(made)))
-            whole = zip(self.turns, made, self.seconds, strict=True)
+        if self._turns is not None:
+            faults += self._turns.faults(sum(self.seconds) / max(1, sum(made)))
+            whole = zip(self._turns.turns, made, self.seconds, strict=True)
             timed = replace(timed, turns=[(block, n, wall, work) for (block, work), n, wall in whole])
         if not faults and (timed.turns or self._disagreements(stated, waiting=False)):
             counts = [work for _, _, _, work in timed.turns] or self.seconds
@@ -311,25 +287,11 @@ class Referee:
 
     def _made(self, steps: int) -> list[int]:
         """Return the steps of each stretch, of an epoch of so many: from its start to the next one's."""
-        every = sorted({*self.starts, *self._uncounted})
+        every = sorted({*self.starts, *(self._turns.starts if self._turns is not None else ())})
         ends = {
             one: two[1] if one[0] == two[0] else steps for one, two in zip(every, [*every[1:], (-1, 0)], strict=True)
         }
         return [ends[start] - start[1] for start in self.starts]
-
-    def _slow_first_steps(self, step_seconds: float) -> list[str]:
-        """Return what is said against the steps between the start of a turn and that of its clock, and against work
-        while others had their turns."""
-        assert self.seat is not None
-        found = []
-        limit = FIRST_STEP_FACTOR * step_seconds
-        if _is_beyond([seconds - room - limit for seconds, room in self._first_steps]):
-            found.append(
-                f"the first step of a turn took more than {limit:.4f} s, {FIRST_STEP_FACTOR} times another one"
-            )
-        if self.seat.beside > BESIDE_SECONDS:
-            found.append(f"it worked for {self.seat.beside:.3f} s while others had their turns")
-        return found
 
     def _disagreements(self, stated: list[float], waiting: bool = True) -> list[str]:
         """Return how the clocks disagree in sum and in the middle of all stretches: a single one may be held up by
@@ -363,14 +325,14 @@ class Referee:
             one - two - room - more - DEFERRED_SECONDS - DEFERRED_SHARE * timed
             for timed, (one, room), (two, more) in both
         ]
-        if _is_beyond(each) or _is_beyond(extra):
+        if is_beyond(each) or is_beyond(extra):
             shown = ", ".join(f"{one:.4f} and {two:.4f} s" for _, (one, _), (two, _) in both[:3])
             return [f"the readings of the weights took {shown} by the harness's clock (limit {longest:.4f} s each)"]
         return []
 
     def _long_pauses(self) -> list[str]:
         limit = PAUSE_SECONDS + 2 * TASKS[self.request.task].weight_bytes / READ_BYTES_PER_SECOND
-        if self.pauses and _is_beyond([seconds - room - limit for seconds, room in self.pauses]):
+        if self.pauses and is_beyond([seconds - room - limit for seconds, room in self.pauses]):
             longest = max(seconds for seconds, _ in self.pauses)
             return [
                 f"{longest:.3f} s went by between a reading of the weights and the next start (limit {limit:.3f} s)"
@@ -386,11 +348,6 @@ class Referee:
         if used > threads * clock + room:
             return [f"its processes used {used:.2f} s of processors in {clock:.2f} s on {threads} threads"]
         return []
-
-
-def _is_beyond(excess: list[float]) -> bool:
-    """Return whether the limit was passed in sum and in the middle: a single one may be held up by chance."""
-    return sum(excess) > 0 or (len(excess) > 1 and sorted(excess)[-2] > 0)
 
 
 class Direct:

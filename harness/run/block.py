@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 from harness.environments.executor import Venv
 from harness.environments.processors import quietest
 from harness.environments.turns import Seat
-from harness.run.session import ENDS_THE_RUN, Moment, check_disk, in_turns, unforeseen
+from harness.plan.e2e import Job, Options
+from harness.plan.registry import Contestant
+from harness.run.progress import Progress
+from harness.run.session import ENDS_THE_RUN, Moment, Session, check_disk, in_turns, unforeseen
 from harness.store.folder import MOST_ATTEMPTS
+from harness.store.record import Record
+from harness.worker.request import Request
+from harness.worker.result import Result
 
-if TYPE_CHECKING:
-    from harness.plan.e2e import Job
-    from harness.run.e2e import Run
-    from harness.run.progress import Progress
-    from harness.store.record import Record
-    from harness.worker.request import Request
-    from harness.worker.result import Result
+Run = Session[Options, Contestant, Job, Request]
 
 
 def records(run: Run, jobs: Sequence[Job], progress: Progress) -> dict[str, Record]:

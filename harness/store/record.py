@@ -143,8 +143,6 @@ class Timed(result.Timed):
 
     measured_seconds: list[Seconds]
     compared: Compared | None = None
-    starts: list[tuple[int, int]] = field(default_factory=list)
-    turns: list[tuple[int, int, float, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)

@@ -44,8 +44,8 @@ class Timed:
     compared: Any = None
     own_sampling: str | None = None
     updates: int | None = None
-    starts: Sequence[tuple[int, int]] = ()
-    turns: Sequence[tuple[int, int, float, float]] = ()
+    starts: list[tuple[int, int]] = field(default_factory=list)
+    turns: list[tuple[int, int, float, float]] = field(default_factory=list)
 
     @property
     def scale(self) -> float:

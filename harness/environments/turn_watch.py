@@ -1,0 +1,89 @@
+"""The referee's notes on a process that takes turns: what it did in them, before their clock, and beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from harness.environments.processors import tree_clock, tree_waited
+from harness.environments.turns import BESIDE_SECONDS, Seat
+from harness.worker.request import Request
+
+FIRST_STEP_FACTOR = 3.0
+"""The first step of a turn, which is not counted, may take so many times another one: work for later steps is not done
+in it."""
+Work = tuple[float, dict[str, float]]
+"""Seconds that the process's threads worked, and that each of them was ready and waited for a processor."""
+
+
+@dataclass
+class TurnWatch:
+    """Notes on one process.
+
+    Attributes:
+        seat: where it sits.
+        request: what it was asked for.
+        starts: (epoch, steps of it that are done) where each turn began.
+        turns: (block, seconds without waiting for a processor) of each timed stretch.
+    """
+
+    seat: Seat
+    request: Request
+    starts: list[tuple[int, int]] = field(default_factory=list)
+    turns: list[tuple[int, float]] = field(default_factory=list)
+    _before: Work = (0.0, {})
+    _opened: tuple[float, float] | None = None
+    _first_steps: list[tuple[float, float]] = field(default_factory=list)
+    _began_outside: bool = False
+
+    def take(self, epoch: int, done: int) -> None:
+        """Return when the process's next turn begins."""
+        self.starts.append((epoch, done))
+        self.seat.take()
+
+    def opened(self, now: float, waited: float) -> None:
+        """Note when its turn began: seconds, and those that the two sides' threads waited so far."""
+        self._opened = now, waited
+
+    def clock_starts(self, now: float, waited: float, room: float, factor: float) -> None:
+        """Note that the first step of the turn is made. ``room``: seconds that two messages may take, and ``factor``
+        times what the threads waited."""
+        if self._opened is None:
+            self._began_outside = True
+        else:
+            start, waited_before = self._opened
+            self._first_steps.append((now - start, room + factor * (waited - waited_before)))
+            self._opened = None
+        self._before = self.work()
+
+    def clock_stops(self, wall: float, work: Work) -> None:
+        """Note a timed stretch. ``work``: read when the worker said that it has finished."""
+        (worked, waits), (worked_before, waits_before) = work, self._before
+        # Of one thread: several that are ready at once count the same moment more than once.
+        longest = max((waits[thread] - waits_before.get(thread, 0.0) for thread in waits), default=0.0)
+        self.turns.append((self.seat.block, min(wall, max(worked - worked_before, wall - longest))))
+
+    def work(self) -> Work:
+        """Return what its threads worked and waited so far: where one at a time works on a CPU, whose waiting is the
+        machine's; several also wait for each other."""
+        if self.seat.pid is None or self.request.threads > 1 or self.request.device != "cpu":
+            return 0.0, {}
+        return tree_clock(self.seat.pid), tree_waited(self.seat.pid)
+
+    def faults(self, step_seconds: float) -> list[str]:
+        """Return what is said against the steps between the start of a turn and that of its clock, and against work
+        while others had their turns."""
+        found = ["the clock was started before its turn"] if self._began_outside else []
+        limit = FIRST_STEP_FACTOR * step_seconds
+        if is_beyond([seconds - room - limit for seconds, room in self._first_steps]):
+            found.append(
+                f"the first step of a turn took more than {limit:.4f} s, {FIRST_STEP_FACTOR} times another one"
+            )
+        if self.seat.beside > BESIDE_SECONDS:
+            found.append(f"it worked for {self.seat.beside:.3f} s while others had their turns")
+        return found
+
+
+def is_beyond(excess: Sequence[float]) -> bool:
+    """Return whether a limit was passed in sum and in the middle: a single one may be held up by chance."""
+    return sum(excess) > 0 or (len(excess) > 1 and sorted(excess)[-2] > 0)
