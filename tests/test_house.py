@@ -27,14 +27,14 @@ class Size:
     long_files: int
 
 
-# dpcore and tests were raised on 2026-11-27 for what privacy needed: looks that are made again, batches and runs with
-# names, the sum of the gradients, losses that mix. 760 lines of checkpointed functions' third run went for it. Long are
-# still hooks.py, tape.py and the page of Opacus beside dpcore, and Engine, AbstractGradSampleHooks, Tape.
+# Raised on 2026-11-27: harness for contestants that take turns, beside which whole processes stay for containers, GPUs
+# and layers; dpcore for losses that are judged by experiments, and for the heads of the rooms that its long classes were
+# cut into; tests for both.
 LIMITS = {
-    "harness": Size(lines=34_961, long_classes=3, long_files=9),
-    "dpcore": Size(lines=28_055, long_classes=3, long_files=3),
+    "harness": Size(lines=35_660, long_classes=3, long_files=9),
+    "dpcore": Size(lines=28_056, long_classes=3, long_files=3),
     "frameworks": Size(lines=5_785, long_classes=0, long_files=0),
-    "tests": Size(lines=49_419, long_classes=0, long_files=17),
+    "tests": Size(lines=49_514, long_classes=0, long_files=17),
 }
 
 

@@ -19,8 +19,9 @@ HIDDEN, HALF_HIDDEN = 1e-3, 5e-2
 OF_ALL, HALF_OF_ALL = 3e-5, 1e-2
 """Shares of the gradient of all parameters that rounding may be: where a parameter's own one cancels, as a key's bias'
 does."""
-NOTHING = 1e-6
-"""The same where nothing of it was recorded: that is no rounding."""
+NOTHING = 1e-5
+"""The same where nothing of it was recorded. Torch's own gradient of a group norm over one number, which is nothing,
+was 2e-6 of all others in 150 models."""
 CANCELLED = 1e-4
 """Share of the scale of a norm's rounding errors."""
 

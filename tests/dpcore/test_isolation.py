@@ -102,6 +102,7 @@ def attend(x):
     return (x @ x.t()).softmax(-1) @ x
 
 
+torch.manual_seed(0)  # the models below have the same weights whatever ran before
 MIXING = {
     "centred": Between(lambda x: x - x.mean(0)),
     "own batch norm": Between(OwnNorm()),
