@@ -112,7 +112,8 @@ def e2e(
     took = f", which take {about(seconds)} on two cores" if seconds else ""
     first = [job for job in run.jobs if job.round == 0]
     early = plan.expected_seconds(options, first)
-    beginning = f"{len(run.jobs)} processes are planned{took}; missing environments, data and gates come first."
+    beginning = f"{len(run.jobs)} processes are planned{took}; missing environments and data come first, "
+    beginning += "the gates of each task before it."
     if early and len(first) < len(run.jobs):
         beginning += f" A first table comes after {len(first)} of them, {about(early)}."
     summary = carry_out(run, fresh, as_json, beginning)

@@ -118,7 +118,7 @@ PRESETS: dict[str, Options] = {
         rounds=3,
         # Of three pairs an interval says little, and these cost a quarter of what the others do.
         more_rounds={"mnist-cnn": 2, "imdb-embedding": 3},
-        budget_seconds=1.0,
+        budget_seconds=3.0,
         timeout_seconds=300.0,
     ),
     "full": Options(
@@ -126,14 +126,14 @@ PRESETS: dict[str, Options] = {
         frameworks=("all",),
         batch_sizes=_sizes(PAPER_TASKS, (16, 64, 512), {"imdb-lstm": (16, 64)}),
         rounds=5,
-        budget_seconds=3.0,
+        budget_seconds=6.0,
     ),
     "modern": Options(
         tasks=ONE_OF_EACH_KIND,
         frameworks=("core",),
         batch_sizes=_sizes(ONE_OF_EACH_KIND, (16,), {"encoder-lora": (8,)}),
         rounds=2,
-        budget_seconds=1.0,
+        budget_seconds=4.0,
         memory=False,
         # Twenty verdicts on the tasks themselves take two to three hours on two cores, the first time.
         small_gate=True,
@@ -259,8 +259,9 @@ def jobs(options: Options, contestants: list[Contestant]) -> list[Job]:
     """Return all processes in the order in which they run.
 
     Round by round, so that drift of the machine spreads over all cells; within a round the (task, batch size) blocks in
-    random order; within a block all contestants in random order. In the first round a block's memory processes come
-    before its timed ones, which take turns: they are the untimed replays that the timed weights are compared with.
+    random order, in the first one task by task, so that each task's gates come right before it; within a block all
+    contestants in random order. In the first round a block's memory processes come before its timed ones, which take
+    turns: they are the untimed replays that the timed weights are compared with.
     Where nothing is timed, every round has them.
     """
     rng = random.Random(f"dpbench {options.seed}")
@@ -268,6 +269,8 @@ def jobs(options: Options, contestants: list[Contestant]) -> list[Job]:
     result: list[Job] = []
     for number in range(max(map(options.rounds_of, options.tasks))):
         rng.shuffle(blocks)
+        if number == 0:
+            blocks.sort(key=lambda block: options.tasks.index(block[0]))
         for task, size in blocks:
             if number >= options.rounds_of(task):
                 continue

@@ -36,6 +36,7 @@ from harness.run import block, peaks
 from harness.run.job_text import key_of, outcome_of
 from harness.run.pace import Pace
 from harness.run.progress import Progress
+from harness.run.remaining import about
 from harness.run.session import ENDS_THE_RUN, Moment, Session, changed, killer, short, unforeseen
 from harness.store.folder import MOST_ATTEMPTS, RunFolder
 from harness.store.record import (
@@ -103,7 +104,6 @@ class Run(Session[Options, Contestant, Job, Request]):
         self.idle = self.measured_idle()
         self.peaks = self.measured_peaks()
         self.prepare(progress.log)
-        self._judge_all(progress)
 
     def _in_order(self, progress: Progress) -> Iterator[Job]:
         """Round by round. The first round is made whatever time it takes; where the pace allows, rounds beyond the plan
@@ -123,6 +123,9 @@ class Run(Session[Options, Contestant, Job, Request]):
             # A block is never left half done: only what is beside each other in it can be compared.
             for _, jobs_of_block in itertools.groupby(jobs, key=lambda job: (job.cell.task, job.cell.batch_size)):
                 self.block = list(jobs_of_block)
+                judging = Moment()
+                self._judge_all(progress, self.block[0].cell.task)
+                began += judging.seconds  # of the time that a pace allows, gates take nothing
                 if number and self.pace.is_over(time.monotonic() - began):
                     progress.log("Time is up: what was measured is reported; the same command goes on from here.")
                     return
@@ -229,15 +232,18 @@ class Run(Session[Options, Contestant, Job, Request]):
     def _executor(self, contestant: Contestant, log: Log) -> Executor | Unavailable:
         return self.backend.executor(contestant, log)
 
-    def _judge_all(self, progress: Progress) -> None:
-        pairs = [(c, task) for task in self.options.tasks for c in self.contestants]
-        progress.begin(len(pairs), "gate")
-        progress.log(f"Gate first: {len(pairs)} verdicts; one that is not remembered from before may take minutes.")
-        for contestant, task in pairs:
-            progress.doing(f"gate · {task} · {contestant.name}")
+    def _judge_all(self, progress: Progress, task: str) -> None:
+        """Judge all contestants on a task, before its first block: so the first rows come soon."""
+        for contestant in self.contestants:
+            if (contestant.name, task) in self.verdicts:
+                continue
+            started = Moment()
+            what = f"gate · {task} · {contestant.name}"
+            progress.doing(what)
             record = self.judged(contestant, task, progress.log)
-            was_remembered = self.verdicts[contestant.name, task].cached
-            progress.done("passed" if record.state == "ok" else outcome_of(record), counts=not was_remembered)
+            outcome = "passed" if record.state == "ok" else outcome_of(record)
+            how = "remembered" if self.verdicts[contestant.name, task].cached else about(started.seconds)
+            progress.log(f"{what}: {outcome} ({how})")
 
     def judged(self, contestant: Contestant, task: str, log: Log, fresh: bool = False) -> Record:
         """Return the record of the gate's verdict, which is written and remembered. ``fresh``: forget an earlier

@@ -137,7 +137,9 @@ class FrontierRun(Run):
 
     def _begin(self, progress: Progress) -> None:
         self.prepare(progress.log)
-        self._judge_all(progress)
+        progress.begin(len(self.contestants) * len(self.options.tasks), "gate")
+        for task in self.options.tasks:
+            self._judge_all(progress, task)
 
     def _measure_all(self, progress: Progress) -> Summary:
         """Make all searches and measure their throughput, or what is left of them."""
