@@ -19,6 +19,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Literal, TypeVar
 
+import psutil
+
+from harness.environments.memory_limit import tree_resident
 from harness.environments.processors import tree_clock, tree_members
 
 T = TypeVar("T")
@@ -75,22 +78,26 @@ class Turns:
         seed: of the order within the blocks.
         equal: every process makes as many steps in a turn as the first one, on the same batches. For two states of one
             contestant; without it each makes what fits into the time of a turn.
+        block: number of the block before the first one.
     """
 
-    def __init__(self, seed: str, equal: bool = False) -> None:
+    def __init__(self, seed: str, equal: bool = False, block: int = 0) -> None:
         self.agreed: dict[str, int] | None = {} if equal else None
         self._chance = random.Random(f"dpbench turns {seed}")
         self._changed = threading.Condition()
         self._seats: list[Seat] = []
         self._order: list[Seat] = []
         self._is_open = False
-        self._block = 0
+        self._block = block
 
     def together(self, processes: Mapping[str, Callable[[Seat], T]]) -> dict[str, T]:
         """Run the processes, which take turns, and return their results by name.
 
         Args:
             processes: name -> a function that runs one process, whose referee asks the seat, and returns its result.
+
+        Returns:
+            Results of the first of them, as many as the machine has memory for, and at least of one.
 
         Raises:
             BaseException: the first that a process raised, or an interruption of this thread; no process is left.
@@ -109,6 +116,8 @@ class Turns:
         threads = []
         try:
             for name, process in processes.items():
+                if not self._has_room():
+                    break
                 seat = Seat(self)
                 self._seats.append(seat)
                 threads.append(threading.Thread(target=run, args=(name, process, seat), daemon=True))
@@ -127,7 +136,13 @@ class Turns:
             raise
         if errors:
             raise errors[0]
-        return {name: results[name] for name in processes}
+        return {name: results[name] for name in processes if name in results}
+
+    def _has_room(self) -> bool:
+        """Whether one more process fits into memory, if it takes no more than twice what the largest one here does:
+        copies of the batch and workspaces come with its first steps."""
+        largest = max((tree_resident(seat.pid) for seat in self._seats if seat.pid is not None), default=0)
+        return not largest or psutil.virtual_memory().available > 2 * largest
 
     def wait(self, seat: Seat, state: Literal["waiting", "finished"]) -> None:
         """Stop a process until it is ``at work`` again."""

@@ -47,6 +47,7 @@ DISTURBED_SPEED = 0.25
 """A change of the speed probe's seconds from before to after a process by more than this means that the machine itself
 changed its speed; on a quiet machine it stays within a few per cent."""
 SWAMPED_SHARE = 0.5
+MOST_BLOCKS = 1_000_000
 FINAL_STATES = {"rejected", "oom", "timeout", "unsupported"}
 """States of a cell that another round cannot change: it is recorded again, not run again."""
 
@@ -333,14 +334,16 @@ def in_turns(
 ) -> dict[str, tuple[Result, Load]]:
     """Return (result, load) of ``processes`` that take turns (:mod:`harness.environments.turns`). One that is owed
     another try, because a machine that is busy can keep its clock waiting, is made again; where they must be
-    ``equal``, all of them are.
+    ``equal``, all of them are. Those that memory has no room for take their turns after the others.
 
     Other load is no reason for that: it falls on all of them alike. Only of a process whose share of a processor was
     smaller than that of others it is said that it was disturbed."""
     found: dict[str, tuple[Result, Load]] = {}
-    left, repeat = dict(processes), 0
+    left, repeat, tables = dict(processes), 0, 0
     while left:
-        results = Turns(f"{seed} {repeat}", equal).together(left)
+        # Blocks of one table have the numbers of no other one: only within a block is a ratio paired.
+        results = Turns(f"{seed} {tables}", equal, tables * MOST_BLOCKS).together(left)
+        tables += 1
         owed = {who for who, result in results.items() if owed_repeats(result) > repeat}
         for who, result in results.items():
             if who in owed:
@@ -348,8 +351,11 @@ def in_turns(
             share = result.foreign_share
             load = Load(foreign_share=share, disturbed=share > SWAMPED_SHARE, repeats=repeat)
             found[who] = by_the_clock(result), load
-        left = {who: process for who, process in left.items() if who in owed or (equal and owed)}
-        repeat += 1
+        late = left.keys() - results.keys()
+        if late:
+            log(f"{name}: memory is short; {', '.join(sorted(late))} take turns after the others")
+        left = {who: process for who, process in left.items() if who in owed or who in late or (equal and owed)}
+        repeat += bool(owed)
     return found
 
 

@@ -154,3 +154,12 @@ def test_an_interruption_leaves_no_process(monkeypatch):
     while any(tree_clock(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(pids) == 2 and not any(tree_clock(pid) for pid in pids)
+
+
+def test_those_that_memory_has_no_room_for_come_later(monkeypatch):
+    players = {name: Player(2) for name in "abc"}
+    available = iter([10**12, 0])
+    memory = type("Memory", (), {"available": property(lambda self: next(available))})()
+    monkeypatch.setattr("harness.environments.turns.psutil.virtual_memory", lambda: memory)
+    assert play(players) == {"a": 2, "b": 2}
+    assert players["c"].seat is None
