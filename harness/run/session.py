@@ -336,8 +336,9 @@ def in_turns(
     another try, because a machine that is busy can keep its clock waiting, is made again; where they must be
     ``equal``, all of them are. Those that memory has no room for take their turns after the others.
 
-    Other load is no reason for that: it falls on all of them alike. Only of a process whose share of a processor was
-    smaller than that of others it is said that it was disturbed."""
+    Other load is no reason for that: it falls on all of them alike, and on one thread what they waited for a processor
+    is not counted. Else it is said of a process that it was disturbed where others had more of its processors than it.
+    """
     found: dict[str, tuple[Result, Load]] = {}
     left, repeat, tables = dict(processes), 0, 0
     while left:
@@ -349,7 +350,8 @@ def in_turns(
             if who in owed:
                 log(f"{name}: {who} was disturbed ({result.clock_fault or result.reason}), repeated")
             share = result.foreign_share
-            load = Load(foreign_share=share, disturbed=share > SWAMPED_SHARE, repeats=repeat)
+            is_swamped = share > SWAMPED_SHARE and not _is_without_waiting(result)
+            load = Load(foreign_share=share, disturbed=is_swamped, repeats=repeat)
             found[who] = by_the_clock(result), load
         late = left.keys() - results.keys()
         if late:
@@ -357,6 +359,12 @@ def in_turns(
         left = {who: process for who, process in left.items() if who in owed or who in late or (equal and owed)}
         repeat += bool(owed)
     return found
+
+
+def _is_without_waiting(result: Result) -> bool:
+    """Return whether the seconds that count are fewer than the clock's, because waiting is not among them."""
+    turns = result.timed.turns if result.timed is not None else []
+    return sum(work for *_, work in turns) < sum(wall for _, _, wall, _ in turns)
 
 
 def changed(contestant: str) -> BadInput:
