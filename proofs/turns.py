@@ -35,6 +35,7 @@ def looks(comparison: Comparison) -> Iterator[tuple[float, float, float, float]]
 
 
 def main() -> None:
+    """Draw the figure and print the table."""
     folder, figure = map(Path, sys.argv[1:3])
     comparisons = {path.stem: read(path) for path in sorted(folder.glob("*.json"))}
     drawn = Figure(figsize=(8, 4.2), layout="constrained")
@@ -48,8 +49,8 @@ def main() -> None:
         minutes, low, middle, high = zip(*found, strict=True)
         place.fill_between(minutes, low, high, color=COLOURS[how], alpha=0.15, linewidth=0)
         place.plot(minutes, middle, color=COLOURS[how], marker="o", markersize=3, label=how)
-        place.errorbar(minutes, middle, [*zip(*((m - a, b - m) for a, m, b in zip(low, middle, high, strict=True)), strict=True)],
-                       color=COLOURS[how], linewidth=0.8, capsize=2)  # fmt: skip
+        both = [(m - a, b - m) for a, m, b in zip(low, middle, high, strict=True)]
+        place.errorbar(minutes, middle, [*zip(*both, strict=True)], color=COLOURS[how], linewidth=0.8, capsize=2)
         verdict, n = comparison.cells[0].verdict, len(comparison.cells[0].pairs)
         change = "5 % busy loop" if is_planted else "none"
         ratio = f"{middle[-1]:.3f} [{low[-1]:.3f}, {high[-1]:.3f}]"

@@ -28,8 +28,8 @@ class Size:
 
 
 # Raised on 2026-11-27: harness for contestants that take turns, beside which whole processes stay for containers, GPUs
-# and layers; dpcore for losses that are judged by experiments, and for the heads of the rooms that its long classes were
-# cut into; tests for both.
+# and layers; dpcore for losses that are judged by experiments, and for the heads of the modules that its long classes
+# were cut into; tests for both.
 LIMITS = {
     "harness": Size(lines=35_672, long_classes=3, long_files=9),
     "dpcore": Size(lines=28_056, long_classes=3, long_files=3),
