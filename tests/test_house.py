@@ -31,10 +31,10 @@ class Size:
 # and layers; dpcore for losses that are judged by experiments, and for the heads of the modules that its long classes
 # were cut into; tests for both.
 LIMITS = {
-    "harness": Size(lines=35_672, long_classes=3, long_files=9),
+    "harness": Size(lines=35_695, long_classes=3, long_files=9),
     "dpcore": Size(lines=28_056, long_classes=3, long_files=3),
     "frameworks": Size(lines=5_785, long_classes=0, long_files=0),
-    "tests": Size(lines=49_514, long_classes=0, long_files=17),
+    "tests": Size(lines=48_638, long_classes=0, long_files=16),
 }
 
 
