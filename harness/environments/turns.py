@@ -87,7 +87,7 @@ class Turns:
         self._changed = threading.Condition()
         self._seats: list[Seat] = []
         self._order: list[Seat] = []
-        self._is_open = False
+        self._is_open = self._is_over = False
         self._block = block
 
     def together(self, processes: Mapping[str, Callable[[Seat], T]]) -> dict[str, T]:
@@ -147,7 +147,7 @@ class Turns:
     def wait(self, seat: Seat, state: Literal["waiting", "finished"]) -> None:
         """Stop a process until it is ``at work`` again."""
         with self._changed:
-            if seat.state == "gone":
+            if seat.state == "gone" or self._is_over:
                 return
             seat.state = state
             seat.signal(signal.SIGSTOP)
@@ -176,7 +176,7 @@ class Turns:
             chosen = self._order.pop(0)
             chosen.state, chosen.block = "at work", self._block
         else:
-            self._is_open = False
+            self._is_over = True
             for seat in self._seats:
                 seat.state = "at work" if seat.state == "finished" else seat.state
 

@@ -163,3 +163,14 @@ def test_those_that_memory_has_no_room_for_come_later(monkeypatch):
     monkeypatch.setattr("harness.environments.turns.psutil.virtual_memory", lambda: memory)
     assert play(players) == {"a": 2, "b": 2}
     assert players["c"].seat is None
+
+
+def test_who_asks_for_a_turn_when_all_are_over_waits_for_nobody():
+    def greedy(seat: Seat) -> int:
+        seat.take()
+        seat.finish()
+        seat.take()
+        seat.finish()
+        return seat.block
+
+    assert Turns("s").together({"greedy": greedy, "other": Player(2)}) == {"greedy": 1, "other": 2}
