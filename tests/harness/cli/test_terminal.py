@@ -119,7 +119,10 @@ def test_the_time_of_a_plan_is_told_beforehand_unless_whole_epochs_are_timed() -
     planned = jobs(options, registry.select(options.frameworks))
     seconds = expected_seconds(options, planned)
     timed = sum(job.purpose == "time" for job in planned)
-    assert seconds == pytest.approx(timed * 1.0 + sum(START_UP_SECONDS[job.cell.task, job.purpose] for job in planned))
+    budget = options.budget_seconds or 0.0
+    assert seconds == pytest.approx(
+        timed * budget + sum(START_UP_SECONDS[job.cell.task, job.purpose] for job in planned)
+    )
     assert expected_seconds(preset("quick", epochs=2), planned) is None
 
 
