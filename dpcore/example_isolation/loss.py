@@ -12,6 +12,8 @@ which the model is checked, ``loss.backward()`` first looks at the graph between
 4. *Shares.* From batch to batch: examples' weights may not have one sum where the single ones differ.
 5. *Divisors.* From batch to batch: a mean's count, a tensor or a whole number must be the same, go with the batch's
    length, or be a multiple of it.
+6. *Pairs.* From batch to batch: no function's values may be a square of the batch's length, unless only the diagonal
+   counts.
 """
 
 from __future__ import annotations
@@ -66,11 +68,12 @@ class _Pass:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a loss was divided by, and how much each of its examples weighed."""
+    """What a loss was divided by, how much each of its examples weighed, and which functions saw them in pairs."""
 
     examples: int
     divisors: list[float]
     weights: list[Weights | None]
+    pairs: set[int]
 
 
 class LossCheck:
@@ -145,7 +148,7 @@ class LossCheck:
                 f"({bend.lower()}): what becomes of one depends on the others. {REMEDY}; what selects or bends goes to "
                 f"each of them, as in ((losses - b).abs() + b).mean(). {OR_SWITCH_OFF}"
             )
-        self._compare(graph, _Seen(graph.examples, divisors, weights))
+        self._compare(graph, _Seen(graph.examples, divisors, weights, graph.pairs))
         if graph.compares(self._random):
             raise PrivacyError(
                 "The loss compares the examples of a batch: the gradient at one example's output depends on the "
@@ -166,6 +169,13 @@ class LossCheck:
                 )
         before[:] = [*before, now][-MOST_SEEN:]
         lengths = [seen.examples for seen in before]
+        # A width of another kind may be as long as one batch, but hardly as all of them.
+        if len(set(lengths)) > 1 and set.intersection(*(seen.pairs for seen in before)):
+            raise PrivacyError(
+                "The loss goes through a square of all pairs of the batch's examples: outputs are compared with other "
+                "examples' labels or keys, or a [B, 1] meets a [B] (output.squeeze(1) then). "
+                f"{REMEDY}. {OR_SWITCH_OFF}"
+            )
         for at, values in enumerate(zip(*(seen.divisors for seen in before), strict=True)):
             shares = [value / n for value, n in zip(values, lengths, strict=True)]
             if math.isnan(sum(values)) or _all_alike(values) or _all_alike(shares) or all(map(_is_whole, shares)):

@@ -144,6 +144,27 @@ APART = {
 }
 
 
+def _values():
+    net, (x, y) = _classes()
+    return nn.Sequential(net, nn.Linear(CLASSES, 1)), (x, y.float())
+
+
+IN_PAIRS = {
+    "[B, 1] and [B]": (_values, F.mse_loss),
+    "[B, 1] and [B] by hand": (_values, lambda o, y: (o - y).abs().mean()),
+    "keys of all": (
+        _classes,
+        lambda o, y: F.cross_entropy(o @ F.one_hot(y, CLASSES).float().t(), torch.arange(len(y))),
+    ),
+    "detached keys": (_classes, lambda o, y: -F.logsigmoid((2 * torch.eye(len(y)) - 1) * (o @ o.detach().t())).mean()),
+}
+WITH_THEMSELVES = {
+    "[B, 1] and [B, 1]": (_values, lambda o, y: F.mse_loss(o, y[:, None])),
+    "diagonal": (_classes, lambda o, y: (o @ F.one_hot(y, CLASSES).float().t()).diagonal().mean()),
+    "masked": (_classes, lambda o, y: ((o @ F.one_hot(y, CLASSES).float().t()) * torch.eye(len(y))).sum() / len(y)),
+}
+
+
 def _train(make, loss, **options):
     net, data = make()
     model, optimizer, loader = PrivacyEngine().make_private(
@@ -173,6 +194,38 @@ def test_a_loss_that_mixes_examples_is_refused(name):
 @pytest.mark.parametrize("poisson", [False, True])
 def test_a_loss_that_keeps_examples_apart_is_not(name, poisson):
     _train(*APART[name], poisson_sampling=poisson)
+
+
+def _with_batches_of(lengths, make, loss):
+    """Passes over batches of such lengths."""
+    net, data = make()
+    model = GradSampleModule(net)
+    for x, y in zip(*(of.split(lengths) for of in data), strict=True):
+        loss(model(x), y).backward()
+        model.forget()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", IN_PAIRS)
+def test_a_loss_of_all_pairs_is_refused_as_soon_as_lengths_differ(name):
+    with pytest.raises(PrivacyError, match="square of all pairs"):
+        _with_batches_of([12, 20, 16], *IN_PAIRS[name])
+
+
+@pytest.mark.parametrize("name", WITH_THEMSELVES)
+def test_a_square_of_which_the_diagonal_alone_counts_is_not(name):
+    _with_batches_of([12, 20, 16], *WITH_THEMSELVES[name])
+
+
+@pytest.mark.parametrize("shape", ["by words", "flat"])
+def test_texts_that_are_once_as_long_as_their_batch_are_not_pairs(shape):
+    """Nor if they always are, where the output is of that length already."""
+    model = GradSampleModule(Words())
+    for length in (8, 12, 10):
+        ids = torch.randint(0, WORDS, (length, length))
+        losses = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten(), reduction="none").view(length, length)
+        (losses.sum(1) / length if shape == "flat" else losses).mean().backward()
+        model.forget()
 
 
 def _train_on_passes(loss, make=_words):
