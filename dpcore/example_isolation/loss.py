@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpcore.errors import PrivacyError
+from dpcore.errors import PrivacyError, warn_caller
 from dpcore.example_isolation.loss_graph import LossGraph, Output, Weights, kind_of
 
 LOSSES, ALWAYS = 3, 24
@@ -90,6 +90,7 @@ class LossCheck:
         self.divided: tuple[float, int] | None = None
         """The divisor of each example's loss in the newest loss, if that is clear, and the number of examples."""
         self._random = random.Random()
+        self._has_warned = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_random": None}
@@ -135,6 +136,18 @@ class LossCheck:
                 if isinstance(error, PrivacyError):
                     raise
                 # A compiled loss, one whose graph is gone, or one without a second derivative.
+            self._tell_what_hides(graph)
+
+    def _tell_what_hides(self, graph: LossGraph) -> None:
+        """Warn once of a function whose derivatives do not show what it does with several examples."""
+        if self._has_warned or (name := graph.opaque()) is None:
+            return
+        self._has_warned = True
+        warn_caller(
+            f"Nothing tells whether the loss compares the examples of a batch: {name} (a compiled loss, or a function "
+            "of your own) hides what it does with them. Train a few batches with the same loss in plain operations "
+            "first, uncompiled, or let your function return one number per example.",
+        )
 
     def _look(self, graph: LossGraph) -> None:
         _check_cross_entropy(graph.nodes)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dpcore.example_isolation.rows import flat_rows, half_of_rows, ways_of_rows
@@ -231,6 +232,20 @@ class LossGraph:
                 alone = not selects and edge in self._edges  # numbers of an output, each by itself
                 if math.prod(shape) and not alone and self._reach(edge, where) > 1:
                     return kind_of(node)
+        return None
+
+    def opaque(self) -> str | None:
+        """Return the name of a function of Python's (a fused or compiled loss) one number of which is of several."""
+        for node in self.nodes if self._ways else ():
+            at: Any = node
+            if not isinstance(node, BackwardCFunction) or at._forward_cls.__module__.startswith("dpcore."):
+                continue
+            try:
+                several = self._reach(GradientEdge(at, 0), tuple(n // 2 for n in at._input_metadata[0].shape)) > 1
+            except RuntimeError:  # a compiled one that may run backward only once
+                several = True
+            if several:
+                return str(at.name())
         return None
 
     def gathers(self, at: int) -> bool:

@@ -228,6 +228,36 @@ def test_texts_that_are_once_as_long_as_their_batch_are_not_pairs(shape):
         model.forget()
 
 
+class _Fused(torch.autograd.Function):
+    """Losses of pairs, or of examples by themselves, whose gradients are made in the forward pass."""
+
+    @staticmethod
+    def forward(ctx, z, compare):
+        with torch.enable_grad():
+            z = z.detach().requires_grad_()
+            loss = _contrastive(z, None) if compare else z.square().sum(1)
+            ctx.save_for_backward(torch.autograd.grad(loss.sum(), z)[0])
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (of_loss,) = ctx.saved_tensors
+        return grad.reshape(-1, 1) * of_loss, None
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_loss_whose_derivatives_hide_what_it_does_is_told_of_once(compiled):
+    compare = torch.compile(_contrastive, backend="aot_eager")
+    with pytest.warns(UserWarning, match="hides what it does") as told:
+        _with_batches_of([24, 24], _classes, compare if compiled else lambda o, _: _Fused.apply(o, True))
+    assert sum("hides what it does" in str(of.message) for of in told) == 1
+
+
+def test_a_function_of_ones_own_that_returns_one_number_per_example_is_nothing_to_tell_of(recwarn):
+    _with_batches_of([24, 24], _classes, lambda o, _: _Fused.apply(o, False).mean())
+    assert not [of for of in recwarn if "hides what it does" in str(of.message)]
+
+
 def _train_on_passes(loss, make=_words):
     """Three batches of one length, with whatever the loop makes of the model."""
     net, data = make()
