@@ -74,12 +74,15 @@ class _Seen:
     divisors: list[float]
     weights: list[Weights | None]
     pairs: set[int]
+    divided: float
+    """By how much each example's loss was divided, or NaN where that is not clear."""
 
 
 class LossCheck:
-    """The experiments on the losses of one module's outputs."""
+    """The experiments on the losses of one module's outputs; ``reduction``: what is said of them, "mean" or "sum"."""
 
-    def __init__(self) -> None:
+    def __init__(self, reduction: str = "mean") -> None:
+        self._reduction = reduction
         self._has_looked = False
         """Whether a loss was seen since the last pass."""
         self._looked_at: Counter[Any] = Counter()
@@ -161,7 +164,9 @@ class LossCheck:
                 f"({bend.lower()}): what becomes of one depends on the others. {REMEDY}; what selects or bends goes to "
                 f"each of them, as in ((losses - b).abs() + b).mean(). {OR_SWITCH_OFF}"
             )
-        self._compare(graph, _Seen(graph.examples, divisors, weights, graph.pairs))
+        self._compare(
+            graph, _Seen(graph.examples, divisors, weights, graph.pairs, graph.divisors[0] if clear else math.nan)
+        )
         if graph.compares(self._random):
             raise PrivacyError(
                 "The loss compares the examples of a batch: the gradient at one example's output depends on the "
@@ -189,6 +194,7 @@ class LossCheck:
                 "examples' labels or keys, or a [B, 1] meets a [B] (output.squeeze(1) then). "
                 f"{REMEDY}. {OR_SWITCH_OFF}"
             )
+        self._compare_reductions(before)
         for at, values in enumerate(zip(*(seen.divisors for seen in before), strict=True)):
             shares = [value / n for value, n in zip(values, lengths, strict=True)]
             if math.isnan(sum(values)) or _all_alike(values) or _all_alike(shares) or all(map(_is_whole, shares)):
@@ -200,6 +206,20 @@ class LossCheck:
                 f"({', '.join(f'{v:.6g}' for v in values)} for batches of {', '.join(map(str, lengths))} examples). "
                 f"{REMEDY}: {BY_TOKENS}, for instance. (If it is public, as a schedule is, let it be a Python float: "
                 f"loss / float(number).) {OR_SWITCH_OFF}"
+            )
+
+    def _compare_reductions(self, seen: list[_Seen]) -> None:
+        """PrivacyError where losses over several lengths show a sum that is said to be a mean, or the other way."""
+        lengths, divisors = [one.examples for one in seen], [one.divided for one in seen]
+        shares = [divisor / length for divisor, length in zip(divisors, lengths, strict=True)]
+        other, alike = ("sum", divisors) if self._reduction == "mean" else ("mean", shares)
+        if len(seen) > 2 and len(set(lengths)) > 1 and math.isfinite(sum(alike)) and _all_alike(alike):
+            raise PrivacyError(
+                f"The loss is a {other} over the batch (perhaps times a number), and loss_reduction is "
+                f"{self._reduction!r}: before it is clipped, each gradient is scaled by the batch's length, which one "
+                "example changes for all others, so that it moves the sum by up to twice max_grad_norm. Pass "
+                f"loss_reduction={other!r}, or reduce the loss by its {self._reduction}; step() divides by "
+                f"expected_batch_size. {OR_SWITCH_OFF}"
             )
 
 

@@ -187,7 +187,8 @@ class LossGraph:
                 found[at] = Weights.at(grads[0], self.examples, flat)
                 if _counts_pairs(grads[0], self.examples) and not self._keeps_squares(at):
                     self.pairs.add(at)
-                if grads[0].numel() == 1 and (reduction := reduction_of(self.nodes[at])) is not None:
+                reduction = reduction_of(self.nodes[at]) if grads[0].numel() == 1 else None
+                if reduction is not None and self._adds_examples(at):
                     self.divisors.append(float(1.0 / grads[0].abs()) * (self.examples if reduction == "mean" else 1))
 
         with ExitStack() as hooks:
@@ -196,6 +197,11 @@ class LossGraph:
                 hooks.callback(handle.remove)
             self._grad(self._loss, self._outer)
         return found
+
+    def _adds_examples(self, at: int) -> bool:
+        """Return whether a node gets enough numbers to add up one of each example, and not losses of whole batches."""
+        behind = self._behind(self.nodes[at])
+        return any(math.prod(e.node._input_metadata[e.output_nr].shape) >= self.examples for e in behind)  # type: ignore[attr-defined]
 
     def _keeps_squares(self, at: int) -> bool:
         """Return whether a square at a node is one of what it gets, in another shape perhaps: nothing met another."""

@@ -196,10 +196,10 @@ def test_a_loss_that_keeps_examples_apart_is_not(name, poisson):
     _train(*APART[name], poisson_sampling=poisson)
 
 
-def _with_batches_of(lengths, make, loss):
+def _with_batches_of(lengths, make, loss, reduction="mean"):
     """Passes over batches of such lengths."""
     net, data = make()
-    model = GradSampleModule(net)
+    model = GradSampleModule(net, loss_reduction=reduction)
     for x, y in zip(*(of.split(lengths) for of in data), strict=True):
         loss(model(x), y).backward()
         model.forget()
@@ -225,6 +225,35 @@ def test_texts_that_are_once_as_long_as_their_batch_are_not_pairs(shape):
         ids = torch.randint(0, WORDS, (length, length))
         losses = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten(), reduction="none").view(length, length)
         (losses.sum(1) / length if shape == "flat" else losses).mean().backward()
+        model.forget()
+
+
+@pytest.mark.filterwarnings("ignore:The loss is the")
+@pytest.mark.parametrize("said", ["mean", "sum"])
+@pytest.mark.parametrize("number", [1.0, 0.05])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("loss", [F.cross_entropy, lambda o, y, reduction: getattr(o.square().sum(1), reduction)()])
+def test_a_loss_that_is_reduced_otherwise_than_it_is_said_is_refused_as_soon_as_lengths_differ(
+    loss, reduction, number, said
+):
+    def run():
+        _with_batches_of([12, 20, 16], _classes, lambda o, y: number * loss(o, y, reduction=reduction), said)
+
+    if reduction == said:
+        run()
+    else:
+        with pytest.raises(PrivacyError, match=f"loss_reduction is '{said}'"):
+            run()
+
+
+def test_a_sum_of_losses_that_the_module_has_averaged_is_no_sum_of_examples():
+    class Averages(nn.Linear):
+        def forward(self, x):
+            return (out := super().forward(x)).square().mean(), out.abs().mean()
+
+    model = GradSampleModule(Averages(8, 3))
+    for x in _classes()[1][0].split([12, 20, 16]):
+        torch.stack(model(x)).sum().backward()
         model.forget()
 
 
