@@ -86,6 +86,7 @@ class LossCheck:
         self._has_looked = False
         """Whether a loss was seen since the last pass."""
         self._looked_at: Counter[Any] = Counter()
+        self._lengths: dict[Any, set[int]] = {}
         self._unseen: Counter[Any] = Counter()
         """Passes since then, by their kind."""
         self._seen: dict[tuple[str, ...], list[_Seen]] = {}
@@ -104,12 +105,14 @@ class LossCheck:
     def expect(self, kind: Any, due: bool, outputs: Iterable[Any], examples: int) -> None:
         """Look at the loss that comes from these outputs of a pass of a ``kind`` of batch, where that is ``due``.
 
-        The first losses of a kind are due in any case, and every pass is that comes before the loss of a due one.
+        The first losses of a kind are due in any case, until two lengths were among them, and every pass is that comes
+        before the loss of a due one.
         """
         if examples < 2:
             return
         self._unseen[kind] += 1
-        few = self._looked_at[kind] < LOSSES and self._unseen[kind] <= TRIES
+        one_length = len(self._lengths.get(kind, ())) < 2  # of which pieces of a batch have one, but for the last
+        few = (self._looked_at[kind] < LOSSES or one_length) and self._unseen[kind] <= TRIES
         due = due or (few and self._looked_at.total() < ALWAYS)
         if self._has_looked or self._unseen[kind] > TRIES:
             WAITING.discard(self)
@@ -128,6 +131,7 @@ class LossCheck:
         passes = {output.of_pass for output in graph.outputs}
         for kind in {of.kind for of in passes if not of.seen}:
             self._looked_at[kind] += 1
+            self._lengths.setdefault(kind, set()).add(graph.examples)
             self._unseen[kind] = 0
         for of in passes:
             of.seen = self._has_looked = True

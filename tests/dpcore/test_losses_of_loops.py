@@ -212,6 +212,12 @@ def test_a_loss_of_all_pairs_is_refused_as_soon_as_lengths_differ(name):
         _with_batches_of([12, 20, 16], *IN_PAIRS[name])
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_last_piece_of_a_batch_shows_a_loss_of_pairs():
+    with pytest.raises(PrivacyError, match="square of all pairs"):
+        _with_batches_of([7, 7, 7, 7, 3, 17], *IN_PAIRS["[B, 1] and [B]"])
+
+
 @pytest.mark.parametrize("name", WITH_THEMSELVES)
 def test_a_square_of_which_the_diagonal_alone_counts_is_not(name):
     _with_batches_of([12, 20, 16], *WITH_THEMSELVES[name])
