@@ -29,12 +29,13 @@ class Size:
 
 # Raised on 2026-11-27: harness for contestants that take turns, beside which whole processes stay for containers, GPUs
 # and layers; dpcore for losses that are judged by experiments, and for the heads of the modules that its long classes
-# were cut into; tests for both.
+# were cut into; tests for both. Then both for losses of all pairs, losses that hide what they do, and sums that are
+# said to be means, which moved the sum of gradients by more than the bound.
 LIMITS = {
     "harness": Size(lines=35_695, long_classes=3, long_files=9),
-    "dpcore": Size(lines=28_056, long_classes=3, long_files=3),
+    "dpcore": Size(lines=28_146, long_classes=3, long_files=3),
     "frameworks": Size(lines=5_785, long_classes=0, long_files=0),
-    "tests": Size(lines=48_652, long_classes=0, long_files=16),
+    "tests": Size(lines=48_788, long_classes=0, long_files=16),
 }
 
 

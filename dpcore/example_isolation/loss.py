@@ -12,6 +12,8 @@ which the model is checked, ``loss.backward()`` first looks at the graph between
 4. *Shares.* From batch to batch: examples' weights may not have one sum where the single ones differ.
 5. *Divisors.* From batch to batch: a mean's count, a tensor or a whole number must be the same, go with the batch's
    length, or be a multiple of it.
+6. *Pairs.* From batch to batch: no function's values may be a square of the batch's length, unless only the diagonal
+   counts.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpcore.errors import PrivacyError
+from dpcore.errors import PrivacyError, warn_caller
 from dpcore.example_isolation.loss_graph import LossGraph, Output, Weights, kind_of
 
 LOSSES, ALWAYS = 3, 24
@@ -66,20 +68,25 @@ class _Pass:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a loss was divided by, and how much each of its examples weighed."""
+    """What a loss was divided by, how much each of its examples weighed, and which functions saw them in pairs."""
 
     examples: int
     divisors: list[float]
     weights: list[Weights | None]
+    pairs: set[int]
+    divided: float
+    """By how much each example's loss was divided, or NaN where that is not clear."""
 
 
 class LossCheck:
-    """The experiments on the losses of one module's outputs."""
+    """The experiments on the losses of one module's outputs; ``reduction``: what is said of them, "mean" or "sum"."""
 
-    def __init__(self) -> None:
+    def __init__(self, reduction: str = "mean") -> None:
+        self._reduction = reduction
         self._has_looked = False
         """Whether a loss was seen since the last pass."""
         self._looked_at: Counter[Any] = Counter()
+        self._lengths: dict[Any, set[int]] = {}
         self._unseen: Counter[Any] = Counter()
         """Passes since then, by their kind."""
         self._seen: dict[tuple[str, ...], list[_Seen]] = {}
@@ -87,6 +94,7 @@ class LossCheck:
         self.divided: tuple[float, int] | None = None
         """The divisor of each example's loss in the newest loss, if that is clear, and the number of examples."""
         self._random = random.Random()
+        self._has_warned = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_random": None}
@@ -97,12 +105,14 @@ class LossCheck:
     def expect(self, kind: Any, due: bool, outputs: Iterable[Any], examples: int) -> None:
         """Look at the loss that comes from these outputs of a pass of a ``kind`` of batch, where that is ``due``.
 
-        The first losses of a kind are due in any case, and every pass is that comes before the loss of a due one.
+        The first losses of a kind are due in any case, until two lengths were among them, and every pass is that comes
+        before the loss of a due one.
         """
         if examples < 2:
             return
         self._unseen[kind] += 1
-        few = self._looked_at[kind] < LOSSES and self._unseen[kind] <= TRIES
+        one_length = len(self._lengths.get(kind, ())) < 2  # of which pieces of a batch have one, but for the last
+        few = (self._looked_at[kind] < LOSSES or one_length) and self._unseen[kind] <= TRIES
         due = due or (few and self._looked_at.total() < ALWAYS)
         if self._has_looked or self._unseen[kind] > TRIES:
             WAITING.discard(self)
@@ -121,6 +131,7 @@ class LossCheck:
         passes = {output.of_pass for output in graph.outputs}
         for kind in {of.kind for of in passes if not of.seen}:
             self._looked_at[kind] += 1
+            self._lengths.setdefault(kind, set()).add(graph.examples)
             self._unseen[kind] = 0
         for of in passes:
             of.seen = self._has_looked = True
@@ -132,6 +143,18 @@ class LossCheck:
                 if isinstance(error, PrivacyError):
                     raise
                 # A compiled loss, one whose graph is gone, or one without a second derivative.
+            self._tell_what_hides(graph)
+
+    def _tell_what_hides(self, graph: LossGraph) -> None:
+        """Warn once of a function whose derivatives do not show what it does with several examples."""
+        if self._has_warned or (name := graph.opaque()) is None:
+            return
+        self._has_warned = True
+        warn_caller(
+            f"Nothing tells whether the loss compares the examples of a batch: {name} (a compiled loss, or a function "
+            "of your own) hides what it does with them. Train a few batches with the same loss in plain operations "
+            "first, uncompiled, or let your function return one number per example.",
+        )
 
     def _look(self, graph: LossGraph) -> None:
         _check_cross_entropy(graph.nodes)
@@ -145,7 +168,9 @@ class LossCheck:
                 f"({bend.lower()}): what becomes of one depends on the others. {REMEDY}; what selects or bends goes to "
                 f"each of them, as in ((losses - b).abs() + b).mean(). {OR_SWITCH_OFF}"
             )
-        self._compare(graph, _Seen(graph.examples, divisors, weights))
+        self._compare(
+            graph, _Seen(graph.examples, divisors, weights, graph.pairs, graph.divisors[0] if clear else math.nan)
+        )
         if graph.compares(self._random):
             raise PrivacyError(
                 "The loss compares the examples of a batch: the gradient at one example's output depends on the "
@@ -166,6 +191,14 @@ class LossCheck:
                 )
         before[:] = [*before, now][-MOST_SEEN:]
         lengths = [seen.examples for seen in before]
+        # A width of another kind may be as long as one batch, but hardly as all of them.
+        if len(set(lengths)) > 1 and set.intersection(*(seen.pairs for seen in before)):
+            raise PrivacyError(
+                "The loss goes through a square of all pairs of the batch's examples: outputs are compared with other "
+                "examples' labels or keys, or a [B, 1] meets a [B] (output.squeeze(1) then). "
+                f"{REMEDY}. {OR_SWITCH_OFF}"
+            )
+        self._compare_reductions(before)
         for at, values in enumerate(zip(*(seen.divisors for seen in before), strict=True)):
             shares = [value / n for value, n in zip(values, lengths, strict=True)]
             if math.isnan(sum(values)) or _all_alike(values) or _all_alike(shares) or all(map(_is_whole, shares)):
@@ -177,6 +210,20 @@ class LossCheck:
                 f"({', '.join(f'{v:.6g}' for v in values)} for batches of {', '.join(map(str, lengths))} examples). "
                 f"{REMEDY}: {BY_TOKENS}, for instance. (If it is public, as a schedule is, let it be a Python float: "
                 f"loss / float(number).) {OR_SWITCH_OFF}"
+            )
+
+    def _compare_reductions(self, seen: list[_Seen]) -> None:
+        """PrivacyError where losses over several lengths show a sum that is said to be a mean, or the other way."""
+        lengths, divisors = [one.examples for one in seen], [one.divided for one in seen]
+        shares = [divisor / length for divisor, length in zip(divisors, lengths, strict=True)]
+        other, alike = ("sum", divisors) if self._reduction == "mean" else ("mean", shares)
+        if len(seen) > 2 and len(set(lengths)) > 1 and math.isfinite(sum(alike)) and _all_alike(alike):
+            raise PrivacyError(
+                f"The loss is a {other} over the batch (perhaps times a number), and loss_reduction is "
+                f"{self._reduction!r}: before it is clipped, each gradient is scaled by the batch's length, which one "
+                "example changes for all others, so that it moves the sum by up to twice max_grad_norm. Pass "
+                f"loss_reduction={other!r}, or reduce the loss by its {self._reduction}; step() divides by "
+                f"expected_batch_size. {OR_SWITCH_OFF}"
             )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dpcore.example_isolation.rows import flat_rows, half_of_rows, ways_of_rows
@@ -157,6 +158,8 @@ class LossGraph:
         self._reached = {*self.nodes, *(edge.node for edge in self._edges)}
         self.divisors: list[float] = []
         """Of the loss of each example, at the places where examples' losses are added up."""
+        self.pairs: set[int] = set()
+        """The nodes that make a square of all pairs of examples, of which not the diagonal alone counts."""
         self._by_row = [output for output in self.outputs if output.owners]
         several = range(max((len(output.owners) for output in self._by_row), default=0))
         self._ways = [[of.owners[min(way, len(of.owners) - 1)] for of in self._by_row] for way in several]
@@ -182,7 +185,10 @@ class LossGraph:
         def note(at: int, grads: tuple[Tensor | None, ...]) -> None:
             if len(grads) == 1 and grads[0] is not None:
                 found[at] = Weights.at(grads[0], self.examples, flat)
-                if grads[0].numel() == 1 and (reduction := reduction_of(self.nodes[at])) is not None:
+                if _counts_pairs(grads[0], self.examples) and not self._keeps_squares(at):
+                    self.pairs.add(at)
+                reduction = reduction_of(self.nodes[at]) if grads[0].numel() == 1 else None
+                if reduction is not None and self._adds_examples(at):
                     self.divisors.append(float(1.0 / grads[0].abs()) * (self.examples if reduction == "mean" else 1))
 
         with ExitStack() as hooks:
@@ -191,6 +197,17 @@ class LossGraph:
                 hooks.callback(handle.remove)
             self._grad(self._loss, self._outer)
         return found
+
+    def _adds_examples(self, at: int) -> bool:
+        """Return whether a node gets enough numbers to add up one of each example, and not losses of whole batches."""
+        behind = self._behind(self.nodes[at])
+        return any(math.prod(e.node._input_metadata[e.output_nr].shape) >= self.examples for e in behind)  # type: ignore[attr-defined]
+
+    def _keeps_squares(self, at: int) -> bool:
+        """Return whether a square at a node is one of what it gets, in another shape perhaps: nothing met another."""
+        numbers = math.prod(self.nodes[at]._input_metadata[0].shape)
+        shapes = [edge.node._input_metadata[edge.output_nr].shape for edge in self._behind(self.nodes[at])]  # type: ignore[attr-defined]
+        return any(shape.count(self.examples) > 1 or math.prod(shape) == numbers for shape in map(tuple, shapes))
 
     def _grad(
         self, of: GradientEdge, edges: list[GradientEdge], start: Tensor | None = None, create_graph: bool = False
@@ -221,6 +238,20 @@ class LossGraph:
                 alone = not selects and edge in self._edges  # numbers of an output, each by itself
                 if math.prod(shape) and not alone and self._reach(edge, where) > 1:
                     return kind_of(node)
+        return None
+
+    def opaque(self) -> str | None:
+        """Return the name of a function of Python's (a fused or compiled loss) one number of which is of several."""
+        for node in self.nodes if self._ways else ():
+            at: Any = node
+            if not isinstance(node, BackwardCFunction) or at._forward_cls.__module__.startswith("dpcore."):
+                continue
+            try:
+                several = self._reach(GradientEdge(at, 0), tuple(n // 2 for n in at._input_metadata[0].shape)) > 1
+            except RuntimeError:  # a compiled one that may run backward only once
+                several = True
+            if several:
+                return str(at.name())
         return None
 
     def gathers(self, at: int) -> bool:
@@ -283,6 +314,15 @@ def reduction_of(node: Any) -> str | None:
     """Return "mean" or "sum" where a function reduces all numbers that it gets to one."""
     number = {"Mean": 1, "Sum": 2}.get(kind_of(node), getattr(node, "_saved_reduction", 0))
     return {1: "mean", 2: "sum"}.get(number)
+
+
+def _counts_pairs(grad: Tensor, examples: int) -> bool:
+    """Return whether a gradient has two dimensions of as many numbers as ``examples``, and is not diagonal in them."""
+    dims = [dim for dim, length in enumerate(grad.shape) if length == examples]
+    if len(dims) != 2:
+        return False
+    counts = (grad.detach() != 0.0).movedim(dims, (0, 1)).flatten(2).any(2) if grad.dim() > 2 else grad != 0.0
+    return bool(counts.fill_diagonal_(False).any())
 
 
 def _fibre(shape: Any, dim: Any) -> Any:

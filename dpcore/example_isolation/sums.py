@@ -73,7 +73,9 @@ def ordinary(
     params = [param for param in params if param.requires_grad]
 
     def take(param: Parameter, gradient: Tensor) -> Tensor:
-        found[param] = projection(param, gradient)
+        found[param] = projection(param, gradient.to_dense())
+        if gradient.is_sparse:  # Embedding(sparse=True)
+            return gradient
         return gradient.new_zeros(()).expand(gradient.shape)  # which torch keeps in the gradient's place
 
     hooks = [p.register_hook(lambda gradient, p=p: take(p, gradient)) for p in params]

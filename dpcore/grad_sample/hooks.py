@@ -93,7 +93,7 @@ class AbstractGradSampleHooks:
         self._layout = Layout(m, custom_fallbacks(m))
         self._kinds: set[tuple[Any, ...]] = set()
         self.isolation = IsolationCheck(m, self._names, self._layout)
-        self.losses = LossCheck()
+        self.losses = LossCheck(loss_reduction)
         # Gradients that were formed here or released by the optimiser, and their versions: any other in p.grad is
         # an ordinary one, of an operation that no rule has seen.
         self._own: dict[Parameter, tuple[Tensor, int]] = {}

@@ -10,6 +10,7 @@ import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -42,7 +43,7 @@ class Unused:
     """The batches that the steps of one accountant may still use, by their source, the newest last."""
 
     def __init__(self) -> None:
-        self.of: defaultdict[Source, deque[Batch]] = defaultdict(lambda: deque(maxlen=LOOKED_AT))
+        self.of: defaultdict[Source, deque[Batch]] = defaultdict(partial(deque, maxlen=LOOKED_AT))
         _ALL.add(self)
 
 

@@ -35,7 +35,7 @@ def batch_norm_error(where: str, norm: nn.Module) -> ShouldReplaceModuleError:
     return ShouldReplaceModuleError(
         f"{where} is a {type(norm).__name__}, which normalises an example by the others of its batch. Put GroupNorm in "
         f"its place before the optimizer is built: {FIX}. One with the statistics of public data may stay where it is "
-        "put into evaluation mode by its eval() after every train() of the module."
+        "put into evaluation mode by its eval() after every train() of the module, the first before it is made private."
     )
 
 

@@ -388,3 +388,10 @@ def test_mixing_is_seen_among_few_large_examples(function):
     engine = Engine(Wide(function), lambda out, y: F.cross_entropy(out, y, reduction="none"))
     with pytest.raises(PrivacyError, match="other examples"):
         engine.clipped_sum(torch.randn(16, 30_000), torch.arange(16) % 3)
+
+
+def test_a_sparse_gradient_is_checked_like_any_other(recwarn):
+    net = nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Flatten(), nn.Linear(12, 3))
+    engine = Engine(net, lambda out, y: F.cross_entropy(out, y, reduction="none"))
+    engine.clipped_sum(torch.arange(48).reshape(16, 3) % 20, torch.arange(16) % 3)
+    assert not list(recwarn)

@@ -144,6 +144,27 @@ APART = {
 }
 
 
+def _values():
+    net, (x, y) = _classes()
+    return nn.Sequential(net, nn.Linear(CLASSES, 1)), (x, y.float())
+
+
+IN_PAIRS = {
+    "[B, 1] and [B]": (_values, F.mse_loss),
+    "[B, 1] and [B] by hand": (_values, lambda o, y: (o - y).abs().mean()),
+    "keys of all": (
+        _classes,
+        lambda o, y: F.cross_entropy(o @ F.one_hot(y, CLASSES).float().t(), torch.arange(len(y))),
+    ),
+    "detached keys": (_classes, lambda o, y: -F.logsigmoid((2 * torch.eye(len(y)) - 1) * (o @ o.detach().t())).mean()),
+}
+WITH_THEMSELVES = {
+    "[B, 1] and [B, 1]": (_values, lambda o, y: F.mse_loss(o, y[:, None])),
+    "diagonal": (_classes, lambda o, y: (o @ F.one_hot(y, CLASSES).float().t()).diagonal().mean()),
+    "masked": (_classes, lambda o, y: ((o @ F.one_hot(y, CLASSES).float().t()) * torch.eye(len(y))).sum() / len(y)),
+}
+
+
 def _train(make, loss, **options):
     net, data = make()
     model, optimizer, loader = PrivacyEngine().make_private(
@@ -173,6 +194,103 @@ def test_a_loss_that_mixes_examples_is_refused(name):
 @pytest.mark.parametrize("poisson", [False, True])
 def test_a_loss_that_keeps_examples_apart_is_not(name, poisson):
     _train(*APART[name], poisson_sampling=poisson)
+
+
+def _with_batches_of(lengths, make, loss, reduction="mean"):
+    """Passes over batches of such lengths."""
+    net, data = make()
+    model = GradSampleModule(net, loss_reduction=reduction)
+    for x, y in zip(*(of.split(lengths) for of in data), strict=True):
+        loss(model(x), y).backward()
+        model.forget()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", IN_PAIRS)
+def test_a_loss_of_all_pairs_is_refused_as_soon_as_lengths_differ(name):
+    with pytest.raises(PrivacyError, match="square of all pairs"):
+        _with_batches_of([12, 20, 16], *IN_PAIRS[name])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_last_piece_of_a_batch_shows_a_loss_of_pairs():
+    with pytest.raises(PrivacyError, match="square of all pairs"):
+        _with_batches_of([7, 7, 7, 7, 3, 17], *IN_PAIRS["[B, 1] and [B]"])
+
+
+@pytest.mark.parametrize("name", WITH_THEMSELVES)
+def test_a_square_of_which_the_diagonal_alone_counts_is_not(name):
+    _with_batches_of([12, 20, 16], *WITH_THEMSELVES[name])
+
+
+@pytest.mark.parametrize("shape", ["by words", "flat"])
+def test_texts_that_are_once_as_long_as_their_batch_are_not_pairs(shape):
+    """Nor if they always are, where the output is of that length already."""
+    model = GradSampleModule(Words())
+    for length in (8, 12, 10):
+        ids = torch.randint(0, WORDS, (length, length))
+        losses = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten(), reduction="none").view(length, length)
+        (losses.sum(1) / length if shape == "flat" else losses).mean().backward()
+        model.forget()
+
+
+@pytest.mark.filterwarnings("ignore:The loss is the")
+@pytest.mark.parametrize("said", ["mean", "sum"])
+@pytest.mark.parametrize("number", [1.0, 0.05])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("loss", [F.cross_entropy, lambda o, y, reduction: getattr(o.square().sum(1), reduction)()])
+def test_a_loss_that_is_reduced_otherwise_than_it_is_said_is_refused_as_soon_as_lengths_differ(
+    loss, reduction, number, said
+):
+    def run():
+        _with_batches_of([12, 20, 16], _classes, lambda o, y: number * loss(o, y, reduction=reduction), said)
+
+    if reduction == said:
+        run()
+    else:
+        with pytest.raises(PrivacyError, match=f"loss_reduction is '{said}'"):
+            run()
+
+
+def test_a_sum_of_losses_that_the_module_has_averaged_is_no_sum_of_examples():
+    class Averages(nn.Linear):
+        def forward(self, x):
+            return (out := super().forward(x)).square().mean(), out.abs().mean()
+
+    model = GradSampleModule(Averages(8, 3))
+    for x in _classes()[1][0].split([12, 20, 16]):
+        torch.stack(model(x)).sum().backward()
+        model.forget()
+
+
+class _Fused(torch.autograd.Function):
+    """Losses of pairs, or of examples by themselves, whose gradients are made in the forward pass."""
+
+    @staticmethod
+    def forward(ctx, z, compare):
+        with torch.enable_grad():
+            z = z.detach().requires_grad_()
+            loss = _contrastive(z, None) if compare else z.square().sum(1)
+            ctx.save_for_backward(torch.autograd.grad(loss.sum(), z)[0])
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (of_loss,) = ctx.saved_tensors
+        return grad.reshape(-1, 1) * of_loss, None
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_loss_whose_derivatives_hide_what_it_does_is_told_of_once(compiled):
+    compare = torch.compile(_contrastive, backend="aot_eager")
+    with pytest.warns(UserWarning, match="hides what it does") as told:
+        _with_batches_of([24, 24], _classes, compare if compiled else lambda o, _: _Fused.apply(o, True))
+    assert sum("hides what it does" in str(of.message) for of in told) == 1
+
+
+def test_a_function_of_ones_own_that_returns_one_number_per_example_is_nothing_to_tell_of(recwarn):
+    _with_batches_of([24, 24], _classes, lambda o, _: _Fused.apply(o, False).mean())
+    assert not [of for of in recwarn if "hides what it does" in str(of.message)]
 
 
 def _train_on_passes(loss, make=_words):

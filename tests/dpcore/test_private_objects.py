@@ -43,6 +43,18 @@ def test_a_copy_keeps_a_forward_of_the_users():
     torch.testing.assert_close(copy.deepcopy(model)(x), model.eval()(x))
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda engine: pickle.loads(pickle.dumps(engine))])
+def test_a_copy_of_an_engine_counts_on(copied):
+    engine, model, optimizer, loader = make(noise_multiplier=1.0)
+    step(model, optimizer, *next(iter(loader)))
+    before = copied(engine)
+    step(model, optimizer, *next(iter(loader)))
+    assert before.get_epsilon(1e-5) < engine.get_epsilon(1e-5)
+    _, model, optimizer, loader = make(engine=before, noise_multiplier=1.0)
+    step(model, optimizer, *next(iter(loader)))
+    assert before.get_epsilon(1e-5) == pytest.approx(engine.get_epsilon(1e-5))
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps])
 def test_a_private_optimizer_is_not_copied_and_others_go_on(copied):
     _, _, optimizer, _ = make()
