@@ -53,6 +53,12 @@ TRIES = 16
 _FIRST = {0}
 
 
+LOOKED_AT = (
+    "This happened while dpcore looked at copies of an example. The first tensor of the model's inputs says how many "
+    "examples there are: put one [B, ...] first, and constants behind it or into a buffer."
+)
+
+
 class _Recording:
     """A pass through a model that one thread runs at a time, on a tape if there is one."""
 
@@ -263,6 +269,8 @@ class Layout:
     def _refuse(self, look: Look, error: Exception) -> None:
         """UnsupportedError about a model that fails on every look; its own error where it fails on the batch, too."""
         if _raised_here(error):  # what dpcore refuses may crash torch: first states of another shape do
+            if not isinstance(error, UnsupportedError | PrivacyError):
+                error.add_note(LOOKED_AT)
             raise error
         with preserved(self.model), torch.no_grad():
             look.run(0)

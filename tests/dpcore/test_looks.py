@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpcore import Engine, PrivacyEngine
 from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.grad_sample import GradSampleModule
 
 pytestmark = pytest.mark.filterwarnings("ignore:poisson_sampling=False")
 
@@ -417,3 +418,20 @@ def test_a_look_at_large_examples_takes_no_more_memory_than_ordinary_training():
         if look < 1.2 * training:
             break
     assert look < 1.2 * training
+
+
+def test_a_constant_before_the_examples_is_told_with_its_remedy():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 3)
+
+        def forward(self, given):
+            return self.linear(given["x"] * given["scale"]).mean(1)
+
+    x, scale = torch.randn(4, 3, 6), torch.ones(6)
+    private = GradSampleModule(Scaled())
+    with pytest.raises(RuntimeError) as found:
+        private({"scale": scale, "x": x})
+    assert "put one [B, ...] first" in found.value.__notes__[-1]
+    assert private({"x": x, "scale": scale}).shape == (4, 3)
