@@ -269,8 +269,6 @@ class Layout:
     def _refuse(self, look: Look, error: Exception) -> None:
         """UnsupportedError about a model that fails on every look; its own error where it fails on the batch, too."""
         if _raised_here(error):  # what dpcore refuses may crash torch: first states of another shape do
-            if not isinstance(error, UnsupportedError | PrivacyError):
-                error.add_note(LOOKED_AT)
             raise error
         with preserved(self.model), torch.no_grad():
             look.run(0)
@@ -396,8 +394,11 @@ def _refuse_saved(kept: None) -> Tensor:
 
 
 def _raised_here(error: Exception) -> bool:
-    """Return whether dpcore's own code has raised an error."""
+    """Return whether dpcore's own code has raised an error; to one of torch's the remedy is noted."""
     frames = error.__traceback__
     while frames is not None and frames.tb_next is not None:
         frames = frames.tb_next
-    return frames is not None and str(frames.tb_frame.f_globals.get("__name__", "")).startswith("dpcore.")
+    is_ours = frames is not None and str(frames.tb_frame.f_globals.get("__name__", "")).startswith("dpcore.")
+    if is_ours and not isinstance(error, UnsupportedError | PrivacyError):
+        error.add_note(LOOKED_AT)
+    return is_ours
