@@ -35,7 +35,7 @@ LIMITS = {
     "harness": Size(lines=35_695, long_classes=3, long_files=9),
     "dpcore": Size(lines=28_155, long_classes=3, long_files=3),
     "frameworks": Size(lines=5_785, long_classes=0, long_files=0),
-    "tests": Size(lines=48_813, long_classes=0, long_files=16),
+    "tests": Size(lines=48_814, long_classes=0, long_files=16),
 }
 
 
