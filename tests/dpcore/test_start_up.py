@@ -18,8 +18,8 @@ from tests.dpcore.test_clipped_sum import First
 # The target is 3, which the log of 2026-11-22 in results/findings has measured. Half a millisecond of fixed work and a
 # shared machine are allowed for; a probe that ran at the batch's full size several times, or a compilation, is not.
 BOUND = 6.0
-# The experiments on whether examples are kept apart are four more passes, forward and back, over 16 examples at most, and
-# since 2026-11-27 an ordinary one with what it needs to be compared: 9 to 12 ordinary steps of the smallest model.
+# The experiments on whether examples are kept apart are four more passes, forward and back, over 16 examples at most,
+# and since 2026-11-27 an ordinary one with what it takes to compare it: 9 to 12 ordinary steps of the smallest model.
 BOUND_WITH_EXPERIMENTS = 15.0
 
 
