@@ -166,7 +166,6 @@ class Venv:
             )
             if referee is not None:
                 referee.send, referee.pid = functools.partial(_write_line, process), process.pid
-                referee.mark = mark[strays.MARK]
                 if referee.seat is not None:
                     referee.seat.pid = process.pid
             try:

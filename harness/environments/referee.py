@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness.environments import energy, strays
+from harness.environments import energy
 from harness.environments.processors import tree_processors, tree_seconds
 from harness.environments.turn_watch import TurnWatch, Work, is_beyond
 from harness.environments.turns import Seat
@@ -61,9 +61,6 @@ class Referee:
     pid: int | None = None
     """Number of the worker's process, where it runs on this machine."""
 
-    mark: str = ""
-    """What the process and all that it starts carry in their environment."""
-
     seat: Seat | None = None
     """Its seat at the table of those that take turns."""
 
@@ -100,7 +97,6 @@ class Referee:
         self._processors: set[int] = set()
         self._timer: threading.Timer | None = None
         self._left: float | None = None
-        self._has_orphans = False
         self._turns = TurnWatch(self.seat, self.request) if self.seat is not None else None
 
     @property
@@ -231,7 +227,6 @@ class Referee:
         self._read_from = now, waited
         if self.pid is not None:
             self._processors |= tree_processors(self.pid)
-            self._has_orphans = self._has_orphans or bool(self.mark and strays.orphans(self.mark, self.pid))
         (clock, used), (clock_before, used_before) = self._use(), self._used_before
         self._used = self._used[0] + clock - clock_before, self._used[1] + used - used_before
 
@@ -264,7 +259,6 @@ class Referee:
         stated = result.timed.part_seconds
         faults = [*self.faults, *self._disagreements(stated), *self._slow_reads(), *self._long_pauses()]
         faults += self._too_many_processors()
-        faults += ["a process that it started has left its tree of processes"] if self._has_orphans else []
         begun = {epoch for epoch, _ in self.starts}
         if begun != set(range(len(result.epoch_seconds))):
             faults.append(f"{len(result.epoch_seconds)} epochs were stated, and {len(begun)} were started")

@@ -47,19 +47,6 @@ def ended() -> Iterator[dict[str, str]]:
         _end(before, None if alone else mark)
 
 
-def orphans(mark: str, worker: int) -> list[int]:
-    """Return the processes that carry the mark of a worker and have left its tree: they are this process's children."""
-    own = {process.pid: process for process in _children()}
-    return [pid for pid, process in own.items() if pid != worker and _carries(process, mark)]
-
-
-def _children() -> list[psutil.Process]:
-    try:
-        return list(psutil.Process().children())
-    except psutil.Error:
-        return []
-
-
 def _end(before: set[int], mark: str | None) -> None:
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:

@@ -33,7 +33,7 @@ from harness.plan import protocol as protocols
 from harness.plan.e2e import Job, Options
 from harness.plan.registry import Contestant
 from harness.run import block, peaks
-from harness.run.job_text import key_of, outcome_of
+from harness.run.job_text import key_of, outcome_of, title_of
 from harness.run.pace import Pace
 from harness.run.progress import Progress
 from harness.run.remaining import about
@@ -152,6 +152,7 @@ class Run(Session[Options, Contestant, Job, Request]):
             together = [one for one in self.block if self._is_due(one) and not self.folder.attempts(one.name)]
             # Where the run was killed meanwhile, each is measured alone, so that who did it shows.
             self.taken = block.records(self, together if job in together else [job], progress)
+            progress.doing(f"{title_of(job)}, {job.purpose}, round {job.round + 1}")
         record = self.taken.get(job.name)
         return super()._measured(job, progress) if record is None else record
 

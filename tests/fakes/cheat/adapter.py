@@ -258,23 +258,10 @@ class FirstOfATurn(Vectorised):
 
     def step(self, indices: Array, mask: Array | None) -> None:
         if sys._getframe(2).f_code.co_name == "begin_turn":
-            end = time.process_time() + 0.03
+            end = time.process_time() + 0.2
             while time.process_time() < end:
                 pass
         super().step(indices, mask)
-
-
-class Daemon(Vectorised):
-    """Leaves a child behind that is nobody's, and works while the adapter is stopped."""
-
-    def place(self, x: Array, y: Array) -> None:
-        super().place(x, y)
-        if MODE == "time":
-            spins = "import os\nwhile os.getppid() > 1: pass"
-            leaves = (
-                f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {spins!r}], start_new_session=True)"
-            )
-            subprocess.run([sys.executable, "-c", leaves], check=True)
 
 
 class ForgesTime(Vectorised):
@@ -354,7 +341,6 @@ VARIANTS: Mapping[str, type[Exact]] = {
     "works-between": WorksBetween,
     "two-processors": TwoProcessors,
     "first-of-a-turn": FirstOfATurn,
-    "daemon": Daemon,
     "forges-time": ForgesTime,
     "patches-clock": PatchesClock,
     "patches-worker": PatchesWorker,

@@ -23,7 +23,6 @@ REFUSED = {
     "works-between": ("rejected", ("between a reading of the weights and the next start",)),
     "two-processors": ("rejected", ("processors, and were given 1",)),
     "first-of-a-turn": ("rejected", ("the first step of a turn took more than",)),
-    "daemon": ("rejected", ("has left its tree of processes",)),
     "forges-time": ("rejected", ("the clocks do not agree",)),
     "patches-clock": ("rejected", ("the clocks do not agree",)),
     "patches-worker": ("rejected", ("unchanged", "the clocks do not agree", "replay")),
