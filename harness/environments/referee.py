@@ -260,6 +260,8 @@ class Referee:
         faults = [*self.faults, *self._disagreements(stated), *self._slow_reads(), *self._long_pauses()]
         faults += self._too_many_processors()
         begun = {epoch for epoch, _ in self.starts}
+        if len(self.starts) != len(self.seconds):
+            faults.append(f"{len(self.starts)} stretches were begun, and {len(self.seconds)} ended")
         if begun != set(range(len(result.epoch_seconds))):
             faults.append(f"{len(result.epoch_seconds)} epochs were stated, and {len(begun)} were started")
         timed = replace(result.timed, referee_seconds=self.seconds, starts=self.starts, turns=[])
@@ -284,7 +286,7 @@ class Referee:
         """Return the steps of each stretch, of an epoch of so many: from its start to the next one's."""
         every = sorted({*self.starts, *(self._turns.starts if self._turns is not None else ())})
         ends = {
-            one: two[1] if one[0] == two[0] else steps for one, two in zip(every, [*every[1:], (-1, 0)], strict=True)
+            one: two[1] if one[0] == two[0] else steps for one, two in zip(every, [*every[1:], (-1, 0)], strict=False)
         }
         return [ends[start] - start[1] for start in self.starts]
 
