@@ -211,6 +211,8 @@ class Referee:
                 self.send({"stop": True})
 
     def _end(self, now: float, waited: float, work: Work) -> None:
+        (clock, used), (clock_before, used_before) = self._use(), self._used_before
+        self._used = self._used[0] + clock - clock_before, self._used[1] + used - used_before
         with self._lock:
             assert self._went is not None
             start, waited_before = self._went
@@ -227,8 +229,6 @@ class Referee:
         self._read_from = now, waited
         if self.pid is not None:
             self._processors |= tree_processors(self.pid)
-        (clock, used), (clock_before, used_before) = self._use(), self._used_before
-        self._used = self._used[0] + clock - clock_before, self._used[1] + used - used_before
 
     def _read(self, now: float, waited: float) -> None:
         """The first of two readings after a stretch, or the second."""
@@ -267,7 +267,7 @@ class Referee:
         timed = replace(result.timed, referee_seconds=self.seconds, starts=self.starts, turns=[])
         made = self._made(timed.steps_timed)
         if self._turns is not None:
-            faults += self._turns.faults(sum(self.seconds) / max(1, sum(made)))
+            faults += self._turns.faults(sum(self.seconds) / max(1, sum(made)), self._used[1])
             # A worker that forges its result may have begun more than it ended: the clocks do not agree then.
             whole = zip(self._turns.turns, made, self.seconds, strict=False)
             timed = replace(timed, turns=[(block, n, wall, work) for (block, work), n, wall in whole])

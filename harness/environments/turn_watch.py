@@ -12,6 +12,9 @@ from harness.worker.request import Request
 FIRST_STEP_FACTOR = 3.0
 """The first step of a turn, which is not counted, may take so many times another one: work for later steps is not done
 in it."""
+UNCOUNTED_SHARE, UNCOUNTED_SECONDS = 0.1, 0.1
+"""Processor time beyond what was counted: the kernel tells that of ended children in ticks of 10 ms, and what is read
+after a stretch holds a little of what follows."""
 Work = tuple[float, dict[str, float]]
 """Seconds that the process's threads worked, and that each of them was ready and waited for a processor."""
 
@@ -66,19 +69,27 @@ class TurnWatch:
     def work(self) -> Work:
         """Return what its threads worked and waited so far: where one at a time works on a CPU, whose waiting is the
         machine's; several also wait for each other."""
-        if self.seat.pid is None or self.request.threads > 1 or self.request.device != "cpu":
+        if self.seat.pid is None or not self._counts_work:
             return 0.0, {}
         return tree_clock(self.seat.pid), tree_waited(self.seat.pid)
 
-    def faults(self, step_seconds: float) -> list[str]:
+    @property
+    def _counts_work(self) -> bool:
+        return self.request.threads == 1 and self.request.device == "cpu"
+
+    def faults(self, step_seconds: float, used: float) -> list[str]:
         """Return what is said against the steps between the start of a turn and that of its clock, and against work
-        while others had their turns."""
+        that was not counted: ``used``, the processor seconds of all timed stretches, those of ended children included,
+        which a thread of the same process that only waits could otherwise hide."""
         found = ["the clock was started before its turn"] if self._began_outside else []
         limit = FIRST_STEP_FACTOR * step_seconds
         if is_beyond([seconds - room - limit for seconds, room in self._first_steps]):
             found.append(
                 f"the first step of a turn took more than {limit:.4f} s, {FIRST_STEP_FACTOR} times another one"
             )
+        counted = sum(work for _, work in self.turns)
+        if self._counts_work and used > counted * (1.0 + UNCOUNTED_SHARE) + UNCOUNTED_SECONDS:
+            found.append(f"its processes used {used:.2f} s of a processor, and {counted:.2f} s were counted")
         if self.seat.beside > BESIDE_SECONDS:
             found.append(f"it worked for {self.seat.beside:.3f} s while others had their turns")
         return found

@@ -1,0 +1,63 @@
+"""What the referee notes of a process that takes turns."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.analysis.turns import log_ratio, shared
+from harness.environments import turn_watch
+from harness.environments.turn_watch import TurnWatch
+from harness.environments.turns import Seat, Turns
+from harness.worker.request import Request
+from tests.harness.environments.test_referee import GIVEN
+
+
+def watch(monkeypatch, worked: float, waited: float, threads: int = 1) -> TurnWatch:
+    """Ten turns of a second, in each of which the process worked and its longest waiting thread waited so long."""
+    clock = {"worked": 0.0, "waited": 0.0}
+    monkeypatch.setattr(turn_watch, "tree_clock", lambda pid: clock["worked"])
+    monkeypatch.setattr(turn_watch, "tree_waited", lambda pid: {"1": 0.0, "2": clock["waited"]})
+    seat = Seat(Turns("s"))
+    seat.pid = 1
+    notes = TurnWatch(seat, Request(**{**GIVEN, "threads": threads}))  # type: ignore[arg-type]
+    for _ in range(10):
+        notes.opened(0.0, 0.0)
+        notes.clock_starts(0.01, 0.0, 0.005, 4.0)
+        clock["worked"] += worked
+        clock["waited"] += waited
+        notes.clock_stops(1.0, notes.work())
+    return notes
+
+
+@pytest.mark.parametrize(
+    ("worked", "waited", "threads", "counted"),
+    [
+        (1.0, 0.0, 1, 1.0),
+        (0.6, 0.4, 1, 0.6),  # others had the processor
+        (0.2, 0.0, 1, 1.0),  # it slept
+        (0.6, 0.9, 1, 0.6),  # never less than it worked
+        (1.8, 0.9, 2, 1.0),  # several threads wait for each other
+    ],
+)
+def test_what_others_took_does_not_count_and_sleeping_does(monkeypatch, worked, waited, threads, counted):
+    notes = watch(monkeypatch, worked, waited, threads)
+    assert [work for _, work in notes.turns] == pytest.approx([counted] * 10)
+    assert notes.faults(0.01, 10 * worked) == []
+
+
+def test_work_of_children_that_have_ended_is_not_hidden_by_a_thread_that_waits(monkeypatch):
+    (fault,) = watch(monkeypatch, worked=0.0, waited=0.95).faults(0.01, used=9.0)
+    assert fault == "its processes used 9.00 s of a processor, and 0.50 s were counted"
+
+
+def test_a_first_step_that_takes_many_others_is_a_fault(monkeypatch):
+    assert "the first step of a turn took more than" in watch(monkeypatch, 1.0, 0.0).faults(0.001, 10.0)[0]
+
+
+def test_the_ratio_is_that_of_the_blocks_that_both_have_and_leaves_no_slow_one_out():
+    base = [(block, 10, 1.0, 1.0) for block in range(1, 6)]
+    head = [(block, 5, 0.5, 1.0 if block == 3 else 0.5) for block in range(2, 7)]
+    blocks = shared(base, head)
+    assert blocks == pytest.approx([(0.1, 0.2), (0.1, 0.1), (0.1, 0.1)])  # of 2 to 5, the first is left out
+    assert log_ratio(blocks) == pytest.approx(0.2877, abs=1e-4)
+    assert log_ratio([]) is None
