@@ -68,14 +68,14 @@ class _Pass:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a loss was divided by, how much each of its examples weighed, and which functions saw them in pairs."""
+    """Holds what a loss was divided by, how much each example weighed, and which functions saw them in pairs."""
 
     examples: int
     divisors: list[float]
     weights: list[Weights | None]
     pairs: set[int]
     divided: float
-    """By how much each example's loss was divided, or NaN where that is not clear."""
+    """Divisor of each example's loss, or NaN where that is not clear."""
 
 
 class LossCheck:
@@ -90,7 +90,7 @@ class LossCheck:
         self._unseen: Counter[Any] = Counter()
         """Passes since then, by their kind."""
         self._seen: dict[tuple[str, ...], list[_Seen]] = {}
-        """Of losses by the names of their functions."""
+        """Losses that were seen, by the names of their functions."""
         self.divided: tuple[float, int] | None = None
         """The divisor of each example's loss in the newest loss, if that is clear, and the number of examples."""
         self._random = random.Random()
@@ -105,14 +105,15 @@ class LossCheck:
     def expect(self, kind: Any, due: bool, outputs: Iterable[Any], examples: int) -> None:
         """Look at the loss that comes from these outputs of a pass of a ``kind`` of batch, where that is ``due``.
 
-        The first losses of a kind are due in any case, until two lengths were among them, and every pass is that comes
+        The first losses of a kind are due in any case, and the first of a second length, and every pass is that comes
         before the loss of a due one.
         """
         if examples < 2:
             return
         self._unseen[kind] += 1
-        one_length = len(self._lengths.get(kind, ())) < 2  # of which pieces of a batch have one, but for the last
-        few = (self._looked_at[kind] < LOSSES or one_length) and self._unseen[kind] <= TRIES
+        lengths = self._lengths.get(kind, set())  # pieces of a batch have one, but for the last
+        is_second = len(lengths) < 2 and examples not in lengths
+        few = (self._looked_at[kind] < LOSSES or is_second) and self._unseen[kind] <= TRIES
         due = due or (few and self._looked_at.total() < ALWAYS)
         if self._has_looked or self._unseen[kind] > TRIES:
             WAITING.discard(self)

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 from dpcore import Engine, PrivacyEngine, reference  # noqa: E402
 
 BATCH, BOUND, CLASSES = 24, 0.3, 4
-STARTING_STEPS = 26  # of a loop whose batches all have one length 24 losses are looked at
+STARTING_STEPS = 4
 """Steps in which the experiments on mixing examples may still run, and the first of which plans."""
 
 
