@@ -118,7 +118,7 @@ class Layout:
     def tape(self, names: dict[Parameter, str], batch_size: int, scale: float | None = None) -> Tape:
         """Return a tape for a pass of ``batch_size`` examples through the model; open it by :meth:`recording`."""
         tape = Tape(names, batch_size, scale, self.dim, self.averaged)
-        tape.uses.unmet = self.unmet
+        tape.uses.unmet = self.unmet if batch_size else {}  # an empty batch, maybe the first one, has no gradients
         return tape
 
     def attempt(self, run: Callable[[], T], look_again: Callable[[], object] | None) -> T:
@@ -202,6 +202,8 @@ class Layout:
             known.add(found if fits else x.shape)
             self._shapes.add((*key, found, _shape_beside(x, found)))
             return found
+        if not tape.batch_size and not known:  # the first batch of all is empty, of which no gradient is taken
+            return fits[0] if fits else -1
         possible = [d for d in fits if d in known] + ([-1] if x.shape in known else [])
         seen = [d for d in possible if (*key, d, _shape_beside(x, d)) in self._shapes]
         if len(fits) > 1 and not seen and tape.batch_size > 1:  # at that length, a way that it has not gone
@@ -236,8 +238,7 @@ class Layout:
             again: Whether this is another look at a kind that was learnt about.
 
         Raises:
-            UnsupportedError: even the whole model does not keep its batch first, or cannot be looked at. Random state
-                is left as it was.
+            UnsupportedError: even the whole model does not keep its batch first, or cannot be looked at.
         """
         before = set(self.unmet)
         for look in looks:

@@ -28,9 +28,7 @@ LAST = ["refusals", "absent"]
 """Ask two ranks only; afterwards the group is of no more use."""
 
 
-@pytest.fixture(
-    scope="module", params=[2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
-)
+@pytest.fixture(scope="module", params=[2, 1, pytest.param(4, marks=pytest.mark.slow)])
 def found(request, tmp_path_factory):
     """The reports of 1, 2 or 4 ranks, from one launch."""
     return launch(tmp_path_factory.mktemp("ranks"), request.param, *CHECKS, *(LAST if request.param == 2 else ()))
