@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -208,13 +208,16 @@ class Trial:
     def _outputs(self, batch: Any, recording: AbstractContextManager[None]) -> list[Tensor]:
         """The outputs that need a gradient, of a forward pass under ``recording``."""
         self.random.restore()
-        before = {id(tensor) for tensor in left_behind(self.subject.model)}
+        before = {id(tensor) for tensor in self._left_behind()}
         with recording:
             returned = self._run(without_graph(batch))
         self.drew = not RandomNumbers(self.subject.model).same(self.random)
         self.written = self.state.written()
-        left = [t for t in left_behind(self.subject.model) if self._counts_left_behind and id(t) not in before]
+        left = [t for t in self._left_behind() if id(t) not in before]
         return list({id(t): t for t in (*tensors_in(returned), *left) if t.requires_grad}.values())
+
+    def _left_behind(self) -> Iterable[Tensor]:
+        return left_behind(self.subject.model) if self._counts_left_behind else ()
 
     def _kept(self, excluded: Tensor, dropped: int, device: torch.device) -> Tensor:
         kept = torch.ones(self.batch_size, dtype=torch.bool, device=device)

@@ -179,12 +179,13 @@ def left_behind(module: nn.Module) -> Iterator[Tensor]:
     """Tensors in attributes of a module's parts that have a place in a graph: an auxiliary loss, say."""
     for part in module.modules():
         attributes = [v for n, v in vars(part).items() if not (_is_setting(v) or (n[0] == "_" and isinstance(v, dict)))]
-        yield from (tensor for tensor in tensors_in(attributes) if tensor.grad_fn is not None)
+        if attributes:  # an ordinary layer has none
+            yield from (tensor for tensor in tensors_in(attributes) if tensor.grad_fn is not None)
 
 
 def _is_setting(value: Any) -> bool:
-    """Return whether this is a setting, such as layers have many of: a number, a name, or a tuple or list of them."""
-    if isinstance(value, tuple | list):
+    """Return whether this is a setting, such as layers have many of: a number, a name, or a tuple, list or set of them."""
+    if isinstance(value, tuple | list | set):
         return all(isinstance(part, _SETTINGS) for part in value)
     return isinstance(value, _SETTINGS)
 
