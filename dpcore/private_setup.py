@@ -251,7 +251,7 @@ class Setup:
 
     @property
     def _options(self) -> dict[str, Any]:
-        """What was given beside the settings: options of the optimizer's class."""
+        """Return the options of the optimizer's class that were given beside the settings."""
         return {k: v for k, v in self.settings.items() if k not in DEFAULTS and k not in NEEDED}
 
     def _check_clipping(self) -> None:

@@ -1,4 +1,4 @@
-"""What the steps of an engine have spent, run by run: whoever goes on from a run's state has spent it, too."""
+"""Count what an engine's steps have spent, run by run: whoever goes on from a run's state has spent it, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Trainer of transformers is refused before it trains privately."""
+"""Check a Trainer of transformers before it trains privately."""
 
 from __future__ import annotations
 

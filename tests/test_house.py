@@ -32,10 +32,10 @@ class Size:
 # were cut into; tests for both. Then both for losses of all pairs, losses that hide what they do, and sums that are
 # said to be means, which moved the sum of gradients by more than the bound.
 LIMITS = {
-    "harness": Size(lines=35_679, long_classes=3, long_files=9),
-    "dpcore": Size(lines=28_155, long_classes=3, long_files=3),
+    "harness": Size(lines=35_690, long_classes=3, long_files=9),
+    "dpcore": Size(lines=28_161, long_classes=3, long_files=3),
     "frameworks": Size(lines=5_785, long_classes=0, long_files=0),
-    "tests": Size(lines=48_799, long_classes=0, long_files=16),
+    "tests": Size(lines=48_860, long_classes=0, long_files=16),
 }
 
 

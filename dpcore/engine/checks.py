@@ -1,4 +1,4 @@
-"""What an engine is given, and what it refuses of it."""
+"""Check what an engine is given, and refuse what it cannot train."""
 
 from __future__ import annotations
 

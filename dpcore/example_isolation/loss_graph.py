@@ -157,7 +157,7 @@ class LossGraph:
         self._edges = [edge for edge, output in mine if output.owners]
         self._reached = {*self.nodes, *(edge.node for edge in self._edges)}
         self.divisors: list[float] = []
-        """Of the loss of each example, at the places where examples' losses are added up."""
+        """Divisors of an example's loss, at the places where examples' losses are added up."""
         self.pairs: set[int] = set()
         """The nodes that make a square of all pairs of examples, of which not the diagonal alone counts."""
         self._by_row = [output for output in self.outputs if output.owners]

@@ -1,4 +1,4 @@
-"""What a private optimizer refuses: settings, states and loops that do not fit, gradients that were not clipped."""
+"""Refuse settings, states and loops that do not fit a private optimizer, and gradients that were not clipped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MEAN_RULE = "with loss_reduction='mean' the update needs a positive, public divi
 SPENT = "privacy"
 """The entry of a state's first group that says what its steps have spent: torch's optimizers keep it when they load."""
 SCHEDULED = {"initial_lr", "base_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "param_names", SPENT}
-"""What schedules, torch and dpcore put into groups of any optimiser."""
+"""Entries that schedules, torch and dpcore put into groups of any optimiser."""
 
 
 def check_takes_one_gradient(optimizer: Any) -> None:

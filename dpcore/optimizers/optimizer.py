@@ -158,7 +158,7 @@ class DPOptimizer(ClippingOptimizer):
 
     @property
     def engine(self) -> Any:
-        """What counts the steps for an engine, None where nothing does."""
+        """Return the engine, or what counts its steps; None where nothing does."""
         return self.run.counter()
 
     def __repr__(self) -> str:

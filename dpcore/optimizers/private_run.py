@@ -37,7 +37,7 @@ UNKNOWN = NextBatch(-1, -1, 0)
 
 @dataclass(eq=False)
 class PrivateRun:
-    """What make_private joins to an optimizer, and the course of the optimizer's steps.
+    """Holds what make_private joins to an optimizer, and the course of the optimizer's steps.
 
     ``setting``: what must not differ when a checkpoint is resumed; schedules move the optimizer's attributes, not
     these. ``loader``: the private one. ``ledger``: takes the batches of a step from the unused ones; None: they are not
