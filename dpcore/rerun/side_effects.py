@@ -184,7 +184,7 @@ def left_behind(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _is_setting(value: Any) -> bool:
-    """Return whether this is a setting, such as layers have many of: a number, a name, or a tuple, list or set of them."""
+    """Return whether this is a setting, as layers have many: a number, a name, or a tuple, list or set of them."""
     if isinstance(value, tuple | list | set):
         return all(isinstance(part, _SETTINGS) for part in value)
     return isinstance(value, _SETTINGS)
