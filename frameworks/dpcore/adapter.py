@@ -10,6 +10,8 @@ import torch
 from dpcore import Engine, GaussianNoise, PrivacyEngine, native
 from dpcore.accountants import PRVAccountant
 from dpcore.errors import UnsupportedError
+from dpcore.grad_sample import GradSampleModule
+from dpcore.optimizers import DPOptimizer
 from frameworks._shared.torch import models as torch_models
 from frameworks._shared.torch import optimizers
 from frameworks._shared.torch.adapter import PRECISIONS, TorchAdapter
@@ -19,7 +21,10 @@ from harness.tasks import Task
 
 def create(variant: str) -> Adapter:
     """``native``: with the kernels, as the wheel has them. ``engine``: pure torch, as the wheel without kernels is.
-    ``compiled``: with the kernels, and the pass as graphs compiled by torch.compile."""
+    ``compiled``: with the kernels, and the pass as graphs compiled by torch.compile. ``loop``: what ``make_private``
+    hands out, in the loop that its users write."""
+    if variant == "loop":
+        return Loop()
     return Dpcore(kernels=variant != "engine", graphs=variant == "compiled")
 
 
@@ -36,14 +41,7 @@ class Dpcore(TorchAdapter):
         self.examined: tuple[Task, str, str] | None = None  # what the engine's trials were about
 
     def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
-        if self.kernels and setting.device == "cpu":
-            try:
-                native.build()
-            except native.NativeBuildError as error:
-                raise Unsupported(str(error)) from None
-        if not setting.private:
-            raise Unsupported("dpcore only trains with differential privacy; its non-private twin is pytorch.")
-        self.own = None
+        self.prepare(setting)
         kept, model = self.engine, (task, setting.device, setting.precision)
         if kept is not None and self.examined == model:
             # The engine tries out once per model what mixes examples and what is fastest, or compiles it, as other
@@ -73,6 +71,17 @@ class Dpcore(TorchAdapter):
             self.engine = None
             raise Unsupported(str(error)) from None
         self.examined = model
+
+    def prepare(self, setting: Setting) -> None:
+        """Makes the kernels, as the wheel has them, and refuses what is not private."""
+        if self.kernels and setting.device == "cpu":
+            try:
+                native.build()
+            except native.NativeBuildError as error:
+                raise Unsupported(str(error)) from None
+        if not setting.private:
+            raise Unsupported("dpcore only trains with differential privacy; its non-private twin is pytorch.")
+        self.own = None
 
     def optimizer(self) -> torch.optim.Optimizer:
         return optimizers.make(torch_models.trained_parameters(self.model), self.setting, of_sum=False)
@@ -108,3 +117,35 @@ class Dpcore(TorchAdapter):
             noise_multiplier=self.setting.noise_multiplier, sample_rate=self.setting.sample_rate, steps=steps
         )
         return float(accountant.get_epsilon(delta))
+
+
+class Loop(Dpcore):
+    """The wrapped model and the optimiser that ``make_private`` hands out, between the lines of an ordinary loop.
+
+    The harness draws the batches, so that there is no loader, and the two are made as Opacus' users make them by hand.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(kernels=True, graphs=False)
+
+    def build(self, task: Task, setting: Setting, initial: Mapping[str, np.ndarray]) -> None:
+        self.prepare(setting)
+        self.configure(task, setting)
+        self.model = self.network(initial)
+        self.losses = torch_models.loss_fn(task)
+        self.wrapped = GradSampleModule(self.model)
+        self.private = DPOptimizer(
+            self.optimizer(),
+            noise_multiplier=setting.noise_multiplier,
+            max_grad_norm=setting.max_grad_norm,
+            expected_batch_size=setting.batch_size,
+            noise=GaussianNoise(setting.seed),
+        )
+
+    def step(self, indices: np.ndarray, mask: np.ndarray | None) -> None:
+        x, y = self.batch(indices)
+        self.private.zero_grad()
+        with self.autocast():
+            loss = self.losses(self.wrapped(x), y).mean()
+        loss.backward()
+        self.private.step()
