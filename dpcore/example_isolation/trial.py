@@ -78,6 +78,8 @@ class Trial:
         """What the last pass with an example ``alone`` has recorded of all examples."""
         self.rounds = False
         """Whether something was computed in half precision there."""
+        self.adds_up = True
+        """Whether such a pass notes that."""
         self._counts_left_behind = True
 
     def recorded_of(self, param: Parameter) -> float:
@@ -115,10 +117,11 @@ class Trial:
             weights = self._all_weights(outputs, excluded if changed else None, dropped)
             if weights is not None:
                 raw = tape.pull(outputs, weights, keep=False, guarded=not self._counts_left_behind)
-                if alone is not None:
+                record = alone is not None and self.adds_up
+                if record:
                     self.rounds = tape.rounds
                     self.recorded = {param: sums.Recorded.of(param, grad) for param, grad in raw.items()}
-                found.update(self._found(tape, outputs, weights, excluded, dropped, record=alone is not None))
+                found.update(self._found(tape, outputs, weights, excluded, dropped, record))
 
         def look_both_ways(tape: Tape, outputs: list[Tensor]) -> None:
             look_alone(tape, outputs)

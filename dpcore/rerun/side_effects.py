@@ -178,7 +178,7 @@ def tensors_in(value: Any, depth: int = 6) -> Iterator[Tensor]:
 def left_behind(module: nn.Module) -> Iterator[Tensor]:
     """Tensors in attributes of a module's parts that have a place in a graph: an auxiliary loss, say."""
     for part in module.modules():
-        attributes = [v for n, v in vars(part).items() if not (_is_setting(v) or (n[0] == "_" and isinstance(v, dict)))]
+        attributes = [v for n, v in vars(part).items() if not ((n[0] == "_" and isinstance(v, dict)) or _is_setting(v))]
         if attributes:  # an ordinary layer has none
             yield from (tensor for tensor in tensors_in(attributes) if tensor.grad_fn is not None)
 
