@@ -229,14 +229,7 @@ class IsolationCheck:
                     "examples apart; a model that fails on that depends on several examples at a time."
                 )
                 raise
-        now = trial.written
-        for name in written.keys() | now.keys():
-            if name not in written or name not in now or not same_values(written[name], now[name]):
-                raise PrivacyError(
-                    f"The buffer {name} depends on the examples of a batch and would be released without noise, in "
-                    "state_dict() and through what is computed from it. Keep such statistics out of the model, or "
-                    "compute them from public data."
-                )
+        _check_same_buffers(written, trial.written)
         if floating and not trial.large:
             outliers = replace_rows(batch, count, rows, lambda leaf: enlarged(leaf[rows.to(leaf.device)]))
             self._compare_outliers(trial, before, batch, outliers, excluded)
@@ -369,6 +362,17 @@ class IsolationCheck:
         half = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.subject.names)
         device = next(iter(self.subject.names)).device.type
         return HALF_ROUNDING if half or torch.is_autocast_enabled(device) else ROUNDING
+
+
+def _check_same_buffers(before: dict[str, Tensor], now: dict[str, Tensor]) -> None:
+    """Experiment 4: PrivacyError where a pass of other examples wrote something else."""
+    for name in before.keys() | now.keys():
+        if name not in before or name not in now or not same_values(before[name], now[name]):
+            raise PrivacyError(
+                f"The buffer {name} depends on the examples of a batch and would be released without noise, in "
+                "state_dict() and through what is computed from it. Keep such statistics out of the model, or "
+                "compute them from public data."
+            )
 
 
 def _dropped(batch: Any, count: int) -> int:
