@@ -36,7 +36,7 @@ LIMITS = {
     "harness": Size(lines=35_690, long_classes=3, long_files=9),
     "dpcore": Size(lines=28_200, long_classes=3, long_files=3),
     "frameworks": Size(lines=5_826, long_classes=0, long_files=0),
-    "tests": Size(lines=48_867, long_classes=0, long_files=16),
+    "tests": Size(lines=48_868, long_classes=0, long_files=16),
 }
 
 
