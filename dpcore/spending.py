@@ -95,10 +95,14 @@ class Spending:
             )
         return epsilon
 
+    @property
+    def delta(self) -> float:
+        """The budget's δ, or else the customary one, below 1 / (number of examples)."""
+        return self.budget.delta if self.budget else customary_delta(self._examples or 10**5 - 1)
+
     def parts(self) -> list[str]:
         """Return what an engine shows of itself: what was spent, and the budget."""
-        examples, budget = self._examples, self.budget
-        delta = budget.delta if budget else customary_delta(examples or 10**5 - 1)
+        examples, budget, delta = self._examples, self.budget, self.delta
         # Nobody asked for this delta: another one has another epsilon.
         origin = f" (below 1 / {examples} examples)" if examples and not budget else ""
         spent = rounded_up(self.accountant.get_epsilon(delta))

@@ -211,6 +211,17 @@ class DPTrainerMixin:
             counted = (labels != IGNORED).sum(1)
         return losses / counted.clamp(min=1)
 
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log what is spent beside every loss of training, at the budget's delta or the customary one.
+
+        The Trainer's norm of the gradient is left out: where it looks there is none, and it would always be 0.
+        """
+        if "loss" in logs or "train_loss" in logs:
+            delta = self.engine._spending.delta
+            logs = {n: v for n, v in logs.items() if n != "grad_norm"}
+            logs |= {"epsilon": self.engine.accountant.get_epsilon(delta), "delta": delta}
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
     def _check_private(self, model: nn.Module) -> None:
         """Refuse to train where the optimizer's step would not be the private one, or not that of ``model``.
 

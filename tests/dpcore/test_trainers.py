@@ -135,6 +135,9 @@ def test_a_trainer_keeps_its_budget_through_a_resume(tmp_path):
     whole, run = trainer(tmp_path / "whole")
     run.train()
     assert len(whole.accountant) == STEPS and 2.9 < whole.get_epsilon(1e-3) <= 3.0
+    *_, last = run.state.log_history
+    assert last["epsilon"] == whole.get_epsilon(1e-3) and last["delta"] == 1e-3
+    assert not any("grad_norm" in line for line in run.state.log_history)
     checkpoint = tmp_path / "whole" / "checkpoint-7"
     resumed, again = trainer(tmp_path / "again")
     again.train(resume_from_checkpoint=str(checkpoint))
