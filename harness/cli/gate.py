@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.environments import memory_limit
-from harness.environments.backend import check_device, check_threads
+from harness.environments.backend import check_device, check_threads, default_threads
 from harness.environments.executor import Limits
 from harness.environments.unavailable import Unavailable
 from harness.environments.venv import VenvBackend
@@ -102,7 +101,7 @@ def _judge(contestant: Contestant, task: str, device: str, threads: int | None, 
     if isinstance(executor, Unavailable):
         return Verdict("unsupported", executor.reason, nothing, {})
     bounds = Limits(memory_limit.default_limit(), admission.TIMEOUT_SECONDS)
-    cores = threads or len(os.sched_getaffinity(0))
+    cores = threads or default_threads()
     return admission.judge(contestant, task, executor, bounds, device, cores, progress.log, backend.run_tool, fresh)
 
 

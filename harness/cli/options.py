@@ -29,7 +29,8 @@ Isolation = Annotated[
     str, typer.Option(help="What keeps contestants apart; inprocess: for tests only.", metavar="venv|docker|inprocess")
 ]
 Threads = Annotated[
-    int | None, typer.Option(help="Threads and pinned cores per process; default all.", metavar="N", show_default=False)
+    int | None,
+    typer.Option(help="Threads and pinned cores per process; default all but one.", metavar="N", show_default=False),
 ]
 Repeats = Annotated[
     int | None, typer.Option(help="How often a disturbed measurement is made again.", metavar="N", show_default=False)

@@ -28,8 +28,8 @@ Outcome = TypeVar("Outcome")
 
 
 class Progress:
-    """Redraws twice a second only: the harness must not be the foreign load that it looks for. Without a terminal it
-    prints a line for each finished piece instead."""
+    """A line for each finished piece, and below them, in a terminal, a bar. It is redrawn twice a second only: the
+    harness must not be the foreign load that it looks for."""
 
     def __init__(self, console: Console, quiet: bool = False) -> None:
         self.console = console
@@ -99,7 +99,7 @@ class Progress:
         seconds = self._remaining.seconds(self._keys[self._done :])
         left = "" if not seconds else f"{about(seconds)} left"
         self._bar.update(self._task, advance=1, left=left)
-        if not self.quiet and not self.console.is_terminal:
+        if not self.quiet:
             number = f"{self._done:>{len(str(len(self._keys)))}}/{len(self._keys)}"
             tail = f" ({clock(now - self._began)}{', ' + left if left else ''})"
             self.log(f"[{number}] {self._text}: {outcome}{tail}")
