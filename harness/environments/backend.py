@@ -163,8 +163,8 @@ class LocalBackend:
 def default_threads() -> int:
     """Return all processors of this process but one: the one that the harness and the machine's other work are on.
 
-    Two threads on two busy processors took 17 times as long as one, because a pool's threads spin while they wait for
-    each other.
+    On processors that are all busy as many threads can take many times as long as one: those of a pool spin while they
+    wait for each other.
     """
     return max(1, len(os.sched_getaffinity(0)) - 1)
 

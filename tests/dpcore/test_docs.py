@@ -9,13 +9,16 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 from setuptools.config.pyprojecttoml import read_configuration
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import dpcore
 
 ROOT = Path(__file__).parents[2]
 NAMES = (
-    *("dpcore", "dpcore-features", "dpcore-refusals", "dpcore-internals"),
+    *("dpcore", "dpcore-engine", "dpcore-features", "dpcore-refusals", "dpcore-internals"),
     *("migration", "privacy", "exactness", "side_by_side", "patches"),
 )
 DOCUMENTS = [*(ROOT / "docs" / f"{name}.md" for name in NAMES), ROOT / "dpcore" / "examples" / "README.md"]
@@ -75,3 +78,22 @@ def test_the_package_lists_every_subpackage_and_its_version():
     found = {name for _, name, package in pkgutil.walk_packages(dpcore.__path__, "dpcore.") if package}
     assert {"dpcore", *found} == set(project["tool"]["setuptools"]["packages"])
     assert read_configuration(ROOT / "dpcore" / "pyproject.toml")["project"]["version"] == dpcore.__version__
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_guides_snippets_run_as_they_stand(tmp_path, monkeypatch):
+    """One after the other, each on a model, an optimizer and a loader of its own where it makes them private."""
+    monkeypatch.chdir(tmp_path)
+    guide = (ROOT / "docs" / "dpcore.md").read_text()
+    own = guide[: guide.index("## In a training library")]
+    space = {"F": F, "torch": torch, "steps": 0, "test_x": torch.randn(20, 6), "test_y": torch.arange(20) % 3}
+    snippets = re.findall(r"```python\n(.*?)```", own, flags=re.DOTALL)
+    assert len(snippets) == 7
+    for snippet in snippets:
+        if "make_private" in snippet:
+            space["model"] = torch.nn.Linear(6, 3)
+            space["optimizer"] = torch.optim.SGD(space["model"].parameters(), lr=0.1)
+            rows = TensorDataset(torch.randn(400, 6), torch.arange(400) % 3)
+            space["loader"] = DataLoader(rows, batch_size=40)
+        exec(snippet, space)
+    assert space["steps"] == 10 and 0.0 < space["accuracy"] < 1.0 and space["weights"].keys() == {"weight", "bias"}
