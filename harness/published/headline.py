@@ -72,7 +72,7 @@ def _panels(rows: pd.DataFrame) -> list[tuple[str, list[headline.Bar]]]:
         (
             task_title(str(task), False),
             [
-                headline.Bar(titles.get(r.contestant, r.contestant), r.ratio, looks.is_own(r.contestant))
+                headline.Bar(titles.get(r.contestant, r.contestant), r.ratio, looks.is_own(r.contestant), r.low, r.high)
                 for r in rows_of(group.sort_values("ratio"))
             ],
         )
@@ -84,7 +84,8 @@ def _note(rows: pd.DataFrame, entries: Sequence[Entry], size: int) -> str:
     machines = " and ".join(dict.fromkeys(naming.where(m, sorted(str(e.date) for e in entries)) for m in rows.machine))
     least, most = rows.n.min(), rows.n.max()
     rounds = f"{most}" if least == most else f"{least} to {most}"
-    measured = "One round each, so no interval" if most == 1 else f"Mean of {rounds} paired rounds"
+    lines = ", lines: 95 % intervals of three rounds or more" if rows.low.notna().any() else ""
+    measured = "One round each, so no interval" if most == 1 else f"Mean of {rounds} paired rounds{lines}"
     scaled = "all " if rows.extrapolated.all() else "some " if rows.extrapolated.any() else ""
     scaled = f", {scaled}extrapolated from parts of epochs" if scaled else ""
     return (

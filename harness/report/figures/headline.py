@@ -3,6 +3,7 @@ one that Matplotlib draws: `dpbench findings` makes it, no report does."""
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,11 +39,19 @@ HEADING = 22
 
 @dataclass(frozen=True)
 class Bar:
-    """``ratio``: seconds over those of PyTorch without DP. ``own``: a contestant of this repository."""
+    """``ratio``: seconds over those of PyTorch without DP, ``low`` and ``high`` its 95 % interval, NaN where too few
+    rounds were paired for one. ``own``: a contestant of this repository."""
 
     name: str
     ratio: float
     own: bool
+    low: float = math.nan
+    high: float = math.nan
+
+    @property
+    def end(self) -> float:
+        """Where the bar or its interval ends."""
+        return max(self.ratio, 0.0 if math.isnan(self.high) else self.high)
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,7 @@ def draw(title: str, panels: Sequence[tuple[str, Sequence[Bar]]], note: str, the
     figure = Figure(figsize=(7.4, sum(heights) + 0.95), layout="constrained")
     figure.patch.set_alpha(0)
     grid = figure.subplots(lines, 2, squeeze=False, gridspec_kw={"height_ratios": heights})
-    longest = min(LONGEST_BAR, max(bar.ratio for _, bars in panels for bar in bars))
+    longest = min(LONGEST_BAR, max(bar.end for _, bars in panels for bar in bars))
     for k, axes in enumerate(grid.flat):
         if k < len(panels):
             _panel(axes, *panels[k], longest, theme)
@@ -97,12 +106,14 @@ def _panel(axes: Axes, title: str, bars: Sequence[Bar], longest: float, theme: T
         cut = bar.ratio > longest
         colour = theme.own if bar.own else theme.other
         axes.barh(y, min(bar.ratio, longest), height=0.68, color=colour)
+        if not cut and not math.isnan(bar.low):
+            axes.plot([bar.low, min(bar.high, longest)], [y, y], color=theme.text, linewidth=1.6)
         if cut:
             axes.plot(longest, y, marker=">", markersize=9, color=colour, clip_on=False)
         axes.annotate(
             f"{factor(bar.ratio)}×",
             # Beside the bar, but never across the line at 1.
-            (max(1.0, min(bar.ratio, longest)), y),
+            (max(1.0, min(longest if cut else bar.end, longest)), y),
             (9 if cut else 4, 0),
             textcoords="offset points",
             va="center",

@@ -135,6 +135,10 @@ def test_a_text_is_as_wide_as_its_letters():
     assert drawing.width("i", 10) < drawing.width("M", 10) < drawing.width("M", 10, "bold")
 
 
+ARROW = headline.Bar("PyVacy", 42.0, False, 30.0, 60.0)
+"""Beyond the axis, and so is its interval."""
+
+
 def test_the_front_page_s_figure_has_sorted_bars_with_their_numbers():
     bars = [headline.Bar("dpcore", 0.56, True), headline.Bar("Opacus", 42.0, False)]
     for theme in headline.THEMES.values():
@@ -145,3 +149,10 @@ def test_the_front_page_s_figure_has_sorted_bars_with_their_numbers():
         widths = [bar.get_width() for bar in axes.patches]
         assert widths == [0.56, headline.LONGEST_BAR], "a bar that is cut says so by an arrow"
         assert [line.get_marker() for line in axes.lines if line.get_marker() == ">"] == [">"]
+
+
+def test_the_front_page_s_bars_have_their_intervals():
+    bars = [headline.Bar("dpcore", 1.1, True, 0.9, 1.4), headline.Bar("Opacus", 2.0, False), ARROW]
+    axes = headline.draw("title", [("MNIST CNN", bars)], "note", headline.THEMES[""]).axes[0]
+    assert [list(line.get_xdata()) for line in axes.lines if len(line.get_xdata()) == 2][:-1] == [[0.9, 1.4]]
+    assert axes.texts[0].xy[0] == 1.4, "the number stands behind the interval"
