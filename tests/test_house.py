@@ -31,12 +31,13 @@ class Size:
 # and layers; dpcore for losses that are judged by experiments, and for the heads of the modules that its long classes
 # were cut into; tests for both. Then both for losses of all pairs, losses that hide what they do, and sums that are
 # said to be means, which moved the sum of gradients by more than the bound. Then frameworks for dpcore in the loop that
-# README shows, dpcore for the shorter experiments of large examples.
+# README shows, dpcore for the shorter experiments of large examples and the Trainer's log, harness for the page that
+# says which library to take.
 LIMITS = {
-    "harness": Size(lines=35_690, long_classes=3, long_files=9),
-    "dpcore": Size(lines=28_200, long_classes=3, long_files=3),
+    "harness": Size(lines=35_818, long_classes=3, long_files=9),
+    "dpcore": Size(lines=28_214, long_classes=3, long_files=3),
     "frameworks": Size(lines=5_826, long_classes=0, long_files=0),
-    "tests": Size(lines=48_868, long_classes=0, long_files=16),
+    "tests": Size(lines=48_919, long_classes=0, long_files=16),
 }
 
 

@@ -60,16 +60,24 @@ class Standing:
 
     Attributes:
         first: Nobody else takes less time in the rounds that both share.
-        runner_up: The next one, of another framework, over the first; None where no other one was timed.
-        level: Further contestants of other frameworks whose interval over the first is not above 1.
+        others: Those of other frameworks over the first, the next one first.
         price: The first over PyTorch without DP; None where that was not timed beside it. Its contestant is the plain
             one.
     """
 
     first: str
-    runner_up: Paired | None = None
-    level: tuple[Paired, ...] = ()
+    others: tuple[Paired, ...] = ()
     price: Paired | None = None
+
+    @property
+    def runner_up(self) -> Paired | None:
+        """Return the next one; None where no other framework was timed."""
+        return self.others[0] if self.others else None
+
+    @property
+    def level(self) -> tuple[Paired, ...]:
+        """Return those behind the next one whose interval over the first is not above 1."""
+        return tuple(p for p in self.others[1:] if p.evidence == "overlap")
 
     @property
     def is_shown(self) -> bool:
@@ -112,8 +120,7 @@ def _standing(first: str, sides: frames.Sides, price: Paired | None) -> Standing
     medians = frames.medians_of(sides)
     paired = [_over(sides, first, name) for name in sides if name != first]
     paired.sort(key=lambda p: p.times.ratio if p.times else medians[p.contestant] / medians[first])
-    level = tuple(p for p in paired[1:] if p.evidence == "overlap")
-    return Standing(first, paired[0] if paired else None, level, price)
+    return Standing(first, tuple(paired), price)
 
 
 def _over(sides: frames.Sides, first: str, other: str) -> Paired:

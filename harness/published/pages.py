@@ -1,9 +1,10 @@
 """Pages with tables that are made from committed records: what stands between two comments is written anew.
 
 A block begins with ``<!-- ratios: NAMES at SIZES -->``, ``<!-- tables: NAMES | TITLE -->``, ``<!-- sentence: NAMES at
-SIZE -->``, ``<!-- winners: NAMES -->`` or ``<!-- figure: NAMES at SIZE as FILE -->`` and ends with ``<!-- end -->``.
-NAMES are those of ``dpbench report``, separated by spaces; SIZES, batch sizes, may be left out. FILE is a name in
-plots/, without its ending. A name of ``winners`` may take only some tasks of its run: ``NAME:TASK,TASK``.
+SIZE -->``, ``<!-- winners: NAMES -->``, ``<!-- board: NAMES at SIZES -->`` or ``<!-- figure: NAMES at SIZE as FILE
+-->`` and ends with ``<!-- end -->``. NAMES are those of ``dpbench report``, separated by spaces; SIZES, batch sizes,
+may be left out. FILE is a name in plots/, without its ending. A name of ``winners`` or ``board`` may take only some tasks
+of its run: ``NAME:TASK,TASK``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from harness.published import index
 from harness.published.index import Entry
 
 BLOCK = re.compile(
-    r"(?P<first><!-- (?P<kind>ratios|tables|sentence|winners|figure): (?P<what>[^\n]*) -->\n).*?(?P<last><!-- end -->)",
+    r"(?P<first><!-- (?P<kind>ratios|tables|sentence|winners|board|figure): (?P<what>[^\n]*) -->\n)"
+    r".*?(?P<last><!-- end -->)",
     re.DOTALL,
 )
 
@@ -75,9 +77,11 @@ def _table(page: Path, kind: str, what: str) -> str:
     if kind == "figure":
         names, size, stem = _figure(what)
         return headline.block(_entries(names), size, Path(os.path.relpath(headline.FOLDER, page.parent)) / stem)
-    if kind == "winners":
-        parts = [name.partition(":") for name in what.split()]
-        return tables.winners([(e, tasks.split(",") if tasks else ()) for n, _, tasks in parts for e in _entries(n)])
+    if kind in {"winners", "board"}:
+        runs, _, rest = what.partition(" at ")
+        parts = [name.partition(":") for name in runs.split()]
+        chosen = [(e, tasks.split(",") if tasks else ()) for n, _, tasks in parts for e in _entries(n)]
+        return tables.winners(chosen) if kind == "winners" else tables.board(chosen, [_size(n) for n in rest.split()])
     names, _, rest = what.partition(" | " if kind == "tables" else " at ")
     entries = _entries(names)
     if kind == "tables":

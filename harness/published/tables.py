@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -15,6 +15,7 @@ from harness.analysis import frames, naming
 from harness.analysis.frames import Tables, rows_of
 from harness.analysis.naming import factor
 from harness.errors import BadInput
+from harness.published import board as who_wins
 from harness.published.index import FOLDER, Entry
 from harness.report import contents, standings
 from harness.report.chapters import fastest_peer
@@ -133,10 +134,27 @@ def winners(chosen: Sequence[tuple[Entry, Sequence[str]]]) -> str:
     Raises:
         BadInput: The runs hold no time with DP of these tasks.
     """
+    return _told(standings.text, chosen)
+
+
+def board(chosen: Sequence[tuple[Entry, Sequence[str]]], sizes: Sequence[int] = ()) -> str:
+    """Return who wins where as a table, a row for each library.
+
+    Args:
+        chosen: As :func:`winners` has them.
+        sizes: Batch sizes to show; all if empty.
+
+    Raises:
+        BadInput: The runs hold no time with DP of these tasks and sizes.
+    """
+    return _told(lambda tables: who_wins.text(tables, sizes), chosen)
+
+
+def _told(tell: Callable[[Tables], str], chosen: Sequence[tuple[Entry, Sequence[str]]]) -> str:
     kept = [
         record for entry, tasks in chosen for record in _records(entry.file) if not tasks or record.cell.task in tasks
     ]
-    found = standings.text(frames.build(kept)) if kept else ""
+    found = tell(frames.build(kept)) if kept else ""
     if not found:
         raise BadInput(f"No run of {', '.join(entry.name for entry, _ in chosen)} has a time with DP of these tasks.")
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,9 +33,8 @@ class _Told:
 def text(tables: Tables) -> str:
     """Return the paragraph, a line for every task and batch size, and what they rest on; empty where nobody with DP was
     timed. Machines and protocols have a paragraph of their own."""
-    order = {name: i for i, name in enumerate(TASKS)}
     found = standings(tables)
-    places = sorted(found, key=lambda place: (order.get(_of(place)["task"], len(order)), _of(place)["batch_size"]))
+    places = in_order(found)
     several = len({place[: len(SECTION)] for place in found}) > 1
     parts = []
     for section in dict.fromkeys(place[: len(SECTION)] for place in places):
@@ -44,17 +43,24 @@ def text(tables: Tables) -> str:
         machine = f"{_when(tables, section)}: " if several else ""
         parts.append(machine + _paragraph(tables, told))
         parts.append("\n".join(f"- {one.name}: {''.join(_line(tables, one))}." for one in told))
-        parts.append(f"{EXPLAINED} {_basis(tables, section)}.")
+        parts.append(f"{EXPLAINED} {basis(tables, section)}.")
     return "\n\n".join(parts)
 
 
-def _of(place: Place) -> Mapping[str, Any]:
+def in_order(found: Iterable[Place]) -> list[Place]:
+    """Return the places in the order of the tasks and sizes."""
+    order = {name: i for i, name in enumerate(TASKS)}
+    return sorted(found, key=lambda place: (order.get(of(place)["task"], len(order)), of(place)["batch_size"]))
+
+
+def of(place: Place) -> Mapping[str, Any]:
+    """Return the place's values by name."""
     return dict(zip((*PLACE, "batch_size"), place, strict=True))
 
 
 def _name(place: Place) -> str:
-    of = _of(place)
-    return f"`{of['task']}` at {of['batch_size']}" + (" (synthetic data)" if of["synthetic"] else "")
+    named = of(place)
+    return f"`{named['task']}` at {named['batch_size']}" + (" (synthetic data)" if named["synthetic"] else "")
 
 
 def _when(tables: Tables, section: Place) -> str:
@@ -138,7 +144,7 @@ def _times(paired: Paired, whose: str) -> str:
     return f"{factor(times.ratio)} times {whose}{model.interval(times.low, times.high)}, n = {times.n}"
 
 
-def _basis(tables: Tables, section: Place) -> str:
+def basis(tables: Tables, section: Place) -> str:
     """Return machine, days, and whether times are scaled up."""
     here = _in(tables, section)
     timed = here[(here.purpose == "time") & (here.state == "ok") & ~here.superseded]

@@ -222,6 +222,20 @@ def test_a_figure_asks_for_one_batch_size() -> None:
         pages.fill(index.ROOT / "README.md", "<!-- figure: grid-mnist-2026-11-22 at 16 64 as both -->\n<!-- end -->")
 
 
+def test_who_wins_is_a_table_of_libraries() -> None:
+    made = pages.fill(
+        index.ROOT / "README.md", "<!-- board: modern-llama-lora-2-2026-11-26 grid-lstm-2 at 16 -->\n<!-- end -->"
+    )
+    rows = {cells[1]: cells[2:-1] for row in made.splitlines() if len(cells := re.split(r" ?\| ?", row)) > 2}
+    assert rows[""] == ["imdb-lstm<br>16", "llama-lora<br>16"]
+    assert rows["dpcore"] == ["**1**", "1.18"] and rows["JAX Privacy"] == ["·", "**1**"]
+    assert rows["JAX Privacy (git)"][1].endswith("≈"), "its interval holds 1"
+    assert rows["fastDP"][1].endswith("?"), "two rounds show nothing"
+    assert rows["*the fastest over PyTorch without DP*"][0].startswith("1.03 [0.986")
+    with pytest.raises(BadInput, match="these tasks"):
+        pages.fill(index.ROOT / "README.md", "<!-- board: grid-lstm-2 at 17 -->\n<!-- end -->")
+
+
 def test_who_wins_is_told_of_the_records() -> None:
     made = pages.fill(index.ROOT / "README.md", "<!-- winners: grid-lstm-2 -->\n<!-- end -->")
     assert "**With DP the fastest is dpcore on `imdb-lstm` at 16 (" in made
