@@ -15,6 +15,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpcore
+import dpcore.accountants
+import dpcore.schedulers
 
 ROOT = Path(__file__).parents[2]
 NAMES = (
@@ -78,6 +80,18 @@ def test_the_package_lists_every_subpackage_and_its_version():
     found = {name for _, name, package in pkgutil.walk_packages(dpcore.__path__, "dpcore.") if package}
     assert {"dpcore", *found} == set(project["tool"]["setuptools"]["packages"])
     assert read_configuration(ROOT / "dpcore" / "pyproject.toml")["project"]["version"] == dpcore.__version__
+
+
+def test_the_api_page_holds_every_public_name():
+    page = set(re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), flags=re.MULTILINE))
+    optional = ("dpcore.transformers.", "dpcore.accelerate.", "dpcore.lightning.")  # need packages that may not be here
+    assert all(_importable(name) for name in page if not name.startswith(optional))
+    names = {name.rpartition(".")[2] for name in page}
+    guide = (ROOT / "docs" / "dpcore.md").read_text()
+    told = {name for line in re.findall(r"from dpcore\S* import (.*)", guide) for name in re.split(r"[,\s]+", line)}
+    unnamed = {"PLDAccountant"}  # another name of PRVAccountant
+    schedules = {name for name in vars(dpcore.schedulers) if not name.startswith("_") and name[0].isupper()}
+    assert names >= {*dpcore.__all__, *dpcore.accountants.__all__, *schedules} - unnamed | told
 
 
 @pytest.mark.filterwarnings("ignore")
