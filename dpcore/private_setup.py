@@ -327,10 +327,19 @@ class Setup:
     def divisor(self, loader: DataLoader[Any], rate: float) -> float:
         """Return the number by which every update is divided.
 
-        With a warning where it tells how many examples there are, and the rate was chosen so that it does not.
+        With a warning where it tells how many examples there are, and the rate was chosen so that it does not, or where
+        it is far from a batch's length.
         """
-        if self.settings["expected_batch_size"] is not None:
-            return self.settings["expected_batch_size"]
+        given = self.settings["expected_batch_size"]
+        if given is not None:
+            length = len(loader.dataset) * rate if hasattr(loader.dataset, "__len__") else given
+            if self.settings["loss_reduction"] == "mean" and not length / 1.5 <= given <= 1.5 * length:
+                warn_caller(
+                    f"expected_batch_size is {given:g}, and a batch holds {length:.4g} examples on average: every "
+                    f"update is divided by {given / length:.3g} times too much. Leave it and sample_rate out, or give "
+                    "numbers that belong to your data: expected_batch_size = sample_rate times the number of examples.",
+                )
+            return given
         divisor: float = len(loader.dataset) * rate  # type: ignore[arg-type]
         if self.settings["sample_rate"] is not None or isinstance(self.settings["data_loader"], DPDataLoader):
             warn_caller(

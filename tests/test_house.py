@@ -35,9 +35,9 @@ class Size:
 # says which library to take.
 LIMITS = {
     "harness": Size(lines=35_818, long_classes=3, long_files=9),
-    "dpcore": Size(lines=28_214, long_classes=3, long_files=3),
+    "dpcore": Size(lines=28_223, long_classes=3, long_files=3),
     "frameworks": Size(lines=5_826, long_classes=0, long_files=0),
-    "tests": Size(lines=48_919, long_classes=0, long_files=16),
+    "tests": Size(lines=48_952, long_classes=0, long_files=16),
 }
 
 

@@ -59,6 +59,25 @@ def test_epsilon_without_delta():
         engine.get_epsilon()
 
 
+@pytest.mark.parametrize(("divisor", "told"), [(10.0, False), (14.0, False), (30.0, True), (3.0, True)])
+def test_a_divisor_that_belongs_to_other_data(divisor, told):
+    """As a snippet for another data set has it: the update would be so many times too short, or too long."""
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        PrivacyEngine().make_private(
+            module=(model := small_model()),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(small_data(), batch_size=10),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            sample_rate=10 / len(small_data()),
+            expected_batch_size=divisor,
+        )
+    said = [str(w.message) for w in heard if "examples on average" in str(w.message)]
+    assert bool(said) == told
+    assert not told or f"is {divisor:g}, and a batch holds 10 examples on average" in said[0]
+
+
 @pytest.mark.parametrize("bound", [None, "1.0", "many", -1.0, float("nan")])
 def test_a_bound_that_is_no_number(bound):
     with pytest.raises(ValueError, match=f"max_grad_norm is {bound!r}; it must be a number"):
