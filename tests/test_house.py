@@ -34,10 +34,10 @@ class Size:
 # README shows, dpcore for the shorter experiments of large examples and the Trainer's log, harness for the page that
 # says which library to take.
 LIMITS = {
-    "harness": Size(lines=35_818, long_classes=3, long_files=9),
+    "harness": Size(lines=35_819, long_classes=3, long_files=9),
     "dpcore": Size(lines=28_223, long_classes=3, long_files=3),
     "frameworks": Size(lines=5_826, long_classes=0, long_files=0),
-    "tests": Size(lines=48_952, long_classes=0, long_files=16),
+    "tests": Size(lines=48_953, long_classes=0, long_files=16),
 }
 
 

@@ -345,7 +345,8 @@ def _cell(place: dict[str, Any], processes: Sequence[Process], older: int) -> di
         "superseded": older,
         "extrapolated": any(p["extrapolated"] for p in ok),
         "disturbed": sum(p["disturbed"] for p in ok),
-        "swamped": bool(ok) and all(p["foreign"] > SWAMPED for p in ok),
+        # Where waiting for a processor is not among the seconds, other load disturbs nobody.
+        "swamped": bool(ok) and all(p["disturbed"] and p["foreign"] > SWAMPED for p in ok),
         # A later round is not compared with a replay, so that any one that was not the same says so for all.
         "judged_as": max((p["judged_as"] for p in ok if isinstance(p["judged_as"], str)), default=None),
         "own_sampling": max(

@@ -376,9 +376,10 @@ def test_parts_of_a_table_begin_with_what_tells_their_rows_apart():
 
 def test_what_was_too_disturbed_says_so_and_what_to_do():
     rows = [("opacus", "hooks", True, 0.86), ("opacus", "ghost", True, 0.2), ("pytorch", "eager", False, 0.0)]
+    rows.append(("jax", "vmap", True, 0.9))  # in turns on one thread, where waiting is not among the seconds
     records = [
         factory.record(framework=framework, variant=variant, private=private, order=order).model_copy(
-            update={"load": Load(foreign_share=share, disturbed=share > 0.05, repeats=1)}
+            update={"load": Load(foreign_share=share, disturbed=share > 0.05 and framework != "jax", repeats=1)}
         )
         for order, (framework, variant, private, share) in enumerate(rows)
     ]
@@ -394,6 +395,7 @@ def test_what_was_too_disturbed_says_so_and_what_to_do():
         "opacus-hooks": True,
         "opacus-ghost": False,
         "pytorch-eager": False,
+        "jax-vmap": False,
     }
 
 
