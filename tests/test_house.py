@@ -37,7 +37,7 @@ LIMITS = {
     "harness": Size(lines=35_819, long_classes=3, long_files=9),
     "dpcore": Size(lines=28_223, long_classes=3, long_files=3),
     "frameworks": Size(lines=5_826, long_classes=0, long_files=0),
-    "tests": Size(lines=48_953, long_classes=0, long_files=16),
+    "tests": Size(lines=48_954, long_classes=0, long_files=16),
 }
 
 
