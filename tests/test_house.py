@@ -33,9 +33,9 @@ class Size:
 # said to be means, which moved the sum of gradients by more than the bound.
 LIMITS = {
     "harness": Size(lines=35_690, long_classes=3, long_files=9),
-    "dpcore": Size(lines=28_161, long_classes=3, long_files=3),
+    "dpcore": Size(lines=28_170, long_classes=3, long_files=3),
     "frameworks": Size(lines=5_785, long_classes=0, long_files=0),
-    "tests": Size(lines=48_860, long_classes=0, long_files=16),
+    "tests": Size(lines=48_912, long_classes=0, long_files=16),
 }
 
 

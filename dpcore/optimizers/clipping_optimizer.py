@@ -91,7 +91,7 @@ class ClippingOptimizer(OptimizerWrapper):
             do_skip: Whether the piece's step clips and accumulates only, because others of its batch follow.
         """
         watch_torch()
-        self.logical_batch.signal(do_skip, self.module._passes)
+        self.logical_batch.signal(do_skip, self.module._passes, self.run.handed_out)
 
     # What programs of Opacus' read: of the signals that are waiting, and of the last step.
 

@@ -24,13 +24,15 @@ from dpcore.microbatch.accumulator import Accumulator
 class Piece:
     """The name of a part of a batch: which batch (two are one where ``batch`` is equal), and which place in it.
 
-    ``rows``: how many examples a loader has put into it; None where a loop has announced it by a signal.
+    ``rows``: how many examples a loader has put into it; None where a loop has announced it by a signal. ``drawn``: how
+    many batches the private loader had handed out at that signal.
     """
 
     batch: Any
     rows: int | None
     first: bool
     goes_on: bool
+    drawn: int | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -66,7 +68,7 @@ class LogicalBatch:
 
     def _forget_announced(self) -> None:
         self._waiting: deque[Piece] = deque()  # announced, and not added yet
-        self._most_waiting = 0  # before any step, since fewer than two were waiting
+        self._most_waiting = 0  # before any step
         self._overtaken = False  # whether an announced piece was left out, as far as this can be told
         self._stale: int | None = None  # passes at a signal that came behind a piece's passes
         self._handed_out = False  # whether a loop over a loader's pieces is under way
@@ -105,18 +107,19 @@ class LogicalBatch:
         self._waiting = deque([piece])
         self._handed_out, self._left = True, False
 
-    def signal(self, goes_on: bool, passes: int) -> None:
+    def signal(self, goes_on: bool, passes: int, drawn: int) -> None:
         """Announce a piece of the loop's own, behind those that were announced before.
 
         Args:
             goes_on: Whether it is not its batch's last.
             passes: How many passes the module has made.
+            drawn: How many batches the private loader has handed out.
         """
         if not self._waiting:
             self._passes = passes
         elif passes > self._passes:
             self._stale = passes
-        self._waiting.append(Piece(self._signalled, None, self._begins, goes_on))
+        self._waiting.append(Piece(self._signalled, None, self._begins, goes_on, drawn))
         self._end_signals(not goes_on)
 
     def leave_out(self) -> None:
@@ -205,8 +208,9 @@ class LogicalBatch:
         self._passes = passes
         self.pieces += 1
         if ledger is not None:
-            if checks and piece.rows is None:
-                self._check_one_batch(drawn)
+            if checks and piece.rows is None and not piece.is_whole:
+                ahead = self._most_waiting > 1 and piece.drawn is not None
+                self._check_one_batch(drawn, piece.drawn if ahead else drawn)
             self._rows += sum(sizes)
             if not piece.goes_on:
                 ledger.use([self._rows] if self.unfinished else sizes)
@@ -220,7 +224,7 @@ class LogicalBatch:
         waiting = len(self._waiting)
         if waiting > self._most_waiting > 0 or self._stale not in (None, passes):
             self._overtaken = True
-        self._most_waiting = max(waiting, self._most_waiting) if waiting > 1 else 0
+        self._most_waiting = max(waiting, self._most_waiting)
         self._stale = None
         if self._overtaken or (waiting and self._waiting[0].rows and not rows):
             raise PrivacyError(
@@ -258,14 +262,19 @@ class LogicalBatch:
             )
         return piece
 
-    def _check_one_batch(self, drawn: int) -> None:
-        """The pieces of a logical batch must come from one batch of the loader: they are accounted for as one."""
-        if self.unfinished and drawn != self._drawn:
+    def _check_one_batch(self, drawn: int, at_signal: int | None) -> None:
+        """The pieces of a logical batch must come from one batch of the loader: they are accounted for as one.
+
+        Once the next one was drawn nothing tells of which the piece at hand is.
+        """
+        first = self._drawn if self.unfinished else at_signal
+        if first is not None and drawn != first:
             raise PrivacyError(
-                f"One logical batch was put together from {drawn - self._drawn + 1} batches of the private data "
-                "loader by signal_skip_step(): an example in several of them would move the sum by several times "
-                "max_grad_norm, and the accountant would count one step. Accumulate without signal_skip_step(), which "
-                "is counted, or draw larger batches and cut them with BatchMemoryManager."
+                f"A piece of a logical batch may be of {drawn - first + 1} batches of the private data loader, which "
+                "were drawn since signal_skip_step() announced the first: an example in several of them would move the "
+                "sum by several times max_grad_norm, and the accountant would count one step. Draw the next batch when "
+                "the last piece was used, accumulate without signal_skip_step(), which is counted, or draw larger "
+                "batches and cut them with BatchMemoryManager."
             )
         self._drawn = drawn
 

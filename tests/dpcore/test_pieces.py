@@ -127,6 +127,58 @@ def test_random_loops_over_signals_that_go_wrong(depth) -> None:
         assert loop.most <= 1 + 1e-6
 
 
+def test_pieces_of_the_private_loader_are_announced_before_the_next_batch_is_drawn() -> None:
+    """One that was left out when the loader was at its end made 2 C, where numbers of rows happened to fit."""
+    for seed in range(40):
+        loop = _Loop(by_hand=False, seed=seed)
+        pieces = []
+        for x, y in loop.loader:
+            for k, rows in enumerate((slice(0, None, 2), slice(1, None, 2))):
+                loop.optimizer.signal_skip_step(k == 0)
+                pieces.append((x[rows], y[rows]))
+        with contextlib.suppress(PrivacyError):
+            loop.train(*pieces[0])
+            loop.train(*pieces[3])
+        assert not loop.updates
+
+
+def test_a_piece_that_was_left_out_shows_in_the_number_of_those_that_wait() -> None:
+    loop = _Loop(by_hand=True)
+    for k, goes_on in enumerate([True, False, True, False]):
+        loop.optimizer.signal_skip_step(goes_on)
+        if k == 1:
+            continue  # nobody is told of it
+        if k < 2:
+            loop.train(*_examples([k]))
+        else:
+            with pytest.raises(PrivacyError, match=r"always the same number may be drawn ahead"):
+                loop.train(*_examples([k]))
+    assert not loop.updates
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+def test_no_release_of_an_optimizer_built_by_hand_holds_an_example_twice(depth) -> None:
+    """Its memory manager's pieces have names, whatever the loop does with them."""
+    data = DataLoader(TensorDataset(torch.eye(EXAMPLES), torch.zeros(EXAMPLES).long()), batch_size=6, shuffle=True)
+    updates = 0
+    for seed in range(25):
+        chance, loop = random.Random(seed), _Loop(by_hand=True)
+        manager = BatchMemoryManager(
+            data_loader=data, max_physical_batch_size=chance.randint(1, 4), optimizer=loop.optimizer
+        )
+        with contextlib.suppress(PrivacyError), manager as pieces:
+            for _ in range(3):
+                for piece in _ahead(((piece, None) for piece in pieces), lambda _: None, depth):
+                    what = chance.random()
+                    if what < 0.05:
+                        break
+                    if what < 0.95:
+                        loop.train(*piece)
+        assert loop.most <= 1 + 1e-6
+        updates += len(loop.updates)
+    assert updates or depth
+
+
 def _nested(loop, pieces, chance):
     for piece in pieces:
         loop.train(*piece)
