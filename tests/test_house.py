@@ -30,17 +30,20 @@ class Size:
 # Raised on 2026-11-27: harness for contestants that take turns, beside which whole processes stay for containers, GPUs
 # and layers; dpcore for losses that are judged by experiments, and for the heads of the modules that its long classes
 # were cut into; tests for both. Then both for losses of all pairs, losses that hide what they do, and sums that are
-# said to be means, which moved the sum of gradients by more than the bound.
+# said to be means, which moved the sum of gradients by more than the bound. The room of Opacus' names is counted apart.
 LIMITS = {
     "harness": Size(lines=35_690, long_classes=3, long_files=9),
-    "dpcore": Size(lines=28_170, long_classes=3, long_files=3),
+    "dpcore": Size(lines=28_175, long_classes=3, long_files=3),
+    "dpcore/opacus_names": Size(lines=234, long_classes=0, long_files=0),
     "frameworks": Size(lines=5_785, long_classes=0, long_files=0),
-    "tests": Size(lines=48_912, long_classes=0, long_files=16),
+    "tests": Size(lines=49_102, long_classes=0, long_files=16),
 }
 
 
 def files(folder: str) -> Iterator[Path]:
-    return (path for path in sorted((ROOT / folder).rglob("*.py")) if "build" not in path.parts)
+    rooms = [ROOT / name for name in LIMITS if name.startswith(f"{folder}/")]  # with limits of their own
+    found = (path for path in sorted((ROOT / folder).rglob("*.py")) if "build" not in path.parts)
+    return (path for path in found if not any(path.is_relative_to(room) for room in rooms))
 
 
 def lines(path: Path) -> int:

@@ -163,14 +163,16 @@ class BatchMemoryManager:
                 "optimizer that make_private returned."
             )
         check_pieces(max_physical_batch_size, optimizer.module.batch_first, optimizer.ranks)
+        self.data_loader, self.optimizer = data_loader, optimizer
+        self.max_physical_batch_size = max_physical_batch_size
         self.loader = PiecewiseLoader(data_loader, max_physical_batch_size, optimizer)
 
     def __enter__(self) -> PiecewiseLoader:
         return self.loader
 
     def __exit__(self, *exception: Any) -> None:
-        self.loader.optimizer.discard()
-        self.loader.optimizer.plans_pieces = False
+        self.optimizer.discard()
+        self.optimizer.plans_pieces = False
 
 
 def wrap_data_loader(*, data_loader: DataLoader[Any], max_batch_size: int, optimizer: DPOptimizer) -> PiecewiseLoader:
