@@ -87,8 +87,8 @@ class PrivacyEngine(ExtensionPoints):
             TypeError: an argument is of another class than it must be.
         """
         settings = completed(options)
-        seed = run_seed(self.seed, self._made)
-        setup = self._extended(Setup.begin(settings, noise_multiplier, seed, self.secure_mode))
+        setup = Setup.begin(settings, noise_multiplier, run_seed(self.seed, self._made), self.secure_mode)
+        setup = self._extended(setup)
         setup.check()
         self._spending.use(settings["data_loader"].dataset)
         loader, rate = setup.loader()

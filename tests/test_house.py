@@ -33,10 +33,10 @@ class Size:
 # said to be means, which moved the sum of gradients by more than the bound. The room of Opacus' names is counted apart.
 LIMITS = {
     "harness": Size(lines=35_690, long_classes=3, long_files=9),
-    "dpcore": Size(lines=28_175, long_classes=3, long_files=3),
-    "dpcore/opacus_names": Size(lines=234, long_classes=0, long_files=0),
+    "dpcore": Size(lines=28_163, long_classes=3, long_files=3),
+    "dpcore/opacus_names": Size(lines=1_081, long_classes=0, long_files=0),
     "frameworks": Size(lines=5_785, long_classes=0, long_files=0),
-    "tests": Size(lines=49_102, long_classes=0, long_files=16),
+    "tests": Size(lines=49_471, long_classes=0, long_files=16),
 }
 
 

@@ -93,20 +93,6 @@ class ClippingOptimizer(OptimizerWrapper):
         watch_torch()
         self.logical_batch.signal(do_skip, self.module._passes, self.run.handed_out)
 
-    # What programs of Opacus' read: of the signals that are waiting, and of the last step.
-
-    @property
-    def _step_skip_queue(self) -> list[bool]:
-        return [piece.goes_on for piece in self.logical_batch.announced]
-
-    def _check_skip_next_step(self, pop_next: bool = True) -> bool:
-        """Return whether the step at hand, whose piece was clipped, or with ``pop_next`` False the next one skips."""
-        return self.logical_batch.unfinished if pop_next else self.logical_batch.goes_on
-
-    @property
-    def _is_last_step_skipped(self) -> bool:
-        return self.logical_batch.unfinished
-
     @property
     def has_batch(self) -> bool:
         """True between a batch's backward pass and its step: examples that were not released yet are at hand."""

@@ -209,8 +209,7 @@ class LogicalBatch:
         self.pieces += 1
         if ledger is not None:
             if checks and piece.rows is None and not piece.is_whole:
-                ahead = self._most_waiting > 1 and piece.drawn is not None
-                self._check_one_batch(drawn, piece.drawn if ahead else drawn)
+                self._check_one_batch(piece, drawn)
             self._rows += sum(sizes)
             if not piece.goes_on:
                 ledger.use([self._rows] if self.unfinished else sizes)
@@ -262,21 +261,17 @@ class LogicalBatch:
             )
         return piece
 
-    def _check_one_batch(self, drawn: int, at_signal: int | None) -> None:
-        """The pieces of a logical batch must come from one batch of the loader: they are accounted for as one.
-
-        Once the next one was drawn nothing tells of which the piece at hand is.
-        """
-        first = self._drawn if self.unfinished else at_signal
-        if first is not None and drawn != first:
+    def _check_one_batch(self, piece: Piece, drawn: int) -> None:
+        """The pieces of a logical batch must come from one batch of the loader: they are accounted for as one."""
+        if not self.unfinished:  # of signals given ahead nothing tells, once the next batch was drawn, what this one is
+            self._drawn = drawn if piece.drawn is None or self._most_waiting < 2 else piece.drawn
+        if drawn != self._drawn:
             raise PrivacyError(
-                f"A piece of a logical batch may be of {drawn - first + 1} batches of the private data loader, which "
-                "were drawn since signal_skip_step() announced the first: an example in several of them would move the "
-                "sum by several times max_grad_norm, and the accountant would count one step. Draw the next batch when "
-                "the last piece was used, accumulate without signal_skip_step(), which is counted, or draw larger "
-                "batches and cut them with BatchMemoryManager."
+                f"A piece of a logical batch may be of {drawn - self._drawn + 1} batches of the loader, drawn since "
+                "signal_skip_step() announced the first: an example in several of them would move the sum by several "
+                "times max_grad_norm, and one step would be counted. Draw the next batch when all pieces are used, "
+                "accumulate without signal_skip_step(), or cut larger batches with BatchMemoryManager."
             )
-        self._drawn = drawn
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

@@ -163,8 +163,7 @@ class BatchMemoryManager:
                 "optimizer that make_private returned."
             )
         check_pieces(max_physical_batch_size, optimizer.module.batch_first, optimizer.ranks)
-        self.data_loader, self.optimizer = data_loader, optimizer
-        self.max_physical_batch_size = max_physical_batch_size
+        self.data_loader, self.optimizer, self.max_physical_batch_size = data_loader, optimizer, max_physical_batch_size
         self.loader = PiecewiseLoader(data_loader, max_physical_batch_size, optimizer)
 
     def __enter__(self) -> PiecewiseLoader:
@@ -173,19 +172,6 @@ class BatchMemoryManager:
     def __exit__(self, *exception: Any) -> None:
         self.optimizer.discard()
         self.optimizer.plans_pieces = False
-
-
-def wrap_data_loader(*, data_loader: DataLoader[Any], max_batch_size: int, optimizer: DPOptimizer) -> PiecewiseLoader:
-    """Return the loader of a :class:`BatchMemoryManager`, under the name that Opacus' own manager calls.
-
-    Args:
-        data_loader: The loader that make_private returned.
-        max_batch_size: The most examples of a piece.
-        optimizer: The optimizer that make_private returned.
-    """
-    return BatchMemoryManager(
-        data_loader=data_loader, max_physical_batch_size=max_batch_size, optimizer=optimizer
-    ).loader
 
 
 def whole_batches(loader: Any) -> Any:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dpcore import GradSampleModule, PrivacyEngine
 from dpcore.errors import PrivacyError
 from dpcore.optimizers import DPOptimizer
-from dpcore.utils.batch_memory_manager import BatchMemoryManager, wrap_data_loader
+from dpcore.utils.batch_memory_manager import BatchMemoryManager
 
 EXAMPLES, C = 12, 0.1
 
@@ -236,7 +236,7 @@ def _goes_on_after_errors(loop, pieces, chance):
 
 
 @pytest.mark.parametrize("check_batches", [True, False])
-@pytest.mark.parametrize("how", ["manager", "make_private", "auto", "Opacus' name"])
+@pytest.mark.parametrize("how", ["manager", "make_private", "auto"])
 @pytest.mark.parametrize(
     "body",
     [
@@ -259,8 +259,6 @@ def test_no_release_holds_an_example_twice(body, how, check_batches) -> None:
         if how == "manager":
             manager = BatchMemoryManager(data_loader=pieces, max_physical_batch_size=2, optimizer=loop.optimizer)
             pieces = manager.__enter__()
-        elif how == "Opacus' name":
-            pieces = wrap_data_loader(data_loader=pieces, max_batch_size=2, optimizer=loop.optimizer)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with contextlib.suppress(PrivacyError):
@@ -297,16 +295,3 @@ def test_a_second_update_on_a_piece_is_one_sentence() -> None:
     with pytest.raises(PrivacyError, match=r"first pieces were dropped.*batch_goes_on is False"):
         loop.train(*next(it))
     assert not loop.updates
-
-
-def test_what_programs_of_opacus_read_of_the_queue() -> None:
-    loop = _Loop(by_hand=True)
-    for goes_on in (True, False, True):
-        loop.optimizer.signal_skip_step(goes_on)
-    assert loop.optimizer._step_skip_queue == [True, False, True]
-    assert loop.optimizer._check_skip_next_step(pop_next=False)
-    loop.train(*_examples([0]))
-    assert loop.optimizer._is_last_step_skipped and loop.optimizer._check_skip_next_step() and not loop.updates
-    loop.train(*_examples([1]))
-    assert not loop.optimizer._is_last_step_skipped and len(loop.updates) == 1
-    assert loop.optimizer._step_skip_queue == [True]
