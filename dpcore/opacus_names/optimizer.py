@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -125,6 +125,18 @@ def _check_skip_next_step(optimizer: DPOptimizer, pop_next: bool = True) -> bool
     return optimizer.logical_batch.unfinished if pop_next else optimizer.logical_batch.goes_on
 
 
+class _Queue(list[bool]):
+    """The signals that are waiting, to be looked at: a loop that takes them out would change which piece is whose."""
+
+    def _refuse(self, *args: Any) -> NoReturn:
+        raise UnsupportedError(
+            "_step_skip_queue was changed, which shows what waits and holds nothing itself: without its signal a step "
+            "would go into another batch. Call optimizer.signal_skip_step(), or optimizer.discard(), which empties it."
+        )
+
+    pop = remove = append = insert = extend = clear = __setitem__ = __delitem__ = __iadd__ = _refuse  # type: ignore[assignment]
+
+
 class _Unset:
     """An attribute that has the value ``of(optimizer)`` until the optimizer's class gives it another one."""
 
@@ -142,7 +154,7 @@ OF_OPTIMIZERS = {
         lambda of: of.logical_batch.unfinished, _refuse_to_set("_is_last_step_skipped", PRE_STEP)
     ),
     "_step_skip_queue": property(
-        lambda of: [piece.goes_on for piece in of.logical_batch.announced],
+        lambda of: _Queue(piece.goes_on for piece in of.logical_batch.announced),
         _refuse_to_set("_step_skip_queue", "call signal_skip_step(), or discard(), which empties it"),
     ),
     "_check_skip_next_step": _check_skip_next_step,

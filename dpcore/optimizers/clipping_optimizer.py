@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ class ClippingOptimizer(OptimizerWrapper):
     plans_pieces = False
     """Whether every piece of a batch leaves a plan of how to cut more of its kind."""
     piece_plan: MicroBatches | None = None
+    _settings: Any = None  # in force at the first piece of the batch
 
     @property
     def inner(self) -> Optimizer:
@@ -153,7 +155,12 @@ class ClippingOptimizer(OptimizerWrapper):
         self.logical_batch.begin(self.noise_multiplier)
         if self.logical_batch.batches or self.logical_batch.unfinished:
             self.summed.take_changed()
-        self.logical_batch.add_piece(add(), self.run.ledger, self.run.handed_out, self.module._passes)
+        if not self.logical_batch.unfinished:
+            self._settings = checks.settings_of(self)
+        elif self.logical_batch.is_of_a_loader:
+            checks.check_settings(self, self._settings)
+        given = self.module.given
+        self.logical_batch.add_piece(add(), self.run.ledger, self.run.handed_out, self.module._passes, given)
 
     def _use_own_clipping(self) -> None:
         """Count the piece whose sum a subclass's :meth:`clip_and_accumulate` has formed all by itself."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from dpcore.errors import PrivacyError, UnsupportedError
@@ -25,7 +26,7 @@ class Piece:
     """The name of a part of a batch: which batch (two are one where ``batch`` is equal), and which place in it.
 
     ``rows``: how many examples a loader has put into it; None where a loop has announced it by a signal. ``drawn``: how
-    many batches the private loader had handed out at that signal.
+    many batches the private loader had handed out at that signal. ``tensors``: what a loader has put into it.
     """
 
     batch: Any
@@ -33,6 +34,7 @@ class Piece:
     first: bool
     goes_on: bool
     drawn: int | None = None
+    tensors: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def is_whole(self) -> bool:
@@ -72,6 +74,7 @@ class LogicalBatch:
         self._overtaken = False  # whether an announced piece was left out, as far as this can be told
         self._stale: int | None = None  # passes at a signal that came behind a piece's passes
         self._handed_out = False  # whether a loop over a loader's pieces is under way
+        self._ahead = False  # whether it draws pieces before the steps of those before them
         self._begins = True  # whether the next signal is of a batch's first piece
         self._signalled += 1
 
@@ -93,6 +96,11 @@ class LogicalBatch:
         return bool(self._waiting) and self._waiting[0].goes_on
 
     @property
+    def is_of_a_loader(self) -> bool:
+        """Whether a loader has handed out the newest piece of the batch that goes on."""
+        return self._piece is not None and self._piece.rows is not None
+
+    @property
     def announced(self) -> list[Piece]:
         """The pieces whose steps are to come, as far as they are known."""
         return list(self._waiting)
@@ -100,11 +108,13 @@ class LogicalBatch:
     def hand_out(self, piece: Piece) -> None:
         """Announce a loader's piece, which is on its way to the next :meth:`add_piece`.
 
-        Whole batches may be fetched ahead or left out; which one a step uses is the ledger's matter.
+        Whole batches may be fetched ahead or left out; which one a step uses is the ledger's matter. Other pieces that
+        are fetched ahead are told by their tensors, which the module must be called with as they are.
         """
-        if any(not (waiting.is_whole and piece.is_whole) for waiting in self._waiting):
-            self._overtaken = True
-        self._waiting = deque([piece])
+        if all(waiting.is_whole and piece.is_whole for waiting in self._waiting):
+            self._waiting.clear()
+        self._ahead |= bool(self._waiting)
+        self._waiting.append(piece)
         self._handed_out, self._left = True, False
 
     def signal(self, goes_on: bool, passes: int, drawn: int) -> None:
@@ -144,7 +154,7 @@ class LogicalBatch:
 
         The sum stays: the batch can still not be released, and the next loop forgets it.
         """
-        self._left = self.unfinished
+        self._left = self.unfinished and not self._waiting
         self._handed_out = False
 
     def begin(self, noise_multiplier: float) -> None:
@@ -185,7 +195,9 @@ class LogicalBatch:
             )
         self._noise_multiplier = noise_multiplier
 
-    def add_piece(self, sizes: Sequence[int], ledger: Ledger | None, drawn: int, passes: int) -> None:
+    def add_piece(
+        self, sizes: Sequence[int], ledger: Ledger | None, drawn: int, passes: int, given: Sequence[Tensor]
+    ) -> None:
         """Count a piece that was added to the sum.
 
         Args:
@@ -193,6 +205,7 @@ class LogicalBatch:
             ledger: where the batch is taken from the loader's unused ones; None: it is not known.
             drawn: how many batches the loader has handed out.
             passes: how many passes the module has made.
+            given: what it was called with since the last piece.
 
         Raises:
             PrivacyError: there was no backward pass; pieces of several batches would be one batch, or one piece would
@@ -204,6 +217,7 @@ class LogicalBatch:
                 "release noise for a batch that was never seen. Call loss.backward() on the module's output first."
             )
         checks = ledger is not None and ledger.checks
+        self._overtaken |= self._ahead and bool(self._waiting) and not _is_of(self._waiting[0], sum(sizes), given)
         piece = self._next_piece(sum(sizes), checks, passes)
         self._passes = passes
         self.pieces += 1
@@ -221,7 +235,7 @@ class LogicalBatch:
     def _next_piece(self, rows: int, checks: bool, passes: int) -> Piece:
         """Return the piece that was announced for this step, of ``rows`` rows; without one it is a batch's last."""
         waiting = len(self._waiting)
-        if waiting > self._most_waiting > 0 or self._stale not in (None, passes):
+        if (waiting > self._most_waiting > 0 and not self._ahead) or self._stale not in (None, passes):
             self._overtaken = True
         self._most_waiting = max(waiting, self._most_waiting)
         self._stale = None
@@ -229,9 +243,9 @@ class LogicalBatch:
             raise PrivacyError(
                 "A piece of a batch was handed out before optimizer.step() was called for the one before it, so pieces "
                 "of different batches would be added up as one, and an example in two of them would move the sum by "
-                "twice max_grad_norm. Call step() for every piece before the next one is fetched: no prefetching of "
-                "BatchMemoryManager's pieces, and no piece left out. (Of pieces that signal_skip_step() announces, "
-                "always the same number may be drawn ahead; optimizer.discard() forgets them.)"
+                "twice max_grad_norm. Call step() for every piece before the next one is fetched, and leave no piece "
+                "out. (Pieces may be fetched ahead where the module is called with their tensors as they are; of those "
+                "that signal_skip_step() announces, always the same number. optimizer.discard() forgets them.)"
             )
         self.taken += 1
         last = self._piece if self.unfinished else None
@@ -303,3 +317,8 @@ class LogicalBatch:
         """Forget the sum, and what was announced."""
         self._forget_announced()
         self.end()
+
+
+def _is_of(piece: Piece, rows: int, given: Sequence[Tensor]) -> bool:
+    """Return whether passes of ``rows`` rows, for which the module was called with ``given``, are those of a piece."""
+    return rows == 0 if not piece.rows else any(a is b for a in given for b in piece.tensors)

@@ -193,6 +193,9 @@ def test_what_programs_read_of_the_optimizer():
         for goes_on in (True, False, True):
             optimizer.signal_skip_step(goes_on)
         assert optimizer._step_skip_queue == [True, False, True] and optimizer._check_skip_next_step(pop_next=False)
+        with pytest.raises(UnsupportedError, match="_step_skip_queue was changed"):
+            while len(optimizer._step_skip_queue) > 2:
+                optimizer._step_skip_queue.pop(0)
         seen = []
         assert optimizer.step_hook is None and optimizer.generator is None and not optimizer.secure_mode
         optimizer.attach_step_hook(seen.append)

@@ -151,7 +151,7 @@ def test_a_piece_that_was_left_out_shows_in_the_number_of_those_that_wait() -> N
         if k < 2:
             loop.train(*_examples([k]))
         else:
-            with pytest.raises(PrivacyError, match=r"always the same number may be drawn ahead"):
+            with pytest.raises(PrivacyError, match=r"always the same number"):
                 loop.train(*_examples([k]))
     assert not loop.updates
 
@@ -295,3 +295,48 @@ def test_a_second_update_on_a_piece_is_one_sentence() -> None:
     with pytest.raises(PrivacyError, match=r"first pieces were dropped.*batch_goes_on is False"):
         loop.train(*next(it))
     assert not loop.updates
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+@pytest.mark.parametrize("depth", [1, 2, 3, "blocks"])
+def test_a_managers_pieces_may_be_drawn_ahead(depth, by_hand) -> None:
+    """By a loader that prefetches, or in blocks: updates are those of whole batches."""
+    updates = []
+    for ahead in (0, depth):
+        loop = _Loop(by_hand, batch_size=4)
+        if by_hand:
+            loop.loader = DataLoader(TensorDataset(*_examples(range(EXAMPLES))), batch_size=5)
+        with BatchMemoryManager(data_loader=loop.loader, max_physical_batch_size=2, optimizer=loop.optimizer) as pieces:
+            for _ in range(2):
+                if ahead == "blocks":
+                    drawn = iter(pieces)
+                    while block := list(itertools.islice(drawn, 3)):
+                        for piece in block:
+                            loop.train(*piece)
+                    continue
+                for piece in _ahead(((piece, None) for piece in pieces), lambda _: None, ahead):
+                    loop.train(*piece)
+        updates.append(loop.updates)
+    assert len(updates[0]) == len(updates[1]) > 4
+    for a, b in zip(*updates, strict=True):
+        torch.testing.assert_close(a, b)
+    assert max(float(update.max()) for update in updates[1]) <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("times", [0, 2])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_pieces_drawn_ahead_are_told_by_their_tensors(depth, times) -> None:
+    """A piece that is left out, or used twice, is refused wherever it stands: also the first and the last ones."""
+    for wrong in range(6):
+        loop, refused = _Loop(by_hand=True), False
+        loader = DataLoader(TensorDataset(*_examples(range(EXAMPLES))), batch_size=6)
+        manager = BatchMemoryManager(data_loader=loader, max_physical_batch_size=2, optimizer=loop.optimizer)
+        with manager as pieces:
+            try:
+                for k, piece in enumerate(_ahead(((piece, None) for piece in pieces), lambda _: None, depth)):
+                    for _ in range(times if k == wrong else 1):
+                        loop.train(*piece)
+            except PrivacyError:
+                refused = True
+        assert loop.most <= 1 + 1e-6
+        assert refused or wrong == 5  # the last: then the batch has no end, or an update of its own follows it
