@@ -30,14 +30,14 @@ class Size:
 # Raised on 2026-11-27: harness for contestants that take turns, beside which whole processes stay for containers, GPUs
 # and layers; dpcore for losses that are judged by experiments, and for the heads of the modules that its long classes
 # were cut into; tests for both. Then both for losses of all pairs, losses that hide what they do, and sums that are
-# said to be means, which moved the sum of gradients by more than the bound; and 42 lines of dpcore for pieces that are
+# said to be means, which moved the sum of gradients by more than the bound; and 61 lines of dpcore for pieces that are
 # drawn ahead and told by their tensors. The room of Opacus' names is counted apart.
 LIMITS = {
     "harness": Size(lines=35_690, long_classes=3, long_files=9),
-    "dpcore": Size(lines=28_203, long_classes=3, long_files=3),
+    "dpcore": Size(lines=28_222, long_classes=3, long_files=3),
     "dpcore/opacus_names": Size(lines=1_093, long_classes=0, long_files=0),
     "frameworks": Size(lines=5_785, long_classes=0, long_files=0),
-    "tests": Size(lines=49_561, long_classes=0, long_files=16),
+    "tests": Size(lines=49_562, long_classes=0, long_files=16),
 }
 
 

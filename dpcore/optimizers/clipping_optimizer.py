@@ -45,6 +45,16 @@ class ClippingOptimizer(OptimizerWrapper):
     def inner(self) -> Optimizer:
         return self.original_optimizer
 
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_is_ready", "accumulator", "logical_batch", "module", "run"):
+            raise AttributeError(
+                f"{type(self).__name__}.__init__() has not called super().__init__(), by which gradients are clipped, "
+                "noised and counted; call it, and set your own attributes beside it.",
+                name=name,
+                obj=self,
+            )
+        return super().__getattr__(name)
+
     @property
     def params(self) -> list[Parameter]:
         """The trained parameters, in the optimiser's order."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -34,7 +34,7 @@ class Piece:
     first: bool
     goes_on: bool
     drawn: int | None = None
-    tensors: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)
+    tensors: tuple[ref[Tensor], ...] = field(default=(), compare=False, repr=False)
 
     @property
     def is_whole(self) -> bool:
@@ -108,11 +108,9 @@ class LogicalBatch:
     def hand_out(self, piece: Piece) -> None:
         """Announce a loader's piece, which is on its way to the next :meth:`add_piece`.
 
-        Whole batches may be fetched ahead or left out; which one a step uses is the ledger's matter. Other pieces that
-        are fetched ahead are told by their tensors, which the module must be called with as they are.
+        Whole batches may be fetched ahead or left out; which one a step uses is the ledger's matter. Where others are
+        fetched ahead, pieces are told by their tensors, which the module must be called with as they are.
         """
-        if all(waiting.is_whole and piece.is_whole for waiting in self._waiting):
-            self._waiting.clear()
         self._ahead |= bool(self._waiting)
         self._waiting.append(piece)
         self._handed_out, self._left = True, False
@@ -217,7 +215,8 @@ class LogicalBatch:
                 "release noise for a batch that was never seen. Call loss.backward() on the module's output first."
             )
         checks = ledger is not None and ledger.checks
-        self._overtaken |= self._ahead and bool(self._waiting) and not _is_of(self._waiting[0], sum(sizes), given)
+        if self._ahead and self._waiting:
+            self._find(sum(sizes), given)
         piece = self._next_piece(sum(sizes), checks, passes)
         self._passes = passes
         self.pieces += 1
@@ -231,6 +230,16 @@ class LogicalBatch:
         # All pieces of a logical batch count as one batch; without pieces every backward pass is a batch of its own.
         self.batches += len(sizes) if not (piece.goes_on or self.unfinished) else int(not self.unfinished)
         self.unfinished, self._piece = piece.goes_on, piece
+
+    def _find(self, rows: int, given: Sequence[Tensor]) -> None:
+        """Bring the piece of a step to the front of those that wait, past whole batches that the loop has left out."""
+        places = [i for i, piece in enumerate(self._waiting) if _is_of(piece, rows, given)]
+        before = [*self._waiting][: places[0] if places else None]
+        if (self.unfinished and before) or not all(piece.is_whole for piece in before):
+            self._overtaken = True
+        elif places:
+            for _ in before:
+                self._waiting.popleft()
 
     def _next_piece(self, rows: int, checks: bool, passes: int) -> Piece:
         """Return the piece that was announced for this step, of ``rows`` rows; without one it is a batch's last."""
@@ -321,4 +330,4 @@ class LogicalBatch:
 
 def _is_of(piece: Piece, rows: int, given: Sequence[Tensor]) -> bool:
     """Return whether passes of ``rows`` rows, for which the module was called with ``given``, are those of a piece."""
-    return rows == 0 if not piece.rows else any(a is b for a in given for b in piece.tensors)
+    return rows == 0 if not piece.rows else any(a is b() for a in given for b in piece.tensors)

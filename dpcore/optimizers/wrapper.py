@@ -28,8 +28,7 @@ class OptimizerWrapper(Optimizer):
         # Of optimizers without a schedule, whose weights are others in evaluation: libraries ask whether there are any.
         if name in ("train", "eval"):
             return getattr(self.inner, name)
-        unmade = "" if vars(self) else "; its __init__() has not called super().__init__()"
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{unmade}", name=name, obj=self)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # torch would make a copy without its parts, and replace step() of the class on the way.

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -101,7 +102,7 @@ class PiecewiseLoader:
     def _hand_out(self, batch: Any, rows: slice, name: Any, first: bool, goes_on: bool) -> Any:
         """Return a piece; its name is announced with it."""
         piece = cut(batch, rows)
-        tensors = tuple(leaf for leaf in flatten(piece)[0] if isinstance(leaf, Tensor) and leaf.dim())
+        tensors = tuple(ref(leaf) for leaf in flatten(piece)[0] if isinstance(leaf, Tensor) and leaf.dim())
         self.optimizer.hand_out(Piece(name, rows.stop - rows.start, first, goes_on, tensors=tensors))
         return piece
 

@@ -181,7 +181,7 @@ def test_what_subclasses_read_of_their_bases():
 
     class Unmade(DPOptimizer):
         def __init__(self, optimizer):
-            pass
+            self.original_optimizer = optimizer
 
     with warnings.catch_warnings(), pytest.raises(AttributeError, match=r"has not called super\(\).__init__\(\)"):
         Unmade(torch.optim.SGD(model.parameters(), lr=0.1)).step()

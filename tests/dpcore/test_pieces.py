@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpcore import GradSampleModule, PrivacyEngine
+from dpcore import DPDataLoader, GradSampleModule, PrivacyEngine
 from dpcore.errors import PrivacyError
 from dpcore.optimizers import DPOptimizer
 from dpcore.utils.batch_memory_manager import BatchMemoryManager
@@ -158,25 +158,26 @@ def test_a_piece_that_was_left_out_shows_in_the_number_of_those_that_wait() -> N
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
 def test_no_release_of_an_optimizer_built_by_hand_holds_an_example_twice(depth) -> None:
-    """Its memory manager's pieces have names, whatever the loop does with them."""
-    data = DataLoader(TensorDataset(torch.eye(EXAMPLES), torch.zeros(EXAMPLES).long()), batch_size=6, shuffle=True)
-    updates = 0
-    for seed in range(25):
+    """Its memory manager's pieces have names, whatever the loop does with them; some batches are pieces as they are."""
+    data, updates = TensorDataset(*_examples(range(EXAMPLES))), 0
+    for seed in range(40):
         chance, loop = random.Random(seed), _Loop(by_hand=True)
-        manager = BatchMemoryManager(
-            data_loader=data, max_physical_batch_size=chance.randint(1, 4), optimizer=loop.optimizer
-        )
+        loader = DPDataLoader(data, sample_rate=chance.choice([0.2, 0.4]), seed=seed)
+        size = chance.randint(1, 4)
+        changed = (lambda x: x.clone()) if chance.random() < 0.3 else (lambda x: x)
+        wrong = 0.0 if chance.random() < 0.3 else 0.1
+        manager = BatchMemoryManager(data_loader=loader, max_physical_batch_size=size, optimizer=loop.optimizer)
         with contextlib.suppress(PrivacyError), manager as pieces:
             for _ in range(3):
-                for piece in _ahead(((piece, None) for piece in pieces), lambda _: None, depth):
+                for x, y in _ahead(((piece, None) for piece in pieces), lambda _: None, depth):
                     what = chance.random()
-                    if what < 0.05:
+                    if what < wrong / 3:
                         break
-                    if what < 0.95:
-                        loop.train(*piece)
-        assert loop.most <= 1 + 1e-6
+                    for _ in range(chance.choice([0, 2]) if what < wrong else 1):
+                        loop.train(changed(x), y)
+        assert loop.most <= 1 + 1e-6, seed
         updates += len(loop.updates)
-    assert updates or depth
+    assert updates > 40
 
 
 def _nested(loop, pieces, chance):
@@ -305,7 +306,7 @@ def test_a_managers_pieces_may_be_drawn_ahead(depth, by_hand) -> None:
     for ahead in (0, depth):
         loop = _Loop(by_hand, batch_size=4)
         if by_hand:
-            loop.loader = DataLoader(TensorDataset(*_examples(range(EXAMPLES))), batch_size=5)
+            loop.loader = DPDataLoader(TensorDataset(*_examples(range(EXAMPLES))), sample_rate=0.25, seed=5)
         with BatchMemoryManager(data_loader=loop.loader, max_physical_batch_size=2, optimizer=loop.optimizer) as pieces:
             for _ in range(2):
                 if ahead == "blocks":
