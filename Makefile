@@ -15,6 +15,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 TORCH_READY := $(TORCH)/ready
 MODELS_READY := $(MODELS)/ready
+DEPENDENTS := .venvs/dependents
+DEPENDENTS_READY := $(DEPENDENTS)/ready
 REHEARSAL := .venvs/gpu-rehearsal
 REHEARSAL_READY := $(REHEARSAL)/ready
 TRITON_READY := $(TRITON)/ready
@@ -28,7 +30,7 @@ RUN ?= results/local/$(PRESET)
 FOUND ?= $(shell command -v python3)
 OUT ?= results/local/gpu
 
-.PHONY: help bench-e2e bench-modern bench-layers bench-frontier bench-gpu gpu-folder compare findings prove-alerts golden golden-weights prove-exactness images report history dashboard gate test environments lint types-dpcore test-harness test-dpcore test-gpu-kernels test-gpu-rehearsal test-frameworks test-models minilm-imdb test-versions test-containers test-wheel test-wheels conformance mutants compare-wheel comment history-check history-publish ready wheels publish-wheels fuzz-kernels test-slow doctor docs clean
+.PHONY: help bench-e2e bench-modern bench-layers bench-frontier bench-gpu gpu-folder compare findings prove-alerts dependents golden golden-weights prove-exactness images report history dashboard gate test environments lint types-dpcore test-harness test-dpcore test-gpu-kernels test-gpu-rehearsal test-frameworks test-models minilm-imdb test-versions test-containers test-wheel test-wheels conformance mutants compare-wheel comment history-check history-publish ready wheels publish-wheels fuzz-kernels test-slow doctor docs clean
 
 help:  ## this list
 	@echo "For you:"; awk -F ':.*  ## ' '/^[a-z0-9-]+:.*  ## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,6 +79,9 @@ golden: $(READY)  ##ci every number of every committed run's report is what it w
 
 golden-weights: $(TORCH_READY)  ##ci seeded runs of dpcore end with the weights that they had, bit for bit; ARGS=--write on the commit before
 	@OMP_NUM_THREADS=1 $(TORCH)/bin/python -m proofs.golden.weights $(ARGS)
+
+dependents: $(DEPENDENTS_READY)  ##ci software that is built on Opacus, with it and with dpcore in its place: docs/dependents.md
+	@$(DEPENDENTS)/bin/python -m proofs.dependents
 
 prove-exactness: $(TORCH_READY)  ##ci dpcore's fast paths in float32 beside float64, also under cancellation: docs/exactness.md
 	@OMP_NUM_THREADS=1 $(TORCH)/bin/python -m tests.dpcore.exactness
@@ -247,6 +252,13 @@ $(MODELS_READY): tests/requirements-models.txt tests/requirements-torch.txt
 	@echo "==> Setting up the environment with transformers, PEFT and timm in $(MODELS)"
 	$(PYTHON) -m venv $(MODELS)
 	$(MODELS)/bin/python $(PIP) -r tests/requirements-models.txt
+	@touch $@
+
+$(DEPENDENTS_READY): tests/requirements-dependents.txt tests/requirements-dependents-alone.txt
+	@echo "==> Setting up the environment with what is built on Opacus in $(DEPENDENTS)"
+	$(PYTHON) -m venv $(DEPENDENTS)
+	$(DEPENDENTS)/bin/python $(PIP) -r tests/requirements-dependents.txt
+	$(DEPENDENTS)/bin/python $(PIP) --no-deps -r tests/requirements-dependents-alone.txt
 	@touch $@
 
 docs: $(DOCS_READY)  ## the Markdown as a site with search, and dpcore's API: build/site/index.html

@@ -16,6 +16,7 @@ from dpcore.checkpoint import Checkpoint, named_schedulers, without_seeds
 from dpcore.data_loader import DPDataLoader
 from dpcore.errors import warn_caller
 from dpcore.loading.uniform_sampler import steps_per_epoch
+from dpcore.opacus_names.engine import ExtensionPoints
 from dpcore.optimizers import DPOptimizer
 from dpcore.optimizers.checks import SPENT
 from dpcore.parts import Forwarded
@@ -36,7 +37,7 @@ from dpcore.validators import ModuleValidator
 __all__ = ["BudgetError", "PrivacyEngine"]
 
 
-class PrivacyEngine:
+class PrivacyEngine(ExtensionPoints):
     """The accountant, and the way to make (module, optimizer, data loader) private.
 
     Args:
@@ -87,6 +88,7 @@ class PrivacyEngine:
         """
         settings = completed(options)
         setup = Setup.begin(settings, noise_multiplier, run_seed(self.seed, self._made), self.secure_mode)
+        setup = self._extended(setup)
         setup.check()
         self._spending.use(settings["data_loader"].dataset)
         loader, rate = setup.loader()

@@ -33,7 +33,7 @@ class Spending:
         self._accountant = accountant
         self.budget: Budget | None = None
         self.unused = Unused()
-        self._dataset: Any = None
+        self.dataset: Any = None
         self.ancestors: dict[str, set[str]] = {}
         self._name = secrets.token_hex(16)  # of the steps that were counted by hand
         self._runs: Runs = {}
@@ -57,18 +57,18 @@ class Spending:
 
     def use(self, dataset: Any) -> None:
         """Note the data set whose examples the steps to come use, with a warning where it was another one before."""
-        if self._dataset is not None and self._dataset is not dataset:
+        if self.dataset is not None and self.dataset is not dataset:
             warn_caller(
                 "This engine has made another data set private before; its accountant adds up the steps on both, which "
                 "is the epsilon of their union. Use one PrivacyEngine per data set.",
             )
-        self._dataset = dataset
+        self.dataset = dataset
 
     # ---- epsilon and the budget
 
     @property
     def _examples(self) -> int | None:
-        return len(self._dataset) if hasattr(self._dataset, "__len__") else None
+        return len(self.dataset) if hasattr(self.dataset, "__len__") else None
 
     def check_delta(self, delta: float) -> None:
         """Warn where a promise at ``delta`` allows to publish a person."""
@@ -88,7 +88,7 @@ class Spending:
             )
         self.check_delta(delta)
         epsilon = self.accountant.get_epsilon(delta)
-        if epsilon == 0 and self._dataset is not None and not getattr(self.accountant, "history", True):
+        if epsilon == 0 and self.dataset is not None and not getattr(self.accountant, "history", True):
             warn_caller(
                 "No private step was taken, so epsilon is 0. If you have trained already, it was without privacy: "
                 "train with the model, optimizer and loader that make_private returned."

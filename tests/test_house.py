@@ -31,18 +31,22 @@ class Size:
 # and layers; dpcore for losses that are judged by experiments, and for the heads of the modules that its long classes
 # were cut into; tests for both. Then both for losses of all pairs, losses that hide what they do, and sums that are
 # said to be means, which moved the sum of gradients by more than the bound. Then frameworks for dpcore in the loop that
-# README shows, dpcore for the shorter experiments of large examples and the Trainer's log, harness for the page that
-# says which library to take.
+# README shows, dpcore for pieces that are drawn ahead and told by their tensors, the shorter experiments of large
+# examples and the Trainer's log, harness for the page that says which library to take. The room of Opacus' names is
+# counted apart.
 LIMITS = {
     "harness": Size(lines=35_819, long_classes=3, long_files=9),
-    "dpcore": Size(lines=28_223, long_classes=3, long_files=3),
+    "dpcore": Size(lines=28_284, long_classes=3, long_files=3),
+    "dpcore/opacus_names": Size(lines=1_093, long_classes=0, long_files=0),
     "frameworks": Size(lines=5_826, long_classes=0, long_files=0),
-    "tests": Size(lines=48_954, long_classes=0, long_files=16),
+    "tests": Size(lines=49_656, long_classes=0, long_files=16),
 }
 
 
 def files(folder: str) -> Iterator[Path]:
-    return (path for path in sorted((ROOT / folder).rglob("*.py")) if "build" not in path.parts)
+    rooms = [ROOT / name for name in LIMITS if name.startswith(f"{folder}/")]  # with limits of their own
+    found = (path for path in sorted((ROOT / folder).rglob("*.py")) if "build" not in path.parts)
+    return (path for path in found if not any(path.is_relative_to(room) for room in rooms))
 
 
 def lines(path: Path) -> int:

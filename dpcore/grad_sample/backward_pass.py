@@ -69,6 +69,8 @@ class Iteration:
     """Version of those that were only read, and the output gradients that they were formed of."""
     ordinary: dict[Parameter, Tensor] = field(default_factory=dict)
     """The part of ``p.grad`` that it has added so far."""
+    inputs: list[Tensor] = field(default_factory=list)
+    """What the module was called with."""
 
     def grad_sample(self, param: Parameter) -> Tensor:
         """[B, *param.shape], formed when first read; zeros where the loss does not depend on the parameter."""

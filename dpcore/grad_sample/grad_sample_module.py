@@ -88,6 +88,8 @@ class GradSampleModule(AbstractGradSampleModule):
         ValueError: ``loss_reduction`` is neither "mean" nor "sum".
     """
 
+    lives_with_module = False  # whether a wrapper that nobody keeps goes on recording its module
+
     def __init__(
         self,
         m: nn.Module,
@@ -103,7 +105,7 @@ class GradSampleModule(AbstractGradSampleModule):
         self._setup(
             m, batch_first=batch_first, loss_reduction=loss_reduction, strict=strict, ordinary_grad=ordinary_grad
         )
-        self._open_entrances(weakref.ref(self))
+        self._open_entrances((lambda: self) if self.lives_with_module else weakref.ref(self))
 
 
 class GradSampleModuleNoOp(GradSampleHooksNoOp, AbstractGradSampleModule):

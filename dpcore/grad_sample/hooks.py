@@ -184,6 +184,7 @@ class AbstractGradSampleHooks:
         tape = self._layout.tape(self._names, batch_size, scale)
         tape.number, tape.on_fire, tape.on_again = self._passes, self._fired, self._check_latest
         tape.drops_activations = self._layout.drops_activations
+        tape.inputs = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         with self._layout.recording(tape):
             output = call(*args, **kwargs)
         if self.isolation.enabled and not self._sharded:
@@ -292,6 +293,7 @@ class AbstractGradSampleHooks:
             )
         size = sizes.pop()
         iteration = Iteration([use for tape in new for use in tape.uses], size)
+        iteration.inputs = [tensor for tape in new for tensor in tape.inputs]
         for tape in new:
             tape.iteration = iteration
         if new and size:
@@ -411,6 +413,11 @@ class AbstractGradSampleHooks:
     def has_passes(self) -> bool:
         """Whether there was a backward pass whose gradients no step has taken."""
         return bool(self._iterations)
+
+    @property
+    def given(self) -> list[Tensor]:
+        """The tensors that the module was called with in the passes whose gradients no step has taken."""
+        return [tensor for iteration in self._iterations for tensor in iteration.inputs]
 
     def take(self) -> Iterator[tuple[list[Use], int]]:
         """Yield (uses, batch size) of every backward pass since the last call, and forget them.

@@ -32,7 +32,8 @@ def check_whole(loader: DataLoader[Any], distributed: bool) -> None:
     sampler = getattr(batches, "sampler", None) if given and type(batches) is BatchSampler else loader.sampler
     chosen: Any = batches if given and type(batches) is not BatchSampler else sampler
     size = len(loader.dataset)  # type: ignore[arg-type]
-    whole = type(chosen) in (SequentialSampler, RandomSampler, DistributedSampler)
+    of_accelerate = isinstance(chosen, RandomSampler) and type(chosen).__module__.startswith("accelerate.")  # an order
+    whole = of_accelerate or type(chosen) in (SequentialSampler, RandomSampler, DistributedSampler)
     source = getattr(chosen, "dataset" if type(chosen) is DistributedSampler else "data_source", None)
     share = type(chosen) is DistributedSampler and chosen.num_replicas > 1 and not distributed
     if whole and len(source) == size and not share:  # type: ignore[arg-type]

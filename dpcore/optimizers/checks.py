@@ -169,3 +169,20 @@ def check_loop(optimizer: Any) -> None:
             "step() was called within torch.inference_mode(), in which the weights cannot be updated in a way that "
             "the next backward pass sees; leave it before the step (torch.no_grad() is fine)."
         )
+
+
+def settings_of(optimizer: Any) -> list[dict[str, Any]]:
+    """Return what a schedule may change."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def check_settings(optimizer: Any, before: Any) -> None:
+    """UnsupportedError where something that cannot be told to wait counts the pieces of a batch: it would run ahead."""
+    if settings_of(optimizer) != before:
+        raise UnsupportedError(
+            "The optimizer's settings (its learning rate, say) were changed within a batch, which "
+            "max_physical_batch_size hands out in pieces: what changes them for every piece runs ahead, and tells how "
+            "many pieces there were, which depends on the private length of the batch. Schedules of torch's classes "
+            "wait by themselves if they are stepped after optimizer.step(); change anything else once per batch: if "
+            "not optimizer.batch_goes_on: scheduler.step()."
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,10 +39,21 @@ class ClippingOptimizer(OptimizerWrapper):
     plans_pieces = False
     """Whether every piece of a batch leaves a plan of how to cut more of its kind."""
     piece_plan: MicroBatches | None = None
+    _settings: Any = None  # in force at the first piece of the batch
 
     @property
     def inner(self) -> Optimizer:
         return self.original_optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_is_ready", "accumulator", "logical_batch", "module", "run"):
+            raise AttributeError(
+                f"{type(self).__name__}.__init__() has not called super().__init__(), by which gradients are clipped, "
+                "noised and counted; call it, and set your own attributes beside it.",
+                name=name,
+                obj=self,
+            )
+        return super().__getattr__(name)
 
     @property
     def params(self) -> list[Parameter]:
@@ -91,21 +103,7 @@ class ClippingOptimizer(OptimizerWrapper):
             do_skip: Whether the piece's step clips and accumulates only, because others of its batch follow.
         """
         watch_torch()
-        self.logical_batch.signal(do_skip, self.module._passes)
-
-    # What programs of Opacus' read: of the signals that are waiting, and of the last step.
-
-    @property
-    def _step_skip_queue(self) -> list[bool]:
-        return [piece.goes_on for piece in self.logical_batch.announced]
-
-    def _check_skip_next_step(self, pop_next: bool = True) -> bool:
-        """Return whether the step at hand, whose piece was clipped, or with ``pop_next`` False the next one skips."""
-        return self.logical_batch.unfinished if pop_next else self.logical_batch.goes_on
-
-    @property
-    def _is_last_step_skipped(self) -> bool:
-        return self.logical_batch.unfinished
+        self.logical_batch.signal(do_skip, self.module._passes, self.run.handed_out)
 
     @property
     def has_batch(self) -> bool:
@@ -167,7 +165,12 @@ class ClippingOptimizer(OptimizerWrapper):
         self.logical_batch.begin(self.noise_multiplier)
         if self.logical_batch.batches or self.logical_batch.unfinished:
             self.summed.take_changed()
-        self.logical_batch.add_piece(add(), self.run.ledger, self.run.handed_out, self.module._passes)
+        if not self.logical_batch.unfinished:
+            self._settings = checks.settings_of(self)
+        elif self.logical_batch.is_of_a_loader:
+            checks.check_settings(self, self._settings)
+        given = self.module.given
+        self.logical_batch.add_piece(add(), self.run.ledger, self.run.handed_out, self.module._passes, given)
 
     def _use_own_clipping(self) -> None:
         """Count the piece whose sum a subclass's :meth:`clip_and_accumulate` has formed all by itself."""

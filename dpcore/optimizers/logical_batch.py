@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from dpcore.errors import PrivacyError, UnsupportedError
@@ -24,13 +25,16 @@ from dpcore.microbatch.accumulator import Accumulator
 class Piece:
     """The name of a part of a batch: which batch (two are one where ``batch`` is equal), and which place in it.
 
-    ``rows``: how many examples a loader has put into it; None where a loop has announced it by a signal.
+    ``rows``: how many examples a loader has put into it; None where a loop has announced it by a signal. ``drawn``: how
+    many batches the private loader had handed out at that signal. ``tensors``: what a loader has put into it.
     """
 
     batch: Any
     rows: int | None
     first: bool
     goes_on: bool
+    drawn: int | None = None
+    tensors: tuple[ref[Tensor], ...] = field(default=(), compare=False, repr=False)
 
     @property
     def is_whole(self) -> bool:
@@ -66,10 +70,11 @@ class LogicalBatch:
 
     def _forget_announced(self) -> None:
         self._waiting: deque[Piece] = deque()  # announced, and not added yet
-        self._most_waiting = 0  # before any step, since fewer than two were waiting
+        self._most_waiting = 0  # before any step
         self._overtaken = False  # whether an announced piece was left out, as far as this can be told
         self._stale: int | None = None  # passes at a signal that came behind a piece's passes
         self._handed_out = False  # whether a loop over a loader's pieces is under way
+        self._ahead = False  # whether it draws pieces before the steps of those before them
         self._begins = True  # whether the next signal is of a batch's first piece
         self._signalled += 1
 
@@ -91,6 +96,11 @@ class LogicalBatch:
         return bool(self._waiting) and self._waiting[0].goes_on
 
     @property
+    def is_of_a_loader(self) -> bool:
+        """Whether a loader has handed out the newest piece of the batch that goes on."""
+        return self._piece is not None and self._piece.rows is not None
+
+    @property
     def announced(self) -> list[Piece]:
         """The pieces whose steps are to come, as far as they are known."""
         return list(self._waiting)
@@ -98,25 +108,26 @@ class LogicalBatch:
     def hand_out(self, piece: Piece) -> None:
         """Announce a loader's piece, which is on its way to the next :meth:`add_piece`.
 
-        Whole batches may be fetched ahead or left out; which one a step uses is the ledger's matter.
+        Whole batches may be fetched ahead or left out; which one a step uses is the ledger's matter. Where others are
+        fetched ahead, pieces are told by their tensors, which the module must be called with as they are.
         """
-        if any(not (waiting.is_whole and piece.is_whole) for waiting in self._waiting):
-            self._overtaken = True
-        self._waiting = deque([piece])
+        self._ahead |= bool(self._waiting)
+        self._waiting.append(piece)
         self._handed_out, self._left = True, False
 
-    def signal(self, goes_on: bool, passes: int) -> None:
+    def signal(self, goes_on: bool, passes: int, drawn: int) -> None:
         """Announce a piece of the loop's own, behind those that were announced before.
 
         Args:
             goes_on: Whether it is not its batch's last.
             passes: How many passes the module has made.
+            drawn: How many batches the private loader has handed out.
         """
         if not self._waiting:
             self._passes = passes
         elif passes > self._passes:
             self._stale = passes
-        self._waiting.append(Piece(self._signalled, None, self._begins, goes_on))
+        self._waiting.append(Piece(self._signalled, None, self._begins, goes_on, drawn))
         self._end_signals(not goes_on)
 
     def leave_out(self) -> None:
@@ -141,7 +152,7 @@ class LogicalBatch:
 
         The sum stays: the batch can still not be released, and the next loop forgets it.
         """
-        self._left = self.unfinished
+        self._left = self.unfinished and not self._waiting
         self._handed_out = False
 
     def begin(self, noise_multiplier: float) -> None:
@@ -182,7 +193,9 @@ class LogicalBatch:
             )
         self._noise_multiplier = noise_multiplier
 
-    def add_piece(self, sizes: Sequence[int], ledger: Ledger | None, drawn: int, passes: int) -> None:
+    def add_piece(
+        self, sizes: Sequence[int], ledger: Ledger | None, drawn: int, passes: int, given: Sequence[Tensor]
+    ) -> None:
         """Count a piece that was added to the sum.
 
         Args:
@@ -190,6 +203,7 @@ class LogicalBatch:
             ledger: where the batch is taken from the loader's unused ones; None: it is not known.
             drawn: how many batches the loader has handed out.
             passes: how many passes the module has made.
+            given: what it was called with since the last piece.
 
         Raises:
             PrivacyError: there was no backward pass; pieces of several batches would be one batch, or one piece would
@@ -201,12 +215,14 @@ class LogicalBatch:
                 "release noise for a batch that was never seen. Call loss.backward() on the module's output first."
             )
         checks = ledger is not None and ledger.checks
+        if self._ahead and self._waiting:
+            self._find(sum(sizes), given)
         piece = self._next_piece(sum(sizes), checks, passes)
         self._passes = passes
         self.pieces += 1
         if ledger is not None:
-            if checks and piece.rows is None:
-                self._check_one_batch(drawn)
+            if checks and piece.rows is None and not piece.is_whole:
+                self._check_one_batch(piece, drawn)
             self._rows += sum(sizes)
             if not piece.goes_on:
                 ledger.use([self._rows] if self.unfinished else sizes)
@@ -215,20 +231,30 @@ class LogicalBatch:
         self.batches += len(sizes) if not (piece.goes_on or self.unfinished) else int(not self.unfinished)
         self.unfinished, self._piece = piece.goes_on, piece
 
+    def _find(self, rows: int, given: Sequence[Tensor]) -> None:
+        """Bring the piece of a step to the front of those that wait, past whole batches that the loop has left out."""
+        places = [i for i, piece in enumerate(self._waiting) if _is_of(piece, rows, given)]
+        before = [*self._waiting][: places[0] if places else None]
+        if (self.unfinished and before) or not all(piece.is_whole for piece in before):
+            self._overtaken = True
+        elif places:
+            for _ in before:
+                self._waiting.popleft()
+
     def _next_piece(self, rows: int, checks: bool, passes: int) -> Piece:
         """Return the piece that was announced for this step, of ``rows`` rows; without one it is a batch's last."""
         waiting = len(self._waiting)
-        if waiting > self._most_waiting > 0 or self._stale not in (None, passes):
+        if (waiting > self._most_waiting > 0 and not self._ahead) or self._stale not in (None, passes):
             self._overtaken = True
-        self._most_waiting = max(waiting, self._most_waiting) if waiting > 1 else 0
+        self._most_waiting = max(waiting, self._most_waiting)
         self._stale = None
         if self._overtaken or (waiting and self._waiting[0].rows and not rows):
             raise PrivacyError(
                 "A piece of a batch was handed out before optimizer.step() was called for the one before it, so pieces "
                 "of different batches would be added up as one, and an example in two of them would move the sum by "
-                "twice max_grad_norm. Call step() for every piece before the next one is fetched: no prefetching of "
-                "BatchMemoryManager's pieces, and no piece left out. (Of pieces that signal_skip_step() announces, "
-                "always the same number may be drawn ahead; optimizer.discard() forgets them.)"
+                "twice max_grad_norm. Call step() for every piece before the next one is fetched, and leave no piece "
+                "out. (Pieces may be fetched ahead where the module is called with their tensors as they are; of those "
+                "that signal_skip_step() announces, always the same number. optimizer.discard() forgets them.)"
             )
         self.taken += 1
         last = self._piece if self.unfinished else None
@@ -258,16 +284,17 @@ class LogicalBatch:
             )
         return piece
 
-    def _check_one_batch(self, drawn: int) -> None:
+    def _check_one_batch(self, piece: Piece, drawn: int) -> None:
         """The pieces of a logical batch must come from one batch of the loader: they are accounted for as one."""
-        if self.unfinished and drawn != self._drawn:
+        if not self.unfinished:  # of signals given ahead nothing tells, once the next batch was drawn, what this one is
+            self._drawn = drawn if piece.drawn is None or self._most_waiting < 2 else piece.drawn
+        if drawn != self._drawn:
             raise PrivacyError(
-                f"One logical batch was put together from {drawn - self._drawn + 1} batches of the private data "
-                "loader by signal_skip_step(): an example in several of them would move the sum by several times "
-                "max_grad_norm, and the accountant would count one step. Accumulate without signal_skip_step(), which "
-                "is counted, or draw larger batches and cut them with BatchMemoryManager."
+                f"A piece of a logical batch may be of {drawn - self._drawn + 1} batches of the loader, drawn since "
+                "signal_skip_step() announced the first: an example in several of them would move the sum by several "
+                "times max_grad_norm, and one step would be counted. Draw the next batch when all pieces are used, "
+                "accumulate without signal_skip_step(), or cut larger batches with BatchMemoryManager."
             )
-        self._drawn = drawn
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -299,3 +326,8 @@ class LogicalBatch:
         """Forget the sum, and what was announced."""
         self._forget_announced()
         self.end()
+
+
+def _is_of(piece: Piece, rows: int, given: Sequence[Tensor]) -> bool:
+    """Return whether passes of ``rows`` rows, for which the module was called with ``given``, are those of a piece."""
+    return rows == 0 if not piece.rows else any(a is b() for a in given for b in piece.tensors)

@@ -103,8 +103,9 @@ def _begins(facts: dict[str, Any]) -> bool:
 
 def _batch_of(optimizer: Any) -> LogicalBatch | None:
     """Return the batch for which schedules of ``optimizer`` wait; None where it is not private, or not any more."""
-    if isinstance(optimizer, Optimizer):
+    while isinstance(optimizer, Optimizer):
         for private in reversed(private_optimizers()):
             if optimizer in private.logical_batch.followed:
                 return private.logical_batch  # type: ignore[no-any-return]
+        optimizer = vars(optimizer).get("optimizer")  # of a wrapper that came later (accelerate's)
     return None

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -74,47 +75,36 @@ class PiecewiseLoader:
     def _planned_pieces(self, batch: Any, name: Any) -> Iterator[Any]:
         kind = tuple((leaf.shape[1:], leaf.dtype) for leaf in flatten(batch)[0] if isinstance(leaf, Tensor))
         length, start = batch_length(batch), 0
-        settings, first = _settings(self.optimizer), True
+        first = True
         while True:
             rest = length - start
             plan = self._plans.get(kind)
             pieces = self._of_all_ranks(max(1, -(-rest // (plan.size(length) if plan else FIRST_PIECE))))
             stop = start + -(-rest // pieces)
-            self.optimizer.hand_out(Piece(name, stop - start, first, pieces > 1))
-            yield cut(batch, slice(start, stop))
+            yield self._hand_out(batch, slice(start, stop), name, first, pieces > 1)
             if plan is None and self.optimizer.piece_plan is not None:
                 self._plans[kind] = self.optimizer.piece_plan
             start, first = stop, False
             if pieces == 1:
                 return
-            self._check_settings(settings)
 
     def _of_all_ranks(self, pieces: int) -> int:
         """The number of pieces that the rank with the most needs, where all go in step; else this one's."""
         return pieces if self._in_step is None else self._in_step.largest(pieces)
 
-    def _check_settings(self, before: Any) -> None:
-        """UnsupportedError where something that cannot be told to wait counts pieces: it would run ahead."""
-        if _settings(self.optimizer) != before:
-            raise UnsupportedError(
-                "The optimizer's settings (its learning rate, say) were changed within a batch, which "
-                "max_physical_batch_size hands out in pieces: what changes them for every piece runs ahead, and tells "
-                "how many pieces there were, which depends on the private length of the batch. Schedules of torch's "
-                "classes wait by themselves if they are stepped after optimizer.step(); change anything else once per "
-                "batch: if not optimizer.batch_goes_on: scheduler.step()."
-            )
-
     def _pieces(self, batch: Any, name: Any, size: int) -> Iterator[Any]:
         length = batch_length(batch)
         pieces = self._of_all_ranks(max(1, -(-length // size)))
-        settings = _settings(self.optimizer)
         for k in range(pieces):
-            if k:
-                self._check_settings(settings)
-            # The name travels with the piece: it is announced when it is handed out.
             rows = slice(k * length // pieces, (k + 1) * length // pieces)
-            self.optimizer.hand_out(Piece(name, rows.stop - rows.start, k == 0, k + 1 < pieces))
-            yield cut(batch, rows)
+            yield self._hand_out(batch, rows, name, k == 0, k + 1 < pieces)
+
+    def _hand_out(self, batch: Any, rows: slice, name: Any, first: bool, goes_on: bool) -> Any:
+        """Return a piece; its name is announced with it."""
+        piece = cut(batch, rows)
+        tensors = tuple(ref(leaf) for leaf in flatten(piece)[0] if isinstance(leaf, Tensor) and leaf.dim())
+        self.optimizer.hand_out(Piece(name, rows.stop - rows.start, first, goes_on, tensors=tensors))
+        return piece
 
     def __len__(self) -> int:
         """The number of pieces to expect, for progress bars; the batches' lengths are random.
@@ -163,27 +153,15 @@ class BatchMemoryManager:
                 "optimizer that make_private returned."
             )
         check_pieces(max_physical_batch_size, optimizer.module.batch_first, optimizer.ranks)
+        self.data_loader, self.optimizer, self.max_physical_batch_size = data_loader, optimizer, max_physical_batch_size
         self.loader = PiecewiseLoader(data_loader, max_physical_batch_size, optimizer)
 
     def __enter__(self) -> PiecewiseLoader:
         return self.loader
 
     def __exit__(self, *exception: Any) -> None:
-        self.loader.optimizer.discard()
-        self.loader.optimizer.plans_pieces = False
-
-
-def wrap_data_loader(*, data_loader: DataLoader[Any], max_batch_size: int, optimizer: DPOptimizer) -> PiecewiseLoader:
-    """Return the loader of a :class:`BatchMemoryManager`, under the name that Opacus' own manager calls.
-
-    Args:
-        data_loader: The loader that make_private returned.
-        max_batch_size: The most examples of a piece.
-        optimizer: The optimizer that make_private returned.
-    """
-    return BatchMemoryManager(
-        data_loader=data_loader, max_physical_batch_size=max_batch_size, optimizer=optimizer
-    ).loader
+        self.optimizer.discard()
+        self.optimizer.plans_pieces = False
 
 
 def whole_batches(loader: Any) -> Any:
@@ -225,8 +203,3 @@ def check_pieces(size: int | str, batch_first: bool, ranks: Ranks | None) -> Non
             "With fully_shard all ranks must cut their batches into as many pieces, which each would plan for itself; "
             "give max_physical_batch_size as a number."
         )
-
-
-def _settings(optimizer: DPOptimizer) -> list[dict[str, Any]]:
-    """Return what a schedule may change."""
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]

@@ -67,7 +67,7 @@ EXCEPTIONS = {
         "FSDPOptimizerFastGradientClipping": SHARDED,
         "SimpleDistributedPerLayerOptimizer": "every optimiser takes ranks",
     },
-    "utils.batch_memory_manager": {"BatchSplittingSampler": PIECES},
+    "utils.batch_memory_manager": {"BatchSplittingSampler": PIECES, "wrap_data_loader": "behind dpcore.as_opacus only"},
     "utils.fast_gradient_clipping_utils": {"DPTensorFastGradientClipping": ONE_LOSS},
     "utils.per_sample_gradients_utils": {
         "clone_module": INTERNAL,

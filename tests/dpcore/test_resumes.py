@@ -436,7 +436,7 @@ class _OwnStep(DPOptimizer):
 class _OwnPreStep(DPOptimizer):
     def pre_step(self, closure=None):
         self.clip_and_accumulate()
-        if self._check_skip_next_step():
+        if self.batch_goes_on:
             return False
         self.add_noise()
         self.scale_grad()

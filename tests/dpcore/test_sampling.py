@@ -468,3 +468,19 @@ def test_a_loader_by_the_librarys_own_sampler_is_the_private_one():
     derived = _NonEmpty(num_samples=60, sample_rate=0.2)
     with pytest.raises(UnsupportedError, match="_NonEmpty would be replaced"):
         DPDataLoader.from_data_loader(DataLoader(range(60), batch_sampler=derived))
+
+
+def test_an_order_of_accelerates_is_that_of_the_whole_data_set():
+    """Its sampler derives from torch's and draws every example once; anybody else's may choose."""
+    from torch.utils.data import RandomSampler, TensorDataset
+
+    data = TensorDataset(torch.arange(20))
+    kinds = {
+        place: type("Seedable", (RandomSampler,), {"__module__": place}) for place in ("accelerate.data_loader", "mine")
+    }
+    private = DPDataLoader.from_data_loader(
+        DataLoader(data, batch_size=5, sampler=kinds["accelerate.data_loader"](data))
+    )
+    assert private.sample_rate == 0.25
+    with pytest.raises(UnsupportedError, match="Seedable would be replaced by Poisson sampling"):
+        DPDataLoader.from_data_loader(DataLoader(data, batch_size=5, sampler=kinds["mine"](data)))

@@ -16,9 +16,10 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpcore import PrivacyEngine
+from dpcore import GradSampleModule, PrivacyEngine
 from dpcore.errors import PrivacyError, UnsupportedError
 from dpcore.microbatch.planner import MicroBatches
+from dpcore.optimizers import DPOptimizer
 from dpcore.optimizers import clipping_optimizer as optimizers
 from dpcore.schedulers import ExponentialBatchSize, ExponentialGradClip, LambdaNoise
 from dpcore.utils.batch_memory_manager import BatchMemoryManager
@@ -351,3 +352,27 @@ def test_a_schedule_of_the_optimizer_in_the_users_own_waits() -> None:
         others.step()
         pieces += 1
     assert schedule.last_epoch == BATCHES < others.last_epoch == pieces
+
+
+def test_a_schedule_of_a_wrapper_that_came_later_waits() -> None:
+    """As accelerate puts one around the private optimizer."""
+
+    class Around(torch.optim.Optimizer):
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+            self.param_groups, self.defaults, self.state = optimizer.param_groups, optimizer.defaults, optimizer.state
+
+        def step(self, closure=None):
+            return self.optimizer.step(closure)
+
+    wrapped = GradSampleModule(torch.nn.Linear(4, 2))
+    sgd = torch.optim.SGD(wrapped.parameters(), lr=1.0)
+    private = DPOptimizer(sgd, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=4)
+    outer = Around(private)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(outer, 0.5)
+    for goes_on in (True, False):
+        private.signal_skip_step(goes_on)
+        wrapped(torch.randn(4, 4)).sum().backward()
+        outer.step()
+        schedule.step()
+    assert sgd.param_groups[0]["lr"] == 0.5

@@ -1,0 +1,230 @@
+"""Software that is built on Opacus, with Opacus and with dpcore in its place: ``make dependents``.
+
+Each use is a program of its own, which says at its end what was spent. It runs unchanged, once as it is and once under
+``python -m dpcore.as_opacus``, in a fresh process each, and a row of docs/dependents.md says what became of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "dependents.md"
+BEGIN, END = "<!-- table of proofs/dependents.py -->", "<!-- end -->"
+TIMEOUT = 300
+
+COMMON = """
+import json, time, warnings
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+warnings.simplefilter("ignore")
+torch.manual_seed(0)
+x, y = torch.randn(256, 8), torch.randint(2, (256,))
+data = TensorDataset(x, y)
+net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))
+sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+
+def train(model, optimizer, loader, rounds=4):
+    for _ in range(rounds):
+        for a, b in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(a), b).backward()
+            optimizer.step()
+
+def tell(began, accountant):
+    steps = sum(step[2] for step in accountant.history)
+    print(json.dumps({"seconds": time.time() - began, "epsilon": accountant.get_epsilon(delta=1e-3), "steps": steps}))
+"""
+
+USES = {
+    "dptrainer 0.1.2: transformers' Trainer, pieces of a batch": """
+        import tempfile
+        from dptrainer import DPTrainer, PrivacyArguments
+        from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+        shape = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+        model = BertForSequenceClassification(BertConfig(vocab_size=50, max_position_embeddings=16, **shape))
+        model.bert.embeddings.position_embeddings.weight.requires_grad_(False)
+        class Texts(torch.utils.data.Dataset):
+            def __len__(self):
+                return 128
+            def __getitem__(self, i):
+                words = torch.randint(50, (8,), generator=torch.Generator().manual_seed(i))
+                return {"input_ids": words, "attention_mask": torch.ones(8).long(), "labels": torch.tensor(i % 2)}
+        options = TrainingArguments(
+            output_dir=tempfile.mkdtemp(), per_device_train_batch_size=4, gradient_accumulation_steps=2,
+            num_train_epochs=6, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True,
+            remove_unused_columns=False)
+        privacy = PrivacyArguments(noise_multiplier=1.0, per_sample_max_grad_norm=1.0, target_delta=1e-3)
+        trainer = DPTrainer(model=model, args=options, train_dataset=Texts(), privacy_args=privacy)
+        began = time.time()
+        trainer.train()
+        tell(began, trainer.dp_callback.accountant)
+        """,
+    "correlated-noise-mechanism 0.4.0: an engine and an optimizer of its own": """
+        from correlated_noise_mechanism.privacy_engine import CNMEngine
+        engine = CNMEngine(accountant="rdp")
+        model, optimizer, loader = engine.make_private(
+            module=net, optimizer=sgd, data_loader=DataLoader(data, batch_size=32),
+            noise_multiplier=1.0, max_grad_norm=1.0, mode="DP-SGD-AMPLIFIED")
+        began = time.time()
+        train(model, optimizer, loader)
+        tell(began, engine.accountant)
+        """,
+    "secureml 0.3.1: differentially private training of a given model": """
+        import sys, types
+        package = sys.modules["secureml"] = types.ModuleType("secureml")  # whose other parts need large libraries
+        package.__path__ = [folder + "/secureml" for folder in sys.path]
+        from secureml import privacy
+        import pandas
+        frame = pandas.DataFrame(x.numpy()).assign(target=y.numpy())
+        import opacus
+        engines, init = [], opacus.PrivacyEngine.__init__
+        def noted(self, *args, **options):
+            init(self, *args, **options)
+            engines.append(self)
+        opacus.PrivacyEngine.__init__ = noted
+        one = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+        began = time.time()
+        privacy.differentially_private_train(
+            one, frame, noise_multiplier=1.0, framework="pytorch", epochs=4, batch_size=32, verbose=False,
+            target_column="target", criterion=nn.BCEWithLogitsLoss())
+        tell(began, engines[0].accountant)
+        """,
+    "dp-lora 0.1.0: LoRA with recording of its own, Opacus' Poisson loader": """
+        from dp_lora.privacy_engine import DPLoRAEngine
+        from peft import LoraConfig, get_peft_model
+        from transformers import GPT2Config, GPT2LMHeadModel
+        words = torch.randint(50, (64, 8))
+        class Texts(torch.utils.data.Dataset):
+            def __len__(self):
+                return 64
+            def __getitem__(self, i):
+                return {"input_ids": words[i], "labels": words[i]}
+        base = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=50, n_positions=16))
+        model = get_peft_model(base, LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+        sgd = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        engine = DPLoRAEngine()
+        model, optimizer, loader = engine.make_private(
+            model=model, optimizer=sgd, data_loader=DataLoader(Texts(), batch_size=8), noise_multiplier=1.0,
+            max_grad_norm=1.0)
+        began, steps = time.time(), 0
+        for batch in loader:
+            if not len(batch["input_ids"]):
+                continue
+            optimizer.zero_grad()
+            model(**batch).loss.backward()
+            optimizer.step(engine.grad_sample_module.get_per_sample_grads())
+            engine.grad_sample_module.clear_per_sample_grads()
+            steps += 1
+        print(json.dumps({"seconds": time.time() - began, "epsilon": engine.get_epsilon(), "steps": steps}))
+        """,
+    "opacus-dpcr 1.0.0: a step of its own around the optimizer, with noise of its own": """
+        from opacus_dpcr import DPCREngine
+        engine = DPCREngine()
+        model, optimizer, loader = engine.make_private(
+            module=net, optimizer=sgd, data_loader=DataLoader(data, batch_size=32),
+            noise_multiplier=1.0, max_grad_norm=1.0)
+        began = time.time()
+        train(model, optimizer, loader)
+        tell(began, engine.accountant)
+        """,
+    "Flower 1.42.0: two clients and three rounds, Opacus in their fit()": """
+        import numpy, flwr
+        from flwr.client import NumPyClient
+        from flwr.common import parameters_to_ndarrays, ndarrays_to_parameters
+        from opacus import PrivacyEngine
+
+        class Client(NumPyClient):
+            def __init__(self, part):
+                self.net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))
+                sgd = torch.optim.SGD(self.net.parameters(), lr=0.1)
+                self.engine = PrivacyEngine(accountant="rdp")
+                self.model, self.optimizer, self.loader = self.engine.make_private(
+                    module=self.net, optimizer=sgd, data_loader=DataLoader(part, batch_size=16), noise_multiplier=1.0,
+                    max_grad_norm=1.0)
+            def fit(self, parameters, config):
+                state = zip(self.model.state_dict(), map(torch.tensor, parameters))
+                self.model.load_state_dict(dict(state), strict=True)
+                train(self.model, self.optimizer, self.loader, rounds=1)
+                values = [value.cpu().numpy() for value in self.model.state_dict().values()]
+                return values, len(self.loader.dataset), {"epsilon": self.engine.get_epsilon(1e-3)}
+
+        clients = [Client(torch.utils.data.Subset(data, range(k, 256, 2))) for k in range(2)]
+        weights = [value.numpy() for value in clients[0].net.state_dict().values()]
+        began = time.time()
+        for _ in range(3):
+            sent = ndarrays_to_parameters(weights)
+            back = [client.fit(parameters_to_ndarrays(sent), {})[0] for client in clients]
+            weights = [numpy.mean(values, axis=0) for values in zip(*back)]
+        tell(began, clients[0].engine.accountant)
+        """,
+}
+"""Name, version and what is done -> the program, behind ``COMMON``."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a use: the numbers that it has said, or the last line of its error."""
+
+    said: dict[str, float] | None
+    error: str = ""
+
+    @property
+    def words(self) -> str:
+        """The outcome for a table's cell."""
+        if self.said is not None:
+            return f"{self.said['steps']:.0f} steps, {self.said['seconds']:.2f} s, ε {self.said['epsilon']:.4f}"
+        return self.error.replace("|", "/")
+
+
+def outcome(python: str, program: str, as_opacus: bool) -> Outcome:
+    """Run a use in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "use.py"
+        script.write_text(COMMON + textwrap.dedent(program))
+        command = [python, *(["-m", "dpcore.as_opacus"] if as_opacus else []), str(script)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, env=environment, timeout=TIMEOUT, cwd=folder
+            )
+        except subprocess.TimeoutExpired:
+            return Outcome(None, f"no end after {TIMEOUT} s")
+    told = [line for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
+    if done.returncode == 0 and told:
+        return Outcome(json.loads(told[-1]))
+    last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return Outcome(None, f"{last[:240]} ...".replace("dpcore.errors.", "") if len(last) > 240 else last)
+
+
+def table(python: str) -> tuple[str, bool]:
+    """Return the table, and whether whatever runs with Opacus runs with dpcore or is refused by a sentence."""
+    rows, fine = ["| dependent | with Opacus | with dpcore |", "|---|---|---|"], True
+    for name, program in USES.items():
+        theirs, ours = (outcome(python, program, as_opacus) for as_opacus in (False, True))
+        print(f"{name}\n  Opacus: {theirs.words}\n  dpcore: {ours.words}", flush=True)
+        rows.append(f"| {name} | {theirs.words} | {ours.words} |")
+        fine = fine and (theirs.said is None or ours.said is not None or "Error: " in ours.error)
+    return "\n".join(rows), fine
+
+
+def main() -> int:
+    """Write the table into the page; 1 where a use that runs with Opacus ended without a sentence."""
+    python = sys.argv[1] if len(sys.argv) > 1 else sys.executable
+    text = PAGE.read_text(encoding="utf-8")
+    found, fine = table(python)
+    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+    PAGE.write_text(f"{before}{BEGIN}\n{found}\n{END}{after}", encoding="utf-8")
+    return 0 if fine else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""What subclasses of the engine override in Opacus: called with what they expect, or refused by name."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpcore import DPDataLoader, GradSampleModule, PrivacyEngine
+from dpcore.errors import PrivacyError, UnsupportedError
+from dpcore.optimizers import DPOptimizer
+from dpcore.utils.batch_memory_manager import BatchMemoryManager
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class _HalfClip(DPOptimizer):
+    """A clipping of one's own: every gradient is halved."""
+
+    def clip_and_accumulate(self):
+        super().clip_and_accumulate()
+        for param in self.params:
+            param.summed_grad = param.summed_grad / 2
+
+
+class _Engine(PrivacyEngine):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.asked = {}
+
+    def _prepare_optimizer(self, *, optimizer, **options):
+        self.asked["optimizer"] = options
+        wanted = ("noise_multiplier", "max_grad_norm", "expected_batch_size", "loss_reduction")
+        return _HalfClip(optimizer, **{name: options[name] for name in wanted})
+
+
+def _made(engine, net=None, seed=0, **options):
+    torch.manual_seed(seed)
+    net = nn.Linear(4, 2) if net is None else net
+    data = DataLoader(TensorDataset(torch.randn(40, 4), torch.randint(2, (40,))), batch_size=10)
+    settings = {"noise_multiplier": 1.0, "max_grad_norm": 0.7, **options}
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    return engine.make_private(module=net, optimizer=sgd, data_loader=data, **settings)
+
+
+def _train(model, optimizer, loader):
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_an_optimizer_of_ones_own_is_the_one_that_steps_and_is_counted():
+    engine = _Engine(seed=3)
+    model, optimizer, loader = _made(engine)
+    assert type(optimizer) is _HalfClip and optimizer.loss_reduction == "mean"
+    asked = engine.asked["optimizer"]
+    assert asked["noise_multiplier"] == 1.0 and asked["max_grad_norm"] == 0.7 and asked["expected_batch_size"] == 10
+    assert asked["clipping"] == "flat" and asked["distributed"] is False
+    _train(model, optimizer, loader)
+    assert engine.accountant.history == [(1.0, 0.25, 4)]
+
+
+def test_its_noise_is_that_of_the_engines_seed():
+    """Two runs of one seed end at the same weights, without which nobody could repeat anything."""
+    first, again, other = (_train(*_made(_Engine(seed=seed), sample_rate=0.25)) for seed in (3, 3, 4))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], other[0])
+
+
+def test_overrides_that_call_their_base_change_nothing():
+    class Through(PrivacyEngine):
+        def _prepare_model(self, module, *, batch_first=True, loss_reduction="mean"):
+            return super()._prepare_model(module, batch_first=batch_first, loss_reduction=loss_reduction)
+
+        def _prepare_data_loader(self, data_loader, *, poisson_sampling, distributed):
+            return super()._prepare_data_loader(data_loader, poisson_sampling=poisson_sampling, distributed=distributed)
+
+        def _prepare_optimizer(self, **options):
+            return super()._prepare_optimizer(**options)
+
+    for options in ({}, {"poisson_sampling": False}, {"clipping": "automatic"}):
+        ends = [_train(*_made(kind(seed=5), **options)) for kind in (PrivacyEngine, Through)]
+        for a, b in zip(*ends, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_a_loader_of_ones_own_tells_its_rate():
+    class Rarer(PrivacyEngine):
+        def _prepare_data_loader(self, data_loader, **options):
+            return DPDataLoader(data_loader.dataset, sample_rate=0.125)
+
+    engine = Rarer()
+    _train(*_made(engine))
+    assert engine.accountant.history == [(1.0, 0.125, 8)]
+    with pytest.raises(PrivacyError, match=r"DPDataLoader of the rate 0.125, and sample_rate is 0.5"):
+        _made(Rarer(), sample_rate=0.5)
+
+
+def test_a_method_that_is_replaced_on_the_instance_is_called():
+    engine, asked = PrivacyEngine(), []
+    usual = engine._prepare_model
+    engine._prepare_model = lambda module, **options: asked.append(module) or usual(module, **options)
+    model, *_ = _made(engine)
+    assert len(asked) == 1 and isinstance(model, GradSampleModule)
+
+
+def test_a_validation_of_ones_own_is_asked():
+    class Strict(PrivacyEngine):
+        def validate(self, *, module, optimizer, data_loader):
+            raise ValueError("no linear layers")
+
+    with pytest.raises(ValueError, match="no linear layers"):
+        _made(Strict())
+
+
+def _returning(point, value):
+    return type("Mine", (PrivacyEngine,), {point: lambda self, *args, **options: value(options)})()
+
+
+@pytest.mark.parametrize(
+    ("point", "value", "sentence"),
+    [
+        ("_prepare_optimizer", lambda given: given["optimizer"], r"Mine\._prepare_optimizer\(\) returned a SGD.*clips"),
+        ("_prepare_optimizer", lambda _: object.__new__(_HalfClip), r"whose __init__\(\) calls super\(\).__init__\(\)"),
+        ("_prepare_optimizer", lambda _: _made(PrivacyEngine())[1], r"around another optimizer or module"),
+        ("_prepare_model", lambda _: nn.Linear(4, 2), r"Mine\._prepare_model\(\) returned a Linear.*by example"),
+        (
+            "_prepare_data_loader",
+            lambda _: DataLoader(TensorDataset(torch.zeros(4, 4))),
+            r"returned a DataLoader of an unknown rate",
+        ),
+    ],
+)
+def test_what_an_override_must_not_return(point, value, sentence):
+    with pytest.raises(PrivacyError, match=sentence):
+        _made(_returning(point, value))
+
+
+def test_a_criterion_of_ones_own_is_refused_by_name():
+    with pytest.raises(UnsupportedError, match=r"Mine overrides _prepare_criterion\(\)"):
+        _made(_returning("_prepare_criterion", lambda _: None), grad_sample_mode="ghost")
+    _made(_returning("_prepare_criterion", lambda _: None))
+
+
+def test_the_parts_can_be_made_one_by_one():
+    """As programs do that join them by themselves."""
+    engine = PrivacyEngine(accountant="rdp")
+    net = nn.Linear(4, 2)
+    data = DataLoader(TensorDataset(torch.randn(40, 4), torch.randint(2, (40,))), batch_size=10)
+    model = engine._prepare_model(net, grad_sample_mode="hooks")
+    loader = engine._prepare_data_loader(data, poisson_sampling=True, distributed=False)
+    optimizer = engine._prepare_optimizer(
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        expected_batch_size=10,
+    )
+    optimizer.attach_step_hook(engine.accountant.get_optimizer_hook_fn(sample_rate=0.25))
+    _train(model, optimizer, loader)
+    assert engine.accountant.history == [(1.0, 0.25, 4)] and engine.get_epsilon(1e-3) > 0
+
+
+def test_what_subclasses_read_of_their_bases():
+    engine = PrivacyEngine()
+    assert engine.dataset is None and engine.secure_rng is None
+    model, optimizer, loader = _made(engine)
+    assert engine.dataset is loader.dataset
+
+    class Manager(BatchMemoryManager):
+        def __enter__(self):
+            return super().__enter__(), self.data_loader, self.optimizer, self.max_physical_batch_size
+
+    with Manager(data_loader=loader, max_physical_batch_size=4, optimizer=optimizer) as (pieces, *read):
+        assert read == [loader, optimizer, 4]
+        _train(model, optimizer, pieces)
+
+    class Unmade(DPOptimizer):
+        def __init__(self, optimizer):
+            self.original_optimizer = optimizer
+
+    with warnings.catch_warnings(), pytest.raises(AttributeError, match=r"has not called super\(\).__init__\(\)"):
+        Unmade(torch.optim.SGD(model.parameters(), lr=0.1)).step()
