@@ -1,0 +1,102 @@
+"""What a control group leaves of the processors, by both versions, as the process finds it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.worker import quota
+
+BUSY = """
+import time
+from harness.worker import quota
+from harness.worker.clock import ForeignLoad
+load = ForeignLoad()
+with load.watch():
+    end = time.monotonic() + 1.0
+    while time.monotonic() < end:
+        pass
+print(quota.group().processors, load.throttled)
+"""
+
+
+def process(folder: Path, system: str, own: str, root: str, files: dict[str, str]) -> Path:
+    """A folder of /proc of a process whose control groups are mounted in ``folder``/mount."""
+    proc = folder / "proc"
+    proc.mkdir()
+    (proc / "cgroup").write_text(f"0::{own}\n" if system == "cgroup2" else f"4:memory:/x\n1:cpu,cpuacct:{own}\n0::/\n")
+    kinds = "rw" if system == "cgroup2" else "rw,cpu,cpuacct"
+    lines = f"24 1 0:2 / /elsewhere rw - tmpfs tmpfs rw\n25 1 0:3 {root} {folder}/mount rw - {system} cgroup {kinds}\n"
+    (proc / "mountinfo").write_text(lines)
+    for name, text in files.items():
+        (folder / "mount" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "mount" / name).write_text(text)
+    return proc
+
+
+HALF = {"cpu.cfs_quota_us": "50000\n", "cpu.cfs_period_us": "100000\n", "cpu.stat": "nr_periods 8\nnr_throttled 6\n"}
+FREE = {"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}
+
+
+@pytest.mark.parametrize(
+    ("system", "own", "root", "files", "processors"),
+    [
+        ("cgroup2", "/pod/box", "/", {"pod/box/cpu.max": "50000 100000\n"}, 0.5),
+        ("cgroup2", "/pod/box", "/", {"pod/box/cpu.max": "max 100000\n", "pod/cpu.max": "20000 100000\n"}, 0.2),
+        ("cgroup2", "/", "/", {"cpu.max": "50000 100000\n"}, 0.5),
+        ("cgroup2", "/pod", "/", {"pod/cpu.max": "max 100000\n"}, None),
+        ("cgroup2", "/pod", "/", {"pod/cpu.max": "99900000 100000\n"}, None),
+        ("cgroup", "/box", "/", {f"box/{k}": v for k, v in HALF.items()}, 0.5),
+        ("cgroup", "/docker/1", "/docker/1", HALF, 0.5),
+        ("cgroup", "/docker/1", "/elsewhere", HALF, 0.5),
+        ("cgroup", "/box", "/", {f"box/{k}": v for k, v in FREE.items()}, None),
+        ("cgroup", "/box", "/", {}, None),
+    ],
+)
+def test_the_least_that_the_groups_above_a_process_leave_is_its_quota(
+    tmp_path: Path, system: str, own: str, root: str, files: dict[str, str], processors: float | None
+) -> None:
+    found = quota.group(process(tmp_path, system, own, root, files))
+    assert (found and found.processors) == processors
+    if found is not None and "cpu.stat" in files:
+        assert found.periods() == (8, 6)
+
+
+def test_a_machine_without_control_groups_has_no_quota(tmp_path: Path) -> None:
+    assert quota.group(tmp_path) is None
+
+
+@pytest.fixture
+def half() -> Iterator[Path]:
+    """The file that moves a process into a control group with half a processor, made here."""
+    name = f"dpbench-test-{os.getpid()}"
+    for mount, limit, text in (
+        ("/sys/fs/cgroup/cpu", "cpu.cfs_quota_us", "50000"),
+        ("/sys/fs/cgroup", "cpu.max", "50000 100000"),
+    ):
+        folder = Path(mount, name)
+        try:
+            folder.mkdir()
+        except OSError:
+            continue
+        try:
+            (folder / limit).write_text(text)
+            yield folder / "cgroup.procs"
+            return
+        except OSError:
+            continue
+        finally:
+            folder.rmdir()
+    pytest.skip("this kernel, or this user, makes no control group with a quota of processors")
+
+
+def test_a_process_with_half_a_processor_is_told(half: Path) -> None:
+    command = ["sh", "-c", f'echo $$ > {half} && exec "$@"', "sh", sys.executable, "-c", BUSY]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    processors, throttled = map(float, done.stdout.split())
+    assert processors == 0.5 and throttled > 0
